@@ -1,0 +1,1 @@
+"""Errors, units, logging, flags, trace: what every room may use."""

@@ -1,0 +1,80 @@
+"""Every error that a user of HMT can cause, as one tree.
+
+    HMTError
+    ├── ConfigError              an option that is unknown, malformed or contradicts another
+    ├── CheckpointError          the checkpoint on disk cannot be used
+    │   ├── MissingFileError       a file or tensor that must be there is not
+    │   ├── HeaderError            a header that lies or is truncated
+    │   ├── ShapeError             a tensor contradicts the model's configuration
+    │   └── UnknownArchitectureError
+    ├── BudgetError              what was asked for does not fit the memory that was given
+    ├── RequestError             one request is wrong; the engine is fine
+    │   ├── EmptyPromptError
+    │   └── ContextLengthError
+    ├── DiskReadError            the drive failed or gave too little; the request that needed it fails
+    ├── NumericsError            a weight or a result is not a number
+    ├── MachineError             the machine lacks what an option needs
+    └── Cancelled                the request was cancelled by its owner
+
+A message says what was asked, what there is (in numbers), and what to do.  `assert` is for our own bugs.
+"""
+
+
+class HMTError(Exception):
+    """Base of all errors that HMT raises on purpose."""
+
+
+class ConfigError(HMTError):
+    """An option is unknown, malformed, or contradicts another one."""
+
+
+class CheckpointError(HMTError):
+    """The checkpoint on disk cannot be used as it is."""
+
+
+class MissingFileError(CheckpointError):
+    """A file or a tensor that the model needs is not there."""
+
+
+class HeaderError(CheckpointError):
+    """A file header lies about the file, is truncated, or is absurd."""
+
+
+class ShapeError(CheckpointError):
+    """A tensor's shape or dtype contradicts the model's configuration."""
+
+
+class UnknownArchitectureError(CheckpointError):
+    """No family of HMT runs this architecture."""
+
+
+class BudgetError(HMTError):
+    """The plan, or one allocation, does not fit the memory budget."""
+
+
+class RequestError(HMTError):
+    """One request cannot be served as asked; others are not affected."""
+
+
+class EmptyPromptError(RequestError):
+    """The prompt holds no tokens."""
+
+
+class ContextLengthError(RequestError):
+    """Prompt and answer together are longer than the context allows."""
+
+
+class DiskReadError(HMTError):
+    """A read failed or ended early; the same read may work later."""
+
+
+class NumericsError(HMTError):
+    """A weight, or a logit, is NaN or infinite."""
+
+
+class MachineError(HMTError):
+    """This machine lacks something that was asked for explicitly."""
+
+
+class Cancelled(HMTError):
+    """The request was cancelled before it finished."""

@@ -1,0 +1,88 @@
+"""Sizes and rates: parsing what people type, printing what people read."""
+
+import re
+
+from hmt.base.errors import ConfigError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "m": MIB,
+    "mib": MIB,
+    "g": GIB,
+    "gib": GIB,
+    "t": 1 << 40,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes in `size`: an int, or text such as "16GiB", "1.5 GB", "512M" (M is MiB).
+
+    Raises ConfigError for anything else, and for negative numbers.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ConfigError(f"a size cannot be negative: {size}")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"cannot read {size!r} as a size; write it as 512MiB, 16GiB or 1.5GB")
+    return int(float(match[1]) * factor)
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes in binary units with three significant digits, e.g. "3.67 MiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+        value /= 1024
+    return f"{_three_digits(value)} TiB"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate in decimal units, as drives and links are sold: "2.41 GB/s"."""
+    value = float(bytes_per_s)
+    for unit in ("B/s", "kB/s", "MB/s"):
+        if abs(value) < 1000:
+            return f"{_three_digits(value)} {unit}"
+        value /= 1000
+    return f"{_three_digits(value)} GB/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration at a readable scale: "312 µs", "4.20 ms", "1.25 s"."""
+    if seconds < 1e-3:
+        return f"{_three_digits(seconds * 1e6)} µs"
+    if seconds < 1:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    """The largest multiple of `multiple` that is at most `value`."""
+    return value // multiple * multiple
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

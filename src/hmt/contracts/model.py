@@ -1,0 +1,87 @@
+"""What a model is to everyone who does not compute it: sizes, blocks, KV per layer."""
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hmt.contracts.blocks import BlockId, BlockSpec
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+
+
+class KVKind(enum.StrEnum):
+    """Layers of one kind share pages."""
+
+    FULL = "full"
+    SLIDING = "sliding"  # only the last `window` positions are attended to
+    LATENT = "latent"  # MLA: one compressed row per token, keys and values in one
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """The KV that one layer keeps per token: `heads` rows of `key_dim`, and of `value_dim`.
+
+    For LATENT the value is the first `value_dim` numbers of the key and is not stored twice.
+    """
+
+    kind: KVKind
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 0
+
+    @property
+    def row_width(self) -> int:
+        """Numbers stored per token."""
+        value = 0 if self.kind is KVKind.LATENT else self.value_dim
+        return self.heads * (self.key_dim + value)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model's sizes.  Pure data, derived from the configuration alone.
+
+    activation_width    numbers that are alive per token at the widest point of a layer
+    experts_per_token   routed experts that one token reads in each layer that has experts
+    """
+
+    architecture: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    blocks: tuple[BlockSpec, ...]
+    kv: tuple[KVLayer, ...]
+    activation_width: int
+    experts_per_token: int = 0
+    ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
+
+
+class Model(Protocol):
+    """A model family's forward pass, cut where an executor may act between the parts.
+
+    The parts take weights by lease and keep nothing: all state is in `step` and `kv`.
+    """
+
+    spec: ModelSpec
+    dtype: torch.dtype  # of activations
+
+    def embed(self, step: Step, weights: Weights) -> torch.Tensor:
+        """Hidden states of the step's tokens: [tokens, hidden_size]."""
+        ...
+
+    def layer(
+        self, index: int, hidden: torch.Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> torch.Tensor:
+        """Hidden states after layer `index`: [tokens, hidden_size].  Appends to `kv`."""
+        ...
+
+    def head(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Logits of the given rows, final norm included: f32 [rows, vocab_size]."""
+        ...
+
+    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
+        """Blocks that every token needs in layer `index`, in the order of use (no routed experts)."""
+        ...

@@ -1,0 +1,77 @@
+"""Requests, what they produce, and how tokens are chosen."""
+
+import enum
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended (OpenAI's words, and two of our own)."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # max_new_tokens, or the context is full
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen.  temperature 0 is greedy; 0 or 1 switches the others off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None  # report the chosen token and this many of the likeliest
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One thing to complete.
+
+    input            text; or chat messages [{"role": ..., "content": ...}], which go through the
+                     checkpoint's template; or token ids, used as they are
+    context_size     the most positions that prompt and answer may take together; the model's own
+                     limit when None
+    stop             strings that end the answer and are not part of it
+    """
+
+    input: "str | list[dict[str, str]] | list[int]"
+    max_new_tokens: int = 256
+    context_size: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The natural log-probability of one chosen token, and of the likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token.  `text` is what became printable with it; it may be empty."""
+
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()

@@ -1,0 +1,63 @@
+"""A step: one forward pass over a batch of token runs."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive tokens of one sequence: a prefill chunk, or one decode token.
+
+    sequence   handle of the sequence in the KV cache
+    start      position of the first token
+    offset     index of the first token in the step's flat arrays
+    length     number of tokens
+    """
+
+    sequence: int
+    start: int
+    offset: int
+    length: int
+
+    @property
+    def context(self) -> int:
+        """Positions that exist once this run has been appended."""
+        return self.start + self.length
+
+    @property
+    def tokens(self) -> slice:
+        """This run's part of the step's flat arrays."""
+        return slice(self.offset, self.offset + self.length)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """One forward pass.  Runs of unequal length lie one after the other.
+
+    token_ids     int64 [tokens]
+    positions     int64 [tokens]
+    runs          in the order of the flat arrays; at most one run per sequence
+    logit_rows    int64 [rows]: indices of the tokens whose logits are wanted
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    runs: tuple[Run, ...]
+    logit_rows: torch.Tensor
+
+    @staticmethod
+    def build(parts: list[tuple[int, int, list[int], int]]) -> "Step":
+        """A step from (sequence, start, token ids, wanted) parts.
+
+        `wanted` is how many of the part's last tokens need logits: 0, 1, or all of them.
+        """
+        runs, ids, positions, rows = [], [], [], []
+        for sequence, start, tokens, wanted in parts:
+            offset, length = len(ids), len(tokens)
+            runs.append(Run(sequence, start, offset, length))
+            ids += tokens
+            positions += range(start, start + length)
+            rows += range(offset + length - wanted, offset + length)
+        as_tensor = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
+        return Step(as_tensor(ids), as_tensor(positions), tuple(runs), as_tensor(rows))

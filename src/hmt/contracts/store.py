@@ -1,0 +1,74 @@
+"""The two things that models compute from without knowing where they lie: weights and KV."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from hmt.contracts.blocks import BlockId
+from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.step import Run, Step
+
+
+class Priority(enum.IntEnum):
+    """Order in which reads are served; a lower value goes first."""
+
+    NEED = 0  # a computation waits, or will as soon as it gets there this layer
+    SURE = 1  # certain to be needed: the next dense layers
+    GUESS = 2  # predicted; may be dropped
+
+
+class Presence(enum.Enum):
+    """What a lookup finds."""
+
+    HIT = "hit"  # can be leased without waiting
+    PENDING = "pending"  # on its way
+    MISS = "miss"  # only on disk
+
+
+class Weights(Protocol):
+    """A model's parameters by block, wherever they lie."""
+
+    def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
+        """Parameters of `block` by local name, readable and unmoved until the context ends.
+
+        Waits for the block where it has to be read.  Raises DiskReadError when that fails.
+        """
+        ...
+
+    def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
+        """Say that `blocks` will be leased soon.  Never waits, never fails, may be ignored."""
+        ...
+
+    def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` (int64 [n]) of table `name`: [n, width] in the table's own float dtype."""
+        ...
+
+
+class KVCache(Protocol):
+    """Keys and values of all sequences.  Attention is asked for here, so that it can run where pages lie."""
+
+    def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Write the step's tokens: key [tokens, heads, key_dim], value [tokens, heads, value_dim].
+
+        `value` is None for LATENT layers.  Call once per layer and step, before `attend`.
+        """
+        ...
+
+    def attend(
+        self, layer: int, step: Step, query: torch.Tensor, *, scale: float, softcap: float = 0.0
+    ) -> torch.Tensor:
+        """Causal attention of query [tokens, q_heads, key_dim] over each run's own context.
+
+        The layer's window applies.  Returns [tokens, q_heads, value_dim] in the query's dtype.
+        """
+        ...
+
+    def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+        """A run's whole context in this layer: (key, value) [context, heads, dim].
+
+        May be copies; valid until the next append.  For LATENT, value is a slice of key.
+        """
+        ...
