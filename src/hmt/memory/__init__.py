@@ -1,0 +1,32 @@
+"""Bytes and where they are: ledger, pools, disk readers and their queue, NUMA, limits.
+
+Nothing here knows what a tensor means.
+"""
+
+from hmt.memory.host_pool import PAGE_BYTES, HostBuffer, HostPool
+from hmt.memory.ledger import Account, Ledger
+from hmt.memory.limits import available_host_bytes, peak_resident_bytes, resident_bytes
+from hmt.memory.numa import bind, numa_nodes
+from hmt.memory.readers import READERS, DiskReader, MmapReader, PreadReader, open_reader
+from hmt.memory.transfer import DiskRead, Ticket, TransferQueue
+
+__all__ = [
+    "PAGE_BYTES",
+    "READERS",
+    "Account",
+    "DiskRead",
+    "DiskReader",
+    "HostBuffer",
+    "HostPool",
+    "Ledger",
+    "MmapReader",
+    "PreadReader",
+    "Ticket",
+    "TransferQueue",
+    "available_host_bytes",
+    "bind",
+    "numa_nodes",
+    "open_reader",
+    "peak_resident_bytes",
+    "resident_bytes",
+]

@@ -1,0 +1,61 @@
+"""How much memory this process may use, and how much it has used, as the kernel counts it."""
+
+from pathlib import Path
+
+import psutil
+
+
+def available_host_bytes() -> int:
+    """Memory that can still be taken: the system's available RAM, less where a cgroup limits us."""
+    free = int(psutil.virtual_memory().available)
+    limit = cgroup_limit_bytes()
+    if limit is not None:
+        free = min(free, max(0, limit - resident_bytes()))
+    return free
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The hard memory limit of our cgroup (v2 or v1), or None where there is none."""
+    limits = [
+        int(text)
+        for path in _limit_files()
+        if path.is_file() and (text := path.read_text().strip()).isdigit()
+    ]
+    # v1 says "no limit" with a number near 2**63.
+    real = [limit for limit in limits if limit < 1 << 60]
+    return min(real, default=None)
+
+
+def resident_bytes() -> int:
+    """This process's resident memory now (VmRSS)."""
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """This process's largest resident memory so far (VmHWM)."""
+    return _status_bytes("VmHWM")
+
+
+def _limit_files() -> list[Path]:
+    files = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    membership = Path("/proc/self/cgroup")
+    if not membership.is_file():
+        return files
+    for line in membership.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        inner = group.lstrip("/")
+        if controllers == "":
+            files.append(Path("/sys/fs/cgroup") / inner / "memory.max")
+        elif "memory" in controllers.split(","):
+            files.append(Path("/sys/fs/cgroup/memory") / inner / "memory.limit_in_bytes")
+    return files
+
+
+def _status_bytes(field: str) -> int:
+    status = Path("/proc/self/status")
+    if not status.is_file():  # not Linux: the current size stands for the peak too
+        return int(psutil.Process().memory_info().rss)
+    for line in status.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0

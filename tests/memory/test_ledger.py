@@ -1,0 +1,127 @@
+"""The ledger against a plain model of it: budgets are never passed, nothing leaks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from hmt.base.errors import BudgetError
+from hmt.contracts.plan import Tier
+from hmt.memory import Account, HostBuffer, HostPool, Ledger
+
+BUDGET = 1 << 20
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Accounts are opened, charged, released and closed in any order."""
+
+    accounts = Bundle("accounts")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger({Tier.HOST: BUDGET})
+        self.used: dict[Account, int] = {}
+
+    @rule(target=accounts, limit=st.integers(0, BUDGET))
+    def open(self, limit: int) -> Account | None:
+        reserved = sum(account.limit_bytes for account in self.used)
+        if reserved + limit > BUDGET:
+            with pytest.raises(BudgetError):
+                self.ledger.open(Tier.HOST, "test", limit)
+            return None
+        account = self.ledger.open(Tier.HOST, "test", limit)
+        self.used[account] = 0
+        return account
+
+    @rule(account=accounts, nbytes=st.integers(0, BUDGET))
+    def charge(self, account: Account | None, nbytes: int) -> None:
+        if account in self.used:
+            fits = self.used[account] + nbytes <= account.limit_bytes
+            assert account.try_charge(nbytes) == fits
+            self.used[account] += nbytes if fits else 0
+
+    @rule(account=accounts, share=st.floats(0, 1))
+    def release(self, account: Account | None, share: float) -> None:
+        if account in self.used:
+            nbytes = int(self.used[account] * share)
+            account.release(nbytes)
+            self.used[account] -= nbytes
+
+    @rule(account=consumes(accounts))
+    def close(self, account: Account | None) -> None:
+        if account in self.used:
+            account.release(self.used.pop(account))
+            account.close()
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        assert self.ledger.used_bytes(Tier.HOST) == sum(self.used.values()) <= BUDGET
+        assert self.ledger.reserved_bytes(Tier.HOST) <= BUDGET
+
+
+TestLedger = LedgerMachine.TestCase
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Buffers of a pool never overlap, keep their contents, and stay inside the limit."""
+
+    LIMIT = 64 * 4096
+    buffers = Bundle("buffers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger({Tier.HOST: self.LIMIT})
+        self.account = self.ledger.open(Tier.HOST, "pool", self.LIMIT)
+        self.pool = HostPool(self.account)
+        self.held: dict[HostBuffer, int] = {}
+        self.stamp = 0
+
+    @rule(target=buffers, nbytes=st.integers(1, 20 * 4096))
+    def allocate(self, nbytes: int) -> HostBuffer | None:
+        size = -(-nbytes // 4096) * 4096
+        in_use = sum(buffer.nbytes for buffer in self.held)
+        buffer = self.pool.try_allocate(nbytes)
+        assert (buffer is not None) == (in_use + size <= self.LIMIT)
+        if buffer is not None:
+            assert buffer.nbytes == size and buffer.tensor.data_ptr() % 4096 == 0
+            self.stamp = (self.stamp + 1) % 256
+            buffer.tensor.fill_(self.stamp)
+            self.held[buffer] = self.stamp
+        return buffer
+
+    @rule(buffer=consumes(buffers))
+    def free(self, buffer: HostBuffer | None) -> None:
+        if buffer in self.held:
+            del self.held[buffer]
+            self.pool.free(buffer)
+
+    @invariant()
+    def contents_are_untouched(self) -> None:
+        for buffer, stamp in self.held.items():
+            assert bool((buffer.tensor == stamp).all())
+
+    @invariant()
+    def inside_the_limit(self) -> None:
+        held = sum(buffer.nbytes for buffer in self.held)
+        assert self.pool.in_use_bytes == held <= self.account.used_bytes <= self.LIMIT
+
+    def teardown(self) -> None:
+        for buffer in list(self.held):
+            self.pool.free(buffer)
+        self.pool.close()
+        assert self.ledger.reserved_bytes(Tier.HOST) == 0
+
+
+TestPool = PoolMachine.TestCase
+
+
+@given(st.integers(1, BUDGET))
+def test_an_account_over_the_budget_says_what_is_left(extra: int) -> None:
+    ledger = Ledger({Tier.HOST: BUDGET})
+    with pytest.raises(BudgetError, match="is left"):
+        ledger.open(Tier.HOST, "weights", BUDGET + extra)
+
+
+def test_a_tier_without_budget_has_none() -> None:
+    with pytest.raises(BudgetError):
+        Ledger({Tier.HOST: BUDGET}).open(Tier.DEVICE, "weights", 1)
