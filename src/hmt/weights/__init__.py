@@ -1,0 +1,25 @@
+"""A model's parameters: which bytes they are, how they lie in memory, and the store that moves them."""
+
+from hmt.weights.binding import BoundBlock, BoundParam, FileRange, bind, published_bytes
+from hmt.weights.eviction import LRU, EvictionPolicy
+from hmt.weights.layout import BlockLayout, lay_out
+from hmt.weights.rows import row_span_bytes
+from hmt.weights.spill import SpillFile
+from hmt.weights.store import POISON, StoreCounters, WeightStore
+
+__all__ = [
+    "LRU",
+    "POISON",
+    "BlockLayout",
+    "BoundBlock",
+    "BoundParam",
+    "EvictionPolicy",
+    "FileRange",
+    "SpillFile",
+    "StoreCounters",
+    "WeightStore",
+    "bind",
+    "lay_out",
+    "published_bytes",
+    "row_span_bytes",
+]

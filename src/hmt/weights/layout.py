@@ -1,0 +1,246 @@
+"""Layout: how a block lies in its slot, and which reads fill it.
+
+Parameters that are kept as published are read straight into the slot: the slot holds the aligned
+file ranges themselves, so that O_DIRECT needs no copy, and neighbours in the file become one read.
+Parameters that are re-encoded on load go through a staging buffer, one after the other.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from hmt.base.units import KIB, round_down, round_up
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSize, ParamSpec, Role
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.memory import PAGE_BYTES
+from hmt.quant import Format, component_bytes, view_weight
+from hmt.weights.binding import BoundBlock, BoundParam, FileRange
+
+_MERGE_GAP_BYTES = 64 * KIB  # reading this much for nothing costs less than another request
+_COMPONENT_ALIGNMENT = 64
+_ELEMENT_BYTES = {Encoding.F32: 4, Encoding.F16: 2, Encoding.BF16: 2, Encoding.FP8_BLOCK: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedRead:
+    """A 4 KiB-aligned file range and its place in a buffer."""
+
+    file: FileRange
+    at: int
+    useful_end: int  # file offset behind the last byte that is needed
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedParam:
+    """Where a parameter's components lie in the slot."""
+
+    param: BoundParam
+    format: Format
+    data_at: int
+    scales_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedParam:
+    """A parameter that is converted on load: what to read into staging, and where it goes."""
+
+    placed: PlacedParam
+    reads: tuple[AlignedRead, ...]
+    source: PlacedParam  # its components as published, in the staging buffer
+    staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowHolder:
+    """A block's parameter that holds rows [first, end) of a table."""
+
+    block: BlockId
+    name: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A parameter whose rows are looked up, and the blocks that hold them once in memory."""
+
+    param: BoundParam
+    holders: tuple[RowHolder, ...]
+
+    @property
+    def width(self) -> int:
+        """Numbers per row."""
+        return self.param.spec.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Everything needed to load a block and to see its parameters."""
+
+    id: BlockId
+    slot_bytes: int
+    reads: tuple[AlignedRead, ...]
+    staged: tuple[StagedParam, ...]
+    placed: tuple[PlacedParam, ...]
+    tables: Mapping[str, Table]
+
+    @property
+    def staging_bytes(self) -> int:
+        """The largest staging buffer that loading needs; 0 when everything is read in place."""
+        return max((param.staging_bytes for param in self.staged), default=0)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that leave the drive when the block is loaded."""
+        everything = (*self.reads, *(read for param in self.staged for read in param.reads))
+        return sum(read.file.nbytes for read in everything)
+
+    @property
+    def size(self) -> BlockSize:
+        """What the planner needs to know."""
+        return BlockSize(self.id, self.slot_bytes, self.read_bytes)
+
+    def views(self, slot: torch.Tensor) -> dict[str, WeightTensor]:
+        """The block's parameters in `slot` (uint8 [slot_bytes]); views, nothing is copied."""
+        return {placed.param.spec.name: view_placed(placed, slot) for placed in self.placed}
+
+
+def view_placed(placed: PlacedParam, buffer: torch.Tensor) -> WeightTensor:
+    """A parameter as it lies in `buffer` (uint8); copied only if it lies at an odd address."""
+    shape = placed.param.spec.shape
+    data_bytes, scale_bytes = component_bytes(placed.format, shape)
+    data = buffer[placed.data_at : placed.data_at + data_bytes]
+    scales = buffer[placed.scales_at : placed.scales_at + scale_bytes]
+    if placed.data_at % _ELEMENT_BYTES.get(placed.format.encoding, 1):
+        data = data.clone()
+    if placed.scales_at % 4:
+        scales = scales.clone()
+    return view_weight(placed.format, shape, data, scales)
+
+
+def published_format(param: BoundParam) -> Format:
+    """The format in which the checkpoint holds `param`."""
+    return Format(param.encoding, tile=param.tile)
+
+
+Target = Callable[[ParamSpec, BlockKind], Format | None]
+
+
+def lay_out(blocks: Mapping[BlockId, BoundBlock], target: Target) -> dict[BlockId, BlockLayout]:
+    """Decide every block's slot.  `target` names the format to convert a parameter to, or None.
+
+    A table whose rows are all held, unconverted, by other blocks (a tied embedding, by the chunks
+    of the head) takes no memory of its own.
+    """
+    layouts = {block.id: _lay_out_block(block, target) for block in blocks.values()}
+    for layout in layouts.values():
+        for name, table in layout.tables.items():
+            shared = _other_holders(table.param, layout.id, layouts)
+            if shared is not None:
+                tables = {**layout.tables, name: replace(table, holders=shared)}
+                layouts[layout.id] = BlockLayout(layout.id, 0, (), (), (), tables)
+    return layouts
+
+
+def _other_holders(
+    param: BoundParam, own: BlockId, layouts: Mapping[BlockId, BlockLayout]
+) -> tuple[RowHolder, ...] | None:
+    holders = [
+        RowHolder(layout.id, placed.param.spec.name, *(placed.param.spec.rows or (0, rows)))
+        for layout in layouts.values()
+        if layout.id != own
+        for placed in layout.placed
+        if placed.param.source == param.source
+        and placed.format == published_format(param)
+        and (rows := placed.param.spec.shape[0])
+    ]
+    holders.sort(key=lambda holder: holder.first)
+    covered = 0
+    for holder in holders:
+        if holder.first != covered:
+            return None
+        covered = holder.end
+    return tuple(holders) if covered == param.spec.shape[0] else None
+
+
+def _lay_out_block(block: BoundBlock, target: Target) -> BlockLayout:
+    direct, converted = [], []
+    for param in block.params:
+        wanted = target(param.spec, block.id.kind) if param.spec.role is Role.LINEAR else None
+        if wanted is not None:
+            converted.append((param, wanted))
+        elif _lies_aligned(param):
+            direct.append(param)
+        else:
+            converted.append((param, published_format(param)))
+    reads, placed, end = _place_reads(direct)
+    staged = []
+    for param, wanted in converted:
+        target_place, end = _place_components(param, wanted, end)
+        own_reads, own_placed, staging = _place_reads([param])
+        staged.append(StagedParam(target_place, own_reads, own_placed[0], staging))
+        placed.append(target_place)
+    tables = {
+        param.spec.name: Table(
+            param, (RowHolder(block.id, param.spec.name, 0, param.spec.shape[0]),)
+        )
+        for param in block.params
+        if param.spec.role is Role.TABLE
+    }
+    return BlockLayout(
+        block.id, round_up(end, PAGE_BYTES), reads, tuple(staged), tuple(placed), tables
+    )
+
+
+def _lies_aligned(param: BoundParam) -> bool:
+    """Whether its numbers start at a multiple of their size, as every writer in use today does."""
+    aligned = param.data.offset % _ELEMENT_BYTES[param.encoding] == 0
+    return aligned and (param.scales is None or param.scales.offset % 4 == 0)
+
+
+def _place_components(param: BoundParam, wanted: Format, start: int) -> tuple[PlacedParam, int]:
+    data_bytes, scale_bytes = component_bytes(wanted, param.spec.shape)
+    data_at = round_up(start, _COMPONENT_ALIGNMENT)
+    scales_at = round_up(data_at + data_bytes, _COMPONENT_ALIGNMENT)
+    return PlacedParam(param, wanted, data_at, scales_at), scales_at + scale_bytes
+
+
+def _place_reads(
+    params: list[BoundParam],
+) -> tuple[tuple[AlignedRead, ...], list[PlacedParam], int]:
+    """Aligned reads that cover all components, and where each component is after them."""
+    parts = sorted(
+        {part for param in params for part in (param.data, param.scales) if part is not None},
+        key=lambda part: (str(part.path), part.offset),
+    )
+    merged: list[list[FileRange]] = []
+    for part in parts:
+        previous = merged[-1][-1] if merged else None
+        near = (
+            previous is not None
+            and previous.path == part.path
+            and part.offset - (previous.offset + previous.nbytes) < _MERGE_GAP_BYTES
+        )
+        if near:
+            merged[-1].append(part)
+        else:
+            merged.append([part])
+    reads, where, end = [], {}, 0
+    for group in merged:
+        begin = round_down(group[0].offset, PAGE_BYTES)
+        useful_end = max(part.offset + part.nbytes for part in group)
+        nbytes = round_up(useful_end, PAGE_BYTES) - begin
+        reads.append(AlignedRead(FileRange(group[0].path, begin, nbytes), end, useful_end))
+        where |= {part: end + part.offset - begin for part in group}
+        end += nbytes
+    placed = [
+        PlacedParam(
+            param,
+            published_format(param),
+            where[param.data],
+            0 if param.scales is None else where[param.scales],
+        )
+        for param in params
+    ]
+    return tuple(reads), placed, end

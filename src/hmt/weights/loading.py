@@ -1,0 +1,140 @@
+"""Loading one block: its reads, the conversions that follow them, and the check for NaN."""
+
+import math
+import threading
+from collections.abc import Callable
+
+import torch
+
+from hmt.base.errors import HMTError, NumericsError
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.store import Priority
+from hmt.memory import DiskRead, HostBuffer, Ticket, TransferQueue
+from hmt.quant import quantize
+from hmt.weights.layout import AlignedRead, BlockLayout, StagedParam, view_placed
+
+Finished = Callable[[HMTError | None], None]
+
+
+class BlockLoad:
+    """One block on its way from disk into `slot`.
+
+    Stages follow each other: first everything that is read in place, then one staged parameter
+    after the other.  Each stage ends on the disk worker that read its last chunk, which converts
+    and submits the next one, so no thread ever waits here.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        slot: HostBuffer,
+        staging: HostBuffer | None,
+        queue: TransferQueue,
+        *,
+        check: bool,
+        finished: Finished,
+    ) -> None:
+        self._layout = layout
+        self._slot = slot
+        self._staging = staging
+        self._queue = queue
+        self._check = check
+        self._finished = finished
+        self._stages: list[StagedParam | None] = [None] if layout.reads else []
+        self._stages += layout.staged
+        self._ticket: Ticket | None = None
+        self._lock = threading.Lock()
+        self._priority = Priority.GUESS
+
+    def start(self, priority: Priority) -> None:
+        """Submit the first reads.  `finished` is called once, on a disk worker."""
+        self._priority = priority
+        self._submit_next()
+
+    def promote(self, priority: Priority) -> None:
+        """Make what is left at least as urgent as `priority`."""
+        with self._lock:
+            if priority >= self._priority:
+                return
+            self._priority = priority
+            ticket = self._ticket
+        if ticket is not None:
+            self._queue.promote(ticket, priority)
+
+    def _submit_next(self) -> None:
+        stage = self._stages.pop(0)
+        if stage is None:
+            reads, buffer = self._layout.reads, self._slot
+        else:
+            assert self._staging is not None
+            reads, buffer = stage.reads, self._staging
+        with self._lock:
+            priority = self._priority
+        ticket = self._queue.submit(
+            [_disk_read(read, buffer) for read in reads],
+            priority,
+            lambda error: self._stage_ended(stage, error),
+        )
+        with self._lock:
+            self._ticket = ticket
+
+    def _stage_ended(self, stage: StagedParam | None, error: HMTError | None) -> None:
+        try:
+            if error is None and stage is not None:
+                self._convert(stage)
+            if error is None and self._stages:
+                self._submit_next()
+                return
+            if error is None and self._check:
+                check_finite(self._layout, self._slot.tensor)
+        except HMTError as caught:
+            error = caught
+        except Exception as caught:  # the waiting lease must hear of it, whatever it is
+            error = HMTError(f"loading {self._layout.id} failed: {caught!r}")
+        self._finished(error)
+
+    def _convert(self, stage: StagedParam) -> None:
+        assert self._staging is not None
+        source = view_placed(stage.source, self._staging.tensor)
+        target = view_placed(stage.placed, self._slot.tensor)
+        if stage.source.format == stage.placed.format:
+            target.data.copy_(source.data)
+            if target.scales is not None and source.scales is not None:
+                target.scales.copy_(source.scales)
+            return
+        try:
+            quantize(source, target)
+        except NumericsError as error:
+            name = stage.placed.param.source
+            raise NumericsError(f"{name} of {self._layout.id}: {error}") from error
+
+
+def check_finite(layout: BlockLayout, slot: torch.Tensor) -> None:
+    """Raise NumericsError naming the first parameter in `slot` (uint8) that is not all finite."""
+    for placed in layout.placed:
+        weight = view_placed(placed, slot)
+        parts = [weight.data] if weight.scales is None else [weight.data, weight.scales]
+        if not all(_is_finite(weight, part) for part in parts):
+            raise NumericsError(
+                f"{placed.param.source} of {layout.id} holds NaN or infinite numbers; the "
+                f"checkpoint in {placed.param.data.path.parent} is damaged: download it again"
+            )
+
+
+def _is_finite(weight: WeightTensor, part: torch.Tensor) -> bool:
+    if weight.encoding is Encoding.FP8_BLOCK and part is weight.data:
+        # e4m3fn has no infinity; its NaNs are 0x7f and 0xff.
+        return not bool((part.view(torch.uint8) & 0x7F == 0x7F).any())
+    if not part.is_floating_point():
+        return True
+    # One pass without temporaries: a sum is finite unless some number is not, or it overflows.
+    return math.isfinite(part.sum(dtype=torch.float32)) or bool(torch.isfinite(part).all())
+
+
+def _disk_read(read: AlignedRead, buffer: HostBuffer) -> DiskRead:
+    return DiskRead(
+        read.file.path,
+        read.file.offset,
+        buffer.view[read.at : read.at + read.file.nbytes],
+        read.useful_end,
+    )

@@ -1,0 +1,352 @@
+"""The weight store: every block of a model, wherever it lies, by lease.
+
+A block whose home is host memory is loaded once and stays.  A block whose home is disk is read
+into a slot when it is requested or leased, and stays there until its slot is needed and it is
+neither leased nor still awaited.
+"""
+
+import enum
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hmt.base.errors import BudgetError, HMTError
+from hmt.base.trace import Tracer
+from hmt.base.units import format_bytes
+from hmt.contracts.blocks import BlockId
+from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.store import Presence, Priority
+from hmt.memory import HostBuffer, HostPool, TransferQueue
+from hmt.weights.eviction import LRU, EvictionPolicy
+from hmt.weights.layout import BlockLayout
+from hmt.weights.loading import BlockLoad
+from hmt.weights.rows import RowReader
+from hmt.weights.spill import SpillFile
+
+POISON = 0xFF  # every float encoding reads this as NaN
+
+
+class _State(enum.Enum):
+    ABSENT = enum.auto()
+    LOADING = enum.auto()
+    READY = enum.auto()
+
+
+@dataclass(slots=True)
+class _Entry:
+    layout: BlockLayout
+    home: Tier
+    state: _State = _State.ABSENT
+    views: Mapping[str, WeightTensor] = field(default_factory=dict)
+    slot: HostBuffer | None = None
+    staging: HostBuffer | None = None
+    load: BlockLoad | None = None
+    error: HMTError | None = None
+    leases: int = 0
+    awaited: bool = False  # requested ahead and not leased yet
+    checked: bool = False  # its numbers were seen to be finite
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """What leases found, since the store was made."""
+
+    hits: int = 0
+    pending: int = 0
+    misses: int = 0
+    waited_s: float = 0.0
+    host_bytes: int = 0  # bytes of blocks that were leased, from whichever tier they had come
+
+
+class WeightStore:
+    """Implements Weights over host memory and disk.  Thread-safe.
+
+    `resident` holds blocks whose home is host memory, `slots` those that come and go, `staging`
+    the published form of parameters while they are converted, `rows` single rows of tables that
+    stay on disk.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[BlockId, BlockLayout],
+        plan: Plan,
+        queue: TransferQueue,
+        tracer: Tracer,
+        *,
+        resident: HostPool,
+        slots: HostPool,
+        staging: HostPool,
+        rows: HostPool,
+        policy: EvictionPolicy | None = None,
+        spill: SpillFile | None = None,
+        check: bool = True,
+        poison: bool = False,
+    ) -> None:
+        self._entries = {b: _Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
+        self._queue = queue
+        self._tracer = tracer
+        self._pools = {Tier.HOST: resident, Tier.DISK: slots}
+        self._staging = staging
+        self._row_pool = rows
+        self._policy = policy or LRU()
+        self._spill = spill
+        self._check = check
+        self._poison = poison
+        self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
+        self._held: Counter[int] = Counter()  # leases by thread
+        self._changed = threading.Condition()
+        self._rows = RowReader(queue, rows)
+        self.counters = StoreCounters()
+
+    # Life of the residents
+
+    def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Read every block whose home is host memory.  `progress(bytes done, bytes in all)`.
+
+        Raises DiskReadError or NumericsError of the first block that fails.
+        """
+        residents = [e for e in self._entries.values() if e.home is Tier.HOST and e.layout.placed]
+        total = sum(entry.layout.read_bytes for entry in residents)
+        ahead = 0
+        done = 0
+        for entry in residents:
+            # Keep enough requested to fill the drive's queue; staging memory bounds the rest.
+            while ahead < len(residents) and self._start_ahead(residents[ahead]):
+                ahead += 1
+            with self.lease(entry.layout.id):
+                pass
+            done += entry.layout.read_bytes
+            if progress is not None:
+                progress(done, total)
+        self.counters = StoreCounters()
+
+    def _start_ahead(self, entry: _Entry) -> bool:
+        with self._changed:
+            return entry.state is not _State.ABSENT or self._begin_load(entry, Priority.SURE)
+
+    # Weights
+
+    def presence(self, block: BlockId) -> Presence:
+        """Where `block` is now: HIT, PENDING or MISS."""
+        with self._changed:
+            state = self._entries[block].state
+        if state is _State.READY:
+            return Presence.HIT
+        return Presence.PENDING if state is _State.LOADING else Presence.MISS
+
+    def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
+        """See Weights.  Replaces what was asked for with this priority and has not begun yet.
+
+        Blocks begin in the order given, each as soon as a slot can be had without taking one that
+        is leased or awaited.
+        """
+        with self._changed:
+            backlog = self._backlog[priority]
+            backlog.clear()
+            for block in blocks:
+                entry = self._entries[block]
+                if entry.state is _State.ABSENT:
+                    backlog.append(entry)
+                elif entry.state is _State.READY:
+                    entry.awaited = entry.home is Tier.DISK
+                elif entry.load is not None:
+                    entry.load.promote(priority)
+            self._begin_backlog()
+
+    @contextmanager
+    def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
+        """See Weights."""
+        entry = self._entries[block]
+        with self._changed:
+            self._count(entry)
+            if entry.state is not _State.READY:
+                self._wait_ready(entry)
+            entry.leases += 1
+            self._held[threading.get_ident()] += 1
+            entry.awaited = False
+            if entry.home is Tier.DISK:
+                self._policy.used(block)
+        try:
+            yield entry.views
+        finally:
+            with self._changed:
+                entry.leases -= 1
+                self._held[threading.get_ident()] -= 1
+                self._begin_backlog()
+                self._changed.notify_all()
+
+    def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """See Weights.  Rows of a table on disk are read one by one, not the whole table."""
+        entry = self._entries[block]
+        holders = entry.layout.tables[name].holders
+        if all(self._entries[holder.block].home is Tier.HOST for holder in holders):
+            return self._rows.from_memory(entry.layout, name, ids, self._resident_views)
+        begin = time.perf_counter()
+        rows = self._rows.from_disk(entry.layout, name, ids)
+        end = time.perf_counter()
+        self._tracer.record("wait", "disk", rows.nbytes, begin, end)
+        self.counters.waited_s += end - begin
+        return rows
+
+    def close(self) -> None:
+        """Free all memory.  Nothing may be leased; the transfer queue must have been closed."""
+        with self._changed:
+            for entry in self._entries.values():
+                assert entry.leases == 0, f"{entry.layout.id} is still leased"
+                self._drop(entry)
+        if self._spill is not None:
+            self._spill.close()
+        for pool in (*self._pools.values(), self._staging, self._row_pool):
+            pool.close()
+
+    def cached_blocks(self) -> list[BlockId]:
+        """Blocks in slots now, coldest first."""
+        with self._changed:
+            return list(self._policy.coldest_first())
+
+    # Inside, with the lock held
+
+    def _begin_backlog(self) -> None:
+        for priority, backlog in self._backlog.items():
+            while backlog:
+                if backlog[0].state is _State.ABSENT and not self._begin_load(backlog[0], priority):
+                    return  # later blocks must not take the slot that this one waits for
+                backlog.popleft()
+
+    def _count(self, entry: _Entry) -> None:
+        self.counters.host_bytes += entry.layout.slot_bytes
+        if entry.home is Tier.HOST:
+            return
+        if entry.state is _State.READY:
+            self.counters.hits += 1
+        elif entry.state is _State.LOADING:
+            self.counters.pending += 1
+        else:
+            self.counters.misses += 1
+
+    def _wait_ready(self, entry: _Entry) -> None:
+        begin = time.perf_counter()
+        try:
+            while entry.state is not _State.READY:
+                if entry.error is not None:
+                    error, entry.error = entry.error, None
+                    raise error
+                if entry.state is _State.LOADING:
+                    assert entry.load is not None
+                    entry.load.promote(Priority.NEED)
+                elif self._begin_load(entry, Priority.NEED, force=True):
+                    continue
+                elif not self._anything_moves():
+                    raise self._too_small(entry)
+                self._changed.wait()
+        finally:
+            end = time.perf_counter()
+            self.counters.waited_s += end - begin
+            self._tracer.record("wait", "disk", entry.layout.read_bytes, begin, end)
+
+    def _begin_load(self, entry: _Entry, priority: Priority, *, force: bool = False) -> bool:
+        """Start reading `entry`; False when there is no room for it now.
+
+        `force` (somebody waits for this very block) may take the slot of an awaited one.
+        """
+        layout = entry.layout
+        staging = None
+        if layout.staging_bytes:
+            staging = self._staging.try_allocate(layout.staging_bytes)
+            if staging is None:
+                return False
+        slot = self._take_slot(entry, force)
+        if slot is None:
+            if staging is not None:
+                self._staging.free(staging)
+            return False
+        entry.state, entry.slot, entry.staging = _State.LOADING, slot, staging
+        entry.error = None
+        entry.awaited = priority is not Priority.GUESS
+        entry.load = BlockLoad(
+            layout,
+            slot,
+            staging,
+            self._queue,
+            check=self._check and not entry.checked,
+            finished=lambda error: self._load_finished(entry, error),
+        )
+        entry.load.start(priority)
+        return True
+
+    def _load_finished(self, entry: _Entry, error: HMTError | None) -> None:
+        if error is None and self._spill is not None and entry.home is Tier.DISK:
+            # Outside the lock: nobody else touches the layout of a block that is loading.
+            assert entry.slot is not None
+            entry.layout = self._spill.keep(entry.layout, entry.slot)
+        with self._changed:
+            if entry.staging is not None:
+                self._staging.free(entry.staging)
+            entry.staging = entry.load = None
+            assert entry.slot is not None
+            if error is None:
+                entry.views = entry.layout.views(entry.slot.tensor)
+                entry.state = _State.READY
+                entry.checked = True
+                if entry.home is Tier.DISK:
+                    self._policy.used(entry.layout.id)
+            else:
+                entry.error = error
+                self._free_slot(entry)
+            self._changed.notify_all()
+
+    def _take_slot(self, entry: _Entry, force: bool) -> HostBuffer | None:
+        pool = self._pools[entry.home]
+        slot = pool.try_allocate(entry.layout.slot_bytes)
+        if slot is not None or entry.home is Tier.HOST:
+            return slot
+        for awaited in (False, True) if force else (False,):
+            for victim in self._victims(awaited):
+                self._evict(victim)
+                slot = pool.try_allocate(entry.layout.slot_bytes)
+                if slot is not None:
+                    return slot
+        return None
+
+    def _victims(self, awaited: bool) -> list[_Entry]:
+        entries = [self._entries[block] for block in self._policy.coldest_first()]
+        return [e for e in entries if e.leases == 0 and e.awaited == awaited]
+
+    def _evict(self, entry: _Entry) -> None:
+        assert entry.leases == 0 and entry.state is _State.READY
+        self._policy.removed(entry.layout.id)
+        self._free_slot(entry)
+
+    def _free_slot(self, entry: _Entry) -> None:
+        assert entry.slot is not None
+        if self._poison:
+            entry.slot.tensor.fill_(POISON)
+        self._pools[entry.home].free(entry.slot)
+        entry.slot, entry.views, entry.state = None, {}, _State.ABSENT
+
+    def _drop(self, entry: _Entry) -> None:
+        if entry.state is _State.READY:
+            self._policy.removed(entry.layout.id)
+            self._free_slot(entry)
+
+    def _anything_moves(self) -> bool:
+        me = threading.get_ident()
+        return any(e.state is _State.LOADING for e in self._entries.values()) or any(
+            held for thread, held in self._held.items() if thread != me
+        )
+
+    def _resident_views(self, block: BlockId) -> Mapping[str, WeightTensor]:
+        return self._entries[block].views
+
+    def _too_small(self, entry: _Entry) -> BudgetError:
+        pool = self._pools[entry.home]
+        return BudgetError(
+            f"{entry.layout.id} takes {format_bytes(entry.layout.slot_bytes)}, and the slots have "
+            f"{format_bytes(pool.account.limit_bytes)} with {format_bytes(pool.in_use_bytes)} in use"
+        )
