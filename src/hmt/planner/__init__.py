@@ -1,0 +1,16 @@
+"""Where everything lives, decided before a byte is loaded: footprint, solver, explanation."""
+
+from hmt.planner.explain import explain
+from hmt.planner.footprint import Demand, activation_bytes, default_chunk, kv_bytes
+from hmt.planner.solver import PlanOptions, smallest_budget, solve
+
+__all__ = [
+    "Demand",
+    "PlanOptions",
+    "activation_bytes",
+    "default_chunk",
+    "explain",
+    "kv_bytes",
+    "smallest_budget",
+    "solve",
+]

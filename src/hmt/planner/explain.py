@@ -1,0 +1,63 @@
+"""The plan in words and figures, for people."""
+
+from collections.abc import Sequence
+
+from hmt.base.units import format_bytes
+from hmt.contracts.blocks import BlockKind, BlockSize
+from hmt.contracts.plan import Machine, Plan, Tier
+from hmt.planner.footprint import Demand
+
+_MEANING = {
+    "resident": "weights that stay",
+    "slots": "weights that come and go",
+    "kv": "keys and values",
+    "activations": "activations",
+    "staging": "conversion on load",
+    "rows": "embedding rows",
+}
+
+
+def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
+    """What lives where, what a token costs, and why: a few lines of plain text."""
+    lines: list[str | None] = [
+        f"{demand.spec.architecture}: {demand.spec.layers} layers, "
+        f"{format_bytes(demand.weight_bytes)} of weights in memory form",
+        "",
+        f"host memory, {format_bytes(plan.budgets[Tier.HOST])}:",
+    ]
+    for purpose, nbytes in plan.reserved.items():
+        if nbytes:
+            detail = f"  ({plan.kv_tokens} positions)" if purpose == "kv" else ""
+            lines.append(f"  {_MEANING[purpose]:<26}{format_bytes(nbytes):>10}{detail}")
+    free = plan.budgets[Tier.HOST] - sum(plan.reserved.values())
+    lines += [f"  {'free':<26}{format_bytes(free):>10}", "", "blocks          host       disk"]
+    lines += [_kind_line(kind, plan, demand.of_kind(kind)) for kind in BlockKind]
+    lines += ["", *_cost_lines(plan, machine)]
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _kind_line(kind: BlockKind, plan: Plan, blocks: Sequence[BlockSize]) -> str | None:
+    if not blocks:
+        return None
+    cells = []
+    for tier in (Tier.HOST, Tier.DISK):
+        here = [block for block in blocks if plan.homes[block.id] is tier]
+        size = format_bytes(sum(block.slot_bytes for block in here))
+        cells.append(f"{len(here)} · {size}" if here else "-")
+    return f"  {kind.value:<12}{cells[0]:>16}{cells[1]:>18}"
+
+
+def _cost_lines(plan: Plan, machine: Machine) -> list[str]:
+    lines = [
+        f"one decoded token reads {format_bytes(plan.host_bytes_per_token)} of weights from memory "
+        f"and {format_bytes(plan.disk_bytes_per_token)} from disk"
+    ]
+    if plan.disk_bytes_per_token:
+        lines.append(f"reads run {plan.prefetch_distance} layers ahead of the computation")
+    if plan.predicted_token_s:
+        disk_s = plan.disk_bytes_per_token / (machine.disk_read_rate or 1)
+        bound = "disk" if disk_s >= plan.predicted_token_s else "memory"
+        lines.append(
+            f"at best {1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by {bound}"
+        )
+    return lines

@@ -1,0 +1,67 @@
+"""What a model needs, in bytes, apart from where its blocks live."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hmt.base.units import round_down, round_up
+from hmt.contracts.blocks import BlockKind, BlockSize
+from hmt.contracts.model import ModelSpec
+
+_PAGE_TOKENS = 16
+_CHUNK_LIMITS = (16, 512)
+_ACTIVATION_SHARE = 16  # a prefill chunk's activations take about this fraction of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A model as the solver sees it.
+
+    blocks          every block that takes memory, in model order
+    staging_bytes   buffer for converting the largest parameter on load; 0 without conversion
+    row_bytes       buffer for looking up one row of a table on disk
+    kv_token_bytes  KV of one position over all layers
+    """
+
+    spec: ModelSpec
+    blocks: tuple[BlockSize, ...]
+    staging_bytes: int
+    row_bytes: int
+    kv_token_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that all blocks take together when all are resident."""
+        return sum(block.slot_bytes for block in self.blocks)
+
+    def of_kind(self, *kinds: BlockKind) -> list[BlockSize]:
+        """Blocks of some kinds, in model order."""
+        return [block for block in self.blocks if block.id.kind in kinds]
+
+
+def default_chunk(demand: Demand) -> int:
+    """Prompt tokens per step: a function of the model alone.
+
+    Not of the budget, because the chunk is the shape that kernels see, and equal shapes are what
+    makes logits bit-identical at every budget.
+    """
+    token_bytes = demand.spec.activation_width * 4
+    chunk = round_down(demand.weight_bytes // _ACTIVATION_SHARE // token_bytes, _PAGE_TOKENS)
+    return max(_CHUNK_LIMITS[0], min(_CHUNK_LIMITS[1], chunk))
+
+
+def activation_bytes(spec: ModelSpec, chunk: int) -> int:
+    """Activations of one step of `chunk` tokens, and the logits of a small batch, in fp32."""
+    rows_of_logits = 4
+    return 4 * (chunk * spec.activation_width + rows_of_logits * spec.vocab_size)
+
+
+def kv_bytes(demand: Demand, tokens: int) -> int:
+    """KV of `tokens` positions in whole pages."""
+    return round_up(tokens, _PAGE_TOKENS) * demand.kv_token_bytes
+
+
+def working_set_bytes(blocks: Sequence[BlockSize]) -> int:
+    """Slots without which a step cannot go on: the largest dense block, and one expert beside it."""
+    experts = [b.slot_bytes for b in blocks if b.id.kind is BlockKind.EXPERT]
+    dense = [b.slot_bytes for b in blocks if b.id.kind is not BlockKind.EXPERT]
+    return max(dense, default=0) + max(experts, default=0)

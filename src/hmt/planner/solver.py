@@ -1,0 +1,211 @@
+"""From a model, a budget and a machine to a plan.  Pure functions: equal input, equal plan.
+
+Every dense block is read once per token, so each byte of it saves equally much by being resident;
+an expert is read by the share of tokens that are routed to it, which is less.  So dense blocks
+become resident first, and what is left caches experts.  Where dense blocks do not all fit, those
+that stay on disk are spread evenly over the model: the drive then reads while resident layers
+compute, instead of falling idle and then being waited for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.units import format_bytes, round_down, round_up
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
+from hmt.contracts.plan import Machine, Plan, Tier
+from hmt.planner.footprint import (
+    Demand,
+    activation_bytes,
+    default_chunk,
+    kv_bytes,
+    working_set_bytes,
+)
+
+_PAGE_TOKENS = 16
+_SMALLEST_CONTEXT = 256
+_LARGEST_DEFAULT_CONTEXT = 8192
+_MEMORY_PAGE_BYTES = 4096
+_MOST_ROWS = 64  # of a table on disk, looked up at once
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the user decides; None leaves it to the planner.
+
+    context             positions of KV over all sequences
+    prefill_chunk       prompt tokens per step
+    prefetch_distance   layers requested ahead
+    """
+
+    host_bytes: int
+    context: int | None = None
+    prefill_chunk: int | None = None
+    prefetch_distance: int | None = None
+
+
+def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
+    """Decide where everything lives.
+
+    Raises BudgetError when even the smallest working set does not fit; it says what would.
+    Raises ConfigError for a context that is longer than the model's.
+    """
+    needed = smallest_budget(demand, options)
+    if options.host_bytes < needed:
+        raise BudgetError(_too_small(demand, options, needed))
+    fixed = _reserve(demand, options, spare=options.host_bytes - needed)
+    left = options.host_bytes - sum(fixed.values())
+    smallest = working_set_bytes(_streamable(demand))
+    distance = options.prefetch_distance
+    if left >= demand.weight_bytes:
+        homes = {block.id: Tier.HOST for block in demand.blocks}
+        slots = 0
+        distance = distance or 0
+    else:
+        distance = 2 if distance is None else distance
+        homes, slots = _place(demand, left, smallest, distance)
+    resident = sum(b.slot_bytes for b in demand.blocks if homes[b.id] is Tier.HOST)
+    host, disk = _bytes_per_token(demand, homes, slots)
+    return Plan(
+        homes=homes,
+        budgets={Tier.HOST: options.host_bytes},
+        reserved={"resident": resident, "slots": slots, **fixed},
+        prefetch_distance=distance,
+        prefill_chunk=_chunk(demand, options),
+        kv_tokens=fixed["kv"] // demand.kv_token_bytes if demand.kv_token_bytes else 0,
+        host_bytes_per_token=host,
+        disk_bytes_per_token=disk,
+        predicted_token_s=_token_seconds(host, disk, machine),
+    )
+
+
+def smallest_budget(demand: Demand, options: PlanOptions) -> int:
+    """The least host memory with which `solve` succeeds for these options."""
+    fixed = _reserve(demand, options, spare=0)
+    return sum(fixed.values()) + working_set_bytes(_streamable(demand))
+
+
+def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]:
+    """Bytes that do not hold weights, by purpose: the least that works, and part of `spare`."""
+    staging, row = demand.staging_bytes, demand.row_bytes
+    # A second staging buffer lets one block be read while another is converted.
+    buffers = 2 if 2 * staging <= spare // 4 else 1
+    rows = max(1, min(_MOST_ROWS, spare // 16 // max(1, row)))
+    context = _context(demand, options, spare // 4)
+    return {
+        "activations": activation_bytes(demand.spec, _chunk(demand, options)),
+        "staging": buffers * staging,
+        "rows": rows * row,
+        "kv": round_up(kv_bytes(demand, context), _MEMORY_PAGE_BYTES),
+    }
+
+
+def _chunk(demand: Demand, options: PlanOptions) -> int:
+    return options.prefill_chunk or default_chunk(demand)
+
+
+def _context(demand: Demand, options: PlanOptions, affordable_bytes: int) -> int:
+    longest = demand.spec.max_context
+    if options.context is not None:
+        if not 0 < options.context <= longest:
+            raise ConfigError(
+                f"a context of {options.context} was asked for; "
+                f"{demand.spec.architecture} was made for 1 to {longest}"
+            )
+        return options.context
+    affordable = affordable_bytes // max(1, demand.kv_token_bytes)
+    wanted = _SMALLEST_CONTEXT + min(_LARGEST_DEFAULT_CONTEXT - _SMALLEST_CONTEXT, affordable)
+    return min(longest, round_down(wanted, _PAGE_TOKENS))
+
+
+def _streamable(demand: Demand) -> list[BlockSize]:
+    """Blocks that are leased whole.  A table on disk is read row by row and needs no slot."""
+    return [block for block in demand.blocks if block.id.kind is not BlockKind.EMBEDDING]
+
+
+def _place(
+    demand: Demand, left: int, smallest: int, distance: int
+) -> tuple[dict[BlockId, Tier], int]:
+    """Homes of all blocks and the bytes for slots, when not everything can be resident."""
+    homes = {block.id: Tier.DISK for block in demand.blocks}
+    dense = [block for block in _streamable(demand) if block.id.kind is not BlockKind.EXPERT]
+    experts = demand.of_kind(BlockKind.EXPERT)
+    dense_bytes = sum(block.slot_bytes for block in dense)
+    expert_slot = max((block.slot_bytes for block in experts), default=0)
+    if dense_bytes + expert_slot <= left:
+        homes |= {block.id: Tier.HOST for block in dense}
+        slots = left - dense_bytes
+        tables = demand.of_kind(BlockKind.EMBEDDING)
+        # A lookup on disk costs one small read per token: a table is resident last.
+        if not experts and (table_bytes := sum(t.slot_bytes for t in tables)) <= slots:
+            homes |= {table.id: Tier.HOST for table in tables}
+            slots -= table_bytes
+        return homes, slots if experts else 0
+    window = min(max(smallest, (distance + 1) * _layer_bytes(dense)), max(smallest, left // 2))
+    for block in _spread(dense, left - window):
+        homes[block.id] = Tier.HOST
+    resident = sum(b.slot_bytes for b in demand.blocks if homes[b.id] is Tier.HOST)
+    return homes, left - resident
+
+
+def _layer_bytes(dense: Sequence[BlockSize]) -> int:
+    """Dense bytes of the largest layer."""
+    layers: dict[int, int] = {}
+    for block in dense:
+        if block.id.kind is not BlockKind.HEAD:
+            layers[block.id.layer] = layers.get(block.id.layer, 0) + block.slot_bytes
+    return max(layers.values(), default=0)
+
+
+def _spread(blocks: Sequence[BlockSize], room: int) -> list[BlockSize]:
+    """Blocks that fit in `room`, chosen evenly along the model."""
+    total = sum(block.slot_bytes for block in blocks)
+    chosen, seen, taken = [], 0, 0
+    for block in blocks:
+        seen += block.slot_bytes
+        share = room * seen // total  # what an even spread would have taken by now
+        if taken + block.slot_bytes <= share:
+            chosen.append(block)
+            taken += block.slot_bytes
+    return chosen
+
+
+def _bytes_per_token(
+    demand: Demand, homes: dict[BlockId, Tier], slots: int
+) -> tuple[float, float]:
+    """Weight bytes that one decoded token reads from memory, and from the drive."""
+    dense = [b for b in _streamable(demand) if b.id.kind is not BlockKind.EXPERT]
+    host = float(sum(block.slot_bytes for block in dense))
+    disk = float(sum(b.read_bytes for b in dense if homes[b.id] is Tier.DISK))
+    for table in demand.of_kind(BlockKind.EMBEDDING):
+        disk += demand.row_bytes if homes[table.id] is Tier.DISK else 0
+    experts = demand.of_kind(BlockKind.EXPERT)
+    if experts:
+        layers = len({block.id.layer for block in experts})
+        reads = layers * demand.spec.experts_per_token
+        expert_bytes = sum(block.slot_bytes for block in experts)
+        host += reads * expert_bytes / len(experts)
+        if homes[experts[0].id] is Tier.DISK:
+            # Uniform routing, the worst case: the cache hits as often as it is large.
+            miss = max(0.0, 1.0 - slots / expert_bytes)
+            disk += miss * reads * sum(b.read_bytes for b in experts) / len(experts)
+    return host, disk
+
+
+def _token_seconds(host: float, disk: float, machine: Machine) -> float:
+    """Seconds per decoded token with reads and computation overlapped; 0 when not measured."""
+    if not machine.ram_read_rate or (disk and not machine.disk_read_rate):
+        return 0.0
+    return max(host / machine.ram_read_rate, disk / machine.disk_read_rate if disk else 0.0)
+
+
+def _too_small(demand: Demand, options: PlanOptions, needed: int) -> str:
+    fixed = _reserve(demand, options, spare=0)
+    parts = ", ".join(f"{format_bytes(n)} {purpose}" for purpose, n in fixed.items() if n)
+    blocks = working_set_bytes(_streamable(demand))
+    return (
+        f"{demand.spec.architecture} cannot run in {format_bytes(options.host_bytes)} of host "
+        f"memory: it needs {parts}, and {format_bytes(blocks)} for the blocks in use at once. "
+        f"The smallest --host-memory that works is {needed} bytes ({format_bytes(needed)}); "
+        "a shorter --context or a smaller --prefill-chunk lowers it"
+    )

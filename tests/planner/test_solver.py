@@ -1,0 +1,104 @@
+"""The planner: plans fit, the smallest budget works, more memory never reads more."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hmt.base.errors import BudgetError, ConfigError
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSize
+from hmt.contracts.model import ModelSpec
+from hmt.contracts.plan import Machine, Tier
+from hmt.planner import Demand, PlanOptions, explain, smallest_budget, solve
+
+MACHINE = Machine("test", 2, 1 << 34, 40e9, 2e9)
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> Demand:
+    layers = draw(st.integers(1, 12))
+    experts = draw(st.sampled_from([0, 0, 4, 32]))
+    size = st.integers(1, 200).map(lambda pages: pages * 4096)
+    attention, ffn, expert, table, head = (draw(size) for _ in range(5))
+    blocks = [BlockSize(BlockId(TRUNK, BlockKind.EMBEDDING), table, table)]
+    for layer in range(layers):
+        blocks.append(BlockSize(BlockId(layer, BlockKind.ATTENTION), attention, attention))
+        kind = BlockKind.ROUTER if experts else BlockKind.FFN
+        blocks.append(BlockSize(BlockId(layer, kind), ffn, ffn))
+        for index in range(experts):
+            blocks.append(BlockSize(BlockId(layer, BlockKind.EXPERT, index), expert, expert))
+    for chunk in range(draw(st.integers(1, 4))):
+        blocks.append(BlockSize(BlockId(TRUNK, BlockKind.HEAD, chunk), head, head))
+    spec = ModelSpec(
+        "Test", layers, 64, 1000, 4096, (), (), draw(st.integers(1, 5000)), min(experts, 4)
+    )
+    staging = draw(st.sampled_from([0, 4096 * 30]))
+    return Demand(spec, tuple(blocks), staging, 8192, draw(st.integers(1, 3000)))
+
+
+def options(host_bytes: int) -> PlanOptions:
+    return PlanOptions(host_bytes, context=512)
+
+
+@settings(deadline=None)
+@given(demand=demands(), extra=st.integers(0, 1 << 26), distance=st.sampled_from([None, 0, 1, 5]))
+def test_every_plan_fits_its_budget(demand: Demand, extra: int, distance: int | None) -> None:
+    budget = smallest_budget(demand, options(0)) + extra
+    plan = solve(demand, replace(options(budget), prefetch_distance=distance), MACHINE)
+    assert sum(plan.reserved.values()) <= budget
+    sizes = {block.id: block.slot_bytes for block in demand.blocks}
+    assert sum(sizes[b] for b in plan.blocks_in(Tier.HOST)) == plan.reserved["resident"]
+    streamed = [b for b in plan.blocks_in(Tier.DISK) if b.kind is not BlockKind.EMBEDDING]
+    experts = [sizes[b] for b in streamed if b.kind is BlockKind.EXPERT]
+    dense = [sizes[b] for b in streamed if b.kind is not BlockKind.EXPERT]
+    need = max(dense, default=0) + max(experts, default=0)
+    assert plan.reserved["slots"] >= need, "a step could never finish"
+    assert plan.kv_tokens >= 512
+    assert explain(plan, demand, MACHINE)
+
+
+@settings(deadline=None)
+@given(demand=demands())
+def test_one_byte_less_than_the_smallest_budget_is_refused_and_says_so(demand: Demand) -> None:
+    least = smallest_budget(demand, options(0))
+    solve(demand, options(least), MACHINE)
+    with pytest.raises(BudgetError, match=f"smallest --host-memory that works is {least} bytes"):
+        solve(demand, options(least - 1), MACHINE)
+
+
+@settings(deadline=None)
+@given(demand=demands(), extra=st.integers(0, 1 << 24), more=st.integers(0, 1 << 24))
+def test_more_memory_never_keeps_less(demand: Demand, extra: int, more: int) -> None:
+    least = smallest_budget(demand, options(0))
+    small = solve(demand, options(least + extra), MACHINE)
+    large = solve(demand, options(least + extra + more), MACHINE)
+    kept = [p.reserved["resident"] + p.reserved["slots"] for p in (small, large)]
+    # Buffers grow with the budget too, but never by more than was added.
+    assert kept[1] >= kept[0] - demand.staging_bytes
+    assert large.prefill_chunk == small.prefill_chunk, "the chunk decides kernels' shapes"
+
+
+@given(demand=demands())
+def test_everything_is_resident_when_it_fits_and_plans_are_equal_for_equal_input(
+    demand: Demand,
+) -> None:
+    plan = solve(demand, options(1 << 30), MACHINE)
+    assert not plan.blocks_in(Tier.DISK) and plan.disk_bytes_per_token == 0
+    assert plan == solve(demand, options(1 << 30), MACHINE)
+
+
+def test_streamed_blocks_are_spread_over_the_model() -> None:
+    blocks = tuple(BlockSize(BlockId(i, BlockKind.FFN), 1 << 20, 1 << 20) for i in range(32))
+    demand = Demand(ModelSpec("Test", 32, 64, 10, 4096, (), (), 10), blocks, 0, 0, 16)
+    plan = solve(demand, options(20 << 20), MACHINE)
+    streamed = [block.layer for block in plan.blocks_in(Tier.DISK)]
+    gaps = [after - before for before, after in zip(streamed, streamed[1:], strict=False)]
+    assert 10 <= len(streamed) <= 18 and max(gaps) <= 4
+
+
+@pytest.mark.parametrize("context", [0, 5000])
+def test_a_context_the_model_was_not_made_for_is_refused(context: int) -> None:
+    demand = Demand(ModelSpec("Test", 1, 64, 10, 4096, (), (), 10), (), 0, 0, 16)
+    with pytest.raises(ConfigError, match="1 to 4096"):
+        solve(demand, PlanOptions(1 << 20, context=context), MACHINE)
