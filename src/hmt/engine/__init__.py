@@ -1,0 +1,17 @@
+"""Requests to tokens: configuration, scheduler, executors, sampler, summary, `Engine`."""
+
+from hmt.engine.config import EngineConfig
+from hmt.engine.engine import Engine, LoadedModel
+from hmt.engine.loading import Prepared, prepare
+from hmt.engine.summary import Bottleneck, Phase, RunSummary
+
+__all__ = [
+    "Bottleneck",
+    "Engine",
+    "EngineConfig",
+    "LoadedModel",
+    "Phase",
+    "Prepared",
+    "RunSummary",
+    "prepare",
+]

@@ -1,0 +1,119 @@
+"""Configuration: what the user asked for, resolved once into frozen data."""
+
+import difflib
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hmt.base.errors import ConfigError
+from hmt.base.units import MIB, parse_bytes
+from hmt.memory import READERS, available_host_bytes
+from hmt.quant import Scheme, parse_scheme
+
+DTYPES = ("auto", "bfloat16", "float32", "float16")
+EXECUTORS = ("overlapped", "plain")
+
+_SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is told, checked.  `resolve` makes one.
+
+    quantization        how linear weights are stored in memory: see hmt.quant.parse_scheme
+    host_memory_bytes   budget for weights, KV, activations and buffers; not for the Python process
+    context             positions of KV over all requests; None: the planner's choice
+    dtype               of activations; "auto" follows the checkpoint
+    executor            "overlapped" reads ahead while it computes, "plain" reads when it needs
+    prefetch_distance   layers read ahead; None: the planner's choice
+    prefill_chunk       prompt tokens per step; None: the planner's choice, by model
+    max_batch           requests that run at once
+    disk_path           folder on a fast drive for weights that were quantised on load and do not
+                        fit in memory; None: they are quantised again when they are read
+    disk_reader         "direct" (O_DIRECT), "buffered" or "mmap"
+    numa                (CPU node, memory node) to bind to; None: no binding
+    threads             of computation; None: torch's choice
+    check_weights       look for NaN when a block is first read
+    """
+
+    quantization: Scheme
+    host_memory_bytes: int
+    context: int | None = None
+    dtype: str = "auto"
+    executor: str = "overlapped"
+    prefetch_distance: int | None = None
+    prefill_chunk: int | None = None
+    max_batch: int = 16
+    disk_path: Path | None = None
+    disk_reader: str = "direct"
+    disk_threads: int = 8
+    disk_chunk_bytes: int = 2 * MIB
+    numa: tuple[int, int] | None = None
+    threads: int | None = None
+    check_weights: bool = True
+
+    @staticmethod
+    def resolve(**options: Any) -> "EngineConfig":
+        """Check options as users write them: sizes as text, paths as text.
+
+        `host_memory` defaults to 80% of the memory that is available now.  Raises ConfigError for
+        an unknown option (naming the nearest known one), or a value that makes no sense.
+        """
+        known = {_spoken(field.name) for field in fields(EngineConfig)}
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+                raise ConfigError(f"unknown option {name!r}; {hint}")
+        values = {name: value for name, value in options.items() if value is not None}
+        values["quantization"] = parse_scheme(values.get("quantization", "none"))
+        budget = values.pop("host_memory", None)
+        values["host_memory_bytes"] = (
+            int(available_host_bytes() * _SHARE_OF_AVAILABLE) if budget is None else parse_bytes(budget)
+        )
+        if "disk_chunk" in values:
+            values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))
+        if "disk_path" in values:
+            values["disk_path"] = _writable_folder(values["disk_path"])
+        _check(values)
+        return EngineConfig(**values)
+
+
+def _spoken(field: str) -> str:
+    """Sizes are given with a unit, so users leave out "_bytes"."""
+    return field.removesuffix("_bytes")
+
+
+def _check(values: dict[str, Any]) -> None:
+    choices = {"dtype": DTYPES, "executor": EXECUTORS, "disk_reader": READERS}
+    for name, allowed in choices.items():
+        if values.get(name, allowed[0]) not in allowed:
+            raise ConfigError(f"{name}={values[name]!r}; choose one of {', '.join(allowed)}")
+    least = {
+        "context": 1,
+        "prefetch_distance": 0,
+        "prefill_chunk": 1,
+        "max_batch": 1,
+        "disk_threads": 1,
+        "disk_chunk_bytes": 4096,
+        "threads": 1,
+    }
+    for name, minimum in least.items():
+        value = values.get(name, minimum)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}")
+    if values.get("disk_chunk_bytes", 4096) % 4096:
+        raise ConfigError("disk_chunk must be a multiple of 4096 bytes, as O_DIRECT needs")
+    numa = values.get("numa")
+    if numa is not None and not (
+        isinstance(numa, tuple) and len(numa) == 2 and all(isinstance(n, int) for n in numa)
+    ):
+        raise ConfigError(f"numa={numa!r} must be a pair (CPU node, memory node), such as (0, 0)")
+
+
+def _writable_folder(path: str | Path) -> Path:
+    folder = Path(path)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"disk_path {folder} must be a folder that exists and can be written to")
+    return folder

@@ -1,0 +1,157 @@
+"""From a folder to a plan, and from a plan to memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hmt.base import flags
+from hmt.base.trace import Tracer
+from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
+from hmt.contracts.checkpoint import Checkpoint
+from hmt.contracts.encoding import Encoding
+from hmt.contracts.model import Model
+from hmt.contracts.plan import Machine, Plan, Tier
+from hmt.engine.config import EngineConfig
+from hmt.engine.machine import machine_for
+from hmt.formats import open_checkpoint
+from hmt.kvcache import PAGE_TOKENS, PagedKV, page_bytes
+from hmt.memory import HostPool, Ledger, TransferQueue, open_reader
+from hmt.models import open_model
+from hmt.planner import Demand, PlanOptions, solve
+from hmt.quant import Format
+from hmt.weights import BlockLayout, SpillFile, WeightStore, bind, lay_out, published_bytes, row_span_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checkpoint that was read, checked and planned for; no weight has been loaded."""
+
+    checkpoint: Checkpoint
+    model: Model
+    layouts: dict[BlockId, BlockLayout]
+    published_bytes: int
+    demand: Demand
+    machine: Machine
+    plan: Plan
+
+
+@dataclass(slots=True)
+class Memory:
+    """Everything that holds a model's bytes while it is loaded."""
+
+    ledger: Ledger
+    queue: TransferQueue
+    weights: WeightStore
+    kv: PagedKV
+    kv_pool: HostPool
+
+    def close(self) -> None:
+        """Free it all."""
+        self.queue.close()
+        self.weights.close()
+        self.kv.release()
+        self.kv_pool.close()
+
+
+def prepare(path: Path, config: EngineConfig) -> Prepared:
+    """Read headers and configuration, and decide where everything goes.
+
+    Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
+    """
+    checkpoint = open_checkpoint(path)
+    model = open_model(checkpoint.config, checkpoint.path, _dtype(config, checkpoint))
+    bound = bind(model.spec, checkpoint)
+    layouts = lay_out(bound, _target(config))
+    demand = _demand(model, layouts)
+    options = PlanOptions(
+        config.host_memory_bytes,
+        config.context,
+        config.prefill_chunk,
+        0 if config.executor == "plain" else config.prefetch_distance,
+    )
+    machine = machine_for(path)
+    plan = solve(demand, options, machine)
+    return Prepared(checkpoint, model, layouts, published_bytes(bound), demand, machine, plan)
+
+
+def allocate(
+    prepared: Prepared,
+    config: EngineConfig,
+    tracer: Tracer,
+    progress: Callable[[int, int], None] | None = None,
+) -> Memory:
+    """Take the memory that the plan reserved and load the blocks that live in it."""
+    plan, model = prepared.plan, prepared.model
+    ledger = Ledger(plan.budgets)
+    pools = {
+        purpose: HostPool(ledger.open(Tier.HOST, purpose, plan.reserved[purpose]))
+        for purpose in ("resident", "slots", "staging", "rows", "kv")
+    }
+    ledger.open(Tier.HOST, "activations", plan.reserved["activations"])
+    queue = TransferQueue(
+        open_reader(config.disk_reader),
+        tracer,
+        threads=config.disk_threads,
+        chunk_bytes=config.disk_chunk_bytes,
+    )
+    streamed = [layout for b, layout in prepared.layouts.items() if plan.homes[b] is Tier.DISK]
+    spill = None
+    if config.disk_path is not None and any(layout.staged for layout in streamed):
+        spill = SpillFile(config.disk_path, streamed)
+    kv = PagedKV(model.spec.kv, plan.kv_tokens, model.dtype, pools["kv"])
+    weights = WeightStore(
+        prepared.layouts,
+        plan,
+        queue,
+        tracer,
+        resident=pools["resident"],
+        slots=pools["slots"],
+        staging=pools["staging"],
+        rows=pools["rows"],
+        spill=spill,
+        check=config.check_weights,
+        poison=flags.read(flags.POISON) == "on",
+    )
+    memory = Memory(ledger, queue, weights, kv, pools["kv"])
+    try:
+        weights.load_residents(progress)
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway."""
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    stored = {record.dtype for record in checkpoint.records.values()}
+    return torch.bfloat16 if "BF16" in stored else torch.float32
+
+
+def _target(config: EngineConfig) -> Callable[[ParamSpec, BlockKind], Format | None]:
+    scheme = config.quantization
+
+    def target(param: ParamSpec, kind: BlockKind) -> Format | None:
+        wanted = scheme.format_for(param)
+        if wanted is not None and kind is BlockKind.HEAD and wanted.encoding is Encoding.INT4_GROUP:
+            # The output layer loses most at 4 bits and is a small part of the bytes.
+            return Format(Encoding.INT8_CHANNEL, activations=wanted.activations)
+        return wanted
+
+    return target
+
+
+def _demand(model: Model, layouts: dict[BlockId, BlockLayout]) -> Demand:
+    tables = [table for layout in layouts.values() for table in layout.tables.values()]
+    return Demand(
+        spec=model.spec,
+        blocks=tuple(layout.size for layout in layouts.values()),
+        staging_bytes=max(layout.staging_bytes for layout in layouts.values()),
+        row_bytes=max((row_span_bytes(table.param) for table in tables), default=0),
+        kv_token_bytes=page_bytes(model.spec.kv, model.dtype) // PAGE_TOKENS,
+    )

@@ -1,0 +1,105 @@
+"""The scheduler: which tokens of which requests make up the next step."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from hmt.base.errors import ContextLengthError
+from hmt.contracts.request import FinishReason
+from hmt.contracts.step import Step
+from hmt.engine.sequence import Sequence
+from hmt.kvcache import PAGE_TOKENS, PagedKV
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A step, and whom its logits belong to.
+
+    sampled         sequences in the order of the step's logit rows
+    advanced        (sequence, tokens of it in this step)
+    prompt_tokens   tokens in this step that belong to prompts
+    """
+
+    step: Step
+    sampled: tuple[Sequence, ...]
+    advanced: tuple[tuple[Sequence, int], ...]
+    prompt_tokens: int
+
+
+class Scheduler:
+    """First come, first served; decode tokens in every step, prompts in chunks beside them.
+
+    A request is admitted when its whole KV can be reserved, so that none that has begun is ever
+    sent back.  Not thread-safe: the engine calls it under its lock.
+    """
+
+    def __init__(self, kv: PagedKV, *, prefill_chunk: int, max_batch: int) -> None:
+        self._kv = kv
+        self._chunk = prefill_chunk
+        self._max_batch = max_batch
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def idle(self) -> bool:
+        """True when there is nothing to do."""
+        return not self._waiting and not self._running
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request.  Raises ContextLengthError when it could never be admitted."""
+        needed = -(-sequence.positions // PAGE_TOKENS) * PAGE_TOKENS
+        if needed > self._kv.capacity_tokens:
+            raise ContextLengthError(
+                f"a prompt of {sequence.prompt_tokens} tokens and {sequence.request.max_new_tokens} "
+                f"new ones need {needed} positions of KV; the plan has {self._kv.capacity_tokens}: "
+                "shorten them, or load the model with a larger context or more host memory"
+            )
+        self._waiting.append(sequence)
+
+    def next_step(self) -> Scheduled | None:
+        """The next step, or None when nothing runs."""
+        self._admit()
+        parts: list[tuple[int, int, list[int], int]] = []
+        sampled, advanced = [], []
+        budget, prompt_tokens = self._chunk, 0
+        for sequence in self._running:
+            first = sequence.computed
+            count = min(len(sequence.tokens) - first, max(budget, 0)) if sequence.prefilling else 1
+            if count == 0:
+                continue
+            if first < sequence.prompt_tokens:
+                budget -= count
+                prompt_tokens += count
+            complete = first + count == len(sequence.tokens)
+            assert sequence.kv is not None
+            tokens = sequence.tokens[first : first + count]
+            parts.append((sequence.kv, first, tokens, int(complete)))
+            advanced.append((sequence, count))
+            if complete:
+                sampled.append(sequence)
+        if not parts:
+            return None
+        return Scheduled(Step.build(parts), tuple(sampled), tuple(advanced), prompt_tokens)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Free what a sequence holds; it has finished, failed or been cancelled."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
+        if sequence.kv is not None:
+            self._kv.close(sequence.kv)
+            sequence.kv = None
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence that its owner no longer wants."""
+        if not sequence.finished:
+            sequence.finish_reason = FinishReason.CANCELLED
+        self.retire(sequence)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_batch:
+            sequence = self._waiting[0]
+            if -(-sequence.positions // PAGE_TOKENS) * PAGE_TOKENS > self._kv.free_tokens:
+                return
+            sequence.kv = self._kv.open(sequence.positions)
+            self._running.append(self._waiting.popleft())

@@ -1,0 +1,101 @@
+"""One request while it runs: its tokens, its place in the KV cache, and what it has produced."""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from hmt.base.errors import HMTError
+from hmt.contracts.request import FinishReason, Request, TokenEvent, TokenLogprob
+from hmt.engine.sampler import SamplerState
+from hmt.text import StopStrings, TextStream
+
+_numbers = itertools.count(1)
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """State of one request.  Only the scheduler and the engine change it.
+
+    tokens      prompt and answer so far
+    computed    tokens whose KV has been written
+    kv          handle in the KV cache; None while waiting and after the end
+    events      produced and not yet fetched
+    """
+
+    request: Request
+    tokens: list[int]
+    prompt_tokens: int
+    sampler: SamplerState
+    text: TextStream
+    stops: StopStrings
+    eos_ids: frozenset[int]
+    number: int = field(default_factory=lambda: next(_numbers))
+    computed: int = 0
+    kv: int | None = None
+    events: deque[TokenEvent] = field(default_factory=deque)
+    error: HMTError | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def positions(self) -> int:
+        """Positions of KV that this request may need."""
+        return self.prompt_tokens + self.request.max_new_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """True while prompt tokens are left that must be computed before the first new token."""
+        return self.computed < len(self.tokens) - 1
+
+    @property
+    def finished(self) -> bool:
+        """True once nothing more will be produced."""
+        return self.finish_reason is not None
+
+    def accept(self, logits: torch.Tensor) -> None:
+        """Choose the next token from f32 [vocab] logits and add its event.
+
+        Raises NumericsError where the logits are not numbers.
+        """
+        chosen = self.sampler.choose(logits)
+        self.tokens.append(chosen.token_id)
+        logprob = chosen if self.request.sampling.logprobs is not None else None
+        if chosen.token_id in self.eos_ids and not self.request.ignore_eos:
+            self._finish_text(chosen.token_id, logprob, FinishReason.STOP, self.text.flush())
+            return
+        text = self.stops.push(self.text.push(chosen.token_id))
+        if self.stops.matched is not None:
+            self._finish(chosen.token_id, text, logprob, FinishReason.STOP)
+        elif len(self.tokens) == self.positions:
+            rest = self.text.flush()
+            self._finish_text(chosen.token_id, logprob, FinishReason.LENGTH, rest, text)
+        else:
+            self.events.append(TokenEvent(chosen.token_id, text, logprob))
+
+    def fail(self, error: HMTError) -> None:
+        """End with an error, which whoever fetches events will see."""
+        self.error = error
+        self.finish_reason = FinishReason.ERROR
+
+    def _finish_text(
+        self,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        reason: FinishReason,
+        rest: str,
+        before: str = "",
+    ) -> None:
+        """End after letting go of what the detokenizer and the stop strings still hold."""
+        text = before + self.stops.push(rest)
+        if self.stops.matched is not None:
+            reason = FinishReason.STOP
+        else:
+            text += self.stops.flush()
+        self._finish(token_id, text, logprob, reason)
+
+    def _finish(
+        self, token_id: int, text: str, logprob: TokenLogprob | None, reason: FinishReason
+    ) -> None:
+        self.events.append(TokenEvent(token_id, text, logprob, reason))
+        self.finish_reason = reason

@@ -1,0 +1,105 @@
+"""What a run cost: tokens, time, bytes by tier, and which link was the bottleneck."""
+
+from dataclasses import dataclass, field
+
+from hmt.contracts.plan import Machine
+
+_WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
+
+
+@dataclass(slots=True)
+class Phase:
+    """Sums over the steps of one phase (prompts, or generation).
+
+    seconds      time in steps
+    waited_s     of it, time in which the computation waited for the drive
+    disk_bytes   read from the drive while these steps ran
+    host_bytes   bytes of weight blocks that the kernels were given
+    hits, pending, misses   leases of blocks that do not live in memory
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    disk_bytes: int = 0
+    host_bytes: int = 0
+    hits: int = 0
+    pending: int = 0
+    misses: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of all requests together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of leases of streamed blocks that had not to wait; None without any."""
+        leases = self.hits + self.pending + self.misses
+        return self.hits / leases if leases else None
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What bounded a phase.
+
+    link       "disk", "memory" or "computation"
+    rate       bytes per second that the link moved
+    ceiling    bytes per second that it was measured to move; 0 when unknown
+    """
+
+    link: str
+    rate: float
+    ceiling: float
+
+    @property
+    def share(self) -> float | None:
+        """rate / ceiling; None when the ceiling is unknown."""
+        return self.rate / self.ceiling if self.ceiling else None
+
+
+def bottleneck(phase: Phase, machine: Machine) -> Bottleneck | None:
+    """Which link bounded `phase`; None when nothing was computed.
+
+    The drive, where the computation waited for it for a quarter of the time.  Else memory, where
+    the kernels read at half of its rate or more.  Else the computation itself (the rate is then
+    still memory's, to show how far away it is).
+    """
+    if not phase.seconds:
+        return None
+    if phase.waited_s > _WAITING * phase.seconds:
+        return Bottleneck("disk", phase.disk_bytes / phase.seconds, machine.disk_read_rate)
+    busy = phase.seconds - phase.waited_s
+    rate = phase.host_bytes / busy
+    near = machine.ram_read_rate and rate >= 0.5 * machine.ram_read_rate
+    return Bottleneck("memory" if near else "computation", rate, machine.ram_read_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run's account.
+
+    published_bytes   the checkpoint's weights as published
+    budget_bytes      the host memory that was allowed
+    used_bytes        by purpose, of the budget
+    resident_bytes, streamed_bytes   weights by home, in memory form
+    peak_rss_bytes    largest resident size of the process, as the kernel counted it
+    """
+
+    prompt: Phase
+    generation: Phase
+    machine: Machine
+    published_bytes: int
+    budget_bytes: int
+    used_bytes: dict[str, int]
+    resident_bytes: int
+    streamed_bytes: int
+    peak_rss_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """Of the generation; of the prompt when nothing was generated."""
+        phase = self.generation if self.generation.tokens else self.prompt
+        return bottleneck(phase, self.machine)

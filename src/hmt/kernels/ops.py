@@ -1,0 +1,63 @@
+"""The operations that layers are made of, each on the fastest kernel that this machine has.
+
+Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each operation is
+described.  `hmt.kernels.cpu.linear` says where the compiled kernels round differently.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import WeightTensor
+from hmt.kernels import reference
+from hmt.kernels.cpu import extension
+from hmt.kernels.cpu import linear as compiled
+from hmt.kernels.reference import (
+    attention,
+    attention_output,
+    gated,
+    merge_attention,
+    rms_norm,
+    rope,
+)
+
+__all__ = [
+    "attention",
+    "attention_output",
+    "dequantize",
+    "gated",
+    "linear",
+    "merge_attention",
+    "quantize_activations",
+    "rms_norm",
+    "rope",
+]
+
+
+def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
+    """See `reference.linear`: x [tokens, in] -> [tokens, out] in x.dtype."""
+    native = _native_for(x)
+    if native is None:
+        return reference.linear(x, w, bias)
+    return compiled.linear(native, x, w, bias)
+
+
+def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
+    """See `reference.dequantize`: [rows, in] in `dtype`."""
+    native = _native_for(w.data)
+    if native is None:
+        return reference.dequantize(w, dtype, rows)
+    return compiled.dequantize(native, w, dtype, rows)
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.quantize_activations`: (int8 [tokens, in], f32 [tokens])."""
+    native = _native_for(x)
+    if native is None:
+        return reference.quantize_activations(x)
+    return compiled.quantize_activations(native, x)
+
+
+def _native_for(tensor: Tensor) -> ModuleType | None:
+    return extension.load() if tensor.device.type == "cpu" else None

@@ -1,0 +1,23 @@
+"""Every operation in plain torch, on any device: what the other kernels are tested against."""
+
+from hmt.kernels.reference.attention import attention, attention_output, merge_attention
+from hmt.kernels.reference.elementwise import gated, rms_norm, rope
+from hmt.kernels.reference.linear import (
+    dequantize,
+    linear,
+    linear_by_chunks,
+    quantize_activations,
+)
+
+__all__ = [
+    "attention",
+    "attention_output",
+    "dequantize",
+    "gated",
+    "linear",
+    "linear_by_chunks",
+    "merge_attention",
+    "quantize_activations",
+    "rms_norm",
+    "rope",
+]

@@ -1,0 +1,86 @@
+"""Rounding to the nearest code, without calibration data."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hmt.base.errors import NumericsError
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.kernels import ops
+
+# Rows are converted this many numbers at a time.  About ten f32 copies are alive (10 MiB), which
+# is small beside any block, and the search runs mostly in the cache.
+_CHUNK_NUMBERS = 1 << 18
+# Scales that are tried for a group, as multiples of -peak / 8, where peak is the number of largest
+# magnitude: at 1 it becomes code -8.  Smaller ones clip it in favour of the others; negative ones
+# give it a positive code.  On a trained model's weights the squared error is 0.697 of plain
+# max / 7 rounding with groups of 32 or 64 and 0.679 with 128; a grid of 132 factors reaches
+# 0.696 and 0.676.
+_FACTORS = (0.78, 0.82, 0.86, 0.9, 0.94, 0.98, 1.02, 1.06, -1.1, -1.14)
+
+
+def quantize(source: WeightTensor, target: WeightTensor) -> None:
+    """Round `source` [out, in] of any encoding to the codes and scales of `target`, in place.
+
+    `target` is INT8_CHANNEL: codes -127..127, scale max / 127 per row; or INT4_GROUP: codes -8..7,
+    the scale per group that gives the least squared error (`_search_scales`).  Zeros get scale 0.
+    Raises NumericsError where `source` is NaN or infinite; `target` is then partly written.
+    """
+    assert source.shape == target.shape and target.scales is not None
+    for rows in _row_chunks(source):
+        values = ops.dequantize(source, torch.float32, rows)
+        if not torch.isfinite(values.abs().amax()):
+            raise NumericsError(
+                f"rows {rows.start} to {rows.stop - 1} hold NaN or infinite numbers, which cannot "
+                "be quantised"
+            )
+        if target.encoding is Encoding.INT8_CHANNEL:
+            codes, scales = ops.quantize_activations(values)
+            target.data[rows] = codes
+        else:
+            codes, scales = _round_groups(values.view(-1, target.group_size))
+            target.data[rows] = _pack(codes).view(target.data[rows].shape)
+        target.scales[rows] = scales.view(target.scales[rows].shape)
+
+
+def _round_groups(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row of f32 [groups, size]: (codes -8..7 [groups, size], scales [groups])."""
+    peak = values.gather(1, values.abs().argmax(1, keepdim=True))
+    # Relative to the peak nothing can overflow, and every factor is one number for all groups.
+    relative = values / peak.masked_fill(peak == 0, 1)
+    scales = _search_scales(relative)
+    codes = _round(relative, scales)
+    # The scale that is best for these codes, then the codes that are best for that scale; neither
+    # step can add error.
+    scales = (relative * codes).sum(1) / codes.square().sum(1).clamp_min(1)
+    scales = scales.masked_fill(scales == 0, 1)
+    return _round(relative, scales), scales * peak[:, 0]
+
+
+def _search_scales(relative: Tensor) -> Tensor:
+    """The scale of least squared error for each row of [groups, size], among the factors."""
+    codes = torch.empty_like(relative)
+    errors = torch.empty(len(_FACTORS), len(relative))
+    for factor, error in zip(_FACTORS, errors, strict=True):
+        torch.mul(relative, -8 / factor, out=codes)
+        codes.round_().clamp_(-8, 7)
+        torch.sum(codes.mul_(factor / 8).add_(relative).square_(), dim=1, out=error)
+    return torch.tensor(_FACTORS)[errors.argmin(0)].div_(-8)
+
+
+def _round(relative: Tensor, scales: Tensor) -> Tensor:
+    return relative.div(scales[:, None]).round_().clamp_(-8, 7)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Codes -8..7, two in each byte: uint8, half as many, the even one in the low nibble."""
+    nibbles = codes.add(8).to(torch.uint8).flatten()
+    return nibbles[0::2] | nibbles[1::2] << 4
+
+
+def _row_chunks(weight: WeightTensor) -> Iterator[slice]:
+    rows, columns = weight.shape
+    step = max(1, _CHUNK_NUMBERS // columns)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

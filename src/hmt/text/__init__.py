@@ -1,0 +1,6 @@
+"""Tokenizer, chat templates, and text as it becomes printable."""
+
+from hmt.text.stream import StopStrings, TextStream
+from hmt.text.tokenizer import Tokenizer
+
+__all__ = ["StopStrings", "TextStream", "Tokenizer"]

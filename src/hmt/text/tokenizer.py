@@ -1,0 +1,186 @@
+"""A checkpoint's tokenizer: text and chats to token ids, and back."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from hmt.base.errors import CheckpointError, MissingFileError, RequestError
+from hmt.text.json_file import read_object
+from hmt.text.stream import TextStream, joiner_for
+from hmt.text.template import ChatTemplate, template_source
+
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class Tokenizer:
+    """Text to token ids and back, as the files of one checkpoint say.
+
+    Uses tokenizer.json through the `tokenizers` package itself: transformers' AutoTokenizer gives
+    the same ids and takes a second longer to import.  Special tokens that occur in a text count
+    as such, as in transformers.  Safe for use by several threads.
+
+    eos_ids      tokens that end an answer, by any of the checkpoint's configurations
+    vocab_size   ids are below this, added tokens included
+    """
+
+    eos_ids: frozenset[int]
+    vocab_size: int
+
+    def __init__(self, folder: Path, backend: tokenizers.Tokenizer) -> None:
+        """Reads the other files in `folder`; changes `backend` to what they say."""
+        self._folder = folder
+        self._backend = backend
+        self._config = read_object(folder / "special_tokens_map.json") | read_object(
+            folder / "tokenizer_config.json"
+        )
+        self._named = _named_tokens(self._config)
+        self._template_source = template_source(folder, self._config)
+        try:
+            self._prepare()
+            eos_ids = self._stated_eos_ids()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder}: the tokens in tokenizer_config.json, config.json or "
+                f"generation_config.json are not what they should be ({error!r}): "
+                "download these files again"
+            ) from error
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        decoder = backend.decoder
+        self._new_joiner = joiner_for(decoder and json.loads(decoder.__getstate__()))
+        self._bos_id = self._id_of(self._named.get("bos_token"))
+        eos_id = self._id_of(self._named.get("eos_token"))
+        self.eos_ids = eos_ids if eos_id is None else eos_ids | {eos_id}
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Tokenizer":
+        """The tokenizer of the checkpoint in folder `path`.
+
+        Raises MissingFileError without a tokenizer.json, CheckpointError where a file cannot be
+        understood.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise MissingFileError(
+                f"{file} is missing: download it, or make it from the checkpoint's own tokenizer "
+                "files with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises nothing more special
+            raise CheckpointError(
+                f"{file} cannot be read by tokenizers {tokenizers.__version__} ({error}): "
+                "download it again, or upgrade that package"
+            ) from error
+        return cls(folder, backend)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with the start tokens that the checkpoint puts before it.
+
+        A text that begins with the BOS token already gets no second one.  Raises RequestError for
+        text that is not valid Unicode.
+        """
+        ids = self._encode(text, add_special_tokens=True)
+        twice = len(ids) > 1 and ids[0] == ids[1] == self._bos_id
+        return ids[1:] if twice else ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids` without special tokens; U+FFFD stands for bytes without a meaning."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        """A detokenizer for one sequence whose tokens come one at a time."""
+        return TextStream(self._piece_of, self._new_joiner())
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True where `chat_prompt` can work."""
+        return self._template_source is not None
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat, up to where the assistant's answer begins.
+
+        The checkpoint's template writes all special tokens; none is added.  Raises RequestError
+        for messages that the template refuses and where the checkpoint has no template,
+        CheckpointError for a broken template.
+        """
+        return self._encode(self._template.render(messages), add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text is not valid Unicode: character {error.start} of {len(text)} is the "
+                f"lone surrogate U+{ord(text[error.start]):04X}; remove it"
+            ) from None
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _piece_of(self, token_id: int) -> str | None:
+        return None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _prepare(self) -> None:
+        """Bring the backend to what tokenizer_config.json says beyond tokenizer.json."""
+        backend, config, named = self._backend, self._config, self._named
+        backend.no_padding()
+        backend.no_truncation()
+        stated = config.get("added_tokens_decoder", {})
+        for _, token in sorted(stated.items(), key=lambda item: int(item[0])):
+            if self._id_of(token["content"]) is None:
+                flags = {flag: token[flag] for flag in _TOKEN_FLAGS if flag in token}
+                backend.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
+        backend.add_special_tokens(
+            [token for token in named.values() if self._id_of(token) is not None]
+        )
+        if isinstance(config.get("add_bos_token"), bool):
+            # DeepSeek's and other Llama-like tokenizer.json leave BOS to this entry.  An EOS is
+            # never added: nothing would follow it.
+            bos, bos_id = named.get("bos_token"), self._id_of(named.get("bos_token"))
+            adds = config["add_bos_token"] and bos_id is not None
+            backend.post_processor = TemplateProcessing(
+                single=[bos, "$A"] if adds else ["$A"],
+                special_tokens=[(bos, bos_id)] if adds else [],
+            )
+
+    def _stated_eos_ids(self) -> frozenset[int]:
+        config = read_object(self._folder / "config.json")
+        ids: list[int] = []
+        for source in (
+            config,
+            config.get("text_config") or {},
+            read_object(self._folder / "generation_config.json"),
+        ):
+            stated = source.get("eos_token_id")
+            ids += stated if isinstance(stated, list) else [] if stated is None else [stated]
+        if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+            raise ValueError(f"eos_token_id {ids}")
+        return frozenset(ids)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if self._template_source is None:
+            raise RequestError(
+                f"{self._folder} has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json): send plain text, or use the instruction-tuned version"
+            )
+        return ChatTemplate(self._template_source, self._named)
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens as text; they are stored as text or as {"content": text}."""
+    stated = ((name, config.get(name)) for name in _NAMED_TOKENS)
+    texts = (
+        (name, token.get("content") if isinstance(token, dict) else token) for name, token in stated
+    )
+    return {name: token for name, token in texts if isinstance(token, str)}
