@@ -31,7 +31,7 @@ def random_logits(seed: int, vocab: int = VOCAB, spread: float = 3.0) -> torch.T
 
 def drawn(sampling: Sampling, logits: torch.Tensor, times: int, prompt: list[int] = []) -> Counter:  # noqa: B006
     """How often each token is the first choice of a request, over many draws."""
-    state = SamplerState(sampling, prompt, len(logits))
+    state = SamplerState(sampling, prompt)
     return Counter(state.choose(logits).token_id for _ in range(times))
 
 
@@ -82,7 +82,7 @@ def assert_distribution(sampling: Sampling, logits: torch.Tensor, prompt: list[i
 def test_greedy_takes_the_largest_and_the_first_of_equal_ones() -> None:
     logits = torch.zeros(VOCAB)
     logits[[7, 20, 31]] = 2.0
-    assert SamplerState(Sampling(), [], VOCAB).choose(logits).token_id == 7
+    assert SamplerState(Sampling(), []).choose(logits).token_id == 7
     # 0 stays greedy whatever else is set
     sampling = Sampling(temperature=0, top_k=40, top_p=0.5, min_p=0.1, seed=1)
     assert drawn(sampling, logits, 20) == {7: 20}
@@ -117,9 +117,9 @@ def test_draws_follow_transformers_distribution(sampling: Sampling) -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     st.integers(0, 10**6),
-    st.floats(0.05, 5),
+    st.floats(0.2, 5),
     st.integers(0, 2 * VOCAB),
-    st.floats(0.01, 1),
+    st.one_of(st.floats(0.01, 0.999), st.just(1.0)),
     st.floats(0, 1),
 )
 def test_what_may_be_drawn_equals_transformers(
@@ -134,9 +134,7 @@ def test_what_may_be_drawn_equals_transformers(
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.01, 0.9999), st.floats(0.1, 4))
-def test_a_nucleus_beyond_the_first_guess_is_found_too(
-    seed: int, top_p: float, spread: float
-) -> None:
+def test_the_nucleus_of_a_large_vocabulary(seed: int, top_p: float, spread: float) -> None:
     logits = random_logits(seed, vocab=5000, spread=spread)
     sampling = Sampling(temperature=1.0, top_p=top_p)
     ours = sampler._support(logits - logits.max(), sampling)
@@ -166,7 +164,7 @@ def test_penalties_over_a_whole_answer(
     sampling = Sampling(
         repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
     )
-    state = SamplerState(sampling, prompt, VOCAB)
+    state = SamplerState(sampling, prompt)
     penalise = RepetitionPenaltyLogitsProcessor(repetition)
     output: list[int] = []
     for position in range(12):
@@ -184,22 +182,22 @@ def test_penalties_over_a_whole_answer(
 def test_a_seed_repeats_and_neighbours_do_not_matter() -> None:
     sampling = Sampling(temperature=1.0, seed=42)
     logits = [random_logits(number) for number in range(20)]
-    alone = SamplerState(sampling, [], VOCAB)
+    alone = SamplerState(sampling, [])
     tokens = [alone.choose(row).token_id for row in logits]
-    again, neighbour = SamplerState(sampling, [], VOCAB), SamplerState(sampling, [], VOCAB)
+    again, neighbour = SamplerState(sampling, []), SamplerState(sampling, [])
     mixed = []
     for row in logits:
         neighbour.choose(row.flip(0))
         mixed.append(again.choose(row).token_id)
         torch.rand(3)
     assert mixed == tokens
-    other = SamplerState(Sampling(temperature=1.0, seed=43), [], VOCAB)
+    other = SamplerState(Sampling(temperature=1.0, seed=43), [])
     assert [other.choose(row).token_id for row in logits] != tokens
 
 
 def test_without_a_seed_requests_differ() -> None:
     logits = torch.zeros(1000)
-    states = [SamplerState(Sampling(temperature=1.0), [], 1000) for _ in range(2)]
+    states = [SamplerState(Sampling(temperature=1.0), []) for _ in range(2)]
     first, second = ([state.choose(logits).token_id for _ in range(8)] for state in states)
     assert first != second
 
@@ -211,29 +209,20 @@ def test_logprobs_are_those_of_the_raw_logits(temperature: float) -> None:
     )
     logits = random_logits(11)
     before = logits.clone()
-    token, logprob = SamplerState(sampling, [1, 2, 3], VOCAB).choose(logits)
+    logprob = SamplerState(sampling, [1, 2, 3]).choose(logits)
     raw = before.double().log_softmax(0)
     assert torch.equal(logits, before)
-    assert logprob is not None
-    assert logprob.token_id == token
-    assert logprob.logprob == pytest.approx(float(raw[token]), abs=1e-6)
+    assert logprob.logprob == pytest.approx(float(raw[logprob.token_id]), abs=1e-5)
     best = raw.topk(5)
     assert [index for index, _ in logprob.top] == best.indices.tolist()
-    assert [value for _, value in logprob.top] == pytest.approx(best.values.tolist(), abs=1e-6)
+    assert [value for _, value in logprob.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 def test_how_many_logprobs() -> None:
     logits = torch.zeros(4)
-    tops = [
-        SamplerState(Sampling(logprobs=count), [], 4).choose(logits).logprob
-        for count in (None, 0, 2, 20)
-    ]
-    assert tops[0] is None
-    assert [[index for index, _ in top.top] for top in tops[1:] if top] == [
-        [],
-        [0, 1],
-        [0, 1, 2, 3],
-    ]
+    states = [SamplerState(Sampling(logprobs=count), []) for count in (None, 0, 2, 20)]
+    tops = [[index for index, _ in state.choose(logits).top] for state in states]
+    assert tops == [[], [], [0, 1], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -241,7 +230,7 @@ def test_how_many_logprobs() -> None:
 def test_logits_that_are_no_numbers(bad: float, temperature: float) -> None:
     logits = random_logits(0)
     logits[[3, 30]] = bad
-    state = SamplerState(Sampling(temperature=temperature), [], VOCAB)
+    state = SamplerState(Sampling(temperature=temperature), [])
     with pytest.raises(NumericsError, match=r"of 50 logits .*2 .*check that the checkpoint"):
         state.choose(logits)
 
@@ -257,14 +246,14 @@ def test_extreme_logits_and_temperatures() -> None:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.1, math.nan, math.inf]),
+        ("temperature", [-0.1, math.nan, math.inf, "1", None, True, 10**400]),
         ("top_p", [0.0, -1.0, 1.01, math.nan]),
         ("min_p", [-0.1, 1.1, math.nan]),
         ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
         ("frequency_penalty", [-2.1, 2.1, math.nan]),
         ("presence_penalty", [-2.1, 2.1, math.nan]),
         ("top_k", [-1, 1.5, True, 1 << 40]),
-        ("seed", [1 << 63, -(1 << 63) - 1, 0.5]),
+        ("seed", ["1", 1 << 63, -(1 << 63) - 1, 0.5]),
         ("logprobs", [-1, 21, 2.0]),
     ],
 )
@@ -273,7 +262,7 @@ def test_values_out_of_range(field: str, values: list[Any]) -> None:
         with pytest.raises(RequestError, match=rf"^{field} is .*; give "):
             validate(Sampling(**{field: value}))
         with pytest.raises(RequestError, match=field):
-            SamplerState(Sampling(**{field: value}), [], VOCAB)
+            SamplerState(Sampling(**{field: value}), [])
 
 
 def test_values_at_the_edges_are_fine() -> None:
@@ -291,5 +280,5 @@ def test_values_at_the_edges_are_fine() -> None:
             logprobs=20,
         )
     )
-    SamplerState(Sampling(temperature=1.0, seed=-(1 << 63)), [], VOCAB)
-    SamplerState(Sampling(temperature=1.0, seed=(1 << 63) - 1), [], VOCAB)
+    SamplerState(Sampling(temperature=1.0, seed=-(1 << 63)), [])
+    SamplerState(Sampling(temperature=1.0, seed=(1 << 63) - 1), [])

@@ -48,7 +48,9 @@ class Waiter:
 @pytest.mark.parametrize("kind", READERS)
 @settings(max_examples=25, deadline=None)
 @given(first=st.integers(0, 100), pages=st.integers(1, 110), chunk=st.integers(1, 9))
-def test_every_reader_brings_the_bytes(file: Path, kind: str, first: int, pages: int, chunk: int) -> None:
+def test_every_reader_brings_the_bytes(
+    file: Path, kind: str, first: int, pages: int, chunk: int
+) -> None:
     whole = file.read_bytes()
     expected = whole[first * PAGE : (first + pages) * PAGE]
     ledger = Ledger({Tier.HOST: 1 << 24})

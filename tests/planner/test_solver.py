@@ -1,6 +1,7 @@
 """The planner: plans fit, the smallest budget works, more memory never reads more."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -93,7 +94,7 @@ def test_streamed_blocks_are_spread_over_the_model() -> None:
     demand = Demand(ModelSpec("Test", 32, 64, 10, 4096, (), (), 10), blocks, 0, 0, 16)
     plan = solve(demand, options(20 << 20), MACHINE)
     streamed = [block.layer for block in plan.blocks_in(Tier.DISK)]
-    gaps = [after - before for before, after in zip(streamed, streamed[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(streamed)]
     assert 10 <= len(streamed) <= 18 and max(gaps) <= 4
 
 

@@ -1,4 +1,4 @@
-"""The weight store: right numbers from every tier, nothing evicted under lease, faults contained."""
+"""The store: right numbers from every tier, nothing evicted under lease, faults contained."""
 
 import random
 import threading
@@ -67,8 +67,14 @@ def test_every_block_is_right_wherever_it_lives(
     bench.close()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10**6), slots=st.integers(0, 200_000), fault_rate=st.sampled_from([0, 0, 0.05]))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 10**6),
+    slots=st.integers(0, 200_000),
+    fault_rate=st.sampled_from([0, 0, 0.05]),
+)
 def test_random_threads_and_faults(
     checkpoint: tuple[Path, dict[str, torch.Tensor]], seed: int, slots: int, fault_rate: float
 ) -> None:
@@ -172,7 +178,7 @@ def test_a_block_larger_than_the_slots_is_an_error(
     checkpoint: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
     bench = open_store(checkpoint[0], slots_bytes=4096)
-    with pytest.raises(BudgetError, match="slots have"), bench.store.lease(LEASABLE[2]):
+    with pytest.raises(BudgetError, match="the slots have"), bench.store.lease(LEASABLE[2]):
         pass
     bench.close()
 
@@ -210,7 +216,11 @@ def test_converted_blocks_are_the_same_however_often_they_are_read(
         for block in LEASABLE:
             with bench.store.lease(block) as views:
                 for param in SPECS[block].params:
-                    values = ops.dequantize(views[param.name], torch.float32) if len(param.shape) > 1 else None
+                    values = (
+                        ops.dequantize(views[param.name], torch.float32)
+                        if len(param.shape) > 1
+                        else None
+                    )
                     if values is None:
                         continue
                     first = seen.setdefault((block, param.name), values.clone())

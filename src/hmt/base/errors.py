@@ -11,12 +11,13 @@
     ├── RequestError             one request is wrong; the engine is fine
     │   ├── EmptyPromptError
     │   └── ContextLengthError
-    ├── DiskReadError            the drive failed or gave too little; the request that needed it fails
+    ├── DiskReadError            the drive failed; the requests that needed it fail
     ├── NumericsError            a weight or a result is not a number
     ├── MachineError             the machine lacks what an option needs
     └── Cancelled                the request was cancelled by its owner
 
-A message says what was asked, what there is (in numbers), and what to do.  `assert` is for our own bugs.
+A message says what was asked, what there is (in numbers), and what to do.
+`assert` is for our own bugs.
 """
 
 

@@ -31,7 +31,15 @@ POISON = Flag(
     "Fill weight slots with NaN when they are given up, so that a use after release shows.",
 )
 
-FLAGS = (KERNELS, POISON)
+CACHE = Flag(
+    "HMT_CACHE",
+    "",
+    (),
+    "Folder for what HMT remembers between runs (rates of this machine); "
+    "when empty, hmt in XDG_CACHE_HOME or in ~/.cache.",
+)
+
+FLAGS = (KERNELS, POISON, CACHE)
 
 
 def read(flag: Flag) -> str:

@@ -1,0 +1,1 @@
+"""What rooms exchange: frozen dataclasses and Protocols, without behaviour."""

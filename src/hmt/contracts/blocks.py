@@ -2,7 +2,6 @@
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
 
 TRUNK = -1  # the `layer` of blocks that belong to no layer
 
@@ -18,7 +17,8 @@ class BlockKind(enum.StrEnum):
     HEAD = "head"  # final norm (chunk 0) and a range of the output rows
 
 
-class BlockId(NamedTuple):
+@dataclass(frozen=True, order=True, slots=True)
+class BlockId:
     """Names one block.  `index` counts experts of a layer, or chunks of the head."""
 
     layer: int

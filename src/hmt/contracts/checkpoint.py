@@ -8,7 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Where one tensor's bytes lie.  Validated: the range is inside the file and fits shape and dtype.
+    """Where one tensor's bytes lie.
+
+    Validated: the range is inside the file and fits shape and dtype.
 
     dtype   safetensors' name: "F32", "F16", "BF16", "F8_E4M3", ...
     """

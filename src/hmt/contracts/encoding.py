@@ -7,7 +7,7 @@ import torch
 
 
 class Encoding(enum.StrEnum):
-    """How the numbers of a weight are stored.  Which kernel computes on them is a separate choice."""
+    """How the numbers of a weight are stored.  Which kernel computes on them is another choice."""
 
     F32 = "f32"
     F16 = "f16"

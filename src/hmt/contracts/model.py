@@ -83,5 +83,5 @@ class Model(Protocol):
         ...
 
     def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
-        """Blocks that every token needs in layer `index`, in the order of use (no routed experts)."""
+        """Blocks that every token needs in layer `index`, in order of use (no routed experts)."""
         ...

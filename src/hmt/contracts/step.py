@@ -52,12 +52,16 @@ class Step:
 
         `wanted` is how many of the part's last tokens need logits: 0, 1, or all of them.
         """
-        runs, ids, positions, rows = [], [], [], []
+        runs: list[Run] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
         for sequence, start, tokens, wanted in parts:
             offset, length = len(ids), len(tokens)
             runs.append(Run(sequence, start, offset, length))
             ids += tokens
             positions += range(start, start + length)
             rows += range(offset + length - wanted, offset + length)
-        as_tensor = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-        return Step(as_tensor(ids), as_tensor(positions), tuple(runs), as_tensor(rows))
+        flat = (torch.tensor(values, dtype=torch.int64) for values in (ids, positions, rows))
+        token_ids, all_positions, logit_rows = flat
+        return Step(token_ids, all_positions, tuple(runs), logit_rows)

@@ -48,7 +48,10 @@ class Weights(Protocol):
 
 
 class KVCache(Protocol):
-    """Keys and values of all sequences.  Attention is asked for here, so that it can run where pages lie."""
+    """Keys and values of all sequences.
+
+    Attention is asked for here, so that it can run where the pages lie.
+    """
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write the step's tokens: key [tokens, heads, key_dim], value [tokens, heads, value_dim].

@@ -64,13 +64,17 @@ class EngineConfig:
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+                hint = (
+                    f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+                )
                 raise ConfigError(f"unknown option {name!r}; {hint}")
         values = {name: value for name, value in options.items() if value is not None}
         values["quantization"] = parse_scheme(values.get("quantization", "none"))
         budget = values.pop("host_memory", None)
         values["host_memory_bytes"] = (
-            int(available_host_bytes() * _SHARE_OF_AVAILABLE) if budget is None else parse_bytes(budget)
+            int(available_host_bytes() * _SHARE_OF_AVAILABLE)
+            if budget is None
+            else parse_bytes(budget)
         )
         if "disk_chunk" in values:
             values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))

@@ -2,7 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence as Many
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +15,7 @@ from hmt.base.errors import ContextLengthError, EmptyPromptError, HMTError, Requ
 from hmt.base.trace import Tracer
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.request import Completion, Request, TokenEvent
+from hmt.contracts.step import Run, Step
 from hmt.engine.config import EngineConfig
 from hmt.engine.executor import Executor, OverlappedExecutor, PlainExecutor
 from hmt.engine.loading import Memory, Prepared, allocate, prepare
@@ -27,9 +30,9 @@ from hmt.text import StopStrings, Tokenizer
 class Engine:
     """Loads models and holds the options that they share.
 
-        engine = hmt.Engine(quantization="w4a8", host_memory="64GiB")
-        model = engine.load_model("path/to/checkpoint")
-        print(model.infer(hmt.Request(input="Hello", max_new_tokens=64)).text)
+    engine = hmt.Engine(quantization="w4a8", host_memory="64GiB")
+    model = engine.load_model("path/to/checkpoint")
+    print(model.infer(hmt.Request(input="Hello", max_new_tokens=64)).text)
     """
 
     def __init__(self, **options: Any) -> None:
@@ -132,23 +135,26 @@ class LoadedModel:
 
         return events()
 
-    def logits(self, tokens: Many[int], rows: Many[int]) -> torch.Tensor:
+    def logits(
+        self, tokens: Many[int], rows: Many[int], *, prefill: int | None = None
+    ) -> torch.Tensor:
         """Teacher forcing: logits f32 [rows, vocab] that follow `tokens[: row + 1]` for each row.
 
-        `rows` must ascend.  Runs at once in prefill chunks, beside no other request.
+        `rows` must ascend.  The first `prefill` tokens (None: all) go through in prefill chunks,
+        the others one by one, as in decoding.  Runs at once, beside no other request.
         """
         if not tokens:
             raise EmptyPromptError("the prompt is empty; logits need at least one token")
-        wanted, parts = list(rows), []
+        chunk, end = self.plan.prefill_chunk, len(tokens) if prefill is None else prefill
+        starts = [*range(0, end, chunk), *range(end, len(tokens)), len(tokens)]
+        parts = []
         with self._lock:
             self._check_open()
             kv = self._memory.kv.open(len(tokens))
             try:
-                chunk = self.plan.prefill_chunk
-                for start in range(0, len(tokens), chunk):
-                    part = list(tokens[start : start + chunk])
-                    own = [row - start for row in wanted if start <= row < start + len(part)]
-                    parts.append(self._run_rows(kv, start, part, own))
+                for start, stop in pairwise(starts):
+                    own = [row - start for row in rows if start <= row < stop]
+                    parts.append(self._run_rows(kv, start, list(tokens[start:stop]), own))
             finally:
                 self._memory.kv.close(kv)
         return torch.cat(parts)
@@ -233,12 +239,12 @@ class LoadedModel:
         if isinstance(request.input, str):
             return self.tokenizer.encode(request.input)
         if isinstance(request.input[0], dict):
-            return self.tokenizer.chat_prompt(request.input)  # type: ignore[arg-type]
+            return self.tokenizer.chat_prompt(request.input)
         vocabulary = self.prepared.model.spec.vocab_size
         for token in request.input:
             if not isinstance(token, int) or not 0 <= token < vocabulary:
                 raise RequestError(f"token id {token!r} is not in 0..{vocabulary - 1}")
-        return list(request.input)  # type: ignore[arg-type]
+        return list(request.input)
 
     def _drive(self, sequence: Sequence) -> Iterator[TokenEvent]:
         """Events of `sequence`, running steps whenever none is there."""
@@ -284,8 +290,6 @@ class LoadedModel:
         return logits
 
     def _run_rows(self, kv: int, start: int, tokens: list[int], rows: list[int]) -> torch.Tensor:
-        from hmt.contracts.step import Run, Step
-
         step = Step(
             torch.tensor(tokens),
             torch.arange(start, start + len(tokens)),

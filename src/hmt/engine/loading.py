@@ -21,7 +21,15 @@ from hmt.memory import HostPool, Ledger, TransferQueue, open_reader
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.quant import Format
-from hmt.weights import BlockLayout, SpillFile, WeightStore, bind, lay_out, published_bytes, row_span_bytes
+from hmt.weights import (
+    BlockLayout,
+    SpillFile,
+    WeightStore,
+    bind,
+    lay_out,
+    published_bytes,
+    row_span_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ penalties, temperature, top-k, top-p of what top-k left, min-p.
 """
 
 import math
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,7 +16,6 @@ from hmt.base.errors import NumericsError, RequestError
 from hmt.contracts.request import Sampling, TokenLogprob
 
 MAX_LOGPROBS: Final = 20  # as OpenAI
-NUCLEUS_GUESS: Final = 1024  # to sort these instead of 129k tokens takes 0.4 ms, not 9
 
 
 class SamplerState:
@@ -25,7 +26,7 @@ class SamplerState:
     """
 
     def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
-        """Raises RequestError as `validate` does."""
+        """`prompt_ids` are below the logits' width.  Raises RequestError as `validate` does."""
         validate(sampling)
         self._sampling = sampling
         self._generator = torch.Generator()
@@ -33,8 +34,8 @@ class SamplerState:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
-        self._seen = set(prompt_ids)  # in the prompt or in the output
-        self._counts: Counter[int] = Counter()  # times in the output
+        self._prompt = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
+        self._output: Counter[int] = Counter()
 
     def choose(self, logits: torch.Tensor) -> TokenLogprob:
         """The next token by `logits` f32 [vocab], which are not changed.
@@ -51,21 +52,23 @@ class SamplerState:
             token_id = int(scores.argmax())  # the first of equal ones
         else:
             token_id = self._draw((scores - scores.max()) / self._sampling.temperature)
-        self._seen.add(token_id)
-        self._counts[token_id] += 1
+        self._output[token_id] += 1
         return _logprob(logits, token_id, self._sampling.logprobs or 0)
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits after the three penalties: f32 [vocab]."""
         sampling, scores = self._sampling, logits
-        if self._seen is not None:
+        output = torch.tensor(list(self._output), dtype=torch.int64)
+        if sampling.repetition_penalty != 1:
             # Keskar et al., CTRL (2019), section 4.1, with transformers' treatment of the sign.
-            penalty = sampling.repetition_penalty
-            penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
-            scores = torch.where(self._seen, penalised, scores)
-        if self._counts is not None:
-            scores = scores - sampling.frequency_penalty * self._counts
-            scores = scores - sampling.presence_penalty * (self._counts > 0)
+            seen = torch.cat((self._prompt, output))
+            values, penalty = scores[seen], sampling.repetition_penalty
+            values = torch.where(values < 0, values * penalty, values / penalty)
+            scores = scores.index_put((seen,), values)
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            times = torch.tensor(list(self._output.values()), dtype=torch.float32)
+            penalties = sampling.frequency_penalty * times + sampling.presence_penalty
+            scores = scores.index_put((output,), -penalties, accumulate=True)
         return scores
 
     def _draw(self, scores: torch.Tensor) -> int:
@@ -79,14 +82,12 @@ class SamplerState:
 
 def validate(sampling: Sampling) -> None:
     """Check the ranges of all fields.  Raises RequestError that names the first wrong one."""
-    _check_number("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0")
-    _check_number("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1")
-    _check_number("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1")
-    penalty = sampling.repetition_penalty
-    _check_number("repetition_penalty", penalty, penalty > 0, "above 0")
-    for name in ("frequency_penalty", "presence_penalty"):
-        value = getattr(sampling, name)
-        _check_number(name, value, -2 <= value <= 2, "from -2 to 2")
+    _check_number("temperature", sampling.temperature, 0)
+    _check_number("top_p", sampling.top_p, 0, 1, above=True)
+    _check_number("min_p", sampling.min_p, 0, 1)
+    _check_number("repetition_penalty", sampling.repetition_penalty, 0, above=True)
+    _check_number("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _check_number("presence_penalty", sampling.presence_penalty, -2, 2)
     _check_integer("top_k", sampling.top_k, 0, (1 << 31) - 1)
     if sampling.seed is not None:
         _check_integer("seed", sampling.seed, -(1 << 63), (1 << 63) - 1)
@@ -94,12 +95,22 @@ def validate(sampling: Sampling) -> None:
         _check_integer("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
 
 
-def _check_number(name: str, value: float, fits: bool, wanted: str) -> None:
-    if not fits or not math.isfinite(value):
-        raise RequestError(f"{name} is {value}; give a finite number {wanted}")
+def _check_number(
+    name: str, value: object, least: int, most: float = sys.float_info.max, *, above: bool = False
+) -> None:
+    """`value` must be from `least` to `most`; with `above`, not equal to `least`."""
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not least <= value <= most
+        or (above and value == least)
+    ):
+        bounds = f"{'above' if above else 'of at least'} {least}"
+        limit = f" and at most {most}" if most < sys.float_info.max else ""
+        raise RequestError(f"{name} is {value!r}; give a finite number {bounds}{limit}")
 
 
-def _check_integer(name: str, value: int, least: int, most: int) -> None:
+def _check_integer(name: str, value: object, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
         raise RequestError(f"{name} is {value!r}; give an integer from {least} to {most}")
 
@@ -128,12 +139,15 @@ def _support(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` largest and of those equal to the last, int64 [n].
-
-    Largest first, equal ones by index: topk alone promises no order among these.
-    """
+    """Indices of the `count` largest and of those equal to the last, int64 [n], largest first."""
+    if count >= len(scores):
+        return _descending(scores, torch.arange(len(scores)))
     least = scores.topk(count).values[-1]
-    ids = (scores >= least).nonzero().flatten()
+    return _descending(scores, (scores >= least).nonzero().flatten())
+
+
+def _descending(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Ascending `ids` sorted by score, largest first, equal ones by id (topk promises no order)."""
     return ids[scores[ids].argsort(descending=True, stable=True)]
 
 
@@ -142,19 +156,18 @@ def _nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
     Holtzman et al., The Curious Case of Neural Text Degeneration (2019).
     """
-    needed = top_p * scores.exp().sum(dtype=torch.float64)
-    for count in (min(NUCLEUS_GUESS, len(scores)), len(scores)):
-        ids = _largest(scores, count)
-        weights = scores[ids].exp().double()
-        inside = weights.cumsum(0) - weights < needed
-        if not inside[-1]:
-            break
-    return ids[inside]
+    weights = scores.exp()
+    total = float(weights.sum(dtype=torch.float64))
+    # All below this bound together hold less than 1 - top_p, so only the others need sorting.
+    bound = total * (1 - top_p) / len(weights)
+    ids = _descending(weights, (weights >= bound).nonzero().flatten())
+    held = weights[ids].double()
+    return ids[held.cumsum(0) - held < top_p * total]
 
 
 def _logprob(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprob:
     """Natural log-probabilities of the token and of the `count` likeliest, by raw logits."""
-    total = torch.logsumexp(logits.double(), 0)
-    ids = _largest(logits, min(count, len(logits)))[:count] if count else logits.new_empty(0)
-    top = tuple((int(index), float(logits[index] - total)) for index in ids)
+    total = torch.logsumexp(logits, 0)
+    ids = _largest(logits, count)[:count].tolist() if count else []
+    top = tuple((index, float(logits[index] - total)) for index in ids)
     return TokenLogprob(token_id, float(logits[token_id] - total), top)

@@ -49,9 +49,10 @@ class Scheduler:
         needed = -(-sequence.positions // PAGE_TOKENS) * PAGE_TOKENS
         if needed > self._kv.capacity_tokens:
             raise ContextLengthError(
-                f"a prompt of {sequence.prompt_tokens} tokens and {sequence.request.max_new_tokens} "
-                f"new ones need {needed} positions of KV; the plan has {self._kv.capacity_tokens}: "
-                "shorten them, or load the model with a larger context or more host memory"
+                f"a prompt of {sequence.prompt_tokens} tokens and "
+                f"{sequence.request.max_new_tokens} new ones need {needed} positions of KV; "
+                f"the plan has {self._kv.capacity_tokens}: shorten them, or load the model with "
+                "a larger context or more host memory"
             )
         self._waiting.append(sequence)
 

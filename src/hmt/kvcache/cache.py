@@ -39,7 +39,7 @@ class PagedKV:
     def __init__(
         self, layers: Sequence[KVLayer], tokens: int, dtype: torch.dtype, pool: HostPool
     ) -> None:
-        """Room for `tokens` positions over all sequences.  Raises BudgetError if `pool` is smaller."""
+        """Room for `tokens` positions over all sequences.  BudgetError if they do not fit."""
         pages = round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS
         self._allocator = PageAllocator(pages)
         self._pool = pool
@@ -67,7 +67,7 @@ class PagedKV:
         return self._allocator.count * PAGE_TOKENS
 
     def open(self, tokens: int) -> int:
-        """Reserve `tokens` positions for a new sequence; returns its handle.  Raises BudgetError."""
+        """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
         pages = self._allocator.take(round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS)
         self._next += 1
         self._sequences[self._next] = _Sequence(pages, torch.tensor(pages, dtype=torch.int64))

@@ -64,7 +64,7 @@ class PageStore:
     """
 
     def __init__(self, layer: KVLayer, layers: int, memory: torch.Tensor) -> None:
-        """`memory`: [pages * layers * 16 * layer.row_width] in the cache's dtype; kept and written."""
+        """`memory` [pages * layers * 16 * row_width], of the cache's dtype, is kept and written."""
         self.layer = layer
         pages = memory.numel() // (layers * PAGE_TOKENS * layer.row_width)
         blocks = memory.view(pages, layers, PAGE_TOKENS * layer.row_width)
@@ -93,7 +93,7 @@ class PageStore:
     def gather(
         self, slot: int, pages: torch.Tensor, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the first `tokens` rows of `pages` in order: key and value [tokens, heads, dim]."""
+        """Copies of the first `tokens` rows of `pages`: key and value [tokens, heads, dim]."""
         key = self._keys[pages, slot].flatten(0, 1)[:tokens]
         if self._values is None:
             return key, key[..., : self.layer.value_dim]

@@ -7,13 +7,26 @@ from hmt.memory.host_pool import PAGE_BYTES, HostBuffer, HostPool
 from hmt.memory.ledger import Account, Ledger
 from hmt.memory.limits import available_host_bytes, peak_resident_bytes, resident_bytes
 from hmt.memory.numa import bind, numa_nodes
+from hmt.memory.probe import (
+    QUICK_BLOCK_BYTES,
+    QUICK_THREADS,
+    DiskRate,
+    cache_bytes,
+    disk_rate,
+    file_to_read,
+    ram_read_rate,
+    sweep,
+)
 from hmt.memory.readers import READERS, DiskReader, MmapReader, PreadReader, open_reader
 from hmt.memory.transfer import DiskRead, Ticket, TransferQueue
 
 __all__ = [
     "PAGE_BYTES",
+    "QUICK_BLOCK_BYTES",
+    "QUICK_THREADS",
     "READERS",
     "Account",
+    "DiskRate",
     "DiskRead",
     "DiskReader",
     "HostBuffer",
@@ -25,8 +38,13 @@ __all__ = [
     "TransferQueue",
     "available_host_bytes",
     "bind",
+    "cache_bytes",
+    "disk_rate",
+    "file_to_read",
     "numa_nodes",
     "open_reader",
     "peak_resident_bytes",
+    "ram_read_rate",
     "resident_bytes",
+    "sweep",
 ]

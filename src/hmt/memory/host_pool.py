@@ -72,7 +72,8 @@ class HostPool:
         if buffer is None:
             raise BudgetError(
                 f"{self.account.purpose}: {format_bytes(nbytes)} do not fit; "
-                f"{format_bytes(self._in_use)} of {format_bytes(self.account.limit_bytes)} are in use"
+                f"{format_bytes(self._in_use)} of "
+                f"{format_bytes(self.account.limit_bytes)} are in use"
             )
         return buffer
 

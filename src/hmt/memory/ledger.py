@@ -21,7 +21,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def open(self, tier: Tier, purpose: str, limit_bytes: int) -> "Account":
-        """Reserve `limit_bytes` of `tier` for `purpose`.  Raises BudgetError when that is too much."""
+        """Reserve `limit_bytes` of `tier` for `purpose`.  Raises BudgetError if it is too much."""
         with self._lock:
             free = self._budgets.get(tier, 0) - self._reserved(tier)
             if limit_bytes > free:

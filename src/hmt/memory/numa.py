@@ -22,7 +22,7 @@ def numa_nodes() -> dict[int, frozenset[int]]:
 
 
 def bind(cpu_node: int, memory_node: int) -> None:
-    """Run this thread, and threads it will start, on `cpu_node`; take new memory from `memory_node`.
+    """Run this thread and those it starts on `cpu_node`; take new memory from `memory_node`.
 
     Raises MachineError when a node does not exist, has no usable CPU, or the kernel refuses.
     """

@@ -19,7 +19,7 @@ class DiskReader(Protocol):
     """Reads aligned ranges of files into memory.  Thread-safe."""
 
     def read_into(self, path: Path, offset: int, view: memoryview) -> int:
-        """Fill `view` from `path` at `offset`; returns the bytes read, fewer only at the file's end.
+        """Fill `view` from `path` at `offset`; the bytes read, fewer only at the file's end.
 
         Raises DiskReadError when the drive fails or the file has become shorter.
         """

@@ -61,7 +61,7 @@ def kv_bytes(demand: Demand, tokens: int) -> int:
 
 
 def working_set_bytes(blocks: Sequence[BlockSize]) -> int:
-    """Slots without which a step cannot go on: the largest dense block, and one expert beside it."""
+    """Slots that a step cannot do without: the largest dense block and one expert beside it."""
     experts = [b.slot_bytes for b in blocks if b.id.kind is BlockKind.EXPERT]
     dense = [b.slot_bytes for b in blocks if b.id.kind is not BlockKind.EXPERT]
     return max(dense, default=0) + max(experts, default=0)

@@ -170,9 +170,7 @@ def _spread(blocks: Sequence[BlockSize], room: int) -> list[BlockSize]:
     return chosen
 
 
-def _bytes_per_token(
-    demand: Demand, homes: dict[BlockId, Tier], slots: int
-) -> tuple[float, float]:
+def _bytes_per_token(demand: Demand, homes: dict[BlockId, Tier], slots: int) -> tuple[float, float]:
     """Weight bytes that one decoded token reads from memory, and from the drive."""
     dense = [b for b in _streamable(demand) if b.id.kind is not BlockKind.EXPERT]
     host = float(sum(block.slot_bytes for block in dense))

@@ -1,4 +1,4 @@
-"""A model's parameters: which bytes they are, how they lie in memory, and the store that moves them."""
+"""Parameters: which bytes they are, how they lie in memory, and the store that moves them."""
 
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange, bind, published_bytes
 from hmt.weights.eviction import LRU, EvictionPolicy

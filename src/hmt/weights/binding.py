@@ -72,7 +72,8 @@ def bind(spec: ModelSpec, checkpoint: Checkpoint) -> dict[BlockId, BoundBlock]:
         shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
         warn_once(
             f"extra tensors {checkpoint.path}",
-            f"{len(extra)} tensors of {checkpoint.path} are not used by {spec.architecture}: {shown}",
+            f"{len(extra)} tensors of {checkpoint.path} are not used by "
+            f"{spec.architecture}: {shown}",
         )
     return bound
 
@@ -116,7 +117,8 @@ def _check_shape(param: ParamSpec, record: TensorRecord, checkpoint: Checkpoint)
         rows = f" for rows {param.rows[0]} to {param.rows[1]}" if param.rows else ""
         raise ShapeError(
             f"{record.name} has shape {list(record.shape)}, but config.json says "
-            f"{list(expected)}{rows}; config and weights of {checkpoint.path} do not belong together"
+            f"{list(expected)}{rows}; config and weights of {checkpoint.path} "
+            "do not belong together"
         )
 
 

@@ -19,7 +19,10 @@ class EvictionPolicy(Protocol):
         ...
 
     def coldest_first(self) -> Iterator[BlockId]:
-        """All cached blocks in the order in which they should go.  The policy may not change meanwhile."""
+        """All cached blocks in the order in which they should go.
+
+        The policy must not change while this is iterated.
+        """
         ...
 
 

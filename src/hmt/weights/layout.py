@@ -226,7 +226,9 @@ def _place_reads(
             merged[-1].append(part)
         else:
             merged.append([part])
-    reads, where, end = [], {}, 0
+    reads: list[AlignedRead] = []
+    where: dict[FileRange, int] = {}
+    end = 0
     for group in merged:
         begin = round_down(group[0].offset, PAGE_BYTES)
         useful_end = max(part.offset + part.nbytes for part in group)

@@ -61,9 +61,7 @@ class RowReader:
         span = row_span_bytes(table.param)
         with self._lock:
             batch = max(1, self._pool.account.limit_bytes // span)
-            parts = [
-                self._read_batch(table, span, part.tolist()) for part in distinct.split(batch)
-            ]
+            parts = [self._read_batch(table, span, part.tolist()) for part in distinct.split(batch)]
         return torch.cat(parts)[back]
 
     def _read_batch(self, table: Table, span: int, ids: list[int]) -> torch.Tensor:

@@ -347,6 +347,7 @@ class WeightStore:
     def _too_small(self, entry: _Entry) -> BudgetError:
         pool = self._pools[entry.home]
         return BudgetError(
-            f"{entry.layout.id} takes {format_bytes(entry.layout.slot_bytes)}, and the slots have "
-            f"{format_bytes(pool.account.limit_bytes)} with {format_bytes(pool.in_use_bytes)} in use"
+            f"{entry.layout.id} takes {format_bytes(entry.layout.slot_bytes)}, and the slots "
+            f"have {format_bytes(pool.account.limit_bytes)}, of which "
+            f"{format_bytes(pool.in_use_bytes)} are in use"
         )

@@ -1,0 +1,222 @@
+"""What this machine can do: measured once, and remembered in the user's cache folder."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from hmt.base import flags
+from hmt.base.errors import HMTError
+from hmt.base.units import GIB, MIB, round_down
+from hmt.contracts.plan import Machine
+from hmt.kernels.cpu import extension
+from hmt.memory import (
+    PAGE_BYTES,
+    QUICK_BLOCK_BYTES,
+    QUICK_THREADS,
+    DiskRate,
+    available_host_bytes,
+    cache_bytes,
+    disk_rate,
+    file_to_read,
+    ram_read_rate,
+    sweep,
+)
+
+_QUICK_S = 0.15  # per rate
+_FULL_S = 0.5
+_QUICK_BUFFER_BYTES = 256 * MIB
+_FULL_BUFFER_BYTES = GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured rates of the memory and of one drive; 0 and None where nothing was measured."""
+
+    ram_read_rate: float = 0.0
+    disk: DiskRate | None = None
+
+
+def machine_for(path: Path) -> Machine:
+    """This machine, with the rates of its memory and of the drive that holds `path`.
+
+    What is remembered is used; the rest is measured quickly (below a second) and remembered.
+    Never fails for what cannot be measured: that rate is 0.
+    """
+    known = remembered(path)
+    if known.ram_read_rate and known.disk is not None:
+        return _machine(known)
+    found = Rates(
+        known.ram_read_rate or _measure_ram(quick=True),
+        known.disk or _measure_disk(path, quick=True, progress=None),
+    )
+    _remember(path, found)
+    return _machine(found)
+
+
+def measure(
+    path: Path, *, quick: bool, progress: Callable[[DiskRate], None] | None = None
+) -> Machine:
+    """Measure anew and remember.  Unless `quick`, try many ways to read the drive (10 to 20 s).
+
+    `progress` is told each result of the drive.
+    """
+    found = Rates(_measure_ram(quick=quick), _measure_disk(path, quick=quick, progress=progress))
+    _remember(path, found)
+    return _machine(found)
+
+
+def remembered(path: Path) -> Rates:
+    """Rates that were measured before, for this machine and the drive that holds `path`."""
+    try:
+        machine = _load()["machines"][_fingerprint()]
+        drive = machine["drives"].get(_drive(path))
+        return Rates(float(machine["ram_read_rate"]), DiskRate(**drive) if drive else None)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return Rates()  # nothing yet, or a file that something else has written
+
+
+def cache_file() -> Path:
+    """Where measurements are kept: machine.json in HMT_CACHE, else in the user's cache folder."""
+    folder = flags.read(flags.CACHE)
+    if not folder:
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.path.join(root, "hmt")
+    return Path(folder) / "machine.json"
+
+
+def cpu_name() -> str:
+    """The CPU's model name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _machine(rates: Rates) -> Machine:
+    return Machine(
+        name=cpu_name(),
+        cores=_cores(),
+        ram_bytes=int(psutil.virtual_memory().total),
+        ram_read_rate=rates.ram_read_rate,
+        disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
+    )
+
+
+def _cores() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _measure_ram(*, quick: bool) -> float:
+    """The rate at which all cores together read memory that no cache holds; 0 when unknown."""
+    wanted = (2 if quick else 4) * cache_bytes()
+    most = min(_QUICK_BUFFER_BYTES if quick else _FULL_BUFFER_BYTES, available_host_bytes() // 4)
+    if most < cache_bytes():
+        return 0.0  # a smaller buffer would show the rate of the cache
+    buffer_bytes = round_down(min(wanted, most), PAGE_BYTES)
+    read, restore = _reader()
+    try:
+        return ram_read_rate(read, buffer_bytes, _QUICK_S if quick else _FULL_S)
+    except OSError:
+        return 0.0
+    finally:
+        restore()
+
+
+def _reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
+    """A function that reads a uint8 tensor with all cores, and one that restores the threads."""
+    native = extension.load()
+    if native is not None:
+        before = native.threads()
+        native.set_threads(_cores())
+        return (
+            lambda memory: native.sum_words(memory.data_ptr(), memory.nbytes // 8),
+            lambda: native.set_threads(before),
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(_cores())
+    return (
+        lambda memory: memory.view(torch.int64).sum(),
+        lambda: torch.set_num_threads(threads),
+    )
+
+
+def _measure_disk(
+    path: Path, *, quick: bool, progress: Callable[[DiskRate], None] | None
+) -> DiskRate | None:
+    """The drive that holds `path`; None when there is nothing to read, or reading fails."""
+    try:
+        with file_to_read(path) as file:
+            if file is None:
+                return None
+            if not quick:
+                return sweep(file, _FULL_S, progress)
+            rate = disk_rate(file, QUICK_BLOCK_BYTES, QUICK_THREADS, _QUICK_S)
+            if progress is not None:
+                progress(rate)
+            return rate
+    except (OSError, HMTError):
+        return None
+
+
+def _remember(path: Path, rates: Rates) -> None:
+    """Add `rates` to the cache file, which is replaced as a whole, if it can be."""
+    if not rates.ram_read_rate:
+        return  # half a measurement would be taken for a whole one
+    content = _load()
+    machine = content["machines"].setdefault(_fingerprint(), {"drives": {}})
+    machine |= {"name": cpu_name(), "cores": _cores(), "ram_read_rate": rates.ram_read_rate}
+    if rates.disk is not None:
+        machine["drives"][_drive(path)] = asdict(rates.disk)
+    file = cache_file()
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        try:
+            with open(descriptor, "w") as output:
+                json.dump(content, output, indent=1)
+            os.replace(temporary, file)
+        except OSError:
+            os.unlink(temporary)
+            raise
+
+
+def _load() -> dict[str, Any]:
+    """The cache file's content; an empty one where there is none that can be understood."""
+    try:
+        content = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("machines"), dict):
+        return {"machines": {}}
+    return content
+
+
+def _fingerprint() -> str:
+    """Changes when the measurement would: with the CPU, the cores we may use, and the memory."""
+    memory_gib = round(psutil.virtual_memory().total / GIB)  # kernels keep a varying part of it
+    facts = (platform.machine(), cpu_name(), str(_cores()), str(memory_gib))
+    return hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]
+
+
+def _drive(path: Path) -> str:
+    """The mount that holds `path`: device and mount point, which outlive a reboot."""
+    resolved = path.resolve()
+    mounts = {}
+    with contextlib.suppress(OSError):
+        mounts = {Path(m.mountpoint): m.device for m in psutil.disk_partitions(all=True)}
+    for folder in (resolved, *resolved.parents):
+        if folder in mounts:
+            return f"{mounts[folder]} on {folder}"
+    return "unknown"

@@ -1,0 +1,82 @@
+"""Both reference models against transformers, and against themselves at every budget."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from reference import MODELS, transformers_model
+
+import hmt
+from hmt.engine import EngineConfig, prepare
+from hmt.planner import PlanOptions, smallest_budget
+
+PROMPTS = [
+    [{"role": "user", "content": "What is 12 + 30?"}],
+    [
+        {
+            "role": "user",
+            "content": "Make JSON: Vera is 31 years old, owns a kite and lives near the tower.",
+        }
+    ],
+    "It was the best of times, it was the worst of times,",
+    "The president rose and said: fellow citizens,",
+    [{"role": "user", "content": "Kira took the red apple to the attic. Who took the apple?"}],
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODELS)
+def test_200_greedy_tokens_equal_transformers(name: str) -> None:
+    oracle = transformers_model(name)
+    with hmt.Engine(dtype="float32", host_memory="256MiB", context=4096) as engine:
+        model = engine.load_model(MODELS[name])
+        requests = [hmt.Request(prompt, 200, ignore_eos=True) for prompt in PROMPTS]
+        answers = model.infer_batch(requests)
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            chat = isinstance(prompt, list)
+            ids = model.tokenizer.chat_prompt(prompt) if chat else model.tokenizer.encode(prompt)
+            assert answer.prompt_tokens == len(ids)
+            with torch.inference_mode():
+                expected = oracle.generate(
+                    torch.tensor([ids]),
+                    attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+                    max_new_tokens=200,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=7,
+                )
+            assert list(answer.token_ids) == expected[0, len(ids) :].tolist()
+
+
+def smallest(path: Path, **options: object) -> int:
+    config = EngineConfig.resolve(host_memory="1GiB", **options)
+    prepared = prepare(path, config)
+    return smallest_budget(prepared.demand, PlanOptions(0, config.context))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("quantization", ["none", "w4a8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_bit_identical_at_every_budget(
+    name: str, quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HMT_POISON", "on")
+    path, options = MODELS[name], {"quantization": quantization, "context": 256}
+    least = smallest(path, **options)
+    whole = prepare(path, EngineConfig.resolve(host_memory="1GiB", **options)).demand.weight_bytes
+    fixed = least  # KV, activations and buffers come on top of the weights' share
+    budgets = [fixed + whole, fixed + whole // 2, fixed + whole // 4, least]
+    tokens = torch.randint(8, 4000, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    reference: torch.Tensor | None = None
+    for budget in budgets:
+        for executor in ("plain", "overlapped"):
+            with hmt.Engine(
+                host_memory=budget, executor=executor, disk_path=tmp_path, **options
+            ) as engine:
+                model = engine.load_model(path)
+                logits = model.logits(tokens, range(150), prefill=130)
+                streamed = model.summary().streamed_bytes
+            assert (streamed == 0) == (budget == budgets[0])
+            if reference is None:
+                reference = logits
+            assert torch.equal(logits, reference), (budget, executor)
