@@ -14,7 +14,7 @@ from hmt.formats.safetensors import read_header
 INDEX: Final = "model.safetensors.index.json"
 MAX_JSON_BYTES: Final = 100_000_000  # the index of a 671B model takes 9 MB
 
-_SHARD: Final = re.compile(r"(.+)-([0-9]{1,5})-of-([0-9]{1,5})\.safetensors")
+_SHARD: Final = re.compile(r"(.+)-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors")
 _NOW: Final = "HMT reads unquantised BF16, FP16 and FP32, and DeepSeek's FP8 blocks"
 _OTHER_FORMATS: Final = {
     ".gguf": "GGUF",
@@ -157,15 +157,15 @@ def _listed_shards(folder: Path) -> list[str]:
 
 def _check_shard_numbers(folder: Path, files: list[str]) -> None:
     """Complain about gaps in names such as model-00001-of-00003.safetensors."""
-    sets: dict[tuple[str, int], set[int]] = defaultdict(set)
+    sets: dict[tuple[str, str], set[int]] = defaultdict(set)
     for match in filter(None, map(_SHARD.fullmatch, files)):
-        sets[match[1], int(match[3])].add(int(match[2]))
+        sets[match[1], match[3]].add(int(match[2]))
     for (stem, total), numbers in sets.items():
-        if len(numbers) < total:
-            absent = sorted(set(range(1, total + 1)) - numbers)
+        if len(numbers) < int(total):
+            absent = [str(n) for n in range(1, int(total) + 1) if n not in numbers]
             raise MissingFileError(
-                f"{folder} holds {len(numbers)} of {total} shards {stem}-*-of-{total:05}"
-                f".safetensors; missing are the numbers {', '.join(map(str, absent[:8]))}"
+                f"{folder} holds {len(numbers)} of {int(total)} shards {stem}-*-of-{total}"
+                f".safetensors; missing are the numbers {', '.join(absent[:8])}"
                 f"{' ...' if len(absent) > 8 else ''}: download them"
             )
 

@@ -27,7 +27,10 @@ class HostBuffer:
         if nbytes >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        # Buffers are made wherever a slot is needed, also inside a step; a tensor made in inference
+        # mode could not be written by the disk workers, which are outside of it.
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def discard(self) -> None:
         """Return the physical pages to the system; the contents are gone.
