@@ -1,0 +1,34 @@
+"""What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
+
+from hmt.layers.attention import Attention
+from hmt.layers.ffn import GatedFFN
+from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.mla import LatentAttention
+from hmt.layers.moe import (
+    BiasedSigmoidRouter,
+    GroupedSoftmaxRouter,
+    Routing,
+    SoftmaxRouter,
+    request_experts,
+    routed_experts,
+)
+from hmt.layers.norm import RMSNorm
+from hmt.layers.rope import Rotary, yarn_mscale
+
+__all__ = [
+    "Attention",
+    "BiasedSigmoidRouter",
+    "GatedFFN",
+    "GroupedSoftmaxRouter",
+    "LatentAttention",
+    "Params",
+    "RMSNorm",
+    "Rotary",
+    "Routing",
+    "SoftmaxRouter",
+    "linear_params",
+    "project",
+    "request_experts",
+    "routed_experts",
+    "yarn_mscale",
+]

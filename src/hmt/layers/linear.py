@@ -1,0 +1,27 @@
+"""Linear layers by name: what they need, and applying them."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hmt.contracts.blocks import ParamSpec, Role
+from hmt.contracts.encoding import WeightTensor
+from hmt.kernels import ops
+
+Params = Mapping[str, WeightTensor]  # a leased block's parameters, by local name
+
+
+def linear_params(
+    name: str, outputs: int, inputs: int, at: str, *, bias: bool = False
+) -> tuple[ParamSpec, ...]:
+    """Parameters of a linear layer: `at`.weight [outputs, inputs] and, if it has one, its bias."""
+    weight = ParamSpec(name, (outputs, inputs), (f"{at}.weight",))
+    if not bias:
+        return (weight,)
+    return (weight, ParamSpec(f"{name}_bias", (outputs,), (f"{at}.bias",), Role.VECTOR))
+
+
+def project(x: Tensor, params: Params, name: str) -> Tensor:
+    """Linear layer `name` of a block on x [tokens, in]: [tokens, out], with its bias if it has one."""
+    bias = params.get(f"{name}_bias")
+    return ops.linear(x, params[name], None if bias is None else bias.data)

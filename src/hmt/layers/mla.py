@@ -1,0 +1,176 @@
+"""Multi-head latent attention: keys and values are kept compressed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import ParamSpec
+from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.step import Run, Step
+from hmt.contracts.store import KVCache
+from hmt.kernels import ops
+from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.norm import RMSNorm
+from hmt.layers.rope import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 2.1).
+
+    A token keeps one row: its latent [kv_rank] and one key [rope_dim] with its position, shared by
+    all heads.  `kv_b_proj` makes each head's key [nope_dim] and value [value_dim] out of the
+    latent.  There are two ways to the same result:
+
+    absorbed   fold kv_b_proj into the query and the output and attend to the latents as they are:
+               heads * (2 * kv_rank + rope_dim) products for each query and position
+    expanded   make the keys and values of the whole context, heads * kv_rank * (nope_dim +
+               value_dim) products per position, and attend to those: heads * (nope_dim + rope_dim
+               + value_dim) products for each query and position
+
+    q_rank   width of the query's own compression; None where queries are projected directly
+    """
+
+    hidden_size: int
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rotary: Rotary
+    scale: float
+    interleaved: bool = True
+    bias: bool = False  # of q_a_proj, kv_a_proj_with_mqa and o_proj
+    norm_eps: float = 1e-6
+
+    @property
+    def kv(self) -> KVLayer:
+        """What one layer keeps per token."""
+        return KVLayer(KVKind.LATENT, 1, self.kv_rank + self.rope_dim, self.kv_rank)
+
+    @property
+    def activation_width(self) -> int:
+        """Numbers alive per token: residual and input, and the wider of the two ways."""
+        latent = self.kv_rank + self.rope_dim
+        query = self.nope_dim + self.rope_dim
+        absorbed = query + 2 * latent + self.kv_rank
+        expanded = 2 * query + 2 * (self.nope_dim + self.value_dim) + self.value_dim
+        return 2 * self.hidden_size + latent + self.heads * max(absorbed, expanded)
+
+    @property
+    def _longest_absorbed(self) -> float:
+        """Runs of at most this many tokens need fewer products absorbed than expanded."""
+        expansion = self.kv_rank * (self.nope_dim + self.value_dim)
+        extra = 2 * self.kv_rank - self.nope_dim - self.value_dim
+        return expansion / extra if extra > 0 else float("inf")
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Parameters, called `at` + kv_a_proj_with_mqa and so on in the checkpoint."""
+        hidden, query = self.hidden_size, self.heads * (self.nope_dim + self.rope_dim)
+        latent, expanded = self.kv_rank + self.rope_dim, self.heads * (self.nope_dim + self.value_dim)
+        return (
+            *self._query_params(at, query),
+            *linear_params(
+                "kv_a_proj", latent, hidden, f"{at}kv_a_proj_with_mqa", bias=self.bias
+            ),
+            self._norm(self.kv_rank).param("kv_a_norm", f"{at}kv_a_layernorm.weight"),
+            *linear_params("kv_b_proj", expanded, self.kv_rank, f"{at}kv_b_proj"),
+            *linear_params(
+                "o_proj", hidden, self.heads * self.value_dim, f"{at}o_proj", bias=self.bias
+            ),
+        )
+
+    def _query_params(self, at: str, outputs: int) -> tuple[ParamSpec, ...]:
+        if self.q_rank is None:
+            return linear_params("q_proj", outputs, self.hidden_size, f"{at}q_proj")
+        return (
+            *linear_params(
+                "q_a_proj", self.q_rank, self.hidden_size, f"{at}q_a_proj", bias=self.bias
+            ),
+            self._norm(self.q_rank).param("q_a_norm", f"{at}q_a_layernorm.weight"),
+            *linear_params("q_b_proj", outputs, self.q_rank, f"{at}q_b_proj"),
+        )
+
+    def __call__(self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache) -> Tensor:
+        """x [tokens, hidden_size] to [tokens, hidden_size].  Appends to `kv`."""
+        cos, sin = self.rotary.cos_sin(step)
+        query = self._query(x, params).unflatten(-1, (self.heads, -1))
+        nope, turning = query.split((self.nope_dim, self.rope_dim), dim=-1)
+        turning = ops.rope(turning, cos, sin, interleaved=self.interleaved)
+
+        compressed = project(x, params, "kv_a_proj")
+        latent, shared = compressed.split((self.kv_rank, self.rope_dim), dim=-1)
+        latent = self._norm(self.kv_rank)(latent, params["kv_a_norm"])
+        shared = ops.rope(shared[:, None], cos, sin, interleaved=self.interleaved)
+        kv.append(layer, step, torch.cat((latent[:, None], shared), dim=-1), None)
+
+        out = x.new_empty(len(x), self.heads, self.value_dim)
+        short = [run for run in step.runs if run.length <= self._longest_absorbed]
+        if short:
+            part, rows = _only(step, short)
+            out[rows] = self._absorbed(nope[rows], turning[rows], layer, part, params, kv)
+        for run in step.runs:
+            if run.length > self._longest_absorbed:
+                queries = torch.cat((nope[run.tokens], turning[run.tokens]), dim=-1)
+                out[run.tokens] = self._expanded(queries, layer, run, params, kv)
+        return project(out.flatten(1), params, "o_proj")
+
+    def _query(self, x: Tensor, params: Params) -> Tensor:
+        if self.q_rank is None:
+            return project(x, params, "q_proj")
+        compressed = self._norm(self.q_rank)(project(x, params, "q_a_proj"), params["q_a_norm"])
+        return project(compressed, params, "q_b_proj")
+
+    def _norm(self, width: int) -> RMSNorm:
+        return RMSNorm(width, self.norm_eps)
+
+    def _absorbed(
+        self, nope: Tensor, turning: Tensor, layer: int, step: Step, params: Params, kv: KVCache
+    ) -> Tensor:
+        """Attention to latents: [tokens, heads, value_dim]."""
+        expand = ops.dequantize(params["kv_b_proj"], nope.dtype)
+        expand = expand.unflatten(0, (self.heads, -1))  # [heads, nope_dim + value_dim, kv_rank]
+        to_key, to_value = expand.split((self.nope_dim, self.value_dim), dim=1)
+        absorbed = torch.bmm(nope.transpose(0, 1), to_key).transpose(0, 1)
+        query = torch.cat((absorbed, turning), dim=-1)  # [tokens, heads, kv_rank + rope_dim]
+        mixed = kv.attend(layer, step, query, scale=self.scale)  # [tokens, heads, kv_rank]
+        return torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
+
+    def _expanded(
+        self, query: Tensor, layer: int, run: Run, params: Params, kv: KVCache
+    ) -> Tensor:
+        """Attention of query [run.length, heads, dim] to expanded keys: [length, heads, value_dim].
+
+        The positions before the run are expanded in pieces as long as the run, so that memory grows
+        with the run and not with its context; partial results merge by their log-sum-exp.
+        """
+        rows, _ = kv.read(layer, run)
+        edges = [*range(0, run.start, run.length), run.start, run.context]
+        parts = []
+        for first, end in zip(edges, edges[1:], strict=False):
+            key, value = self._expand(rows[first:end], params)
+            start = run.start - first
+            parts.append(ops.attention(query, key, value, start=start, scale=self.scale))
+        return parts[0][0] if len(parts) == 1 else ops.merge_attention(parts)[0]
+
+    def _expand(self, rows: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head from rows [positions, 1, kv_rank + rope_dim]."""
+        latent, shared = rows.split((self.kv_rank, self.rope_dim), dim=-1)
+        both = project(latent.flatten(1), params, "kv_b_proj").unflatten(-1, (self.heads, -1))
+        nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
+        return torch.cat((nope, shared.expand(-1, self.heads, -1)), dim=-1), value
+
+
+def _only(step: Step, runs: list[Run]) -> tuple[Step, Tensor | slice]:
+    """A step of some of a step's runs, and where its tokens are in the step they come from."""
+    if len(runs) == len(step.runs):
+        return step, slice(None)
+    rows = torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
+    moved, offset = [], 0
+    for run in runs:
+        moved.append(Run(run.sequence, run.start, offset, run.length))
+        offset += run.length
+    part = Step(step.token_ids[rows], step.positions[rows], tuple(moved), rows[:0])
+    return part, rows

@@ -1,0 +1,150 @@
+"""Mixture of experts: choosing experts for each token, and computing only those."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
+from hmt.contracts.store import Priority, Weights
+from hmt.kernels import ops
+from hmt.layers.ffn import GatedFFN
+from hmt.layers.linear import Params
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts each token goes to.
+
+    experts   int64 [tokens, top_k]
+    scales    f32 [tokens, top_k]: what the experts' outputs are multiplied with
+    """
+
+    experts: Tensor
+    scales: Tensor
+
+    def blocks(self, layer: int) -> list[BlockId]:
+        """The chosen experts of `layer`, each once, in ascending order."""
+        return [BlockId(layer, BlockKind.EXPERT, e) for e in self.experts.unique().tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxRouter:
+    """The top_k of a softmax over all experts (Mixtral, arXiv 2401.04088; Qwen3-MoE).
+
+    renormalise   make the chosen probabilities of a token add up to 1
+    """
+
+    hidden_size: int
+    experts: int
+    top_k: int
+    renormalise: bool
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """The router's weight, `at`.weight in the checkpoint."""
+        return (_router_param(self.experts, self.hidden_size, at),)
+
+    def __call__(self, x: Tensor, params: Params) -> Routing:
+        """Experts for x [tokens, hidden_size]; logits in x.dtype, probabilities in f32."""
+        probabilities = ops.linear(x, params["router"]).float().softmax(-1)
+        scales, experts = probabilities.topk(self.top_k)
+        if self.renormalise:
+            scales = scales / scales.sum(-1, keepdim=True)
+        return Routing(experts, scales)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSoftmaxRouter:
+    """DeepSeek-V2: softmax, from the `kept_groups` groups with the best expert (arXiv 2405.04434).
+
+    groups   experts are split into this many equal groups; with 1 all experts compete ("greedy")
+    scale    what probabilities are multiplied with
+    """
+
+    hidden_size: int
+    experts: int
+    top_k: int
+    groups: int
+    kept_groups: int
+    scale: float
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """The router's weight, `at`.weight in the checkpoint."""
+        return (_router_param(self.experts, self.hidden_size, at),)
+
+    def __call__(self, x: Tensor, params: Params) -> Routing:
+        """Experts for x [tokens, hidden_size]; computed in f32."""
+        probabilities = ops.linear(x.float(), params["router"]).softmax(-1)
+        best = probabilities.unflatten(-1, (self.groups, -1)).amax(-1)  # [tokens, groups]
+        allowed = _in_best_groups(best, self.kept_groups, self.experts)
+        scales, experts = probabilities.masked_fill(~allowed, 0).topk(self.top_k)
+        return Routing(experts, scales * self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasedSigmoidRouter:
+    """DeepSeek-V3: sigmoid affinities, balanced by a bias (arXiv 2412.19437, section 2.1.2).
+
+    The bias takes part in the choice only.  Groups are ranked by the sum of their two best.
+    """
+
+    hidden_size: int
+    experts: int
+    top_k: int
+    groups: int
+    kept_groups: int
+    renormalise: bool
+    scale: float
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """The router's weight and bias, `at`.weight and `at`.e_score_correction_bias."""
+        bias = f"{at}.e_score_correction_bias"
+        return (
+            _router_param(self.experts, self.hidden_size, at),
+            ParamSpec("router_bias", (self.experts,), (bias,), Role.VECTOR),
+        )
+
+    def __call__(self, x: Tensor, params: Params) -> Routing:
+        """Experts for x [tokens, hidden_size]; computed in f32."""
+        scores = ops.linear(x.float(), params["router"]).sigmoid()
+        biased = scores + params["router_bias"].data.float()
+        best = biased.unflatten(-1, (self.groups, -1)).topk(2).values.sum(-1)  # [tokens, groups]
+        allowed = _in_best_groups(best, self.kept_groups, self.experts)
+        experts = biased.masked_fill(~allowed, -torch.inf).topk(self.top_k).indices
+        scales = scores.gather(-1, experts)
+        if self.renormalise:
+            scales = scales / (scales.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, scales * self.scale)
+
+
+def request_experts(routing: Routing, layer: int, weights: Weights) -> None:
+    """Ask for all chosen experts at once, as soon as they are known."""
+    weights.request(routing.blocks(layer), Priority.NEED)
+
+
+def routed_experts(
+    x: Tensor, routing: Routing, layer: int, expert: GatedFFN, weights: Weights
+) -> Tensor:
+    """The chosen experts' outputs for x [tokens, hidden_size], scaled and added up; in x.dtype.
+
+    Leases one expert at a time, only chosen ones, always in ascending order: the sum, kept in f32,
+    does not depend on which expert arrived first.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for block in routing.blocks(layer):
+        tokens, places = torch.where(routing.experts == block.index)
+        with weights.lease(block) as params:
+            out = expert(x[tokens], params)
+        total[tokens] += out.float() * routing.scales[tokens, places, None]
+    return total.to(x.dtype)
+
+
+def _router_param(experts: int, hidden_size: int, at: str) -> ParamSpec:
+    # VECTOR: rounding the router changes which experts are chosen, and it is small.
+    return ParamSpec("router", (experts, hidden_size), (f"{at}.weight",), Role.VECTOR)
+
+
+def _in_best_groups(best: Tensor, kept: int, experts: int) -> Tensor:
+    """bool [tokens, experts]: experts in the `kept` groups where best [tokens, groups] is highest."""
+    groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(kept).indices, True)
+    return groups.repeat_interleave(experts // best.shape[-1], dim=-1)

@@ -1,0 +1,29 @@
+"""Root mean square norm."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hmt.contracts.blocks import ParamSpec, Role
+from hmt.contracts.encoding import WeightTensor
+from hmt.kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """x / rms(x) * (offset + weight), over the last dimension (arXiv 1910.07467).
+
+    offset   0 for most families; 1 for Gemma, whose weights are centred on zero
+    """
+
+    width: int
+    eps: float
+    offset: float = 0.0
+
+    def param(self, name: str, source: str) -> ParamSpec:
+        """The weight, called `name` in its block and `source` in the checkpoint."""
+        return ParamSpec(name, (self.width,), (source,), Role.VECTOR)
+
+    def __call__(self, x: Tensor, weight: WeightTensor) -> Tensor:
+        """x [..., width] normalised, in x.dtype."""
+        return ops.rms_norm(x, weight.data, self.eps, offset=self.offset)
