@@ -16,6 +16,12 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+hmt::Encoded encoded(int code, Address data, Address scales, size_t columns, size_t tile_rows,
+                     size_t tile_columns) {
+  return {static_cast<hmt::Code>(code), at<const void>(data), at<const float>(scales), columns,
+          tile_rows,                    tile_columns};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -50,32 +56,20 @@ NB_MODULE(_native, m) {
       },
       Unlocked());
   m.def(
-      "linear_bf16",
-      [](Address x, size_t tokens, Address weights, size_t rows, size_t columns, Address out) {
-        hmt::linear_bf16(at<const float>(x), tokens, at<const uint16_t>(weights), rows, columns,
-                         at<float>(out));
+      "linear_float",
+      [](Address x, size_t tokens, int code, Address data, Address scales, size_t columns,
+         size_t tile_rows, size_t tile_columns, size_t rows, Address out) {
+        hmt::linear_float(at<const float>(x), tokens,
+                          encoded(code, data, scales, columns, tile_rows, tile_columns), rows,
+                          at<float>(out));
       },
       Unlocked());
   m.def(
-      "dequantize_int8",
-      [](Address codes, Address scales, size_t rows, size_t columns, Address out) {
-        hmt::dequantize_int8(at<const int8_t>(codes), at<const float>(scales), rows, columns,
-                             at<float>(out));
-      },
-      Unlocked());
-  m.def(
-      "dequantize_int4",
-      [](Address codes, Address scales, size_t rows, size_t columns, size_t group, Address out) {
-        hmt::dequantize_int4(at<const uint8_t>(codes), at<const float>(scales), rows, columns,
-                             group, at<float>(out));
-      },
-      Unlocked());
-  m.def(
-      "dequantize_fp8",
-      [](Address codes, Address scales, size_t first, size_t rows, size_t columns,
-         size_t tile_rows, size_t tile_columns, Address out) {
-        hmt::dequantize_fp8(at<const uint8_t>(codes), at<const float>(scales), first, rows,
-                            columns, tile_rows, tile_columns, at<float>(out));
+      "dequantize",
+      [](int code, Address data, Address scales, size_t columns, size_t tile_rows,
+         size_t tile_columns, size_t first, size_t rows, Address out) {
+        hmt::dequantize(encoded(code, data, scales, columns, tile_rows, tile_columns), first, rows,
+                        at<float>(out));
       },
       Unlocked());
   m.def(

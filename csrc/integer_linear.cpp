@@ -1,8 +1,10 @@
 // Linear layers whose products are exact integers: int8 activations times int8 or int4 weights.
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
+#include "aligned_array.h"
+
+#include "fold.h"
 #include "kernels.h"
 #include "thread_pool.h"
 
@@ -18,6 +20,9 @@ size_t row_grain(size_t rows, size_t row_bytes, size_t tokens) {
   if (rows * bytes < size_t{256} << 10) return rows;
   return std::max<size_t>(16, (size_t{64} << 10) / bytes);
 }
+
+// Tokens per range when they are rounded: about 30 us of work.
+size_t token_grain(size_t columns) { return std::max<size_t>(1, (size_t{64} << 10) / columns); }
 
 uint32_t magnitude_bits(float value) {
   uint32_t bits;
@@ -59,38 +64,54 @@ HMT_CLONES void dots_int8(const int16_t* x, const int8_t* weights, const float* 
   }
 }
 
+// How int4 rows are computed: `run` neighbouring rows as if they were one, because loops over few
+// columns would be mostly prologue.
+struct Int4Shape {
+  Int4Shape(size_t rows, size_t columns, size_t group)
+      : columns(columns),
+        group(group),
+        groups(columns / group),
+        run(std::min(rows, std::max<size_t>(1, kRunColumns / columns))),
+        words(run * columns / 4) {}
+  static constexpr size_t kRunColumns = 2048;
+  size_t columns, group, groups, run, words;
+};
+
 // A token's codes as four planes, plane k holding columns k, k + 4, ..., to meet the four nibbles
 // of a 16-bit word of weights; and 8 * sum(codes) of each group, because weights are stored + 8.
-void arrange(const int8_t* codes, size_t columns, size_t group, int16_t* planes,
-             int32_t* offsets) {
-  const size_t words = columns / 4;
-  for (size_t i = 0; i < words; ++i) {
-    for (size_t k = 0; k < 4; ++k) planes[k * words + i] = codes[4 * i + k];
+// Both once for every row of a run.
+HMT_CLONES void arrange(const int8_t* codes, const Int4Shape& shape, int16_t* planes,
+                        int32_t* offsets) {
+  for (size_t k = 0; k < 4; ++k) {
+    int16_t* plane = planes + k * shape.words;
+    for (size_t i = 0; i < shape.columns / 4; ++i) plane[i] = codes[4 * i + k];
+    for (size_t i = shape.columns / 4; i < shape.words; ++i) plane[i] = plane[i - shape.columns / 4];
   }
-  for (size_t g = 0; g < columns / group; ++g) {
+  for (size_t g = 0; g < shape.groups; ++g) {
     int32_t sum = 0;
-    for (size_t i = g * group; i < (g + 1) * group; ++i) sum += codes[i];
-    offsets[g] = 8 * sum;
+    for (size_t i = g * shape.group; i < (g + 1) * shape.group; ++i) sum += codes[i];
+    for (size_t row = 0; row < shape.run; ++row) offsets[row * shape.groups + g] = 8 * sum;
   }
 }
 
 struct Scratch {
-  explicit Scratch(size_t columns) : words(columns / 4), pairs(columns / 8), sums(columns / 32) {}
-  std::vector<int16_t> words;
-  std::vector<int16_t> pairs;
-  std::vector<int32_t> sums;
+  explicit Scratch(size_t words) : words(words), pairs(words / 2), sums(words / 8) {}
+  AlignedArray<int16_t> words;
+  AlignedArray<int16_t> pairs;
+  AlignedArray<int32_t> sums;
 };
 
-// Dot products of all groups of one row with one token, without the + 8 taken out: sums[groups].
-// Every step is a plain loop over the whole row, which vectorises without horizontal sums.  Four
+// Dot products of all groups of a run with one token, without the + 8 taken out: sums[groups].
+// Every step is a plain loop over the whole run, which vectorises without horizontal sums.  Four
 // products of a nibble and a code are at most 4 * 15 * 127 = 7620, so int16 holds four such sums.
+//   count: 16-bit words of weights
 inline __attribute__((always_inline)) void dot_groups(const int16_t* planes, const uint8_t* weights,
-                                                      size_t columns, size_t group,
+                                                      const Int4Shape& shape, size_t count,
                                                       int16_t* __restrict__ words,
                                                       int16_t* __restrict__ pairs,
                                                       int32_t* __restrict__ sums) {
-  const size_t count = columns / 4;
-  const int16_t *x0 = planes, *x1 = x0 + count, *x2 = x1 + count, *x3 = x2 + count;
+  const int16_t *x0 = planes, *x1 = x0 + shape.words, *x2 = x1 + shape.words,
+                *x3 = x2 + shape.words;
   for (size_t i = 0; i < count; ++i) {
     uint16_t word;
     std::memcpy(&word, weights + 2 * i, sizeof word);
@@ -107,34 +128,38 @@ inline __attribute__((always_inline)) void dot_groups(const int16_t* planes, con
     words[i] = static_cast<int16_t>(pairs[2 * i] + pairs[2 * i + 1]);
   }
   for (size_t i = 0; i < count / 8; ++i) sums[i] = words[2 * i] + words[2 * i + 1];
-  for (size_t width = 32; width < group; width *= 2) {
-    for (size_t i = 0; i < columns / (2 * width); ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+  for (size_t size = 32; size < shape.group; size *= 2) {
+    for (size_t i = 0; i < count * 2 / size; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
   }
 }
 
 HMT_CLONES void dots_int4(const int16_t* planes, const int32_t* offsets, const uint8_t* weights,
-                          const float* scales, size_t begin, size_t end, size_t columns,
-                          size_t group, float token_scale, Scratch& scratch, float* out) {
-  const size_t groups = columns / group;
-  int32_t* sums = scratch.sums.data();
-  for (size_t row = begin; row < end; ++row) {
-    dot_groups(planes, weights + row * columns / 2, columns, group, scratch.words.data(),
-               scratch.pairs.data(), sums);
-    const float* s = scales + row * groups;
-    float lanes[kLanes] = {};
-    size_t g = 0;
-    for (; g + kLanes <= groups; g += kLanes) {
-      for (size_t k = 0; k < kLanes; ++k) {
-        lanes[k] += static_cast<float>(sums[g + k] - offsets[g + k]) * s[g + k];
+                          const float* scales, size_t begin, size_t end, const Int4Shape& shape,
+                          float token_scale, Scratch& scratch, float* out) {
+  for (size_t first = begin; first < end; first += shape.run) {
+    const size_t rows = std::min(shape.run, end - first);
+    const size_t bytes = rows * shape.columns / 2;
+    const uint8_t* codes = weights + first * shape.columns / 2;
+    // Later steps read no weights, so the processor stops fetching ahead: 0.54 ms instead of 0.72
+    // for 4096 x 4096 weights out of memory.
+    for (size_t i = bytes; i < 2 * bytes; i += 64) __builtin_prefetch(codes + i);
+    dot_groups(planes, codes, shape, bytes / 2, scratch.words.data(), scratch.pairs.data(),
+               scratch.sums.data());
+    for (size_t row = 0; row < rows; ++row) {
+      const int32_t* sums = scratch.sums.data() + row * shape.groups;
+      const float* s = scales + (first + row) * shape.groups;
+      float lanes[kLanes] = {};
+      size_t g = 0;
+      for (; g + kLanes <= shape.groups; g += kLanes) {
+        for (size_t k = 0; k < kLanes; ++k) {
+          lanes[k] += static_cast<float>(sums[g + k] - offsets[g + k]) * s[g + k];
+        }
       }
+      for (size_t k = 0; g < shape.groups; ++g, ++k) {
+        lanes[k] += static_cast<float>(sums[g] - offsets[g]) * s[g];
+      }
+      out[first + row] = fold<kLanes>(lanes) * token_scale;
     }
-    for (size_t k = 0; g < groups; ++g, ++k) {
-      lanes[k] += static_cast<float>(sums[g] - offsets[g]) * s[g];
-    }
-    for (size_t half = kLanes / 2; half > 0; half /= 2) {
-      for (size_t k = 0; k < half; ++k) lanes[k] += lanes[k + half];
-    }
-    out[row] = lanes[0] * token_scale;
   }
 }
 
@@ -148,13 +173,17 @@ void quantize_tokens(const float* x, size_t tokens, size_t columns, int8_t* code
 
 void linear_int8(const float* x, size_t tokens, const int8_t* weights, const float* scales,
                  size_t rows, size_t columns, float* out) {
-  std::vector<int8_t> codes(tokens * columns);
-  std::vector<float> token_scales(tokens);
-  std::vector<int16_t> wide(tokens * columns);
-  quantize_tokens(x, tokens, columns, codes.data(), token_scales.data());
-  widen(codes.data(), tokens * columns, wide.data());
-  const size_t grain = row_grain(rows, columns, tokens);
-  ThreadPool::instance().run(rows, grain, [&](size_t begin, size_t end) {
+  ThreadPool& pool = ThreadPool::instance();
+  AlignedArray<float> token_scales(tokens);
+  AlignedArray<int16_t> wide(tokens * columns);
+  pool.run(tokens, token_grain(columns), [&](size_t begin, size_t end) {
+    AlignedArray<int8_t> codes(columns);
+    for (size_t t = begin; t < end; ++t) {
+      token_scales[t] = quantize_token(x + t * columns, columns, codes.data());
+      widen(codes.data(), columns, wide.data() + t * columns);
+    }
+  });
+  pool.run(rows, row_grain(rows, columns, tokens), [&](size_t begin, size_t end) {
     for (size_t t = 0; t < tokens; ++t) {
       dots_int8(wide.data() + t * columns, weights, scales, begin, end, columns, token_scales[t],
                 out + t * rows);
@@ -164,22 +193,24 @@ void linear_int8(const float* x, size_t tokens, const int8_t* weights, const flo
 
 void linear_int4(const float* x, size_t tokens, const uint8_t* weights, const float* scales,
                  size_t rows, size_t columns, size_t group, float* out) {
-  const size_t groups = columns / group;
-  std::vector<int8_t> codes(tokens * columns);
-  std::vector<float> token_scales(tokens);
-  std::vector<int16_t> planes(tokens * columns);
-  std::vector<int32_t> offsets(tokens * groups);
-  quantize_tokens(x, tokens, columns, codes.data(), token_scales.data());
-  for (size_t t = 0; t < tokens; ++t) {
-    arrange(codes.data() + t * columns, columns, group, planes.data() + t * columns,
-            offsets.data() + t * groups);
-  }
-  const size_t grain = row_grain(rows, columns / 2, tokens);
-  ThreadPool::instance().run(rows, grain, [&](size_t begin, size_t end) {
-    Scratch scratch(columns);
+  ThreadPool& pool = ThreadPool::instance();
+  const Int4Shape shape(rows, columns, group);
+  const size_t numbers = shape.run * shape.columns, sums = shape.run * shape.groups;
+  AlignedArray<float> token_scales(tokens);
+  AlignedArray<int16_t> planes(tokens * numbers);
+  AlignedArray<int32_t> offsets(tokens * sums);
+  pool.run(tokens, token_grain(columns), [&](size_t begin, size_t end) {
+    AlignedArray<int8_t> codes(columns);
+    for (size_t t = begin; t < end; ++t) {
+      token_scales[t] = quantize_token(x + t * columns, columns, codes.data());
+      arrange(codes.data(), shape, planes.data() + t * numbers, offsets.data() + t * sums);
+    }
+  });
+  pool.run(rows, row_grain(rows, columns / 2, tokens), [&](size_t begin, size_t end) {
+    Scratch scratch(shape.words);
     for (size_t t = 0; t < tokens; ++t) {
-      dots_int4(planes.data() + t * columns, offsets.data() + t * groups, weights, scales, begin,
-                end, columns, group, token_scales[t], scratch, out + t * rows);
+      dots_int4(planes.data() + t * numbers, offsets.data() + t * sums, weights, scales, begin,
+                end, shape, token_scales[t], scratch, out + t * rows);
     }
   });
 }

@@ -34,20 +34,26 @@ void linear_int8(const float* x, size_t tokens, const int8_t* weights, const flo
 void linear_int4(const float* x, size_t tokens, const uint8_t* weights, const float* scales,
                  size_t rows, size_t columns, size_t group, float* out);
 
-// out = x times the transpose of bfloat16 weights, products and sums in f32.
-//   x [tokens, columns], weights [rows, columns], out [tokens, rows]
-void linear_bf16(const float* x, size_t tokens, const uint16_t* weights, size_t rows,
-                 size_t columns, float* out);
+// Weights [rows, columns] in some encoding, with one f32 scale per tile of numbers, and what a
+// number is: its code times the scale, rounded once.
+//   kBf16   no scales
+//   kFp8    float8 e4m3fn; NaN codes are read as 480: whoever loads weights checks
+//   kInt8   tiles of one row
+//   kInt4   tiles of one row and 32, 64 or 128 columns; bytes as in linear_int4
+enum class Code : int { kBf16, kFp8, kInt8, kInt4 };
+struct Encoded {
+  Code code;
+  const void* data;
+  const float* scales;  // [ceil(rows / tile_rows), ceil(columns / tile_columns)]
+  size_t columns, tile_rows, tile_columns;
+};
 
-// Rows of encoded weights as f32 numbers: out [rows, columns], code times scale, rounded once.
-void dequantize_int8(const int8_t* codes, const float* scales, size_t rows, size_t columns,
-                     float* out);
-void dequantize_int4(const uint8_t* codes, const float* scales, size_t rows, size_t columns,
-                     size_t group, float* out);
-// float8 e4m3fn with one scale per tile [tile_rows, tile_columns]; codes and out begin at row
-// `first` of the weight, scales at its row 0.  NaN codes are read as 480: whoever loads checks.
-void dequantize_fp8(const uint8_t* codes, const float* scales, size_t first, size_t rows,
-                    size_t columns, size_t tile_rows, size_t tile_columns, float* out);
+// Rows [first, first + rows) as numbers: out [rows, columns].
+void dequantize(const Encoded& weights, size_t first, size_t rows, float* out);
+
+// out = x times the transpose of the weights, products and sums in f32.
+//   x [tokens, columns], out [tokens, rows]
+void linear_float(const float* x, size_t tokens, const Encoded& weights, size_t rows, float* out);
 
 // The sum, modulo 2^64, of the buffer's 64-bit words; reads every one once, on all threads.
 uint64_t sum_words(const uint64_t* words, size_t count);

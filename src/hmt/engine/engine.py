@@ -242,7 +242,7 @@ class LoadedModel:
             return self.tokenizer.chat_prompt(request.input)
         vocabulary = self.prepared.model.spec.vocab_size
         for token in request.input:
-            if not isinstance(token, int) or not 0 <= token < vocabulary:
+            if type(token) is not int or not 0 <= token < vocabulary:
                 raise RequestError(f"token id {token!r} is not in 0..{vocabulary - 1}")
         return list(request.input)
 

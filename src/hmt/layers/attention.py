@@ -44,12 +44,13 @@ class Attention:
 
     @property
     def activation_width(self) -> int:
-        """Numbers alive per token: residual and input, q and k before and after rotation, v, out."""
+        """Numbers alive per token: residual, input, q and k before and after rotation, v, out."""
         return 2 * self.hidden_size + 3 * (self.heads + self.kv_heads) * self.head_dim
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + q_proj and so on in the checkpoint."""
-        hidden, query, kv = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden = self.hidden_size
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (
             *linear_params("q_proj", query, hidden, f"{at}q_proj", bias=self.bias),
             *linear_params("k_proj", kv, hidden, f"{at}k_proj", bias=self.bias),

@@ -22,6 +22,6 @@ def linear_params(
 
 
 def project(x: Tensor, params: Params, name: str) -> Tensor:
-    """Linear layer `name` of a block on x [tokens, in]: [tokens, out], with its bias if it has one."""
+    """Linear layer `name` of a block, with its bias if any: [tokens, in] to [tokens, out]."""
     bias = params.get(f"{name}_bias")
     return ops.linear(x, params[name], None if bias is None else bias.data)

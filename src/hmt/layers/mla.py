@@ -1,6 +1,7 @@
 """Multi-head latent attention: keys and values are kept compressed."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,13 +69,12 @@ class LatentAttention:
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + kv_a_proj_with_mqa and so on in the checkpoint."""
-        hidden, query = self.hidden_size, self.heads * (self.nope_dim + self.rope_dim)
-        latent, expanded = self.kv_rank + self.rope_dim, self.heads * (self.nope_dim + self.value_dim)
+        hidden, latent = self.hidden_size, self.kv_rank + self.rope_dim
+        query = self.heads * (self.nope_dim + self.rope_dim)
+        expanded = self.heads * (self.nope_dim + self.value_dim)
         return (
             *self._query_params(at, query),
-            *linear_params(
-                "kv_a_proj", latent, hidden, f"{at}kv_a_proj_with_mqa", bias=self.bias
-            ),
+            *linear_params("kv_a_proj", latent, hidden, f"{at}kv_a_proj_with_mqa", bias=self.bias),
             self._norm(self.kv_rank).param("kv_a_norm", f"{at}kv_a_layernorm.weight"),
             *linear_params("kv_b_proj", expanded, self.kv_rank, f"{at}kv_b_proj"),
             *linear_params(
@@ -138,22 +138,22 @@ class LatentAttention:
         mixed = kv.attend(layer, step, query, scale=self.scale)  # [tokens, heads, kv_rank]
         return torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
-    def _expanded(
-        self, query: Tensor, layer: int, run: Run, params: Params, kv: KVCache
-    ) -> Tensor:
+    def _expanded(self, query: Tensor, layer: int, run: Run, params: Params, kv: KVCache) -> Tensor:
         """Attention of query [run.length, heads, dim] to expanded keys: [length, heads, value_dim].
 
         The positions before the run are expanded in pieces as long as the run, so that memory grows
-        with the run and not with its context; partial results merge by their log-sum-exp.
+        with the run and not with its context; each partial result is merged, in f32, as it comes.
         """
         rows, _ = kv.read(layer, run)
         edges = [*range(0, run.start, run.length), run.start, run.context]
-        parts = []
-        for first, end in zip(edges, edges[1:], strict=False):
+        merged: tuple[Tensor, Tensor] | None = None
+        for first, end in pairwise(edges):
             key, value = self._expand(rows[first:end], params)
             start = run.start - first
-            parts.append(ops.attention(query, key, value, start=start, scale=self.scale))
-        return parts[0][0] if len(parts) == 1 else ops.merge_attention(parts)[0]
+            part = ops.attention(query.float(), key, value, start=start, scale=self.scale)
+            merged = part if merged is None else ops.merge_attention((merged, part))
+        assert merged is not None
+        return merged[0].to(query.dtype)
 
     def _expand(self, rows: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """Keys and values of every head from rows [positions, 1, kv_rank + rope_dim]."""

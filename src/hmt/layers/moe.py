@@ -145,6 +145,6 @@ def _router_param(experts: int, hidden_size: int, at: str) -> ParamSpec:
 
 
 def _in_best_groups(best: Tensor, kept: int, experts: int) -> Tensor:
-    """bool [tokens, experts]: experts in the `kept` groups where best [tokens, groups] is highest."""
+    """Experts of the `kept` groups with the highest `best` [tokens, groups], as a bool mask."""
     groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(kept).indices, True)
     return groups.repeat_interleave(experts // best.shape[-1], dim=-1)

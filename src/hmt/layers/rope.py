@@ -72,7 +72,7 @@ class Rotary:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's attention temperature for a context `factor` times as long (arXiv 2309.00071, eq. 22)."""
+    """YaRN's attention scaling for a context `factor` times as long (arXiv 2309.00071)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -91,7 +91,8 @@ def _attention_scaling(rope_type: str, parameters: Parameters, max_positions: in
         return yarn_mscale(factor)
     if factor <= 1:
         return 1.0
-    return math.sqrt(1 + math.log(factor) / math.log(parameters["original_max_position_embeddings"]))
+    trained = parameters["original_max_position_embeddings"]
+    return math.sqrt(1 + math.log(factor) / math.log(trained))
 
 
 def _context_factor(parameters: Parameters, max_positions: int) -> float:

@@ -5,7 +5,12 @@ Nothing here knows what a tensor means.
 
 from hmt.memory.host_pool import PAGE_BYTES, HostBuffer, HostPool
 from hmt.memory.ledger import Account, Ledger
-from hmt.memory.limits import available_host_bytes, peak_resident_bytes, resident_bytes
+from hmt.memory.limits import (
+    available_host_bytes,
+    cgroup_limit_bytes,
+    peak_resident_bytes,
+    resident_bytes,
+)
 from hmt.memory.numa import bind, numa_nodes
 from hmt.memory.probe import (
     QUICK_BLOCK_BYTES,
@@ -39,6 +44,7 @@ __all__ = [
     "available_host_bytes",
     "bind",
     "cache_bytes",
+    "cgroup_limit_bytes",
     "disk_rate",
     "file_to_read",
     "numa_nodes",

@@ -1,0 +1,5 @@
+"""Model families: one readable file each, in forward order."""
+
+from hmt.models.registry import open_model, supported_architectures
+
+__all__ = ["open_model", "supported_architectures"]

@@ -15,7 +15,12 @@ from hmt.kernels import reference
 # A product of so many int8 numbers cannot leave int32.
 _MOST_INT8_COLUMNS = (1 << 31) // (127 * 128)
 _INT4_GROUPS = (32, 64, 128)
-_BF16_TOKENS = 4
+_CODES = {
+    Encoding.BF16: 0,
+    Encoding.FP8_BLOCK: 1,
+    Encoding.INT8_CHANNEL: 2,
+    Encoding.INT4_GROUP: 3,
+}
 
 
 def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) -> Tensor:
@@ -24,14 +29,13 @@ def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) 
         return reference.linear(x, w, bias)
     if w.activations is Activations.INT8_TOKEN:
         return _linear_int8_tokens(native, x, w, bias)
-    if not w.encoding.is_float:
-        return reference.linear_by_chunks(
-            x, w, bias, lambda w, dtype, rows: dequantize(native, w, dtype, rows)
-        )
-    small = 0 < x.shape[0] <= _BF16_TOKENS and x.dtype in (torch.bfloat16, torch.float32)
-    if w.encoding is Encoding.BF16 and small:
-        return _linear_bf16(native, x, w, bias)
-    return reference.linear(x, w, bias)
+    if w.encoding in _CODES and x.shape[0] <= _most_tokens(x, w):
+        return _linear_float(native, x, w, bias)
+    if w.encoding.is_float:
+        return reference.linear(x, w, bias)
+    return reference.linear_by_chunks(
+        x, w, bias, lambda w, dtype, rows: dequantize(native, w, dtype, rows)
+    )
 
 
 def dequantize(
@@ -40,20 +44,9 @@ def dequantize(
     """`reference.dequantize`, the numbers computed by the extension."""
     if w.encoding.is_float or not _is_dense(w):
         return reference.dequantize(w, dtype, rows)
-    assert w.scales is not None
     start, stop, _ = (rows or slice(None)).indices(w.shape[0])
-    columns = w.shape[1]
-    out = torch.empty(stop - start, columns)
-    codes = w.data[start:stop].data_ptr()
-    size = (stop - start, columns)
-    if w.encoding is Encoding.FP8_BLOCK:
-        native.dequantize_fp8(codes, w.scales.data_ptr(), start, *size, *w.tile, out.data_ptr())
-        return out.to(dtype)
-    scales = w.scales[start:stop].data_ptr()
-    if w.encoding is Encoding.INT8_CHANNEL:
-        native.dequantize_int8(codes, scales, *size, out.data_ptr())
-    else:
-        native.dequantize_int4(codes, scales, *size, w.group_size, out.data_ptr())
+    out = torch.empty(stop - start, w.shape[1])
+    native.dequantize(*_encoded(w), start, stop - start, out.data_ptr())
     return out.to(dtype)
 
 
@@ -83,11 +76,31 @@ def _linear_int8_tokens(
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
-def _linear_bf16(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) -> Tensor:
+def _linear_float(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) -> Tensor:
     values = x.float().contiguous()
     out = torch.empty(x.shape[0], w.shape[0])
-    native.linear_bf16(values.data_ptr(), x.shape[0], w.data.data_ptr(), *w.shape, out.data_ptr())
+    native.linear_float(
+        values.data_ptr(), x.shape[0], *_encoded(w), w.shape[0], out.data_ptr()
+    )
     return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+
+def _most_tokens(x: Tensor, w: WeightTensor) -> int:
+    return 8
+
+
+def _encoded(w: WeightTensor) -> tuple[int, int, int, int, int, int]:
+    """What the extension needs to know of a weight: `Encoded` in csrc/kernels.h."""
+    rows, columns = w.shape
+    match w.encoding:
+        case Encoding.FP8_BLOCK:
+            tile = w.tile
+        case Encoding.INT4_GROUP:
+            tile = (1, w.group_size)
+        case _:
+            tile = (1, columns)
+    scales = 0 if w.scales is None else w.scales.data_ptr()
+    return _CODES[w.encoding], w.data.data_ptr(), scales, columns, *tile
 
 
 def _is_dense(w: WeightTensor) -> bool:

@@ -1,0 +1,57 @@
+"""What has been said so far, and the request that carries it to the model."""
+
+from hmt.cli.options import SamplingOptions
+from hmt.contracts.request import Request
+from hmt.engine import LoadedModel
+
+_DEFAULT_ANSWER_TOKENS = 512
+
+
+class Conversation:
+    """Turns lines into requests: through the chat template, or as text that goes on when `raw`.
+
+    A checkpoint without a template is always raw.
+    """
+
+    def __init__(self, model: LoadedModel, options: SamplingOptions, *, raw: bool) -> None:
+        self.model = model
+        self._options = options
+        self._raw = raw or not model.tokenizer.has_chat_template
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self._messages: list[dict[str, str]] = []
+        self._text = ""
+
+    def request(self, line: str) -> Request:
+        """The request for an answer to `line`, after all that was said before.
+
+        Where the user set no limit, the answer may take what the context leaves.
+        """
+        tokens = self._tokens(line)
+        limit = self._options.max_new_tokens
+        if limit is None:
+            spec, plan = self.model.prepared.model.spec, self.model.plan
+            room = min(plan.kv_tokens, spec.max_context) - len(tokens)
+            limit = max(1, min(_DEFAULT_ANSWER_TOKENS, room))
+        return Request(
+            input=tokens,
+            max_new_tokens=limit,
+            sampling=self._options.sampling(),
+            stop=tuple(self._options.stop or ()),
+        )
+
+    def remember(self, line: str, answer: str) -> None:
+        """Add a turn."""
+        self._text += line + answer
+        self._messages += [
+            {"role": "user", "content": line},
+            {"role": "assistant", "content": answer},
+        ]
+
+    def _tokens(self, line: str) -> list[int]:
+        tokenizer = self.model.tokenizer
+        if self._raw:
+            return tokenizer.encode(self._text + line)
+        return tokenizer.chat_prompt([*self._messages, {"role": "user", "content": line}])

@@ -1,0 +1,55 @@
+"""`hmt-inference`: the same path as `hmt run`, with flags that name hardware."""
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from hmt.base.errors import MachineError
+from hmt.cli import run
+from hmt.cli.main import guard
+from hmt.cli.options import EngineOptions, SamplingOptions
+
+app = typer.Typer(name="hmt-inference", add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def inference(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to answer; a chat when left out.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a checkpoint; the embedded model when left out."),
+    ] = None,
+    numa_node: Annotated[int | None, typer.Option(help="NUMA node to bind to.")] = None,
+    gpu_id: Annotated[
+        str, typer.Option(help="GPU to compute on; this version knows only none.")
+    ] = "none",
+    ssd_path: Annotated[
+        Path | None,
+        typer.Option(help="Folder on a fast drive for quantised weights that do not fit."),
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Positions of keys and values to keep.")
+    ] = None,
+) -> None:
+    """Answer a prompt, or chat."""
+    if gpu_id not in ("none", "-1"):
+        raise MachineError(
+            f"--gpu-id {gpu_id} was asked for; this version computes on the CPU only: "
+            "leave --gpu-id out, or give --gpu-id none"
+        )
+    engine = EngineOptions(
+        context=max_context,
+        disk_path=ssd_path,
+        numa=None if numa_node is None else str(numa_node),
+    )
+    run.answer_or_chat(
+        run.Job(run.choose(None if model is None else str(model), prompt), engine, SamplingOptions())
+    )
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    guard(app)

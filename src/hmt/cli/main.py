@@ -1,0 +1,47 @@
+"""The command line: `hmt run`, `plan`, `probe`, `doctor`, `eval`, `bench`.
+
+Commands import what computes when they run, so that `hmt --help` answers at once.
+"""
+
+import logging
+import sys
+from typing import NoReturn
+
+import typer
+
+from hmt.base.errors import ConfigError, HMTError
+from hmt.cli import bench, doctor, eval, plan, probe, run
+
+app = typer.Typer(
+    name="hmt",
+    help="Runs language models that are larger than memory, on one machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.run)
+app.command("plan")(plan.plan)
+app.command("probe")(probe.probe)
+app.command("doctor")(doctor.doctor)
+app.command("eval")(eval.evaluate)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> NoReturn:
+    """Run the command line.  Exit codes: 0, 1 failure, 2 wrong options, 130 after Ctrl-C."""
+    guard(app)
+
+
+def guard(application: typer.Typer) -> NoReturn:
+    """Run `application`; an error that a user can cause becomes one line on stderr."""
+    logging.basicConfig(format="hmt: %(message)s", level=logging.WARNING)
+    try:
+        application()
+    except HMTError as error:
+        from rich.text import Text
+
+        from hmt.cli.console import notes
+
+        notes().print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    sys.exit(0)

@@ -1,0 +1,215 @@
+"""Options that several commands share, declared once.
+
+A command takes a parameter of type EngineOptions or SamplingOptions; `expand` turns each into the
+command line options that its fields declare.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from hmt.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hmt.contracts.request import Sampling
+
+_MEMORY, _COMPUTE, _CHOICE = "Memory", "Computation", "Choosing tokens"
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="Folder of a checkpoint; the embedded model when left out.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is stored and computed; see hmt.engine.EngineConfig."""
+
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for weights, KV and buffers, such as 8MiB or 64GiB; "
+            "80% of what is available when left out.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    quant: Annotated[
+        str | None,
+        typer.Option(
+            help="Weights in memory: none, w8a8, w4a8, w4a16.",
+            rich_help_panel=_COMPUTE,
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(help="Positions of keys and values to keep.", rich_help_panel=_MEMORY),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of activations: auto, bfloat16, float32, float16.", rich_help_panel=_COMPUTE
+        ),
+    ] = None
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            help="overlapped reads ahead while it computes, plain reads when it needs.",
+            rich_help_panel=_COMPUTE,
+        ),
+    ] = None
+    prefetch_distance: Annotated[
+        int | None, typer.Option(help="Layers to read ahead.", rich_help_panel=_MEMORY)
+    ] = None
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Prompt tokens per step.", rich_help_panel=_COMPUTE)
+    ] = None
+    disk_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder on a fast drive for quantised weights that do not fit in memory.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    disk_reader: Annotated[
+        str | None,
+        typer.Option(
+            help="direct (past the page cache), buffered, or mmap.", rich_help_panel=_MEMORY
+        ),
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that compute.", rich_help_panel=_COMPUTE)
+    ] = None
+    numa: Annotated[
+        str | None,
+        typer.Option(
+            help="NUMA node to bind to; or two, of the CPU and of memory, such as 0,1.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of hmt.Engine, and of EngineConfig.resolve.  Raises ConfigError."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        named["quantization"] = named.pop("quant")
+        if self.numa is not None:
+            named["numa"] = _nodes(self.numa)
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen and when an answer ends."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="The longest answer; 512, or what the context holds, when left out.",
+            rich_help_panel=_CHOICE,
+        ),
+    ] = None
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_CHOICE)
+    ] = 0.0
+    top_k: Annotated[
+        int, typer.Option(help="Only the K likeliest tokens; 0: all.", rich_help_panel=_CHOICE)
+    ] = 0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Only the likeliest tokens that sum to this probability.", rich_help_panel=_CHOICE
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Only tokens with this share of the likeliest one's probability.",
+            rich_help_panel=_CHOICE,
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 discourages what was said.", rich_help_panel=_CHOICE)
+    ] = 1.0
+    seed: Annotated[
+        int | None, typer.Option(help="Makes chance repeatable.", rich_help_panel=_CHOICE)
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends the answer; may be repeated.", rich_help_panel=_CHOICE),
+    ] = None
+
+    def sampling(self) -> "Sampling":
+        """The same for the engine."""
+        from hmt.contracts.request import Sampling
+
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )
+
+
+def expand(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with a keyword parameter for every field of its parameters that are option groups."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            groups[parameter.name] = kind
+            parameters += _parameters(kind)
+        else:
+            parameters.append(parameter.replace(annotation=kind))
+
+    @wraps(command)
+    def expanded(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    expanded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    )
+    expanded.__annotations__ = {p.name: p.annotation for p in parameters}
+    return expanded
+
+
+def embedded_model() -> Path:
+    """The folder of the model that comes with HMT."""
+    return Path(str(files("hmt") / "embedded" / "mini-dense"))
+
+
+def choose_model(model: str | None) -> Path:
+    """The folder that was named, or the embedded model."""
+    return embedded_model() if model is None else Path(model).expanduser()
+
+
+def _parameters(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    try:
+        nodes = [int(part) for part in text.split(",")]
+    except ValueError:
+        nodes = []
+    if len(nodes) not in (1, 2):
+        raise ConfigError(f"--numa {text}: give one node, such as 0, or two, such as 0,1")
+    return nodes[0], nodes[-1]

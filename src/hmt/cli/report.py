@@ -1,0 +1,131 @@
+"""The summary at the end of a run, for people and as JSON."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hmt.base.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from hmt.engine import Bottleneck, Phase, RunSummary
+
+_BAR_CELLS = 24
+_LINKS = {"disk": "the drive", "memory": "memory", "computation": "computation"}
+_PURPOSES = {
+    "resident": "weights that stay",
+    "slots": "weights that come and go",
+    "kv": "keys and values",
+    "activations": "activations",
+    "staging": "conversion",
+    "rows": "embedding rows",
+}
+
+
+def summary_view(summary: "RunSummary") -> RenderableType:
+    """A short table, and one line on what it means."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right")
+    table.add_column()
+    for name, phase in (("prompt", summary.prompt), ("answer", summary.generation)):
+        if phase.tokens:
+            table.add_row(name, _speed(phase))
+    phase = summary.generation if summary.generation.tokens else summary.prompt
+    table.add_row("weights", _homes(summary))
+    table.add_row("memory", _memory(summary))
+    table.add_row("per token", _traffic(phase))
+    table.add_row("time", _time(phase))
+    if (limit := summary.bottleneck) is not None:
+        table.add_row("limit", _limit(limit))
+    table.add_row("process", f"{format_bytes(summary.peak_rss_bytes)} at most, Python included")
+    for note in summary.notes:
+        table.add_row("note", note)
+    return Group(Text(), table, Text(), Text(f"  {_moral(summary)}", style="italic"))
+
+
+def summary_json(summary: "RunSummary") -> dict[str, Any]:
+    """All of the summary's figures, and those that follow from them."""
+    content = asdict(summary)
+    for name, phase in (("prompt", summary.prompt), ("generation", summary.generation)):
+        content[name] |= {"tokens_per_s": phase.tokens_per_s, "hit_rate": phase.hit_rate}
+    if (limit := summary.bottleneck) is not None:
+        content["bottleneck"] = asdict(limit) | {"share": limit.share}
+    return content
+
+
+def _speed(phase: "Phase") -> Text:
+    each = format_seconds(phase.seconds / phase.tokens)
+    return Text.assemble(
+        f"{phase.tokens} tokens at ",
+        (f"{phase.tokens_per_s:.1f} tokens/s", "bold"),
+        (f"  ({format_seconds(phase.seconds)}, {each} each)", "dim"),
+    )
+
+
+def _homes(summary: "RunSummary") -> Text:
+    weights = summary.resident_bytes + summary.streamed_bytes
+    return Text.assemble(
+        _bar(summary.resident_bytes / weights if weights else 1.0, "green", "yellow"),
+        f"  {format_bytes(summary.resident_bytes)} live in memory, "
+        f"{format_bytes(summary.streamed_bytes)} on disk",
+    )
+
+
+def _memory(summary: "RunSummary") -> Text:
+    used = sum(summary.used_bytes.values())
+    parts = sorted(summary.used_bytes.items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{format_bytes(n)} {_PURPOSES.get(p, p)}" for p, n in parts[:3] if n)
+    return Text.assemble(
+        _bar(used / summary.budget_bytes if summary.budget_bytes else 0.0, "green", "dim"),
+        f"  {format_bytes(used)} of {format_bytes(summary.budget_bytes)} used",
+        (f"  ({largest})" if largest else "", "dim"),
+    )
+
+
+def _traffic(phase: "Phase") -> str:
+    tokens = phase.tokens or 1
+    text = (
+        f"{format_bytes(phase.host_bytes / tokens)} read from memory, "
+        f"{format_bytes(phase.disk_bytes / tokens)} from disk"
+    )
+    hit_rate = phase.hit_rate
+    if hit_rate is not None:
+        text += f"; {hit_rate:.0%} of what lives on disk was there in time"
+    return text
+
+
+def _time(phase: "Phase") -> Text:
+    waiting = phase.waited_s / phase.seconds if phase.seconds else 0.0
+    return Text.assemble(
+        _bar(1.0 - waiting, "green", "yellow"),
+        f"  {1 - waiting:.0%} computing, {waiting:.0%} waiting for disk",
+    )
+
+
+def _limit(limit: "Bottleneck") -> str:
+    text = f"{_LINKS[limit.link]}, with {format_rate(limit.rate)}"
+    if limit.link == "computation":
+        text += " of weights going through it"
+    if limit.share is None:
+        return f"{text} (its ceiling is not known: run hmt probe)"
+    whose = "memory's" if limit.link == "computation" else "its"
+    return f"{text}: {limit.share:.0%} of {whose} measured {format_rate(limit.ceiling)}"
+
+
+def _bar(share: float, full: str, rest: str) -> Text:
+    cells = round(min(1.0, max(0.0, share)) * _BAR_CELLS)
+    return Text.assemble(("━" * cells, full), ("━" * (_BAR_CELLS - cells), rest))
+
+
+def _moral(summary: "RunSummary") -> str:
+    """What to remember of it all."""
+    ratio = summary.published_bytes / summary.budget_bytes if summary.budget_bytes else 0.0
+    if not summary.generation.tokens:
+        return "All ears, and not a word said."
+    if ratio >= 1.05 and summary.streamed_bytes:
+        return f"A model {ratio:.1f} times the size of its memory.  It did not fit; it answered."
+    if ratio >= 1.05:
+        return f"It came {ratio:.1f} times too large, went on a diet, and fits."
+    return "It all fits in memory.  Give it less (--host-memory) and watch it cope."

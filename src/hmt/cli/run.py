@@ -1,0 +1,230 @@
+"""`hmt run`: an answer to one prompt, or a chat."""
+
+import json as json_format
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hmt.base.errors import ConfigError, EmptyPromptError, HMTError
+from hmt.cli.console import loading, notes
+from hmt.cli.interrupt import StopKey
+from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
+
+if TYPE_CHECKING:
+    from hmt.cli.conversation import Conversation
+    from hmt.contracts.request import FinishReason, Request
+    from hmt.engine import LoadedModel
+
+_INTERRUPTED = 130  # as shells count: 128 + SIGINT
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What `hmt run` was asked to do."""
+
+    model: Path
+    prompt: str | None
+    engine: EngineOptions
+    sampling: SamplingOptions
+    raw: bool = False
+    summary: bool = True
+    json: bool = False
+
+
+@dataclass(slots=True)
+class Answer:
+    """What was generated until the answer ended or was stopped."""
+
+    prompt_tokens: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: "FinishReason | None" = None
+
+    @property
+    def stopped(self) -> bool:
+        """True when the user stopped it."""
+        return self.finish_reason is None
+
+
+@expand
+def run(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Folder of a checkpoint; the embedded model when left out."),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to answer; a chat when left out.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")
+    ] = False,
+    no_summary: Annotated[
+        bool, typer.Option("--no-summary", help="Do not say what it cost.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print answer and summary as JSON.")
+    ] = False,
+) -> None:
+    """Answer a prompt, or chat, and say what it cost."""
+    path, prompt = choose(model, prompt)
+    if json and prompt is None:
+        raise ConfigError("--json prints one answer; give a prompt, or leave --json out to chat")
+    answer_or_chat(Job(path, prompt, engine, sampling, raw, not no_summary, json))
+
+
+def choose(model: str | None, prompt: str | None) -> tuple[Path, str | None]:
+    """The checkpoint's folder and the prompt.
+
+    A single argument that names nothing on disk is a prompt for the embedded model, unless it can
+    only be meant as a path.
+    """
+    if model is None or prompt is not None or not _is_prompt(model):
+        return choose_model(model), prompt
+    return choose_model(None), model
+
+
+def answer_or_chat(job: Job) -> None:
+    """Load the model, answer or chat, print the summary; also after Ctrl-C and after errors."""
+    if job.prompt is not None and not job.prompt.strip():
+        raise EmptyPromptError("the prompt is empty; give some text, or no prompt at all to chat")
+    with loading(f"loading {job.model.name}") as report:
+        from hmt.cli.conversation import Conversation
+        from hmt.engine import Engine
+
+        engine = Engine(**job.engine.arguments())
+        model = engine.load_model(job.model, progress=report)
+    with engine:
+        try:
+            conversation = Conversation(model, job.sampling, raw=job.raw)
+            if job.prompt is None:
+                _chat(conversation, job)
+            elif not _answer_once(conversation, job.prompt, job):
+                raise typer.Exit(_INTERRUPTED)
+        finally:
+            if job.summary and not job.json:
+                _print_summary(model)
+
+
+def _is_prompt(text: str) -> bool:
+    if not text.strip():
+        return True
+    try:
+        exists = Path(text).expanduser().exists()
+    except (OSError, RuntimeError):  # far too long for a path, or an unknown ~user
+        return True
+    looks_like_path = text.startswith(("/", "./", "../", "~/")) and not any(map(str.isspace, text))
+    return not exists and not looks_like_path
+
+
+def _answer_once(conversation: "Conversation", prompt: str, job: Job) -> bool:
+    """Print one answer; False when it was stopped."""
+    write = (lambda text: None) if job.json else _write
+    answer = _answer(conversation, prompt, write)
+    if job.json:
+        _print_json(answer, conversation.model)
+    else:
+        print()
+    return not answer.stopped
+
+
+def _chat(conversation: "Conversation", job: Job) -> None:
+    """Answer line after line, until /exit, the end of the input, or Ctrl-C between answers."""
+    console, person = notes(), sys.stdin.isatty()
+    console.print(f"[bold]{job.model.name}[/] [dim]· /reset forgets, /exit leaves[/]")
+    if person:
+        import readline  # noqa: F401  # gives input() a line editor and a history
+    while True:
+        try:
+            line = input("\n> " if person else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if line == "/exit":
+            return
+        if line == "/reset":
+            conversation.reset()
+        elif line:
+            _one_turn(conversation, line)
+
+
+def _one_turn(conversation: "Conversation", line: str) -> None:
+    console = notes()
+    try:
+        answer = _answer(conversation, line, _write)
+    except HMTError as error:
+        from rich.text import Text
+
+        console.print(Text(f"{error}", style="red"), soft_wrap=True)
+        return
+    print()
+    if answer.stopped:
+        console.print("[dim](stopped; Ctrl-C once more leaves)[/]")
+    conversation.remember(line, answer.text)
+
+
+def _answer(
+    conversation: "Conversation", line: str, write: Callable[[str], None]
+) -> Answer:
+    """Stream the answer to `line`.  The first Ctrl-C stops it, the second is KeyboardInterrupt."""
+    request = conversation.request(line)
+    answer = Answer(prompt_tokens=len(request.input))
+    with StopKey() as key:
+        try:
+            _stream(conversation.model, request, answer, key, write)
+        except KeyboardInterrupt:
+            if key.pressed:
+                raise
+    return answer
+
+
+def _stream(
+    model: "LoadedModel",
+    request: "Request",
+    answer: Answer,
+    key: StopKey,
+    write: Callable[[str], None],
+) -> None:
+    events = model.stream(request)
+    try:
+        for event in events:
+            answer.text += event.text
+            answer.token_ids += (event.token_id,)
+            answer.finish_reason = event.finish_reason
+            write(event.text)
+            key.patient = True
+            if key.pressed:
+                return
+    finally:
+        events.close()
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _print_summary(model: "LoadedModel") -> None:
+    from hmt.cli.report import summary_view
+
+    summary = model.summary()
+    if summary.prompt.tokens or summary.generation.tokens:
+        notes().print(summary_view(summary))
+
+
+def _print_json(answer: Answer, model: "LoadedModel") -> None:
+    from hmt.cli.report import summary_json
+
+    content = {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason or "cancelled",
+        "prompt_tokens": answer.prompt_tokens,
+        "summary": summary_json(model.summary()),
+    }
+    print(json_format.dumps(content, indent=1))

@@ -1,0 +1,154 @@
+"""Reading config.json: defaults come from transformers; what HMT does not compute is refused."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from hmt.base.errors import CheckpointError
+from hmt.layers import Attention, GatedFFN, RMSNorm, Rotary
+
+Config = Any  # a configuration object of transformers; its fields differ by family
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_COUNTS = (
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "kv_lora_rank",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_local_experts",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "sliding_window",
+    "v_head_dim",
+    "vocab_size",
+)
+
+
+def read_config(config: Mapping[str, Any], model_type: str) -> Config:
+    """transformers' configuration of `model_type`, filled from a parsed config.json.
+
+    Published files omit fields whose default they use, and write rotary settings in several ways;
+    transformers' classes know both.  Raises CheckpointError where they refuse the file.
+    """
+    try:
+        read = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
+    except Exception as error:  # transformers validates with errors of many kinds
+        raise CheckpointError(
+            f"transformers cannot read it as {model_type!r}: {_first_line(error)}"
+        ) from error
+    for name in _COUNTS:
+        value = getattr(read, name, None)
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name} is {value}; it must be at least 1")
+    if read.num_attention_heads % read.num_key_value_heads:
+        raise CheckpointError(
+            f"{read.num_attention_heads} query heads cannot share {read.num_key_value_heads} "
+            "key-value heads evenly"
+        )
+    return read
+
+
+def require(config: Config, name: str, *allowed: Any) -> None:
+    """Raise CheckpointError unless field `name` is one of `allowed`, or not there at all."""
+    value = getattr(config, name, allowed[0])
+    if value not in allowed:
+        choices = " or ".join(map(repr, allowed))
+        raise CheckpointError(f"{name} is {value!r}; HMT computes this family with {choices} only")
+
+
+def check_experts(config: Config, experts: int, groups: int = 1, kept_groups: int = 1) -> None:
+    """Raise CheckpointError unless num_experts_per_tok experts can be chosen as described."""
+    top_k = config.num_experts_per_tok
+    even = groups and kept_groups and experts % groups == 0 and 0 < kept_groups <= groups
+    if not even or not 0 < top_k <= experts // groups * kept_groups:
+        raise CheckpointError(
+            f"{top_k} experts per token cannot be chosen from {kept_groups} of {groups} groups of "
+            f"{experts} experts"
+        )
+
+
+def head_dim(config: Config) -> int:
+    """Numbers per attention head."""
+    given = getattr(config, "head_dim", None)
+    return int(given or config.hidden_size // config.num_attention_heads)
+
+
+def activation(config: Config, name: str = "hidden_act") -> str:
+    """The name by which kernels know the activation in field `name`."""
+    wanted = getattr(config, name)
+    if wanted not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise CheckpointError(f"{name} {wanted!r} is not supported; HMT has {known}")
+    return _ACTIVATIONS[wanted]
+
+
+def rotary(config: Config, layer_type: str | None = None) -> Rotary:
+    """Rotary positions, of one layer type where the configuration keeps them apart."""
+    parameters = config.rope_parameters
+    try:
+        if layer_type is not None:
+            parameters = parameters[layer_type]
+        return Rotary(head_dim(config), parameters, config.max_position_embeddings)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"rope_parameters {parameters} cannot be used: {type(error).__name__} {error}"
+        ) from error
+
+
+def windows(config: Config) -> list[int]:
+    """Each layer's sliding window; 0 where a layer sees everything."""
+    known = {"full_attention": 0, "sliding_attention": config.sliding_window}
+    types = config.layer_types[: config.num_hidden_layers]
+    if len(types) < config.num_hidden_layers or not known.keys() >= set(types):
+        raise CheckpointError(
+            f"layer_types {sorted(set(types))} for {len(types)} of {config.num_hidden_layers} "
+            f"layers; each layer must have one of {', '.join(known)}"
+        )
+    if "sliding_attention" in types and config.sliding_window is None:
+        raise CheckpointError("layer_types has sliding_attention, but sliding_window is not set")
+    return [known[kind] for kind in types]
+
+
+def norm(config: Config) -> RMSNorm:
+    """The norm of hidden states."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def attention(config: Config, turned_by: Rotary, **differences: Any) -> Attention:
+    """Attention with the configuration's sizes; `differences` are fields of Attention."""
+    dim = head_dim(config)
+    fields = {
+        "hidden_size": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": dim,
+        "rotary": turned_by,
+        "scale": dim**-0.5,
+    }
+    return Attention(**(fields | differences))
+
+
+def gated_ffn(config: Config, width: int | None = None, **differences: Any) -> GatedFFN:
+    """A gated feed-forward network, `intermediate_size` wide unless told otherwise."""
+    width = width or config.intermediate_size
+    return GatedFFN(config.hidden_size, width, activation(config), **differences)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return " ".join(line.strip() for line in lines[:2])

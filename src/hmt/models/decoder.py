@@ -1,0 +1,155 @@
+"""What all families share: the embedding, the output layer, and the model's sizes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hmt.base.units import MIB, round_up
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
+from hmt.contracts.model import KVLayer, ModelSpec
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.kernels import ops
+from hmt.layers import RMSNorm
+from hmt.models.config import Config
+
+_EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
+_HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
+
+
+class Decoder(ABC):
+    """Implements Model around the layers of a family.
+
+    A family sets up its layers, then calls this constructor; it names its parameters in
+    `layer_params` and computes one layer in `layer`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dtype: torch.dtype,
+        *,
+        norm: RMSNorm,
+        kv: Sequence[KVLayer],
+        activation_width: int,
+        experts_per_token: int = 0,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """`norm` is the final norm; `kv` has one entry per layer; the rest is as in ModelSpec."""
+        self.dtype = dtype
+        self._norm = norm
+        ignored = (r"rotary_emb\.inv_freq$", *ignored)
+        if config.tie_word_embeddings:
+            ignored += (r"^lm_head\.weight$",)
+        layers = config.num_hidden_layers
+        self.spec = ModelSpec(
+            architecture=config.architectures[0],
+            layers=layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_context=_max_context(config),
+            blocks=(
+                _embedding(config),
+                *(block for index in range(layers) for block in self.layer_params(index)),
+                *_head(config, norm),
+            ),
+            kv=tuple(kv),
+            activation_width=activation_width,
+            experts_per_token=experts_per_token,
+            ignored=ignored,
+        )
+        ids = [block.id for block in self.spec.blocks]
+        self._head_chunks = [b for b in ids if b.kind is BlockKind.HEAD]
+        self._layer_blocks: list[list[BlockId]] = [[] for _ in range(layers)]
+        for block in ids:
+            if block.layer != TRUNK and block.kind is not BlockKind.EXPERT:
+                self._layer_blocks[block.layer].append(block)
+
+    @abstractmethod
+    def layer_params(self, index: int) -> Iterator[BlockSpec]:
+        """The blocks of layer `index`, in the order of use."""
+
+    @abstractmethod
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        """See Model."""
+
+    def embed(self, step: Step, weights: Weights) -> Tensor:
+        """See Model."""
+        return weights.rows(_EMBEDDING, "weight", step.token_ids).to(self.dtype)
+
+    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
+        """See Model."""
+        logits = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=torch.float32)
+        first = 0
+        for chunk in self._head_chunks:
+            with weights.lease(chunk) as params:
+                if chunk.index == 0:
+                    hidden = self._norm(hidden, params["norm"])
+                rows = params["weight"].shape[0]
+                logits[:, first : first + rows] = ops.linear(hidden, params["weight"])
+            first += rows
+        return logits
+
+    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
+        """See Model."""
+        return tuple(self._layer_blocks[index])
+
+
+def attention_block(index: int, *params: ParamSpec) -> BlockSpec:
+    """The block of layer `index` that holds its attention."""
+    return BlockSpec(BlockId(index, BlockKind.ATTENTION), params)
+
+
+def ffn_block(index: int, *params: ParamSpec) -> BlockSpec:
+    """The block of layer `index` that holds its dense feed-forward network."""
+    return BlockSpec(BlockId(index, BlockKind.FFN), params)
+
+
+def router_block(index: int, *params: ParamSpec) -> BlockSpec:
+    """The block of layer `index` that holds its router, and experts that all tokens share."""
+    return BlockSpec(BlockId(index, BlockKind.ROUTER), params)
+
+
+def expert_block(index: int, expert: int, *params: ParamSpec) -> BlockSpec:
+    """The block of one routed expert of layer `index`."""
+    return BlockSpec(BlockId(index, BlockKind.EXPERT, expert), params)
+
+
+def head_chunk_rows(vocab_size: int, hidden_size: int) -> int:
+    """Output rows in one block of the head: 16 MiB of bf16, at most about a quarter of all.
+
+    A multiple of 128, the tile of FP8 scales.
+    """
+    by_bytes = _HEAD_CHUNK_BYTES // (2 * hidden_size)
+    return round_up(max(1, min(by_bytes, -(-vocab_size // 4))), 128)
+
+
+def _embedding(config: Config) -> BlockSpec:
+    shape = (config.vocab_size, config.hidden_size)
+    table = ParamSpec("weight", shape, ("model.embed_tokens.weight",), Role.TABLE)
+    return BlockSpec(_EMBEDDING, (table,))
+
+
+def _head(config: Config, norm: RMSNorm) -> Iterator[BlockSpec]:
+    vocab, hidden = config.vocab_size, config.hidden_size
+    source = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    step = head_chunk_rows(vocab, hidden)
+    for index, first in enumerate(range(0, vocab, step)):
+        rows = (first, min(first + step, vocab))
+        weight = ParamSpec("weight", (rows[1] - first, hidden), (source,), rows=rows)
+        params = (norm.param("norm", "model.norm.weight"), weight) if index == 0 else (weight,)
+        yield BlockSpec(BlockId(TRUNK, BlockKind.HEAD, index), params)
+
+
+def _max_context(config: Config) -> int:
+    """Positions that the model can tell apart.
+
+    With "dynamic" rotary positions the configuration's number is that of the unscaled model.
+    """
+    parameters = config.rope_parameters
+    stretch = parameters["factor"] if parameters.get("rope_type") == "dynamic" else 1
+    return int(config.max_position_embeddings * stretch)

@@ -1,0 +1,169 @@
+"""DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3, R1 and their kin (arXiv 2412.19437)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.layers import (
+    BiasedSigmoidRouter,
+    GroupedSoftmaxRouter,
+    LatentAttention,
+    request_experts,
+    routed_experts,
+    yarn_mscale,
+)
+from hmt.models.config import Config, check_experts, gated_ffn, norm, require, rotary
+from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
+
+
+class DeepSeek(Decoder):
+    """Latent attention; dense first layers, then shared and routed experts.
+
+    The families differ in how the router chooses.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dtype: torch.dtype,
+        router: GroupedSoftmaxRouter | BiasedSigmoidRouter,
+        *,
+        interleaved: bool,
+        mlp_bias: bool,
+    ) -> None:
+        require(config, "moe_layer_freq", 1)
+        self.norm = norm(config)
+        self.attention = LatentAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.q_lora_rank,
+            config.kv_lora_rank,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            rotary(config),
+            _scale(config),
+            interleaved=interleaved,
+            bias=config.attention_bias,
+        )
+        self.ffn = gated_ffn(config, bias=mlp_bias)
+        self.router = router
+        self.shared = gated_ffn(
+            config,
+            config.moe_intermediate_size * config.n_shared_experts,
+            bias=mlp_bias,
+            prefix="shared_",
+        )
+        self.expert = gated_ffn(config, config.moe_intermediate_size)
+        self.dense_layers = config.first_k_dense_replace
+        parts = (self.attention, self.ffn, self.shared, self.expert)
+        super().__init__(
+            config,
+            dtype,
+            norm=self.norm,
+            kv=[self.attention.kv] * config.num_hidden_layers,
+            activation_width=max(part.activation_width for part in parts),
+            experts_per_token=config.num_experts_per_tok,
+            ignored=_prediction_layers(config),
+        )
+
+    def layer_params(self, index: int) -> Iterator[BlockSpec]:
+        """See Decoder."""
+        at = f"model.layers.{index}."
+        yield attention_block(
+            index,
+            self.norm.param("norm", f"{at}input_layernorm.weight"),
+            *self.attention.params(f"{at}self_attn."),
+        )
+        norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
+        if index < self.dense_layers:
+            yield ffn_block(index, norm, *self.ffn.params(f"{at}mlp."))
+            return
+        yield router_block(
+            index,
+            norm,
+            *self.router.params(f"{at}mlp.gate"),
+            *self.shared.params(f"{at}mlp.shared_experts."),
+        )
+        for expert in range(self.router.experts):
+            yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
+
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        """See Model."""
+        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
+            x = self.norm(hidden, params["norm"])
+            hidden = hidden + self.attention(x, index, step, params, kv)
+        if index < self.dense_layers:
+            with weights.lease(BlockId(index, BlockKind.FFN)) as params:
+                x = self.norm(hidden, params["norm"])
+                return hidden + self.ffn(x, params)
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            x = self.norm(hidden, params["norm"])
+            routing = self.router(x, params)
+            request_experts(routing, index, weights)  # on their way while the shared ones compute
+            shared = self.shared(x, params)
+        return hidden + (routed_experts(x, routing, index, self.expert, weights) + shared)
+
+
+class DeepSeekV2(DeepSeek):
+    """Experts by softmax, from the groups with the best expert where `topk_method` says so."""
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        require(config, "scoring_func", "softmax")
+        require(config, "topk_method", "greedy", "group_limited_greedy")
+        # The published code then leaves routed_scaling_factor out; transformers does not.
+        require(config, "norm_topk_prob", False)
+        grouped = config.topk_method == "group_limited_greedy"
+        groups, kept_groups = (config.n_group, config.topk_group) if grouped else (1, 1)
+        check_experts(config, config.n_routed_experts, groups, kept_groups)
+        router = GroupedSoftmaxRouter(
+            config.hidden_size,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            groups=groups,
+            kept_groups=kept_groups,
+            scale=config.routed_scaling_factor,
+        )
+        super().__init__(config, dtype, router, interleaved=True, mlp_bias=config.mlp_bias)
+
+
+class DeepSeekV3(DeepSeek):
+    """Experts by sigmoid with a bias that balances them, from the best groups."""
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        require(config, "scoring_func", "sigmoid")
+        require(config, "topk_method", "noaux_tc")
+        check_experts(config, config.n_routed_experts, config.n_group, config.topk_group)
+        router = BiasedSigmoidRouter(
+            config.hidden_size,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            groups=config.n_group,
+            kept_groups=config.topk_group,
+            renormalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
+        super().__init__(config, dtype, router, interleaved=config.rope_interleave, mlp_bias=False)
+
+
+def _scale(config: Config) -> float:
+    """Of the scores.  A context stretched by YaRN makes attention sharper, by mscale_all_dim."""
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    parameters = config.rope_parameters
+    all_dim = parameters.get("mscale_all_dim")
+    if parameters["rope_type"] == "default" or not all_dim:
+        return scale
+    return scale * yarn_mscale(parameters["factor"], all_dim) ** 2
+
+
+def _prediction_layers(config: Config) -> list[str]:
+    """Names of multi-token prediction layers, which follow the decoder's."""
+    first = config.num_hidden_layers
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    return [rf"^model\.layers\.{index}\." for index in range(first, first + count)]

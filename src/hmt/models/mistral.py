@@ -1,0 +1,53 @@
+"""Mistral 7B and its successors of the same shape (arXiv 2310.06825)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.models.config import Config, attention, gated_ffn, norm, rotary
+from hmt.models.decoder import Decoder, attention_block, ffn_block
+
+
+class Mistral(Decoder):
+    """Llama without biases; all layers see a sliding window where the configuration has one."""
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        self.norm = norm(config)
+        self.attention = attention(config, rotary(config), window=config.sliding_window or 0)
+        self.ffn = gated_ffn(config)
+        super().__init__(
+            config,
+            dtype,
+            norm=self.norm,
+            kv=[self.attention.kv] * config.num_hidden_layers,
+            activation_width=max(self.attention.activation_width, self.ffn.activation_width),
+        )
+
+    def layer_params(self, index: int) -> Iterator[BlockSpec]:
+        """See Decoder."""
+        at = f"model.layers.{index}."
+        yield attention_block(
+            index,
+            self.norm.param("norm", f"{at}input_layernorm.weight"),
+            *self.attention.params(f"{at}self_attn."),
+        )
+        yield ffn_block(
+            index,
+            self.norm.param("norm", f"{at}post_attention_layernorm.weight"),
+            *self.ffn.params(f"{at}mlp."),
+        )
+
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        """See Model."""
+        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
+            x = self.norm(hidden, params["norm"])
+            hidden = hidden + self.attention(x, index, step, params, kv)
+        with weights.lease(BlockId(index, BlockKind.FFN)) as params:
+            x = self.norm(hidden, params["norm"])
+            return hidden + self.ffn(x, params)

@@ -1,0 +1,65 @@
+"""Qwen3, the dense models (arXiv 2505.09388)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.layers import RMSNorm
+from hmt.models.config import Config, attention, gated_ffn, head_dim, norm, rotary, windows
+from hmt.models.decoder import Decoder, attention_block, ffn_block
+
+
+class Qwen3(Decoder):
+    """Llama with a norm of each query and key head before rotation; no biases as published."""
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        self.norm = norm(config)
+        turned_by = rotary(config)
+        self.attention = [
+            attention(
+                config,
+                turned_by,
+                window=window,
+                bias=config.attention_bias,
+                output_bias=config.attention_bias,
+                head_norm=RMSNorm(head_dim(config), config.rms_norm_eps),
+            )
+            for window in windows(config)
+        ]
+        self.ffn = gated_ffn(config)
+        super().__init__(
+            config,
+            dtype,
+            norm=self.norm,
+            kv=[layer.kv for layer in self.attention],
+            activation_width=max(self.attention[0].activation_width, self.ffn.activation_width),
+        )
+
+    def layer_params(self, index: int) -> Iterator[BlockSpec]:
+        """See Decoder."""
+        at = f"model.layers.{index}."
+        yield attention_block(
+            index,
+            self.norm.param("norm", f"{at}input_layernorm.weight"),
+            *self.attention[index].params(f"{at}self_attn."),
+        )
+        yield ffn_block(
+            index,
+            self.norm.param("norm", f"{at}post_attention_layernorm.weight"),
+            *self.ffn.params(f"{at}mlp."),
+        )
+
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        """See Model."""
+        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
+            x = self.norm(hidden, params["norm"])
+            hidden = hidden + self.attention[index](x, index, step, params, kv)
+        with weights.lease(BlockId(index, BlockKind.FFN)) as params:
+            x = self.norm(hidden, params["norm"])
+            return hidden + self.ffn(x, params)

@@ -1,0 +1,91 @@
+"""Qwen3, the mixture-of-experts models (arXiv 2505.09388)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.layers import RMSNorm, SoftmaxRouter, request_experts, routed_experts
+from hmt.models.config import (
+    Config,
+    attention,
+    check_experts,
+    gated_ffn,
+    head_dim,
+    norm,
+    rotary,
+)
+from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
+
+
+class Qwen3Moe(Decoder):
+    """Qwen3 with many small experts in place of the FFN, in all layers or in some."""
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        self.norm = norm(config)
+        self.attention = attention(
+            config,
+            rotary(config),
+            window=config.sliding_window or 0,
+            bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            head_norm=RMSNorm(head_dim(config), config.rms_norm_eps),
+        )
+        self.ffn = gated_ffn(config)
+        check_experts(config, config.num_experts)
+        self.router = SoftmaxRouter(
+            config.hidden_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            renormalise=config.norm_topk_prob,
+        )
+        self.expert = gated_ffn(config, config.moe_intermediate_size)
+        self.sparse = [
+            index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+            for index in range(config.num_hidden_layers)
+        ]
+        parts = (self.attention, self.ffn, self.expert)
+        super().__init__(
+            config,
+            dtype,
+            norm=self.norm,
+            kv=[self.attention.kv] * config.num_hidden_layers,
+            activation_width=max(part.activation_width for part in parts),
+            experts_per_token=config.num_experts_per_tok,
+        )
+
+    def layer_params(self, index: int) -> Iterator[BlockSpec]:
+        """See Decoder."""
+        at = f"model.layers.{index}."
+        yield attention_block(
+            index,
+            self.norm.param("norm", f"{at}input_layernorm.weight"),
+            *self.attention.params(f"{at}self_attn."),
+        )
+        norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
+        if not self.sparse[index]:
+            yield ffn_block(index, norm, *self.ffn.params(f"{at}mlp."))
+            return
+        yield router_block(index, norm, *self.router.params(f"{at}mlp.gate"))
+        for expert in range(self.router.experts):
+            yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
+
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        """See Model."""
+        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
+            x = self.norm(hidden, params["norm"])
+            hidden = hidden + self.attention(x, index, step, params, kv)
+        if not self.sparse[index]:
+            with weights.lease(BlockId(index, BlockKind.FFN)) as params:
+                x = self.norm(hidden, params["norm"])
+                return hidden + self.ffn(x, params)
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            x = self.norm(hidden, params["norm"])
+            routing = self.router(x, params)
+        request_experts(routing, index, weights)
+        return hidden + routed_experts(x, routing, index, self.expert, weights)

@@ -1,0 +1,60 @@
+"""Which architectures run, and opening one."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hmt.base.errors import CheckpointError, UnknownArchitectureError
+from hmt.contracts.model import Model
+from hmt.models.config import Config, read_config
+from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
+from hmt.models.gemma3 import Gemma3
+from hmt.models.llama import Llama
+from hmt.models.mistral import Mistral
+from hmt.models.mixtral import Mixtral
+from hmt.models.phi3 import Phi3
+from hmt.models.qwen2 import Qwen2
+from hmt.models.qwen3 import Qwen3
+from hmt.models.qwen3_moe import Qwen3Moe
+
+# `architectures` entry of config.json -> (model_type of transformers, family)
+_FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
+    "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
+    "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
+    "LlamaForCausalLM": ("llama", Llama),
+    "MistralForCausalLM": ("mistral", Mistral),
+    "MixtralForCausalLM": ("mixtral", Mixtral),
+    "Phi3ForCausalLM": ("phi3", Phi3),
+    "Qwen2ForCausalLM": ("qwen2", Qwen2),
+    "Qwen3ForCausalLM": ("qwen3", Qwen3),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", Qwen3Moe),
+}
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Entries of `architectures` in config.json that HMT runs, sorted."""
+    return tuple(sorted(_FAMILIES))
+
+
+def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Model:
+    """The model that a parsed config.json describes; no weight is read.
+
+    path    of the checkpoint, for messages
+    dtype   of activations
+    Raises UnknownArchitectureError for a family that HMT does not have, and CheckpointError for a
+    configuration that is wrong or asks for something that its family does not compute here.
+    """
+    names = config.get("architectures") or []
+    if not names or names[0] not in _FAMILIES:
+        given = f"architecture {names[0]!r}" if names else "no architecture"
+        raise UnknownArchitectureError(
+            f"{path}/config.json names {given}; HMT runs {', '.join(supported_architectures())}"
+        )
+    model_type, family = _FAMILIES[names[0]]
+    try:
+        return family(read_config(config, model_type), dtype)
+    except CheckpointError as error:
+        raise type(error)(f"{path}/config.json: {error}") from error

@@ -1,0 +1,174 @@
+"""Weights and KV in plain memory, and random checkpoints written by transformers."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.model import Model, ModelSpec
+from hmt.contracts.step import Run, Step
+from hmt.contracts.store import Priority
+from hmt.kernels import ops
+from hmt.models import open_model
+
+_ENCODINGS = {
+    torch.float32: Encoding.F32,
+    torch.float16: Encoding.F16,
+    torch.bfloat16: Encoding.BF16,
+}
+
+
+class ResidentWeights:
+    """Weights over tensors by their published names; notes what is leased and requested."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, torch.Tensor],
+        tile: tuple[int, int] | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self.tile = tile
+        self.used: set[str] = set()
+        self.blocks = {
+            block.id: {param.name: self._bind(param) for param in block.params}
+            for block in spec.blocks
+        }
+        self.leased: list[BlockId] = []
+        self.requested: list[tuple[tuple[BlockId, ...], Priority]] = []
+
+    def _bind(self, param: ParamSpec) -> WeightTensor:
+        source = next(name for name in param.sources if name in self.tensors)
+        self.used.add(source)
+        rows = slice(*(param.rows or (None, None)))
+        data = self.tensors[source][rows]
+        assert tuple(data.shape) == param.shape, source
+        if data.dtype is not torch.float8_e4m3fn:
+            return WeightTensor(_ENCODINGS[data.dtype], param.shape, data)
+        assert param.role is Role.LINEAR and self.tile is not None
+        self.used.add(f"{source}_scale_inv")
+        scales = self.tensors[f"{source}_scale_inv"]
+        return WeightTensor(Encoding.FP8_BLOCK, param.shape, data, scales, tile=self.tile)
+
+    @contextmanager
+    def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
+        self.leased.append(block)
+        yield self.blocks[block]
+
+    def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
+        self.requested.append((tuple(blocks), priority))
+
+    def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
+        return self.blocks[block][name].data[ids]
+
+    @property
+    def leased_experts(self) -> list[BlockId]:
+        return [block for block in self.leased if block.kind is BlockKind.EXPERT]
+
+
+class PlainKV:
+    """A KVCache that keeps each sequence's rows in one growing tensor per layer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.layers = spec.kv
+        self.keys: dict[tuple[int, int], torch.Tensor] = {}
+        self.values: dict[tuple[int, int], torch.Tensor] = {}
+
+    def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        kept = self.layers[layer]
+        assert key.shape[1:] == (kept.heads, kept.key_dim)
+        assert value is None or value.shape[1:] == (kept.heads, kept.value_dim)
+        for run in step.runs:
+            place = (layer, run.sequence)
+            for rows, new in ((self.keys, key), (self.values, value)):
+                if new is not None:
+                    old = rows.get(place, new[:0])
+                    assert len(old) == run.start
+                    rows[place] = torch.cat((old, new[run.tokens]))
+
+    def attend(
+        self, layer: int, step: Step, query: torch.Tensor, *, scale: float, softcap: float = 0.0
+    ) -> torch.Tensor:
+        window = self.layers[layer].window
+        parts = []
+        for run in step.runs:
+            key, value = self.read(layer, run)
+            options = {"start": run.start, "scale": scale, "window": window, "softcap": softcap}
+            parts.append(ops.attention_output(query[run.tokens], key, value, **options))
+        return torch.cat(parts)
+
+    def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+        key = self.keys[layer, run.sequence]
+        assert len(key) == run.context
+        value = self.values.get((layer, run.sequence), key[..., : self.layers[layer].value_dim])
+        return key, value
+
+
+class Bench:
+    """A model of HMT on plain memory."""
+
+    def __init__(
+        self, model: Model, tensors: Mapping[str, torch.Tensor], tile: tuple[int, int] | None = None
+    ) -> None:
+        self.model = model
+        self.weights = ResidentWeights(model.spec, tensors, tile)
+        self.kv = PlainKV(model.spec)
+
+    @torch.inference_mode()
+    def run(self, *parts: tuple[int, int, list[int]]) -> torch.Tensor:
+        """Logits of all tokens of one step; parts are (sequence, start, token ids)."""
+        step = Step.build([(*part, len(part[2])) for part in parts])
+        hidden = self.model.embed(step, self.weights)
+        for index in range(self.model.spec.layers):
+            hidden = self.model.layer(index, hidden, step, self.weights, self.kv)
+        assert hidden.dtype is self.model.dtype
+        return self.model.head(hidden[step.logit_rows], self.weights)
+
+
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Give every parameter and router bias random values that keep logits far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(tensor: torch.Tensor, std: float) -> torch.Tensor:
+        return torch.randn(tensor.shape, generator=generator) * std
+
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" in name:
+                tensor.copy_(tensor + normal(tensor, 0.3))
+            else:
+                tensor.copy_(normal(tensor, 0.15))
+        for name, tensor in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(normal(tensor, 0.2))
+
+
+def random_reference(config: Any, seed: int) -> PreTrainedModel:
+    """transformers' model of `config` with random weights, in f32 and eager attention."""
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    randomise(model, seed)
+    return model
+
+
+def published(model: PreTrainedModel, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config.json, tensors by name) as transformers publishes `model`."""
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    return json.loads((folder / "config.json").read_text()), tensors
+
+
+def bench_of(reference: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Bench:
+    """HMT's model over what transformers publishes of `reference`."""
+    config, tensors = published(reference, folder)
+    return Bench(open_model(config, folder, dtype), tensors)

@@ -1,0 +1,227 @@
+"""Small random configurations of every family, three or more of each.
+
+Sizes are drawn from a seed; what a variant is for (tied or not, biases, rotary scaling, windows
+shorter than the prompt, expert groups) is written down, so that nothing depends on luck.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+PROMPT_TOKENS = 23
+LONGEST_SHORT = 8  # of LongRoPE: longer sequences use the long factors
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+DEEPSEEK_YARN = {**YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.9}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and how transformers and HMT must be run to be comparable.
+
+    first_chunk   tokens that the first step of a sequence must have at least
+    options       of transformers' forward
+    """
+
+    name: str
+    config: Any
+    seed: int
+    first_chunk: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _rope(parameters: dict[str, Any], theta: float = 5000.0) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": theta, **parameters}}
+
+
+def _dense(rng: random.Random, **given: Any) -> dict[str, Any]:
+    """Sizes that most families share; a multiple of 2 per head, an odd number of heads per group."""
+    kv_heads = rng.choice([1, 2])
+    heads = kv_heads * rng.choice([1, 3, 5])
+    dim = rng.choice([6, 10, 12])
+    sizes = {
+        "vocab_size": rng.randrange(260, 700),
+        "hidden_size": heads * dim,
+        "intermediate_size": rng.randrange(30, 90),
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "pad_token_id": None,
+    }
+    return sizes | given
+
+
+def _llama(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _dense(rng, tie_word_embeddings=True, attention_bias=True, head_dim=14)
+    yield _dense(rng, mlp_bias=True, **_rope(LLAMA3))
+    yield _dense(rng, hidden_act="gelu", **_rope(YARN))
+    yield _dense(rng, **_rope(LINEAR))
+    yield _dense(rng, **_rope({"rope_type": "dynamic", "factor": 2.0}))
+
+
+def _mistral(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _dense(rng, sliding_window=5)
+    yield _dense(rng, sliding_window=None, head_dim=8, tie_word_embeddings=True)
+    yield _dense(rng, sliding_window=16, **_rope(YARN))
+
+
+def _qwen2(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _dense(rng, tie_word_embeddings=True)
+    yield _dense(rng, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    yield _dense(rng, **_rope(YARN))
+
+
+def _qwen3(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _dense(rng, head_dim=10, tie_word_embeddings=True)
+    yield _dense(
+        rng, head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=2
+    )
+    yield _dense(rng, head_dim=12, attention_bias=True, **_rope(YARN))
+
+
+def _phi3(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _dense(rng, sliding_window=7, original_max_position_embeddings=128)
+    sizes = _dense(rng)
+    dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    for original, partial in ((LONGEST_SHORT, 1.0), (64, 1.0), (LONGEST_SHORT, 2 / 3)):
+        turned = int(dim * partial) // 2
+        long = [rng.uniform(1, 8) for _ in range(turned)]
+        short = [rng.uniform(1, 2) for _ in range(turned)]
+        yield sizes | {
+            "original_max_position_embeddings": original,
+            "partial_rotary_factor": partial,
+            "rope_theta": 5000.0,
+            "rope_scaling": {"type": "longrope", "long_factor": long, "short_factor": short},
+            "tie_word_embeddings": partial == 1,
+        }
+
+
+def _gemma3(rng: random.Random) -> Iterator[dict[str, Any]]:
+    dense = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6}
+    yield _dense(rng, **dense, sliding_window_pattern=2)
+    yield _dense(
+        rng,
+        **dense,
+        sliding_window_pattern=3,
+        rope_theta=1e6,
+        rope_local_base_freq=5000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        final_logit_softcapping=3.0,
+    )
+    yield _dense(
+        rng, **dense, attention_bias=True, tie_word_embeddings=False, attn_logit_softcapping=2.0
+    )
+
+
+def _mixtral(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _dense(rng, num_local_experts=5, num_experts_per_tok=2)
+    yield _dense(rng, num_local_experts=4, num_experts_per_tok=3, sliding_window=6)
+    yield _dense(rng, num_local_experts=3, num_experts_per_tok=1, tie_word_embeddings=True)
+
+
+def _qwen3_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
+    sparse = {"num_experts": 7, "moe_intermediate_size": 20, "head_dim": 10}
+    yield _dense(rng, **sparse, num_experts_per_tok=3, norm_topk_prob=True)
+    yield _dense(
+        rng,
+        **sparse,
+        num_experts_per_tok=4,
+        decoder_sparse_step=2,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=5,
+    )
+    yield _dense(
+        rng, **sparse, num_experts_per_tok=2, mlp_only_layers=[1], norm_topk_prob=True, **_rope(YARN)
+    )
+
+
+def _latent(rng: random.Random, **given: Any) -> dict[str, Any]:
+    heads = rng.choice([2, 3, 5])
+    sizes = {
+        "hidden_size": heads * rng.choice([10, 12]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": rng.choice([12, 20]),
+        "kv_lora_rank": rng.choice([16, 24]),
+        "qk_nope_head_dim": rng.choice([6, 10]),
+        "qk_rope_head_dim": rng.choice([4, 6]),
+        "v_head_dim": rng.choice([6, 8]),
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    }
+    return _dense(rng, **(sizes | given))
+
+
+def _deepseek_v2(rng: random.Random) -> Iterator[dict[str, Any]]:
+    grouped = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    yield _latent(rng, q_lora_rank=None, n_shared_experts=2, norm_topk_prob=False)
+    yield _latent(rng, **grouped, routed_scaling_factor=4.0, **_rope(DEEPSEEK_YARN))
+    yield _latent(rng, **grouped, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+
+
+def _deepseek_v3(rng: random.Random) -> Iterator[dict[str, Any]]:
+    # 40 * 12 / (2 * 40 - 12) is 7: runs of up to 7 tokens are absorbed, longer ones expanded.
+    both_ways = {"kv_lora_rank": 40, "qk_nope_head_dim": 6, "v_head_dim": 6}
+    yield _latent(rng, **both_ways, n_group=4, topk_group=2)
+    yield _latent(
+        rng, n_group=3, topk_group=2, q_lora_rank=None, rope_interleave=False, norm_topk_prob=False
+    )
+    yield _latent(
+        rng,
+        **both_ways,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        attention_bias=True,
+        **_rope(DEEPSEEK_YARN),
+    )
+
+
+_FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "phi3": _phi3,
+    "gemma3_text": _gemma3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+def cases(*families: str) -> list[Case]:
+    """All variants of the given families, or of all."""
+    found = []
+    for number, family in enumerate(_FAMILIES):
+        if families and family not in families:
+            continue
+        for variant, fields in enumerate(_FAMILIES[family](random.Random(number))):
+            config = CONFIG_MAPPING[family](**fields)
+            long = (config.rope_parameters or {}).get("rope_type") == "longrope"
+            original = config.rope_parameters.get("original_max_position_embeddings")
+            first_chunk = LONGEST_SHORT + 1 if long and original == LONGEST_SHORT else 1
+            softcap = fields.get("attn_logit_softcapping")
+            # transformers reads the field but does not hand it to the attention it computes.
+            options = {"softcap": softcap} if softcap else {}
+            name = f"{family}-{variant}"
+            found.append(Case(name, config, 100 * number + variant, first_chunk, options))
+    return found

@@ -1,0 +1,96 @@
+"""Score a reference model with transformers, in BF16 on the CPU.
+
+    python training/score.py CHECKPOINT --text assets/text/valid.txt [--out quality.json]
+
+transformers' own FP8 loader needs a GPU, so FP8 tiles are turned into BF16 here.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig, PreTrainedModel
+
+from hmt.bench import Extent, evaluate
+
+
+class TransformersModel:
+    """A transformers model, as hmt.bench.quality wants to ask it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        """Logits that follow `tokens[: row + 1]` for each row: f32 [rows, vocab]."""
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        states = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        wanted = torch.tensor(list(rows), device=self.model.device)
+        return self.model.lm_head(states[wanted]).float().cpu()
+
+
+def load(folder: Path) -> TransformersModel:
+    """The checkpoint in `folder`, in BF16 on the CPU, without its MTP layer."""
+    config = AutoConfig.from_pretrained(folder)
+    extra = f"model.layers.{config.num_hidden_layers}."
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(file)
+    state = {
+        name: dequantize(tensor, stored.get(f"{name}_scale_inv"))
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv") and not name.startswith(extra)
+    }
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    family = getattr(transformers, config.architectures[0])
+    return TransformersModel(
+        family.from_pretrained(None, config=config, state_dict=state, dtype=torch.bfloat16)
+    )
+
+
+def dequantize(tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """FP8 numbers [out, in] times their tiles' factors, as BF16; other tensors as they are."""
+    if scales is None:
+        return tensor
+    rows, columns = tensor.shape
+    tile = 128
+    factors = scales.repeat_interleave(tile, 0)[:rows].repeat_interleave(tile, 1)[:, :columns]
+    return (tensor.float() * factors).to(torch.bfloat16)
+
+
+def main() -> None:
+    """Measure by HMT's protocol, print, and write where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--text", type=Path, required=True, help="held-out text")
+    parser.add_argument("--retrieval", default="2048x8,8192x4", help="LENGTHxSEQUENCES,...")
+    parser.add_argument("--out", type=Path, help="write the scores here")
+    options = parser.parse_args()
+    pairs = (part.split("x") for part in options.retrieval.split(","))
+    extent = Extent(retrieval={int(length): int(count) for length, count in pairs})
+    tokenizer = Tokenizer.from_file(str(options.checkpoint / "tokenizer.json"))
+    quality = evaluate(
+        load(options.checkpoint),
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        options.text.read_text(encoding="utf-8"),
+        extent,
+    )
+    version = ".".join(transformers.__version__.split(".")[:2])
+    data = {
+        "measured_with": f"transformers {version} on CPU, BF16 weights (FP8 blocks as BF16), by "
+        "the protocol of hmt.bench.quality",
+        **quality.as_json(),
+    }
+    print(json.dumps(data, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
