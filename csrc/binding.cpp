@@ -65,6 +65,13 @@ NB_MODULE(_native, m) {
       },
       Unlocked());
   m.def(
+      "linear_bf16",
+      [](Address x, size_t tokens, Address weights, size_t rows, size_t columns, Address out) {
+        hmt::linear_bf16(at<const float>(x), tokens, at<const uint16_t>(weights), rows, columns,
+                         at<float>(out));
+      },
+      Unlocked());
+  m.def(
       "dequantize",
       [](int code, Address data, Address scales, size_t columns, size_t tile_rows,
          size_t tile_columns, size_t first, size_t rows, Address out) {

@@ -36,11 +36,10 @@ void linear_int4(const float* x, size_t tokens, const uint8_t* weights, const fl
 
 // Weights [rows, columns] in some encoding, with one f32 scale per tile of numbers, and what a
 // number is: its code times the scale, rounded once.
-//   kBf16   no scales
 //   kFp8    float8 e4m3fn; NaN codes are read as 480: whoever loads weights checks
 //   kInt8   tiles of one row
 //   kInt4   tiles of one row and 32, 64 or 128 columns; bytes as in linear_int4
-enum class Code : int { kBf16, kFp8, kInt8, kInt4 };
+enum class Code : int { kFp8, kInt8, kInt4 };
 struct Encoded {
   Code code;
   const void* data;
@@ -54,6 +53,10 @@ void dequantize(const Encoded& weights, size_t first, size_t rows, float* out);
 // out = x times the transpose of the weights, products and sums in f32.
 //   x [tokens, columns], out [tokens, rows]
 void linear_float(const float* x, size_t tokens, const Encoded& weights, size_t rows, float* out);
+
+// The same for bfloat16 weights [rows, columns].
+void linear_bf16(const float* x, size_t tokens, const uint16_t* weights, size_t rows,
+                 size_t columns, float* out);
 
 // The sum, modulo 2^64, of the buffer's 64-bit words; reads every one once, on all threads.
 uint64_t sum_words(const uint64_t* words, size_t count);

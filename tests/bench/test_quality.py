@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from score import load
 from tokenizers import Tokenizer
 
 from hmt.base.errors import ConfigError
@@ -145,10 +146,7 @@ def test_a_file_without_scores_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_reference_models_scores_are_those_of_transformers(name, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "training")
-    from score import load
-
+def test_the_reference_models_scores_are_those_of_transformers(name):
     published = Quality.read(MODELS[name] / "quality.json")
     model = load(MODELS[name])
     measured = evaluate(model, encode, TEXT, Extent(retrieval={2048: 2}, windows=0))

@@ -97,7 +97,8 @@ def test_a_model_runs_under_a_quarter_of_its_size(big_model: Path, cgroup: Path 
         preexec_fn=lambda: enter(cgroup, budget + OVERHEAD_BYTES),
     )
     assert process.stdout is not None
-    output = process.stdout.read()
+    with process.stdout:
+        output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, output

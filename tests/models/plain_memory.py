@@ -154,7 +154,10 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 def random_reference(config: Any, seed: int) -> PreTrainedModel:
     """transformers' model of `config` with random weights, in f32 and eager attention."""
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
+        config,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
     randomise(model, seed)
     return model

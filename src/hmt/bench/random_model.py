@@ -71,7 +71,7 @@ def write_random_llama(
     shards = list(_shards(_tensors(config), shard_bytes))
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(_BLOCK_BYTES // _NUMBER_BYTES, generator=generator) * _DEVIATION
-    block = memoryview(noise.to(torch.bfloat16).view(torch.uint8).numpy())
+    block = noise.to(torch.bfloat16).view(torch.uint8).numpy().data
     for number, tensors in enumerate(shards, 1):
         _write_shard(folder / f"model-{number:05}-of-{len(shards):05}.safetensors", tensors, block)
     return sum(_nbytes(tensor) for tensors in shards for tensor in tensors)

@@ -1,0 +1,1 @@
+"""The command line; hmt.cli.main is where it begins."""

@@ -223,7 +223,9 @@ def _rates(path: Path) -> Finding:
         return Finding(what, POOR, "none; run `hmt probe` on the drive that holds your models")
     found = f"memory {format_rate(rates.ram_read_rate)}"
     if rates.disk is None:
-        return Finding(what, POOR, f"{found}; the drive of {path} was not measured: run `hmt probe`")
+        return Finding(
+            what, POOR, f"{found}; the drive of {path} was not measured: run `hmt probe`"
+        )
     return Finding(
         what,
         GOOD,

@@ -45,9 +45,8 @@ def inference(
         disk_path=ssd_path,
         numa=None if numa_node is None else str(numa_node),
     )
-    run.answer_or_chat(
-        run.Job(run.choose(None if model is None else str(model), prompt), engine, SamplingOptions())
-    )
+    path, prompt = run.choose(None if model is None else str(model), prompt)
+    run.answer_or_chat(run.Job(path, prompt, engine, SamplingOptions()))
 
 
 def main() -> NoReturn:

@@ -157,7 +157,7 @@ class SamplingOptions:
 
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with a keyword parameter for every field of its parameters that are option groups."""
+    """`command` with its option groups replaced by a keyword parameter for each of their fields."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []

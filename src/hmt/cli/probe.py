@@ -39,7 +39,9 @@ def probe(
 
         machine = measure(path, quick=quick, progress=show)
     console = Console(highlight=False)
-    console.print(f"{machine.name}, {machine.cores} cores, {format_bytes(machine.ram_bytes)} of RAM")
+    console.print(
+        f"{machine.name}, {machine.cores} cores, {format_bytes(machine.ram_bytes)} of RAM"
+    )
     rate = format_rate(machine.ram_read_rate) if machine.ram_read_rate else "not measured"
     console.print(f"memory, all cores reading:  [bold]{rate}[/]")
     if not results:

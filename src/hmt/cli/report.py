@@ -12,16 +12,9 @@ from hmt.base.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from hmt.engine import Bottleneck, Phase, RunSummary
 
-_BAR_CELLS = 24
+_BAR_CELLS = 16
+_SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
 _LINKS = {"disk": "the drive", "memory": "memory", "computation": "computation"}
-_PURPOSES = {
-    "resident": "weights that stay",
-    "slots": "weights that come and go",
-    "kv": "keys and values",
-    "activations": "activations",
-    "staging": "conversion",
-    "rows": "embedding rows",
-}
 
 
 def summary_view(summary: "RunSummary") -> RenderableType:
@@ -39,7 +32,9 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     table.add_row("time", _time(phase))
     if (limit := summary.bottleneck) is not None:
         table.add_row("limit", _limit(limit))
-    table.add_row("process", f"{format_bytes(summary.peak_rss_bytes)} at most, Python included")
+    table.add_row(
+        "process", f"{format_bytes(summary.peak_rss_bytes)} at its peak, Python and torch included"
+    )
     for note in summary.notes:
         table.add_row("note", note)
     return Group(Text(), table, Text(), Text(f"  {_moral(summary)}", style="italic"))
@@ -68,32 +63,27 @@ def _homes(summary: "RunSummary") -> Text:
     weights = summary.resident_bytes + summary.streamed_bytes
     return Text.assemble(
         _bar(summary.resident_bytes / weights if weights else 1.0, "green", "yellow"),
-        f"  {format_bytes(summary.resident_bytes)} live in memory, "
+        f"  {format_bytes(summary.resident_bytes)} in memory, "
         f"{format_bytes(summary.streamed_bytes)} on disk",
     )
 
 
 def _memory(summary: "RunSummary") -> Text:
     used = sum(summary.used_bytes.values())
-    parts = sorted(summary.used_bytes.items(), key=lambda part: -part[1])
-    largest = ", ".join(f"{format_bytes(n)} {_PURPOSES.get(p, p)}" for p, n in parts[:3] if n)
     return Text.assemble(
         _bar(used / summary.budget_bytes if summary.budget_bytes else 0.0, "green", "dim"),
-        f"  {format_bytes(used)} of {format_bytes(summary.budget_bytes)} used",
-        (f"  ({largest})" if largest else "", "dim"),
+        f"  {format_bytes(used)} used of {format_bytes(summary.budget_bytes)}",
     )
 
 
 def _traffic(phase: "Phase") -> str:
     tokens = phase.tokens or 1
     text = (
-        f"{format_bytes(phase.host_bytes / tokens)} read from memory, "
+        f"{format_bytes(phase.host_bytes / tokens)} from memory, "
         f"{format_bytes(phase.disk_bytes / tokens)} from disk"
     )
     hit_rate = phase.hit_rate
-    if hit_rate is not None:
-        text += f"; {hit_rate:.0%} of what lives on disk was there in time"
-    return text
+    return text if hit_rate is None else f"{text}; cache hits {hit_rate:.0%}"
 
 
 def _time(phase: "Phase") -> Text:
@@ -105,13 +95,14 @@ def _time(phase: "Phase") -> Text:
 
 
 def _limit(limit: "Bottleneck") -> str:
-    text = f"{_LINKS[limit.link]}, with {format_rate(limit.rate)}"
-    if limit.link == "computation":
-        text += " of weights going through it"
+    rate, ceiling = format_rate(limit.rate), format_rate(limit.ceiling)
     if limit.share is None:
-        return f"{text} (its ceiling is not known: run hmt probe)"
-    whose = "memory's" if limit.link == "computation" else "its"
-    return f"{text}: {limit.share:.0%} of {whose} measured {format_rate(limit.ceiling)}"
+        return f"{_LINKS[limit.link]}, at {rate} (run hmt probe to learn what it could give)"
+    if limit.share > _SURPRISE:
+        return f"{_LINKS[limit.link]}, at {rate}, above its measured {ceiling}: run hmt probe"
+    if limit.link == "computation":
+        return f"computation: memory gave {rate}, {limit.share:.0%} of its measured {ceiling}"
+    return f"{_LINKS[limit.link]}, at {rate}: {limit.share:.0%} of its measured {ceiling}"
 
 
 def _bar(share: float, full: str, rest: str) -> Text:

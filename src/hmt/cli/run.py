@@ -2,10 +2,11 @@
 
 import json as json_format
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -16,7 +17,7 @@ from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
-    from hmt.contracts.request import FinishReason, Request
+    from hmt.contracts.request import FinishReason, Request, TokenEvent
     from hmt.engine import LoadedModel
 
 _INTERRUPTED = 130  # as shells count: 128 + SIGINT
@@ -67,9 +68,7 @@ def run(
     no_summary: Annotated[
         bool, typer.Option("--no-summary", help="Do not say what it cost.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print answer and summary as JSON.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print answer and summary as JSON.")] = False,
 ) -> None:
     """Answer a prompt, or chat, and say what it cost."""
     path, prompt = choose(model, prompt)
@@ -168,9 +167,7 @@ def _one_turn(conversation: "Conversation", line: str) -> None:
     conversation.remember(line, answer.text)
 
 
-def _answer(
-    conversation: "Conversation", line: str, write: Callable[[str], None]
-) -> Answer:
+def _answer(conversation: "Conversation", line: str, write: Callable[[str], None]) -> Answer:
     """Stream the answer to `line`.  The first Ctrl-C stops it, the second is KeyboardInterrupt."""
     request = conversation.request(line)
     answer = Answer(prompt_tokens=len(request.input))
@@ -190,8 +187,8 @@ def _stream(
     key: StopKey,
     write: Callable[[str], None],
 ) -> None:
-    events = model.stream(request)
-    try:
+    events = cast("Generator[TokenEvent]", model.stream(request))
+    with closing(events):  # which cancels the request
         for event in events:
             answer.text += event.text
             answer.token_ids += (event.token_id,)
@@ -200,8 +197,6 @@ def _stream(
             key.patient = True
             if key.pressed:
                 return
-    finally:
-        events.close()
 
 
 def _write(text: str) -> None:

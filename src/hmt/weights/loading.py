@@ -15,6 +15,8 @@ from hmt.weights.layout import AlignedRead, BlockLayout, StagedParam, view_place
 
 Finished = Callable[[HMTError | None], None]
 
+_CHECKED_AT_ONCE = 1 << 18  # numbers; their f32 copy stays in the cache
+
 
 class BlockLoad:
     """One block on its way from disk into `slot`.
@@ -127,8 +129,12 @@ def _is_finite(weight: WeightTensor, part: torch.Tensor) -> bool:
         return not bool((part.view(torch.uint8) & 0x7F == 0x7F).any())
     if not part.is_floating_point():
         return True
-    # One pass without temporaries: a sum is finite unless some number is not, or it overflows.
-    return math.isfinite(part.sum(dtype=torch.float32)) or bool(torch.isfinite(part).all())
+    # A sum is finite unless some number is not, or it overflows.  In pieces, because torch makes an
+    # f32 copy of what it sums, and eight disk workers do this at once.
+    return all(
+        math.isfinite(piece.sum(dtype=torch.float32)) or bool(torch.isfinite(piece).all())
+        for piece in part.flatten().split(_CHECKED_AT_ONCE)
+    )
 
 
 def _disk_read(read: AlignedRead, buffer: HostBuffer) -> DiskRead:

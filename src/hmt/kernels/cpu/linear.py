@@ -16,10 +16,9 @@ from hmt.kernels import reference
 _MOST_INT8_COLUMNS = (1 << 31) // (127 * 128)
 _INT4_GROUPS = (32, 64, 128)
 _CODES = {
-    Encoding.BF16: 0,
-    Encoding.FP8_BLOCK: 1,
-    Encoding.INT8_CHANNEL: 2,
-    Encoding.INT4_GROUP: 3,
+    Encoding.FP8_BLOCK: 0,
+    Encoding.INT8_CHANNEL: 1,
+    Encoding.INT4_GROUP: 2,
 }
 
 
@@ -29,7 +28,7 @@ def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) 
         return reference.linear(x, w, bias)
     if w.activations is Activations.INT8_TOKEN:
         return _linear_int8_tokens(native, x, w, bias)
-    if w.encoding in _CODES and x.shape[0] <= _most_tokens(x, w):
+    if x.shape[0] <= _most_tokens(x, w):
         return _linear_float(native, x, w, bias)
     if w.encoding.is_float:
         return reference.linear(x, w, bias)
@@ -79,14 +78,19 @@ def _linear_int8_tokens(
 def _linear_float(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) -> Tensor:
     values = x.float().contiguous()
     out = torch.empty(x.shape[0], w.shape[0])
-    native.linear_float(
-        values.data_ptr(), x.shape[0], *_encoded(w), w.shape[0], out.data_ptr()
-    )
+    given = (values.data_ptr(), x.shape[0])
+    if w.encoding is Encoding.BF16:
+        native.linear_bf16(*given, w.data.data_ptr(), *w.shape, out.data_ptr())
+    else:
+        native.linear_float(*given, *_encoded(w), w.shape[0], out.data_ptr())
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
 def _most_tokens(x: Tensor, w: WeightTensor) -> int:
-    return 8
+    """The number of tokens up to which the extension is faster than torch."""
+    if w.data.dtype == x.dtype == torch.bfloat16:
+        return 1
+    return 8 if w.encoding in _CODES or w.encoding is Encoding.BF16 else 0
 
 
 def _encoded(w: WeightTensor) -> tuple[int, int, int, int, int, int]:

@@ -1,0 +1,26 @@
+"""The machine and the software that a measurement was made with, for the files of benchmarks."""
+
+import platform
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+import hmt
+from hmt.contracts.plan import Machine
+from hmt.kernels.cpu import extension
+
+
+def describe(machine: Machine) -> dict[str, Any]:
+    """What tells two files of results apart: machine, rates, versions, kernels, date."""
+    return {
+        **asdict(machine),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "kernels": "reference" if extension.load() is None else "native",
+        "hmt": hmt.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,117 @@
+"""`hmt eval`: how much a model still knows, in the encoding and the memory it is given."""
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hmt.base.errors import ConfigError
+from hmt.cli.console import notes
+from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
+
+if TYPE_CHECKING:
+    from hmt.bench.quality import Quality, Score
+    from hmt.engine import LoadedModel
+
+_DEFAULT_SEQUENCES = 4
+_SEQUENCES = {2048: 8, 8192: 4, 32768: 2}  # as many as the published scores counted
+
+
+@expand
+def evaluate(
+    engine: EngineOptions,
+    model: ModelArgument = None,
+    tasks: Annotated[int, typer.Option(help="Short tasks; 0 leaves them out.")] = 200,
+    retrieval: Annotated[
+        str, typer.Option(help="Lengths of retrieval sequences; an empty text leaves them out.")
+    ] = "2048,8192",
+    windows: Annotated[
+        int | None,
+        typer.Option(help="Windows of 2048 tokens for the perplexity; all of the text's."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Held-out text; when left out, the one in HMT's repository."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the scores to.")] = None,
+) -> None:
+    """Measure a model with tasks that have one right answer, beside its published scores."""
+    path, lengths = choose_model(model), _lengths(retrieval)
+    held_out = _held_out(text)
+    arguments = engine.arguments()
+    arguments.setdefault("context", max([2048, *lengths]))
+    with notes().status("loading") as status:
+        from hmt.bench.quality import Extent, Quality, evaluate
+        from hmt.engine import Engine
+
+        def progress(part: str, so_far: "Score") -> None:
+            status.update(f"{part}: {so_far}")
+
+        with Engine(**arguments) as made:
+            loaded = made.load_model(path)
+            status.update("measuring")
+            measured = evaluate(
+                loaded, loaded.tokenizer.encode, held_out, Extent(tasks, lengths, windows), progress
+            )
+            content = _as_json(measured, loaded, arguments)
+    file = path / "quality.json"
+    _print(measured, Quality.read(file) if file.is_file() else None)
+    if json is not None:
+        json.write_text(json_format.dumps(content, indent=1) + "\n")
+
+
+def _lengths(text: str) -> dict[int, int]:
+    """Sequences to measure by length."""
+    try:
+        lengths = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(
+            f"--retrieval {text}: give lengths in tokens, such as 2048,8192"
+        ) from None
+    return {length: _SEQUENCES.get(length, _DEFAULT_SEQUENCES) for length in lengths}
+
+
+def _held_out(text: Path | None) -> str:
+    file = text or Path(__file__).parents[3] / "assets" / "text" / "valid.txt"
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the held-out text {file} cannot be read ({error.strerror}): give one with --text"
+        ) from error
+
+
+def _as_json(
+    measured: "Quality", model: "LoadedModel", arguments: dict[str, Any]
+) -> dict[str, Any]:
+    from hmt.bench.environment import describe
+
+    options = {name: str(value) for name, value in arguments.items()}
+    machine = describe(model.prepared.machine)
+    return measured.as_json() | {"options": options, "measured_on": machine}
+
+
+def _print(measured: "Quality", published: "Quality | None") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2))
+    table.add_column("")
+    table.add_column("measured", justify="right")
+    if published is not None:
+        table.add_column("published", justify="right")
+    ours, theirs = _cells(measured), _cells(published) if published is not None else {}
+    for name, value in ours.items():
+        table.add_row(name, value, theirs.get(name, "-"))
+    Console(highlight=False).print(table)
+
+
+def _cells(quality: "Quality") -> dict[str, str]:
+    cells = {}
+    if quality.tasks is not None:
+        cells["tasks"] = str(quality.tasks)
+    cells |= {f"retrieval {n}": str(score) for n, score in quality.retrieval.items()}
+    if quality.perplexity is not None:
+        cells["perplexity"] = f"{quality.perplexity:.2f}"
+    return cells
