@@ -98,12 +98,7 @@ def allocate(
         for purpose in ("resident", "slots", "staging", "rows", "kv")
     }
     ledger.open(Tier.HOST, "activations", plan.reserved["activations"])
-    queue = TransferQueue(
-        open_reader(config.disk_reader),
-        tracer,
-        threads=config.disk_threads,
-        chunk_bytes=config.disk_chunk_bytes,
-    )
+    queue = _transfer_queue(config, tracer)
     streamed = [layout for b, layout in prepared.layouts.items() if plan.homes[b] is Tier.DISK]
     spill = None
     if config.disk_path is not None and any(layout.staged for layout in streamed):
@@ -129,6 +124,25 @@ def allocate(
         memory.close()
         raise
     return memory
+
+
+def _transfer_queue(config: EngineConfig, tracer: Tracer) -> TransferQueue:
+    """Disk workers, each computing (checks, conversions) on its own thread alone.
+
+    Torch gives every thread that computes a team of OpenMP threads as large as the machine: eight
+    workers on 64 cores would be 512 threads beside those of the step that they are to help.
+    """
+    threads = torch.get_num_threads()
+    queue = TransferQueue(
+        open_reader(config.disk_reader),
+        tracer,
+        threads=config.disk_threads,
+        chunk_bytes=config.disk_chunk_bytes,
+        worker_starts=lambda: torch.set_num_threads(1),
+    )
+    # The setting is kept per thread and, as the default of new threads, once for all.
+    torch.set_num_threads(threads)
+    return queue
 
 
 def _dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:

@@ -78,7 +78,9 @@ class TransferQueue:
         *,
         threads: int = 8,
         chunk_bytes: int = 2 * MIB,
+        worker_starts: Callable[[], None] = lambda: None,
     ) -> None:
+        """`worker_starts` is called once on every worker, before this returns."""
         self._reader = reader
         self._tracer = tracer
         self._chunk_bytes = chunk_bytes
@@ -87,12 +89,19 @@ class TransferQueue:
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._closed = False
+        started = threading.Barrier(threads + 1)
+
+        def work() -> None:
+            worker_starts()
+            started.wait()
+            self._work()
+
         self._threads = [
-            threading.Thread(target=self._work, name=f"hmt-disk-{i}", daemon=True)
-            for i in range(threads)
+            threading.Thread(target=work, name=f"hmt-disk-{i}", daemon=True) for i in range(threads)
         ]
         for thread in self._threads:
             thread.start()
+        started.wait()
 
     def submit(self, reads: Sequence[DiskRead], priority: Priority, done: Done) -> Ticket:
         """Queue `reads`; `done(error or None)` is called once, on a worker, when all have ended.
