@@ -32,10 +32,11 @@ def demands(draw: st.DrawFn) -> Demand:
     for chunk in range(draw(st.integers(1, 4))):
         blocks.append(BlockSize(BlockId(TRUNK, BlockKind.HEAD, chunk), head, head))
     spec = ModelSpec(
-        "Test", layers, 64, 1000, 4096, (), (), draw(st.integers(1, 5000)), min(experts, 4)
+        "Test", layers, 64, 1000, 4096, (), (), draw(st.integers(1, 5000)), 4, min(experts, 4)
     )
     staging = draw(st.sampled_from([0, 4096 * 30]))
-    return Demand(spec, tuple(blocks), staging, 8192, draw(st.integers(1, 3000)))
+    kv = draw(st.integers(1, 3000))
+    return Demand(spec, tuple(blocks), staging, 8192, kv, kv // layers, 1 << 16)
 
 
 def options(host_bytes: int) -> PlanOptions:

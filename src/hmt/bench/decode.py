@@ -34,8 +34,8 @@ class Case:
 
 CASES = (
     Case("resident", 1.5, "overlapped"),  # the rest is room for KV and activations
-    Case("quarter, plain", 0.25, "plain"),
-    Case("quarter, overlapped", 0.25, "overlapped"),
+    Case("quarter plain", 0.25, "plain"),
+    Case("quarter overlapped", 0.25, "overlapped"),
 )
 
 

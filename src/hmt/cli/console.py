@@ -4,7 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from hmt.base.units import format_bytes, format_rate
 
 Report = Callable[[int, int], None]
 
@@ -12,6 +15,17 @@ Report = Callable[[int, int], None]
 def notes() -> Console:
     """The console for people who watch."""
     return Console(stderr=True, highlight=False)
+
+
+class _Amount(ProgressColumn):
+    """How much, and how fast; nothing while the total is not known."""
+
+    def render(self, task: Task) -> Text:
+        """See ProgressColumn."""
+        if task.total is None:
+            return Text()
+        speed = f"  {format_rate(task.speed)}" if task.speed else ""
+        return Text(f"{format_bytes(task.completed)} of {format_bytes(task.total)}{speed}")
 
 
 @contextmanager
@@ -24,8 +38,7 @@ def loading(what: str) -> Iterator[Report]:
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        _Amount(),
         console=console,
         transient=True,
         disable=not console.is_terminal,

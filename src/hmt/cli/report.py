@@ -107,7 +107,7 @@ def _limit(limit: "Bottleneck") -> str:
 
 def _bar(share: float, full: str, rest: str) -> Text:
     cells = round(min(1.0, max(0.0, share)) * _BAR_CELLS)
-    return Text.assemble(("━" * cells, full), ("━" * (_BAR_CELLS - cells), rest))
+    return Text.assemble(("█" * cells, full), ("░" * (_BAR_CELLS - cells), rest))
 
 
 def _moral(summary: "RunSummary") -> str:

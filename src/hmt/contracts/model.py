@@ -44,6 +44,7 @@ class ModelSpec:
     """A model's sizes.  Pure data, derived from the configuration alone.
 
     activation_width    numbers that are alive per token at the widest point of a layer
+    attention_heads     query heads of a layer, each with scores for every position
     experts_per_token   routed experts that one token reads in each layer that has experts
     """
 
@@ -55,6 +56,7 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     kv: tuple[KVLayer, ...]
     activation_width: int
+    attention_heads: int = 1
     experts_per_token: int = 0
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
 

@@ -16,6 +16,7 @@ from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.machine import machine_for
 from hmt.formats import open_checkpoint
+from hmt.kernels import ops
 from hmt.kvcache import PAGE_TOKENS, PagedKV, page_bytes
 from hmt.memory import HostPool, Ledger, TransferQueue, open_reader
 from hmt.models import open_model
@@ -176,4 +177,6 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout]) -> Demand:
         staging_bytes=max(layout.staging_bytes for layout in layouts.values()),
         row_bytes=max((row_span_bytes(table.param) for table in tables), default=0),
         kv_token_bytes=page_bytes(model.spec.kv, model.dtype) // PAGE_TOKENS,
+        kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
+        score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
     )

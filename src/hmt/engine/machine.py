@@ -120,7 +120,7 @@ def _cores() -> int:
 
 def _measure_ram(*, quick: bool) -> float:
     """The rate at which all cores together read memory that no cache holds; 0 when unknown."""
-    wanted = 4 * cache_bytes()
+    wanted = (4 if quick else 8) * cache_bytes()
     most = min(_QUICK_BUFFER_BYTES if quick else _FULL_BUFFER_BYTES, available_host_bytes() // 4)
     if most < cache_bytes():
         return 0.0  # a smaller buffer would show the rate of the cache

@@ -1,7 +1,7 @@
 """The operations that layers are made of, each on the fastest kernel that this machine has.
 
 Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each operation is
-described.  `hmt.kernels.cpu.linear` says where the compiled kernels round differently.
+described.  `hmt.kernels.cpu.matmul` says where the compiled kernels round differently.
 """
 
 from types import ModuleType
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
-from hmt.kernels.cpu import extension
-from hmt.kernels.cpu import linear as compiled
+from hmt.kernels.cpu import extension, matmul
 from hmt.kernels.reference import (
+    ATTENTION_WORKSPACE_BYTES,
     attention,
     attention_output,
     gated,
@@ -23,6 +23,7 @@ from hmt.kernels.reference import (
 )
 
 __all__ = [
+    "ATTENTION_WORKSPACE_BYTES",
     "attention",
     "attention_output",
     "dequantize",
@@ -40,7 +41,7 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     native = _native_for(x)
     if native is None:
         return reference.linear(x, w, bias)
-    return compiled.linear(native, x, w, bias)
+    return matmul.linear(native, x, w, bias)
 
 
 def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
@@ -48,7 +49,7 @@ def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -
     native = _native_for(w.data)
     if native is None:
         return reference.dequantize(w, dtype, rows)
-    return compiled.dequantize(native, w, dtype, rows)
+    return matmul.dequantize(native, w, dtype, rows)
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     native = _native_for(x)
     if native is None:
         return reference.quantize_activations(x)
-    return compiled.quantize_activations(native, x)
+    return matmul.quantize_activations(native, x)
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:

@@ -42,7 +42,7 @@ class LatentAttention:
     value_dim: int
     rotary: Rotary
     scale: float
-    interleaved: bool = True
+    interleaved: bool  # pairs of numbers that turn together lie side by side
     bias: bool = False  # of q_a_proj, kv_a_proj_with_mqa and o_proj
     norm_eps: float = 1e-6
 

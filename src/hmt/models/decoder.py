@@ -57,6 +57,7 @@ class Decoder(ABC):
             ),
             kv=tuple(kv),
             activation_width=activation_width,
+            attention_heads=config.num_attention_heads,
             experts_per_token=experts_per_token,
             ignored=ignored,
         )

@@ -30,7 +30,7 @@ class Gemma3(Decoder):
                 config,
                 turned_by[kind],
                 window=window,
-                scale=head_dim(config)**-0.5,
+                scale=config.query_pre_attn_scalar**-0.5,
                 softcap=config.attn_logit_softcapping or 0.0,
                 bias=config.attention_bias,
                 output_bias=config.attention_bias,

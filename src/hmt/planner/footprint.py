@@ -20,6 +20,8 @@ class Demand:
     staging_bytes   buffer for converting the largest parameter on load; 0 without conversion
     row_bytes       buffer for looking up one row of a table on disk
     kv_token_bytes  KV of one position over all layers
+    kv_layer_bytes  KV of one position in the layer that keeps most
+    score_bytes     the most that attention scores take at once
     """
 
     spec: ModelSpec
@@ -27,6 +29,8 @@ class Demand:
     staging_bytes: int
     row_bytes: int
     kv_token_bytes: int
+    kv_layer_bytes: int = 0
+    score_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -49,10 +53,16 @@ def default_chunk(demand: Demand) -> int:
     return max(_CHUNK_LIMITS[0], min(_CHUNK_LIMITS[1], chunk))
 
 
-def activation_bytes(spec: ModelSpec, chunk: int) -> int:
-    """Activations of one step of `chunk` tokens, and the logits of a small batch, in fp32."""
-    rows_of_logits = 4
-    return 4 * (chunk * spec.activation_width + rows_of_logits * spec.vocab_size)
+def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
+    """What one step of `chunk` tokens takes beside weights and KV, in fp32.
+
+    The activations, the logits of a small batch, and for one layer at a time the scores and the
+    rows of KV that were gathered from their pages.
+    """
+    spec, rows_of_logits = demand.spec, 4
+    numbers = chunk * spec.activation_width + rows_of_logits * spec.vocab_size
+    scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
+    return 4 * numbers + scores + context * demand.kv_layer_bytes
 
 
 def kv_bytes(demand: Demand, tokens: int) -> int:

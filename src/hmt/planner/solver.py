@@ -93,7 +93,7 @@ def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]
     rows = max(1, min(_MOST_ROWS, spare // 16 // max(1, row)))
     context = _context(demand, options, spare // 4)
     return {
-        "activations": activation_bytes(demand.spec, _chunk(demand, options)),
+        "activations": activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
         "rows": rows * row,
         "kv": round_up(kv_bytes(demand, context), _MEMORY_PAGE_BYTES),
@@ -113,9 +113,15 @@ def _context(demand: Demand, options: PlanOptions, affordable_bytes: int) -> int
                 f"{demand.spec.architecture} was made for 1 to {longest}"
             )
         return options.context
-    affordable = affordable_bytes // max(1, demand.kv_token_bytes)
+    affordable = affordable_bytes // max(1, _context_token_bytes(demand, options))
     wanted = _SMALLEST_CONTEXT + min(_LARGEST_DEFAULT_CONTEXT - _SMALLEST_CONTEXT, affordable)
     return min(longest, round_down(wanted, _PAGE_TOKENS))
+
+
+def _context_token_bytes(demand: Demand, options: PlanOptions) -> int:
+    """What one more position costs: its KV, and its part of the attention's workspace."""
+    scores = 4 * demand.spec.attention_heads * _chunk(demand, options)
+    return demand.kv_token_bytes + demand.kv_layer_bytes + scores
 
 
 def _streamable(demand: Demand) -> list[BlockSize]:

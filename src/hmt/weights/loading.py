@@ -133,7 +133,7 @@ def _is_finite(weight: WeightTensor, part: torch.Tensor) -> bool:
     # f32 copy of what it sums, and eight disk workers do this at once.
     return all(
         math.isfinite(piece.sum(dtype=torch.float32)) or bool(torch.isfinite(piece).all())
-        for piece in part.flatten().split(_CHECKED_AT_ONCE)
+        for piece in torch.split(part.flatten(), _CHECKED_AT_ONCE)
     )
 
 

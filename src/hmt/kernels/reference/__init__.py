@@ -1,8 +1,13 @@
 """Every operation in plain torch, on any device: what the other kernels are tested against."""
 
-from hmt.kernels.reference.attention import attention, attention_output, merge_attention
+from hmt.kernels.reference.attend import (
+    ATTENTION_WORKSPACE_BYTES,
+    attention,
+    attention_output,
+    merge_attention,
+)
 from hmt.kernels.reference.elementwise import gated, rms_norm, rope
-from hmt.kernels.reference.linear import (
+from hmt.kernels.reference.matmul import (
     dequantize,
     linear,
     linear_by_chunks,
@@ -10,6 +15,7 @@ from hmt.kernels.reference.linear import (
 )
 
 __all__ = [
+    "ATTENTION_WORKSPACE_BYTES",
     "attention",
     "attention_output",
     "dequantize",

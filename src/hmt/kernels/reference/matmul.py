@@ -95,15 +95,16 @@ def linear_int8_tokens(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -
     assert w.scales is not None
     codes, token_scales = quantize_activations(x)
     group = w.group_size or w.shape[1]
+    groups = w.shape[1] // group
     # Sums up to 2^24 are exact in f32; an int8 row of more than 1032 inputs can pass that.
     exact = torch.float32 if group * 127 * 128 <= 1 << 24 else torch.float64
-    activations = codes.view(len(codes), -1, group).transpose(0, 1).to(exact)
-    lanes = min(LANES, len(activations))
+    activations = codes.view(len(codes), groups, group).transpose(0, 1).to(exact)
+    lanes = min(LANES, groups)
     out = x.new_empty(x.shape[0], w.shape[0])
     for rows in _row_chunks(w, 4 * max(w.shape[1], lanes * len(codes))):
         data = unpack_int4(w.data[rows]) if w.encoding is Encoding.INT4_GROUP else w.data[rows]
-        weights = data.view(len(data), -1, group).permute(1, 2, 0).to(exact)
-        scales = w.scales[rows].view(len(data), -1).T  # [groups, rows]
+        weights = data.view(len(data), groups, group).permute(1, 2, 0).to(exact)
+        scales = w.scales[rows].view(len(data), groups).T  # [groups, rows]
         sums = _sum_groups(activations, weights, scales).mul_(token_scales[:, None])
         out[:, rows] = sums if bias is None else sums.add_(bias[rows])
     return out

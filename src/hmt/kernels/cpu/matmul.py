@@ -95,7 +95,7 @@ def _most_tokens(x: Tensor, w: WeightTensor) -> int:
 
 def _encoded(w: WeightTensor) -> tuple[int, int, int, int, int, int]:
     """What the extension needs to know of a weight: `Encoded` in csrc/kernels.h."""
-    rows, columns = w.shape
+    columns = w.shape[1]
     match w.encoding:
         case Encoding.FP8_BLOCK:
             tile = w.tile

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from hmt.base.units import MIB
 
-_WORK_BYTES = 64 * MIB  # scores or masks that are alive at once
+ATTENTION_WORKSPACE_BYTES = 64 * MIB  # scores or masks that are alive at once
 _KEY_BLOCK = 4096  # positions whose keys or values are alive in f32 at once
 
 
@@ -97,9 +97,9 @@ def _chunks(
 ) -> Iterator[tuple[slice, slice]]:
     """Ranges of queries, each with the range of positions that it sees.
 
-    A range is as long as `pair_bytes` for each query and position fit into _WORK_BYTES.
+    A range is as long as `pair_bytes` for each query and position fit into ATTENTION_WORKSPACE_BYTES.
     """
-    step = max(1, _WORK_BYTES // max(1, pair_bytes * context))
+    step = max(1, ATTENTION_WORKSPACE_BYTES // max(1, pair_bytes * context))
     for first in range(0, queries, step):
         last = min(first + step, queries) - 1
         stop = min(start + last + 1, context)

@@ -1,0 +1,95 @@
+"""Norm, rotary embedding and gated activation against transformers' own modules."""
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial_rope
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from hmt.base.errors import ConfigError
+from hmt.kernels import ops
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@DTYPES
+@pytest.mark.parametrize(("module", "offset"), [(LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])
+def test_rms_norm_equals_transformers(dtype, module, offset):
+    norm = module(48, eps=1e-5).to(dtype)
+    norm.weight.data = random(48).to(dtype)
+    x = (random(7, 48, seed=1) * 30).to(dtype)
+    found = ops.rms_norm(x, norm.weight.data, 1e-5, offset=offset)
+    assert torch.equal(found, norm(x))
+
+
+def test_rms_norm_works_per_head_and_keeps_the_dtype_of_x():
+    x = random(5, 4, 16).bfloat16()
+    found = ops.rms_norm(x, torch.ones(16), 1e-6)
+    assert found.shape == x.shape and found.dtype == torch.bfloat16
+    mean_square = found.float().pow(2).mean(-1)
+    torch.testing.assert_close(mean_square, torch.ones(5, 4), atol=0.02, rtol=0)
+
+
+def angles(tokens: int, rot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    half = torch.arange(tokens)[:, None] * 10 ** -torch.linspace(0, 3, rot // 2)
+    both = torch.cat((half, half), dim=-1)
+    return both.cos(), both.sin()
+
+
+def as_transformers(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)[None]  # [1, heads, tokens, dim]
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("theirs", "rot", "interleaved"),
+    [
+        (apply_rotary_pos_emb, 32, False),
+        (partial_rope, 8, False),
+        (apply_rotary_pos_emb_interleave, 32, True),
+    ],
+    ids=["llama", "glm4, partial", "deepseek, interleaved"],
+)
+def test_rope_equals_transformers(dtype, theirs, rot, interleaved):
+    q, k = random(6, 4, 32).to(dtype), random(6, 2, 32, seed=1).to(dtype)
+    cos, sin = angles(6, rot)
+    expected = theirs(
+        as_transformers(q), as_transformers(k), cos.to(dtype)[None], sin.to(dtype)[None]
+    )
+    for x, other in zip((q, k), expected, strict=True):
+        found = ops.rope(x, cos, sin, interleaved=interleaved)
+        assert found.dtype == dtype
+        assert torch.equal(as_transformers(found), other)
+
+
+def test_interleaved_rope_rotates_the_first_numbers_and_passes_the_rest():
+    x = random(3, 2, 24)
+    cos, sin = angles(3, 16)
+    found = ops.rope(x, cos, sin, interleaved=True)
+    assert torch.equal(found[..., 16:], x[..., 16:])
+    torch.testing.assert_close(found.norm(dim=-1), x.norm(dim=-1))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("silu", functional.silu),
+        ("gelu", functional.gelu),
+        ("gelu_tanh", lambda x: functional.gelu(x, approximate="tanh")),
+    ],
+)
+def test_gated(dtype, name, function):
+    gate, up = random(4, 16).to(dtype), random(4, 16, seed=1).to(dtype)
+    assert torch.equal(ops.gated(gate, up, name), function(gate) * up)
+
+
+def test_an_unknown_activation_is_an_error():
+    with pytest.raises(ConfigError, match="'relu' is unknown; HMT has silu, gelu, gelu_tanh"):
+        ops.gated(torch.ones(1, 1), torch.ones(1, 1), "relu")
