@@ -46,7 +46,7 @@ def _rope(parameters: dict[str, Any], theta: float = 5000.0) -> dict[str, Any]:
 
 
 def _dense(rng: random.Random, **given: Any) -> dict[str, Any]:
-    """Sizes that most families share; a multiple of 2 per head, an odd number of heads per group."""
+    """Sizes that most families share; an odd number of query heads per key-value head."""
     kv_heads = rng.choice([1, 2])
     heads = kv_heads * rng.choice([1, 3, 5])
     dim = rng.choice([6, 10, 12])
@@ -86,9 +86,7 @@ def _qwen2(rng: random.Random) -> Iterator[dict[str, Any]]:
 
 def _qwen3(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _dense(rng, head_dim=10, tie_word_embeddings=True)
-    yield _dense(
-        rng, head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=2
-    )
+    yield _dense(rng, head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=2)
     yield _dense(rng, head_dim=12, attention_bias=True, **_rope(YARN))
 
 
@@ -145,7 +143,12 @@ def _qwen3_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
         sliding_window=5,
     )
     yield _dense(
-        rng, **sparse, num_experts_per_tok=2, mlp_only_layers=[1], norm_topk_prob=True, **_rope(YARN)
+        rng,
+        **sparse,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        **_rope(YARN),
     )
 
 

@@ -27,7 +27,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=cases(), ids=lambda case: case.name)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     torch.set_num_threads(1)
     case: Case = request.param
     reference = random_reference(case.config, case.seed)

@@ -81,27 +81,17 @@ def _print(content: dict[str, Any]) -> None:
         f"{format_rate(machine['ram_read_rate'])}, drive {format_rate(machine['disk_read_rate'])}"
     )
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    for name in (
-        "",
-        "budget",
-        "tokens/s",
-        "memory/token",
-        "disk/token",
-        "waiting",
-        "rate",
-        "share",
-    ):
-        table.add_column(name, justify="right" if name else "left")
+    for name in ("case", "tokens/s", "from RAM", "from disk", "waiting", "rate", "share"):
+        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     for result in content["results"]:
         share = result["share"]
         table.add_row(
             result["case"],
-            format_bytes(result["budget_bytes"]),
             f"{result['tokens_per_s']:.2f}",
             format_bytes(result["host_bytes_per_token"]),
             format_bytes(result["disk_bytes_per_token"]),
             f"{result['waiting_share']:.0%}",
-            f"{result['link']} {format_rate(result['rate'])}",
-            "-" if share is None else f"{share:.0%}",
+            format_rate(result["rate"]),
+            "-" if share is None else f"{share:.0%} of {result['link']}",
         )
     Console(highlight=False).print(table)

@@ -120,14 +120,18 @@ def _cores() -> int:
 
 def _measure_ram(*, quick: bool) -> float:
     """The rate at which all cores together read memory that no cache holds; 0 when unknown."""
-    wanted = (4 if quick else 8) * cache_bytes()
-    most = min(_QUICK_BUFFER_BYTES if quick else _FULL_BUFFER_BYTES, available_host_bytes() // 4)
-    if most < cache_bytes():
-        return 0.0  # a smaller buffer would show the rate of the cache
-    buffer_bytes = round_down(min(wanted, most), PAGE_BYTES)
+    # Caches keep a part of what is read again and again: with a buffer of four times their size
+    # the rate came out 10 to 30% too high, with eight times it agreed with much larger ones.
+    caches, available = cache_bytes(), available_host_bytes()
+    if quick:
+        most = min(4 * caches, _QUICK_BUFFER_BYTES, available // 8)
+    else:
+        most = min(8 * caches, _FULL_BUFFER_BYTES, available // 4)
+    if most < caches:
+        return 0.0  # the rate of the cache would be all that shows
     read, restore = _reader()
     try:
-        return ram_read_rate(read, buffer_bytes, _QUICK_S if quick else _FULL_S)
+        return ram_read_rate(read, round_down(most, PAGE_BYTES), _QUICK_S if quick else _FULL_S)
     except OSError:
         return 0.0
     finally:

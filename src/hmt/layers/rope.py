@@ -19,7 +19,8 @@ class Rotary:
     The variants agree with transformers' of the same name.  Frequencies of "dynamic" and "longrope"
     depend on how long a sequence is.  transformers takes the longest sequence of the batch; here
     each run counts for itself, by the positions that exist once it has been appended, so what runs
-    beside it never changes a result.  Keys stay as they were rotated when they were appended.
+    beside it never changes a result.  Keys stay as they were rotated when they were appended, so a
+    sequence that crosses the limit after its first step holds keys of both kinds.
     """
 
     def __init__(self, head_dim: int, parameters: Parameters, max_positions: int) -> None:
@@ -40,12 +41,13 @@ class Rotary:
                 f"rope_type {self._type!r} is not supported; HMT has {', '.join(_FREQUENCIES)}"
             ) from None
         self.attention_scaling = _attention_scaling(self._type, parameters, max_positions)
-        self._fixed = None if self._varies else self.frequencies(0)
+        frequencies = self.frequencies(max_positions)
+        self._fixed = None if self._type in ("dynamic", "longrope") else frequencies
         self._last: tuple[Step, Tensor, Tensor] | None = None
 
     def frequencies(self, context: int) -> Tensor:
         """Radians per position for a sequence of `context` positions: f32 [dim / 2]."""
-        return self._compute(self._parameters, self._dim, max(context, 1), self._max_positions)
+        return self._compute(self._parameters, self._dim, context, self._max_positions)
 
     def cos_sin(self, step: Step) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the step's positions: f32 [tokens, dim], each angle twice.
@@ -58,10 +60,6 @@ class Rotary:
             scaling = self.attention_scaling
             self._last = (step, angles.cos() * scaling, angles.sin() * scaling)
         return self._last[1:]
-
-    @property
-    def _varies(self) -> bool:
-        return self._type in ("dynamic", "longrope")
 
     def _step_frequencies(self, step: Step) -> Tensor:
         """f32 [dim / 2], or [tokens, dim / 2] where they depend on the run."""

@@ -18,8 +18,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _COUNTS = (
-    "head_dim",
     "hidden_size",
+    "head_dim",
     "intermediate_size",
     "kv_lora_rank",
     "max_position_embeddings",
