@@ -18,7 +18,8 @@ HMT_CLONES uint64_t sum_range(const uint64_t* words, size_t begin, size_t end) {
 uint64_t sum_words(const uint64_t* words, size_t count) {
   constexpr size_t kGrainWords = size_t{128} << 10;  // 1 MiB
   std::atomic<uint64_t> total{0};
-  ThreadPool::instance().run(count, kGrainWords, [&](size_t begin, size_t end) {
+  ThreadPool& pool = ThreadPool::instance();
+  share(count, kGrainWords, pool.threads(), [&](size_t begin, size_t end) {
     total.fetch_add(sum_range(words, begin, end), std::memory_order_relaxed);
   });
   return total.load();

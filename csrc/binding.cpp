@@ -42,41 +42,41 @@ NB_MODULE(_native, m) {
   m.def(
       "linear_int8",
       [](Address x, size_t tokens, Address weights, Address scales, size_t rows, size_t columns,
-         Address out) {
+         Address out, size_t threads) {
         hmt::linear_int8(at<const float>(x), tokens, at<const int8_t>(weights),
-                         at<const float>(scales), rows, columns, at<float>(out));
+                         at<const float>(scales), rows, columns, at<float>(out), threads);
       },
       Unlocked());
   m.def(
       "linear_int4",
       [](Address x, size_t tokens, Address weights, Address scales, size_t rows, size_t columns,
-         size_t group, Address out) {
+         size_t group, Address out, size_t threads) {
         hmt::linear_int4(at<const float>(x), tokens, at<const uint8_t>(weights),
-                         at<const float>(scales), rows, columns, group, at<float>(out));
+                         at<const float>(scales), rows, columns, group, at<float>(out), threads);
       },
       Unlocked());
   m.def(
       "linear_float",
       [](Address x, size_t tokens, int code, Address data, Address scales, size_t columns,
-         size_t tile_rows, size_t tile_columns, size_t rows, Address out) {
+         size_t tile_rows, size_t tile_columns, size_t rows, Address out, size_t threads) {
         hmt::linear_float(at<const float>(x), tokens,
                           encoded(code, data, scales, columns, tile_rows, tile_columns), rows,
-                          at<float>(out));
+                          at<float>(out), threads);
       },
       Unlocked());
   m.def(
       "linear_bf16",
-      [](Address x, size_t tokens, Address weights, size_t rows, size_t columns, Address out) {
+      [](Address x, size_t tokens, Address weights, size_t rows, size_t columns, Address out, size_t threads) {
         hmt::linear_bf16(at<const float>(x), tokens, at<const uint16_t>(weights), rows, columns,
-                         at<float>(out));
+                         at<float>(out), threads);
       },
       Unlocked());
   m.def(
       "dequantize",
       [](int code, Address data, Address scales, size_t columns, size_t tile_rows,
-         size_t tile_columns, size_t first, size_t rows, Address out) {
+         size_t tile_columns, size_t first, size_t rows, Address out, size_t threads) {
         hmt::dequantize(encoded(code, data, scales, columns, tile_rows, tile_columns), first, rows,
-                        at<float>(out));
+                        at<float>(out), threads);
       },
       Unlocked());
   m.def(

@@ -103,18 +103,19 @@ size_t row_grain(size_t columns, size_t tokens) {
 
 }  // namespace
 
-void dequantize(const Encoded& weights, size_t first, size_t rows, float* out) {
+void dequantize(const Encoded& weights, size_t first, size_t rows, float* out, size_t threads) {
   const size_t columns = weights.columns;
-  ThreadPool::instance().run(rows, row_grain(columns, 0), [&](size_t begin, size_t end) {
+  share(rows, row_grain(columns, 0), threads, [&](size_t begin, size_t end) {
     for (size_t row = begin; row < end; ++row) {
       decode_row(weights, first + row, out + row * columns);
     }
   });
 }
 
-void linear_float(const float* x, size_t tokens, const Encoded& weights, size_t rows, float* out) {
+void linear_float(const float* x, size_t tokens, const Encoded& weights, size_t rows, float* out,
+                  size_t threads) {
   const size_t columns = weights.columns;
-  ThreadPool::instance().run(rows, row_grain(columns, tokens), [&](size_t begin, size_t end) {
+  share(rows, row_grain(columns, tokens), threads, [&](size_t begin, size_t end) {
     AlignedArray<float> numbers(columns);
     for (size_t row = begin; row < end; ++row) {
       decode_row(weights, row, numbers.data());
@@ -126,8 +127,8 @@ void linear_float(const float* x, size_t tokens, const Encoded& weights, size_t 
 }
 
 void linear_bf16(const float* x, size_t tokens, const uint16_t* weights, size_t rows,
-                 size_t columns, float* out) {
-  ThreadPool::instance().run(rows, row_grain(columns, tokens), [&](size_t begin, size_t end) {
+                 size_t columns, float* out, size_t threads) {
+  share(rows, row_grain(columns, tokens), threads, [&](size_t begin, size_t end) {
     for (size_t row = begin; row < end; ++row) {
       for (size_t t = 0; t < tokens; ++t) {
         out[t * rows + row] = dot_bf16(x + t * columns, weights + row * columns, columns);

@@ -172,18 +172,17 @@ void quantize_tokens(const float* x, size_t tokens, size_t columns, int8_t* code
 }
 
 void linear_int8(const float* x, size_t tokens, const int8_t* weights, const float* scales,
-                 size_t rows, size_t columns, float* out) {
-  ThreadPool& pool = ThreadPool::instance();
+                 size_t rows, size_t columns, float* out, size_t threads) {
   AlignedArray<float> token_scales(tokens);
   AlignedArray<int16_t> wide(tokens * columns);
-  pool.run(tokens, token_grain(columns), [&](size_t begin, size_t end) {
+  share(tokens, token_grain(columns), threads, [&](size_t begin, size_t end) {
     AlignedArray<int8_t> codes(columns);
     for (size_t t = begin; t < end; ++t) {
       token_scales[t] = quantize_token(x + t * columns, columns, codes.data());
       widen(codes.data(), columns, wide.data() + t * columns);
     }
   });
-  pool.run(rows, row_grain(rows, columns, tokens), [&](size_t begin, size_t end) {
+  share(rows, row_grain(rows, columns, tokens), threads, [&](size_t begin, size_t end) {
     for (size_t t = 0; t < tokens; ++t) {
       dots_int8(wide.data() + t * columns, weights, scales, begin, end, columns, token_scales[t],
                 out + t * rows);
@@ -192,21 +191,20 @@ void linear_int8(const float* x, size_t tokens, const int8_t* weights, const flo
 }
 
 void linear_int4(const float* x, size_t tokens, const uint8_t* weights, const float* scales,
-                 size_t rows, size_t columns, size_t group, float* out) {
-  ThreadPool& pool = ThreadPool::instance();
+                 size_t rows, size_t columns, size_t group, float* out, size_t threads) {
   const Int4Shape shape(rows, columns, group);
   const size_t numbers = shape.run * shape.columns, sums = shape.run * shape.groups;
   AlignedArray<float> token_scales(tokens);
   AlignedArray<int16_t> planes(tokens * numbers);
   AlignedArray<int32_t> offsets(tokens * sums);
-  pool.run(tokens, token_grain(columns), [&](size_t begin, size_t end) {
+  share(tokens, token_grain(columns), threads, [&](size_t begin, size_t end) {
     AlignedArray<int8_t> codes(columns);
     for (size_t t = begin; t < end; ++t) {
       token_scales[t] = quantize_token(x + t * columns, columns, codes.data());
       arrange(codes.data(), shape, planes.data() + t * numbers, offsets.data() + t * sums);
     }
   });
-  pool.run(rows, row_grain(rows, columns / 2, tokens), [&](size_t begin, size_t end) {
+  share(rows, row_grain(rows, columns / 2, tokens), threads, [&](size_t begin, size_t end) {
     Scratch scratch(shape.words);
     for (size_t t = 0; t < tokens; ++t) {
       dots_int4(planes.data() + t * numbers, offsets.data() + t * sums, weights, scales, begin,

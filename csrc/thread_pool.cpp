@@ -28,6 +28,11 @@ ThreadPool::ThreadPool(std::size_t threads) { start(threads); }
 
 ThreadPool::~ThreadPool() { stop(); }
 
+std::size_t ThreadPool::threads() {
+  std::lock_guard<std::mutex> turn(turn_);
+  return workers_.size() + 1;
+}
+
 void ThreadPool::set_threads(std::size_t threads) {
   std::lock_guard<std::mutex> turn(turn_);
   stop();
@@ -51,21 +56,21 @@ void ThreadPool::stop() {
   workers_.clear();
 }
 
-void ThreadPool::run(std::size_t count, std::size_t grain, const Work& work) {
-  if (count <= grain) {
-    if (count > 0) work(0, count);
-    return;
-  }
+void ThreadPool::run(std::size_t count, std::size_t grain, std::size_t threads,
+                     const Work& work) {
   std::lock_guard<std::mutex> turn(turn_);
+  const std::size_t ranges = (count + grain - 1) / grain;
+  const std::size_t seats = std::min({workers_.size(), threads - 1, ranges - 1});
   {
     std::lock_guard<std::mutex> lock(mutex_);
     work_ = &work;
+    seats_ = seats;
     count_ = count;
     grain_ = grain;
     next_.store(0, std::memory_order_relaxed);
     ++generation_;
   }
-  wake_.notify_all();
+  for (std::size_t i = 0; i < seats; ++i) wake_.notify_one();
   drain(work);
   // A worker that has not woken by now is not waited for: all rows are taken.  So a busy machine
   // costs at most the range that another thread is computing.
@@ -78,9 +83,12 @@ void ThreadPool::serve() {
   std::size_t served = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    wake_.wait(lock, [&] { return stopping_ || (work_ != nullptr && generation_ != served); });
+    wake_.wait(lock, [&] {
+      return stopping_ || (work_ != nullptr && seats_ > 0 && generation_ != served);
+    });
     if (stopping_) return;
     served = generation_;
+    --seats_;
     const Work& work = *work_;
     ++busy_;
     lock.unlock();

@@ -23,16 +23,16 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // Threads that compute, the caller's included.
-  std::size_t threads() const { return workers_.size() + 1; }
+  // Threads that compute, the caller's included.  Waits for running work.
+  std::size_t threads();
 
   // Waits for running work.
   void set_threads(std::size_t threads);
 
-  // Calls `work` on disjoint ranges of up to `grain` rows that cover [0, count), on all threads,
-  // and returns when all are done.  Callers on several threads take turns.  Ranges are handed out
-  // as threads become free, so `work` must give a row the same result in whatever range it comes.
-  void run(std::size_t count, std::size_t grain, const Work& work);
+  // Calls `work` on disjoint ranges of up to `grain` rows that cover [0, count), on up to `threads`
+  // threads, and returns when all are done.  Callers take turns.  Ranges are handed out as threads
+  // become free, so `work` must give a row the same result in whatever range it comes.
+  void run(std::size_t count, std::size_t grain, std::size_t threads, const Work& work);
 
  private:
   explicit ThreadPool(std::size_t threads);
@@ -46,6 +46,7 @@ class ThreadPool {
   std::condition_variable wake_;
   std::condition_variable idle_;
   const Work* work_ = nullptr;  // null while there is nothing to join
+  std::size_t seats_ = 0;       // workers that may still join
   std::size_t generation_ = 0;  // counts run() calls, so that a worker joins each at most once
   std::size_t busy_ = 0;        // workers inside drain()
   bool stopping_ = false;
@@ -55,5 +56,16 @@ class ThreadPool {
   std::atomic<std::size_t> next_{0};
   std::vector<std::thread> workers_;
 };
+
+// `run` on the pool of the process, or on the caller alone where that is all there is to share:
+// then nobody waits for a turn.
+inline void share(std::size_t count, std::size_t grain, std::size_t threads,
+                  const ThreadPool::Work& work) {
+  if (threads > 1 && count > grain) {
+    ThreadPool::instance().run(count, grain, threads, work);
+  } else if (count > 0) {
+    work(0, count);
+  }
+}
 
 }  // namespace hmt

@@ -21,11 +21,13 @@ QUANTIZED = [Encoding.INT8_CHANNEL, Encoding.INT4_GROUP]
 
 @pytest.fixture(params=[1, 3])
 def threads(request):
-    native = extension.load()
-    before = native.threads()
+    native, before = extension.load(), torch.get_num_threads()
+    pool = native.threads()
     native.set_threads(request.param)
-    yield request.param
-    native.set_threads(before)
+    torch.set_num_threads(request.param)
+    yield
+    native.set_threads(pool)
+    torch.set_num_threads(before)
 
 
 @given(

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hmt.base.errors import CheckpointError
-from hmt.contracts.step import Step
+from hmt.contracts.step import Part, Step
 from hmt.layers import Rotary
 
 POSITIONS = 4096
@@ -107,3 +107,24 @@ def test_each_run_is_turned_by_its_own_length(kind: str) -> None:
 def test_unknown_type_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="'spiral' is not supported; HMT has default, linear"):
         Rotary(64, {"rope_type": "spiral", "rope_theta": 1e4}, POSITIONS)
+
+
+def test_longrope_goes_by_what_a_sequence_may_reach() -> None:
+    """All keys of a sequence are rotated alike, however its prompt is cut into chunks."""
+    rotary = Rotary(
+        8,
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 32,
+        },
+        128,
+    )
+    whole = Step.build([Part(1, 0, [0] * 40, 1, 40)])
+    first = Step.build([Part(1, 0, [0] * 16, 0, 40)])
+    for table, start in zip(rotary.cos_sin(whole), rotary.cos_sin(first), strict=True):
+        assert torch.equal(table[:16], start)
+    short = Step.build([Part(1, 0, [0] * 16, 0, 24)])
+    assert not torch.equal(rotary.cos_sin(short)[0], rotary.cos_sin(first)[0])

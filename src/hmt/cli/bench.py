@@ -13,6 +13,8 @@ from hmt.base.units import format_bytes, format_rate
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
 
+_TABLE_WIDTH = 96
+
 app = typer.Typer(help="Measure what HMT makes of this machine.", no_args_is_help=True)
 
 
@@ -94,4 +96,6 @@ def _print(content: dict[str, Any]) -> None:
             format_rate(result["rate"]),
             "-" if share is None else f"{share:.0%} of {result['link']}",
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.width = max(console.width, _TABLE_WIDTH)  # a pipe has no width of its own
+    console.print(table)

@@ -1,6 +1,8 @@
 """A step: one forward pass over a batch of token runs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,12 +15,15 @@ class Run:
     start      position of the first token
     offset     index of the first token in the step's flat arrays
     length     number of tokens
+    reserved   positions that the sequence may reach; 0 where that is not known.  Rotary positions
+               that depend on the length go by this, so that all keys of a sequence agree.
     """
 
     sequence: int
     start: int
     offset: int
     length: int
+    reserved: int = 0
 
     @property
     def context(self) -> int:
@@ -29,6 +34,19 @@ class Run:
     def tokens(self) -> slice:
         """This run's part of the step's flat arrays."""
         return slice(self.offset, self.offset + self.length)
+
+
+class Part(NamedTuple):
+    """One sequence's share of a step that is to be built.
+
+    wanted   how many of the last tokens need logits: 0, 1, or all of them
+    """
+
+    sequence: int
+    start: int
+    tokens: list[int]
+    wanted: int
+    reserved: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,18 +65,15 @@ class Step:
     logit_rows: torch.Tensor
 
     @staticmethod
-    def build(parts: list[tuple[int, int, list[int], int]]) -> "Step":
-        """A step from (sequence, start, token ids, wanted) parts.
-
-        `wanted` is how many of the part's last tokens need logits: 0, 1, or all of them.
-        """
+    def build(parts: Iterable[Part | tuple[int, int, list[int], int]]) -> "Step":
+        """A step from parts, in their order."""
         runs: list[Run] = []
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
-        for sequence, start, tokens, wanted in parts:
+        for sequence, start, tokens, wanted, reserved in (Part(*part) for part in parts):
             offset, length = len(ids), len(tokens)
-            runs.append(Run(sequence, start, offset, length))
+            runs.append(Run(sequence, start, offset, length, reserved))
             ids += tokens
             positions += range(start, start + length)
             rows += range(offset + length - wanted, offset + length)

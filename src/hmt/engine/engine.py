@@ -154,7 +154,8 @@ class LoadedModel:
             try:
                 for start, stop in pairwise(starts):
                     own = [row - start for row in rows if start <= row < stop]
-                    parts.append(self._run_rows(kv, start, list(tokens[start:stop]), own))
+                    run = Run(kv, start, 0, stop - start, len(tokens))
+                    parts.append(self._run_rows(run, tokens[start:stop], own))
             finally:
                 self._memory.kv.close(kv)
         return torch.cat(parts)
@@ -289,11 +290,11 @@ class LoadedModel:
         phase.tokens += scheduled.prompt_tokens or generated
         return logits
 
-    def _run_rows(self, kv: int, start: int, tokens: list[int], rows: list[int]) -> torch.Tensor:
+    def _run_rows(self, run: Run, tokens: Many[int], rows: list[int]) -> torch.Tensor:
         step = Step(
             torch.tensor(tokens),
-            torch.arange(start, start + len(tokens)),
-            (Run(kv, start, 0, len(tokens)),),
+            torch.arange(run.start, run.context),
+            (run,),
             torch.tensor(rows, dtype=torch.int64),
         )
         with _Measure(self._prompt, self._memory, self.tracer):

@@ -98,7 +98,9 @@ def allocate(
         purpose: HostPool(ledger.open(Tier.HOST, purpose, plan.reserved[purpose]))
         for purpose in ("resident", "slots", "staging", "rows", "kv")
     }
-    ledger.open(Tier.HOST, "activations", plan.reserved["activations"])
+    # Torch allocates these itself; the account keeps their share from everyone else.
+    activations = plan.reserved["activations"]
+    ledger.open(Tier.HOST, "activations", activations).charge(activations)
     queue = _transfer_queue(config, tracer)
     streamed = [layout for b, layout in prepared.layouts.items() if plan.homes[b] is Tier.DISK]
     spill = None

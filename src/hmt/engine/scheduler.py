@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hmt.base.errors import ContextLengthError
 from hmt.contracts.request import FinishReason
-from hmt.contracts.step import Step
+from hmt.contracts.step import Part, Step
 from hmt.engine.sequence import Sequence
 from hmt.kvcache import PAGE_TOKENS, PagedKV
 
@@ -59,7 +59,7 @@ class Scheduler:
     def next_step(self) -> Scheduled | None:
         """The next step, or None when nothing runs."""
         self._admit()
-        parts: list[tuple[int, int, list[int], int]] = []
+        parts: list[Part] = []
         sampled, advanced = [], []
         budget, prompt_tokens = self._chunk, 0
         for sequence in self._running:
@@ -73,7 +73,7 @@ class Scheduler:
             complete = first + count == len(sequence.tokens)
             assert sequence.kv is not None
             tokens = sequence.tokens[first : first + count]
-            parts.append((sequence.kv, first, tokens, int(complete)))
+            parts.append(Part(sequence.kv, first, tokens, int(complete), sequence.positions))
             advanced.append((sequence, count))
             if complete:
                 sampled.append(sequence)

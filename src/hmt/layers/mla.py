@@ -1,6 +1,6 @@
 """Multi-head latent attention: keys and values are kept compressed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -170,7 +170,7 @@ def _only(step: Step, runs: list[Run]) -> tuple[Step, Tensor | slice]:
     rows = torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
     moved, offset = [], 0
     for run in runs:
-        moved.append(Run(run.sequence, run.start, offset, run.length))
+        moved.append(replace(run, offset=offset))
         offset += run.length
     part = Step(step.token_ids[rows], step.positions[rows], tuple(moved), rows[:0])
     return part, rows

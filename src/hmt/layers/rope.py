@@ -18,9 +18,9 @@ class Rotary:
 
     The variants agree with transformers' of the same name.  Frequencies of "dynamic" and "longrope"
     depend on how long a sequence is.  transformers takes the longest sequence of the batch; here
-    each run counts for itself, by the positions that exist once it has been appended, so what runs
-    beside it never changes a result.  Keys stay as they were rotated when they were appended, so a
-    sequence that crosses the limit after its first step holds keys of both kinds.
+    each run counts for itself, so what runs beside it never changes a result; and by the positions
+    that its sequence may reach, because keys stay as they were rotated when they were appended, and
+    a sequence that crossed the limit on its way would hold keys of both kinds.
     """
 
     def __init__(self, head_dim: int, parameters: Parameters, max_positions: int) -> None:
@@ -65,7 +65,10 @@ class Rotary:
         """f32 [dim / 2], or [tokens, dim / 2] where they depend on the run."""
         if self._fixed is not None:
             return self._fixed
-        rows = [self.frequencies(run.context).expand(run.length, -1) for run in step.runs]
+        rows = [
+            self.frequencies(max(run.context, run.reserved)).expand(run.length, -1)
+            for run in step.runs
+        ]
         return torch.cat(rows)
 
 

@@ -168,7 +168,7 @@ def _sized(files: list[Path]) -> list[tuple[int, Path]]:
 
 def _fill(descriptor: int) -> bool:
     """Write random bytes to the drive itself; False when it refuses."""
-    random = os.urandom(4 * MIB)
+    random = os.urandom(MIB)
     try:
         for _ in range(_LEAST_FILE_BYTES // len(random)):
             os.write(descriptor, random)

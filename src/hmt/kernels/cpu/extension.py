@@ -4,8 +4,6 @@ import importlib
 from functools import cache
 from types import ModuleType
 
-import torch
-
 from hmt.base import flags
 from hmt.base.errors import MachineError
 from hmt.base.log import warn_once
@@ -16,13 +14,13 @@ def load() -> ModuleType | None:
     """The extension `hmt._native`, or None where plain torch computes instead.
 
     HMT_KERNELS decides, once per process; MachineError when it asks for an extension that is not
-    there.  The extension uses as many threads as torch does when it is loaded.
+    there.
     """
     choice = flags.read(flags.KERNELS)
     if choice == "reference":
         return None
     try:
-        native = importlib.import_module("hmt._native")
+        return importlib.import_module("hmt._native")
     except ImportError as error:
         remedy = "install HMT again where there is a C++17 compiler, with HMT_NATIVE=on"
         if choice == "native":
@@ -35,5 +33,3 @@ def load() -> ModuleType | None:
             f"times slower on quantised weights; {remedy}",
         )
         return None
-    native.set_threads(torch.get_num_threads())
-    return native

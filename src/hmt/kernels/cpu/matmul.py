@@ -1,7 +1,9 @@
 """Linear layers through the compiled extension.
 
 The integer products and the dequantised numbers equal those of `hmt.kernels.reference` to the bit.
-The product with bf16 weights sums in f32 in another order.
+Products with float activations take weights that are not rounded to x.dtype, and sum in f32.
+
+The extension computes on as many threads as torch would on the calling thread.
 """
 
 from types import ModuleType
@@ -45,7 +47,7 @@ def dequantize(
         return reference.dequantize(w, dtype, rows)
     start, stop, _ = (rows or slice(None)).indices(w.shape[0])
     out = torch.empty(stop - start, w.shape[1])
-    native.dequantize(*_encoded(w), start, stop - start, out.data_ptr())
+    native.dequantize(*_encoded(w), start, stop - start, out.data_ptr(), torch.get_num_threads())
     return out.to(dtype)
 
 
@@ -66,10 +68,11 @@ def _linear_int8_tokens(
     values = x.float().contiguous()
     out = torch.empty(x.shape[0], rows)
     given = (values.data_ptr(), x.shape[0], w.data.data_ptr(), w.scales.data_ptr(), rows, columns)
+    result = (out.data_ptr(), torch.get_num_threads())
     if w.encoding is Encoding.INT8_CHANNEL and columns <= _MOST_INT8_COLUMNS:
-        native.linear_int8(*given, out.data_ptr())
+        native.linear_int8(*given, *result)
     elif w.encoding is Encoding.INT4_GROUP and w.group_size in _INT4_GROUPS:
-        native.linear_int4(*given, w.group_size, out.data_ptr())
+        native.linear_int4(*given, w.group_size, *result)
     else:
         return reference.linear(x, w, bias)
     return (out if bias is None else out.add_(bias)).to(x.dtype)
@@ -79,10 +82,11 @@ def _linear_float(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor |
     values = x.float().contiguous()
     out = torch.empty(x.shape[0], w.shape[0])
     given = (values.data_ptr(), x.shape[0])
+    result = (out.data_ptr(), torch.get_num_threads())
     if w.encoding is Encoding.BF16:
-        native.linear_bf16(*given, w.data.data_ptr(), *w.shape, out.data_ptr())
+        native.linear_bf16(*given, w.data.data_ptr(), *w.shape, *result)
     else:
-        native.linear_float(*given, *_encoded(w), w.shape[0], out.data_ptr())
+        native.linear_float(*given, *_encoded(w), w.shape[0], *result)
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 

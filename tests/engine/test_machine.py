@@ -1,0 +1,157 @@
+"""Measurements are made once, remembered by machine and drive, and never in the way."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hmt.engine import machine
+from hmt.engine.machine import Rates, cache_file, machine_for, measure, remembered
+from hmt.memory import DiskRate
+
+DISK = DiskRate(2 << 20, 8, 3e9)
+
+
+class Probe:
+    """Stands in for the measuring, and counts."""
+
+    def __init__(self, ram: float = 4e10, disk: DiskRate | None = DISK) -> None:
+        self.ram, self.disk = ram, disk
+        self.calls: list[str] = []
+
+    def measure_ram(self, *, quick: bool) -> float:
+        self.calls.append("ram")
+        return self.ram
+
+    def measure_disk(self, path: Path, *, quick: bool, progress: object) -> DiskRate | None:
+        self.calls.append("disk")
+        return self.disk
+
+
+Install = Callable[[Probe], Probe]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    def install(probe: Probe) -> Probe:
+        monkeypatch.setattr(machine, "_measure_ram", probe.measure_ram)
+        monkeypatch.setattr(machine, "_measure_disk", probe.measure_disk)
+        return probe
+
+    return install
+
+
+def test_the_first_call_measures_and_the_next_remembers(tmp_path: Path, install: Install) -> None:
+    probe = install(Probe())
+    first = machine_for(tmp_path)
+    assert (first.ram_read_rate, first.disk_read_rate) == (4e10, 3e9)
+    assert first.cores >= 1 and first.ram_bytes > 0 and first.name
+    assert machine_for(tmp_path) == first
+    assert probe.calls == ["ram", "disk"]
+    assert remembered(tmp_path) == Rates(4e10, DISK)
+
+
+def test_measuring_anew_replaces_what_was_remembered(tmp_path: Path, install: Install) -> None:
+    install(Probe())
+    machine_for(tmp_path)
+    install(Probe(5e10, DiskRate(1 << 20, 4, 6e9)))
+    assert measure(tmp_path, quick=True).disk_read_rate == 6e9
+    assert remembered(tmp_path) == Rates(5e10, DiskRate(1 << 20, 4, 6e9))
+
+
+def test_another_drive_is_measured_for_itself(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = install(Probe())
+    machine_for(tmp_path)
+    monkeypatch.setattr(machine, "_drive", lambda path: "another")
+    probe.disk = DiskRate(1 << 20, 4, 1e9)
+    assert machine_for(tmp_path).disk_read_rate == 1e9
+    assert probe.calls == ["ram", "disk", "disk"]  # the memory is the same
+    monkeypatch.undo()
+
+
+def test_fewer_cores_are_another_machine(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Probe())
+    machine_for(tmp_path)
+    monkeypatch.setattr(machine, "_cores", lambda: 1000)
+    assert remembered(tmp_path) == Rates()
+
+
+def test_a_drive_that_cannot_be_measured_has_rate_0_and_is_tried_again(
+    tmp_path: Path, install: Install
+) -> None:
+    probe = install(Probe(disk=None))
+    assert machine_for(tmp_path).disk_read_rate == 0
+    probe.disk = DISK
+    assert machine_for(tmp_path).disk_read_rate == 3e9
+    assert probe.calls == ["ram", "disk", "disk"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Probe())
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path / "file" / "inside"))
+    assert machine_for(tmp_path).ram_read_rate == 4e10
+    assert remembered(tmp_path) == Rates()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "no json", "[]", "null", '{"machines": 3}', '{"machines": {"KEY": {}}}',
+     '{"machines": {"KEY": {"ram_read_rate": "fast", "drives": 3}}}',
+     '{"machines": {"KEY": {"ram_read_rate": 1, "drives": {"DRIVE": {"speed": 4}}}}}'],
+)  # fmt: skip
+def test_a_strange_cache_file_is_measured_over(
+    tmp_path: Path, install: Install, content: str
+) -> None:
+    install(Probe())
+    cache_file().parent.mkdir()
+    content = content.replace("KEY", machine._fingerprint())
+    content = content.replace("DRIVE", machine._drive(tmp_path))
+    cache_file().write_text(content)
+    assert machine_for(tmp_path).ram_read_rate == 4e10
+    assert remembered(tmp_path) == Rates(4e10, DISK)
+
+
+def test_the_file_is_replaced_as_a_whole(tmp_path: Path, install: Install, cache: Path) -> None:
+    install(Probe())
+    machine_for(tmp_path)
+    assert [path.name for path in cache.iterdir()] == ["machine.json"]
+    assert json.loads(cache_file().read_text())["machines"]
+
+
+def test_the_cache_folder_follows_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HMT_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_file() == tmp_path / "xdg" / "hmt" / "machine.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_file() == tmp_path / "home" / ".cache" / "hmt" / "machine.json"
+
+
+def test_this_machine_is_measured_for_real(tmp_path: Path) -> None:
+    found = machine_for(tmp_path)
+    assert 1e6 < found.disk_read_rate < 1e12
+    assert found.ram_read_rate == 0 or 1e8 < found.ram_read_rate < 1e14
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_too_little_memory_for_a_fair_measurement_gives_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: 1 << 20)
+    assert machine_for(tmp_path).ram_read_rate == 0

@@ -1,0 +1,134 @@
+"""The probe: it reads what it says, takes no more than it should, and leaves nothing behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from hmt.base.errors import DiskReadError
+from hmt.base.units import KIB, MIB
+from hmt.memory import DiskRate, cache_bytes, disk_rate, file_to_read, probe, ram_read_rate, sweep
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(MIB + 777))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_LEAST_FILE_BYTES", MIB)
+    monkeypatch.setattr(probe, "_FIRST_ROUND_BYTES", MIB)
+
+
+def test_a_rate_belongs_to_its_block_and_threads(file: Path) -> None:
+    measured = disk_rate(file, 64 * KIB, 3, seconds=0.01)
+    assert (measured.block_bytes, measured.threads) == (64 * KIB, 3)
+    assert measured.rate > 0
+
+
+def test_reads_are_whole_blocks_of_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Reader:
+        def read_into(self, path: Path, offset: int, view: memoryview) -> int:
+            seen.append((path, offset, len(view)))
+            return len(view)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(probe, "open_reader", lambda kind: Reader())
+    disk_rate(file, 256 * KIB, 2, seconds=0.001)
+    assert {path for path, _, _ in seen} == {file}
+    assert {nbytes for _, _, nbytes in seen} == {256 * KIB}
+    assert {offset for _, offset, _ in seen} == {i * 256 * KIB for i in range(4)}  # and no fifth
+
+
+def test_a_drive_that_fails_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def read_into(self, path: Path, offset: int, view: memoryview) -> int:
+            raise DiskReadError("the drive is gone")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(probe, "open_reader", lambda kind: Broken())
+    with pytest.raises(DiskReadError, match="gone"):
+        disk_rate(file, 64 * KIB, 2, seconds=0.01)
+
+
+def test_the_sweep_tells_all_and_returns_the_best(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "SWEEP_BLOCKS", (64 * KIB, 128 * KIB))
+    monkeypatch.setattr(probe, "SWEEP_THREADS", (1, 2))
+    told: list[DiskRate] = []
+    best = sweep(file, 0.002, told.append)
+    assert len({(result.block_bytes, result.threads) for result in told}) == 4
+    assert best in told and best.rate == max(result.rate for result in told)
+
+
+def test_the_largest_file_is_read_where_it_lies(file: Path) -> None:
+    (file.parent / "small").write_bytes(bytes(10))
+    (file.parent / "folder").mkdir()
+    for path in (file.parent, file):
+        with file_to_read(path) as found:
+            assert found == file
+
+
+def test_without_a_large_file_one_is_made_and_removed(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(bytes(10))
+    with file_to_read(tmp_path) as found:
+        assert found is not None and found.parent == tmp_path
+        assert found.stat().st_size == MIB
+        assert any(found.read_bytes())
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_nothing_is_read_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(probe.tempfile, "mkstemp", refuse)
+    with file_to_read(tmp_path) as found:
+        assert found is None
+
+
+def test_a_full_drive_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(probe.os, "write", refuse)
+    with file_to_read(tmp_path) as found:
+        assert found is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_read_whole_at_least_once() -> None:
+    passes = []
+
+    def read(memory: torch.Tensor) -> None:
+        passes.append(int(memory.sum()))
+
+    assert ram_read_rate(read, MIB, seconds=0) > 0
+    assert passes == [MIB]  # every byte of it was written before, so it is really there
+
+
+def test_shared_caches_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu, sharing in (("cpu0", "0-1"), ("cpu1", "0-1"), ("cpu2", "2")):
+        folder = tmp_path / cpu / "cache" / "index3"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text("1024K\n")
+        (folder / "shared_cpu_list").write_text(sharing)
+    monkeypatch.setattr(probe, "_CACHES", tmp_path)
+    assert cache_bytes() == 2 * MIB
+    monkeypatch.setattr(probe, "_CACHES", tmp_path / "nothing")
+    assert cache_bytes() == 32 * MIB
