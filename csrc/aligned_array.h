@@ -6,7 +6,7 @@
 
 namespace hmt {
 
-// Vectors of 64 bytes that straddle two cache lines cost a third of the int4 product's speed.
+// Loads of 64 bytes that straddle two cache lines made the int4 product 15% slower.
 template <typename T>
 class AlignedArray {
  public:

@@ -66,7 +66,8 @@ NB_MODULE(_native, m) {
       Unlocked());
   m.def(
       "linear_bf16",
-      [](Address x, size_t tokens, Address weights, size_t rows, size_t columns, Address out, size_t threads) {
+      [](Address x, size_t tokens, Address weights, size_t rows, size_t columns, Address out,
+         size_t threads) {
         hmt::linear_bf16(at<const float>(x), tokens, at<const uint16_t>(weights), rows, columns,
                          at<float>(out), threads);
       },

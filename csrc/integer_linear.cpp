@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "aligned_array.h"
-
 #include "fold.h"
 #include "kernels.h"
 #include "thread_pool.h"
@@ -85,7 +84,9 @@ HMT_CLONES void arrange(const int8_t* codes, const Int4Shape& shape, int16_t* pl
   for (size_t k = 0; k < 4; ++k) {
     int16_t* plane = planes + k * shape.words;
     for (size_t i = 0; i < shape.columns / 4; ++i) plane[i] = codes[4 * i + k];
-    for (size_t i = shape.columns / 4; i < shape.words; ++i) plane[i] = plane[i - shape.columns / 4];
+    for (size_t i = shape.columns / 4; i < shape.words; ++i) {
+      plane[i] = plane[i - shape.columns / 4];
+    }
   }
   for (size_t g = 0; g < shape.groups; ++g) {
     int32_t sum = 0;

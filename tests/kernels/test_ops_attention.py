@@ -88,7 +88,7 @@ def test_chunks_of_queries_and_keys_do_not_change_the_result(monkeypatch, window
     limits = {"start": start, "scale": 0.25, "window": window}
     whole = ops.attention(*given, **limits)
     fused = ops.attention_output(*given, **limits)
-    monkeypatch.setattr("hmt.kernels.reference.attend._WORK_BYTES", 4 * 4 * 50 * 4)
+    monkeypatch.setattr("hmt.kernels.reference.attend.ATTENTION_WORKSPACE_BYTES", 4 * 4 * 50 * 4)
     monkeypatch.setattr("hmt.kernels.reference.attend._KEY_BLOCK", 8)
     torch.testing.assert_close(ops.attention(*given, **limits), whole)
     torch.testing.assert_close(ops.attention_output(*given, **limits), fused)

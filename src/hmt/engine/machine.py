@@ -179,10 +179,17 @@ def _remember(path: Path, rates: Rates) -> None:
     if not rates.ram_read_rate:
         return  # half a measurement would be taken for a whole one
     content = _load()
-    machine = content["machines"].setdefault(_fingerprint(), {"drives": {}})
-    machine |= {"name": cpu_name(), "cores": _cores(), "ram_read_rate": rates.ram_read_rate}
+    known = content["machines"].get(_fingerprint())
+    drives = known.get("drives") if isinstance(known, dict) else None
+    drives = drives if isinstance(drives, dict) else {}
     if rates.disk is not None:
-        machine["drives"][_drive(path)] = asdict(rates.disk)
+        drives[_drive(path)] = asdict(rates.disk)
+    content["machines"][_fingerprint()] = {
+        "name": cpu_name(),
+        "cores": _cores(),
+        "ram_read_rate": rates.ram_read_rate,
+        "drives": drives,
+    }
     file = cache_file()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,12 @@ def _linear_float(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor |
 
 
 def _most_tokens(x: Tensor, w: WeightTensor) -> int:
-    """The number of tokens up to which the extension is faster than torch."""
+    """The number of tokens up to which the extension is faster than torch.
+
+    Milliseconds on two Zen 5 cores, one bf16 token, [4096, 4096] out of memory: bf16 0.77 (torch
+    1.27; on one core 1.06 and 2.08), fp8 1.96, int8 1.11, int4 1.64.  Two bf16 tokens are already
+    faster in torch, and from about eight tokens dequantised chunks are, in any encoding.
+    """
     if w.data.dtype == x.dtype == torch.bfloat16:
         return 1
     return 8 if w.encoding in _CODES or w.encoding is Encoding.BF16 else 0

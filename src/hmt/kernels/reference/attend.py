@@ -41,10 +41,13 @@ def attention(
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         scores.masked_fill_(_hidden(rows, seen, start, window, query.device), -torch.inf)
-        total = scores.logsumexp(-1)  # [kv_heads, group, rows]
-        weights = scores.sub_(total.masked_fill(total.isneginf(), 0)[..., None]).exp_()
-        out[rows] = _mix(weights, value[seen])
-        lse[rows] = total.flatten(0, 1).T
+        top = scores.amax(-1, keepdim=True) if seen.start < seen.stop else scores.new_zeros(1)
+        top = top.masked_fill(top.isneginf(), 0)  # of rows that see nothing
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1)  # [kv_heads, group, rows]
+        divisor = total.masked_fill(total == 0, 1).flatten(0, 1).T[..., None]
+        out[rows] = _mix(weights, value[seen]) / divisor
+        lse[rows] = (total.log() + top.squeeze(-1)).flatten(0, 1).T
     return out, lse
 
 
@@ -97,7 +100,7 @@ def _chunks(
 ) -> Iterator[tuple[slice, slice]]:
     """Ranges of queries, each with the range of positions that it sees.
 
-    A range is as long as `pair_bytes` for each query and position fit into ATTENTION_WORKSPACE_BYTES.
+    A range is as long as `pair_bytes` for each query and position fit into the workspace.
     """
     step = max(1, ATTENTION_WORKSPACE_BYTES // max(1, pair_bytes * context))
     for first in range(0, queries, step):

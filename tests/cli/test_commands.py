@@ -1,0 +1,159 @@
+"""`hmt plan`, `probe`, `doctor`, `eval`, `bench`."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from hmt.bench.random_model import write_random_llama
+from hmt.cli import doctor
+from hmt.cli.options import EngineOptions, embedded_model
+from hmt.contracts.plan import Machine
+from hmt.engine import EngineConfig, machine
+from hmt.memory import DiskRate
+
+
+def test_every_engine_option_is_one_of_the_engines(tmp_path):
+    values = {
+        "host_memory": "8MiB",
+        "quant": "w4a8",
+        "context": 512,
+        "dtype": "float32",
+        "executor": "plain",
+        "prefetch_distance": 2,
+        "prefill_chunk": 32,
+        "disk_path": tmp_path,
+        "disk_reader": "mmap",
+        "threads": 1,
+        "numa": "0",
+    }
+    assert set(values) == {field.name for field in fields(EngineOptions)}
+    config = EngineConfig.resolve(**EngineOptions(**values).arguments())
+    assert config.numa == (0, 0) and config.host_memory_bytes == 8 << 20
+    assert EngineOptions(numa="0,1").arguments() == {"numa": (0, 1)}
+
+
+def test_a_plan_is_printed_without_loading(hmt):
+    done = hmt("plan", "--host-memory", "6MiB")
+    assert done.code == 0
+    for word in ("LlamaForCausalLM", "6.00 MiB", "weights that stay", "one decoded token"):
+        assert word in done.out
+
+
+def test_a_plan_as_json_adds_up(hmt):
+    plan = json.loads(hmt("plan", embedded_model(), "--host-memory", "6MiB", "--json").out)
+    assert plan["budgets"] == {"host": 6 << 20}
+    assert sum(plan["reserved"].values()) <= plan["budgets"]["host"]
+    assert sum(entry["count"] for entry in plan["blocks"]) == len(plan["homes"])
+    assert set(plan["homes"].values()) == {"host", "disk"}
+    assert plan["machine"]["cores"] >= 1
+
+
+def test_a_plan_that_cannot_be_says_what_could(hmt):
+    done = hmt("plan", "--host-memory", "1MiB")
+    assert done.code == 1 and "The smallest --host-memory that works" in done.err
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The probe with figures of its own."""
+
+    def measure_disk(path, *, quick, progress):
+        rates = [DiskRate(1 << 20, 1, 1e9), DiskRate(1 << 20, 4, 3e9)]
+        for rate in rates:
+            progress(rate)
+        return rates[1]
+
+    monkeypatch.setattr(machine, "_measure_ram", lambda quick: 4e10)
+    monkeypatch.setattr(machine, "_measure_disk", measure_disk)
+
+
+def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypatch):
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
+    done = hmt("probe", tmp_path)
+    assert done.code == 0
+    assert "40.0 GB/s" in done.out and "3.00 GB/s" in done.out and "1.00 GB/s" in done.out
+    doctor_says = hmt("doctor", tmp_path).out
+    assert "drive 3.00 GB/s" in " ".join(doctor_says.split())
+    assert machine.machine_for(tmp_path).disk_read_rate == 3e9
+
+
+def test_the_probe_says_when_there_is_nothing_to_read(hmt, tmp_path, monkeypatch):
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine, "_measure_ram", lambda quick: 0.0)
+    monkeypatch.setattr(machine, "_measure_disk", lambda path, quick, progress: None)
+    done = hmt("probe", tmp_path)
+    assert done.code == 0 and "not measured" in done.out
+    missing = hmt("probe", tmp_path / "missing")
+    assert missing.code == 1 and "does not exist" in missing.err
+
+
+def test_the_doctor_looks_at_everything(hmt):
+    done = hmt("doctor", "--json", embedded_model())
+    findings = {finding["what"]: finding for finding in json.loads(done.out)}
+    assert done.code == 0
+    assert {"Python", "torch", "CPU", "compiled kernels", "RAM", "cgroup memory limit", "NUMA",
+            "huge pages", "lockable memory", "O_DIRECT", "io_uring", "GPU",
+            "measured rates"} == set(findings)  # fmt: skip
+    assert all(finding["state"] != doctor.BROKEN for finding in findings.values())
+    assert "not used yet" in findings["io_uring"]["found"]
+
+
+def test_the_doctor_fails_where_hmt_cannot_run(hmt, monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda package: "1.13.0")
+    done = hmt("doctor")
+    assert done.code == 1 and "install 2.11" in done.out
+
+
+def test_the_doctor_says_why_kernels_are_missing(hmt, monkeypatch):
+    from hmt.kernels.cpu import extension
+
+    monkeypatch.setattr(extension, "load", lambda: None)
+    monkeypatch.setenv("HMT_KERNELS", "reference")
+    done = hmt("doctor")
+    assert done.code == 0 and "plain torch computes" in " ".join(done.out.split())
+
+
+def test_eval_prints_its_scores_beside_the_published_ones(hmt, tmp_path):
+    file = tmp_path / "quality.json"
+    done = hmt("eval", "--threads", "1", "--tasks", "4", "--retrieval", "", "--windows", "0",
+               "--json", file)  # fmt: skip
+    content = json.loads(file.read_text())
+    assert done.code == 0
+    assert "published" in done.out and "174 of 200" in done.out
+    assert content["tasks"][1] == 4 and content["tasks"][0] >= 2
+    assert content["retrieval"] == {}
+    assert content["measured_on"]["hmt"]
+
+
+def test_eval_refuses_what_it_cannot_measure(hmt, tmp_path):
+    assert hmt("eval", "--retrieval", "long").code == 2
+    missing = hmt("eval", "--text", tmp_path / "missing.txt")
+    assert missing.code == 2 and "--text" in missing.err
+
+
+def test_the_decode_benchmark_reports_every_case(hmt, tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    write_random_llama(
+        model, layers=12, hidden_size=256, intermediate_size=512, heads=4, kv_heads=2
+    )
+    known = Machine("a machine", 2, 1 << 34, 4e10, 2e9)
+    monkeypatch.setattr(machine, "measure", lambda path, quick: known)
+    file = tmp_path / "results" / "decode.json"
+    done = hmt("bench", "decode", "--model", model, "--tokens", "2", "--threads", "1",
+               "--json", file)  # fmt: skip
+    assert done.code == 0, done.err
+    content = json.loads(file.read_text())
+    assert content["machine"]["name"] == "a machine"
+    results = {result["case"]: result for result in content["results"]}
+    assert set(results) == {"resident", "quarter plain", "quarter overlapped"}
+    for case, result in results.items():
+        assert case in done.out
+        assert result["tokens_per_s"] > 0 and len(result["runs_tokens_per_s"]) == 3
+        assert (result["link"] == "memory") == (case == "resident")
+        ceiling = 4e10 if result["link"] == "memory" else 2e9
+        assert result["share"] == pytest.approx(result["rate"] / ceiling)
+    assert results["resident"]["disk_bytes_per_token"] == 0
+    size = content["model"]["published_bytes"]
+    assert results["quarter plain"]["disk_bytes_per_token"] > size / 2
+    assert results["quarter plain"]["budget_bytes"] <= size / 4

@@ -1,0 +1,87 @@
+"""The summary: every kind of run can be printed, in 80 columns, and says what limited it."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from hmt.cli.report import summary_json, summary_view
+from hmt.contracts.plan import Machine
+from hmt.engine import Phase, RunSummary
+
+MIB = 1 << 20
+STREAMED = RunSummary(
+    prompt=Phase(1, 40, 0.5, 0.1, 40 * MIB, 400 * MIB, 3, 4, 5),
+    generation=Phase(100, 100, 10.0, 6.0, 1000 * MIB, 1400 * MIB, 50, 30, 20),
+    machine=Machine("a machine", 2, 1 << 34, 4e10, 2e8),
+    published_bytes=14 * MIB,
+    budget_bytes=4 * MIB,
+    used_bytes={"resident": 1 * MIB, "slots": 2 * MIB, "kv": 0},
+    resident_bytes=1 * MIB,
+    streamed_bytes=13 * MIB,
+    peak_rss_bytes=400 * MIB,
+)
+
+
+def shown(summary: RunSummary) -> str:
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(summary_view(summary))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= 80 for line in text.splitlines())
+    return text
+
+
+def test_a_run_that_streamed_names_the_drive():
+    text = shown(STREAMED)
+    assert "100 tokens at 10.0 tokens/s" in text
+    assert "1.00 MiB in memory, 13.0 MiB on disk" in text
+    assert "14.0 MiB from memory, 10.0 MiB from disk; cache hits 50%" in text
+    assert "40% computing, 60% waiting for disk" in text
+    assert "the drive, at 105 MB/s: 52% of its measured 200 MB/s" in text
+    assert "A model 3.5 times the size of its memory" in text
+
+
+def test_a_resident_run_names_memory_or_computation():
+    generation = replace(
+        STREAMED.generation, waited_s=0.0, disk_bytes=0, hits=0, pending=0, misses=0
+    )
+    resident = replace(
+        STREAMED,
+        generation=generation,
+        budget_bytes=64 * MIB,
+        resident_bytes=14 * MIB,
+        streamed_bytes=0,
+    )
+    slow = shown(resident)
+    assert "computation: memory gave 147 MB/s" in slow and "cache hits" not in slow
+    assert "It all fits" in slow
+    fast = replace(resident, generation=replace(generation, host_bytes=300_000_000_000))
+    assert "memory, at 30.0 GB/s: 75% of its measured 40.0 GB/s" in shown(fast)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"machine": Machine("", 1, 1, 0.0, 0.0)}, "run hmt probe"),
+        ({"machine": Machine("", 1, 1, 1e10, 5e7)}, "above its measured 50.0 MB/s"),
+        ({"generation": Phase()}, "not a word said"),
+        ({"generation": Phase(), "prompt": Phase()}, "not a word said"),
+        ({"streamed_bytes": 0}, "went on a diet"),
+        ({"notes": ("one thing",)}, "one thing"),
+    ],
+)
+def test_every_other_run_can_be_shown(change, expected):
+    assert expected in shown(replace(STREAMED, **change))
+
+
+def test_json_holds_what_follows_from_the_figures():
+    content = json.loads(json.dumps(summary_json(STREAMED)))
+    assert content["generation"]["tokens_per_s"] == 10.0
+    assert content["generation"]["hit_rate"] == 0.5
+    assert content["bottleneck"]["link"] == "disk"
+    assert content["bottleneck"]["share"] == pytest.approx(100 * MIB / 2e8)
+    assert content["used_bytes"]["slots"] == 2 * MIB
+    nothing = summary_json(replace(STREAMED, generation=Phase(), prompt=Phase()))
+    assert "bottleneck" not in nothing
