@@ -120,11 +120,8 @@ def _cpu() -> Finding:
 
 
 def _kernels() -> Finding:
-    import logging
-
     from hmt.kernels.cpu import extension
 
-    logging.getLogger("hmt").addHandler(logging.NullHandler())
     try:
         native = extension.load()
     except HMTError as error:
