@@ -13,8 +13,8 @@ from hmt.engine import Phase, RunSummary
 
 MIB = 1 << 20
 STREAMED = RunSummary(
-    prompt=Phase(1, 40, 0.5, 0.1, 40 * MIB, 400 * MIB, 3, 4, 5),
-    generation=Phase(100, 100, 10.0, 6.0, 1000 * MIB, 1400 * MIB, 50, 30, 20),
+    prompt=Phase(1, 40, 0.5, 0.1, 0.0, 40 * MIB, 400 * MIB, 3, 4, 5),
+    generation=Phase(100, 100, 10.0, 6.0, 0.0, 1000 * MIB, 1400 * MIB, 50, 30, 20),
     machine=Machine("a machine", 2, 1 << 34, 4e10, 2e8),
     published_bytes=14 * MIB,
     budget_bytes=4 * MIB,
@@ -31,6 +31,12 @@ def shown(summary: RunSummary) -> str:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in text.splitlines())
     return text
+
+
+def test_a_run_that_kept_converting_says_what_to_do():
+    text = shown(replace(STREAMED, generation=replace(STREAMED.generation, converted_s=5.0)))
+    assert "converting weights again and again" in text
+    assert "--disk-path" in text
 
 
 def test_a_run_that_streamed_names_the_drive():

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 _BAR_CELLS = 16
 _SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
-_LINKS = {"disk": "the drive", "memory": "memory", "computation": "computation"}
+_LINKS = {
+    "disk": "the drive",
+    "memory": "memory",
+    "computation": "computation",
+}
 
 
 def summary_view(summary: "RunSummary") -> RenderableType:
@@ -96,6 +100,8 @@ def _time(phase: "Phase") -> Text:
 
 def _limit(limit: "Bottleneck") -> str:
     rate, ceiling = format_rate(limit.rate), format_rate(limit.ceiling)
+    if limit.link == "conversion":
+        return f"converting weights again and again, while the drive gave {rate}: see --disk-path"
     if limit.share is None:
         return f"{_LINKS[limit.link]}, at {rate} (run hmt probe to learn what it could give)"
     if limit.share > _SURPRISE:

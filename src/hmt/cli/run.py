@@ -2,11 +2,11 @@
 
 import json as json_format
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,7 @@ from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
-    from hmt.contracts.request import FinishReason, Request, TokenEvent
+    from hmt.contracts.request import FinishReason, Request
     from hmt.engine import LoadedModel
 
 _INTERRUPTED = 130  # as shells count: 128 + SIGINT
@@ -187,7 +187,7 @@ def _stream(
     key: StopKey,
     write: Callable[[str], None],
 ) -> None:
-    events = cast("Generator[TokenEvent]", model.stream(request))
+    events = model.stream(request)
     with closing(events):  # which cancels the request
         for event in events:
             answer.text += event.text

@@ -30,7 +30,7 @@ class EngineConfig:
     prefill_chunk       prompt tokens per step; None: the planner's choice, by model
     max_batch           requests that run at once
     disk_path           folder on a fast drive for weights that were quantised on load and do not
-                        fit in memory; None: they are quantised again when they are read
+                        fit in memory, in a file without a name; None: HMT's cache folder
     disk_reader         "direct" (O_DIRECT), "buffered" or "mmap"
     numa                (CPU node, memory node) to bind to; None: no binding
     threads             of computation; None: torch's choice

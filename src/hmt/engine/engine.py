@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from itertools import pairwise
 from pathlib import Path
@@ -123,11 +123,11 @@ class LoadedModel:
                 self._cancel(sequence)
         return [_completion(s, own) for s, own in zip(sequences, events, strict=True)]
 
-    def stream(self, request: Request) -> Iterator[TokenEvent]:
+    def stream(self, request: Request) -> Generator[TokenEvent, None, None]:
         """Tokens of one request as they come.  Closing the iterator cancels the request."""
         sequence = self._submit(request)  # at once, so that a bad request fails at the call
 
-        def events() -> Iterator[TokenEvent]:
+        def events() -> Generator[TokenEvent, None, None]:
             try:
                 yield from self._drive(sequence)
             finally:
@@ -329,6 +329,7 @@ class _Measure:
             counters.waited_s,
             counters.host_bytes,
             self._tracer.total("read", "disk").nbytes,
+            self._tracer.total("convert", "host").seconds,
         )
         self._begin = time.perf_counter()
 
@@ -339,7 +340,7 @@ class _Measure:
         trace: TracebackType | None,
     ) -> None:
         end = time.perf_counter()
-        hits, pending, misses, waited_s, host_bytes, disk_bytes = self._before
+        hits, pending, misses, waited_s, host_bytes, disk_bytes, converted_s = self._before
         phase, counters = self._phase, self._counters
         phase.steps += 1
         phase.seconds += end - self._begin
@@ -349,6 +350,7 @@ class _Measure:
         phase.waited_s += counters.waited_s - waited_s
         phase.host_bytes += counters.host_bytes - host_bytes
         phase.disk_bytes += self._tracer.total("read", "disk").nbytes - disk_bytes
+        phase.converted_s += self._tracer.total("convert", "host").seconds - converted_s
         self._tracer.record("step", "host", 0, self._begin, end)
 
 

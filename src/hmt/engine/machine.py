@@ -85,13 +85,18 @@ def remembered(path: Path) -> Rates:
         return Rates()  # nothing yet, or a file that something else has written
 
 
-def cache_file() -> Path:
-    """Where measurements are kept: machine.json in HMT_CACHE, else in the user's cache folder."""
+def cache_folder() -> Path:
+    """HMT's own folder: HMT_CACHE, else hmt in the user's cache folder.  It may not exist yet."""
     folder = flags.read(flags.CACHE)
-    if not folder:
-        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        folder = os.path.join(root, "hmt")
-    return Path(folder) / "machine.json"
+    if folder:
+        return Path(folder)
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "hmt"
+
+
+def cache_file() -> Path:
+    """Where measurements are kept."""
+    return cache_folder() / "machine.json"
 
 
 def cpu_name() -> str:

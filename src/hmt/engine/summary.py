@@ -13,6 +13,7 @@ class Phase:
 
     seconds      time in steps
     waited_s     of it, time in which the computation waited for the drive
+    converted_s  time that disk workers spent converting blocks to the wanted encoding
     disk_bytes   read from the drive while these steps ran
     host_bytes   bytes of weight blocks that the kernels were given
     hits, pending, misses   leases of blocks that do not live in memory
@@ -22,6 +23,7 @@ class Phase:
     tokens: int = 0
     seconds: float = 0.0
     waited_s: float = 0.0
+    converted_s: float = 0.0
     disk_bytes: int = 0
     host_bytes: int = 0
     hits: int = 0
@@ -44,7 +46,7 @@ class Phase:
 class Bottleneck:
     """What bounded a phase.
 
-    link       "disk", "memory" or "computation"
+    link       "disk", "conversion", "memory" or "computation"
     rate       bytes per second that the link moved
     ceiling    bytes per second that it was measured to move; 0 when unknown
     """
@@ -62,14 +64,16 @@ class Bottleneck:
 def bottleneck(phase: Phase, machine: Machine) -> Bottleneck | None:
     """Which link bounded `phase`; None when nothing was computed.
 
-    The drive, where the computation waited for it for a quarter of the time.  Else memory, where
+    The drive, where the computation waited for it for a quarter of the time; or the conversion of
+    what had been read, where that took most of the waiting.  Else memory, where
     the kernels read at half of its rate or more.  Else the computation itself (the rate is then
     still memory's, to show how far away it is).
     """
     if not phase.seconds:
         return None
     if phase.waited_s > _WAITING * phase.seconds:
-        return Bottleneck("disk", phase.disk_bytes / phase.seconds, machine.disk_read_rate)
+        link = "conversion" if phase.converted_s > phase.waited_s / 2 else "disk"
+        return Bottleneck(link, phase.disk_bytes / phase.seconds, machine.disk_read_rate)
     busy = phase.seconds - phase.waited_s
     rate = phase.host_bytes / busy
     near = machine.ram_read_rate and rate >= 0.5 * machine.ram_read_rate

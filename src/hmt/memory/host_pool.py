@@ -1,5 +1,6 @@
 """Page-aligned host memory, charged to the ledger and reused by size."""
 
+import contextlib
 import mmap
 import threading
 from collections import defaultdict
@@ -11,6 +12,8 @@ from hmt.base.units import MIB, format_bytes, round_up
 from hmt.memory.ledger import Account
 
 PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 * MIB
+_MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h; Python's mmap does not name it
 
 
 class HostBuffer:
@@ -23,9 +26,12 @@ class HostBuffer:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Anonymous pages arrive 4 KiB at a time; huge ones cost a five-hundredth of the faults.
-        if nbytes >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
+        if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            # One fault for 2 MiB instead of 512; and all of them now: the first O_DIRECT reads into
+            # fresh buffers of 16 MiB ran at 1.0 to 2.0 GB/s, and at 3.3 GB/s into populated ones.
             self._map.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # Linux before 5.14
+                self._map.madvise(_MADV_POPULATE_WRITE)
         self.view = memoryview(self._map)
         # Buffers are made wherever a slot is needed, also inside a step; a tensor made in inference
         # mode could not be written by the disk workers, which are outside of it.

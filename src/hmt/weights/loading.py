@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hmt.base.errors import HMTError, NumericsError
+from hmt.base.trace import Tracer
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.store import Priority
 from hmt.memory import DiskRead, HostBuffer, Ticket, TransferQueue
@@ -32,6 +33,7 @@ class BlockLoad:
         slot: HostBuffer,
         staging: HostBuffer | None,
         queue: TransferQueue,
+        tracer: Tracer,
         *,
         check: bool,
         finished: Finished,
@@ -40,6 +42,7 @@ class BlockLoad:
         self._slot = slot
         self._staging = staging
         self._queue = queue
+        self._tracer = tracer
         self._check = check
         self._finished = finished
         self._stages: list[StagedParam | None] = [None] if layout.reads else []
@@ -105,7 +108,8 @@ class BlockLoad:
                 target.scales.copy_(source.scales)
             return
         try:
-            quantize(source, target)
+            with self._tracer.span("convert", "host", target.nbytes):
+                quantize(source, target)
         except NumericsError as error:
             name = stage.placed.param.source
             raise NumericsError(f"{name} of {self._layout.id}: {error}") from error

@@ -274,6 +274,7 @@ class WeightStore:
             slot,
             staging,
             self._queue,
+            self._tracer,
             check=self._check and not entry.checked,
             finished=lambda error: self._load_finished(entry, error),
         )
