@@ -163,7 +163,7 @@ def test_a_bad_request_fails_alone(
         ({"disk_path": "/nonexistent"}, "folder"),
         ({"max_batch": 0}, "at least 1"),
         ({"numa": 7}, "pair"),
-        ({"context": 200_000}, "131072"),
+        ({"context": 200_000, "max_batch": 1}, "131072"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
@@ -174,7 +174,7 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
 def test_a_read_error_in_the_middle_fails_the_request_and_the_engine_lives(
     model: LoadedModel,
 ) -> None:
-    reader = model._memory.queue._reader
+    reader = model._core.memory.weights._queue._reader
     whole = model.infer(hmt.Request(CHAT, 8)).text
     original = reader.read_into
     events = model.stream(hmt.Request("Once upon a time", 60, ignore_eos=True))
@@ -189,8 +189,9 @@ def test_a_read_error_in_the_middle_fails_the_request_and_the_engine_lives(
         for _ in events:
             pass
     reader.read_into = original  # type: ignore[method-assign]
-    free = model._memory.kv.free_tokens
-    assert free == model._memory.kv.capacity_tokens, "the failed request's pages came back"
+    model.reset_summary()  # waits for the engine's thread
+    free = model._core.memory.kv.free_tokens
+    assert free == model._core.memory.kv.capacity_tokens, "the failed request's pages came back"
     assert model.infer(hmt.Request(CHAT, 8)).text == whole
 
 
@@ -205,10 +206,11 @@ def test_a_closed_model_says_so(folder: Path) -> None:
 def test_closing_the_stream_cancels(model: LoadedModel) -> None:
     events = model.stream(hmt.Request("Once", 100, ignore_eos=True))
     next(events)
-    assert model._memory.kv.free_tokens < model._memory.kv.capacity_tokens
+    assert model._core.memory.kv.free_tokens < model._core.memory.kv.capacity_tokens
     events.close()
-    assert model._memory.kv.free_tokens == model._memory.kv.capacity_tokens
-    assert model._scheduler.idle
+    model.reset_summary()  # waits for the engine's thread, which cancels first
+    assert model._core.memory.kv.free_tokens == model._core.memory.kv.capacity_tokens
+    assert model._core.scheduler.idle
 
 
 def test_more_requests_than_memory_wait_their_turn(model: LoadedModel) -> None:

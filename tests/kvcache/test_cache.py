@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.base.errors import BudgetError
-from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Step
 from hmt.kernels import ops
-from hmt.kvcache import PAGE_TOKENS, PagedKV, page_bytes
+from hmt.kvcache import PagedKV, page_bytes
 from hmt.memory import HostPool, Ledger
 
 LAYERS = (

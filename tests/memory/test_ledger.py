@@ -109,6 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
         for buffer in list(self.held):
             self.pool.free(buffer)
         self.pool.close()
+        self.account.close()
         assert self.ledger.reserved_bytes(Tier.HOST) == 0
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSize
-from hmt.contracts.model import ModelSpec
+from hmt.contracts.model import PAGE_TOKENS, ModelSpec
 from hmt.contracts.plan import Machine, Tier
 from hmt.planner import Demand, PlanOptions, explain, smallest_budget, solve
 
@@ -56,7 +56,8 @@ def test_every_plan_fits_its_budget(demand: Demand, extra: int, distance: int | 
     dense = [sizes[b] for b in streamed if b.kind is not BlockKind.EXPERT]
     need = max(dense, default=0) + max(experts, default=0)
     assert plan.reserved["slots"] >= need, "a step could never finish"
-    assert plan.kv_tokens >= 512
+    assert plan.kv_tokens >= 512 and plan.kv_tokens % PAGE_TOKENS == 0
+    assert plan.kv_tokens * demand.kv_token_bytes <= plan.reserved["kv"]
     assert explain(plan, demand, MACHINE)
 
 

@@ -103,11 +103,16 @@ class Bench:
     layouts: dict[BlockId, BlockLayout]
     ledger: Ledger
     reader: FaultyReader
-    queue: TransferQueue
+    pools: list[HostPool]
+    spill: SpillFile | None
 
     def close(self) -> None:
-        self.queue.close()
         self.store.close()
+        for pool in self.pools:
+            pool.close()
+            pool.account.close()
+        if self.spill is not None:
+            self.spill.close()
         assert self.ledger.reserved_bytes(Tier.HOST) == 0, "leaked"
 
 
@@ -138,13 +143,14 @@ def open_store(
     tracer, reader = Tracer(), FaultyReader()
     queue = TransferQueue(reader, tracer, threads=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
+    spilled = SpillFile(folder, layouts.values()) if spill else None
     store = WeightStore(
         layouts,
         plan,
         queue,
         tracer,
         **pools,
-        spill=SpillFile(folder, layouts.values()) if spill else None,
+        spill=spilled,
         poison=True,
     )
-    return Bench(store, layouts, ledger, reader, queue)
+    return Bench(store, layouts, ledger, reader, list(pools.values()), spilled)

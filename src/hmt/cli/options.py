@@ -96,6 +96,7 @@ class EngineOptions:
         """Keyword arguments of hmt.Engine, and of EngineConfig.resolve.  Raises ConfigError."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         named["quantization"] = named.pop("quant")
+        named["max_batch"] = 1  # a command answers one request after the other
         if self.numa is not None:
             named["numa"] = _nodes(self.numa)
         return {name: value for name, value in named.items() if value is not None}

@@ -10,6 +10,8 @@ from hmt.contracts.blocks import BlockId, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 
+PAGE_TOKENS = 16  # positions of KV in one page
+
 
 class KVKind(enum.StrEnum):
     """Layers of one kind share pages."""

@@ -34,16 +34,17 @@ class Request:
 
     input            text; or chat messages [{"role": ..., "content": ...}], which go through the
                      checkpoint's template; or token ids, used as they are
+    max_new_tokens   the longest answer; None: 256, or what the context still holds
     context_size     the most positions that prompt and answer may take together; the model's own
                      limit when None
-    stop             strings that end the answer and are not part of it
+    stop             string, or strings, that end the answer and are not part of it
     """
 
     input: "str | list[dict[str, str]] | list[int]"
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     context_size: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     ignore_eos: bool = False
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
 from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.encoding import Encoding
-from hmt.contracts.model import Model
+from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.machine import cache_folder, machine_for
 from hmt.formats import open_checkpoint
 from hmt.kernels import ops
-from hmt.kvcache import PAGE_TOKENS, PagedKV, page_bytes
-from hmt.memory import HostPool, Ledger, TransferQueue, open_reader
+from hmt.kvcache import PagedKV, page_bytes
+from hmt.memory import Account, HostPool, Ledger, TransferQueue, open_reader
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.quant import Format
@@ -54,32 +55,33 @@ class Prepared:
 class Memory:
     """Everything that holds a model's bytes while it is loaded."""
 
-    ledger: Ledger
-    queue: TransferQueue
     weights: WeightStore
     kv: PagedKV
-    kv_pool: HostPool
+    accounts: list[Account]
+    closing: ExitStack
+
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of host memory in use now, by purpose."""
+        return {account.purpose: account.used_bytes for account in self.accounts}
 
     def close(self) -> None:
         """Free it all."""
-        self.queue.close()
-        self.weights.close()
-        self.kv.release()
-        self.kv_pool.close()
+        self.closing.close()
 
 
-def prepare(path: Path, config: EngineConfig) -> Prepared:
+def prepare(path: Path, config: EngineConfig, host_bytes: int | None = None) -> Prepared:
     """Read headers and configuration, and decide where everything goes.
 
-    Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
+    `host_bytes` is what is left of the budget for this model; None: all of it.  Raises
+    CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     checkpoint = open_checkpoint(path)
     model = open_model(checkpoint.config, checkpoint.path, _dtype(config, checkpoint))
     bound = bind(model.spec, checkpoint)
     layouts = lay_out(bound, _target(config))
-    demand = _demand(model, layouts)
+    demand = _demand(model, layouts, config)
     options = PlanOptions(
-        config.host_memory_bytes,
+        config.host_memory_bytes if host_bytes is None else host_bytes,
         config.context,
         config.prefill_chunk,
         0 if config.executor == "plain" else config.prefetch_distance,
@@ -92,43 +94,51 @@ def prepare(path: Path, config: EngineConfig) -> Prepared:
 def allocate(
     prepared: Prepared,
     config: EngineConfig,
+    ledger: Ledger,
     tracer: Tracer,
     progress: Callable[[int, int], None] | None = None,
 ) -> Memory:
-    """Take the memory that the plan reserved and load the blocks that live in it."""
+    """Take the memory that the plan reserved and load the blocks that live in it.
+
+    Whatever `progress` raises ends the loading.  Nothing stays allocated after an error.
+    """
     plan, model = prepared.plan, prepared.model
-    ledger = Ledger(plan.budgets)
-    pools = {
-        purpose: HostPool(ledger.open(Tier.HOST, purpose, plan.reserved[purpose]))
-        for purpose in ("resident", "slots", "staging", "rows", "kv")
-    }
-    # Torch allocates these itself; the account keeps their share from everyone else.
-    activations = plan.reserved["activations"]
-    ledger.open(Tier.HOST, "activations", activations).charge(activations)
-    queue = _transfer_queue(config, tracer)
-    streamed = [layout for b, layout in prepared.layouts.items() if plan.homes[b] is Tier.DISK]
-    spill = _spill_file(streamed, config)
-    kv = PagedKV(model.spec.kv, plan.kv_tokens, model.dtype, pools["kv"])
-    weights = WeightStore(
-        prepared.layouts,
-        plan,
-        queue,
-        tracer,
-        resident=pools["resident"],
-        slots=pools["slots"],
-        staging=pools["staging"],
-        rows=pools["rows"],
-        spill=spill,
-        check=config.check_weights,
-        poison=flags.read(flags.POISON) == "on",
-    )
-    memory = Memory(ledger, queue, weights, kv, pools["kv"])
-    try:
+    with ExitStack() as stack:
+        accounts = {
+            purpose: ledger.open(Tier.HOST, purpose, nbytes)
+            for purpose, nbytes in plan.reserved.items()
+        }
+        for account in accounts.values():
+            stack.callback(account.close)
+        # Torch allocates these itself; the account keeps their share from everyone else.
+        activations = accounts["activations"]
+        activations.charge(activations.limit_bytes)
+        stack.callback(activations.release, activations.limit_bytes)
+        pools = {name: HostPool(accounts[name]) for name in accounts if name != "activations"}
+        for pool in pools.values():
+            stack.callback(pool.close)
+        streamed = [layout for b, layout in prepared.layouts.items() if plan.homes[b] is Tier.DISK]
+        spill = _spill_file(streamed, config)
+        if spill is not None:
+            stack.callback(spill.close)
+        kv = PagedKV(model.spec.kv, plan.kv_tokens, model.dtype, pools["kv"])
+        stack.callback(kv.release)
+        weights = WeightStore(
+            prepared.layouts,
+            plan,
+            _transfer_queue(config, tracer),
+            tracer,
+            resident=pools["resident"],
+            slots=pools["slots"],
+            staging=pools["staging"],
+            rows=pools["rows"],
+            spill=spill,
+            check=config.check_weights,
+            poison=flags.read(flags.POISON) == "on",
+        )
+        stack.callback(weights.close)
         weights.load_residents(progress)
-    except BaseException:
-        memory.close()
-        raise
-    return memory
+        return Memory(weights, kv, list(accounts.values()), stack.pop_all())
 
 
 def _transfer_queue(config: EngineConfig, tracer: Tracer) -> TransferQueue:
@@ -202,7 +212,7 @@ def _target(config: EngineConfig) -> Callable[[ParamSpec, BlockKind], Format | N
     return target
 
 
-def _demand(model: Model, layouts: dict[BlockId, BlockLayout]) -> Demand:
+def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineConfig) -> Demand:
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
     return Demand(
         spec=model.spec,
@@ -212,4 +222,5 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout]) -> Demand:
         kv_token_bytes=page_bytes(model.spec.kv, model.dtype) // PAGE_TOKENS,
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
+        batch=config.max_batch,
     )

@@ -4,10 +4,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from hmt.base.errors import ContextLengthError
-from hmt.contracts.request import FinishReason
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Part, Step
 from hmt.engine.sequence import Sequence
-from hmt.kvcache import PAGE_TOKENS, PagedKV
+from hmt.kvcache import PagedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Scheduler:
     """First come, first served; decode tokens in every step, prompts in chunks beside them.
 
     A request is admitted when its whole KV can be reserved, so that none that has begun is ever
-    sent back.  Not thread-safe: the engine calls it under its lock.
+    sent back.  Only for the engine's thread.
     """
 
     def __init__(self, kv: PagedKV, *, prefill_chunk: int, max_batch: int) -> None:
@@ -44,13 +44,17 @@ class Scheduler:
         """True when there is nothing to do."""
         return not self._waiting and not self._running
 
+    def sequences(self) -> list[Sequence]:
+        """Everyone who waits or runs."""
+        return [*self._waiting, *self._running]
+
     def add(self, sequence: Sequence) -> None:
         """Queue a request.  Raises ContextLengthError when it could never be admitted."""
         needed = -(-sequence.positions // PAGE_TOKENS) * PAGE_TOKENS
         if needed > self._kv.capacity_tokens:
             raise ContextLengthError(
                 f"a prompt of {sequence.prompt_tokens} tokens and "
-                f"{sequence.request.max_new_tokens} new ones need {needed} positions of KV; "
+                f"{sequence.positions - sequence.prompt_tokens} new ones need {needed} positions; "
                 f"the plan has {self._kv.capacity_tokens}: shorten them, or load the model with "
                 "a larger context or more host memory"
             )
@@ -90,12 +94,6 @@ class Scheduler:
         if sequence.kv is not None:
             self._kv.close(sequence.kv)
             sequence.kv = None
-
-    def cancel(self, sequence: Sequence) -> None:
-        """End a sequence that its owner no longer wants."""
-        if not sequence.finished:
-            sequence.finish_reason = FinishReason.CANCELLED
-        self.retire(sequence)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch:

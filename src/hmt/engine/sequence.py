@@ -1,7 +1,7 @@
 """One request while it runs: its tokens, its place in the KV cache, and what it has produced."""
 
 import itertools
-from collections import deque
+import queue
 from dataclasses import dataclass, field
 
 import torch
@@ -16,17 +16,20 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """State of one request.  Only the scheduler and the engine change it.
+    """State of one request.  Only the engine's thread changes it.
 
     tokens      prompt and answer so far
+    positions   positions of KV that prompt and answer may take
     computed    tokens whose KV has been written
     kv          handle in the KV cache; None while waiting and after the end
-    events      produced and not yet fetched
+    events      for the caller: tokens, the last with a finish reason; or the error that ended it;
+                or None when it was cancelled
     """
 
     request: Request
     tokens: list[int]
     prompt_tokens: int
+    positions: int
     sampler: SamplerState
     text: TextStream
     stops: StopStrings
@@ -34,14 +37,10 @@ class Sequence:
     number: int = field(default_factory=lambda: next(_numbers))
     computed: int = 0
     kv: int | None = None
-    events: deque[TokenEvent] = field(default_factory=deque)
-    error: HMTError | None = None
+    events: "queue.SimpleQueue[TokenEvent | HMTError | None]" = field(
+        default_factory=queue.SimpleQueue
+    )
     finish_reason: FinishReason | None = None
-
-    @property
-    def positions(self) -> int:
-        """Positions of KV that this request may need."""
-        return self.prompt_tokens + self.request.max_new_tokens
 
     @property
     def prefilling(self) -> bool:
@@ -71,12 +70,19 @@ class Sequence:
             rest = self.text.flush()
             self._finish_text(chosen.token_id, logprob, FinishReason.LENGTH, rest, text)
         else:
-            self.events.append(TokenEvent(chosen.token_id, text, logprob))
+            self.events.put(TokenEvent(chosen.token_id, text, logprob))
 
     def fail(self, error: HMTError) -> None:
         """End with an error, which whoever fetches events will see."""
-        self.error = error
-        self.finish_reason = FinishReason.ERROR
+        if not self.finished:
+            self.finish_reason = FinishReason.ERROR
+            self.events.put(error)
+
+    def cancel(self) -> None:
+        """End without a word."""
+        if not self.finished:
+            self.finish_reason = FinishReason.CANCELLED
+            self.events.put(None)
 
     def _finish_text(
         self,
@@ -97,5 +103,5 @@ class Sequence:
     def _finish(
         self, token_id: int, text: str, logprob: TokenLogprob | None, reason: FinishReason
     ) -> None:
-        self.events.append(TokenEvent(token_id, text, logprob, reason))
         self.finish_reason = reason
+        self.events.put(TokenEvent(token_id, text, logprob, reason))

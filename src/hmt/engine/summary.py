@@ -30,6 +30,17 @@ class Phase:
     pending: int = 0
     misses: int = 0
 
+    def add(self, cost: "Phase", tokens: int, of_tokens: int) -> None:
+        """Add the share of a step's `cost` that `tokens` of its `of_tokens` tokens caused."""
+        if not tokens:
+            return
+        self.tokens += tokens
+        self.steps += cost.steps
+        for name in ("seconds", "waited_s", "converted_s"):
+            setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens / of_tokens)
+        for name in ("disk_bytes", "host_bytes", "hits", "pending", "misses"):
+            setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens // of_tokens)
+
     @property
     def tokens_per_s(self) -> float:
         """Throughput of all requests together."""

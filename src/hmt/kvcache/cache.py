@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from hmt.base.units import round_up
-from hmt.contracts.model import KVLayer
+from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
-from hmt.kvcache.pages import PAGE_TOKENS, PageAllocator, PageStore, kinds_of, page_bytes
+from hmt.kvcache.pages import PageAllocator, PageStore, kinds_of, page_bytes
 from hmt.memory import HostPool
 
 

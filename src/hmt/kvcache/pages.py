@@ -6,9 +6,7 @@ from itertools import groupby
 import torch
 
 from hmt.base.errors import BudgetError
-from hmt.contracts.model import KVLayer
-
-PAGE_TOKENS = 16
+from hmt.contracts.model import PAGE_TOKENS, KVLayer
 
 
 def page_bytes(layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
@@ -29,7 +27,7 @@ def kinds_of(layers: Sequence[KVLayer]) -> list[tuple[KVLayer, list[int]]]:
 
 
 class PageAllocator:
-    """Which of `count` pages are free.  Lowest free page first."""
+    """Which of `count` pages are free."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -73,7 +73,16 @@ class HostPool:
             while not self.account.try_charge(size):
                 self._drop_largest_idle()
             self._in_use += size
-        return HostBuffer(size)
+        try:
+            return HostBuffer(size)
+        except OSError as error:
+            with self._lock:
+                self._in_use -= size
+            self.account.release(size)
+            raise BudgetError(
+                f"{self.account.purpose}: the system has no {format_bytes(size)} left "
+                f"({error.strerror}); lower --host-memory"
+            ) from error
 
     def allocate(self, nbytes: int) -> HostBuffer:
         """Like `try_allocate`, but raises BudgetError."""
@@ -93,12 +102,11 @@ class HostPool:
             self._idle[buffer.nbytes].append(buffer)
 
     def close(self) -> None:
-        """Release everything.  All buffers must have been freed."""
+        """Release all memory; the account stays open.  All buffers must have been freed."""
         with self._lock:
             assert self._in_use == 0, f"{self.account.purpose}: {self._in_use} bytes still in use"
             while any(self._idle.values()):
                 self._drop_largest_idle()
-        self.account.close()
 
     @property
     def in_use_bytes(self) -> int:

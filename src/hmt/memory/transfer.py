@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hmt.base.errors import DiskReadError, HMTError
+from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import MIB
 from hmt.contracts.store import Priority
@@ -36,6 +37,7 @@ class Ticket:
 
     def __init__(self, chunks: int, done: Done) -> None:
         self._left = chunks
+        self.untaken = chunks  # chunks that no worker has begun; under the queue's lock
         self._done = done
         self._error: HMTError | None = None
         self._lock = threading.Lock()
@@ -113,8 +115,12 @@ class TransferQueue:
         ticket = Ticket(len(pieces), done)
         chunks = [_Chunk(piece, ticket) for piece in pieces]
         with self._wake:
-            self._waiting[ticket] = chunks
-            self._push(ticket, chunks, priority)
+            if not self._closed:
+                self._waiting[ticket] = chunks
+                self._push(ticket, chunks, priority)
+                return ticket
+        for chunk in chunks:
+            chunk.ticket.chunk_finished(DiskReadError("the engine was closed before this read"))
         return ticket
 
     def promote(self, ticket: Ticket, priority: Priority) -> None:
@@ -124,8 +130,10 @@ class TransferQueue:
                 self._push(ticket, [c for c in self._waiting[ticket] if not c.taken], priority)
 
     def close(self) -> None:
-        """Stop the workers.  Reads that have not started end with an error."""
+        """Stop the workers.  Reads that have not started end with an error.  Idempotent."""
         with self._wake:
+            if self._closed:
+                return
             self._closed = True
             dropped = [c for chunks in self._waiting.values() for c in chunks if not c.taken]
             for chunk in dropped:
@@ -153,7 +161,10 @@ class TransferQueue:
     def _work(self) -> None:
         while (chunk := self._next()) is not None:
             # Not inside _next: `done` may take long, and may submit more.
-            chunk.ticket.chunk_finished(self._read(chunk))
+            try:
+                chunk.ticket.chunk_finished(self._read(chunk))
+            except Exception:  # the worker must live; whoever gave `done` has to guard it
+                logger.exception("a callback of the disk queue failed")
 
     def _next(self) -> _Chunk | None:
         with self._wake:
@@ -169,7 +180,8 @@ class TransferQueue:
 
     def _take(self, chunk: _Chunk) -> None:
         chunk.taken = True
-        if all(c.taken for c in self._waiting[chunk.ticket]):
+        chunk.ticket.untaken -= 1
+        if not chunk.ticket.untaken:
             del self._waiting[chunk.ticket]
 
     def _read(self, chunk: _Chunk) -> HMTError | None:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockKind, BlockSize
-from hmt.contracts.model import ModelSpec
+from hmt.contracts.model import PAGE_TOKENS, ModelSpec
 
-_PAGE_TOKENS = 16
 _CHUNK_LIMITS = (16, 512)
 _ACTIVATION_SHARE = 16  # a prefill chunk's activations take about this fraction of the weights
 
@@ -22,6 +21,7 @@ class Demand:
     kv_token_bytes  KV of one position over all layers
     kv_layer_bytes  KV of one position in the layer that keeps most
     score_bytes     the most that attention scores take at once
+    batch           requests that run at once
     """
 
     spec: ModelSpec
@@ -31,6 +31,7 @@ class Demand:
     kv_token_bytes: int
     kv_layer_bytes: int = 0
     score_bytes: int = 0
+    batch: int = 1
 
     @property
     def weight_bytes(self) -> int:
@@ -49,25 +50,26 @@ def default_chunk(demand: Demand) -> int:
     makes logits bit-identical at every budget.
     """
     token_bytes = demand.spec.activation_width * 4
-    chunk = round_down(demand.weight_bytes // _ACTIVATION_SHARE // token_bytes, _PAGE_TOKENS)
+    chunk = round_down(demand.weight_bytes // _ACTIVATION_SHARE // token_bytes, PAGE_TOKENS)
     return max(_CHUNK_LIMITS[0], min(_CHUNK_LIMITS[1], chunk))
 
 
 def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
     """What one step of `chunk` tokens takes beside weights and KV, in fp32.
 
-    The activations, the logits of a small batch, and for one layer at a time the scores and the
-    rows of KV that were gathered from their pages.
+    The activations of a prompt chunk and of a batch that decodes beside it, the batch's logits and
+    their sorted copy, and for one layer at a time the scores and the rows of KV that were gathered
+    from their pages.
     """
-    spec, rows_of_logits = demand.spec, 4
-    numbers = chunk * spec.activation_width + rows_of_logits * spec.vocab_size
+    spec, batch = demand.spec, demand.batch
+    numbers = (chunk + batch - 1) * spec.activation_width + 2 * batch * spec.vocab_size
     scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
     return 4 * numbers + scores + context * demand.kv_layer_bytes
 
 
 def kv_bytes(demand: Demand, tokens: int) -> int:
     """KV of `tokens` positions in whole pages."""
-    return round_up(tokens, _PAGE_TOKENS) * demand.kv_token_bytes
+    return round_up(tokens, PAGE_TOKENS) * demand.kv_token_bytes
 
 
 def working_set_bytes(blocks: Sequence[BlockSize]) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import format_bytes, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.planner.footprint import (
     Demand,
@@ -22,7 +23,6 @@ from hmt.planner.footprint import (
     working_set_bytes,
 )
 
-_PAGE_TOKENS = 16
 _SMALLEST_CONTEXT = 256
 _LARGEST_DEFAULT_CONTEXT = 8192
 _MEMORY_PAGE_BYTES = 4096
@@ -72,7 +72,7 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         reserved={"resident": resident, "slots": slots, **fixed},
         prefetch_distance=distance,
         prefill_chunk=_chunk(demand, options),
-        kv_tokens=fixed["kv"] // demand.kv_token_bytes if demand.kv_token_bytes else 0,
+        kv_tokens=round_down(fixed["kv"] // demand.kv_token_bytes, PAGE_TOKENS),
         host_bytes_per_token=host,
         disk_bytes_per_token=disk,
         predicted_token_s=_token_seconds(host, disk, machine),
@@ -105,17 +105,18 @@ def _chunk(demand: Demand, options: PlanOptions) -> int:
 
 
 def _context(demand: Demand, options: PlanOptions, affordable_bytes: int) -> int:
-    longest = demand.spec.max_context
+    longest = demand.spec.max_context * demand.batch
     if options.context is not None:
         if not 0 < options.context <= longest:
             raise ConfigError(
-                f"a context of {options.context} was asked for; "
-                f"{demand.spec.architecture} was made for 1 to {longest}"
+                f"a context of {options.context} positions was asked for; "
+                f"{demand.spec.architecture} can use 1 to {longest} ({demand.batch} requests of "
+                f"{demand.spec.max_context})"
             )
         return options.context
     affordable = affordable_bytes // max(1, _context_token_bytes(demand, options))
     wanted = _SMALLEST_CONTEXT + min(_LARGEST_DEFAULT_CONTEXT - _SMALLEST_CONTEXT, affordable)
-    return min(longest, round_down(wanted, _PAGE_TOKENS))
+    return min(longest, round_up(wanted, PAGE_TOKENS))
 
 
 def _context_token_bytes(demand: Demand, options: PlanOptions) -> int:
@@ -147,7 +148,10 @@ def _place(
             homes |= {table.id: Tier.HOST for table in tables}
             slots -= table_bytes
         return homes, slots if experts else 0
-    window = min(max(smallest, (distance + 1) * _layer_bytes(dense)), max(smallest, left // 2))
+    # Enough slots for the layers ahead; but where nearly everything fits, slots for whole layers
+    # would make more stream than has to.
+    ahead = min((distance + 1) * _layer_bytes(dense), left // 2, 2 * (dense_bytes - left))
+    window = max(smallest, ahead)
     for block in _spread(dense, left - window):
         homes[block.id] = Tier.HOST
     resident = sum(b.slot_bytes for b in demand.blocks if homes[b.id] is Tier.HOST)

@@ -82,6 +82,8 @@ class BlockLoad:
         )
         with self._lock:
             self._ticket = ticket
+            promoted = self._priority  # perhaps while the ticket was on its way
+        self._queue.promote(ticket, promoted)
 
     def _stage_ended(self, stage: StagedParam | None, error: HMTError | None) -> None:
         try:

@@ -38,6 +38,7 @@ class SpillFile:
             ) from error
         # Without a name the file vanishes with the process, however that ends.
         os.unlink(name)
+        os.ftruncate(self._file, end)  # readers may map the file before all of it is written
         self._path = Path(f"/proc/{os.getpid()}/fd/{self._file}")
         self._folder = folder
         self._full = False

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hmt.base.errors import BudgetError, HMTError
+from hmt.base.errors import BudgetError, HMTError, RequestError
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
@@ -49,6 +49,7 @@ class _Entry:
     load: BlockLoad | None = None
     error: HMTError | None = None
     leases: int = 0
+    waiting: int = 0  # leases that wait for it
     awaited: bool = False  # requested ahead and not leased yet
     checked: bool = False  # its numbers were seen to be finite
 
@@ -65,7 +66,11 @@ class StoreCounters:
 
 
 class WeightStore:
-    """Implements Weights over host memory and disk.  Thread-safe.
+    """Implements Weights over host memory and disk.
+
+    Safe for several threads as long as each holds one lease at a time, or the slots hold all that
+    the threads lease together: threads that wait for each other's slots wait for ever.  The engine
+    has one.
 
     `resident` holds blocks whose home is host memory, `slots` those that come and go, `staging`
     the published form of parameters while they are converted, `rows` single rows of tables that
@@ -93,7 +98,6 @@ class WeightStore:
         self._tracer = tracer
         self._pools = {Tier.HOST: resident, Tier.DISK: slots}
         self._staging = staging
-        self._row_pool = rows
         self._policy = policy or LRU()
         self._spill = spill
         self._check = check
@@ -184,6 +188,9 @@ class WeightStore:
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         """See Weights.  Rows of a table on disk are read one by one, not the whole table."""
         entry = self._entries[block]
+        table_rows = entry.layout.tables[name].param.spec.shape[0]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < table_rows:
+            raise RequestError(f"token ids {ids.tolist()} are not all in 0..{table_rows - 1}")
         holders = entry.layout.tables[name].holders
         if all(self._entries[holder.block].home is Tier.HOST for holder in holders):
             return self._rows.from_memory(entry.layout, name, ids, self._resident_views)
@@ -195,15 +202,20 @@ class WeightStore:
         return rows
 
     def close(self) -> None:
-        """Free all memory.  Nothing may be leased; the transfer queue must have been closed."""
+        """End all reads and free all slots.  Nothing may be leased."""
+        self._queue.close()
         with self._changed:
             for entry in self._entries.values():
                 assert entry.leases == 0, f"{entry.layout.id} is still leased"
                 self._drop(entry)
-        if self._spill is not None:
-            self._spill.close()
-        for pool in (*self._pools.values(), self._staging, self._row_pool):
-            pool.close()
+
+    def abandon(self) -> None:
+        """Forget what was asked for ahead of time: the step that asked has failed."""
+        with self._changed:
+            for backlog in self._backlog.values():
+                backlog.clear()
+            for entry in self._entries.values():
+                entry.awaited = False
 
     def cached_blocks(self) -> list[BlockId]:
         """Blocks in slots now, coldest first."""
@@ -232,11 +244,11 @@ class WeightStore:
 
     def _wait_ready(self, entry: _Entry) -> None:
         begin = time.perf_counter()
+        entry.waiting += 1
         try:
             while entry.state is not _State.READY:
                 if entry.error is not None:
-                    error, entry.error = entry.error, None
-                    raise error
+                    raise entry.error
                 if entry.state is _State.LOADING:
                     assert entry.load is not None
                     entry.load.promote(Priority.NEED)
@@ -246,6 +258,9 @@ class WeightStore:
                     raise self._too_small(entry)
                 self._changed.wait()
         finally:
+            entry.waiting -= 1
+            if not entry.waiting:
+                entry.error = None
             end = time.perf_counter()
             self.counters.waited_s += end - begin
             self._tracer.record("wait", "disk", entry.layout.read_bytes, begin, end)
@@ -282,23 +297,27 @@ class WeightStore:
         return True
 
     def _load_finished(self, entry: _Entry, error: HMTError | None) -> None:
-        if error is None and self._spill is not None and entry.home is Tier.DISK:
-            # Outside the lock: nobody else touches the layout of a block that is loading.
-            assert entry.slot is not None
-            entry.layout = self._spill.keep(entry.layout, entry.slot)
+        assert entry.slot is not None
+        if error is None:
+            # Outside the lock: nobody else touches a block that is loading.
+            try:
+                if self._spill is not None and entry.home is Tier.DISK:
+                    entry.layout = self._spill.keep(entry.layout, entry.slot)
+                entry.views = entry.layout.views(entry.slot.tensor)
+            except Exception as caught:  # the waiting lease must hear of it, whatever it is
+                error = HMTError(f"loading {entry.layout.id} failed: {caught!r}")
         with self._changed:
             if entry.staging is not None:
                 self._staging.free(entry.staging)
             entry.staging = entry.load = None
-            assert entry.slot is not None
             if error is None:
-                entry.views = entry.layout.views(entry.slot.tensor)
                 entry.state = _State.READY
                 entry.checked = True
                 if entry.home is Tier.DISK:
                     self._policy.used(entry.layout.id)
             else:
-                entry.error = error
+                # Nobody waits for a failed prefetch: whoever needs the block will read it again.
+                entry.error = error if entry.waiting else None
                 self._free_slot(entry)
             self._changed.notify_all()
 
@@ -307,17 +326,23 @@ class WeightStore:
         slot = pool.try_allocate(entry.layout.slot_bytes)
         if slot is not None or entry.home is Tier.HOST:
             return slot
-        for awaited in (False, True) if force else (False,):
-            for victim in self._victims(awaited):
-                self._evict(victim)
-                slot = pool.try_allocate(entry.layout.slot_bytes)
-                if slot is not None:
-                    return slot
+        victims = self._victims(force)
+        room = pool.account.limit_bytes - pool.in_use_bytes
+        if room + sum(victim.layout.slot_bytes for victim in victims) < entry.layout.slot_bytes:
+            return None  # evicting them all would empty the cache for nothing
+        for victim in victims:
+            self._evict(victim)
+            slot = pool.try_allocate(entry.layout.slot_bytes)
+            if slot is not None:
+                return slot
         return None
 
-    def _victims(self, awaited: bool) -> list[_Entry]:
+    def _victims(self, force: bool) -> list[_Entry]:
+        """Cached blocks that may go, in the order in which they should; awaited ones last."""
         entries = [self._entries[block] for block in self._policy.coldest_first()]
-        return [e for e in entries if e.leases == 0 and e.awaited == awaited]
+        free = [entry for entry in entries if entry.leases == 0]
+        unawaited = [entry for entry in free if not entry.awaited]
+        return unawaited + [entry for entry in free if entry.awaited] if force else unawaited
 
     def _evict(self, entry: _Entry) -> None:
         assert entry.leases == 0 and entry.state is _State.READY

@@ -1,0 +1,189 @@
+"""A loaded model at work: steps, what they cost, and teacher forcing, on the engine's thread."""
+
+import time
+from collections.abc import Sequence as Many
+from itertools import pairwise
+
+import torch
+
+from hmt.base.errors import Cancelled, EmptyPromptError, HMTError, RequestError
+from hmt.base.log import logger
+from hmt.base.trace import Tracer
+from hmt.contracts.step import Run, Step
+from hmt.engine.config import EngineConfig
+from hmt.engine.executor import Executor, OverlappedExecutor, PlainExecutor
+from hmt.engine.loading import Memory, Prepared
+from hmt.engine.scheduler import Scheduled, Scheduler
+from hmt.engine.sequence import Sequence
+from hmt.engine.summary import Phase
+
+
+class Core:
+    """The scheduler, the executor and their account.  Not thread-safe; see `hmt.engine.loop`."""
+
+    def __init__(
+        self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
+    ) -> None:
+        self.memory = memory
+        self._plan = prepared.plan
+        self._vocab_size = prepared.model.spec.vocab_size
+        self.scheduler = Scheduler(
+            memory.kv, prefill_chunk=prepared.plan.prefill_chunk, max_batch=config.max_batch
+        )
+        self._executor: Executor
+        if config.executor == "plain":
+            self._executor = PlainExecutor(prepared.model, memory.weights, memory.kv)
+        else:
+            self._executor = OverlappedExecutor(
+                prepared.model, memory.weights, memory.kv, prepared.plan
+            )
+        self._meter = _Meter(memory, tracer)
+        self.reset_account()
+
+    def reset_account(self) -> None:
+        """Count from zero."""
+        self.prompt, self.generation = Phase(), Phase()
+        self._meter.lap(0.0)
+
+    def advance(self) -> bool:
+        """One step for everyone; False when nobody waits.  Never raises: requests fail instead."""
+        scheduled = self.scheduler.next_step()
+        if scheduled is None:
+            return False
+        try:
+            logits = self._run(scheduled)
+        except Exception as error:
+            self.memory.weights.abandon()
+            for sequence, _ in scheduled.advanced:
+                sequence.fail(_told(error))
+        else:
+            for sequence, count in scheduled.advanced:
+                sequence.computed += count
+            for sequence, row in zip(scheduled.sampled, logits, strict=True):
+                try:
+                    sequence.accept(row)
+                except Exception as error:
+                    sequence.fail(_told(error))
+        for sequence, _ in scheduled.advanced:
+            if sequence.finished:
+                self.scheduler.retire(sequence)
+        return True
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence that its owner no longer wants."""
+        sequence.cancel()
+        self.scheduler.retire(sequence)
+
+    def close(self) -> None:
+        """Fail what still runs, and free all memory."""
+        for sequence in self.scheduler.sequences():
+            sequence.fail(Cancelled("the model was closed while this request ran"))
+            self.scheduler.retire(sequence)
+        self.memory.close()
+
+    def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
+        """See LoadedModel.logits."""
+        self._check_forced(tokens, rows, prefill)
+        chunk = self._plan.prefill_chunk
+        starts = [*range(0, prefill, chunk), *range(prefill, len(tokens)), len(tokens)]
+        parts = [torch.empty(0, self._vocab_size)]
+        kv = self.memory.kv.open(len(tokens))
+        try:
+            for start, stop in pairwise(starts):
+                run = Run(kv, start, 0, stop - start, len(tokens))
+                own = [row - start for row in rows if start <= row < stop]
+                phase = self.prompt if start < prefill else self.generation
+                parts.append(self._run_forced(run, tokens[start:stop], own, phase))
+        finally:
+            self.memory.kv.close(kv)
+        return torch.cat(parts)
+
+    def _check_forced(self, tokens: Many[int], rows: Many[int], prefill: int) -> None:
+        if not tokens:
+            raise EmptyPromptError("the prompt is empty; logits need at least one token")
+        check_tokens(tokens, self._vocab_size)
+        if not 0 <= prefill <= len(tokens):
+            raise RequestError(f"prefill is {prefill}; there are {len(tokens)} tokens")
+        if any(not 0 <= row < len(tokens) for row in rows) or list(rows) != sorted(rows):
+            raise RequestError(f"rows must ascend within 0..{len(tokens) - 1}; got {list(rows)}")
+
+    def _run(self, scheduled: Scheduled) -> torch.Tensor:
+        begin = time.perf_counter()
+        try:
+            return self._executor.run(scheduled.step)
+        finally:
+            cost = self._meter.lap(time.perf_counter() - begin)
+            prompt, tokens = scheduled.prompt_tokens, len(scheduled.step.token_ids)
+            # Tokens of one step share its reads and its time.
+            self.prompt.add(cost, prompt, tokens)
+            self.generation.add(cost, tokens - prompt, tokens)
+
+    def _run_forced(
+        self, run: Run, tokens: Many[int], rows: list[int], phase: Phase
+    ) -> torch.Tensor:
+        step = Step(
+            torch.tensor(tokens),
+            torch.arange(run.start, run.context),
+            (run,),
+            torch.tensor(rows, dtype=torch.int64),
+        )
+        begin = time.perf_counter()
+        try:
+            return self._executor.run(step)
+        finally:
+            phase.add(self._meter.lap(time.perf_counter() - begin), len(tokens), len(tokens))
+
+
+class _Meter:
+    """Reads what the store and the tracer have counted, lap by lap."""
+
+    def __init__(self, memory: Memory, tracer: Tracer) -> None:
+        self._counters = memory.weights.counters
+        self._tracer = tracer
+        self._last = self._read()
+
+    def lap(self, seconds: float) -> Phase:
+        """All that was counted since the last lap, and a step's own `seconds`.
+
+        Reads that end between two steps (prefetches for the next one) count with the next.
+        """
+        now, before = self._read(), self._last
+        self._last = now
+        return Phase(
+            steps=1,
+            seconds=seconds,
+            waited_s=now.waited_s - before.waited_s,
+            converted_s=now.converted_s - before.converted_s,
+            disk_bytes=now.disk_bytes - before.disk_bytes,
+            host_bytes=now.host_bytes - before.host_bytes,
+            hits=now.hits - before.hits,
+            pending=now.pending - before.pending,
+            misses=now.misses - before.misses,
+        )
+
+    def _read(self) -> Phase:
+        counters = self._counters
+        return Phase(
+            waited_s=counters.waited_s,
+            converted_s=self._tracer.total("convert", "host").seconds,
+            disk_bytes=self._tracer.total("read", "disk").nbytes,
+            host_bytes=counters.host_bytes,
+            hits=counters.hits,
+            pending=counters.pending,
+            misses=counters.misses,
+        )
+
+
+def check_tokens(tokens: Many[int], vocab_size: int) -> None:
+    """Raise RequestError unless all are ids of the vocabulary."""
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise RequestError(f"token id {token!r} is not in 0..{vocab_size - 1}")
+
+
+def _told(error: Exception) -> HMTError:
+    """What the owner of a request is told.  An error of our own making is also logged."""
+    if isinstance(error, HMTError):
+        return error
+    logger.error("a step failed for a reason that HMT does not know", exc_info=error)
+    return HMTError(f"internal error, please report it: {error!r}")
