@@ -30,7 +30,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
     assert set(values) == {field.name for field in fields(EngineOptions)}
     config = EngineConfig.resolve(**EngineOptions(**values).arguments())
     assert config.numa == (0, 0) and config.host_memory_bytes == 8 << 20
-    assert EngineOptions(numa="0,1").arguments() == {"numa": (0, 1)}
+    assert EngineOptions(numa="0,1").arguments() == {"numa": (0, 1), "max_batch": 1}
 
 
 def test_a_plan_is_printed_without_loading(hmt):
