@@ -158,6 +158,8 @@ def test_a_bad_request_fails_alone(
         ({"quantisation": "w4a8"}, "did you mean 'quantization'"),
         ({"quantization": "w3a8"}, "w4a8"),
         ({"host_memory": "many"}, "as a size"),
+        ({"host_memory": "900TiB"}, "at most"),
+        ({"check_weights": "no"}, "True or False"),
         ({"dtype": "int3"}, "bfloat16"),
         ({"executor": "magic"}, "overlapped, plain"),
         ({"disk_path": "/nonexistent"}, "folder"),

@@ -110,7 +110,13 @@ def _load(
     stack: ExitStack, folder: Path, case: Case, size: int, options: dict[str, Any]
 ) -> LoadedModel:
     budget = round_down(int(size * case.share), _PAGE_BYTES)
-    given = {"context": 256, "max_batch": 1, **options, "host_memory": budget, "executor": case.executor}
+    given = {
+        "context": 256,
+        "max_batch": 1,
+        **options,
+        "host_memory": budget,
+        "executor": case.executor,
+    }
     engine = stack.enter_context(Engine(**given))
     return engine.load_model(folder)
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hmt.base.errors import ConfigError
-from hmt.base.units import MIB, parse_bytes
-from hmt.memory import READERS, available_host_bytes
+from hmt.base.units import MIB, format_bytes, parse_bytes
+from hmt.memory import READERS, available_host_bytes, cgroup_limit_bytes
 from hmt.quant import Scheme, parse_scheme
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
@@ -76,8 +78,11 @@ class EngineConfig:
             if budget is None
             else parse_bytes(budget)
         )
+        _check_budget(values["host_memory_bytes"])
         if "disk_chunk" in values:
             values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))
+        if isinstance(values.get("numa"), list):
+            values["numa"] = tuple(values["numa"])
         if "disk_path" in values:
             values["disk_path"] = _writable_folder(values["disk_path"])
         _check(values)
@@ -87,6 +92,19 @@ class EngineConfig:
 def _spoken(field: str) -> str:
     """Sizes are given with a unit, so users leave out "_bytes"."""
     return field.removesuffix("_bytes")
+
+
+def _check_budget(host_bytes: int) -> None:
+    """A budget that the machine does not have would end in the system killing the process."""
+    most = int(psutil.virtual_memory().total)
+    limit = cgroup_limit_bytes()
+    if limit is not None:
+        most = min(most, limit)
+    if host_bytes > most:
+        raise ConfigError(
+            f"host_memory is {format_bytes(host_bytes)}; this process can have "
+            f"{format_bytes(most)} at most"
+        )
 
 
 def _check(values: dict[str, Any]) -> None:
@@ -109,6 +127,8 @@ def _check(values: dict[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}")
     if values.get("disk_chunk_bytes", 4096) % 4096:
         raise ConfigError("disk_chunk must be a multiple of 4096 bytes, as O_DIRECT needs")
+    if not isinstance(values.get("check_weights", True), bool):
+        raise ConfigError(f"check_weights={values['check_weights']!r} must be True or False")
     numa = values.get("numa")
     if numa is not None and not (
         isinstance(numa, tuple) and len(numa) == 2 and all(isinstance(n, int) for n in numa)

@@ -43,11 +43,12 @@ def _limit_files() -> list[Path]:
         return files
     for line in membership.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
-        inner = group.lstrip("/")
-        if controllers == "":
-            files.append(Path("/sys/fs/cgroup") / inner / "memory.max")
-        elif "memory" in controllers.split(","):
-            files.append(Path("/sys/fs/cgroup/memory") / inner / "memory.limit_in_bytes")
+        inner = Path(group.lstrip("/"))
+        for level in (inner, *inner.parents):  # a limit holds for everything below it
+            if controllers == "":
+                files.append(Path("/sys/fs/cgroup") / level / "memory.max")
+            elif "memory" in controllers.split(","):
+                files.append(Path("/sys/fs/cgroup/memory") / level / "memory.limit_in_bytes")
     return files
 
 

@@ -67,6 +67,7 @@ class PreadReader:
     """`preadv` from descriptors opened with O_DIRECT, or through the page cache."""
 
     def __init__(self, *, direct: bool = True) -> None:
+        self._direct = direct
         self._files = _OpenFiles(getattr(os, "O_DIRECT", 0) if direct else 0)
 
     def read_into(self, path: Path, offset: int, view: memoryview) -> int:
@@ -77,7 +78,7 @@ class PreadReader:
             while done < len(view):
                 got = os.preadv(descriptor, [view[done:]], offset + done)
                 done += got
-                if got == 0 or done % mmap.PAGESIZE:  # the end of the file
+                if got == 0 or (self._direct and done % mmap.PAGESIZE):  # the end of the file
                     break
         except OSError as error:
             raise DiskReadError(
