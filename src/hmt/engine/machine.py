@@ -129,9 +129,10 @@ def _measure_ram(*, quick: bool) -> float:
     # the rate came out 10 to 30% too high, with eight times it agreed with much larger ones.
     caches, available = cache_bytes(), available_host_bytes()
     if quick:
-        most = min(4 * caches, _QUICK_BUFFER_BYTES, available // 8)
+        # Twice the caches at least: some servers have more cache than a quick buffer is large.
+        most = min(4 * caches, max(_QUICK_BUFFER_BYTES, 2 * caches), available // 8)
     else:
-        most = min(8 * caches, _FULL_BUFFER_BYTES, available // 4)
+        most = min(8 * caches, max(_FULL_BUFFER_BYTES, 4 * caches), available // 4)
     if most < caches:
         return 0.0  # the rate of the cache would be all that shows
     read, restore = _reader()
