@@ -6,11 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hmt.base.errors import ConfigError
-from hmt.base.units import MIB, format_bytes, parse_bytes
-from hmt.memory import READERS, available_host_bytes, cgroup_limit_bytes
+from hmt.base.units import MIB, parse_bytes
+from hmt.memory import READERS, available_host_bytes
 from hmt.quant import Scheme, parse_scheme
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
@@ -78,7 +76,6 @@ class EngineConfig:
             if budget is None
             else parse_bytes(budget)
         )
-        _check_budget(values["host_memory_bytes"])
         if "disk_chunk" in values:
             values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))
         if isinstance(values.get("numa"), list):
@@ -92,19 +89,6 @@ class EngineConfig:
 def _spoken(field: str) -> str:
     """Sizes are given with a unit, so users leave out "_bytes"."""
     return field.removesuffix("_bytes")
-
-
-def _check_budget(host_bytes: int) -> None:
-    """A budget that the machine does not have would end in the system killing the process."""
-    most = int(psutil.virtual_memory().total)
-    limit = cgroup_limit_bytes()
-    if limit is not None:
-        most = min(most, limit)
-    if host_bytes > most:
-        raise ConfigError(
-            f"host_memory is {format_bytes(host_bytes)}; this process can have "
-            f"{format_bytes(most)} at most"
-        )
 
 
 def _check(values: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hmt.base import flags
-from hmt.base.errors import MachineError
+from hmt.base.errors import BudgetError, MachineError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
@@ -23,7 +23,14 @@ from hmt.engine.machine import cache_folder, machine_for
 from hmt.formats import open_checkpoint
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV, page_bytes
-from hmt.memory import Account, HostPool, Ledger, TransferQueue, open_reader
+from hmt.memory import (
+    Account,
+    HostPool,
+    Ledger,
+    TransferQueue,
+    open_reader,
+    physical_host_bytes,
+)
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.quant import Format
@@ -88,7 +95,19 @@ def prepare(path: Path, config: EngineConfig, host_bytes: int | None = None) -> 
     )
     machine = machine_for(path)
     plan = solve(demand, options, machine)
+    _check_physical(plan)
     return Prepared(checkpoint, model, layouts, published_bytes(bound), demand, machine, plan)
+
+
+def _check_physical(plan: Plan) -> None:
+    """Refuse a plan that this machine cannot hold; a budget that is not used up may be larger."""
+    needed, most = sum(plan.reserved.values()), physical_host_bytes()
+    if needed > most:
+        raise BudgetError(
+            f"with {format_bytes(plan.budgets[Tier.HOST])} of host memory the plan takes "
+            f"{format_bytes(needed)}, and this process can have {format_bytes(most)} at most; "
+            "lower --host-memory"
+        )
 
 
 def allocate(

@@ -9,6 +9,7 @@ from hmt.memory.limits import (
     available_host_bytes,
     cgroup_limit_bytes,
     peak_resident_bytes,
+    physical_host_bytes,
     resident_bytes,
 )
 from hmt.memory.numa import bind, numa_nodes
@@ -50,6 +51,7 @@ __all__ = [
     "numa_nodes",
     "open_reader",
     "peak_resident_bytes",
+    "physical_host_bytes",
     "ram_read_rate",
     "resident_bytes",
     "sweep",

@@ -14,6 +14,13 @@ def available_host_bytes() -> int:
     return free
 
 
+def physical_host_bytes() -> int:
+    """Memory that this process could ever have: the system's RAM, or our cgroup's limit."""
+    total = int(psutil.virtual_memory().total)
+    limit = cgroup_limit_bytes()
+    return total if limit is None else min(total, limit)
+
+
 def cgroup_limit_bytes() -> int | None:
     """The hard memory limit of our cgroup (v2 or v1), or None where there is none."""
     limits = [
