@@ -33,17 +33,16 @@ def shown(summary: RunSummary) -> str:
     return text
 
 
-def test_a_run_that_kept_converting_says_what_to_do():
+def test_a_run_that_waited_for_conversions_says_so():
     text = shown(replace(STREAMED, generation=replace(STREAMED.generation, converted_s=5.0)))
-    assert "converting weights again and again" in text
-    assert "--disk-path" in text
+    assert "converting weights when they are first read" in text
 
 
 def test_a_run_that_streamed_names_the_drive():
     text = shown(STREAMED)
     assert "100 tokens at 10.0 tokens/s" in text
     assert "1.00 MiB in memory, 13.0 MiB on disk" in text
-    assert "14.0 MiB from memory, 10.0 MiB from disk; cache hits 50%" in text
+    assert "14.0 MiB from memory, 10.0 MiB from disk; 50% of it in time" in text
     assert "40% computing, 60% waiting for disk" in text
     assert "the drive, at 105 MB/s: 52% of its measured 200 MB/s" in text
     assert "A model 3.5 times the size of its memory" in text
@@ -61,7 +60,7 @@ def test_a_resident_run_names_memory_or_computation():
         streamed_bytes=0,
     )
     slow = shown(resident)
-    assert "computation: memory gave 147 MB/s" in slow and "cache hits" not in slow
+    assert "computation: memory gave 147 MB/s" in slow and "in time" not in slow
     assert "It all fits" in slow
     fast = replace(resident, generation=replace(generation, host_bytes=300_000_000_000))
     assert "memory, at 30.0 GB/s: 75% of its measured 40.0 GB/s" in shown(fast)

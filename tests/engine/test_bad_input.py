@@ -142,6 +142,8 @@ def test_nan_weights_are_named(folder: Path) -> None:
     [
         (hmt.Request(""), EmptyPromptError, "prompt is empty"),
         (hmt.Request([]), EmptyPromptError, "prompt is empty"),
+        ("Hi", RequestError, "hmt.Request"),
+        (hmt.Request(42), RequestError, "input is int"),  # type: ignore[arg-type]
         (hmt.Request("Hi", max_new_tokens=0), RequestError, "at least 1"),
         (hmt.Request("Hi", context_size=1 << 20), ContextLengthError, "131072"),
         (hmt.Request("Hi", context_size=8, max_new_tokens=8), ContextLengthError, "context of 8"),

@@ -115,7 +115,7 @@ def test_models_share_the_budget_of_their_engine() -> None:
         assert first.infer(hmt.Request(CHAT, 8)).text == second.infer(hmt.Request(CHAT, 8)).text
     with hmt.Engine(host_memory="5MiB", context=256) as engine:
         first = engine.load_model(MINI_DENSE)
-        with pytest.raises(BudgetError):
+        with pytest.raises(BudgetError, match="Other models of this engine hold"):
             engine.load_model(MINI_DENSE)
         first.close()
         assert engine.load_model(MINI_DENSE).infer(hmt.Request(CHAT, 8)).text == "42"

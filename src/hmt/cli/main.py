@@ -5,16 +5,16 @@ Commands import what computes when they run, so that `hmt --help` answers at onc
 
 import logging
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from hmt import __version__
 from hmt.base.errors import ConfigError, HMTError
 from hmt.cli import bench, doctor, eval, plan, probe, run
 
 app = typer.Typer(
     name="hmt",
-    help="Runs language models that are larger than memory, on one machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -25,6 +25,21 @@ app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)
 app.command("eval")(eval.evaluate)
 app.add_typer(bench.app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"hmt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def hmt(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Runs language models that are larger than memory, on one machine."""
 
 
 def main() -> NoReturn:

@@ -41,7 +41,8 @@ class EngineOptions:
     quant: Annotated[
         str | None,
         typer.Option(
-            help="Weights in memory: none, w8a8, w4a8, w4a16.",
+            help="Weights in memory: none, w8a8, w8a16, w4a8, w4a16; w4 with a group size if it is "
+            "not 32, as in w4a8:64.",
             rich_help_panel=_COMPUTE,
         ),
     ] = None

@@ -87,7 +87,7 @@ def _traffic(phase: "Phase") -> str:
         f"{format_bytes(phase.disk_bytes / tokens)} from disk"
     )
     hit_rate = phase.hit_rate
-    return text if hit_rate is None else f"{text}; cache hits {hit_rate:.0%}"
+    return text if hit_rate is None else f"{text}; {hit_rate:.0%} of it in time"
 
 
 def _time(phase: "Phase") -> Text:
@@ -101,7 +101,7 @@ def _time(phase: "Phase") -> Text:
 def _limit(limit: "Bottleneck") -> str:
     rate, ceiling = format_rate(limit.rate), format_rate(limit.ceiling)
     if limit.link == "conversion":
-        return f"converting weights again and again, while the drive gave {rate}: see --disk-path"
+        return f"converting weights when they are first read (the drive gave {rate})"
     if limit.share is None:
         return f"{_LINKS[limit.link]}, at {rate} (run hmt probe to learn what it could give)"
     if limit.share > _SURPRISE:

@@ -57,7 +57,10 @@ def run(
     sampling: SamplingOptions,
     model: Annotated[
         str | None,
-        typer.Argument(help="Folder of a checkpoint; the embedded model when left out."),
+        typer.Argument(
+            help="Folder of a checkpoint; the embedded model when left out, "
+            "or when this is the only argument and is a prompt."
+        ),
     ] = None,
     prompt: Annotated[
         str | None, typer.Argument(help="What to answer; a chat when left out.")
@@ -117,7 +120,8 @@ def _is_prompt(text: str) -> bool:
         exists = Path(text).expanduser().exists()
     except (OSError, RuntimeError):  # far too long for a path, or an unknown ~user
         return True
-    looks_like_path = text.startswith(("/", "./", "../", "~/")) and not any(map(str.isspace, text))
+    # Also owner/name, as models are called elsewhere: better a clear error than an odd answer.
+    looks_like_path = "/" in text and not any(map(str.isspace, text))
     return not exists and not looks_like_path
 
 

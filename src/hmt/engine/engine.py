@@ -11,8 +11,16 @@ from typing import Any, Self
 
 import torch
 
-from hmt.base.errors import Cancelled, ContextLengthError, EmptyPromptError, HMTError, RequestError
+from hmt.base.errors import (
+    BudgetError,
+    Cancelled,
+    ContextLengthError,
+    EmptyPromptError,
+    HMTError,
+    RequestError,
+)
 from hmt.base.trace import Tracer
+from hmt.base.units import format_bytes
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.request import Completion, FinishReason, Request, TokenEvent
 from hmt.engine.config import EngineConfig
@@ -60,7 +68,16 @@ class Engine:
         allocated then.
         """
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
-        prepared = prepare(Path(path), self.config, left)
+        try:
+            prepared = prepare(Path(path), self.config, left)
+        except BudgetError as error:
+            taken = self._ledger.reserved_bytes(Tier.HOST)
+            if not taken:
+                raise
+            raise BudgetError(
+                f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
+                "give the engine more host_memory"
+            ) from error
         model = LoadedModel(prepared, self.config, self._ledger, progress)
         self._models = [other for other in self._models if not other.closed]
         self._models.append(model)
@@ -227,6 +244,11 @@ class LoadedModel:
         return streams
 
     def _sequence(self, request: Request) -> Sequence:
+        if not isinstance(request, Request):
+            raise RequestError(
+                f"a request is an hmt.Request, not {type(request).__name__}: "
+                "hmt.Request(input=..., max_new_tokens=...)"
+            )
         tokens = self._prompt_tokens(request)
         stops = (request.stop,) if isinstance(request.stop, str) else request.stop
         return Sequence(
@@ -262,6 +284,10 @@ class LoadedModel:
         return asked or min(_DEFAULT_NEW_TOKENS, limit - prompt)
 
     def _prompt_tokens(self, request: Request) -> list[int]:
+        if not isinstance(request.input, (str, list, tuple)):
+            raise RequestError(
+                f"input is {type(request.input).__name__}; it must be text, chat messages or ids"
+            )
         if not request.input:
             raise EmptyPromptError("the prompt is empty; give text, messages or token ids")
         if isinstance(request.input, str):

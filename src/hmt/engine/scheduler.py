@@ -54,9 +54,10 @@ class Scheduler:
         if needed > self._kv.capacity_tokens:
             raise ContextLengthError(
                 f"a prompt of {sequence.prompt_tokens} tokens and "
-                f"{sequence.positions - sequence.prompt_tokens} new ones need {needed} positions; "
+                f"{sequence.positions - sequence.prompt_tokens} new ones need {needed} "
+                f"positions, in pages of {PAGE_TOKENS}; "
                 f"the plan has {self._kv.capacity_tokens}: shorten them, or load the model with "
-                "a larger context or more host memory"
+                "a larger context (--context)"
             )
         self._waiting.append(sequence)
 

@@ -58,6 +58,7 @@ def _cost_lines(plan: Plan, machine: Machine) -> list[str]:
         disk_s = plan.disk_bytes_per_token / (machine.disk_read_rate or 1)
         bound = "disk" if disk_s >= plan.predicted_token_s else "memory"
         lines.append(
-            f"at best {1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by {bound}"
+            f"the links allow {1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by "
+            f"{bound}; small models stay far below that"
         )
     return lines
