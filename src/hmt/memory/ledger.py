@@ -48,14 +48,6 @@ class Ledger:
         """The tier's budget."""
         return self._budgets.get(tier, 0)
 
-    def by_purpose(self, tier: Tier) -> dict[str, int]:
-        """Bytes used now by each purpose of `tier`."""
-        totals: dict[str, int] = {}
-        with self._lock:
-            for account in self._accounts.get(tier, []):
-                totals[account.purpose] = totals.get(account.purpose, 0) + account.used_bytes
-        return totals
-
     def _reserved(self, tier: Tier) -> int:
         return sum(account.limit_bytes for account in self._accounts.get(tier, []))
 

@@ -3,7 +3,6 @@
 import math
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +11,8 @@ from pathlib import Path
 
 import torch
 
-from hmt.base.errors import HMTError
 from hmt.base.trace import Tracer
 from hmt.base.units import KIB, MIB, round_down
-from hmt.contracts.store import Priority
 from hmt.memory.host_pool import PAGE_BYTES, HostBuffer
 from hmt.memory.readers import open_reader
 from hmt.memory.transfer import DiskRead, TransferQueue
@@ -145,19 +142,8 @@ def cache_bytes() -> int:
 
 def _read_all(queue: TransferQueue, reads: list[DiskRead]) -> float:
     """Seconds until all `reads` have arrived."""
-    ended = threading.Event()
-    errors: list[HMTError] = []
-
-    def done(error: HMTError | None) -> None:
-        if error is not None:
-            errors.append(error)
-        ended.set()
-
     begin = time.perf_counter()
-    queue.submit(reads, Priority.NEED, done)
-    ended.wait()
-    if errors:
-        raise errors[0]
+    queue.read(reads)
     return time.perf_counter() - begin
 
 

@@ -123,6 +123,21 @@ class TransferQueue:
             chunk.ticket.chunk_finished(DiskReadError("the engine was closed before this read"))
         return ticket
 
+    def read(self, reads: Sequence[DiskRead]) -> None:
+        """Read all `reads`, before everything else, and wait.  Raises the first error."""
+        ended = threading.Event()
+        errors: list[HMTError] = []
+
+        def done(error: HMTError | None) -> None:
+            if error is not None:
+                errors.append(error)
+            ended.set()
+
+        self.submit(reads, Priority.NEED, done)
+        ended.wait()
+        if errors:
+            raise errors[0]
+
     def promote(self, ticket: Ticket, priority: Priority) -> None:
         """Make the part of `ticket` that has not started at least as urgent as `priority`."""
         with self._wake:

@@ -5,11 +5,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from hmt.base.errors import HMTError
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.contracts.store import Priority
 from hmt.memory import PAGE_BYTES, DiskRead, HostPool, TransferQueue
 from hmt.weights.binding import BoundParam
 from hmt.weights.layout import BlockLayout, Table
@@ -77,22 +75,8 @@ class RowReader:
                 view = buffer.view[at * span : at * span + length]
                 reads.append(DiskRead(data.path, aligned, view, begin + row_bytes))
                 starts.append(at * span + begin - aligned)
-            self._read_and_wait(reads)
+            self._queue.read(reads)
             rows = torch.stack([buffer.tensor[start : start + row_bytes] for start in starts])
             return rows.view(_DTYPES[table.param.encoding])
         finally:
             self._pool.free(buffer)
-
-    def _read_and_wait(self, reads: list[DiskRead]) -> None:
-        ended = threading.Event()
-        errors: list[HMTError] = []
-
-        def done(error: HMTError | None) -> None:
-            if error is not None:
-                errors.append(error)
-            ended.set()
-
-        self._queue.submit(reads, Priority.NEED, done)
-        ended.wait()
-        if errors:
-            raise errors[0]
