@@ -1,0 +1,7 @@
+#include "binding/binding.h"
+
+namespace hmt::binding {
+
+void bind_attention(nb::module_&) {}
+
+}  // namespace hmt::binding

@@ -1,0 +1,66 @@
+#include "linear/linear.h"
+
+#include <vector>
+
+#include "binding/binding.h"
+
+namespace hmt::binding {
+namespace {
+
+Weight make_weight(int code, int packing, size_t rows, size_t columns, Address data,
+                   int scale_type, Address scales, size_t tile_rows, size_t tile_columns,
+                   Address zeros, Address minima, float factor, bool int8_activations) {
+  return {static_cast<Code>(code), static_cast<Packing>(packing), rows, columns,
+          at<const void>(data), static_cast<Scales>(scale_type), at<const void>(scales), tile_rows,
+          tile_columns, at<const uint8_t>(zeros), at<const void>(minima), factor,
+          int8_activations};
+}
+
+// projections: a tuple of Weight, or of (Weight, address of the bias, its type)
+std::vector<Projection> projections_of(nb::tuple items) {
+  std::vector<Projection> projections;
+  projections.reserve(nb::len(items));
+  for (nb::handle item : items) {
+    if (nb::isinstance<nb::tuple>(item)) {
+      auto three = nb::borrow<nb::tuple>(item);
+      projections.push_back({nb::cast<const Weight*>(three[0]),
+                             at<const void>(nb::cast<Address>(three[1])),
+                             static_cast<DType>(nb::cast<int>(three[2]))});
+    } else {
+      projections.push_back({nb::cast<const Weight*>(item), nullptr, DType::kF32});
+    }
+  }
+  return projections;
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& m) {
+  nb::class_<Weight>(m, "Weight", "A weight as csrc/linear/weight.h describes it; borrows memory.")
+      .def_ro("rows", &Weight::rows)
+      .def_ro("columns", &Weight::columns);
+  m.def("make_weight", make_weight);
+  m.def("linear", [](nb::tuple items, Address x, int type, size_t tokens, size_t columns,
+                     size_t stride, Address out, int out_type, size_t out_stride, size_t threads) {
+    const std::vector<Projection> projections = projections_of(items);
+    Kernel kernel;
+    linear(projections.data(), projections.size(),
+           {at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
+           {at<void>(out), static_cast<DType>(out_type), tokens, 0, out_stride}, threads);
+  });
+  m.def("dequantize", [](const Weight& weight, size_t first, size_t rows, Address out,
+                         int out_type, size_t threads) {
+    Kernel kernel;
+    dequantize(weight, first,
+               {at<void>(out), static_cast<DType>(out_type), rows, weight.columns, weight.columns},
+               threads);
+  });
+  m.def("quantize_tokens", [](Address x, int type, size_t tokens, size_t columns, size_t stride,
+                              Address codes, Address scales, size_t threads) {
+    Kernel kernel;
+    quantize_tokens({at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
+                    at<int8_t>(codes), columns, at<float>(scales), nullptr, 0, threads);
+  });
+}
+
+}  // namespace hmt::binding

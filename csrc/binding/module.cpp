@@ -1,0 +1,10 @@
+#include "binding/binding.h"
+
+NB_MODULE(_native, m) {
+  m.doc() = "Compiled kernels of HMT on raw addresses.  Calls that compute release the GIL.";
+  hmt::binding::bind_base(m);
+  hmt::binding::bind_linear(m);
+  hmt::binding::bind_fused(m);
+  hmt::binding::bind_attention(m);
+  hmt::binding::bind_experts(m);
+}

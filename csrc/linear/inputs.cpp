@@ -1,0 +1,120 @@
+#include "linear/inputs.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/thread_pool.h"
+#include "linear/linear.h"
+
+namespace hmt {
+namespace {
+
+constexpr size_t kPad = 64;
+
+size_t padded(size_t columns) { return (columns + kPad - 1) / kPad * kPad; }
+size_t blocks(size_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; }
+
+bool same_arrangement(const Weight& a, const Weight& b) {
+  return a.code == b.code && a.packing == b.packing && a.tile_columns == b.tile_columns &&
+         a.int8_activations == b.int8_activations;
+}
+
+// Copies rows to a padded stride where they have not got one.
+template <typename T>
+const T* pad_rows(const ConstMatrix& x, size_t stride, Scratch& scratch) {
+  T* rows = scratch.take<T>(x.rows * stride);
+  for (size_t t = 0; t < x.rows; ++t) {
+    std::memcpy(rows + t * stride, static_cast<const T*>(x.data) + t * x.stride,
+                x.columns * sizeof(T));
+    std::memset(rows + t * stride + x.columns, 0, (stride - x.columns) * sizeof(T));
+  }
+  return rows;
+}
+
+}  // namespace
+
+void Needs::add(const Weight& weight, const ConstMatrix& x) {
+  (weight.int8_activations ? codes : numbers) = true;
+  if (last_ == nullptr || !same_arrangement(*last_, weight)) {
+    const bool bf16 = x.type == DType::kBF16;
+    const size_t each = linear_kernels(weight).arranged_bytes(weight, x.rows, bf16);
+    arranged_bytes_ += Scratch::round(each * blocks(x.rows));
+  }
+  last_ = &weight;
+}
+
+size_t Needs::bytes(const ConstMatrix& x) const {
+  const size_t stride = padded(x.columns);
+  size_t total = arranged_bytes_;
+  if (numbers) total += Scratch::round(x.rows * stride * 4) + Scratch::round(x.rows * stride * 2);
+  if (codes) {
+    total += Scratch::round(x.rows * stride) + Scratch::round(x.rows * 4) +
+             Scratch::round(x.rows * stride / 16 * 4);
+  }
+  return total;
+}
+
+Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads) {
+  const size_t stride = padded(x.columns);
+  Inputs inputs{x.rows, x.columns, stride, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  if (needs.codes) {
+    int8_t* codes = scratch.take<int8_t>(x.rows * stride);
+    float* scales = scratch.take<float>(x.rows);
+    int32_t* sums = scratch.take<int32_t>(x.rows * stride / 16);
+    quantize_tokens(x, codes, stride, scales, sums, stride / 16, threads);
+    inputs.codes = codes;
+    inputs.scales = scales;
+    inputs.sums = sums;
+  }
+  if (needs.numbers) {
+    if (x.type == DType::kBF16) inputs.bf16 = pad_rows<uint16_t>(x, stride, scratch);
+    float* numbers = scratch.take<float>(x.rows * stride);
+    const TokenKernels& kernels = active(token_kernels_tables());
+    share(x.rows, 4, threads, [&](size_t begin, size_t end) {
+      for (size_t t = begin; t < end; ++t) {
+        const char* row = static_cast<const char*>(x.data) + t * x.stride * bytes_of(x.type);
+        kernels.widen(row, x.type, x.columns, numbers + t * stride);
+        std::memset(numbers + t * stride + x.columns, 0, (stride - x.columns) * sizeof(float));
+      }
+    });
+    inputs.f32 = numbers;
+  }
+  return inputs;
+}
+
+const uint8_t* Needs::arranged(size_t index, const Weight& weight, const Inputs& inputs,
+                               size_t& block_bytes, Scratch& scratch, size_t threads) {
+  if (index == 0) last_ = nullptr;
+  if (last_ == nullptr || !same_arrangement(*last_, weight)) {
+    const LinearKernels& kernels = linear_kernels(weight);
+    last_bytes_ = kernels.arranged_bytes(weight, inputs.tokens, inputs.bf16 != nullptr);
+    uint8_t* memory = nullptr;
+    if (last_bytes_ != 0) {
+      memory = scratch.take<uint8_t>(last_bytes_ * blocks(inputs.tokens));
+      share(blocks(inputs.tokens), 1, threads, [&](size_t begin, size_t end) {
+        for (size_t b = begin; b < end; ++b) {
+          kernels.arrange(weight, inputs, b, memory + b * last_bytes_);
+        }
+      });
+    }
+    last_arranged_ = memory;
+  }
+  last_ = &weight;
+  block_bytes = last_bytes_;
+  return last_arranged_;
+}
+
+Inputs slice(const Inputs& all, size_t begin, size_t tokens) {
+  Inputs some = all;
+  some.tokens = tokens;
+  if (all.f32 != nullptr) some.f32 += begin * all.stride;
+  if (all.bf16 != nullptr) some.bf16 += begin * all.stride;
+  if (all.codes != nullptr) {
+    some.codes += begin * all.stride;
+    some.scales += begin;
+    some.sums += begin * all.stride / 16;
+  }
+  return some;
+}
+
+}  // namespace hmt

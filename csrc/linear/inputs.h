@@ -1,0 +1,40 @@
+// Activations in the forms that the kernels of one call ask for, each made once.
+#pragma once
+
+#include "base/scratch.h"
+#include "linear/kernels.h"
+
+namespace hmt {
+
+inline const LinearKernels& linear_kernels(const Weight& weight) {
+  return weight.packing == Packing::kRows ? active(row_kernels_tables())
+                                          : active(panel_kernels_tables());
+}
+
+// What a call with some weights needs.
+class Needs {
+ public:
+  void add(const Weight& weight, const ConstMatrix& x);
+
+  // Bytes that `prepare` and `arranged` take from a Scratch.
+  size_t bytes(const ConstMatrix& x) const;
+
+  bool codes = false, numbers = false;
+
+  // The arrangement for the call's weight `index`, made unless the weight before it has the same.
+  const uint8_t* arranged(size_t index, const Weight& weight, const Inputs& inputs,
+                          size_t& block_bytes, Scratch& scratch, size_t threads);
+
+ private:
+  size_t arranged_bytes_ = 0;
+  const Weight* last_ = nullptr;
+  const uint8_t* last_arranged_ = nullptr;
+  size_t last_bytes_ = 0;
+};
+
+Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads);
+
+// Tokens [begin, begin + tokens), without `arranged`.
+Inputs slice(const Inputs& all, size_t begin, size_t tokens);
+
+}  // namespace hmt

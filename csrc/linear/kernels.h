@@ -1,0 +1,55 @@
+// What linear.cpp asks of the files that are compiled once per instruction set.
+#pragma once
+
+#include "base/dtype.h"
+#include "base/isa.h"
+#include "linear/weight.h"
+
+namespace hmt {
+
+constexpr size_t kTokenBlock = 16;
+
+// Activations, in the forms that kernels ask for.  Rows are padded with zeros to a multiple of 64
+// columns: `stride` numbers (f32, bf16 or codes).
+struct Inputs {
+  size_t tokens, columns, stride;
+  const float* f32;        // [tokens, stride], where !weight.int8_activations
+  const uint16_t* bf16;    // the same where x is bf16, else null
+  const int8_t* codes;     // [tokens, stride], where weight.int8_activations
+  const float* scales;     // [tokens]
+  const int32_t* sums;     // [tokens, stride / 16]: sums of the codes of 16 columns
+  const uint8_t* arranged; // what `arrange` made, block after block, or null
+};
+
+struct LinearKernels {
+  // Bytes that `arrange` writes for a block of 16 tokens; 0 where the kernel takes them as they
+  // are.  A multiple of 64.  `tokens` are those of the whole call.
+  size_t (*arranged_bytes)(const Weight& weight, size_t tokens, bool bf16);
+
+  // Lays out tokens [block * 16, block * 16 + 16) for `multiply`; those that do not exist are zero.
+  // Depends on the weight's encoding only, so that weights of one encoding share it.
+  void (*arrange)(const Weight& weight, const Inputs& inputs, size_t block, uint8_t* arranged);
+
+  // out[t * out_stride + (row - first_row)] for all tokens and rows [first_row, end_row), with all
+  // scales applied.  first_row is a multiple of 16, and end_row is one or weight.rows.
+  void (*multiply)(const Weight& weight, const Inputs& inputs, size_t first_row, size_t end_row,
+                   float* out, size_t out_stride);
+
+  // Rows [first, first + count) as numbers: out [count, columns].
+  void (*decode)(const Weight& weight, size_t first, size_t count, float* out);
+};
+
+struct TokenKernels {
+  // See quantize_tokens; one token.
+  float (*quantize)(const float* x, size_t columns, int8_t* codes, size_t stride, int32_t* sums);
+  // `count` numbers to f32 and from f32 (+ bias where there is one), rounded to nearest even.
+  void (*widen)(const void* x, DType type, size_t count, float* out);
+  void (*narrow)(const float* x, const void* bias, DType bias_type, size_t count, void* out,
+                 DType type);
+};
+
+HMT_TABLES(LinearKernels, row_kernels)     // Packing::kRows
+HMT_TABLES(LinearKernels, panel_kernels)   // Packing::kPanels
+HMT_TABLES(TokenKernels, token_kernels)
+
+}  // namespace hmt

@@ -1,0 +1,39 @@
+// Linear layers: out = x times the transpose of weights, in any encoding.
+//
+// Results do not depend on `threads` nor on the other tokens of a call.  (Products with float
+// activations may differ in their last bits between few and many tokens.)
+#pragma once
+
+#include "base/dtype.h"
+#include "linear/weight.h"
+
+namespace hmt {
+
+// One of several weights that are multiplied with the same x.
+struct Projection {
+  const Weight* weight;
+  const void* bias;  // [rows] of type bias_type, or null
+  DType bias_type;
+};
+
+// out[:, o_i : o_i + rows_i] = x weights_i^T + bias_i, where o_i are the rows before.
+//   x [tokens, columns], out [tokens, at least the sum of all rows]; f32, bf16 or f16
+//
+// Activations as they are: products and sums in f32 (bf16 x with bf16 weights may round pairs of
+// products as VDPBF16PS does).  int8 activations: see `quantize_tokens`; the sum of products over a
+// group of columns is an exact integer, times the group's scale (and factor) in f32; groups are
+// added in f32 in ascending order; times the token's scale; plus bias in f32; then rounded.  So the
+// result is the same to the bit on every instruction set.
+void linear(const Projection* projections, size_t count, const ConstMatrix& x, const Matrix& out,
+            size_t threads);
+
+// Rows [first, first + out.rows) as numbers, each computed in f32 and rounded once.
+void dequantize(const Weight& weight, size_t first, const Matrix& out, size_t threads);
+
+// Rounds each token to int8 with one scale: scale = max|x| / 127, codes -127..127, ties to even.
+//   codes [tokens, code_stride], zero beyond the columns; scales [tokens];
+//   sums [tokens, sum_stride] or null: the sum of each 16 columns' codes
+void quantize_tokens(const ConstMatrix& x, int8_t* codes, size_t code_stride, float* scales,
+                     int32_t* sums, size_t sum_stride, size_t threads);
+
+}  // namespace hmt

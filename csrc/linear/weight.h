@@ -1,0 +1,64 @@
+// One weight matrix as it lies in memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hmt {
+
+using std::size_t;
+
+// What a stored code stands for, before scales.
+enum class Code : int {
+  kF32,
+  kBF16,
+  kF16,
+  kFp8,   // float8 e4m3fn; its NaN codes are read as 480: whoever loads weights checks
+  kInt8,  // -128..127
+  kInt4,  // a nibble 0..15, minus 8, or minus the zero point
+  kFp4,   // a nibble of e2m1 (OCP MX): 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives
+};
+
+// How codes lie in memory.
+//
+// kRows     row-major [rows, columns], as checkpoints publish them.  Not for 4-bit codes.
+// kPanels   only for 4-bit codes.  Sixteen rows form a panel, so that one register holds the same
+//           four columns of all of them; columns come in blocks of 32, and columns % 32 == 0:
+//
+//               data    uint8 [ceil(rows / 16), columns / 32, 4, 16, 4]
+//               scales        [ceil(rows / 16), columns / tile_columns, 16]
+//               zeros   uint8 [ceil(rows / 16), columns / tile_columns, 16], if there are any
+//
+//           Byte (p, b, j, r, i) holds, for row 16 p + r, column 32 b + 4 j + i in its low nibble
+//           and column 32 b + 16 + 4 j + i in its high nibble.  Rows that do not exist hold zeros.
+//           A panel is also the B tile that AMX multiplies with, once its nibbles are spread.
+enum class Packing : int { kRows, kPanels };
+
+enum class Scales : int { kNone, kF32, kBF16, kF16, kE4M3, kE8M0 };
+
+// The number at (row, column) is
+//
+//     code * scale[row / tile_rows, column / tile_columns] * factor            without zeros
+//     (nibble - zero) * scale * factor                                         kInt4 with zeros
+//     nibble * scale * factor + minimum                                        kInt4 with minima
+//
+// kRows: scales [ceil(rows / tile_rows), ceil(columns / tile_columns)], f32.  One scale per row is
+// tile_columns == columns.  4-bit codes: tile_rows is 1, tile_columns 16, 32, 64 or 128.
+struct Weight {
+  Code code;
+  Packing packing;
+  size_t rows, columns;
+  const void* data;
+  Scales scale_type;
+  const void* scales;
+  size_t tile_rows, tile_columns;
+  const uint8_t* zeros;  // or null
+  const void* minima;    // in the type and shape of the scales, or null
+  float factor;
+  bool int8_activations;  // multiply with activations rounded to int8, else as they are
+};
+
+constexpr size_t kPanelRows = 16;
+constexpr size_t kPanelBlock = 32;  // columns
+
+}  // namespace hmt
