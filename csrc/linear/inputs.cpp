@@ -18,7 +18,9 @@ size_t blocks(size_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; 
 
 bool same_arrangement(const Weight& a, const Weight& b) {
   return a.code == b.code && a.packing == b.packing && a.tile_columns == b.tile_columns &&
-         a.int8_activations == b.int8_activations;
+         a.int8_activations == b.int8_activations && a.columns == b.columns &&
+         (a.zeros == nullptr) == (b.zeros == nullptr) &&
+         (a.minima == nullptr) == (b.minima == nullptr);
 }
 
 // Copies rows to a padded stride where they have not got one.
