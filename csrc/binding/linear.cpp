@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "binding/binding.h"
+#include "linear/msd.h"
 
 namespace hmt::binding {
 namespace {
@@ -47,6 +48,13 @@ void bind_linear(nb::module_& m) {
     linear(projections.data(), projections.size(),
            {at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
            {at<void>(out), static_cast<DType>(out_type), tokens, 0, out_stride}, threads);
+  });
+  m.def("msd_linear", [](const Weight& weight, Address x, int type, size_t tokens, size_t stride,
+                         Address out, int out_type, size_t out_stride, size_t threads) {
+    Kernel kernel;
+    msd_linear(weight, {at<const void>(x), static_cast<DType>(type), tokens, weight.columns, stride},
+               {at<void>(out), static_cast<DType>(out_type), tokens, weight.rows, out_stride},
+               threads);
   });
   m.def("dequantize", [](const Weight& weight, size_t first, size_t rows, Address out,
                          int out_type, size_t threads) {

@@ -99,9 +99,13 @@ void dequantize(const Weight& weight, size_t first, const Matrix& out, size_t th
     Scratch scratch(weight.columns * sizeof(float));
     float* row = scratch.take<float>(weight.columns);
     for (size_t r = begin; r < end; ++r) {
+      char* target = static_cast<char*>(out.data) + r * out.stride * width;
+      if (out.type == DType::kF32) {
+        kernels.decode(weight, first + r, 1, reinterpret_cast<float*>(target));
+        continue;
+      }
       kernels.decode(weight, first + r, 1, row);
-      tokens.narrow(row, nullptr, DType::kF32, weight.columns,
-                    static_cast<char*>(out.data) + r * out.stride * width, out.type);
+      tokens.narrow(row, nullptr, DType::kF32, weight.columns, target, out.type);
     }
   });
 }

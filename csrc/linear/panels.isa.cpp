@@ -2,6 +2,9 @@
 #include "linear/panel_decode.h"
 #include "linear/panels_float.h"
 #include "linear/panels_int8.h"
+#if defined(HMT_AMX)
+#include "linear/panels_amx.h"
+#endif
 
 namespace hmt::HMT_ISA {
 namespace {
@@ -22,11 +25,15 @@ void arrange(const Weight& w, const Inputs& in, size_t block, uint8_t* arranged)
 
 void multiply(const Weight& w, const Inputs& in, size_t first_row, size_t end_row, float* out,
               size_t out_stride) {
-  if (w.int8_activations) {
-    multiply_int8(w, in, first_row, end_row, out, out_stride);
-  } else {
-    multiply_float(w, in, first_row, end_row, out, out_stride);
+  if (!w.int8_activations) return multiply_float(w, in, first_row, end_row, out, out_stride);
+  const auto* starts = reinterpret_cast<const int32_t*>(in.arranged);
+  const Int8Call call{w, in, starts, groups_of(w), code_factor(w)};
+#if defined(HMT_AMX)
+  if (in.tokens >= kAmxTokens) {
+    return multiply_amx(call, nibble_of(w), first_row, end_row, out, out_stride);
   }
+#endif
+  multiply_int8(call, nibble_of(w), first_row, end_row, out, out_stride);
 }
 
 }  // namespace

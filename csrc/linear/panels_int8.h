@@ -350,11 +350,9 @@ void multiply_groups(const Int8Call& call, size_t first_row, size_t end_row, flo
   }
 }
 
-inline void multiply_int8(const Weight& w, const Inputs& in, size_t first_row, size_t end_row,
-                          float* out, size_t out_stride) {
-  const auto* starts = reinterpret_cast<const int32_t*>(in.arranged);
-  const Int8Call call{w, in, starts, groups_of(w), code_factor(w)};
-  switch (nibble_of(w)) {
+inline void multiply_int8(const Int8Call& call, Nibble nibble, size_t first_row,
+                              size_t end_row, float* out, size_t out_stride) {
+  switch (nibble) {
     case Nibble::kOffset:
       return multiply_groups<Nibble::kOffset>(call, first_row, end_row, out, out_stride);
     case Nibble::kZero:

@@ -84,6 +84,12 @@ HMT_INLINE I16v set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HMT_INLINE I16v add(I16v a, I16v b) { return {_mm512_add_epi32(a.v, b.v)}; }
 HMT_INLINE I16v sub(I16v a, I16v b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 HMT_INLINE I16v mul(I16v a, I16v b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+HMT_INLINE I16v max(I16v a, I16v b) { return {_mm512_max_epi32(a.v, b.v)}; }
+HMT_INLINE I16v bits(F16v a) { return {_mm512_castps_si512(a.v)}; }
+// The lowest byte of each lane.
+HMT_INLINE void store_bytes(int8_t* p, I16v a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
 // 2^n for integral n in -126..127.
 HMT_INLINE F16v power_of_two(I16v n) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};
@@ -151,6 +157,17 @@ HMT_INLINE I16v set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi3
 HMT_INLINE I16v add(I16v a, I16v b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 HMT_INLINE I16v sub(I16v a, I16v b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 HMT_INLINE I16v mul(I16v a, I16v b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+HMT_INLINE I16v max(I16v a, I16v b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }
+HMT_INLINE I16v bits(F16v a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+HMT_INLINE void store_bytes(int8_t* p, I16v a) {
+  const __m256i low = _mm256_set1_epi32(0xff);
+  // Packing works on 128-bit halves: four lanes of lo, four of hi, then the others.
+  const __m256i words = _mm256_packus_epi32(_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low));
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi16(_mm256_castsi256_si128(ordered),
+                                    _mm256_extracti128_si256(ordered, 1)));
+}
 HMT_INLINE F16v power_of_two(I16v n) {
   const __m256i bias = _mm256_set1_epi32(127);
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.lo, bias), 23)),
@@ -234,6 +251,11 @@ HMT_INLINE I16v set1(int32_t x) { HMT_EACH(I16v, x); }
 HMT_INLINE I16v add(I16v a, I16v b) { HMT_EACH(I16v, a.v[i] + b.v[i]); }
 HMT_INLINE I16v sub(I16v a, I16v b) { HMT_EACH(I16v, a.v[i] - b.v[i]); }
 HMT_INLINE I16v mul(I16v a, I16v b) { HMT_EACH(I16v, a.v[i] * b.v[i]); }
+HMT_INLINE I16v max(I16v a, I16v b) { HMT_EACH(I16v, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+HMT_INLINE I16v bits(F16v a) { HMT_EACH(I16v, static_cast<int32_t>(to_bits(a.v[i]))); }
+HMT_INLINE void store_bytes(int8_t* p, I16v a) {
+  for (size_t i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
+}
 HMT_INLINE F16v power_of_two(I16v n) {
   HMT_EACH(F16v, from_bits(static_cast<uint32_t>(n.v[i] + 127) << 23));
 }

@@ -1,0 +1,27 @@
+// Multi-scale decomposition: an int8 activation as two of 4 bits, x = 16 high + low + 8 with both
+// halves in -8..7, so that processors that multiply 4-bit integers faster than bytes could use that.
+// Equal to the direct product to the bit; with bytes as the narrowest products it does twice the work.
+#pragma once
+
+#include "base/isa.h"
+#include "linear/kernels.h"
+
+namespace hmt {
+
+// out = x weight^T for weights kInt4 in panels, without zeros and minima, and int8 activations.
+//   x [tokens, columns], out [tokens, at least rows]; f32, bf16 or f16
+// The same bits as `linear` gives.
+void msd_linear(const Weight& weight, const ConstMatrix& x, const Matrix& out, size_t threads);
+
+struct MsdKernels {
+  // The halves of `count` codes.
+  void (*split)(const int8_t* codes, size_t count, int8_t* high, int8_t* low);
+
+  // As LinearKernels::multiply, with `inputs` arranged for it; high and low [tokens, stride].
+  void (*multiply)(const Weight& weight, const Inputs& inputs, const int8_t* high,
+                   const int8_t* low, size_t first_row, size_t end_row, float* out,
+                   size_t out_stride);
+};
+HMT_TABLES(MsdKernels, msd_kernels)
+
+}  // namespace hmt
