@@ -195,6 +195,8 @@ class LoadedModel:
             for tier in (Tier.HOST, Tier.DISK)
         }
         core = self._core
+        if not self.closed:
+            self._loop.call(lambda: None)  # a step counts once its last token has been handed out
         return RunSummary(
             prompt=core.prompt,
             generation=core.generation,

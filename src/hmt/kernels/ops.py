@@ -30,6 +30,7 @@ __all__ = [
     "dequantize",
     "gated",
     "gated_pair",
+    "kernel_seconds",
     "linear",
     "linear_many",
     "merge_attention",
@@ -154,6 +155,12 @@ def gated_pair(gate_up: Tensor, activation: str) -> Tensor:
     if native is None:
         return reference.gated_pair(gate_up, activation)
     return elementwise.gated_pair(native, gate_up, activation)
+
+
+def kernel_seconds() -> float:
+    """Time that the calling thread has spent inside compiled kernels since it began."""
+    native = extension.load()
+    return 0.0 if native is None else native.kernel_seconds()
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:
