@@ -13,7 +13,7 @@ from hmt.contracts.step import Run, Step
 from hmt.engine.config import EngineConfig
 from hmt.engine.executor import Executor, OverlappedExecutor, PlainExecutor
 from hmt.engine.loading import Memory, Prepared
-from hmt.engine.scheduler import Scheduled, Scheduler
+from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
 from hmt.kernels import ops
