@@ -11,7 +11,9 @@ namespace {
 
 constexpr size_t kPad = 64;
 
-size_t padded(size_t columns) { return (columns + kPad - 1) / kPad * kPad; }
+// An odd number of cache lines of codes, so that the rows of a tile of tokens do not all fall into
+// the same set of the L1 cache.
+size_t padded(size_t columns) { return ((columns + kPad - 1) / kPad | 1) * kPad; }
 size_t blocks(size_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; }
 
 bool same_arrangement(const Weight& a, const Weight& b) {

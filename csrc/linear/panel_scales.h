@@ -1,0 +1,92 @@
+// Scales, minima and codebooks of weights in panels, sixteen rows at a time.  Only for *.isa.cpp.
+#pragma once
+
+#include "linear/kernels.h"
+#include "simd/vec.h"
+
+namespace hmt::HMT_ISA {
+
+// What a nibble stands for, and what its integer code needs to become unsigned.
+enum class Nibble {
+  kOffset,  // nibble - 8
+  kZero,    // nibble - zero of the group
+  kMinimum, // nibble, and the group has a minimum
+  kFp4,     // e2m1; the integer codes are its numbers doubled
+};
+
+inline Nibble nibble_of(const Weight& w) {
+  if (w.code == Code::kFp4) return Nibble::kFp4;
+  if (w.minima != nullptr) return Nibble::kMinimum;
+  return w.zeros != nullptr ? Nibble::kZero : Nibble::kOffset;
+}
+
+// Twice the numbers of e2m1.
+constexpr int8_t kDoubledE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int32_t kFp4Offset = 12;  // makes them unsigned
+
+// Times the number that a scale is stored as gives the scale of integer codes.
+inline float code_factor(const Weight& w) {
+  return w.code == Code::kFp4 ? w.factor * 0.5f : w.factor;
+}
+
+inline size_t groups_of(const Weight& w) { return w.columns / w.tile_columns; }
+inline size_t panel_bytes(const Weight& w) { return w.columns * (kPanelRows / 2); }
+
+// e4m3fn: sign, 4 bits of exponent biased by 7, 3 of mantissa, no infinity, NaN codes read as 480.
+HMT_INLINE F16v load_e4m3(const uint8_t* p) {
+#if defined(HMT_AVX512)
+  // As f16 it is 2^-8 of itself, denormals included.
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(words, 7),
+                                        _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+  return {_mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f))};
+#else
+  // Mantissa times a power of two, so that no denormal f32 occurs (a process may flush them).
+  float out[16];
+  for (size_t i = 0; i < 16; ++i) {
+    const uint32_t exponent = (p[i] >> 3) & 15u;
+    const uint32_t normal = exponent != 0;
+    const auto mantissa = static_cast<int32_t>((p[i] & 7u) + 8u * normal);
+    const uint32_t sign = static_cast<uint32_t>(p[i] & 128u) << 24;
+    out[i] = static_cast<float>(mantissa) * from_bits(sign | (exponent + 118u - normal) << 23);
+  }
+  return load(out);
+#endif
+}
+
+// e8m0: 2^(code - 127).
+HMT_INLINE F16v load_e8m0(const uint8_t* p) {
+  float out[16];
+  for (size_t i = 0; i < 16; ++i) {
+    out[i] = from_bits(p[i] == 0 ? 0x00400000u : uint32_t{p[i]} << 23);
+  }
+  return load(out);
+}
+
+// The sixteen numbers of a panel's group, at `index` groups of an array in the type of the scales.
+HMT_INLINE F16v group_numbers(Scales type, const void* array, size_t index) {
+  const auto* bytes = static_cast<const uint8_t*>(array);
+  const auto* halves = static_cast<const uint16_t*>(array);
+  switch (type) {
+    case Scales::kBF16:
+      return load_bf16(halves + index * kPanelRows);
+    case Scales::kF16:
+      return load_f16(halves + index * kPanelRows);
+    case Scales::kF32:
+      return load(static_cast<const float*>(array) + index * kPanelRows);
+    case Scales::kE4M3:
+      return load_e4m3(bytes + index * kPanelRows);
+    case Scales::kE8M0:
+      return load_e8m0(bytes + index * kPanelRows);
+    default:
+      return set1(1.0f);
+  }
+}
+
+HMT_INLINE I16v group_zeros(const uint8_t* zeros, size_t index) {
+  int32_t wide[16];
+  for (size_t i = 0; i < 16; ++i) wide[i] = zeros[index * kPanelRows + i];
+  return load(wide);
+}
+
+}  // namespace hmt::HMT_ISA
