@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -52,6 +52,9 @@ class _Entry:
     waiting: int = 0  # leases that wait for it
     awaited: bool = False  # requested ahead and not leased yet
     checked: bool = False  # its numbers were seen to be finite
+    # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
+    # cost more than a small kernel takes.
+    standing: AbstractContextManager[Mapping[str, WeightTensor]] | None = None
 
 
 @dataclass(slots=True)
@@ -163,10 +166,16 @@ class WeightStore:
                     entry.load.promote(priority)
             self._begin_backlog()
 
-    @contextmanager
-    def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
+    def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
         """See Weights."""
         entry = self._entries[block]
+        if entry.standing is not None:
+            self.counters.host_bytes += entry.layout.slot_bytes
+            return entry.standing
+        return self._lease(entry)
+
+    @contextmanager
+    def _lease(self, entry: _Entry) -> Iterator[Mapping[str, WeightTensor]]:
         with self._changed:
             self._count(entry)
             if entry.state is not _State.READY:
@@ -175,7 +184,7 @@ class WeightStore:
             self._held[threading.get_ident()] += 1
             entry.awaited = False
             if entry.home is Tier.DISK:
-                self._policy.used(block)
+                self._policy.used(entry.layout.id)
         try:
             yield entry.views
         finally:
@@ -315,6 +324,8 @@ class WeightStore:
                 entry.checked = True
                 if entry.home is Tier.DISK:
                     self._policy.used(entry.layout.id)
+                else:
+                    entry.standing = nullcontext(entry.views)
             else:
                 # Nobody waits for a failed prefetch: whoever needs the block will read it again.
                 entry.error = error if entry.waiting else None
@@ -354,7 +365,7 @@ class WeightStore:
         if self._poison:
             entry.slot.tensor.fill_(POISON)
         self._pools[entry.home].free(entry.slot)
-        entry.slot, entry.views, entry.state = None, {}, _State.ABSENT
+        entry.slot, entry.views, entry.state, entry.standing = None, {}, _State.ABSENT, None
 
     def _drop(self, entry: _Entry) -> None:
         if entry.state is _State.READY:
