@@ -87,7 +87,8 @@ void write_int4(const float* row, const Place& place, uint8_t* out, uint8_t* sca
     // Numbers beyond the row are zeros, which change neither.
     const float high = greatest(max(max(a, b), zero()));
     const float low = -greatest(max(sub(zero(), min(a, b)), zero()));
-    const uint16_t rounded = float_to_bf16((-low >= high ? low : high) / -8.0f);
+    // + 0 makes the scale of zeros positive.
+    const uint16_t rounded = float_to_bf16((-low >= high ? low : high) / -8.0f + 0.0f);
     const float scale = bf16_to_float(rounded);
     put(scales, begin / kInt4Group * kPageTokens + place.slot, rounded);
     int32_t codes[kInt4Group];
