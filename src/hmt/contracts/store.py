@@ -61,11 +61,19 @@ class KVCache(Protocol):
         ...
 
     def attend(
-        self, layer: int, step: Step, query: torch.Tensor, *, scale: float, softcap: float = 0.0
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of query [tokens, q_heads, key_dim] over each run's own context.
 
-        The layer's window applies.  Returns [tokens, q_heads, value_dim] in the query's dtype.
+        The layer's window applies.  sinks: f32 [q_heads], contiguous; one more score for each row
+        of a head, which has no value.  Returns [tokens, q_heads, value_dim] in the query's dtype.
         """
         ...
 

@@ -6,12 +6,14 @@ described.  `hmt.kernels.cpu.linear` says where the compiled kernels round diffe
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
+from hmt.kernels.cpu import attention as cpu_attention
 from hmt.kernels.cpu import elementwise, extension
 from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.reference import (
@@ -20,11 +22,25 @@ from hmt.kernels.reference import (
     attention_output,
     merge_attention,
 )
+from hmt.kernels.reference.pages import (
+    PagedRun,
+    PagedRuns,
+    PageEncoding,
+    PageLayout,
+    Pages,
+    read_pages,
+)
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "PageEncoding",
+    "PageLayout",
+    "PagedRun",
+    "PagedRuns",
+    "Pages",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "append_pages",
     "attention",
     "attention_output",
     "dequantize",
@@ -34,7 +50,10 @@ __all__ = [
     "linear",
     "linear_many",
     "merge_attention",
+    "paged_attention",
+    "paged_attention_output",
     "quantize_activations",
+    "read_pages",
     "rms_norm",
     "rms_norm_inplace",
     "rms_norm_quantize",
@@ -161,6 +180,60 @@ def kernel_seconds() -> float:
     """Time that the calling thread has spent inside compiled kernels since it began."""
     native = extension.load()
     return 0.0 if native is None else native.kernel_seconds()
+
+
+def append_pages(
+    pages: Pages, layer: int, runs: PagedRuns, key: Tensor, value: Tensor | None
+) -> None:
+    """See `reference.append_pages`: writes key and value [tokens, heads, dim] to their pages."""
+    native = _native_for(pages.memory)
+    if native is None:
+        reference.append_pages(pages, layer, runs, key, value)
+    else:
+        cpu_attention.append_pages(native, pages, layer, runs, key, value)
+
+
+def paged_attention(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.paged_attention`: out [tokens, q_heads, value_dim] and lse [tokens, q_heads].
+
+    sinks   f32 [q_heads], contiguous
+    """
+    native = _native_for(query)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    if native is None:
+        return reference.paged_attention(pages, layer, runs, query, **options)
+    lse = torch.empty(query.shape[:2])
+    out = cpu_attention.paged_attention(native, pages, layer, runs, query, **options, lse=lse)
+    return out, lse
+
+
+def paged_attention_output(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` without the log-sum-exp."""
+    native = _native_for(query)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    if native is None:
+        return reference.paged_attention_output(pages, layer, runs, query, **options)
+    return cpu_attention.paged_attention(native, pages, layer, runs, query, **options)
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:
