@@ -4,6 +4,7 @@ Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each ope
 described.  `hmt.kernels.cpu.matmul` says where the compiled kernels round differently.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
+from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import extension, matmul
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
+    Expert,
     attention,
     attention_output,
     gated,
@@ -24,9 +27,11 @@ from hmt.kernels.reference import (
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "Expert",
     "attention",
     "attention_output",
     "dequantize",
+    "experts",
     "gated",
     "linear",
     "merge_attention",
@@ -58,6 +63,28 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     if native is None:
         return reference.quantize_activations(x)
     return matmul.quantize_activations(native, x)
+
+
+def experts(
+    x: Tensor,
+    given: Sequence[Expert],
+    chosen: Tensor,
+    scales: Tensor,
+    activation: str,
+    total: Tensor | None = None,
+    *,
+    last: bool = True,
+) -> Tensor:
+    """See `reference.experts`: the sum of scaled outputs, [tokens, out]."""
+    native = _native_for(x)
+    if native is None:
+        return reference.experts(x, given, chosen, scales, activation, total, last=last)
+    out = cpu_experts.experts(native, x, given, chosen, scales, activation, total, last=last)
+    if out is not None:
+        return out
+    return reference.experts(
+        x, given, chosen, scales, activation, total, last=last, linear=linear, gated=gated
+    )
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:

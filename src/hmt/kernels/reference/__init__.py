@@ -7,6 +7,7 @@ from hmt.kernels.reference.attend import (
     merge_attention,
 )
 from hmt.kernels.reference.elementwise import gated, rms_norm, rope
+from hmt.kernels.reference.experts import Expert, experts
 from hmt.kernels.reference.matmul import (
     dequantize,
     linear,
@@ -16,9 +17,11 @@ from hmt.kernels.reference.matmul import (
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "Expert",
     "attention",
     "attention_output",
     "dequantize",
+    "experts",
     "gated",
     "linear",
     "linear_by_chunks",
