@@ -1,7 +1,7 @@
 """The operations that layers are made of, each on the fastest kernel that this machine has.
 
 Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each operation is
-described.  `hmt.kernels.cpu.matmul` says where the compiled kernels round differently.
+described.  `hmt.kernels.cpu.linear` says where the compiled kernels round differently.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from torch import Tensor
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.cpu import experts as cpu_experts
-from hmt.kernels.cpu import extension, matmul
+from hmt.kernels.cpu import extension
+from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     Expert,
@@ -34,6 +35,7 @@ __all__ = [
     "experts",
     "gated",
     "linear",
+    "linear_many",
     "merge_attention",
     "quantize_activations",
     "rms_norm",
@@ -46,7 +48,17 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     native = _native_for(x)
     if native is None:
         return reference.linear(x, w, bias)
-    return matmul.linear(native, x, w, bias)
+    return cpu_linear.linear(native, x, w, bias)
+
+
+def linear_many(
+    x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+) -> Tensor:
+    """See `reference.linear_many`: x [tokens, in] -> [tokens, sum of all out] in x.dtype."""
+    native = _native_for(x)
+    if native is None:
+        return reference.linear_many(x, weights, biases)
+    return cpu_linear.linear_many(native, x, weights, biases)
 
 
 def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
@@ -54,7 +66,7 @@ def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -
     native = _native_for(w.data)
     if native is None:
         return reference.dequantize(w, dtype, rows)
-    return matmul.dequantize(native, w, dtype, rows)
+    return cpu_linear.dequantize(native, w, dtype, rows)
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +74,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     native = _native_for(x)
     if native is None:
         return reference.quantize_activations(x)
-    return matmul.quantize_activations(native, x)
+    return cpu_linear.quantize_activations(native, x)
 
 
 def experts(

@@ -12,6 +12,7 @@ from hmt.kernels.reference.matmul import (
     dequantize,
     linear,
     linear_by_chunks,
+    linear_many,
     quantize_activations,
 )
 
@@ -25,6 +26,7 @@ __all__ = [
     "gated",
     "linear",
     "linear_by_chunks",
+    "linear_many",
     "merge_attention",
     "quantize_activations",
     "rms_norm",
