@@ -3,16 +3,15 @@
 
 #include "base/dtype.h"
 #include "base/isa.h"
+#include "fused/gated.h"
 
 namespace hmt {
 
 using std::size_t;
 
-enum class Activation : int { kSilu, kGelu, kGeluTanh };
-
 struct ExpertKernels {
   // out = activation(gate) * up for `count` numbers; gate, up, the activation and the product are
-  // each rounded to `type`.
+  // each rounded to `type`, as `gated` of fused/gated.h does.
   void (*gated)(const float* gate, const float* up, size_t count, Activation activation, void* out,
                 DType type);
   // total += x * scale, product and sum rounded separately.

@@ -164,7 +164,7 @@ class LoadedModel:
 
         Raises the error of the first request that fails, and cancels the others.
         """
-        streams = self._submit([self._sequence(request) for request in requests])
+        streams = self.stream_batch(requests)
         try:
             return [_completion(stream) for stream in streams]
         finally:
@@ -173,7 +173,11 @@ class LoadedModel:
 
     def stream(self, request: Request) -> TokenStream:
         """Tokens of one request as they come.  A bad request fails here, not at the first token."""
-        return self._submit([self._sequence(request)])[0]
+        return self.stream_batch([request])[0]
+
+    def stream_batch(self, requests: Many[Request]) -> list[TokenStream]:
+        """Tokens of requests that begin in one step, as they come; a stream for each, in order."""
+        return self._submit([self._sequence(request) for request in requests])
 
     def logits(
         self, tokens: Many[int], rows: Many[int], *, prefill: int | None = None
@@ -195,6 +199,8 @@ class LoadedModel:
             for tier in (Tier.HOST, Tier.DISK)
         }
         core = self._core
+        if not self.closed:
+            self._loop.call(lambda: None)  # a step counts once its last token has been handed out
         return RunSummary(
             prompt=core.prompt,
             generation=core.generation,

@@ -86,15 +86,19 @@ class OverlappedExecutor:
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
         """See Executor."""
-        self._weights.request(self._ahead[0], Priority.SURE)
+        self._request(0)
         hidden = self._model.embed(step, self._weights)
         for index in range(self._model.spec.layers):
-            self._weights.request(self._ahead[index], Priority.SURE)
+            self._request(index)
             hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
         if not len(step.logit_rows):
             return torch.empty(0, self._model.spec.vocab_size)
-        self._weights.request(self._ahead[-1], Priority.SURE)
+        self._request(-1)
         return self._model.head(hidden[step.logit_rows], self._weights)
+
+    def _request(self, stage: int) -> None:
+        if self._ahead[stage]:
+            self._weights.request(self._ahead[stage], Priority.SURE)
 
 
 def _blocks_ahead(model: Model, plan: Plan) -> list[list[BlockId]]:

@@ -12,34 +12,38 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
+from hmt.kernels.cpu import elementwise, extension
 from hmt.kernels.cpu import experts as cpu_experts
-from hmt.kernels.cpu import extension
 from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     Expert,
     attention,
     attention_output,
-    gated,
     merge_attention,
-    rms_norm,
-    rope,
 )
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
     "Expert",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
     "attention",
     "attention_output",
     "dequantize",
     "experts",
     "gated",
+    "gated_pair",
+    "kernel_seconds",
     "linear",
     "linear_many",
     "merge_attention",
     "quantize_activations",
     "rms_norm",
+    "rms_norm_inplace",
+    "rms_norm_quantize",
     "rope",
+    "rope_inplace",
 ]
 
 
@@ -99,5 +103,91 @@ def experts(
     )
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """See `reference.rms_norm`: x [..., width] normed, in x.dtype."""
+    native = _native_for(x)
+    if native is None:
+        return reference.rms_norm(x, weight, eps, offset=offset)
+    return elementwise.rms_norm(native, x, weight, eps, offset)
+
+
+def rms_norm_inplace(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> None:
+    """See `reference.rms_norm_inplace`: changes x [tokens, width] or [tokens, heads, dim]."""
+    native = _native_for(x)
+    if native is None:
+        return reference.rms_norm_inplace(x, weight, eps, offset=offset)
+    return elementwise.rms_norm_inplace(native, x, weight, eps, offset)
+
+
+def add_rms_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> Tensor:
+    """See `reference.add_rms_norm`: changes `residual`, returns its norm."""
+    native = _native_for(x)
+    if native is None:
+        return reference.add_rms_norm(residual, x, weight, eps, offset=offset)
+    return elementwise.add_rms_norm(native, residual, x, weight, eps, offset)
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.rms_norm_quantize`: the norm, its codes, scales and sums of codes."""
+    native = _native_for(x)
+    if native is None:
+        return reference.rms_norm_quantize(x, weight, eps, offset=offset)
+    return elementwise.rms_norm_quantize(native, x, weight, eps, offset)
+
+
+def add_rms_norm_quantize(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.add_rms_norm_quantize`: changes `residual`."""
+    native = _native_for(x)
+    if native is None:
+        return reference.add_rms_norm_quantize(residual, x, weight, eps, offset=offset)
+    return elementwise.rms_norm_quantize(native, x, weight, eps, offset, residual)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """See `reference.rope`: x [tokens, heads, dim] turned, in x.dtype."""
+    native = _native_for(x)
+    if native is None:
+        return reference.rope(x, cos, sin, interleaved=interleaved)
+    return elementwise.rope(native, x, cos, sin, interleaved)
+
+
+def rope_inplace(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> None:
+    """See `reference.rope_inplace`: changes q and k, both [tokens, heads, dim]."""
+    native = _native_for(q)
+    if native is None:
+        return reference.rope_inplace(q, k, cos, sin, interleaved=interleaved)
+    return elementwise.rope_inplace(native, q, k, cos, sin, interleaved)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """See `reference.gated`: activation(gate) * up, in their dtype."""
+    native = _native_for(gate)
+    if native is None:
+        return reference.gated(gate, up, activation)
+    return elementwise.gated(native, gate, up, activation)
+
+
+def gated_pair(gate_up: Tensor, activation: str) -> Tensor:
+    """See `reference.gated_pair`: gate_up [tokens, 2 * width] to [tokens, width]."""
+    native = _native_for(gate_up)
+    if native is None:
+        return reference.gated_pair(gate_up, activation)
+    return elementwise.gated_pair(native, gate_up, activation)
+
+
+def kernel_seconds() -> float:
+    """Time that the calling thread has spent inside compiled kernels since it began."""
+    native = extension.load()
+    return 0.0 if native is None else native.kernel_seconds()
+
+
 def _native_for(tensor: Tensor) -> ModuleType | None:
-    return extension.load() if tensor.device.type == "cpu" else None
+    return extension.load() if tensor.is_cpu else None

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -52,6 +52,9 @@ class _Entry:
     waiting: int = 0  # leases that wait for it
     awaited: bool = False  # requested ahead and not leased yet
     checked: bool = False  # its numbers were seen to be finite
+    # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
+    # cost more than a small kernel takes.
+    standing: AbstractContextManager[Mapping[str, WeightTensor]] | None = None
 
 
 @dataclass(slots=True)
@@ -163,10 +166,16 @@ class WeightStore:
                     entry.load.promote(priority)
             self._begin_backlog()
 
-    @contextmanager
-    def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
+    def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
         """See Weights."""
         entry = self._entries[block]
+        if entry.standing is not None:
+            self.counters.host_bytes += entry.layout.slot_bytes
+            return entry.standing
+        return self._lease(entry)
+
+    @contextmanager
+    def _lease(self, entry: _Entry) -> Iterator[Mapping[str, WeightTensor]]:
         with self._changed:
             self._take(entry)
         try:
@@ -174,16 +183,26 @@ class WeightStore:
         finally:
             self._give_back([entry])
 
-    @contextmanager
-    def lease_each(self, blocks: Sequence[BlockId]) -> Iterator[Iterator[LeasedGroup]]:
+    def lease_each(
+        self, blocks: Sequence[BlockId]
+    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
         """See Weights.  A group is one block, waited for, and those after it that are ready.
 
         Nothing is held while waiting, so the slots need to hold one block only; and no group takes
         a slot from the reads of the blocks after it.
         """
+        entries = [self._entries[block] for block in blocks]
+        if entries and all(entry.standing is not None for entry in entries):
+            self.counters.host_bytes += sum(entry.layout.slot_bytes for entry in entries)
+            views = [entry.views for entry in entries]
+            return nullcontext(iter([list(zip(blocks, views, strict=True))]))
+        return self._lease_each(entries)
+
+    @contextmanager
+    def _lease_each(self, entries: Sequence[_Entry]) -> Iterator[Iterator[LeasedGroup]]:
         held: list[_Entry] = []
         try:
-            yield self._groups([self._entries[block] for block in blocks], held)
+            yield self._groups(entries, held)
         finally:
             self._give_back(held)
 
@@ -348,6 +367,8 @@ class WeightStore:
                 entry.checked = True
                 if entry.home is Tier.DISK:
                     self._policy.used(entry.layout.id)
+                else:
+                    entry.standing = nullcontext(entry.views)
             else:
                 # Nobody waits for a failed prefetch: whoever needs the block will read it again.
                 entry.error = error if entry.waiting else None
@@ -387,7 +408,7 @@ class WeightStore:
         if self._poison:
             entry.slot.tensor.fill_(POISON)
         self._pools[entry.home].free(entry.slot)
-        entry.slot, entry.views, entry.state = None, {}, _State.ABSENT
+        entry.slot, entry.views, entry.state, entry.standing = None, {}, _State.ABSENT, None
 
     def _drop(self, entry: _Entry) -> None:
         if entry.state is _State.READY:

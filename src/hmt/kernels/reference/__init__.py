@@ -6,7 +6,17 @@ from hmt.kernels.reference.attend import (
     attention_output,
     merge_attention,
 )
-from hmt.kernels.reference.elementwise import gated, rms_norm, rope
+from hmt.kernels.reference.elementwise import (
+    add_rms_norm,
+    add_rms_norm_quantize,
+    gated,
+    gated_pair,
+    rms_norm,
+    rms_norm_inplace,
+    rms_norm_quantize,
+    rope,
+    rope_inplace,
+)
 from hmt.kernels.reference.experts import Expert, experts
 from hmt.kernels.reference.matmul import (
     dequantize,
@@ -19,16 +29,22 @@ from hmt.kernels.reference.matmul import (
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
     "Expert",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
     "attention",
     "attention_output",
     "dequantize",
     "experts",
     "gated",
+    "gated_pair",
     "linear",
     "linear_by_chunks",
     "linear_many",
     "merge_attention",
     "quantize_activations",
     "rms_norm",
+    "rms_norm_inplace",
+    "rms_norm_quantize",
     "rope",
+    "rope_inplace",
 ]
