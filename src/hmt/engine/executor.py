@@ -4,7 +4,7 @@
 the same with the same kernels in the same order, and only asks for blocks earlier.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Priority, Weights
+from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
 
 
 class Executor(Protocol):
@@ -38,6 +38,11 @@ class _OnDemand:
 
     def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
         return self._weights.lease(block)
+
+    def lease_each(
+        self, blocks: Sequence[BlockId]
+    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
+        return self._weights.lease_each(blocks)
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         pass

@@ -15,9 +15,11 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.cpu import attention as cpu_attention
 from hmt.kernels.cpu import elementwise, extension
+from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
+    Expert,
     attention,
     attention_output,
     merge_attention,
@@ -33,6 +35,7 @@ from hmt.kernels.reference.pages import (
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "Expert",
     "PageEncoding",
     "PageLayout",
     "PagedRun",
@@ -44,6 +47,7 @@ __all__ = [
     "attention",
     "attention_output",
     "dequantize",
+    "experts",
     "gated",
     "gated_pair",
     "kernel_seconds",
@@ -94,6 +98,28 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     if native is None:
         return reference.quantize_activations(x)
     return cpu_linear.quantize_activations(native, x)
+
+
+def experts(
+    x: Tensor,
+    given: Sequence[Expert],
+    chosen: Tensor,
+    scales: Tensor,
+    activation: str,
+    total: Tensor | None = None,
+    *,
+    last: bool = True,
+) -> Tensor:
+    """See `reference.experts`: the sum of scaled outputs, [tokens, out]."""
+    native = _native_for(x)
+    if native is None:
+        return reference.experts(x, given, chosen, scales, activation, total, last=last)
+    out = cpu_experts.experts(native, x, given, chosen, scales, activation, total, last=last)
+    if out is not None:
+        return out
+    return reference.experts(
+        x, given, chosen, scales, activation, total, last=last, linear=linear, gated=gated
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

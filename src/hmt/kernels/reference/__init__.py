@@ -19,6 +19,7 @@ from hmt.kernels.reference.elementwise import (
     rope,
     rope_inplace,
 )
+from hmt.kernels.reference.experts import Expert, experts
 from hmt.kernels.reference.matmul import (
     dequantize,
     linear,
@@ -39,6 +40,7 @@ from hmt.kernels.reference.pages import (
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "Expert",
     "PageEncoding",
     "PageLayout",
     "PagedRun",
@@ -51,6 +53,7 @@ __all__ = [
     "attention_output",
     "dequantize",
     "encode_rows",
+    "experts",
     "gated",
     "gated_pair",
     "linear",
