@@ -5,7 +5,6 @@
 // multiplied with one or two panels, over all columns, so that codes are spread once per tile.
 #pragma once
 
-#include "base/scratch.h"
 #include "linear/panel_scales.h"
 
 namespace hmt::HMT_ISA {
@@ -118,12 +117,13 @@ inline int32_t start_factor(Nibble nibble) {
   return nibble == Nibble::kZero ? -1 : 1;
 }
 
-inline void group_starts(const Weight& w, const Inputs& in, int32_t* starts) {
+// Of the tokens of a block: [16, groups]; rows of tokens that do not exist are left as they are.
+inline void group_starts(const Weight& w, const Inputs& in, size_t block, int32_t* starts) {
   const size_t groups = groups_of(w), pieces = w.tile_columns / 16;
   const int32_t factor = start_factor(nibble_of(w));
-  for (size_t t = 0; t < in.tokens; ++t) {
-    const int32_t* sums = in.sums + t * (in.stride / 16);
-    int32_t* mine = starts + t * groups;
+  for (size_t i = 0; i < kTokenBlock && block * kTokenBlock + i < in.tokens; ++i) {
+    const int32_t* sums = in.sums + (block * kTokenBlock + i) * (in.stride / 16);
+    int32_t* mine = starts + i * groups;
     if (pieces == 1) {
       for (size_t g = 0; g < groups; ++g) mine[g] = sums[g] * factor;
     } else if (pieces == 2) {
@@ -131,7 +131,7 @@ inline void group_starts(const Weight& w, const Inputs& in, int32_t* starts) {
     } else {
       for (size_t g = 0; g < groups; ++g) {
         int32_t total = 0;
-        for (size_t i = 0; i < pieces; ++i) total += sums[g * pieces + i];
+        for (size_t p = 0; p < pieces; ++p) total += sums[g * pieces + p];
         mine[g] = total * factor;
       }
     }
@@ -167,18 +167,15 @@ struct Int8Tile {
     }
   }
 
-  HMT_INLINE void end_group(size_t group, const I16v (&sums)[kTokens][kPanels]) {
+  HMT_INLINE void end_group(size_t group, const GroupNumbers (&numbers)[kPanels],
+                            const I16v (&sums)[kTokens][kPanels]) {
+    const size_t slot = group % kGroupsAhead;
     for (size_t p = 0; p < kPanels; ++p) {
-      const size_t index = (panel + p) * call.groups + group;
-      const F16v scale =
-          mul(group_numbers(call.w.scale_type, call.w.scales, index), set1(call.factor));
-      F16v minimum = zero();
-      if (kNibble == Nibble::kMinimum) {
-        minimum = group_numbers(call.w.scale_type, call.w.minima, index);
-      }
+      const F16v scale = load(numbers[p].scales[slot]);
       for (size_t t = 0; t < kTokens; ++t) {
         F16v total = add(load(totals[t][p]), mul(to_float(sums[t][p]), scale));
         if (kNibble == Nibble::kMinimum) {
+          const F16v minimum = load(numbers[p].minima[slot]);
           total = add(total, mul(set1(static_cast<float>(starts[t][group])), minimum));
         }
         store(totals[t][p], total);
@@ -208,7 +205,7 @@ struct Int8Tile {
   }
 
   // Groups of 16 columns: one is in the low nibbles of a block, the next in the high ones.
-  HMT_INLINE void add_half_groups(size_t block) {
+  HMT_INLINE void add_half_groups(size_t block, const GroupNumbers (&numbers)[kPanels]) {
     I16v even[kTokens][kPanels], odd[kTokens][kPanels];
     begin_group(2 * block, even);
     begin_group(2 * block + 1, odd);
@@ -226,23 +223,30 @@ struct Int8Tile {
         }
       }
     }
-    end_group(2 * block, even);
-    end_group(2 * block + 1, odd);
+    end_group(2 * block, numbers, even);
+    end_group(2 * block + 1, numbers, odd);
   }
 
   template <size_t kGroup>  // 16, 32, or 0 for any multiple of 32
   HMT_INLINE void run() {
-    const size_t blocks = call.w.columns / kPanelBlock;
-    if (kGroup == 16) {
-      for (size_t block = 0; block < blocks; ++block) add_half_groups(block);
-      return;
-    }
+    GroupNumbers numbers[kPanels];
     const size_t blocks_per_group = kGroup == 32 ? 1 : call.w.tile_columns / kPanelBlock;
-    for (size_t group = 0; group < call.groups; ++group) {
-      I16v sums[kTokens][kPanels];
-      begin_group(group, sums);
-      for (size_t i = 0; i < blocks_per_group; ++i) add_block(group * blocks_per_group + i, sums);
-      end_group(group, sums);
+    for (size_t begin = 0; begin < call.groups; begin += kGroupsAhead) {
+      const size_t left = call.groups - begin;
+      const size_t end = begin + (left < kGroupsAhead ? left : kGroupsAhead);
+      for (size_t p = 0; p < kPanels; ++p) {
+        read_groups(call.w, call.factor, (panel + p) * call.groups + begin, end - begin, numbers[p]);
+      }
+      if (kGroup == 16) {
+        for (size_t block = begin / 2; block < end / 2; ++block) add_half_groups(block, numbers);
+        continue;
+      }
+      for (size_t group = begin; group < end; ++group) {
+        I16v sums[kTokens][kPanels];
+        begin_group(group, sums);
+        for (size_t i = 0; i < blocks_per_group; ++i) add_block(group * blocks_per_group + i, sums);
+        end_group(group, numbers, sums);
+      }
     }
   }
 };
@@ -354,11 +358,8 @@ void multiply_groups(const Int8Call& call, size_t first_row, size_t end_row, flo
 
 inline void multiply_int8(const Weight& w, const Inputs& in, size_t first_row, size_t end_row,
                           float* out, size_t out_stride) {
-  const size_t groups = groups_of(w);
-  Scratch scratch(in.tokens * groups * sizeof(int32_t));
-  int32_t* starts = scratch.take<int32_t>(in.tokens * groups);
-  group_starts(w, in, starts);
-  const Int8Call call{w, in, starts, groups, code_factor(w)};
+  const auto* starts = reinterpret_cast<const int32_t*>(in.arranged);
+  const Int8Call call{w, in, starts, groups_of(w), code_factor(w)};
   switch (nibble_of(w)) {
     case Nibble::kOffset:
       return multiply_groups<Nibble::kOffset>(call, first_row, end_row, out, out_stride);
