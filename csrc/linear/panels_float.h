@@ -103,7 +103,7 @@ HMT_INLINE F16v column(Line line, int shift, const Codebook<kNibble>& book) {
 }
 #else
 template <Nibble kNibble>
-HMT_INLINE F16v column(const Line& line, int shift, const Codebook<kNibble>& book) {
+__attribute__((noinline)) F16v column(const Line& line, int shift, const Codebook<kNibble>& book) {
   F16v out;
   const int byte = shift / 8, high = shift % 8;
   for (int r = 0; r < 16; ++r) out.v[r] = book.f32[(line.v[4 * r + byte] >> high) & 15];
@@ -122,10 +122,10 @@ struct Numbers {
   HMT_INLINE void add_line(const uint8_t* codes, const float* const (&x)[kTokens], size_t begin,
                            F16v (&low)[kTokens], F16v (&high)[kTokens]) const {
     const Line line = load_line(codes);
-#pragma GCC unroll 4
+    HMT_UNROLL(4)
     for (int i = 0; i < 4; ++i) {
       const F16v a = column(line, 8 * i, book), b = column(line, 8 * i + 4, book);
-#pragma GCC unroll 8
+      HMT_UNROLL(8)
       for (size_t t = 0; t < kTokens; ++t) {
         const float* four = x[t] + begin + i;
         low[t] = fma(set1(four[0]), a, low[t]);
@@ -157,7 +157,7 @@ struct Pairs {
     const __m512i b = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 8), table);
     const __m512i c = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4), table);
     const __m512i d = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 12), table);
-#pragma GCC unroll 8
+    HMT_UNROLL(8)
     for (size_t t = 0; t < kTokens; ++t) {
       const uint16_t* four = x[t] + begin;
       low[t] = dot_pairs(dot_pairs(low[t], a, four), b, four + 2);
@@ -200,7 +200,7 @@ struct FloatTile {
     const size_t first = group * w.tile_columns / kPanelBlock;
     F16v low[kTokens] = {}, high[kTokens] = {};
     for (size_t block = first; block < first + w.tile_columns / kPanelBlock; ++block) {
-#pragma GCC unroll 4
+      HMT_UNROLL(4)
       for (size_t quad = 0; quad < 4; ++quad) {
         products.add_line(data + block * 256 + quad * 64, x, block * kPanelBlock + quad * 4, low,
                           high);
@@ -214,7 +214,7 @@ struct FloatTile {
   HMT_INLINE void add_half_groups(size_t group, const uint8_t* data, const GroupNumbers& numbers) {
     F16v low[kTokens] = {}, high[kTokens] = {};
     const size_t block = group / 2;
-#pragma GCC unroll 4
+    HMT_UNROLL(4)
     for (size_t quad = 0; quad < 4; ++quad) {
       products.add_line(data + block * 256 + quad * 64, x, block * kPanelBlock + quad * 4, low,
                         high);
@@ -277,26 +277,13 @@ void multiply_numbers(const Weight& w, const Inputs& in, size_t first_row, size_
   for (size_t token = 0; token < in.tokens; token += kTileTokens) {
     const size_t left = in.tokens - token, count = left < kTileTokens ? left : kTileTokens;
     for (size_t row = first_row; row < end_row; row += kPanelRows) {
-      float* target = out + row - first_row;
-      const size_t panel = row / kPanelRows, rows = end_row - row;
-      switch (count) {
-        case 1:
-          float_tile<kNibble, Products, 1>(w, in, products, token, count, panel, rows, target,
-                                           out_stride);
-          break;
-        case 2:
-          float_tile<kNibble, Products, 2>(w, in, products, token, count, panel, rows, target,
-                                           out_stride);
-          break;
-        case 3:
-        case 4:
-          float_tile<kNibble, Products, 4>(w, in, products, token, count, panel, rows, target,
-                                           out_stride);
-          break;
-        default:
-          float_tile<kNibble, Products, kTileTokens>(w, in, products, token, count, panel, rows,
-                                                     target, out_stride);
-      }
+      constexpr size_t kMost = kTileTokens;
+      auto* tile = float_tile<kNibble, Products, kMost>;
+      if (count == 1) tile = float_tile<kNibble, Products, 1>;
+      else if (count == 2) tile = float_tile<kNibble, Products, 2>;
+      else if (count <= 4 && kMost > 4) tile = float_tile<kNibble, Products, kMost / 2>;
+      tile(w, in, products, token, count, row / kPanelRows, end_row - row, out + row - first_row,
+           out_stride);
     }
   }
 }

@@ -9,6 +9,14 @@
 
 namespace hmt::HMT_ISA {
 
+// Loops over tokens, panels and quads, whose arrays are registers; not where they are memory.
+#if defined(HMT_AVX2)
+#define HMT_PRAGMA(text) _Pragma(#text)
+#define HMT_UNROLL(n) HMT_PRAGMA(GCC unroll n)
+#else
+#define HMT_UNROLL(n)
+#endif
+
 #if defined(HMT_AVX512)
 struct Line { __m512i v; };
 
@@ -87,15 +95,22 @@ HMT_INLINE Line doubled_e2m1(Line nibbles) {
   for (uint8_t& byte : nibbles.v) byte = static_cast<uint8_t>(kDoubledE2M1[byte] + kFp4Offset);
   return nibbles;
 }
-HMT_INLINE I16v dot(I16v sum, Line codes, const int8_t* x) {
+// Not inlined: a tile has many of them.
+__attribute__((noinline)) inline void add_products(const Line& codes, const int8_t* x, I16v& sum) {
   for (size_t r = 0; r < 16; ++r) {
     sum.v[r] += codes.v[4 * r] * x[0] + codes.v[4 * r + 1] * x[1] + codes.v[4 * r + 2] * x[2] +
                 codes.v[4 * r + 3] * x[3];
   }
+}
+HMT_INLINE I16v dot(I16v sum, const Line& codes, const int8_t* x) {
+  add_products(codes, x, sum);
   return sum;
 }
-HMT_INLINE I16v dot(I16v sum, Line low, Line high, const int8_t* x_low, const int8_t* x_high) {
-  return dot(dot(sum, low, x_low), high, x_high);
+HMT_INLINE I16v dot(I16v sum, const Line& low, const Line& high, const int8_t* x_low,
+                    const int8_t* x_high) {
+  add_products(low, x_low, sum);
+  add_products(high, x_high, sum);
+  return sum;
 }
 #endif
 
@@ -184,19 +199,19 @@ struct Int8Tile {
   }
 
   HMT_INLINE void add_block(size_t block, I16v (&sums)[kTokens][kPanels]) const {
-#pragma GCC unroll 4
+    HMT_UNROLL(4)
     for (size_t quad = 0; quad < 4; ++quad) {
       Line low[kPanels], high[kPanels];
-#pragma GCC unroll 2
+      HMT_UNROLL(2)
       for (size_t p = 0; p < kPanels; ++p) {
         const Line line = load_line(data + p * panel_bytes(call.w) + block * 256 + quad * 64);
         low[p] = codes(low_nibbles(line));
         high[p] = codes(high_nibbles(line));
       }
-#pragma GCC unroll 8
+      HMT_UNROLL(8)
       for (size_t t = 0; t < kTokens; ++t) {
         const int8_t* four = x[t] + block * kPanelBlock + quad * 4;
-#pragma GCC unroll 2
+        HMT_UNROLL(2)
         for (size_t p = 0; p < kPanels; ++p) {
           sums[t][p] = dot(sums[t][p], low[p], high[p], four, four + 16);
         }
@@ -209,13 +224,13 @@ struct Int8Tile {
     I16v even[kTokens][kPanels], odd[kTokens][kPanels];
     begin_group(2 * block, even);
     begin_group(2 * block + 1, odd);
-#pragma GCC unroll 4
+    HMT_UNROLL(4)
     for (size_t quad = 0; quad < 4; ++quad) {
-#pragma GCC unroll 2
+      HMT_UNROLL(2)
       for (size_t p = 0; p < kPanels; ++p) {
         const Line line = load_line(data + p * panel_bytes(call.w) + block * 256 + quad * 64);
         const Line low = codes(low_nibbles(line)), high = codes(high_nibbles(line));
-#pragma GCC unroll 8
+        HMT_UNROLL(8)
         for (size_t t = 0; t < kTokens; ++t) {
           const int8_t* four = x[t] + block * kPanelBlock + quad * 4;
           even[t][p] = dot(even[t][p], low, four);
@@ -282,50 +297,29 @@ __attribute__((noinline)) void multiply_tile(const Int8Call& call, size_t first,
 
 // The largest tile that the registers hold.  Groups of 16 keep two sums for each token and panel.
 #if defined(HMT_AVX512)
-constexpr size_t kTileTokens = 8;
-constexpr size_t kTilePanels = 2;
+constexpr size_t kTileTokens = 8, kTilePanels = 2;
 #elif defined(HMT_AVX2)
-constexpr size_t kTileTokens = 4;
-constexpr size_t kTilePanels = 1;
+constexpr size_t kTileTokens = 4, kTilePanels = 1;
 #else
-constexpr size_t kTileTokens = 4;
-constexpr size_t kTilePanels = 1;
+constexpr size_t kTileTokens = 2, kTilePanels = 1;
 #endif
 
+// One tile of up to kTileTokens tokens, as few registers as `count` needs; `panels` is 1 or 2.
 template <Nibble kNibble, size_t kGroup>
 void multiply_panels(const Int8Call& call, size_t first, size_t count, size_t panel,
                      size_t panels, size_t rows, float* out, size_t stride) {
-  constexpr size_t kWide = kGroup == 16 ? 1 : kTilePanels;
-  if (kTileTokens >= 8 && count > 6) {
-    if (kWide == 2 && panels == 2) {
-      return multiply_tile<kNibble, kGroup, kTileTokens, kWide>(call, first, count, panel, rows,
-                                                                out, stride);
-    }
-    for (size_t p = 0; p < panels; ++p) {
-      multiply_tile<kNibble, kGroup, kTileTokens, 1>(call, first, count, panel + p,
-                                                     rows - p * kPanelRows, out + p * kPanelRows,
-                                                     stride);
-    }
-    return;
+  constexpr size_t kMost = kTileTokens, kWide = kGroup == 16 ? 1 : kTilePanels;
+  if (kWide == 2 && panels == 2 && count > 6) {
+    return multiply_tile<kNibble, kGroup, kMost, kWide>(call, first, count, panel, rows, out,
+                                                        stride);
   }
   for (size_t p = 0; p < panels; ++p) {
-    float* target = out + p * kPanelRows;
-    const size_t here = rows - p * kPanelRows;
-    switch (count) {
-      case 1:
-        multiply_tile<kNibble, kGroup, 1, 1>(call, first, count, panel + p, here, target, stride);
-        break;
-      case 2:
-        multiply_tile<kNibble, kGroup, 2, 1>(call, first, count, panel + p, here, target, stride);
-        break;
-      case 3:
-      case 4:
-        multiply_tile<kNibble, kGroup, 4, 1>(call, first, count, panel + p, here, target, stride);
-        break;
-      default:
-        multiply_tile<kNibble, kGroup, kTileTokens >= 8 ? 6 : 4, 1>(call, first, count, panel + p,
-                                                                   here, target, stride);
-    }
+    auto* tile = multiply_tile<kNibble, kGroup, kMost, 1>;
+    if (count == 1) tile = multiply_tile<kNibble, kGroup, 1, 1>;
+    else if (count == 2) tile = multiply_tile<kNibble, kGroup, 2, 1>;
+    else if (count <= 4 && kMost > 4) tile = multiply_tile<kNibble, kGroup, kMost / 2, 1>;
+    else if (count <= 6 && kMost > 6) tile = multiply_tile<kNibble, kGroup, kMost / 4 * 3, 1>;
+    tile(call, first, count, panel + p, rows - p * kPanelRows, out + p * kPanelRows, stride);
   }
 }
 
