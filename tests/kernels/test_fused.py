@@ -172,7 +172,8 @@ def angles(tokens: int, rot: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("dim", "rot"), [(128, 128), (64, 64), (64, 32), (96, 24), (20, 8), (2, 2), (50, 34), (512, 512)]
+    ("dim", "rot"),
+    [(128, 128), (64, 64), (64, 32), (96, 24), (20, 8), (2, 2), (50, 34), (512, 512)],
 )
 def test_rotations_equal_torch_to_the_bit(dtype, interleaved, dim, rot):
     q, k = random(6, 5, dim, dtype=dtype), random(6, 2, dim, seed=1, dtype=dtype)
@@ -247,10 +248,14 @@ def test_activations(name, dtype):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_of_extremes_equal_torch(name, dtype):
-    x = torch.tensor([[0.0, -0.0, math.nan, -math.inf, 3e4, -3e4, 6e4, -6e4, 1e30, -1e30]]).to(dtype)
+    x = torch.tensor([[0.0, -0.0, math.nan, -math.inf, 3e4, -3e4, 6e4, -6e4, 1e30, -1e30]]).to(
+        dtype
+    )
     if dtype is torch.float16:
         x = x[:, :8]
-    assert_same(ops.gated(x, torch.ones_like(x), name), reference.gated(x, torch.ones_like(x), name))
+    assert_same(
+        ops.gated(x, torch.ones_like(x), name), reference.gated(x, torch.ones_like(x), name)
+    )
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -91,9 +91,7 @@ def rms_norm_quantize(
     return out, codes, scales, sums
 
 
-def rope(
-    native: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-) -> Tensor:
+def rope(native: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """`reference.rope` by the extension."""
     if not _can_rotate(x, cos, sin):
         return reference.rope(x, cos, sin, interleaved=interleaved)
@@ -262,9 +260,7 @@ def _can_norm(x: Tensor, weight: Tensor) -> bool:
 
 def _can_add(residual: Tensor, x: Tensor) -> bool:
     return (
-        residual.dtype is x.dtype
-        and residual.shape == x.shape
-        and residual.stride() == x.stride()
+        residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride()
     )
 
 
