@@ -1,21 +1,22 @@
 // How long callers have been inside kernels, so that what is left of a step is the host's own time.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 
 namespace hmt {
 
-// Adds up, over all calling threads, the time between construction and destruction.
+// Adds up the time between construction and destruction, for each calling thread by itself: a model
+// computes on one thread, and others may convert weights meanwhile.
 class KernelTime {
  public:
   KernelTime() : begin_(now()) {}
-  ~KernelTime() { total().fetch_add(now() - begin_, std::memory_order_relaxed); }
+  ~KernelTime() { total() += now() - begin_; }
   KernelTime(const KernelTime&) = delete;
   KernelTime& operator=(const KernelTime&) = delete;
 
-  static double seconds() { return 1e-9 * static_cast<double>(total().load()); }
+  // Of the calling thread, since it began.
+  static double seconds() { return 1e-9 * static_cast<double>(total()); }
 
  private:
   static int64_t now() {
@@ -23,8 +24,8 @@ class KernelTime {
                std::chrono::steady_clock::now().time_since_epoch())
         .count();
   }
-  static std::atomic<int64_t>& total() {
-    static std::atomic<int64_t> nanoseconds{0};
+  static int64_t& total() {
+    thread_local int64_t nanoseconds = 0;
     return nanoseconds;
   }
   int64_t begin_;

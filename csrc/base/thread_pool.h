@@ -1,66 +1,95 @@
 // Threads that live as long as the process and share out ranges of rows.
+//
+// A decode token is a chain of 100 to 200 calls a few microseconds apart, so what counts is how soon
+// workers begin and how soon the caller knows that they are done:
+//   - After work, a worker watches for more for kSpinMicroseconds and only then sleeps.
+//   - Nothing in the way of a call takes a lock or allocates.
+//   - The caller takes part, and waits only for workers that have begun.  One that has not woken, or
+//     whose CPU another process holds, costs nothing but its share.
+//   - A caller that finds the pool in use computes range after range on its own thread, and shares
+//     out what is left as soon as the pool is free.  Waiting for a turn would leave its thread idle.
+// Ranges are handed out as threads become free, so `work` must give a row the same result in
+// whatever range it comes; then results depend neither on threads nor on who else computes.
+//
+// Where they run: when there are as many threads as physical cores that the process may use, each
+// worker is pinned to a core, and the one on the caller's core sits out, so that the caller itself
+// stays free.  With fewer threads (or more), workers keep to the CPUs of a NUMA node and the kernel
+// chooses: two processes with 4 threads each on 16 cores must not both take the first 4.
+//
+// On more than one NUMA node, each node's threads begin with a contiguous part of the rows, and take
+// ranges of other nodes when theirs are done.  So a weight's rows are read from the near memory when
+// its first part was placed on the first node, and so on; with memory interleaved it does not matter.
+//
+// Beside torch's OpenMP threads: those watch for work as well, for some milliseconds, and on the same
+// cores.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
-#include <functional>
-#include <mutex>
-#include <thread>
-#include <vector>
+#include <type_traits>
 
 namespace hmt {
 
+// A reference to a callable work(begin, end) that computes the rows [begin, end); does not own it.
+// What it throws ends the process where other threads take part.
+class Work {
+ public:
+  template <typename Callable,
+            typename = std::enable_if_t<!std::is_same_v<std::decay_t<Callable>, Work>>>
+  Work(const Callable& callable)  // NOLINT: a call of `share` reads as before
+      : callable_(&callable), call_([](const void* callable, std::size_t begin, std::size_t end) {
+          (*static_cast<const Callable*>(callable))(begin, end);
+        }) {}
+  void operator()(std::size_t begin, std::size_t end) const { call_(callable_, begin, end); }
+
+ private:
+  const void* callable_;
+  void (*call_)(const void*, std::size_t, std::size_t);
+};
+
 class ThreadPool {
  public:
-  // work(begin, end) computes the rows [begin, end).
-  using Work = std::function<void(std::size_t, std::size_t)>;
-
-  // The pool of the process, with one thread per usable CPU to begin with.
+  // The pool of the process, with Topology::threads() threads to begin with.  Workers start with the
+  // first call that needs them, also in a process that was forked from one with workers.
   static ThreadPool& instance();
 
-  ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // Threads that compute, the caller's included.  Waits for running work.
+  // Threads that compute, the caller's included.
   std::size_t threads();
 
-  // Waits for running work.
+  // Waits for running work, and reads anew which CPUs the calling thread may use.  0 means
+  // Topology::threads().  Not from inside `work`.
   void set_threads(std::size_t threads);
 
+  // Keeps the calling thread on the core that it runs on, or lets it move again.  For a thread that
+  // calls all the time: the kernel then never moves it to where a worker is.  Threads that it starts
+  // meanwhile inherit the binding.
+  void pin_caller(bool pinned);
+
   // Calls `work` on disjoint ranges of up to `grain` rows that cover [0, count), on up to `threads`
-  // threads, and returns when all are done.  Callers take turns.  Ranges are handed out as threads
-  // become free, so `work` must give a row the same result in whatever range it comes.
-  void run(std::size_t count, std::size_t grain, std::size_t threads, const Work& work);
+  // threads, and returns when all are done.  From inside `work`: one range, on the same thread.
+  void run(std::size_t count, std::size_t grain, std::size_t threads, Work work);
+
+  // For the child of a fork, in which there are no workers.
+  void forget_workers();
 
  private:
-  explicit ThreadPool(std::size_t threads);
-  void start(std::size_t threads);
-  void stop();
-  void serve();
-  void drain(const Work& work);
+  class Team;  // the workers
 
-  std::mutex turn_;  // held by the caller whose work runs
-  std::mutex mutex_;  // guards what follows
-  std::condition_variable wake_;
-  std::condition_variable idle_;
-  const Work* work_ = nullptr;  // null while there is nothing to join
-  std::size_t seats_ = 0;       // workers that may still join
-  std::size_t generation_ = 0;  // counts run() calls, so that a worker joins each at most once
-  std::size_t busy_ = 0;        // workers inside drain()
-  bool stopping_ = false;
+  constexpr ThreadPool() = default;
+  bool take();
 
-  std::size_t count_ = 0;
-  std::size_t grain_ = 1;
-  std::atomic<std::size_t> next_{0};
-  std::vector<std::thread> workers_;
+  static ThreadPool the_pool;
+  std::atomic<std::size_t> threads_{0};  // 0: nobody has asked yet
+  Team* team_ = nullptr;  // null until needed; touched by whoever has taken the pool
+  alignas(64) std::atomic<bool> taken_{false};
+  std::atomic<unsigned> settings_{0};  // threads inside set_threads, which nobody may overtake
 };
 
-// `run` on the pool of the process, or on the caller alone where that is all there is to share:
-// then nobody waits for a turn.
-inline void share(std::size_t count, std::size_t grain, std::size_t threads,
-                  const ThreadPool::Work& work) {
+// `run` on the pool of the process, or on the caller alone where that is all there is to share.
+inline void share(std::size_t count, std::size_t grain, std::size_t threads, Work work) {
   if (threads > 1 && count > grain) {
     ThreadPool::instance().run(count, grain, threads, work);
   } else if (count > 0) {

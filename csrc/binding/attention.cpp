@@ -1,7 +1,75 @@
+// Attention over pages.
+#include "attention/attention.h"
+
+#include <vector>
+
 #include "binding/binding.h"
 
 namespace hmt::binding {
+namespace {
 
-void bind_attention(nb::module_&) {}
+// The pages of all layers of one kind: layer i's extent begins i * page_bytes() after the first's.
+struct PageSet {
+  Pages pages;
+  Pages of(size_t layer) const {
+    return {pages.layout, pages.data + layer * pages.layout.page_bytes(), pages.stride};
+  }
+};
+
+PageSet make_pages(int encoding, size_t heads, size_t key_dim, size_t value_dim, bool latent,
+                   Address data, size_t stride) {
+  return {{{static_cast<PageEncoding>(encoding), heads, key_dim, value_dim, latent},
+           at<uint8_t>(data), stride}};
+}
+
+// The runs of a step; borrows their tables.
+struct Runs {
+  std::vector<PagedRun> runs;
+};
+
+// items: tuples (offset, length, start, address of an int64 table)
+Runs make_runs(nb::tuple items) {
+  Runs made;
+  made.runs.reserve(nb::len(items));
+  for (nb::handle item : items) {
+    auto run = nb::borrow<nb::tuple>(item);
+    made.runs.push_back({nb::cast<size_t>(run[0]), nb::cast<size_t>(run[1]),
+                         nb::cast<size_t>(run[2]), at<const int64_t>(nb::cast<Address>(run[3]))});
+  }
+  return made;
+}
+
+HeadRows rows_at(Address data, int type, size_t token_stride, size_t head_stride) {
+  return {at<const void>(data), static_cast<DType>(type), token_stride, head_stride};
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  nb::class_<PageSet>(m, "Pages", "Pages as csrc/attention/pages.h describes; borrows memory.")
+      .def_prop_ro("layer_bytes", [](const PageSet& set) { return set.pages.layout.page_bytes(); });
+  nb::class_<Runs>(m, "Runs", "The runs of a step; borrows their tables.");
+  m.def("make_pages", make_pages);
+  m.def("make_runs", make_runs);
+  m.def("append_pages", [](const PageSet& set, size_t layer, const Runs& runs, Address key,
+                           int key_type, size_t key_stride, size_t key_head, Address value,
+                           int value_type, size_t value_stride, size_t value_head,
+                           size_t threads) {
+    Kernel kernel;
+    append(set.of(layer), runs.runs.data(), runs.runs.size(),
+           rows_at(key, key_type, key_stride, key_head),
+           rows_at(value, value_type, value_stride, value_head), threads);
+  });
+  m.def("attend_pages", [](const PageSet& set, size_t layer, const Runs& runs, Address query,
+                           int type, size_t stride, size_t head_stride, size_t q_heads,
+                           float scale, size_t window, float softcap, Address sinks, Address out,
+                           int out_type, Address lse, size_t threads) {
+    Kernel kernel;
+    attend(set.of(layer), runs.runs.data(), runs.runs.size(),
+           rows_at(query, type, stride, head_stride), q_heads,
+           {scale, window, softcap, at<const float>(sinks)},
+           {at<void>(out), static_cast<DType>(out_type), at<float>(lse)}, threads);
+  });
+}
 
 }  // namespace hmt::binding

@@ -1,7 +1,103 @@
+// Norms, rotary positions, gated activations, routing, sampling.
 #include "binding/binding.h"
+#include "fused/gated.h"
+#include "fused/grain.h"
+#include "fused/norm.h"
+#include "fused/rotary.h"
 
 namespace hmt::binding {
+namespace {
 
-void bind_fused(nb::module_&) {}
+DType type_of(int type) { return static_cast<DType>(type); }
+
+// Work that is done within microseconds keeps the GIL: whoever takes a released one may keep it for
+// a thousand times as long.
+template <typename Work>
+void compute(size_t numbers, Work work) {
+  if (numbers <= kGrainNumbers) {
+    KernelTime time;
+    work();
+  } else {
+    Kernel kernel;
+    work();
+  }
+}
+
+// Rows: (tokens, heads, token stride, head stride) of x and (token stride, head stride) of out.
+Norm norm_of(Address x, int type, size_t tokens, size_t heads, size_t width, size_t token_stride,
+             size_t head_stride, Address out, size_t out_token_stride, size_t out_head_stride,
+             Address weight, int weight_type, float eps, float offset, Address residual) {
+  return {type_of(type), tokens, heads, width, at<const void>(x), token_stride, head_stride,
+          at<void>(out), out_token_stride, out_head_stride, at<const void>(weight),
+          type_of(weight_type), eps, offset, at<void>(residual)};
+}
+
+void bind_norm(nb::module_& m) {
+  m.def("rms_norm", [](Address x, int type, size_t tokens, size_t heads, size_t width,
+                       size_t token_stride, size_t head_stride, Address out,
+                       size_t out_token_stride, size_t out_head_stride, Address weight,
+                       int weight_type, float eps, float offset, Address residual,
+                       size_t threads) {
+    const Norm norm = norm_of(x, type, tokens, heads, width, token_stride, head_stride, out,
+                              out_token_stride, out_head_stride, weight, weight_type, eps, offset,
+                              residual);
+    compute(tokens * heads * width, [&] { rms_norm(norm, threads); });
+  });
+  m.def("rms_norm_quantize",
+        [](Address x, int type, size_t tokens, size_t width, size_t stride, Address out,
+           Address weight, int weight_type, float eps, float offset, Address residual,
+           Address codes, size_t code_stride, Address scales, Address sums, size_t threads) {
+          const Norm norm = norm_of(x, type, tokens, 1, width, stride, width, out, width, width,
+                                    weight, weight_type, eps, offset, residual);
+          const NormCodes where{at<int8_t>(codes), code_stride, at<float>(scales),
+                                at<int32_t>(sums)};
+          compute(tokens * width, [&] { rms_norm_quantize(norm, where, threads); });
+        });
+}
+
+void bind_rotary(nb::module_& m) {
+  m.def("rotate", [](Address x, int type, size_t tokens, size_t heads, size_t dim,
+                     size_t token_stride, size_t head_stride, Address out, size_t out_token_stride,
+                     size_t out_head_stride, Address cos, Address sin, size_t turned,
+                     bool interleaved, size_t threads) {
+    const Heads group{heads, dim, at<const void>(x), token_stride, head_stride, at<void>(out),
+                      out_token_stride, out_head_stride};
+    const Rotation rotation{type_of(type), tokens, turned, at<const float>(cos),
+                            at<const float>(sin), interleaved, &group, 1};
+    compute(tokens * heads * dim, [&] { rotate(rotation, threads); });
+  });
+  m.def("rotate_in_place", [](Address q, size_t q_heads, size_t q_token_stride,
+                              size_t q_head_stride, Address k, size_t k_heads,
+                              size_t k_token_stride, size_t k_head_stride, int type,
+                              size_t tokens, size_t dim, Address cos, Address sin, size_t turned,
+                              bool interleaved, size_t threads) {
+    const Heads groups[2] = {{q_heads, dim, at<const void>(q), q_token_stride, q_head_stride,
+                              at<void>(q), q_token_stride, q_head_stride},
+                             {k_heads, dim, at<const void>(k), k_token_stride, k_head_stride,
+                              at<void>(k), k_token_stride, k_head_stride}};
+    const Rotation rotation{type_of(type), tokens, turned, at<const float>(cos),
+                            at<const float>(sin), interleaved, groups, 2};
+    compute(tokens * (q_heads + k_heads) * dim, [&] { rotate(rotation, threads); });
+  });
+}
+
+void bind_gated(nb::module_& m) {
+  m.def("gated", [](Address gate, size_t gate_stride, Address up, size_t up_stride, int type,
+                    int activation, size_t tokens, size_t width, Address out, size_t out_stride,
+                    size_t threads) {
+    const Gated call{type_of(type), static_cast<Activation>(activation), tokens, width,
+                     at<const void>(gate), gate_stride, at<const void>(up), up_stride,
+                     at<void>(out), out_stride};
+    compute(tokens * width, [&] { gated(call, threads); });
+  });
+}
+
+}  // namespace
+
+void bind_fused(nb::module_& m) {
+  bind_norm(m);
+  bind_rotary(m);
+  bind_gated(m);
+}
 
 }  // namespace hmt::binding

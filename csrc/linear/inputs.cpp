@@ -16,13 +16,6 @@ constexpr size_t kPad = 64;
 size_t padded(size_t columns) { return ((columns + kPad - 1) / kPad | 1) * kPad; }
 size_t blocks(size_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; }
 
-bool same_arrangement(const Weight& a, const Weight& b) {
-  return a.code == b.code && a.packing == b.packing && a.tile_columns == b.tile_columns &&
-         a.int8_activations == b.int8_activations && a.columns == b.columns &&
-         (a.zeros == nullptr) == (b.zeros == nullptr) &&
-         (a.minima == nullptr) == (b.minima == nullptr);
-}
-
 // Copies rows to a padded stride where they have not got one.
 template <typename T>
 const T* pad_rows(const ConstMatrix& x, size_t stride, Scratch& scratch) {
@@ -36,6 +29,13 @@ const T* pad_rows(const ConstMatrix& x, size_t stride, Scratch& scratch) {
 }
 
 }  // namespace
+
+bool same_arrangement(const Weight& a, const Weight& b) {
+  return a.code == b.code && a.packing == b.packing && a.tile_columns == b.tile_columns &&
+         a.int8_activations == b.int8_activations && a.columns == b.columns &&
+         (a.zeros == nullptr) == (b.zeros == nullptr) &&
+         (a.minima == nullptr) == (b.minima == nullptr);
+}
 
 void Needs::add(const Weight& weight, const ConstMatrix& x) {
   (weight.int8_activations ? codes : numbers) = true;

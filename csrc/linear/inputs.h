@@ -11,6 +11,9 @@ inline const LinearKernels& linear_kernels(const Weight& weight) {
                                           : active(panel_kernels_tables());
 }
 
+// True where both take what `arrange` made for either.
+bool same_arrangement(const Weight& a, const Weight& b);
+
 // What a call with some weights needs.
 class Needs {
  public:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import hmt
-from hmt.bench.random_model import write_random_llama
+from hmt.bench.random_model import SHAPES, Shape, write_random_llama, write_random_model
 from hmt.formats import open_checkpoint
 
+EXPERTS = Shape(2, 64, 32, 4, 2, 32, vocab_size=96, experts=4, experts_per_token=2)
 SMALL = {"layers": 3, "hidden_size": 64, "intermediate_size": 128, "heads": 4, "kv_heads": 2}
 
 
@@ -60,3 +61,36 @@ def test_it_computes_finite_logits(model: Path, monkeypatch: pytest.MonkeyPatch)
         logits = loaded.logits([1, 2, 3, 4], [0, 3])
         assert torch.isfinite(logits).all() and logits.std() > 0
         assert loaded.tokenizer.has_chat_template
+
+
+def test_experts_make_it_a_qwen3_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path))
+    write_random_model(tmp_path / "model", EXPERTS)
+    records = open_checkpoint(tmp_path / "model").records
+    assert records["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (64, 32)
+    assert records["model.layers.0.self_attn.q_norm.weight"].shape == (32,)
+    with hmt.Engine(host_memory="16MiB", context=64, threads=1) as engine:
+        logits = engine.load_model(tmp_path / "model").logits([1, 2, 95], [2])
+        assert logits.shape == (1, 96) and torch.isfinite(logits).all()
+
+
+def test_four_bits_hold_every_group_without_loss(tmp_path: Path) -> None:
+    write_random_model(tmp_path, EXPERTS, four_bits=True)
+    for record in open_checkpoint(tmp_path).records.values():
+        if len(record.shape) < 2:
+            continue
+        with record.file.open("rb") as file:
+            file.seek(record.offset)
+            data = bytearray(file.read(record.nbytes))
+        codes = torch.frombuffer(data, dtype=torch.bfloat16).float().mul(128).view(-1, 32)
+        assert torch.equal(codes, codes.round()) and codes.abs().amax() == 8
+        peaks = codes.gather(1, codes.abs().argmax(1, keepdim=True))
+        assert torch.equal(peaks.abs(), torch.full_like(peaks, 8))
+        assert (codes * -peaks.sign()).amax() <= 7  # -8..7, or -7..8 with a negative scale
+        assert abs(codes.mean()) < 0.5 and 2 < codes.std() < 4
+
+
+def test_the_named_shapes_are_as_large_as_they_say() -> None:
+    tiny, moe = SHAPES["llama-1b"], SHAPES["qwen3-moe"]
+    assert tiny.layers * 3 * tiny.hidden_size * tiny.intermediate_size == 761266176
+    assert moe.layers * moe.experts * 3 * moe.hidden_size * moe.intermediate_size == 2415919104

@@ -2,7 +2,8 @@
 
 import torch
 
-from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
+from hmt.quant import Format, empty_weight, pack_codes, pack_groups
 
 FLOATS = {
     Encoding.F32: torch.float32,
@@ -39,12 +40,25 @@ def random_weight(
         codes[codes & 0x7F == 0x7F] = 0  # no NaN
         tiles = scales(-(-rows // TILE[0]), -(-columns // TILE[1]))
         return WeightTensor(encoding, shape, codes.view(torch.float8_e4m3fn), tiles, tile=TILE)
-    if encoding is Encoding.INT8_CHANNEL:
+    if encoding in (Encoding.INT8_CHANNEL, Encoding.INT8_GROUP):
         codes = torch.randint(-128, 128, shape, generator=random, dtype=torch.int8)
-        return WeightTensor(encoding, shape, codes, scales(rows), activations=activations)
-    pairs = torch.randint(0, 256, (rows, columns // 2), generator=random, dtype=torch.uint8)
-    groups = scales(rows, columns // group) * (torch.rand(1, generator=random) - 0.5).sign()
-    return WeightTensor(encoding, shape, pairs, groups, group, activations=activations)
+        if encoding is Encoding.INT8_CHANNEL:
+            return WeightTensor(encoding, shape, codes, scales(rows), activations=activations)
+        groups = scales(rows, columns // group)
+        return WeightTensor(encoding, shape, codes, groups, group, activations=activations)
+    group = {Encoding.NVFP4: 16, Encoding.MXFP4: 32}.get(encoding, group)
+    form = Format(encoding, group, activations=activations)
+    w = empty_weight(form, shape)
+    w.data.copy_(pack_codes(torch.randint(0, 16, shape, generator=random, dtype=torch.uint8)))
+    groups = scales(rows, columns // group)
+    if encoding is Encoding.MXFP4:
+        groups = torch.randint(120, 134, groups.shape, generator=random, dtype=torch.uint8)
+    elif encoding is Encoding.INT4_GROUP:
+        groups = groups * (torch.rand(1, generator=random) - 0.5).sign()
+    w.scales.copy_(pack_groups(groups))
+    if w.factor is not None:
+        w.factor.fill_(0.37)
+    return w
 
 
 def numbers(w: WeightTensor) -> torch.Tensor:
@@ -52,13 +66,34 @@ def numbers(w: WeightTensor) -> torch.Tensor:
     if w.scales is None:
         return w.data.double()
     rows, columns = w.shape
+    if w.encoding.packing is Packing.PANELS:
+        return _panel_numbers(w)
     scales = w.scales.double()
-    if w.encoding is Encoding.INT4_GROUP:
-        codes = torch.empty(rows, columns, dtype=torch.float64)
-        codes[:, 0::2] = (w.data & 15).double() - 8
-        codes[:, 1::2] = (w.data >> 4).double() - 8
-        return codes * scales.repeat_interleave(w.group_size, 1)
+    if w.encoding is Encoding.INT8_GROUP:
+        return w.data.double() * scales.repeat_interleave(w.group_size, 1)
     if w.encoding is Encoding.FP8_BLOCK:
         high = scales.repeat_interleave(w.tile[0], 0)[:rows]
         return w.data.double() * high.repeat_interleave(w.tile[1], 1)[:, :columns]
     return w.data.double() * scales[:, None]
+
+
+def _panel_numbers(w: WeightTensor) -> torch.Tensor:
+    """By the layout's definition, number by number."""
+    rows, columns = w.shape
+    data, out = w.data.tolist(), torch.empty(rows, columns, dtype=torch.float64)
+    if w.encoding is Encoding.MXFP4:
+        scales = torch.exp2(w.scales.double() - 127)
+    else:
+        # The scale is the product rounded to f32.
+        scales = (w.scales.float() * (1.0 if w.factor is None else w.factor)).double()
+    e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    for row in range(rows):
+        panel, lane = divmod(row, 16)
+        for column in range(columns):
+            block, at = divmod(column, 32)
+            pair = data[panel][block][at % 16 // 4][lane][at % 4]
+            code = pair & 15 if at < 16 else pair >> 4
+            out[row, column] = code - 8 if w.encoding is Encoding.INT4_GROUP else e2m1[code]
+        groups = torch.arange(columns) // w.group_size
+        out[row] *= scales[panel, groups, lane]
+    return out

@@ -16,7 +16,13 @@ from hmt.kernels.cpu import extension
 pytestmark = pytest.mark.skipif(
     extension.load() is None, reason="the extension was not built, or HMT_KERNELS=reference"
 )
-QUANTIZED = [Encoding.INT8_CHANNEL, Encoding.INT4_GROUP]
+QUANTIZED = [
+    Encoding.INT8_CHANNEL,
+    Encoding.INT8_GROUP,
+    Encoding.INT4_GROUP,
+    Encoding.NVFP4,
+    Encoding.MXFP4,
+]
 
 
 @pytest.fixture(params=[1, 3])
@@ -53,7 +59,7 @@ def test_integer_products_equal_the_reference_to_the_bit(
 def test_the_largest_products_do_not_overflow():
     for encoding in QUANTIZED:
         w = random_weight(encoding, 2, 8192, group=128, activations=Activations.INT8_TOKEN)
-        w.data.fill_(-128 if encoding is Encoding.INT8_CHANNEL else 0)
+        w.data.fill_(-128 if w.data.dtype == torch.int8 else 0xFF)
         for sign in (1.0, -1.0):
             x = torch.full((1, 8192), sign)
             assert torch.equal(ops.linear(x, w), reference.linear(x, w))

@@ -40,7 +40,9 @@ def test_a_weight_in_the_dtype_of_x_gives_what_torch_gives(backend, dtype):
     w = random_weight(encoding, 48, 64)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
     bias = torch.randn(48).to(dtype)
-    assert torch.equal(backend.linear(x, w, bias), torch.nn.functional.linear(x, w.data, bias))
+    found = backend.linear(x, w, bias)
+    expected = torch.nn.functional.linear(x, w.data, bias)
+    torch.testing.assert_close(found, expected, rtol=EPSILON[dtype], atol=64 * EPSILON[dtype])
 
 
 @BACKENDS
@@ -107,7 +109,12 @@ def test_not_a_number_spreads_to_its_token_only(backend, bad):
 @BACKENDS
 @pytest.mark.parametrize(
     ("encoding", "group"),
-    [(Encoding.INT8_CHANNEL, 0), *((Encoding.INT4_GROUP, g) for g in (32, 64, 128))],
+    [
+        (Encoding.INT8_CHANNEL, 0),
+        (Encoding.NVFP4, 16),
+        (Encoding.MXFP4, 32),
+        *((e, g) for e in (Encoding.INT8_GROUP, Encoding.INT4_GROUP) for g in (32, 64, 128)),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_integer_products_are_exact(backend, encoding, group, dtype):

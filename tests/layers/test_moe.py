@@ -1,7 +1,7 @@
 """Routers against transformers' modules, and the sum over routed experts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.contracts.store import Priority
+from hmt.contracts.store import LeasedGroup, Priority
 from hmt.layers import (
     BiasedSigmoidRouter,
     GatedFFN,
@@ -106,6 +106,20 @@ def test_biased_sigmoid_router(shape: SimpleNamespace) -> None:
     check_router(shape, router, DeepseekV3TopkRouter(shape))
 
 
+class Leased(dict[str, WeightTensor]):
+    """Parameters that may be used only while they are leased."""
+
+    def __init__(
+        self, params: Mapping[str, WeightTensor], block: BlockId, experts: "Experts"
+    ) -> None:
+        super().__init__(params)
+        self.block, self.experts = block, experts
+
+    def __getitem__(self, name: str) -> WeightTensor:
+        assert self.block in self.experts.open
+        return super().__getitem__(name)
+
+
 class Experts:
     """Weights that hold the experts of layer 3 and note what happens to them."""
 
@@ -120,17 +134,27 @@ class Experts:
                 )
                 for param in ffn.params("expert.")
             }
+        self.groups = torch.Generator().manual_seed(seed)
         self.leased: list[BlockId] = []
-        self.open = 0
+        self.open: list[BlockId] = []
         self.requests: list[tuple[list[BlockId], Priority]] = []
 
     @contextmanager
-    def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
-        self.leased.append(block)
-        self.open += 1
-        assert self.open == 1, "one expert at a time"
-        yield self.params[block]
-        self.open -= 1
+    def lease_each(self, blocks: Sequence[BlockId]) -> Iterator[Iterator[LeasedGroup]]:
+        """In groups of random sizes."""
+        assert not self.open
+        yield self._in_groups(list(blocks))
+        self.open = []
+
+    def _in_groups(self, blocks: list[BlockId]) -> Iterator[LeasedGroup]:
+        while blocks:
+            size = int(torch.randint(1, 4, (), generator=self.groups))
+            self.open, blocks = blocks[:size], blocks[size:]
+            self.leased += self.open
+            yield [(block, Leased(self.params[block], block, self)) for block in self.open]
+
+    def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
+        raise NotImplementedError
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requests.append((list(blocks), priority))
@@ -155,6 +179,7 @@ def test_routed_experts_add_up(dtype: torch.dtype, seed: int, tokens: int, top_k
 
     needed = sorted(BlockId(3, BlockKind.EXPERT, e) for e in chosen.unique().tolist())
     assert experts.leased == needed
+    assert not experts.open
     assert experts.requests == [(needed, Priority.NEED)]
     assert got.dtype is dtype
     wanted = torch.stack(
@@ -169,6 +194,6 @@ def test_routed_experts_add_up(dtype: torch.dtype, seed: int, tokens: int, top_k
     torch.testing.assert_close(
         got, wanted.to(dtype), rtol=1e-4 if dtype is torch.float32 else 0.05, atol=1e-2
     )
-    # The sum does not depend on the order in which a token's experts are listed.
+    # The sum depends neither on the order in which a token's experts are listed nor on groups.
     back = Routing(chosen.flip(-1), scales.flip(-1))
     assert torch.equal(got, routed_experts(x, back, 3, ffn, experts))

@@ -15,7 +15,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.model import Model, ModelSpec
 from hmt.contracts.step import Run, Step
-from hmt.contracts.store import Priority
+from hmt.contracts.store import LeasedGroup, Priority
 from hmt.kernels import ops
 from hmt.models import open_model
 
@@ -62,6 +62,13 @@ class ResidentWeights:
     def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
         self.leased.append(block)
         yield self.blocks[block]
+
+    @contextmanager
+    def lease_each(self, blocks: Sequence[BlockId]) -> Iterator[Iterator[LeasedGroup]]:
+        """In groups of three."""
+        self.leased += blocks
+        starts = range(0, len(blocks), 3)
+        yield ([(block, self.blocks[block]) for block in blocks[n : n + 3]] for n in starts)
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requested.append((tuple(blocks), priority))

@@ -6,17 +6,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hmt.contracts.encoding import Activations, Encoding
-from hmt.quant import Format, component_bytes, empty_weight, view_weight
+from hmt.kernels import reference
+from hmt.quant import (
+    Format,
+    component_bytes,
+    empty_weight,
+    pack_codes,
+    pack_groups,
+    view_weight,
+)
 
 
 @pytest.mark.parametrize(
     ("form", "shape", "expected"),
     [
-        (Format(Encoding.F32), (3, 5), (60, 0)),
-        (Format(Encoding.BF16), (7,), (14, 0)),
+        (Format(Encoding.F32), (3, 5), (60,)),
+        (Format(Encoding.BF16), (7,), (14,)),
         (Format(Encoding.FP8_BLOCK, tile=(128, 128)), (129, 256), (129 * 256, 2 * 2 * 4)),
         (Format(Encoding.INT8_CHANNEL), (6, 33), (6 * 33, 6 * 4)),
-        (Format(Encoding.INT4_GROUP, 32), (6, 96), (6 * 48, 6 * 3 * 4)),
+        (Format(Encoding.INT4_GROUP, 32), (6, 96), (16 * 48, 16 * 3 * 2)),
+        (Format(Encoding.INT4_GROUP, 32, zeros=True), (17, 64), (32 * 32, 32 * 2 * 2, 32 * 2)),
+        (Format(Encoding.NVFP4, 16), (16, 64), (16 * 32, 16 * 4, 4)),
+        (Format(Encoding.MXFP4, 32), (1, 64), (16 * 32, 16 * 2)),
+        (Format(Encoding.INT8_GROUP, 32), (6, 64), (6 * 64, 6 * 2 * 4)),
     ],
 )
 def test_component_bytes(form, shape, expected):
@@ -28,14 +40,22 @@ def test_component_bytes(form, shape, expected):
 def test_views_cover_the_buffer_and_share_its_memory(encoding, rows, groups):
     form = Format(encoding, 32, (16, 24), Activations.INT8_TOKEN)
     shape = (rows, 32 * groups)
-    data_bytes, scale_bytes = component_bytes(form, shape)
-    data = torch.zeros(data_bytes, dtype=torch.uint8)
-    scales = torch.zeros(scale_bytes, dtype=torch.uint8)
-    w = view_weight(form, shape, data, scales)
+    buffers = [torch.zeros(size, dtype=torch.uint8) for size in component_bytes(form, shape)]
+    w = view_weight(form, shape, *buffers)
     assert (w.encoding, w.shape, w.activations) == (encoding, shape, Activations.INT8_TOKEN)
-    assert w.data.data_ptr() == data.data_ptr() and w.data.nbytes == data_bytes
-    if scale_bytes:
-        w.scales.fill_(1.0)
-        assert scales.view(torch.float32).eq(1).all()
-    else:
-        assert w.scales is None
+    for component, buffer in zip(form.components(shape), buffers, strict=True):
+        view = getattr(w, component.name)
+        assert view.data_ptr() == buffer.data_ptr() and view.nbytes == len(buffer)
+    assert (w.scales is None) == encoding.is_float
+
+
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
+def test_packing_is_undone_by_unpacking(rows, blocks, seed):
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (rows, 32 * blocks), generator=random, dtype=torch.uint8)
+    scales = torch.randn(rows, blocks, generator=random).bfloat16()
+    w = empty_weight(Format(Encoding.INT4_GROUP, 32), (rows, 32 * blocks))
+    w.data.copy_(pack_codes(codes))
+    w.scales.copy_(pack_groups(scales))
+    numbers = (codes.view(rows, blocks, 32).float() - 8) * scales.float()[..., None]
+    assert torch.equal(reference.dequantize(w, torch.float32), numbers.flatten(1))

@@ -13,6 +13,9 @@ from hmt.kernels import ops
 from hmt.quant import Format, empty_weight, quantize
 
 INT8 = Format(Encoding.INT8_CHANNEL)
+INT8_GROUPS = Format(Encoding.INT8_GROUP, 32)
+NVFP4 = Format(Encoding.NVFP4, 16)
+MXFP4 = Format(Encoding.MXFP4, 32)
 
 
 def int4(group: int = 32) -> Format:
@@ -86,7 +89,11 @@ def test_what_int8_can_represent_is_kept():
     assert torch.equal(back(rounded(weight, INT8)), weight)
 
 
-@pytest.mark.parametrize("form", [INT8, int4()], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    "form",
+    [INT8, INT8_GROUPS, int4(), NVFP4, MXFP4],
+    ids=["int8", "int8-group", "int4", "nvfp4", "mxfp4"],
+)
 def test_zeros_stay_zeros(form):
     weight = random(4, 64)
     weight[1] = 0
@@ -103,11 +110,40 @@ def test_numbers_at_the_ends_of_the_range(form, size):
     weight[1, ::2] = -size
     found = back(rounded(weight, form))
     assert found.isfinite().all()
-    # Denormal scales are rounded to multiples of 2^-149, and codes multiply that.
-    torch.testing.assert_close(found, weight, rtol=0.08, atol=128 * 2.0**-149)
+    # Denormal scales are rounded to multiples of 2^-149 (bf16: 2^-133), and codes multiply that.
+    step = 128 * 2.0**-149 if form is INT8 else 8 * 2.0**-133
+    torch.testing.assert_close(found, weight, rtol=0.08, atol=step)
 
 
-@pytest.mark.parametrize("form", [INT8, int4()], ids=["int8", "int4"])
+FORMS = pytest.mark.parametrize(
+    "form",
+    [INT8, INT8_GROUPS, int4(), NVFP4, MXFP4],
+    ids=["int8", "int8-group", "int4", "nvfp4", "mxfp4"],
+)
+
+
+@pytest.mark.parametrize(("form", "group"), [(NVFP4, 16), (MXFP4, 32)], ids=["nvfp4", "mxfp4"])
+def test_fp4_is_as_near_as_its_grid_allows(form, group):
+    weight = random(64, 512)
+    found = back(rounded(weight, form))
+    peaks = weight.view(-1, group).abs().amax(1, keepdim=True)
+    error = (found - weight).view(-1, group).abs()
+    # The widest step of e2m1 is 2 of 6; a power of two may leave the peak a third above 6.
+    assert (error <= peaks * 0.26).all()
+    assert (found - weight).square().mean() < (0.011 if form is NVFP4 else 0.016)
+
+
+@pytest.mark.parametrize("form", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
+def test_what_fp4_can_represent_is_kept(form):
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.randint(0, 8, (16, 64), generator=torch.Generator().manual_seed(0))
+    weight = numbers[codes] * (2.0 ** torch.arange(-8, 8))[:, None]
+    weight[:, ::16] = 6 * (2.0 ** torch.arange(-8, 8))[:, None]
+    weight[::2] = -weight[::2]
+    assert torch.equal(back(rounded(weight, form)), weight)
+
+
+@FORMS
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_not_a_number_is_an_error(form, bad):
     weight = random(70, 64).bfloat16()
@@ -116,16 +152,16 @@ def test_not_a_number_is_an_error(form, bad):
         rounded(weight, form)
 
 
-@pytest.mark.parametrize("form", [INT8, int4()], ids=["int8", "int4"])
+@FORMS
 def test_rows_do_not_depend_on_the_chunks(form, monkeypatch):
     weight = random(50, 96)
     whole = rounded(weight, form)
     monkeypatch.setattr("hmt.quant.rtn._CHUNK_NUMBERS", 7 * 96)
     parts = rounded(weight, form)
-    assert torch.equal(parts.data, whole.data) and torch.equal(parts.scales, whole.scales)
+    assert torch.equal(back(parts), back(whole))
 
 
-@pytest.mark.parametrize("form", [INT8, int4()], ids=["int8", "int4"])
+@FORMS
 def test_fp8_blocks_can_be_rounded_again(form):
     codes = random(70, 96).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 3, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -133,5 +169,4 @@ def test_fp8_blocks_can_be_rounded_again(form):
     target = empty_weight(form, (70, 96))
     quantize(source, target)
     expected = rounded(ops.dequantize(source, torch.float32), form)
-    assert torch.equal(target.data, expected.data)
-    assert torch.equal(target.scales, expected.scales)
+    assert torch.equal(back(target), back(expected))

@@ -21,6 +21,9 @@ def linear(columns: int) -> ParamSpec:
         ("W8A8", Scheme(Encoding.INT8_CHANNEL, 0, Activations.INT8_TOKEN)),
         ("w8a16", Scheme(Encoding.INT8_CHANNEL, 0, Activations.FLOAT)),
         ("W4A8", Scheme(Encoding.INT4_GROUP, 32, Activations.INT8_TOKEN)),
+        ("w8a8:64", Scheme(Encoding.INT8_GROUP, 64, Activations.INT8_TOKEN)),
+        ("nvfp4a8", Scheme(Encoding.NVFP4, 16, Activations.INT8_TOKEN)),
+        ("MXFP4A16", Scheme(Encoding.MXFP4, 32, Activations.FLOAT)),
         (" w4a16:128 ", Scheme(Encoding.INT4_GROUP, 128, Activations.FLOAT)),
     ],
 )
@@ -31,7 +34,9 @@ def test_a_name_means_a_scheme_and_the_scheme_knows_its_name(text, scheme):
 
 @pytest.mark.parametrize("text", ["", "w4", "int4", "w4a4", "w2a8", "none:32", "w4a8:", "w4a8:-32"])
 def test_an_unknown_name_lists_the_choices(text):
-    with pytest.raises(ConfigError, match="none, w8a8, w8a16, w4a8 or w4a16"):
+    with pytest.raises(
+        ConfigError, match="none, w8a8, w8a16, w4a8, w4a16, nvfp4a8, nvfp4a16, mxfp4a8 or mxfp4a16"
+    ):
         parse_scheme(text)
 
 
@@ -39,7 +44,7 @@ def test_group_sizes_that_cannot_be():
     with pytest.raises(ConfigError, match="can be 32, 64, 128, not 48"):
         parse_scheme("w4a8:48")
     with pytest.raises(ConfigError, match="takes no group size"):
-        parse_scheme("w8a8:32")
+        parse_scheme("nvfp4a8:32")
 
 
 def test_only_linear_weights_are_converted():

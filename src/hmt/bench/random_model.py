@@ -1,15 +1,16 @@
-"""A Llama of any size with random weights: something large to measure with, made in seconds."""
+"""Decoders of any size with random weights: something large to measure with, made in seconds."""
 
 import json
 import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -19,9 +20,39 @@ _NUMBER_BYTES = 2  # BF16
 _BLOCK_BYTES = 16 * MIB
 # Norms keep each layer's input at 1, so with this deviation, Llama's own, activations stay finite.
 _DEVIATION = 0.02
+_GROUP = 32  # numbers that share a 4-bit scale
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 Tensor = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a decoder: a Llama, or with `experts` a Qwen3 mixture of experts.
+
+    intermediate_size   width of the FFN, or of one expert
+    head_dim            None: hidden_size / heads
+    vocab_size          None: as many as the embedded model's tokenizer has
+    """
+
+    layers: int = 16
+    hidden_size: int = 2048
+    intermediate_size: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+SHAPES = {
+    # TinyLlama: 1.1 billion parameters.
+    "llama-1b": Shape(22, 2048, 5632, 32, 4, vocab_size=32000),
+    # Qwen3-30B-A3B with 8 of its 48 layers, half of its experts and a smaller vocabulary: 2.7
+    # billion parameters, 0.5 of them used for a token.
+    "qwen3-moe": Shape(8, 2048, 768, 32, 4, 128, vocab_size=32000, experts=64, experts_per_token=8),
+}
 
 
 def write_random_llama(
@@ -35,28 +66,58 @@ def write_random_llama(
     seed: int = 0,
     shard_bytes: int = 256 * MIB,
 ) -> int:
+    """`write_random_model` of a Llama; the default holds 1.17 GB of weights."""
+    shape = Shape(layers, hidden_size, intermediate_size, heads, kv_heads)
+    return write_random_model(folder, shape, seed=seed, shard_bytes=shard_bytes)
+
+
+def write_random_model(
+    folder: Path,
+    shape: Shape,
+    *,
+    four_bits: bool = False,
+    seed: int = 0,
+    shard_bytes: int = 256 * MIB,
+) -> int:
     """Write a Hugging Face checkpoint in BF16 into `folder`, made where missing; returns its bytes.
 
-    The default holds 1.17 GB of weights.  Equal arguments give equal files.  All matrices are cut
-    from one random block of 16 MiB, each from another place, so writing costs little more than
-    the drive takes, and little memory.  The tokenizer is the embedded model's.
+    Equal arguments give equal files.  All matrices are cut from one random block of 16 MiB, each
+    from another place, so writing costs little more than the drive takes, and little memory.  The
+    tokenizer is the embedded model's, whatever the size of the vocabulary.
+
+    With `four_bits` every number is a code of 4 bits times 2^-7, and every 32 consecutive ones
+    hold the code of largest magnitude, so that any engine that quantises groups of 32 computes
+    with the same weights.  Sizes must then be multiples of 32.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with as_file(files("hmt") / "embedded" / "mini-dense") as embedded:
         for name in _TOKENIZER_FILES:
             shutil.copyfile(embedded / name, folder / name)
-        vocab_size = json.loads((embedded / "config.json").read_text())["vocab_size"]
+        known_tokens = json.loads((embedded / "config.json").read_text())["vocab_size"]
+    config = _config(shape, known_tokens)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    shards = list(_shards(_tensors(config), shard_bytes))
+    generator = torch.Generator().manual_seed(seed)
+    noise = _four_bit_noise(generator) if four_bits else _noise(generator)
+    block = noise.to(torch.bfloat16).view(torch.uint8).numpy().data
+    for number, tensors in enumerate(shards, 1):
+        _write_shard(folder / f"model-{number:05}-of-{len(shards):05}.safetensors", tensors, block)
+    return sum(_nbytes(tensor) for tensors in shards for tensor in tensors)
+
+
+def _config(shape: Shape, known_tokens: int) -> dict[str, Any]:
+    """What config.json says."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
-        "vocab_size": vocab_size,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden_size // heads,
+        "vocab_size": shape.vocab_size or known_tokens,
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim or shape.hidden_size // shape.heads,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
@@ -67,38 +128,74 @@ def write_random_llama(
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    shards = list(_shards(_tensors(config), shard_bytes))
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(_BLOCK_BYTES // _NUMBER_BYTES, generator=generator) * _DEVIATION
-    block = noise.to(torch.bfloat16).view(torch.uint8).numpy().data
-    for number, tensors in enumerate(shards, 1):
-        _write_shard(folder / f"model-{number:05}-of-{len(shards):05}.safetensors", tensors, block)
-    return sum(_nbytes(tensor) for tensors in shards for tensor in tensors)
+    if shape.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": shape.intermediate_size,
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return config
 
 
-def _tensors(config: dict[str, object]) -> Iterator[Tensor]:
+def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
     """Names and shapes in the order of use."""
-    sizes = {name: size for name, size in config.items() if isinstance(size, int)}
-    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    query = sizes["num_attention_heads"] * sizes["head_dim"]
-    kv = sizes["num_key_value_heads"] * sizes["head_dim"]
-    yield "model.embed_tokens.weight", (sizes["vocab_size"], hidden)
-    for layer in range(sizes["num_hidden_layers"]):
-        for name, shape in {
-            "input_layernorm": (hidden,),
-            "self_attn.q_proj": (query, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, query),
-            "post_attention_layernorm": (hidden,),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }.items():
-            yield f"model.layers.{layer}.{name}.weight", shape
+    hidden = config["hidden_size"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for name, shape in (_attention(config) | _ffn(config)).items():
+            yield f"{at}{name}.weight", shape
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (sizes["vocab_size"], hidden)
+    yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    query = config["num_attention_heads"] * head_dim
+    kv = config["num_key_value_heads"] * head_dim
+    norms = {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
+    return {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query),
+        **(norms if "num_experts" in config else {}),
+    }
+
+
+def _ffn(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    found: dict[str, tuple[int, ...]] = {"post_attention_layernorm": (hidden,)}
+    experts = config.get("num_experts", 0)
+    if experts:
+        found["mlp.gate"] = (experts, hidden)
+    for at in [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]:
+        found |= {
+            f"{at}.gate_proj": (inner, hidden),
+            f"{at}.up_proj": (inner, hidden),
+            f"{at}.down_proj": (hidden, inner),
+        }
+    return found
+
+
+def _noise(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(_BLOCK_BYTES // _NUMBER_BYTES, generator=generator) * _DEVIATION
+
+
+def _four_bit_noise(generator: torch.Generator) -> torch.Tensor:
+    """Codes times 2^-7: in each group -7..7 and one -8, or all that with the other sign."""
+    groups = _BLOCK_BYTES // _NUMBER_BYTES // _GROUP
+    codes = torch.randn(groups, _GROUP, generator=generator).mul_(2.5).round_().clamp_(-7, 7)
+    largest = torch.randint(_GROUP, (groups, 1), generator=generator)
+    codes.scatter_(1, largest, -8.0)
+    signs = torch.randint(2, (groups, 1), generator=generator) * 2 - 1
+    return (codes * signs * 2**-7).flatten()
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -140,7 +237,8 @@ def _write_tensor(file: BinaryIO, tensor: Tensor, block: memoryview) -> None:
         file.write(torch.ones(shape, dtype=torch.bfloat16).view(torch.uint8).numpy().data)
         return
     # Another place for each name, the same on every run (Python's own hash of text is not).
-    start = zlib.crc32(name.encode()) % (len(block) // _NUMBER_BYTES) * _NUMBER_BYTES
+    step = _GROUP * _NUMBER_BYTES
+    start = zlib.crc32(name.encode()) % (len(block) // step) * step
     while left:
         part = block[start : start + left]
         file.write(part)

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
@@ -16,11 +19,6 @@ from hmt.cli.options import EngineOptions, expand
 _TABLE_WIDTH = 96
 
 app = typer.Typer(help="Measure what HMT makes of this machine.", no_args_is_help=True)
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `decode` a command of its own while it is the only one."""
 
 
 @app.command("decode")
@@ -54,9 +52,53 @@ def decode(
             progress=status.update,
         )
     _print(content)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(json_format.dumps(content, indent=1) + "\n")
+    _write(content, json)
+
+
+@app.command("peer")
+def peer(
+    peer: Annotated[str, typer.Option(help="The engine beside HMT: llama.cpp.")] = "llama.cpp",
+    shape: Annotated[
+        str, typer.Option(help="Sizes of the random model: llama-1b or qwen3-moe.")
+    ] = "llama-1b",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of both; torch's choice when left out.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=3, help="Runs per case; medians count.")] = 3,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the two models are kept for the next time; deleted without."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+) -> None:
+    """HMT beside another engine: the same weights, threads and tokens, turn by turn."""
+    from hmt.bench.random_model import SHAPES
+
+    for option, given, known in (("--peer", peer, ["llama.cpp"]), ("--shape", shape, [*SHAPES])):
+        if given not in known:
+            raise ConfigError(f"{option} {given}: choose {' or '.join(known)}")
+    with notes().status("starting") as status, _scratch(folder) as models:
+        from hmt.bench.peer import run
+
+        content = run(
+            models / shape,
+            SHAPES[shape],
+            threads=threads,
+            runs=runs,
+            progress=status.update,
+        )
+    _print_peer(content)
+    _write(content, json)
+
+
+@contextmanager
+def _scratch(folder: Path | None) -> Iterator[Path]:
+    """The given folder, or one that is deleted afterwards."""
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="hmt-bench-") as name:
+        yield Path(name)
 
 
 @contextmanager
@@ -67,26 +109,45 @@ def _checkpoint(model: Path | None) -> Iterator[Path]:
         return
     from hmt.bench.random_model import write_random_llama
 
-    with tempfile.TemporaryDirectory(prefix="hmt-bench-") as name:
-        write_random_llama(Path(name))
-        yield Path(name)
+    with _scratch(None) as folder:
+        write_random_llama(folder)
+        yield folder
+
+
+def _write(content: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json_format.dumps(content, indent=1) + "\n")
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _show(table: Table) -> None:
+    console = Console(highlight=False)
+    console.width = max(console.width, _TABLE_WIDTH)  # a pipe has no width of its own
+    console.print(table)
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else format_rate(rate)
 
 
 def _print(content: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     machine, model = content["machine"], content["model"]
     title = (
         f"{format_bytes(model['published_bytes'])} of weights on {machine['name']}, "
-        f"{machine['threads']} threads, {machine['kernels']} kernels; memory "
+        f"{machine['threads']} threads, {machine['instructions'] or machine['kernels']} "
+        f"kernels; memory "
         f"{format_rate(machine['ram_read_rate'])}, drive {format_rate(machine['disk_read_rate'])}"
     )
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    for name in ("case", "tokens/s", "from RAM", "from disk", "waiting", "rate", "share"):
-        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
+    table = _table(title, "case", "tokens/s", "from RAM", "from disk", "waiting", "rate", "share")
     for result in content["results"]:
-        share = result["share"]
         table.add_row(
             result["case"],
             f"{result['tokens_per_s']:.2f}",
@@ -94,8 +155,35 @@ def _print(content: dict[str, Any]) -> None:
             format_bytes(result["disk_bytes_per_token"]),
             f"{result['waiting_share']:.0%}",
             format_rate(result["rate"]),
-            "-" if share is None else f"{share:.0%} of {result['link']}",
+            "-" if result["share"] is None else f"{result['share']:.0%} of {result['link']}",
         )
-    console = Console(highlight=False)
-    console.width = max(console.width, _TABLE_WIDTH)  # a pipe has no width of its own
-    console.print(table)
+    _show(table)
+
+
+def _print_peer(content: dict[str, Any]) -> None:
+    machine, model, agreement = content["machine"], content["model"], content["agreement"]
+    table = _table(
+        f"{machine['name']}, {machine['threads']} threads; memory "
+        f"{format_rate(content['read_rate'])}\n"
+        f"a token reads {format_bytes(model['hmt_token_bytes'])} (HMT, "
+        f"{content['hmt']['quantization']}) and {format_bytes(model['peer_token_bytes'])} "
+        f"({content['peer']['name']}, Q4_0)\n"
+        f"logits agree to a cosine of {agreement['logits_cosine']:.4f}; the likeliest token is "
+        f"{'the same' if agreement['same_argmax'] else 'another'}",
+        *("tokens/s", "HMT", content["peer"]["name"], "ratio"),
+        *("HMT reads", "share", f"{content['peer']['name']} reads", "share"),
+    )
+    for result in content["results"]:
+        table.add_row(
+            result["case"],
+            f"{result['hmt_tokens_per_s']:.1f}",
+            f"{result['peer_tokens_per_s']:.1f}",
+            f"{result['ratio']:.2f}",
+            *(_rate(result["hmt_rate"]), _percent(result["hmt_share"])),
+            *(_rate(result["peer_rate"]), _percent(result["peer_share"])),
+        )
+    _show(table)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"

@@ -41,8 +41,9 @@ class EngineOptions:
     quant: Annotated[
         str | None,
         typer.Option(
-            help="Weights in memory: none, w8a8, w8a16, w4a8, w4a16; w4 with a group size if it is "
-            "not 32, as in w4a8:64.",
+            help="Weights in memory: none, w8a8, w8a16, w4a8, w4a16, nvfp4a8, nvfp4a16, mxfp4a8, "
+            "mxfp4a16; w4 (groups of 32) and w8 (one scale per row) with another group size if "
+            "wanted, as in w4a8:64.",
             rich_help_panel=_COMPUTE,
         ),
     ] = None
@@ -83,7 +84,11 @@ class EngineOptions:
         ),
     ] = None
     threads: Annotated[
-        int | None, typer.Option(help="Threads that compute.", rich_help_panel=_COMPUTE)
+        int | None,
+        typer.Option(
+            help="Threads that compute; one per physical core when left out.",
+            rich_help_panel=_COMPUTE,
+        ),
     ] = None
     numa: Annotated[
         str | None,

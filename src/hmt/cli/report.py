@@ -48,7 +48,11 @@ def summary_json(summary: "RunSummary") -> dict[str, Any]:
     """All of the summary's figures, and those that follow from them."""
     content = asdict(summary)
     for name, phase in (("prompt", summary.prompt), ("generation", summary.generation)):
-        content[name] |= {"tokens_per_s": phase.tokens_per_s, "hit_rate": phase.hit_rate}
+        content[name] |= {
+            "tokens_per_s": phase.tokens_per_s,
+            "hit_rate": phase.hit_rate,
+            "host_s": phase.host_s,
+        }
     if (limit := summary.bottleneck) is not None:
         content["bottleneck"] = asdict(limit) | {"share": limit.share}
     return content
@@ -92,10 +96,11 @@ def _traffic(phase: "Phase") -> str:
 
 def _time(phase: "Phase") -> Text:
     waiting = phase.waited_s / phase.seconds if phase.seconds else 0.0
-    return Text.assemble(
-        _bar(1.0 - waiting, "green", "yellow"),
-        f"  {1 - waiting:.0%} computing, {waiting:.0%} waiting for disk",
-    )
+    text = f"  {1 - waiting:.0%} computing, {waiting:.0%} waiting for disk"
+    if phase.host_s is not None and phase.tokens:
+        share, each = phase.host_s / phase.seconds, phase.host_s / phase.tokens
+        text += f"; {share:.0%} is Python's own ({format_seconds(each)} per token)"
+    return Text.assemble(_bar(1.0 - waiting, "green", "yellow"), text)
 
 
 def _limit(limit: "Bottleneck") -> str:

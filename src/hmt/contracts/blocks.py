@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 TRUNK = -1  # the `layer` of blocks that belong to no layer
 
@@ -16,9 +17,11 @@ class BlockKind(enum.StrEnum):
     EXPERT = "expert"
     HEAD = "head"  # final norm (chunk 0) and a range of the output rows
 
+    # Blocks are looked up several times per layer and token; Enum's own hash is Python code.
+    __hash__ = str.__hash__
 
-@dataclass(frozen=True, order=True, slots=True)
-class BlockId:
+
+class BlockId(NamedTuple):
     """Names one block.  `index` counts experts of a layer, or chunks of the head."""
 
     layer: int

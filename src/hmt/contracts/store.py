@@ -1,7 +1,7 @@
 """The two things that models compute from without knowing where they lie: weights and KV."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -28,6 +28,10 @@ class Presence(enum.Enum):
     MISS = "miss"  # only on disk
 
 
+# Blocks that are leased together, each with its parameters by local name.
+LeasedGroup = list[tuple[BlockId, Mapping[str, WeightTensor]]]
+
+
 class Weights(Protocol):
     """A model's parameters by block, wherever they lie."""
 
@@ -35,6 +39,20 @@ class Weights(Protocol):
         """Parameters of `block` by local name, readable and unmoved until the context ends.
 
         Waits for the block where it has to be read.  Raises DiskReadError when that fails.
+        """
+        ...
+
+    def lease_each(
+        self, blocks: Sequence[BlockId]
+    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
+        """Lease all of `blocks`, in this order, in groups of as many as are there.
+
+            with weights.lease_each(blocks) as groups:
+                for group in groups: ...
+
+        A group's lease ends when the next one is asked for, at the latest with the context.  Groups
+        are never empty; how large they are depends on what is read already, so no result may
+        depend on it.  Raises DiskReadError when a block cannot be read.
         """
         ...
 
@@ -61,11 +79,19 @@ class KVCache(Protocol):
         ...
 
     def attend(
-        self, layer: int, step: Step, query: torch.Tensor, *, scale: float, softcap: float = 0.0
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of query [tokens, q_heads, key_dim] over each run's own context.
 
-        The layer's window applies.  Returns [tokens, q_heads, value_dim] in the query's dtype.
+        The layer's window applies.  sinks: f32 [q_heads], contiguous; one more score for each row
+        of a head, which has no value.  Returns [tokens, q_heads, value_dim] in the query's dtype.
         """
         ...
 

@@ -13,9 +13,10 @@ from hmt.contracts.step import Run, Step
 from hmt.engine.config import EngineConfig
 from hmt.engine.executor import Executor, OverlappedExecutor, PlainExecutor
 from hmt.engine.loading import Memory, Prepared
-from hmt.engine.scheduler import Scheduled, Scheduler
+from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
+from hmt.kernels import ops
 
 
 class Core:
@@ -47,11 +48,12 @@ class Core:
 
     def advance(self) -> bool:
         """One step for everyone; False when nobody waits.  Never raises: requests fail instead."""
+        begin = time.perf_counter()
         scheduled = self.scheduler.next_step()
         if scheduled is None:
             return False
         try:
-            logits = self._run(scheduled)
+            logits = self._executor.run(scheduled.step)
         except Exception as error:
             self.memory.weights.abandon()
             for sequence, _ in scheduled.advanced:
@@ -67,6 +69,11 @@ class Core:
         for sequence, _ in scheduled.advanced:
             if sequence.finished:
                 self.scheduler.retire(sequence)
+        cost = self._meter.lap(time.perf_counter() - begin)
+        prompt, tokens = scheduled.prompt_tokens, len(scheduled.step.token_ids)
+        # Tokens of one step share its reads and its time.
+        self.prompt.add(cost, prompt, tokens)
+        self.generation.add(cost, tokens - prompt, tokens)
         return True
 
     def cancel(self, sequence: Sequence) -> None:
@@ -107,17 +114,6 @@ class Core:
         if any(not 0 <= row < len(tokens) for row in rows) or list(rows) != sorted(rows):
             raise RequestError(f"rows must ascend within 0..{len(tokens) - 1}; got {list(rows)}")
 
-    def _run(self, scheduled: Scheduled) -> torch.Tensor:
-        begin = time.perf_counter()
-        try:
-            return self._executor.run(scheduled.step)
-        finally:
-            cost = self._meter.lap(time.perf_counter() - begin)
-            prompt, tokens = scheduled.prompt_tokens, len(scheduled.step.token_ids)
-            # Tokens of one step share its reads and its time.
-            self.prompt.add(cost, prompt, tokens)
-            self.generation.add(cost, tokens - prompt, tokens)
-
     def _run_forced(
         self, run: Run, tokens: Many[int], rows: list[int], phase: Phase
     ) -> torch.Tensor:
@@ -135,7 +131,7 @@ class Core:
 
 
 class _Meter:
-    """Reads what the store and the tracer have counted, lap by lap."""
+    """Reads what store, tracer and kernels have counted, lap by lap; for one thread."""
 
     def __init__(self, memory: Memory, tracer: Tracer) -> None:
         self._counters = memory.weights.counters
@@ -154,6 +150,7 @@ class _Meter:
             seconds=seconds,
             waited_s=now.waited_s - before.waited_s,
             converted_s=now.converted_s - before.converted_s,
+            kernel_s=now.kernel_s - before.kernel_s,
             disk_bytes=now.disk_bytes - before.disk_bytes,
             host_bytes=now.host_bytes - before.host_bytes,
             hits=now.hits - before.hits,
@@ -166,6 +163,7 @@ class _Meter:
         return Phase(
             waited_s=counters.waited_s,
             converted_s=self._tracer.total("convert", "host").seconds,
+            kernel_s=ops.kernel_seconds(),
             disk_bytes=self._tracer.total("read", "disk").nbytes,
             host_bytes=counters.host_bytes,
             hits=counters.hits,

@@ -30,6 +30,7 @@ from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import RunSummary
+from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
 from hmt.text import StopStrings, Tokenizer
 
@@ -47,14 +48,13 @@ class Engine:
     def __init__(self, **options: Any) -> None:
         """Options are those of EngineConfig, sizes and paths as text.  Raises ConfigError.
 
-        Binds the calling thread, and all that it starts later, to `numa`, and sets torch's threads,
-        if asked to.
+        Binds the calling thread, and all that it starts later, to `numa` if asked to, and sets the
+        threads of torch and of the compiled kernels.
         """
         self.config = EngineConfig.resolve(**options)
         if self.config.numa is not None:
             bind(*self.config.numa)
-        if self.config.threads is not None:
-            torch.set_num_threads(self.config.threads)
+        set_threads(self.config.threads)
         self._ledger = Ledger({Tier.HOST: self.config.host_memory_bytes})
         self._models: list[LoadedModel] = []
 
@@ -164,7 +164,7 @@ class LoadedModel:
 
         Raises the error of the first request that fails, and cancels the others.
         """
-        streams = self._submit([self._sequence(request) for request in requests])
+        streams = self.stream_batch(requests)
         try:
             return [_completion(stream) for stream in streams]
         finally:
@@ -173,7 +173,11 @@ class LoadedModel:
 
     def stream(self, request: Request) -> TokenStream:
         """Tokens of one request as they come.  A bad request fails here, not at the first token."""
-        return self._submit([self._sequence(request)])[0]
+        return self.stream_batch([request])[0]
+
+    def stream_batch(self, requests: Many[Request]) -> list[TokenStream]:
+        """Tokens of requests that begin in one step, as they come; a stream for each, in order."""
+        return self._submit([self._sequence(request) for request in requests])
 
     def logits(
         self, tokens: Many[int], rows: Many[int], *, prefill: int | None = None
@@ -195,6 +199,8 @@ class LoadedModel:
             for tier in (Tier.HOST, Tier.DISK)
         }
         core = self._core
+        if not self.closed:
+            self._loop.call(lambda: None)  # a step counts once its last token has been handed out
         return RunSummary(
             prompt=core.prompt,
             generation=core.generation,

@@ -4,7 +4,7 @@
 the same with the same kernels in the same order, and only asks for blocks earlier.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Priority, Weights
+from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
 
 
 class Executor(Protocol):
@@ -38,6 +38,11 @@ class _OnDemand:
 
     def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
         return self._weights.lease(block)
+
+    def lease_each(
+        self, blocks: Sequence[BlockId]
+    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
+        return self._weights.lease_each(blocks)
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         pass
@@ -81,15 +86,19 @@ class OverlappedExecutor:
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
         """See Executor."""
-        self._weights.request(self._ahead[0], Priority.SURE)
+        self._request(0)
         hidden = self._model.embed(step, self._weights)
         for index in range(self._model.spec.layers):
-            self._weights.request(self._ahead[index], Priority.SURE)
+            self._request(index)
             hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
         if not len(step.logit_rows):
             return torch.empty(0, self._model.spec.vocab_size)
-        self._weights.request(self._ahead[-1], Priority.SURE)
+        self._request(-1)
         return self._model.head(hidden[step.logit_rows], self._weights)
+
+    def _request(self, stage: int) -> None:
+        if self._ahead[stage]:
+            self._weights.request(self._ahead[stage], Priority.SURE)
 
 
 def _blocks_ahead(model: Model, plan: Plan) -> list[list[BlockId]]:

@@ -15,7 +15,7 @@ from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
 from hmt.contracts.checkpoint import Checkpoint
-from hmt.contracts.encoding import Encoding
+from hmt.contracts.encoding import Encoding, Packing
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
@@ -223,7 +223,8 @@ def _target(config: EngineConfig) -> Callable[[ParamSpec, BlockKind], Format | N
 
     def target(param: ParamSpec, kind: BlockKind) -> Format | None:
         wanted = scheme.format_for(param)
-        if wanted is not None and kind is BlockKind.HEAD and wanted.encoding is Encoding.INT4_GROUP:
+        four_bits = wanted is not None and wanted.encoding.packing is Packing.PANELS
+        if wanted is not None and kind is BlockKind.HEAD and four_bits:
             # The output layer loses most at 4 bits and is a small part of the bytes.
             return Format(Encoding.INT8_CHANNEL, activations=wanted.activations)
         return wanted

@@ -11,9 +11,10 @@ _WAITING = 0.25  # of the time: from here on the drive is what a faster machine 
 class Phase:
     """Sums over the steps of one phase (prompts, or generation).
 
-    seconds      time in steps
+    seconds      time in steps, choosing tokens included
     waited_s     of it, time in which the computation waited for the drive
     converted_s  time that disk workers spent converting blocks to the wanted encoding
+    kernel_s     of `seconds`, time inside compiled kernels; 0 where there are none
     disk_bytes   read from the drive while these steps ran
     host_bytes   bytes of weight blocks that the kernels were given
     hits, pending, misses   leases of blocks that do not live in memory
@@ -24,6 +25,7 @@ class Phase:
     seconds: float = 0.0
     waited_s: float = 0.0
     converted_s: float = 0.0
+    kernel_s: float = 0.0
     disk_bytes: int = 0
     host_bytes: int = 0
     hits: int = 0
@@ -36,7 +38,7 @@ class Phase:
             return
         self.tokens += tokens
         self.steps += cost.steps
-        for name in ("seconds", "waited_s", "converted_s"):
+        for name in ("seconds", "waited_s", "converted_s", "kernel_s"):
             setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens / of_tokens)
         for name in ("disk_bytes", "host_bytes", "hits", "pending", "misses"):
             setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens // of_tokens)
@@ -45,6 +47,11 @@ class Phase:
     def tokens_per_s(self) -> float:
         """Throughput of all requests together."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def host_s(self) -> float | None:
+        """Time that was neither kernels nor waiting: Python and torch; None if not counted."""
+        return max(0.0, self.seconds - self.waited_s - self.kernel_s) if self.kernel_s else None
 
     @property
     def hit_rate(self) -> float | None:

@@ -1,38 +1,68 @@
 """The operations that layers are made of, each on the fastest kernel that this machine has.
 
 Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each operation is
-described.  `hmt.kernels.cpu.matmul` says where the compiled kernels round differently.
+described.  `hmt.kernels.cpu.linear` says where the compiled kernels round differently.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
-from hmt.kernels.cpu import extension, matmul
+from hmt.kernels.cpu import attention as cpu_attention
+from hmt.kernels.cpu import elementwise, extension
+from hmt.kernels.cpu import experts as cpu_experts
+from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
+    Expert,
     attention,
     attention_output,
-    gated,
     merge_attention,
-    rms_norm,
-    rope,
+)
+from hmt.kernels.reference.pages import (
+    PagedRun,
+    PagedRuns,
+    PageEncoding,
+    PageLayout,
+    Pages,
+    read_pages,
 )
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "Expert",
+    "PageEncoding",
+    "PageLayout",
+    "PagedRun",
+    "PagedRuns",
+    "Pages",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
+    "append_pages",
     "attention",
     "attention_output",
     "dequantize",
+    "experts",
     "gated",
+    "gated_pair",
+    "kernel_seconds",
     "linear",
+    "linear_many",
     "merge_attention",
+    "paged_attention",
+    "paged_attention_output",
     "quantize_activations",
+    "read_pages",
     "rms_norm",
+    "rms_norm_inplace",
+    "rms_norm_quantize",
     "rope",
+    "rope_inplace",
 ]
 
 
@@ -41,7 +71,17 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     native = _native_for(x)
     if native is None:
         return reference.linear(x, w, bias)
-    return matmul.linear(native, x, w, bias)
+    return cpu_linear.linear(native, x, w, bias)
+
+
+def linear_many(
+    x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+) -> Tensor:
+    """See `reference.linear_many`: x [tokens, in] -> [tokens, sum of all out] in x.dtype."""
+    native = _native_for(x)
+    if native is None:
+        return reference.linear_many(x, weights, biases)
+    return cpu_linear.linear_many(native, x, weights, biases)
 
 
 def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
@@ -49,7 +89,7 @@ def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -
     native = _native_for(w.data)
     if native is None:
         return reference.dequantize(w, dtype, rows)
-    return matmul.dequantize(native, w, dtype, rows)
+    return cpu_linear.dequantize(native, w, dtype, rows)
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +97,170 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     native = _native_for(x)
     if native is None:
         return reference.quantize_activations(x)
-    return matmul.quantize_activations(native, x)
+    return cpu_linear.quantize_activations(native, x)
+
+
+def experts(
+    x: Tensor,
+    given: Sequence[Expert],
+    chosen: Tensor,
+    scales: Tensor,
+    activation: str,
+    total: Tensor | None = None,
+    *,
+    last: bool = True,
+) -> Tensor:
+    """See `reference.experts`: the sum of scaled outputs, [tokens, out]."""
+    native = _native_for(x)
+    if native is None:
+        return reference.experts(x, given, chosen, scales, activation, total, last=last)
+    out = cpu_experts.experts(native, x, given, chosen, scales, activation, total, last=last)
+    if out is not None:
+        return out
+    return reference.experts(
+        x, given, chosen, scales, activation, total, last=last, linear=linear, gated=gated
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """See `reference.rms_norm`: x [..., width] normed, in x.dtype."""
+    native = _native_for(x)
+    if native is None:
+        return reference.rms_norm(x, weight, eps, offset=offset)
+    return elementwise.rms_norm(native, x, weight, eps, offset)
+
+
+def rms_norm_inplace(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> None:
+    """See `reference.rms_norm_inplace`: changes x [tokens, width] or [tokens, heads, dim]."""
+    native = _native_for(x)
+    if native is None:
+        return reference.rms_norm_inplace(x, weight, eps, offset=offset)
+    return elementwise.rms_norm_inplace(native, x, weight, eps, offset)
+
+
+def add_rms_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> Tensor:
+    """See `reference.add_rms_norm`: changes `residual`, returns its norm."""
+    native = _native_for(x)
+    if native is None:
+        return reference.add_rms_norm(residual, x, weight, eps, offset=offset)
+    return elementwise.add_rms_norm(native, residual, x, weight, eps, offset)
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.rms_norm_quantize`: the norm, its codes, scales and sums of codes."""
+    native = _native_for(x)
+    if native is None:
+        return reference.rms_norm_quantize(x, weight, eps, offset=offset)
+    return elementwise.rms_norm_quantize(native, x, weight, eps, offset)
+
+
+def add_rms_norm_quantize(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.add_rms_norm_quantize`: changes `residual`."""
+    native = _native_for(x)
+    if native is None:
+        return reference.add_rms_norm_quantize(residual, x, weight, eps, offset=offset)
+    return elementwise.rms_norm_quantize(native, x, weight, eps, offset, residual)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """See `reference.rope`: x [tokens, heads, dim] turned, in x.dtype."""
+    native = _native_for(x)
+    if native is None:
+        return reference.rope(x, cos, sin, interleaved=interleaved)
+    return elementwise.rope(native, x, cos, sin, interleaved)
+
+
+def rope_inplace(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> None:
+    """See `reference.rope_inplace`: changes q and k, both [tokens, heads, dim]."""
+    native = _native_for(q)
+    if native is None:
+        return reference.rope_inplace(q, k, cos, sin, interleaved=interleaved)
+    return elementwise.rope_inplace(native, q, k, cos, sin, interleaved)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """See `reference.gated`: activation(gate) * up, in their dtype."""
+    native = _native_for(gate)
+    if native is None:
+        return reference.gated(gate, up, activation)
+    return elementwise.gated(native, gate, up, activation)
+
+
+def gated_pair(gate_up: Tensor, activation: str) -> Tensor:
+    """See `reference.gated_pair`: gate_up [tokens, 2 * width] to [tokens, width]."""
+    native = _native_for(gate_up)
+    if native is None:
+        return reference.gated_pair(gate_up, activation)
+    return elementwise.gated_pair(native, gate_up, activation)
+
+
+def kernel_seconds() -> float:
+    """Time that the calling thread has spent inside compiled kernels since it began."""
+    native = extension.load()
+    return 0.0 if native is None else native.kernel_seconds()
+
+
+def append_pages(
+    pages: Pages, layer: int, runs: PagedRuns, key: Tensor, value: Tensor | None
+) -> None:
+    """See `reference.append_pages`: writes key and value [tokens, heads, dim] to their pages."""
+    native = _native_for(pages.memory)
+    if native is None:
+        reference.append_pages(pages, layer, runs, key, value)
+    else:
+        cpu_attention.append_pages(native, pages, layer, runs, key, value)
+
+
+def paged_attention(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.paged_attention`: out [tokens, q_heads, value_dim] and lse [tokens, q_heads].
+
+    sinks   f32 [q_heads], contiguous
+    """
+    native = _native_for(query)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    if native is None:
+        return reference.paged_attention(pages, layer, runs, query, **options)
+    lse = torch.empty(query.shape[:2])
+    out = cpu_attention.paged_attention(native, pages, layer, runs, query, **options, lse=lse)
+    return out, lse
+
+
+def paged_attention_output(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` without the log-sum-exp."""
+    native = _native_for(query)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    if native is None:
+        return reference.paged_attention_output(pages, layer, runs, query, **options)
+    return cpu_attention.paged_attention(native, pages, layer, runs, query, **options)
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:
-    return extension.load() if tensor.device.type == "cpu" else None
+    return extension.load() if tensor.is_cpu else None

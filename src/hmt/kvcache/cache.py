@@ -9,7 +9,7 @@ from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
-from hmt.kvcache.pages import PageAllocator, PageStore, kinds_of, page_bytes
+from hmt.kvcache.pages import PageAllocator, kinds_of, layout_of, page_bytes
 from hmt.memory import HostPool
 
 
@@ -20,12 +20,12 @@ class _Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Where each token of a step goes; the same for every layer."""
+class _Kept:
+    """Where a layer's pages are: those of all layers of its kind, and its own place among them."""
 
-    step: Step
-    pages: torch.Tensor  # [tokens]
-    slots: torch.Tensor  # [tokens]
+    pages: ops.Pages
+    slot: int
+    window: int
 
 
 class PagedKV:
@@ -44,17 +44,20 @@ class PagedKV:
         self._allocator = PageAllocator(pages)
         self._pool = pool
         self._buffer = pool.allocate(pages * page_bytes(layers, dtype))
-        memory = self._buffer.tensor[: pages * page_bytes(layers, dtype)].view(dtype)
-        self._stores: dict[int, tuple[PageStore, int]] = {}  # layer -> its store, its slot there
+        memory = self._buffer.tensor[: pages * page_bytes(layers, dtype)]
+        self._layers: dict[int, _Kept] = {}
         start = 0
         for layer, members in kinds_of(layers):
-            numbers = pages * len(members) * PAGE_TOKENS * layer.row_width
-            store = PageStore(layer, len(members), memory[start : start + numbers])
-            start += numbers
-            self._stores |= {index: (store, slot) for slot, index in enumerate(members)}
+            layout = layout_of(layer, dtype)
+            nbytes = pages * len(members) * layout.page_bytes
+            extents = memory[start : start + nbytes].view(pages, len(members), layout.page_bytes)
+            start += nbytes
+            kept = ops.Pages(layout, extents)
+            self._layers |= {index: _Kept(kept, i, layer.window) for i, index in enumerate(members)}
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
-        self._places: _Places | None = None
+        self._step: Step | None = None  # of the last call
+        self._runs = ops.PagedRuns(())  # its runs, the same for every layer
 
     @property
     def free_tokens(self) -> int:
@@ -79,54 +82,53 @@ class PagedKV:
 
     def release(self) -> None:
         """Give the memory back to the pool.  The cache cannot be used afterwards."""
-        self._stores.clear()
+        self._layers.clear()
         self._pool.free(self._buffer)
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""
-        places = self._places_of(step)
-        store, slot = self._stores[layer]
-        store.write(slot, places.pages, places.slots, key, value)
+        kept = self._layers[layer]
+        ops.append_pages(kept.pages, kept.slot, self._runs_of(step), key, value)
 
     def attend(
-        self, layer: int, step: Step, query: torch.Tensor, *, scale: float, softcap: float = 0.0
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See KVCache."""
-        kept = self._stores[layer][0].layer
-        outputs = []
-        for run in step.runs:
-            # Below the window there is nothing to read; start at the page that holds its first row.
-            first = max(0, run.start - kept.window + 1) if kept.window else 0
-            first_page = first // PAGE_TOKENS
-            key, value = self._gather(layer, run, first_page)
-            outputs.append(
-                ops.attention_output(
-                    query[run.tokens],
-                    key,
-                    value,
-                    start=run.start - first_page * PAGE_TOKENS,
-                    scale=scale,
-                    window=kept.window,
-                    softcap=softcap,
-                )
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        kept = self._layers[layer]
+        return ops.paged_attention_output(
+            kept.pages,
+            kept.slot,
+            self._runs_of(step),
+            query,
+            scale=scale,
+            window=kept.window,
+            softcap=softcap,
+            sinks=sinks,
+        )
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
-        return self._gather(layer, run, 0)
-
-    def _gather(self, layer: int, run: Run, first_page: int) -> tuple[torch.Tensor, torch.Tensor]:
-        store, slot = self._stores[layer]
+        kept = self._layers[layer]
         pages = round_up(run.context, PAGE_TOKENS) // PAGE_TOKENS
-        table = self._sequences[run.sequence].table[first_page:pages]
-        return store.gather(slot, table, run.context - first_page * PAGE_TOKENS)
+        table = self._sequences[run.sequence].table[:pages]
+        return ops.read_pages(kept.pages, kept.slot, table, run.context)
 
-    def _places_of(self, step: Step) -> _Places:
-        if self._places is None or self._places.step is not step:
-            pages = [
-                self._sequences[run.sequence].table[step.positions[run.tokens] // PAGE_TOKENS]
-                for run in step.runs
-            ]
-            self._places = _Places(step, torch.cat(pages), step.positions % PAGE_TOKENS)
-        return self._places
+    def _runs_of(self, step: Step) -> ops.PagedRuns:
+        if self._step is not step:
+            self._step = step
+            self._runs = ops.PagedRuns(
+                [
+                    ops.PagedRun(
+                        run.offset, run.length, run.start, self._sequences[run.sequence].table
+                    )
+                    for run in step.runs
+                ]
+            )
+        return self._runs

@@ -6,7 +6,8 @@ from itertools import groupby
 import torch
 
 from hmt.base.errors import BudgetError
-from hmt.contracts.model import PAGE_TOKENS, KVLayer
+from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
+from hmt.kernels import ops
 
 
 def page_bytes(layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
@@ -54,45 +55,8 @@ class PageAllocator:
         assert len(self._free) <= self.count, "a page was given back twice"
 
 
-class PageStore:
-    """The memory of all pages of one kind.
-
-    Layout: [pages, layers of the kind, row of the page].  A row of the page holds the keys of its
-    16 tokens, then their values; LATENT layers have keys only.
-    """
-
-    def __init__(self, layer: KVLayer, layers: int, memory: torch.Tensor) -> None:
-        """`memory` [pages * layers * 16 * row_width], of the cache's dtype, is kept and written."""
-        self.layer = layer
-        pages = memory.numel() // (layers * PAGE_TOKENS * layer.row_width)
-        blocks = memory.view(pages, layers, PAGE_TOKENS * layer.row_width)
-        split = PAGE_TOKENS * layer.heads * layer.key_dim
-        shape = (pages, layers, PAGE_TOKENS, layer.heads)
-        self._keys = blocks[..., :split].unflatten(-1, (*shape[2:], layer.key_dim))
-        if split == blocks.shape[-1]:
-            self._values = None
-        else:
-            self._values = blocks[..., split:].unflatten(-1, (*shape[2:], layer.value_dim))
-
-    def write(
-        self,
-        slot: int,
-        pages: torch.Tensor,
-        places: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-    ) -> None:
-        """Store rows.  pages, places: int64 [tokens]; key, value: [tokens, heads, dim]."""
-        self._keys[pages, slot, places] = key
-        if self._values is not None:
-            assert value is not None
-            self._values[pages, slot, places] = value
-
-    def gather(
-        self, slot: int, pages: torch.Tensor, tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the first `tokens` rows of `pages`: key and value [tokens, heads, dim]."""
-        key = self._keys[pages, slot].flatten(0, 1)[:tokens]
-        if self._values is None:
-            return key, key[..., : self.layer.value_dim]
-        return key, self._values[pages, slot].flatten(0, 1)[:tokens]
+def layout_of(layer: KVLayer, dtype: torch.dtype) -> ops.PageLayout:
+    """How a layer's page lies that keeps numbers of `dtype`."""
+    latent = layer.kind is KVKind.LATENT
+    encoding = ops.PageEncoding.of(dtype)
+    return ops.PageLayout(encoding, layer.heads, layer.key_dim, layer.value_dim, latent)

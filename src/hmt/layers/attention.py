@@ -9,7 +9,7 @@ from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
-from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.linear import Params, linear_params, project, project_many
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
 
@@ -70,14 +70,13 @@ class Attention:
 
     def __call__(self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache) -> Tensor:
         """x [tokens, hidden_size] to [tokens, hidden_size].  Appends to `kv`."""
-        query = project(x, params, "q_proj").unflatten(-1, (self.heads, self.head_dim))
-        key = project(x, params, "k_proj").unflatten(-1, (self.kv_heads, self.head_dim))
-        value = project(x, params, "v_proj").unflatten(-1, (self.kv_heads, self.head_dim))
+        heads = project_many(x, params, ("q_proj", "k_proj", "v_proj"))
+        heads = heads.view(len(x), -1, self.head_dim)
+        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.head_norm is not None:
-            query = self.head_norm(query, params["q_norm"])
-            key = self.head_norm(key, params["k_norm"])
-        cos, sin = self.rotary.cos_sin(step)
-        kv.append(layer, step, ops.rope(key, cos, sin), value)
-        query = ops.rope(query, cos, sin)
+            self.head_norm.in_place(query, params["q_norm"])
+            self.head_norm.in_place(key, params["k_norm"])
+        ops.rope_inplace(query, key, *self.rotary.cos_sin(step))
+        kv.append(layer, step, key, value)
         out = kv.attend(layer, step, query, scale=self.scale, softcap=self.softcap)
         return project(out.flatten(1), params, "o_proj")

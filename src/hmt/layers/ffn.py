@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
 from hmt.kernels import ops
-from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.linear import Params, linear_params, project, project_many
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,6 @@ class GatedFFN:
 
     def __call__(self, x: Tensor, params: Params) -> Tensor:
         """x [tokens, hidden_size] to [tokens, hidden_size]."""
-        gate = project(x, params, f"{self.prefix}gate_proj")
-        up = project(x, params, f"{self.prefix}up_proj")
-        return project(ops.gated(gate, up, self.activation), params, f"{self.prefix}down_proj")
+        names = (f"{self.prefix}gate_proj", f"{self.prefix}up_proj")
+        hidden = ops.gated_pair(project_many(x, params, names), self.activation)
+        return project(hidden, params, f"{self.prefix}down_proj")

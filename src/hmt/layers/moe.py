@@ -25,7 +25,9 @@ class Routing:
 
     def blocks(self, layer: int) -> list[BlockId]:
         """The chosen experts of `layer`, each once, in ascending order."""
-        return [BlockId(layer, BlockKind.EXPERT, e) for e in self.experts.unique().tolist()]
+        # For the 8 experts of one token, `unique` takes five times as long.
+        chosen = {expert for token in self.experts.tolist() for expert in token}
+        return [BlockId(layer, BlockKind.EXPERT, expert) for expert in sorted(chosen)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +129,26 @@ def routed_experts(
 ) -> Tensor:
     """The chosen experts' outputs for x [tokens, hidden_size], scaled and added up; in x.dtype.
 
-    Leases one expert at a time, only chosen ones, always in ascending order: the sum, kept in f32,
-    does not depend on which expert arrived first.
+    Leases only chosen experts, always in ascending order, as many at a time as are there: the sum,
+    kept in f32, does not depend on which expert arrived first.
     """
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for block in routing.blocks(layer):
-        tokens, places = torch.where(routing.experts == block.index)
-        with weights.lease(block) as params:
-            out = expert(x[tokens], params)
-        total[tokens] += out.float() * routing.scales[tokens, places, None]
-    return total.to(x.dtype)
+    assert not expert.prefix
+    blocks = routing.blocks(layer)
+    total = None
+    done = 0
+    with weights.lease_each(blocks) as groups:
+        for group in groups:
+            done += len(group)
+            total = ops.experts(
+                x,
+                [(block.index, params) for block, params in group],
+                routing.experts,
+                routing.scales,
+                expert.activation,
+                total,
+                last=done == len(blocks),
+            )
+    return torch.zeros_like(x) if total is None else total
 
 
 def _router_param(experts: int, hidden_size: int, at: str) -> ParamSpec:

@@ -27,3 +27,7 @@ class RMSNorm:
     def __call__(self, x: Tensor, weight: WeightTensor) -> Tensor:
         """x [..., width] normalised, in x.dtype."""
         return ops.rms_norm(x, weight.data, self.eps, offset=self.offset)
+
+    def in_place(self, x: Tensor, weight: WeightTensor) -> None:
+        """The same for heads [tokens, heads, width]; x itself changes."""
+        ops.rms_norm_inplace(x, weight.data, self.eps, offset=self.offset)

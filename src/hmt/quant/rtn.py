@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from hmt.base.errors import NumericsError
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.base.units import round_up
+from hmt.contracts.encoding import PANEL_ROWS, Encoding, WeightTensor
 from hmt.kernels import ops
+from hmt.quant.fp4 import nvfp4_factor, round_mxfp4, round_nvfp4
+from hmt.quant.packed import pack_codes, pack_groups
 
 # Rows are converted this many numbers at a time.  About ten f32 copies are alive (10 MiB), which
 # is small beside any block, and the search runs mostly in the cache.
@@ -23,11 +26,15 @@ _FACTORS = (0.78, 0.82, 0.86, 0.9, 0.94, 0.98, 1.02, 1.06, -1.1, -1.14)
 def quantize(source: WeightTensor, target: WeightTensor) -> None:
     """Round `source` [out, in] of any encoding to the codes and scales of `target`, in place.
 
-    `target` is INT8_CHANNEL: codes -127..127, scale max / 127 per row; or INT4_GROUP: codes -8..7,
-    the scale per group that gives the least squared error (`_search_scales`).  Zeros get scale 0.
+    `target` is INT8_CHANNEL or INT8_GROUP: codes -127..127, scale max / 127 per row or group;
+    INT4_GROUP without zeros and minima: codes -8..7, the scale per group that gives the least
+    squared error (`_search_scales`); NVFP4 or MXFP4: see hmt.quant.fp4.  Zeros get scale 0 (INT).
     Raises NumericsError where `source` is NaN or infinite; `target` is then partly written.
     """
     assert source.shape == target.shape and target.scales is not None
+    assert target.zeros is None and target.minima is None
+    if target.factor is not None:
+        target.factor.copy_(nvfp4_factor(_peak(source)))
     for rows in _row_chunks(source):
         values = ops.dequantize(source, torch.float32, rows)
         if not torch.isfinite(values.abs().amax()):
@@ -36,26 +43,47 @@ def quantize(source: WeightTensor, target: WeightTensor) -> None:
                 "be quantised"
             )
         if target.encoding is Encoding.INT8_CHANNEL:
-            codes, scales = ops.quantize_activations(values)
-            target.data[rows] = codes
+            target.data[rows], target.scales[rows] = ops.quantize_activations(values)
+            continue
+        groups = values.view(-1, target.group_size)
+        if target.encoding is Encoding.INT8_GROUP:
+            codes, scales = ops.quantize_activations(groups)
+            target.data[rows] = codes.view(values.shape)
+            target.scales[rows] = scales.view(len(values), -1)
+            continue
+        if target.encoding is Encoding.NVFP4:
+            assert target.factor is not None
+            codes, scales = round_nvfp4(groups, target.factor)
+        elif target.encoding is Encoding.MXFP4:
+            codes, scales = round_mxfp4(groups)
         else:
-            codes, scales = _round_groups(values.view(-1, target.group_size))
-            target.data[rows] = _pack(codes).view(target.data[rows].shape)
-        target.scales[rows] = scales.view(target.scales[rows].shape)
+            codes, scales = _round_groups(groups, target.scales.dtype)
+        panels = slice(rows.start // PANEL_ROWS, -(-rows.stop // PANEL_ROWS))
+        target.data[panels] = pack_codes(codes.view(values.shape))
+        target.scales[panels] = pack_groups(scales.view(len(values), -1))
 
 
-def _round_groups(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row of f32 [groups, size]: (codes -8..7 [groups, size], scales [groups])."""
+def _peak(source: WeightTensor) -> Tensor:
+    """The largest magnitude in `source`."""
+    peaks = [
+        ops.dequantize(source, torch.float32, rows).abs().amax() for rows in _row_chunks(source)
+    ]
+    return torch.stack(peaks).amax()
+
+
+def _round_groups(values: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round each row of f32 [groups, size]: (codes + 8, uint8 [groups, size], scales [groups])."""
     peak = values.gather(1, values.abs().argmax(1, keepdim=True))
     # Relative to the peak nothing can overflow, and every factor is one number for all groups.
     relative = values / peak.masked_fill(peak == 0, 1)
     scales = _search_scales(relative)
     codes = _round(relative, scales)
-    # The scale that is best for these codes, then the codes that are best for that scale; neither
-    # step can add error.
+    # The scale that is best for these codes, rounded as it will be stored, then the codes that are
+    # best for that scale.
     scales = (relative * codes).sum(1) / codes.square().sum(1).clamp_min(1)
-    scales = scales.masked_fill(scales == 0, 1)
-    return _round(relative, scales), scales * peak[:, 0]
+    stored = (scales * peak[:, 0]).to(scale_dtype)
+    divisors = stored.float().masked_fill(stored == 0, 1)
+    return _round(values, divisors).add_(8).to(torch.uint8), stored
 
 
 def _search_scales(relative: Tensor) -> Tensor:
@@ -73,14 +101,8 @@ def _round(relative: Tensor, scales: Tensor) -> Tensor:
     return relative.div(scales[:, None]).round_().clamp_(-8, 7)
 
 
-def _pack(codes: Tensor) -> Tensor:
-    """Codes -8..7, two in each byte: uint8, half as many, the even one in the low nibble."""
-    nibbles = codes.add(8).to(torch.uint8).flatten()
-    return nibbles[0::2] | nibbles[1::2] << 4
-
-
 def _row_chunks(weight: WeightTensor) -> Iterator[slice]:
     rows, columns = weight.shape
-    step = max(1, _CHUNK_NUMBERS // columns)
+    step = round_up(max(1, _CHUNK_NUMBERS // columns), PANEL_ROWS)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

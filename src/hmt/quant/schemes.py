@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import ParamSpec, Role
-from hmt.contracts.encoding import Activations, Encoding
+from hmt.contracts.encoding import PANEL_BLOCK, Activations, Encoding
 from hmt.quant.packed import Format
 
 GROUP_SIZES = (32, 64, 128)
-_SCHEME = re.compile(r"w(4|8)a(8|16)(?::(\d+))?")
+NAMES = "none, w8a8, w8a16, w4a8, w4a16, nvfp4a8, nvfp4a16, mxfp4a8 or mxfp4a16"
+_SCHEME = re.compile(r"(w4|w8|nvfp4|mxfp4)a(8|16)(?::(\d+))?")
+_WEIGHTS = {"nvfp4": (Encoding.NVFP4, 16), "mxfp4": (Encoding.MXFP4, 32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class Scheme:
     """How the weights of linear layers are stored, and what they are multiplied with.
 
     weights      None keeps every weight as the checkpoint has it
-    group_size   inputs that share a scale (int4)
+    group_size   inputs that share a scale; 0 with INT8_CHANNEL, whose rows have one each
     """
 
     weights: Encoding | None = None
@@ -28,9 +30,15 @@ class Scheme:
         if self.weights is None:
             return "none"
         bits = "16" if self.activations is Activations.FLOAT else "8"
-        if self.weights is Encoding.INT8_CHANNEL:
-            return f"w8a{bits}"
-        return f"w4a{bits}:{self.group_size}"
+        match self.weights:
+            case Encoding.INT8_CHANNEL:
+                return f"w8a{bits}"
+            case Encoding.INT8_GROUP:
+                return f"w8a{bits}:{self.group_size}"
+            case Encoding.INT4_GROUP:
+                return f"w4a{bits}:{self.group_size}"
+            case _:
+                return f"{self.weights}a{bits}"
 
     def format_for(self, spec: ParamSpec) -> Format | None:
         """The format to convert `spec` to; None where it stays as published.
@@ -40,17 +48,22 @@ class Scheme:
         """
         if self.weights is None or spec.role is not Role.LINEAR:
             return None
-        if self.weights is Encoding.INT4_GROUP:
-            for group in reversed(GROUP_SIZES):
-                if group <= self.group_size and spec.shape[1] % group == 0:
-                    return Format(self.weights, group, activations=self.activations)
-        return Format(Encoding.INT8_CHANNEL, activations=self.activations)
+        columns, rounded = spec.shape[1], self.activations
+        match self.weights:
+            case Encoding.NVFP4 | Encoding.MXFP4 if columns % PANEL_BLOCK == 0:
+                return Format(self.weights, self.group_size, activations=rounded)
+            case Encoding.INT4_GROUP | Encoding.INT8_GROUP:
+                for group in reversed(GROUP_SIZES):
+                    if group <= self.group_size and columns % group == 0:
+                        return Format(self.weights, group, activations=rounded)
+        return Format(Encoding.INT8_CHANNEL, activations=rounded)
 
 
 def parse_scheme(text: str) -> Scheme:
-    """The scheme called `text`: none, w8a8, w8a16, w4a8 or w4a16, in any case.
+    """The scheme called `text`: none, w8a8, w4a16, nvfp4a8 and so on (`NAMES`), in any case.
 
-    w4 takes a group size, as in "w4a8:64"; 32 if none is given.  ConfigError for anything else.
+    w4 and w8 take a group size, as in "w4a8:64".  Without one w4 has 32, and w8 one scale per row.
+    Raises ConfigError for anything else.
     """
     name = text.strip().lower()
     if name == "none":
@@ -58,17 +71,20 @@ def parse_scheme(text: str) -> Scheme:
     match = _SCHEME.fullmatch(name)
     if match is None:
         raise ConfigError(
-            f"quantisation {text!r} is unknown; choose none, w8a8, w8a16, w4a8 or w4a16 "
-            "(w4 with a group size, as in w4a8:64, if 32 is not wanted)"
+            f"quantisation {text!r} is unknown; choose {NAMES} "
+            "(w4 and w8 with a group size, as in w4a8:64, if that is wanted)"
         )
     weights, activations, group = match.groups()
-    multiplied = Activations.INT8_TOKEN if activations == "8" else Activations.FLOAT
-    if weights == "8":
+    rounded = Activations.INT8_TOKEN if activations == "8" else Activations.FLOAT
+    if weights in _WEIGHTS:
+        encoding, size = _WEIGHTS[weights]
         if group is not None:
-            raise ConfigError(f"{text!r}: w8 has one scale per output row and takes no group size")
-        return Scheme(Encoding.INT8_CHANNEL, 0, multiplied)
+            raise ConfigError(f"{text!r}: {weights} has groups of {size} and takes no group size")
+        return Scheme(encoding, size, rounded)
+    if weights == "w8" and group is None:
+        return Scheme(Encoding.INT8_CHANNEL, 0, rounded)
     size = int(group or GROUP_SIZES[0])
     if size not in GROUP_SIZES:
         choices = ", ".join(map(str, GROUP_SIZES))
         raise ConfigError(f"{text!r}: the group size can be {choices}, not {size}")
-    return Scheme(Encoding.INT4_GROUP, size, multiplied)
+    return Scheme(Encoding.INT4_GROUP if weights == "w4" else Encoding.INT8_GROUP, size, rounded)

@@ -14,7 +14,7 @@ from hmt.base.units import KIB, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize, ParamSpec, Role
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.memory import PAGE_BYTES
-from hmt.quant import Format, component_bytes, view_weight
+from hmt.quant import Format, view_weight
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange
 
 _MERGE_GAP_BYTES = 64 * KIB  # reading this much for nothing costs less than another request
@@ -33,12 +33,11 @@ class AlignedRead:
 
 @dataclass(frozen=True, slots=True)
 class PlacedParam:
-    """Where a parameter's components lie in the slot."""
+    """Where a parameter's components (as `Format.components` lists them) lie in the slot."""
 
     param: BoundParam
     format: Format
-    data_at: int
-    scales_at: int
+    at: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +108,11 @@ class BlockLayout:
 def view_placed(placed: PlacedParam, buffer: torch.Tensor) -> WeightTensor:
     """A parameter as it lies in `buffer` (uint8); copied only if it lies at an odd address."""
     shape = placed.param.spec.shape
-    data_bytes, scale_bytes = component_bytes(placed.format, shape)
-    data = buffer[placed.data_at : placed.data_at + data_bytes]
-    scales = buffer[placed.scales_at : placed.scales_at + scale_bytes]
-    if placed.data_at % _ELEMENT_BYTES.get(placed.format.encoding, 1):
-        data = data.clone()
-    if placed.scales_at % 4:
-        scales = scales.clone()
-    return view_weight(placed.format, shape, data, scales)
+    parts = []
+    for component, at in zip(placed.format.components(shape), placed.at, strict=True):
+        part = buffer[at : at + component.nbytes]
+        parts.append(part.clone() if at % component.dtype.itemsize else part)
+    return view_weight(placed.format, shape, *parts)
 
 
 def published_format(param: BoundParam) -> Format:
@@ -200,10 +196,11 @@ def _lies_aligned(param: BoundParam) -> bool:
 
 
 def _place_components(param: BoundParam, wanted: Format, start: int) -> tuple[PlacedParam, int]:
-    data_bytes, scale_bytes = component_bytes(wanted, param.spec.shape)
-    data_at = round_up(start, _COMPONENT_ALIGNMENT)
-    scales_at = round_up(data_at + data_bytes, _COMPONENT_ALIGNMENT)
-    return PlacedParam(param, wanted, data_at, scales_at), scales_at + scale_bytes
+    at, end = [], start
+    for component in wanted.components(param.spec.shape):
+        at.append(round_up(end, _COMPONENT_ALIGNMENT))
+        end = at[-1] + component.nbytes
+    return PlacedParam(param, wanted, tuple(at)), end
 
 
 def _place_reads(
@@ -240,8 +237,7 @@ def _place_reads(
         PlacedParam(
             param,
             published_format(param),
-            where[param.data],
-            0 if param.scales is None else where[param.scales],
+            tuple(where[part] for part in (param.data, param.scales) if part is not None),
         )
         for param in params
     ]

@@ -8,7 +8,6 @@ import torch
 
 from hmt.base.errors import HMTError, NumericsError
 from hmt.base.trace import Tracer
-from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.store import Priority
 from hmt.memory import DiskRead, HostBuffer, Ticket, TransferQueue
 from hmt.quant import quantize
@@ -121,17 +120,17 @@ def check_finite(layout: BlockLayout, slot: torch.Tensor) -> None:
     """Raise NumericsError naming the first parameter in `slot` (uint8) that is not all finite."""
     for placed in layout.placed:
         weight = view_placed(placed, slot)
-        parts = [weight.data] if weight.scales is None else [weight.data, weight.scales]
-        if not all(_is_finite(weight, part) for part in parts):
+        numbers = (weight.data, weight.scales, weight.minima, weight.factor)
+        if not all(_is_finite(part) for part in numbers if part is not None):
             raise NumericsError(
                 f"{placed.param.source} of {layout.id} holds NaN or infinite numbers; the "
                 f"checkpoint in {placed.param.data.path.parent} is damaged: download it again"
             )
 
 
-def _is_finite(weight: WeightTensor, part: torch.Tensor) -> bool:
-    if weight.encoding is Encoding.FP8_BLOCK and part is weight.data:
-        # e4m3fn has no infinity; its NaNs are 0x7f and 0xff.
+def _is_finite(part: torch.Tensor) -> bool:
+    if part.dtype == torch.float8_e4m3fn:
+        # It has no infinity; its NaNs are 0x7f and 0xff.
         return not bool((part.view(torch.uint8) & 0x7F == 0x7F).any())
     if not part.is_floating_point():
         return True

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.store import Presence, Priority
+from hmt.contracts.store import LeasedGroup, Presence, Priority
 from hmt.memory import HostBuffer, HostPool, TransferQueue
 from hmt.weights.eviction import LRU, EvictionPolicy
 from hmt.weights.layout import BlockLayout
@@ -52,6 +52,9 @@ class _Entry:
     waiting: int = 0  # leases that wait for it
     awaited: bool = False  # requested ahead and not leased yet
     checked: bool = False  # its numbers were seen to be finite
+    # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
+    # cost more than a small kernel takes.
+    standing: AbstractContextManager[Mapping[str, WeightTensor]] | None = None
 
 
 @dataclass(slots=True)
@@ -163,27 +166,56 @@ class WeightStore:
                     entry.load.promote(priority)
             self._begin_backlog()
 
-    @contextmanager
-    def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
+    def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
         """See Weights."""
         entry = self._entries[block]
+        if entry.standing is not None:
+            self.counters.host_bytes += entry.layout.slot_bytes
+            return entry.standing
+        return self._lease(entry)
+
+    @contextmanager
+    def _lease(self, entry: _Entry) -> Iterator[Mapping[str, WeightTensor]]:
         with self._changed:
-            self._count(entry)
-            if entry.state is not _State.READY:
-                self._wait_ready(entry)
-            entry.leases += 1
-            self._held[threading.get_ident()] += 1
-            entry.awaited = False
-            if entry.home is Tier.DISK:
-                self._policy.used(block)
+            self._take(entry)
         try:
             yield entry.views
         finally:
+            self._give_back([entry])
+
+    def lease_each(
+        self, blocks: Sequence[BlockId]
+    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
+        """See Weights.  A group is one block, waited for, and those after it that are ready.
+
+        Nothing is held while waiting, so the slots need to hold one block only; and no group takes
+        a slot from the reads of the blocks after it.
+        """
+        entries = [self._entries[block] for block in blocks]
+        if entries and all(entry.standing is not None for entry in entries):
+            self.counters.host_bytes += sum(entry.layout.slot_bytes for entry in entries)
+            views = [entry.views for entry in entries]
+            return nullcontext(iter([list(zip(blocks, views, strict=True))]))
+        return self._lease_each(entries)
+
+    @contextmanager
+    def _lease_each(self, entries: Sequence[_Entry]) -> Iterator[Iterator[LeasedGroup]]:
+        held: list[_Entry] = []
+        try:
+            yield self._groups(entries, held)
+        finally:
+            self._give_back(held)
+
+    def _groups(self, entries: Sequence[_Entry], held: list[_Entry]) -> Iterator[LeasedGroup]:
+        """Leases group after group; `held` is the group that is leased now."""
+        waiting = deque(entries)
+        while waiting:
+            self._give_back(held)
             with self._changed:
-                entry.leases -= 1
-                self._held[threading.get_ident()] -= 1
-                self._begin_backlog()
-                self._changed.notify_all()
+                while waiting and (not held or waiting[0].state is _State.READY):
+                    self._take(waiting[0])
+                    held.append(waiting.popleft())
+            yield [(entry.layout.id, entry.views) for entry in held]
 
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         """See Weights.  Rows of a table on disk are read one by one, not the whole table."""
@@ -222,7 +254,27 @@ class WeightStore:
         with self._changed:
             return list(self._policy.coldest_first())
 
-    # Inside, with the lock held
+    # Inside, with the lock held, but for _give_back
+
+    def _take(self, entry: _Entry) -> None:
+        self._count(entry)
+        if entry.state is not _State.READY:
+            self._wait_ready(entry)
+        entry.leases += 1
+        self._held[threading.get_ident()] += 1
+        entry.awaited = False
+        if entry.home is Tier.DISK:
+            self._policy.used(entry.layout.id)
+
+    def _give_back(self, held: list[_Entry]) -> None:
+        if not held:
+            return
+        with self._changed:
+            self._held[threading.get_ident()] -= len(held)
+            while held:
+                held.pop().leases -= 1
+            self._begin_backlog()
+            self._changed.notify_all()
 
     def _begin_backlog(self) -> None:
         for priority, backlog in self._backlog.items():
@@ -315,6 +367,8 @@ class WeightStore:
                 entry.checked = True
                 if entry.home is Tier.DISK:
                     self._policy.used(entry.layout.id)
+                else:
+                    entry.standing = nullcontext(entry.views)
             else:
                 # Nobody waits for a failed prefetch: whoever needs the block will read it again.
                 entry.error = error if entry.waiting else None
@@ -354,7 +408,7 @@ class WeightStore:
         if self._poison:
             entry.slot.tensor.fill_(POISON)
         self._pools[entry.home].free(entry.slot)
-        entry.slot, entry.views, entry.state = None, {}, _State.ABSENT
+        entry.slot, entry.views, entry.state, entry.standing = None, {}, _State.ABSENT, None
 
     def _drop(self, entry: _Entry) -> None:
         if entry.state is _State.READY:

@@ -1,12 +1,15 @@
 """Causal attention in pieces: bounded scores, windows, and partial results that merge exactly."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hmt.base.units import MIB
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.kernels.reference.pages import PagedRun, PagedRuns, Pages, read_pages
 
 ATTENTION_WORKSPACE_BYTES = 64 * MIB  # scores or masks that are alive at once
 _KEY_BLOCK = 4096  # positions whose keys or values are alive in f32 at once
@@ -21,6 +24,7 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention and its log-sum-exp, computed in f32.
 
@@ -30,8 +34,10 @@ def attention(
     scale      scores are query . key * scale
     window     position p sees (p - window, p]; 0 means all of 0 .. p
     softcap    scores become softcap * tanh(scores / softcap); 0 means they stay
+    sinks      f32 [q_heads]: one more score for each row of a head, which has no value
     Returns out [queries, q_heads, value_dim] in query.dtype and lse f32 [queries, q_heads], the
-    natural log of the sum of exponentials.  A row that sees nothing has out 0 and lse -inf.
+    natural log of the sum of exponentials, the sink's included.  A row that sees nothing has out 0
+    and lse -inf (or the sink).
     """
     queries, heads, _ = query.shape
     out = query.new_empty(queries, heads, value.shape[2])
@@ -43,8 +49,13 @@ def attention(
         scores.masked_fill_(_hidden(rows, seen, start, window, query.device), -torch.inf)
         top = scores.amax(-1, keepdim=True) if seen.start < seen.stop else scores.new_zeros(1)
         top = top.masked_fill(top.isneginf(), 0)  # of rows that see nothing
+        if sinks is not None:
+            sink = sinks.float().view(key.shape[1], -1, 1, 1)
+            top = torch.where(sink.isneginf(), top, torch.maximum(top, sink))
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1)  # [kv_heads, group, rows]
+        if sinks is not None:
+            total += (sink - top).exp_().squeeze(-1)
         divisor = total.masked_fill(total == 0, 1).flatten(0, 1).T[..., None]
         out[rows] = _mix(weights, value[seen]) / divisor
         lse[rows] = (total.log() + top.squeeze(-1)).flatten(0, 1).T
@@ -93,6 +104,63 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
         merged += (out.float() * weight[..., None]).masked_fill_(weight[..., None] == 0, 0)
     merged /= total.masked_fill(total == 0, 1)[..., None]
     return merged.to(parts[0][0].dtype), top + total.log()
+
+
+def paged_attention(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` of each run to its own pages: out [tokens, q_heads, value_dim], lse f32."""
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    parts = [
+        attention(query[run.offset : run.offset + run.length], *context, start=start, **options)
+        for run, context, start in _contexts(pages, layer, runs, window)
+    ]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def paged_attention_output(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` without the log-sum-exp, through torch's fused kernel where it has one."""
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    if sinks is not None or pages.layout.encoding.dtype != query.dtype:
+        return paged_attention(pages, layer, runs, query, sinks=sinks, **options)[0]
+    outputs = [
+        attention_output(
+            query[run.offset : run.offset + run.length], *context, start=start, **options
+        )
+        for run, context, start in _contexts(pages, layer, runs, window)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _contexts(
+    pages: Pages, layer: int, runs: PagedRuns, window: int
+) -> Iterator[tuple[PagedRun, tuple[Tensor, Tensor], int]]:
+    """Each run with copies of its keys and values, and where it starts among them."""
+    for run in runs.runs:
+        # Below the window there is nothing to read; start at the page that holds its first row.
+        first = max(0, run.start - window + 1) // PAGE_TOKENS if window else 0
+        last = -(-(run.start + run.length) // PAGE_TOKENS)
+        begin = first * PAGE_TOKENS
+        tokens = run.start + run.length - begin
+        yield run, read_pages(pages, layer, run.table[first:last], tokens), run.start - begin
 
 
 def _chunks(

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hmt.base.errors import ConfigError
+from hmt.kernels.reference.matmul import quantize_activations
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -27,6 +28,42 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     if offset == 0:
         return weight.to(x.dtype) * normed.to(x.dtype)
     return (normed * (offset + weight.float())).to(x.dtype)
+
+
+def rms_norm_inplace(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> None:
+    """`rms_norm` written over x, which may be a part of a larger tensor."""
+    x.copy_(rms_norm(x, weight, eps, offset=offset))
+
+
+def add_rms_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> Tensor:
+    """Adds x to `residual`, in place and rounded to its dtype, and returns the sum's `rms_norm`."""
+    residual += x
+    return rms_norm(residual, weight, eps, offset=offset)
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rms_norm` of x [tokens, width], and its `quantize_activations`, padded as kernels want it.
+
+    Returns the norm [tokens, width] in x.dtype; codes int8 [tokens, stride], where stride is the
+    next multiple of 64 and what lies beyond the width is 0; scales f32 [tokens]; and the sum of
+    each 16 codes, int32 [tokens, stride / 16].
+    """
+    normed = rms_norm(x, weight, eps, offset=offset)
+    codes, scales = quantize_activations(normed)
+    codes = functional.pad(codes, (0, -codes.shape[1] % 64))
+    return normed, codes, scales, codes.unflatten(1, (-1, 16)).sum(-1, dtype=torch.int32)
+
+
+def add_rms_norm_quantize(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Adds x to `residual`, in place, and returns the sum's `rms_norm_quantize`."""
+    residual += x
+    return rms_norm_quantize(residual, weight, eps, offset=offset)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -49,6 +86,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     return torch.cat((*rotated, x[..., rot:]), dim=-1)
 
 
+def rope_inplace(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> None:
+    """`rope` of queries and keys, written over them; both may be parts of a larger tensor."""
+    q.copy_(rope(q, cos, sin, interleaved=interleaved))
+    k.copy_(rope(k, cos, sin, interleaved=interleaved))
+
+
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, elementwise, in their dtype.
 
@@ -60,3 +105,9 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         known = ", ".join(_ACTIVATIONS)
         raise ConfigError(f"activation {activation!r} is unknown; HMT has {known}") from None
     return function(gate) * up
+
+
+def gated_pair(gate_up: Tensor, activation: str) -> Tensor:
+    """`gated` of the two halves of gate_up [tokens, 2 * width]: [tokens, width]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gated(gate, up, activation)

@@ -1,21 +1,19 @@
 """Linear layers on every encoding, in plain torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hmt.base.units import MIB, round_down
-from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.contracts.encoding import PANEL_ROWS, Activations, Encoding, Packing, WeightTensor
+from hmt.kernels.reference.packing import integer_codes, integer_scales, minima
 
 # Converted weights are alive one chunk of rows at a time, so a model that computes in another
 # dtype than it is stored in never needs memory for both.  4 MiB stays in the cache; chunks of
 # 64 MiB made the product 3 to 7 times slower, because each is freshly mapped memory.
 _CHUNK_BYTES = 4 * MIB
-# The W4A8 product adds the groups of a row in this many interleaved sums, because that is the
-# order in which a SIMD register of 16 floats adds them.
-LANES = 16
 
 
 def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
@@ -29,6 +27,13 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     if w.data.dtype == x.dtype and w.encoding.is_float:
         return functional.linear(x, w.data, None if bias is None else bias.to(x.dtype))
     return linear_by_chunks(x, w, bias, dequantize)
+
+
+def linear_many(
+    x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+) -> Tensor:
+    """`linear` of one x with several weights, side by side: [tokens, sum of all out]."""
+    return torch.cat([linear(x, w, b) for w, b in zip(weights, biases, strict=True)], dim=1)
 
 
 def linear_by_chunks(
@@ -48,29 +53,24 @@ def linear_by_chunks(
 def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
     """Rows of a weight as numbers: [rows, in] in `dtype`; a view where nothing has to be converted.
 
-    Codes are multiplied with their scales in f32 and rounded once, to `dtype`.
+    Codes are multiplied with their scales in f32 (and minima added) and rounded once, to `dtype`.
     """
     start, stop, _ = (rows or slice(None)).indices(w.shape[0])
-    data = w.data[start:stop]
+    rows = slice(start, stop)
     if w.encoding.is_float:
-        return data.to(dtype)
-    assert w.scales is not None
-    match w.encoding:
-        case Encoding.FP8_BLOCK:
-            first = torch.arange(start, stop, device=data.device) // w.tile[0]
-            values = _scale_columns(data.float(), w.scales[first], w.tile[1])
-        case Encoding.INT8_CHANNEL:
-            values = data.float().mul_(w.scales[start:stop, None])
-        case _:
-            codes = unpack_int4(data)
-            values = _scale_columns(codes.float(), w.scales[start:stop], w.group_size)
-    return values.to(dtype)
-
-
-def unpack_int4(packed: Tensor) -> Tensor:
-    """Codes -8..7 of uint8 [rows, in / 2] with two in each byte: int8 [rows, in]."""
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1)  # [rows, in / 2, 2]
-    return nibbles.flatten(1).view(torch.int8).sub_(8)
+        return w.data[rows].to(dtype)
+    if w.encoding is Encoding.FP8_BLOCK:
+        assert w.scales is not None
+        data = w.data[rows]
+        first = torch.arange(start, stop, device=data.device) // w.tile[0]
+        return _scale_columns(data.float(), w.scales[first], w.tile[1]).to(dtype)
+    codes, scales = integer_codes(w, rows).float(), integer_scales(w, rows)
+    groups = codes.view(len(codes), scales.shape[1], -1)
+    groups *= scales[..., None]
+    added = minima(w, rows)
+    if added is not None:
+        groups += added[..., None]
+    return codes.to(dtype)
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,44 +89,31 @@ def linear_int8_tokens(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -
     """W8A8 and W4A8: x is rounded to int8 per token, and the products are exact integers.
 
     The dot product over one group of inputs is an integer; times the group's scale in f32; the
-    groups add up in f32 in the order of `_sum_groups`; times the token's scale; plus bias in f32;
-    then rounded to x.dtype.  So the result is defined to the bit, whatever the other tokens are.
+    groups add up in f32 in ascending order, each followed by the sum of the group's codes times
+    its minimum where there are minima; times the token's scale; plus bias in f32; then rounded to
+    x.dtype.  So the result is defined to the bit, whatever the other tokens are.
     """
-    assert w.scales is not None
     codes, token_scales = quantize_activations(x)
     group = w.group_size or w.shape[1]
     groups = w.shape[1] // group
     # Sums up to 2^24 are exact in f32; an int8 row of more than 1032 inputs can pass that.
     exact = torch.float32 if group * 127 * 128 <= 1 << 24 else torch.float64
     activations = codes.view(len(codes), groups, group).transpose(0, 1).to(exact)
-    lanes = min(LANES, groups)
+    sums = activations.sum(-1).float()  # [groups, tokens]
     out = x.new_empty(x.shape[0], w.shape[0])
-    for rows in _row_chunks(w, 4 * max(w.shape[1], lanes * len(codes))):
-        data = unpack_int4(w.data[rows]) if w.encoding is Encoding.INT4_GROUP else w.data[rows]
-        weights = data.view(len(data), groups, group).permute(1, 2, 0).to(exact)
-        scales = w.scales[rows].view(len(data), groups).T  # [groups, rows]
-        sums = _sum_groups(activations, weights, scales).mul_(token_scales[:, None])
-        out[:, rows] = sums if bias is None else sums.add_(bias[rows])
+    for rows in _row_chunks(w, 4 * max(w.shape[1], groups * len(codes))):
+        weights = integer_codes(w, rows)
+        weights = weights.view(len(weights), groups, group).permute(1, 2, 0).to(exact)
+        scales, added = integer_scales(w, rows), minima(w, rows)
+        products = torch.bmm(activations, weights).float()  # [groups, tokens, rows]
+        total = torch.zeros_like(products[0])
+        for index, product in enumerate(products):
+            total += product.mul_(scales[:, index])
+            if added is not None:
+                total += sums[index, :, None] * added[:, index]
+        total *= token_scales[:, None]
+        out[:, rows] = total if bias is None else total.add_(bias[rows])
     return out
-
-
-def _sum_groups(activations: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
-    """Dot products of each group, times its scale, added up over the groups: f32 [tokens, rows].
-
-    activations [groups, tokens, group], weights [groups, group, rows], scales [groups, rows].
-    Group g is added to sum g mod 16, in ascending order; then the 16 sums are folded in halves.
-    """
-    groups, tokens, _ = activations.shape
-    used = 1 << (min(groups, LANES) - 1).bit_length()  # the sums beyond stay 0
-    lanes = scales.new_zeros(used, tokens, scales.shape[1])
-    for first in range(0, groups, LANES):
-        part = slice(first, first + LANES)
-        products = torch.bmm(activations[part], weights[part]).float() * scales[part, None]
-        lanes[: len(products)] += products
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = lanes[:half] + lanes[half:]
-    return lanes[0]
 
 
 def _scale_columns(values: Tensor, scales: Tensor, width: int) -> Tensor:
@@ -141,7 +128,7 @@ def _scale_columns(values: Tensor, scales: Tensor, width: int) -> Tensor:
 def _row_chunks(w: WeightTensor, row_bytes: int) -> Iterator[slice]:
     """Slices of rows, in whole tiles, with about _CHUNK_BYTES when a row needs `row_bytes`."""
     rows = w.shape[0]
-    tile = max(1, w.tile[0])
+    tile = PANEL_ROWS if w.encoding.packing is Packing.PANELS else max(1, w.tile[0])
     step = max(tile, round_down(_CHUNK_BYTES // row_bytes, tile))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

@@ -1,0 +1,207 @@
+// Shares out attention: tiles of rows for each KV head, long contexts in chunks.
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <new>
+#include <vector>
+
+#include "attention/kernels.h"
+#include "base/scratch.h"
+#include "base/thread_pool.h"
+
+namespace hmt {
+namespace {
+
+// A run with few rows is cut into at most so many tiles and chunks, none shorter than kLeastChunk
+// positions: enough for the threads of a large machine, and at most a few MiB of partial results.
+constexpr size_t kItemsPerRun = 128;
+constexpr size_t kLeastChunk = 256;
+// Numbers that are written to pages by one thread, as waking another takes longer.
+constexpr size_t kLeastAppend = size_t{32} << 10;
+
+size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+
+// A tile with the chunks of its positions.
+struct Task {
+  Tile tile;
+  size_t chunk, chunks;  // positions in a chunk, and their number (1 where nothing is seen)
+  size_t first_item;
+  float* partials;                 // of all chunks, where there are several
+  std::atomic<uint32_t>* pending;  // chunks that are not computed yet
+};
+
+size_t partial_floats(const Tile& tile) {
+  return tile.rows * (padded_width(tile.pages->layout) + 2);
+}
+
+Partial partial_at(float* memory, const Tile& tile) {
+  float* tops = memory + tile.rows * padded_width(tile.pages->layout);
+  return {memory, tops, tops + tile.rows};
+}
+
+class Plan {
+ public:
+  Plan(const Pages& pages, const PagedRun* runs, size_t count, const HeadRows& query,
+       size_t q_heads, const AttentionOptions& options) {
+    const size_t heads = pages.layout.heads, group = q_heads / heads;
+    for (size_t i = 0; i < count; ++i) {
+      const size_t rows = runs[i].length * group, tiles = ceil_div(rows, kTileRows);
+      // The last tiles see most and come first, so that none is left when the others are done.
+      for (size_t t = tiles; t-- > 0;) {
+        for (size_t head = 0; head < heads; ++head) {
+          const size_t first = t * kTileRows;
+          Tile tile{&pages, runs + i, &query, &options, head, group,
+                    first, std::min(kTileRows, rows - first), 0, 0};
+          add(tile, std::max<size_t>(1, kItemsPerRun / (tiles * heads)));
+        }
+      }
+    }
+  }
+
+  size_t items() const { return items_; }
+  size_t bytes() const {
+    return Scratch::round(floats_ * sizeof(float)) + tasks_.size() * sizeof(std::atomic<uint32_t>);
+  }
+
+  void place(Scratch& scratch) {
+    float* next = scratch.take<float>(floats_);
+    auto* pending = scratch.take<std::atomic<uint32_t>>(tasks_.size());
+    for (size_t i = 0; i < tasks_.size(); ++i) {
+      Task& task = tasks_[i];
+      if (task.chunks == 1) continue;
+      task.partials = next;
+      next += task.chunks * partial_floats(task.tile);
+      task.pending = new (pending + i) std::atomic<uint32_t>(static_cast<uint32_t>(task.chunks));
+    }
+  }
+
+  const Task& task_of(size_t item) const {
+    const auto after = std::upper_bound(
+        tasks_.begin(), tasks_.end(), item,
+        [](size_t wanted, const Task& task) { return wanted < task.first_item; });
+    return *(after - 1);
+  }
+
+ private:
+  void add(Tile tile, size_t most_chunks) {
+    const size_t window = tile.options->window, start = tile.run->start;
+    const size_t first = start + tile.first_row / tile.group;  // position of the first row
+    const size_t seen = window != 0 && first + 1 > window ? first + 1 - window : 0;
+    tile.begin = seen / kPageTokens * kPageTokens;
+    tile.end = start + (tile.first_row + tile.rows - 1) / tile.group + 1;
+    const size_t span = tile.end - tile.begin;
+    const size_t wanted = std::min(most_chunks, ceil_div(span, kLeastChunk));
+    const size_t chunk = ceil_div(ceil_div(span, wanted), kBlockTokens) * kBlockTokens;
+    const size_t chunks = ceil_div(span, chunk);
+    tasks_.push_back({tile, chunk, chunks, items_, nullptr, nullptr});
+    items_ += chunks;
+    if (chunks > 1) floats_ += chunks * partial_floats(tile);
+  }
+
+  std::vector<Task> tasks_;
+  size_t items_ = 0, floats_ = 0;
+};
+
+void finish_chunks(const Task& task, size_t q_heads, const AttentionResult& result) {
+  const AttentionKernels& kernels = active(attention_kernels_tables());
+  std::vector<Partial> parts;
+  parts.reserve(task.chunks);
+  for (size_t i = 0; i < task.chunks; ++i) {
+    parts.push_back(partial_at(task.partials + i * partial_floats(task.tile), task.tile));
+  }
+  kernels.merge(task.tile, parts.data(), parts.size());
+  kernels.finish(task.tile, parts[0], q_heads, result);
+}
+
+void compute(const Task& task, size_t chunk, size_t q_heads, const AttentionResult& result,
+             size_t work_bytes) {
+  const AttentionKernels& kernels = active(attention_kernels_tables());
+  Tile tile = task.tile;
+  tile.begin += chunk * task.chunk;
+  tile.end = std::min(tile.end, tile.begin + task.chunk);
+  const size_t floats = partial_floats(tile);
+  Scratch scratch(work_bytes + Scratch::round(floats * sizeof(float)));
+  uint8_t* work = scratch.take<uint8_t>(work_bytes);
+  if (task.chunks == 1) {
+    const Partial partial = partial_at(scratch.take<float>(floats), tile);
+    kernels.attend(tile, partial, work);
+    kernels.finish(tile, partial, q_heads, result);
+    return;
+  }
+  kernels.attend(tile, partial_at(task.partials + chunk * floats, tile), work);
+  // Whoever comes last merges, always in the order of positions.
+  if (task.pending->fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    finish_chunks(task, q_heads, result);
+  }
+}
+
+}  // namespace
+
+void attend(const Pages& pages, const PagedRun* runs, size_t count, const HeadRows& query,
+            size_t q_heads, const AttentionOptions& options, const AttentionResult& result,
+            size_t threads) {
+  Plan plan(pages, runs, count, query, q_heads, options);
+  const PageLayout& layout = pages.layout;
+  const size_t work = Scratch::round(active(attention_kernels_tables()).work_bytes(layout, query.type));
+  const size_t tile = kTileRows * (padded_width(layout) + 2) * sizeof(float);
+  // Grows this thread's memory while nothing of it is in use: `compute` needs some on top.
+  { Scratch room(plan.bytes() + work + tile + 1024); }
+  Scratch scratch(plan.bytes() + 128);
+  plan.place(scratch);
+  share(plan.items(), 1, threads, [&](size_t begin, size_t end) {
+    for (size_t item = begin; item < end; ++item) {
+      const Task& task = plan.task_of(item);
+      compute(task, item - task.first_item, q_heads, result, work);
+    }
+  });
+}
+
+namespace {
+
+HeadRows from_token(const HeadRows& rows, size_t token) {
+  const size_t bytes = token * rows.token_stride * bytes_of(rows.type);
+  return {static_cast<const char*>(rows.data) + bytes, rows.type, rows.token_stride,
+          rows.head_stride};
+}
+
+// Tokens of a run that lie in one page.
+struct Segment {
+  const PagedRun* run;
+  size_t first, end;
+};
+
+}  // namespace
+
+void append(const Pages& pages, const PagedRun* runs, size_t count, const HeadRows& key,
+            const HeadRows& value, size_t threads) {
+  const PageLayout& layout = pages.layout;
+  std::vector<Segment> segments;
+  size_t tokens = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const PagedRun& run = runs[i];
+    tokens += run.length;
+    for (size_t first = 0; first < run.length;) {
+      const size_t room = kPageTokens - (run.start + first) % kPageTokens;
+      const size_t end = std::min(run.length, first + room);
+      segments.push_back({&run, first, end});
+      first = end;
+    }
+  }
+  const size_t width = std::max(layout.key_dim, layout.value_dim) + kInt4Group;
+  const PageKernels& kernels = active(page_kernels_tables());
+  const bool few = tokens * layout.heads * (layout.key_dim + layout.value_dim) < kLeastAppend;
+  share(segments.size(), 1, few ? 1 : threads, [&](size_t begin, size_t end) {
+    Scratch scratch(width * sizeof(float));
+    float* row = scratch.take<float>(width);
+    for (size_t i = begin; i < end; ++i) {
+      const Segment& s = segments[i];
+      const size_t position = s.run->start + s.first, token = s.run->offset + s.first;
+      uint8_t* page = pages.data + static_cast<size_t>(s.run->table[position / kPageTokens]) * pages.stride;
+      kernels.write(layout, page, position % kPageTokens, s.end - s.first, from_token(key, token),
+                    layout.latent ? key : from_token(value, token), row);
+    }
+  });
+}
+
+}  // namespace hmt

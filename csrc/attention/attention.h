@@ -1,0 +1,62 @@
+// Attention over keys and values in pages, and writing to them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/pages.h"
+#include "base/dtype.h"
+
+namespace hmt {
+
+// Consecutive tokens of one sequence, at `offset` in the arrays of a step.  The first one stands at
+// position `start`; position p is in page table[p / 16].
+struct PagedRun {
+  std::size_t offset, length, start;
+  const int64_t* table;
+};
+
+// Numbers [tokens, heads, dim]; strides in numbers, those of a row side by side.
+struct HeadRows {
+  const void* data;
+  DType type;
+  std::size_t token_stride, head_stride;
+};
+
+// Writes the tokens of all runs.  `value` is not read for latent layers.  Pages may not be shared
+// by runs of a call.
+void append(const Pages& pages, const PagedRun* runs, std::size_t count, const HeadRows& key,
+            const HeadRows& value, std::size_t threads);
+
+// scale     scores are query . key * scale
+// window    position p sees (p - window, p]; 0 means all of 0 .. p
+// softcap   scores become softcap * tanh(scores / softcap); 0 means they stay
+// sinks     [q_heads] or null: a score that each row of the head also has, with no value
+struct AttentionOptions {
+  float scale;
+  std::size_t window;
+  float softcap;
+  const float* sinks;
+};
+
+// out [tokens, q_heads, value_dim]; lse [tokens, q_heads] or null: the natural log of the sum of
+// exponentials, the sink's included.
+struct AttentionResult {
+  void* out;
+  DType type;
+  float* lse;
+};
+
+// Causal attention of each run to its own positions, those of the run included.  query [tokens,
+// q_heads, key_dim]; q_heads is a multiple of the layout's heads.  A row that sees nothing has out 0
+// and lse -infinity (with a sink: the sink).
+//
+// Sums are f32.  Where the processor has VDPBF16PS and query and pages are bf16, products are made
+// of bf16 numbers, weights rounded to bf16 before they meet values.  With int8 pages and VNNI,
+// queries and weights are rounded to 16 bits.  A row's result depends on its run's length, start and
+// numbers, not on other runs, the pages' places or `threads`.
+void attend(const Pages& pages, const PagedRun* runs, std::size_t count, const HeadRows& query,
+            std::size_t q_heads, const AttentionOptions& options, const AttentionResult& result,
+            std::size_t threads);
+
+}  // namespace hmt

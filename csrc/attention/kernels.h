@@ -1,0 +1,56 @@
+// What attention.cpp asks of the files that are compiled once per instruction set.
+#pragma once
+
+#include "attention/attention.h"
+#include "base/isa.h"
+
+namespace hmt {
+
+// Positions that are scored before their values are mixed: four pages.
+constexpr std::size_t kBlockPages = 4;
+constexpr std::size_t kBlockTokens = kBlockPages * kPageTokens;
+constexpr std::size_t kTileRows = 64;
+
+// Some rows of a run against some of its positions, for one KV head.  Row i of a run is token
+// i / group, head kv_head * group + i % group.
+struct Tile {
+  const Pages* pages;
+  const PagedRun* run;
+  const HeadRows* query;
+  const AttentionOptions* options;
+  std::size_t kv_head, group;
+  std::size_t first_row, rows;  // at most kTileRows
+  std::size_t begin, end;       // positions; `begin` is a multiple of 16
+};
+
+// Softmax of a tile's rows that is not divided by its total yet.
+struct Partial {
+  float* sums;    // [rows, width]: values weighted by exp(score - top); width = padded_width()
+  float* tops;    // [rows]: the greatest score, -infinity where nothing was seen
+  float* totals;  // [rows]: sum of exp(score - top)
+};
+
+inline constexpr std::size_t padded_width(const PageLayout& layout) {
+  return (layout.value_dim + 15) / 16 * 16;
+}
+
+struct AttentionKernels {
+  // Memory that `attend` works in.
+  std::size_t (*work_bytes)(const PageLayout& layout, DType query);
+  void (*attend)(const Tile& tile, const Partial& partial, uint8_t* work);
+  // parts[0] becomes the partial of all `count` parts, added up in their order.
+  void (*merge)(const Tile& tile, const Partial* parts, std::size_t count);
+  // Divides and writes the rows; q_heads are those of `result`.
+  void (*finish)(const Tile& tile, const Partial& partial, std::size_t q_heads,
+                 const AttentionResult& result);
+};
+HMT_TABLES(AttentionKernels, attention_kernels)
+
+struct PageKernels {
+  // Writes `tokens` tokens of all heads to slots [slot, slot + tokens) of one page.
+  void (*write)(const PageLayout& layout, uint8_t* page, std::size_t slot, std::size_t tokens,
+                const HeadRows& key, const HeadRows& value, float* row);
+};
+HMT_TABLES(PageKernels, page_kernels)
+
+}  // namespace hmt

@@ -1,0 +1,85 @@
+#include "experts/experts.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "experts/batch.h"
+
+namespace hmt {
+namespace {
+
+// Memory of one batch, unless one expert alone needs more.  Intermediate results of 1000 pairs of
+// tokens and experts with 2048 numbers take about 14 MB; more would leave the caches.
+constexpr size_t kBatchBytes = size_t{16} << 20;
+
+struct Range {
+  size_t first, count, bytes;
+};
+
+std::vector<Range> split(const ExpertCall& call, const std::vector<Share>& shares) {
+  std::vector<Range> ranges;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    const size_t bytes = Batch::bytes(call, shares[i]);
+    if (ranges.empty() || ranges.back().bytes + bytes > kBatchBytes) ranges.push_back({i, 0, 0});
+    ++ranges.back().count;
+    ranges.back().bytes += bytes;
+  }
+  return ranges;
+}
+
+// The sum of no experts.
+void add_nothing(const ExpertSum& sum, size_t tokens) {
+  const TokenKernels& kernels = active(token_kernels_tables());
+  const size_t columns = sum.result.columns;
+  for (size_t t = 0; t < tokens; ++t) {
+    float* total = sum.total + t * sum.stride;
+    if (sum.fresh) std::memset(total, 0, columns * sizeof *total);
+    if (sum.result.data == nullptr) continue;
+    kernels.narrow(total, nullptr, DType::kF32, columns,
+                   static_cast<char*>(sum.result.data) +
+                       t * sum.result.stride * bytes_of(sum.result.type),
+                   sum.result.type);
+  }
+}
+
+}  // namespace
+
+void routed_experts(const Expert* experts, size_t count, const Routing& routing,
+                    const ConstMatrix& x, Activation activation, const ExpertSum& sum,
+                    size_t threads) {
+  const Grouping grouping(experts, count, routing, x.rows);
+  if (grouping.shares.empty()) return add_nothing(sum, x.rows);
+  ExpertCall call{};
+  call.routing = &routing;
+  call.x = &x;
+  call.activation = activation;
+  call.sum = &sum;
+  call.threads = std::max<size_t>(1, threads);
+  call.hidden = grouping.shares[0].expert->down.weight->rows;
+  call.grouping = &grouping;
+  for (const Share& share : grouping.shares) {
+    call.x_forms.add(*share.expert->gate.weight);
+    call.x_forms.add(*share.expert->up.weight);
+    call.product_forms.add(*share.expert->down.weight);
+    call.width = std::max(call.width, share.expert->gate.weight->rows);
+  }
+  const size_t token_bytes = InputRows::bytes(x.rows, x.columns, call.x_forms);
+  const std::vector<Range> ranges = split(call, grouping.shares);
+  size_t most = 0;
+  for (const Range& range : ranges) most = std::max(most, range.bytes);
+  {
+    // Grows the caller's memory once for all that follows.
+    Scratch all(token_bytes + most + Batch::thread_bytes(call) + 1024);
+  }
+  Scratch scratch(token_bytes);
+  call.tokens = InputRows(x.rows, x.columns, call.x_forms, x.type, scratch);
+  for (const Range& range : ranges) {
+    Scratch memory(range.bytes);
+    const bool first = &range == &ranges.front(), last = &range == &ranges.back();
+    Batch batch(call, grouping.shares.data() + range.first, range.count, first, last, memory);
+    batch.run();
+  }
+}
+
+}  // namespace hmt

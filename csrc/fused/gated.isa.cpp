@@ -1,0 +1,49 @@
+#include "fused/gated.h"
+
+#include "fused/activations.h"
+#include "fused/numbers.h"
+
+namespace hmt::HMT_ISA {
+namespace {
+
+template <Activation kActivation>
+HMT_INLINE F16v activate(F16v x) {
+  if (kActivation == Activation::kSilu) return silu(x);
+  if (kActivation == Activation::kGelu) return gelu(x);
+  return gelu_tanh(x);
+}
+
+template <typename Numbers, Activation kActivation>
+void gate_rows(const Gated& call, size_t begin, size_t end) {
+  using Type = typename Numbers::Type;
+  for (size_t t = begin; t < end; ++t) {
+    const Type* gate = static_cast<const Type*>(call.gate) + t * call.gate_stride;
+    const Type* up = static_cast<const Type*>(call.up) + t * call.up_stride;
+    Type* out = static_cast<Type*>(call.out) + t * call.out_stride;
+    for (size_t i = 0; i < call.width; i += 16) {
+      const size_t count = call.width - i < 16 ? call.width - i : 16;
+      const F16v active = Numbers::round(activate<kActivation>(read<Numbers>(gate + i, count)));
+      write<Numbers>(out + i, count, mul(active, read<Numbers>(up + i, count)));
+    }
+  }
+}
+
+void gated(const Gated& call, size_t begin, size_t end) {
+  with_numbers(call.type, [&](auto numbers) {
+    using Numbers = decltype(numbers);
+    switch (call.activation) {
+      case Activation::kSilu:
+        return gate_rows<Numbers, Activation::kSilu>(call, begin, end);
+      case Activation::kGelu:
+        return gate_rows<Numbers, Activation::kGelu>(call, begin, end);
+      case Activation::kGeluTanh:
+        return gate_rows<Numbers, Activation::kGeluTanh>(call, begin, end);
+    }
+  });
+}
+
+}  // namespace
+
+const GatedKernels gated_kernels = {gated};
+
+}  // namespace hmt::HMT_ISA

@@ -1,0 +1,52 @@
+// Root mean square norms (arXiv 1910.07467), alone, after an addition, and before a quantisation.
+//
+// Sums of squares are added in one order on every instruction set, so that all of them round alike.
+#pragma once
+
+#include "base/dtype.h"
+#include "base/isa.h"
+
+namespace hmt {
+
+using std::size_t;
+
+// x [tokens, heads, width] over its last dimension; heads is 1 for a norm of whole tokens.  Head h
+// of token t begins `token_stride * t + head_stride * h` numbers after the first one.  x and out
+// are of `type` and may be the same memory.
+struct Norm {
+  DType type;
+  size_t tokens, heads, width;
+  const void* x;
+  size_t x_token_stride, x_head_stride;
+  void* out;
+  size_t out_token_stride, out_head_stride;
+  const void* weight;  // [width]
+  DType weight_type;
+  float eps, offset;
+  // Null, or [tokens, heads, width] with the strides of x: x is added to it first, rounded to
+  // `type`, in place, and the sum is what is normed.
+  void* residual;
+};
+
+// Where the normed tokens go once more, as int8: see quantize_tokens in linear/linear.h.
+struct NormCodes {
+  int8_t* codes;   // [tokens, stride], zero beyond the width; stride % 64 == 0
+  size_t stride;
+  float* scales;   // [tokens]
+  int32_t* sums;   // [tokens, stride / 16]
+};
+
+// With offset 0, x / rms is rounded to `type` and multiplied with the weight in `type`; otherwise
+// with (offset + weight) in f32, and rounded last.
+void rms_norm(const Norm& norm, size_t threads);
+
+// The same, and the codes of the rounded result.  heads is 1.
+void rms_norm_quantize(const Norm& norm, const NormCodes& codes, size_t threads);
+
+struct NormKernels {
+  // Tokens [begin, end).  `wide` is null, or f32 [width]: the last row's rounded result.
+  void (*rms_norm)(const Norm& norm, size_t begin, size_t end, float* wide);
+};
+HMT_TABLES(NormKernels, norm_kernels)
+
+}  // namespace hmt

@@ -1,0 +1,308 @@
+// Few tokens: columns in lanes, four rows at a time, so that weights stream through once and each
+// piece of a token serves four rows.  Only for rows.isa.cpp.
+#pragma once
+
+#include "linear/kernels.h"
+#include "linear/rows_numbers.h"
+
+namespace hmt::HMT_ISA {
+namespace {
+
+constexpr size_t kFewRows = 4;
+// Tokens whose sums fit into registers next to four rows.
+#if defined(HMT_AVX512)
+constexpr size_t kFewTokens = 4;
+#else
+constexpr size_t kFewTokens = 2;
+#endif
+
+HMT_INLINE float total_of(F16v a) {
+#if defined(HMT_AVX512)
+  return _mm512_reduce_add_ps(a.v);
+#else
+  return sum(a);
+#endif
+}
+
+// Weights of any code times f32 activations.
+template <Code kCode>
+struct WidenedColumns {
+  using Activation = float;
+  using Weights = F16v;
+  using Numbers = F16v;
+  static constexpr size_t kColumns = 16, kBytes = bytes_of(kCode);
+  static constexpr float kUnit = unit_of(kCode);
+  static const float* tokens(const Inputs& in) { return in.f32; }
+  static HMT_INLINE Weights weights(const uint8_t* p) { return load_codes<kCode>(p); }
+  static HMT_INLINE Numbers numbers(const float* p) { return load(p); }
+  static HMT_INLINE F16v step(F16v sum, Weights w, Numbers x) { return fma(w, x, sum); }
+};
+
+#if defined(HMT_AVX512_BF16)
+// bf16 weights times bf16 activations, two columns in a lane.
+struct PairedColumns {
+  using Activation = uint16_t;
+  using Weights = __m512i;
+  using Numbers = __m512i;
+  static constexpr size_t kColumns = 32, kBytes = 2;
+  static constexpr float kUnit = 1.0f;
+  static const uint16_t* tokens(const Inputs& in) { return in.bf16; }
+  static HMT_INLINE Weights weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static HMT_INLINE Numbers numbers(const uint16_t* p) { return _mm512_loadu_si512(p); }
+  static HMT_INLINE F16v step(F16v sum, Weights w, Numbers x) {
+    return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x))};
+  }
+};
+#endif
+
+template <typename Columns, size_t kTokens>
+HMT_INLINE void step_rows(const uint8_t* const* rows, size_t offset,
+                          const typename Columns::Activation* const* tokens, size_t column,
+                          F16v (*sums)[kTokens]) {
+  typename Columns::Numbers x[kTokens];
+#pragma GCC unroll 4
+  for (size_t t = 0; t < kTokens; ++t) x[t] = Columns::numbers(tokens[t] + column);
+#pragma GCC unroll 4
+  for (size_t r = 0; r < kFewRows; ++r) {
+    const typename Columns::Weights w = Columns::weights(rows[r] + offset);
+#pragma GCC unroll 4
+    for (size_t t = 0; t < kTokens; ++t) sums[r][t] = Columns::step(sums[r][t], w, x[t]);
+  }
+}
+
+// Adds up columns [0, count) of four rows with kTokens tokens.
+template <typename Columns, size_t kTokens>
+HMT_INLINE void sum_rows(const uint8_t* const* rows,
+                         const typename Columns::Activation* const* tokens, size_t count,
+                         F16v (*sums)[kTokens]) {
+  using Activation = typename Columns::Activation;
+  constexpr size_t kColumns = Columns::kColumns, kBytes = Columns::kBytes;
+  size_t c = 0;
+#pragma GCC unroll 2
+  for (; c + kColumns <= count; c += kColumns) {
+    step_rows<Columns, kTokens>(rows, c * kBytes, tokens, c, sums);
+  }
+  if (c == count) return;
+  alignas(64) uint8_t row_rest[kFewRows][64] = {};
+  alignas(64) Activation token_rest[kTokens][kColumns] = {};
+  const uint8_t* row_ends[kFewRows];
+  const Activation* token_ends[kTokens];
+  for (size_t r = 0; r < kFewRows; ++r) {
+    std::memcpy(row_rest[r], rows[r] + c * kBytes, (count - c) * kBytes);
+    row_ends[r] = row_rest[r];
+  }
+  for (size_t t = 0; t < kTokens; ++t) {
+    std::memcpy(token_rest[t], tokens[t] + c, (count - c) * sizeof(Activation));
+    token_ends[t] = token_rest[t];
+  }
+  step_rows<Columns, kTokens>(row_ends, 0, token_ends, 0, sums);
+}
+
+// Four rows from `row` on; those beyond end_row repeat the last one and are not written.
+struct FourRows {
+  size_t index[kFewRows];
+  size_t count;
+  FourRows(size_t row, size_t end_row) : count(end_row - row < kFewRows ? end_row - row : kFewRows) {
+    for (size_t r = 0; r < kFewRows; ++r) index[r] = row + (r < count ? r : count - 1);
+  }
+};
+
+// out[t * out_stride + r] for kTokens tokens from `token` on.
+template <typename Columns, size_t kTokens>
+void few_numbers(const Weight& w, const Inputs& in, size_t token, const FourRows& four, float* out,
+                 size_t out_stride) {
+  const size_t width = segment_width(w), segments = (w.columns + width - 1) / width;
+  F16v totals[kFewRows][kTokens];
+  for (auto& row : totals) {
+    for (F16v& total : row) total = zero();
+  }
+  for (size_t s = 0; s < segments; ++s) {
+    const size_t begin = s * width, left = w.columns - begin;
+    const uint8_t* rows[kFewRows];
+    const typename Columns::Activation* tokens[kTokens];
+    for (size_t r = 0; r < kFewRows; ++r) rows[r] = address_of(w, four.index[r], begin);
+    for (size_t t = 0; t < kTokens; ++t) {
+      tokens[t] = Columns::tokens(in) + (token + t) * in.stride + begin;
+    }
+    F16v sums[kFewRows][kTokens];
+#pragma GCC unroll 4
+    for (auto& row : sums) {
+#pragma GCC unroll 4
+      for (F16v& sum : row) sum = zero();
+    }
+    sum_rows<Columns, kTokens>(rows, tokens, left < width ? left : width, sums);
+#pragma GCC unroll 4
+    for (size_t r = 0; r < kFewRows; ++r) {
+      const F16v scale = set1(scale_at(w, four.index[r], s, segments) * Columns::kUnit);
+#pragma GCC unroll 4
+      for (size_t t = 0; t < kTokens; ++t) totals[r][t] = fma(sums[r][t], scale, totals[r][t]);
+    }
+  }
+  for (size_t t = 0; t < kTokens; ++t) {
+    for (size_t r = 0; r < four.count; ++r) out[t * out_stride + r] = total_of(totals[r][t]);
+  }
+}
+
+#if defined(HMT_AVX2) && !defined(HMT_AVX512)
+// 32 codes; zero from `left` on.
+HMT_INLINE __m256i load_32_codes(const int8_t* p, size_t left) {
+  alignas(32) int8_t rest[32] = {};
+  if (left < 32) {
+    std::memcpy(rest, p, left);
+    p = rest;
+  }
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+#endif
+
+// Dot products of four rows' codes with kTokens tokens' codes over `count` columns, exact.
+template <size_t kTokens>
+HMT_INLINE void dot_codes(const int8_t* const* rows, const int8_t* const* tokens, size_t count,
+                          int32_t (*dots)[kFewRows]) {
+#if defined(HMT_AVX512)
+  // Rows plus 128 are unsigned, as the instruction wants them; 128 times the token is taken away.
+  const __m512i offset = _mm512_set1_epi8(-128);
+  __m512i sums[kFewRows][kTokens] = {}, excess[kTokens] = {};
+  for (size_t c = 0; c < count; c += 64) {
+    const size_t left = count - c;
+    const __mmask64 here = left < 64 ? (uint64_t{1} << left) - 1 : ~uint64_t{0};
+    __m512i x[kTokens];
+#pragma GCC unroll 4
+    for (size_t t = 0; t < kTokens; ++t) {
+      x[t] = _mm512_maskz_loadu_epi8(here, tokens[t] + c);
+      excess[t] = _mm512_dpbusd_epi32(excess[t], offset, x[t]);
+    }
+#pragma GCC unroll 4
+    for (size_t r = 0; r < kFewRows; ++r) {
+      const __m512i w = _mm512_xor_si512(_mm512_maskz_loadu_epi8(here, rows[r] + c), offset);
+#pragma GCC unroll 4
+      for (size_t t = 0; t < kTokens; ++t) {
+        sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], w, x[t]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (size_t t = 0; t < kTokens; ++t) {
+    __m512i s[kFewRows];
+#pragma GCC unroll 4
+    for (size_t r = 0; r < kFewRows; ++r) s[r] = _mm512_sub_epi32(sums[r][t], excess[t]);
+    const __m512i low = _mm512_add_epi32(_mm512_unpacklo_epi32(s[0], s[1]),
+                                         _mm512_unpackhi_epi32(s[0], s[1]));
+    const __m512i high = _mm512_add_epi32(_mm512_unpacklo_epi32(s[2], s[3]),
+                                          _mm512_unpackhi_epi32(s[2], s[3]));
+    const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(low, high),
+                                         _mm512_unpackhi_epi64(low, high));
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all),
+                                          _mm512_extracti64x4_epi64(all, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(dots[t]),
+                     _mm_add_epi32(_mm256_castsi256_si128(half),
+                                   _mm256_extracti128_si256(half, 1)));
+  }
+#elif defined(HMT_AVX2)
+  // |w| times x with the sign of w: 2 * 128 * 127 fits into 16 bits, so nothing saturates.
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i sums[kFewRows][kTokens] = {};
+  for (size_t c = 0; c < count; c += 32) {
+    const size_t left = count - c;
+    __m256i x[kTokens];
+#pragma GCC unroll 4
+    for (size_t t = 0; t < kTokens; ++t) x[t] = load_32_codes(tokens[t] + c, left);
+#pragma GCC unroll 4
+    for (size_t r = 0; r < kFewRows; ++r) {
+      const __m256i w = load_32_codes(rows[r] + c, left), magnitude = _mm256_abs_epi8(w);
+#pragma GCC unroll 4
+      for (size_t t = 0; t < kTokens; ++t) {
+        const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x[t], w));
+        sums[r][t] = _mm256_add_epi32(sums[r][t], _mm256_madd_epi16(pairs, ones));
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (size_t t = 0; t < kTokens; ++t) {
+    const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0][t], sums[1][t]),
+                                          _mm256_hadd_epi32(sums[2][t], sums[3][t]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(dots[t]),
+                     _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+  }
+#else
+  for (size_t t = 0; t < kTokens; ++t) {
+    for (size_t r = 0; r < kFewRows; ++r) {
+      int32_t dot = 0;
+      for (size_t c = 0; c < count; ++c) dot += rows[r][c] * tokens[t][c];
+      dots[t][r] = dot;
+    }
+  }
+#endif
+}
+
+template <size_t kTokens>
+void few_codes(const Weight& w, const Inputs& in, size_t token, const FourRows& four, float* out,
+               size_t out_stride) {
+  const size_t width = segment_width(w), segments = (w.columns + width - 1) / width;
+  float totals[kTokens][kFewRows] = {};
+  for (size_t s = 0; s < segments; ++s) {
+    const size_t begin = s * width, left = w.columns - begin;
+    const int8_t* rows[kFewRows];
+    const int8_t* tokens[kTokens];
+    float scales[kFewRows];
+    for (size_t r = 0; r < kFewRows; ++r) {
+      rows[r] = reinterpret_cast<const int8_t*>(address_of(w, four.index[r], begin));
+      scales[r] = scale_at(w, four.index[r], s, segments);
+    }
+    for (size_t t = 0; t < kTokens; ++t) tokens[t] = in.codes + (token + t) * in.stride + begin;
+    int32_t dots[kTokens][kFewRows];
+    dot_codes<kTokens>(rows, tokens, left < width ? left : width, dots);
+    for (size_t t = 0; t < kTokens; ++t) {
+      for (size_t r = 0; r < kFewRows; ++r) {
+        totals[t][r] += static_cast<float>(dots[t][r]) * scales[r];
+      }
+    }
+  }
+  for (size_t t = 0; t < kTokens; ++t) {
+    for (size_t r = 0; r < four.count; ++r) {
+      out[t * out_stride + r] = totals[t][r] * in.scales[token + t];
+    }
+  }
+}
+
+template <size_t kTokens>
+void few_tokens(const Weight& w, const Inputs& in, size_t token, const FourRows& four, float* out,
+                size_t out_stride) {
+  if (w.int8_activations) return few_codes<kTokens>(w, in, token, four, out, out_stride);
+#if defined(HMT_AVX512_BF16)
+  if (w.code == Code::kBF16 && in.bf16 != nullptr) {
+    return few_numbers<PairedColumns, kTokens>(w, in, token, four, out, out_stride);
+  }
+#endif
+  with_code(w.code, [&](auto code) {
+    few_numbers<WidenedColumns<code.value>, kTokens>(w, in, token, four, out, out_stride);
+  });
+}
+
+// See LinearKernels::multiply.
+inline void multiply_few(const Weight& w, const Inputs& in, size_t first_row, size_t end_row,
+                         float* out, size_t out_stride) {
+  for (size_t row = first_row; row < end_row; row += kFewRows) {
+    const FourRows four(row, end_row);
+    for (size_t t = 0; t < in.tokens;) {
+      const size_t left = in.tokens - t;
+      float* target = out + t * out_stride + (row - first_row);
+      if (left >= 4 && kFewTokens >= 4) {
+        few_tokens<kFewTokens>(w, in, t, four, target, out_stride);
+        t += 4;
+      } else if (left == 3 && kFewTokens >= 4) {
+        few_tokens<kFewTokens < 3 ? 1 : 3>(w, in, t, four, target, out_stride);
+        t += 3;
+      } else if (left >= 2) {
+        few_tokens<2>(w, in, t, four, target, out_stride);
+        t += 2;
+      } else {
+        few_tokens<1>(w, in, t, four, target, out_stride);
+        t += 1;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hmt::HMT_ISA

@@ -1,0 +1,373 @@
+// Multiplies a range of rows with many tokens; see rows_lanes.h for how both lie.  Only for
+// rows.isa.cpp.
+#pragma once
+
+#include "base/scratch.h"
+#include "linear/rows_lanes.h"
+#if defined(HMT_AMX)
+#include "linear/rows_amx.h"
+#endif
+
+namespace hmt::HMT_ISA {
+namespace {
+
+HMT_INLINE size_t round_16(size_t count) { return (count + 15) / 16 * 16; }
+
+// A block of 16 tokens: lines, then, where the Math wants them, a line of sums for each segment.
+template <typename Math>
+size_t arranged_size(const Weight& w) {
+  const Cut cut(w, Math::kPerLine, Math::kRoundLines);
+  return kLine * (cut.lines + (Math::kOffset ? cut.segments : 0));
+}
+
+// -128 times the sum of a token's codes over columns [begin, begin + count).
+HMT_INLINE int32_t excess_of(const Inputs& in, size_t token, size_t begin, size_t count) {
+  int32_t total = 0;
+  if (begin % 16 == 0 && (count % 16 == 0 || begin + count == in.columns)) {
+    const int32_t* sums = in.sums + token * (in.stride / 16) + begin / 16;
+    for (size_t i = 0; i < (count + 15) / 16; ++i) total += sums[i];
+  } else {
+    for (size_t c = begin; c < begin + count; ++c) total += in.codes[token * in.stride + c];
+  }
+  return -128 * total;
+}
+
+// 16 lines of a block of tokens, from a run of their columns; fewer columns end in zeros.
+template <typename Math>
+HMT_INLINE void arrange_lines(const Inputs& in, size_t first, size_t column, size_t columns,
+                              uint32_t* lines) {
+  const auto* begin = Math::tokens(in) + first * in.stride + column;
+  constexpr size_t kBytes = sizeof *begin, kAll = 16 * Math::kPerLine;
+  const size_t tokens = in.tokens - first < kTokenBlock ? in.tokens - first : kTokenBlock;
+  const uint32_t* starts[16];
+  alignas(64) uint32_t rows[16][16];
+  if (kBytes * Math::kPerLine == 4 && tokens == 16 && columns == kAll) {
+    for (size_t t = 0; t < 16; ++t) {
+      starts[t] = reinterpret_cast<const uint32_t*>(begin + t * in.stride);
+    }
+  } else {
+    std::memset(rows, 0, sizeof rows);
+    for (size_t t = 0; t < 16; ++t) starts[t] = rows[t];
+    for (size_t t = 0; t < tokens; ++t) {
+      if constexpr (kBytes * Math::kPerLine == 4) {
+        std::memcpy(rows[t], begin + t * in.stride, columns * kBytes);
+      } else {
+        Math::pack(Code::kInt8, reinterpret_cast<const uint8_t*>(begin + t * in.stride), columns,
+                   reinterpret_cast<uint8_t*>(rows[t]));
+      }
+    }
+  }
+  transpose_16(starts, lines);
+}
+
+template <typename Math>
+void arrange_tokens(const Weight& w, const Inputs& in, size_t block, uint8_t* arranged) {
+  const Cut cut(w, Math::kPerLine, Math::kRoundLines);
+  const size_t first = block * kTokenBlock;
+  alignas(64) uint32_t some[256];
+  for (size_t s = 0; s < cut.segments; ++s) {
+    const size_t count = cut.count(s), all = cut.lines_of(count);
+    for (size_t line = 0; line < all; line += 16) {
+      const size_t column = line * cut.per_line, room = 16 * cut.per_line;
+      const size_t left = column < count ? count - column : 0;
+      uint8_t* out = arranged + (s * cut.segment_lines + line) * kLine;
+      const bool whole = all - line >= 16;
+      uint32_t* lines = whole ? reinterpret_cast<uint32_t*>(out) : some;
+      arrange_lines<Math>(in, first, cut.begin(s) + column, left < room ? left : room, lines);
+      if (!whole) std::memcpy(out, some, (all - line) * kLine);
+    }
+    if (Math::kOffset) {
+      int32_t excess[16] = {};
+      for (size_t t = 0; t < 16 && first + t < in.tokens; ++t) {
+        excess[t] = excess_of(in, first + t, cut.begin(s), count);
+      }
+      std::memcpy(arranged + (cut.lines + s) * kLine, excess, sizeof excess);
+    }
+  }
+}
+
+// What is under way while a range of rows is multiplied.
+template <typename Math>
+struct Range {
+  const Weight& w;
+  const Cut cut;
+  size_t first_row, rows, padded;  // padded to a multiple of 16
+  const uint8_t* arranged;
+  size_t arranged_bytes, blocks;
+  uint8_t* packed;  // [padded] rows of kRowBytes
+  float* scales;    // [padded, kBlockLines]: of the pieces, where there are several segments
+  float* partial;   // [blocks, padded, 16]: sums of a segment so far, as Math::Sum
+  float* totals;    // the same: of segments with their scales, where there are several
+
+  size_t line_of(size_t block, size_t row) const { return (block * padded + row) * 16; }
+};
+
+// Fetches the weights of the next block of columns, a few with each tile that is multiplied: rows
+// lie too far apart for the processor to foresee them.
+class Ahead {
+ public:
+  // `tiles`: how often `some` will be called
+  Ahead(const Weight& w, size_t first_row, size_t rows, const Piece& last, size_t tiles) {
+    const size_t each = bytes_of(w.code), column = last.column + last.count;
+    const size_t left = w.columns - column, columns = left < kMost / each ? left : kMost / each;
+    next_ = address_of(w, first_row, column);
+    stride_ = w.columns * each;
+    row_bytes_ = columns * each;
+    rows_ = columns == 0 ? 0 : rows;
+    each_time_ = (rows_ * ((row_bytes_ + kLine - 1) / kLine) + tiles - 1) / tiles;
+  }
+  HMT_INLINE void some() {
+    for (size_t i = 0; i < each_time_ && rows_ > 0; ++i) {
+      __builtin_prefetch(next_ + offset_, 0, 2);
+      offset_ += kLine;
+      if (offset_ < row_bytes_) continue;
+      offset_ = 0;
+      next_ += stride_;
+      --rows_;
+    }
+  }
+
+ private:
+  static constexpr size_t kMost = 4 * kBlockLines;
+  const uint8_t* next_;
+  size_t stride_, row_bytes_, rows_, each_time_, offset_ = 0;
+};
+
+template <typename Math>
+HMT_INLINE typename Math::Sum no_sum() {
+  if constexpr (Math::kInteger) return set1(int32_t{0});
+  else return zero();
+}
+HMT_INLINE void save(float* p, F16v sum) { store(p, sum); }
+HMT_INLINE void save(float* p, I16v sum) { store(reinterpret_cast<int32_t*>(p), sum); }
+template <typename Math>
+HMT_INLINE typename Math::Sum saved(const float* p) {
+  if constexpr (Math::kInteger) return load(reinterpret_cast<const int32_t*>(p));
+  else return load(p);
+}
+// A segment's sums with their scale, added to the segments before.
+HMT_INLINE F16v scaled(F16v sum, F16v scale, F16v before) { return fma(sum, scale, before); }
+HMT_INLINE F16v scaled(I16v sum, F16v scale, F16v before) {
+  return add(before, mul(to_float(sum), scale));
+}
+
+template <typename Math, size_t kRows, size_t kBlocks>
+void multiply_tile(const Range<Math>& range, const Pieces& pieces, size_t block, size_t row) {
+  using Sum = typename Math::Sum;
+  const uint8_t* weights = range.packed + row * kRowBytes;
+  for (size_t p = 0; p < pieces.count; ++p) {
+    const Piece& piece = pieces.piece[p];
+    const uint8_t* lines[kBlocks];
+    Sum sums[kRows][kBlocks];
+#pragma GCC unroll 4
+    for (size_t b = 0; b < kBlocks; ++b) {
+      const uint8_t* arranged = range.arranged + (block + b) * range.arranged_bytes;
+      lines[b] = arranged + piece.line * kLine;
+      const uint8_t* excess = arranged + (range.cut.lines + piece.segment) * kLine;
+#pragma GCC unroll 16
+      for (size_t r = 0; r < kRows; ++r) {
+        const float* before = range.partial + range.line_of(block + b, row + r);
+        if (!piece.starts) sums[r][b] = saved<Math>(before);
+        else if (Math::kOffset) sums[r][b] = saved<Math>(reinterpret_cast<const float*>(excess));
+        else sums[r][b] = no_sum<Math>();
+      }
+    }
+    for (size_t line = 0; line < piece.lines; ++line) {
+      typename Math::Line x[kBlocks];
+#pragma GCC unroll 4
+      for (size_t b = 0; b < kBlocks; ++b) x[b] = Math::line(lines[b] + line * kLine);
+#pragma GCC unroll 16
+      for (size_t r = 0; r < kRows; ++r) {
+        const auto four = Math::four(weights + r * kRowBytes + 4 * line);
+#pragma GCC unroll 4
+        for (size_t b = 0; b < kBlocks; ++b) sums[r][b] = Math::step(sums[r][b], x[b], four);
+      }
+    }
+    weights += 4 * piece.lines;
+    const bool fold = piece.ends && range.cut.segments > 1;
+#pragma GCC unroll 16
+    for (size_t r = 0; r < kRows; ++r) {
+      const F16v scale = set1(fold ? range.scales[(row + r) * kBlockLines + p] : 0.0f);
+#pragma GCC unroll 4
+      for (size_t b = 0; b < kBlocks; ++b) {
+        const size_t at = range.line_of(block + b, row + r);
+        if (fold) {
+          const F16v before = piece.segment == 0 ? zero() : load(range.totals + at);
+          store(range.totals + at, scaled(sums[r][b], scale, before));
+        } else {
+          save(range.partial + at, sums[r][b]);
+        }
+      }
+    }
+  }
+}
+
+// All rows of the range with blocks [block, block + kBlocks).
+template <typename Math, size_t kRows, size_t kBlocks>
+HMT_INLINE void multiply_rows(const Range<Math>& range, const Pieces& pieces, size_t block,
+                              Ahead& ahead) {
+  for (size_t row = 0; row < range.padded; row += kRows) {
+    ahead.some();
+    multiply_tile<Math, kRows, kBlocks>(range, pieces, block, row);
+  }
+}
+
+#if defined(HMT_AMX)
+// As multiply_tile, with kRowTiles * 16 rows.  A sum that a scale belongs to passes through `fresh`.
+template <typename Math, size_t kRowTiles, size_t kBlocks>
+void multiply_amx_tile(const Range<Math>& range, const Pieces& pieces, size_t block, size_t row) {
+  const uint8_t* weights = range.packed + row * kRowBytes;
+  for (size_t p = 0; p < pieces.count; ++p) {
+    const Piece& piece = pieces.piece[p];
+    const bool fold = piece.ends && range.cut.segments > 1;
+    alignas(64) float segment[2][2][256];
+    float* sums[2][2];
+    const uint8_t* lines[kBlocks];
+    for (size_t b = 0; b < kBlocks; ++b) {
+      lines[b] = range.arranged + (block + b) * range.arranged_bytes + piece.line * kLine;
+      for (size_t i = 0; i < kRowTiles; ++i) {
+        float* kept = range.partial + range.line_of(block + b, row + 16 * i);
+        sums[i][b] = fold && piece.starts ? segment[i][b] : kept;
+      }
+    }
+    multiply_with_tiles<Math::kInteger, kRowTiles, kBlocks>(weights, kRowBytes, lines, piece.lines,
+                                                            piece.starts, sums);
+    weights += 4 * piece.lines;
+    if (!fold) continue;
+    for (size_t r = 0; r < 16 * kRowTiles; ++r) {
+      const F16v scale = set1(range.scales[(row + r) * kBlockLines + p]);
+      for (size_t b = 0; b < kBlocks; ++b) {
+        float* total = range.totals + range.line_of(block + b, row + r);
+        const F16v before = piece.segment == 0 ? zero() : load(total);
+        store(total, scaled(saved<Math>(sums[r / 16][b] + r % 16 * 16), scale, before));
+      }
+    }
+  }
+}
+
+template <typename Math>
+void multiply_amx_blocks(const Range<Math>& range, const Pieces& pieces, Ahead& ahead) {
+  const Tiles tiles;
+  for (size_t block = 0; block < range.blocks; block += 2) {
+    const bool two_blocks = range.blocks - block >= 2;
+    for (size_t row = 0; row < range.padded; row += 32) {
+      ahead.some();
+      const bool two_rows = range.padded - row >= 32;
+      if (two_blocks && two_rows) multiply_amx_tile<Math, 2, 2>(range, pieces, block, row);
+      else if (two_blocks) multiply_amx_tile<Math, 1, 2>(range, pieces, block, row);
+      else if (two_rows) multiply_amx_tile<Math, 2, 1>(range, pieces, block, row);
+      else multiply_amx_tile<Math, 1, 1>(range, pieces, block, row);
+    }
+  }
+}
+#endif
+
+template <typename Math>
+void multiply_blocks(const Range<Math>& range, const Pieces& pieces) {
+  const Piece& last = pieces.piece[pieces.count - 1];
+  Ahead ahead(range.w, range.first_row, range.rows, last, range.blocks * range.padded / 24 + 1);
+#if defined(HMT_AMX)
+  if constexpr (Math::kRoundLines == 16) return multiply_amx_blocks(range, pieces, ahead);
+#endif
+#if defined(HMT_AVX512)
+  // 24 registers of sums, 3 of tokens; a lone block takes 16 rows to hide the latency of its sums.
+  for (size_t block = 0; block < range.blocks;) {
+    const size_t left = range.blocks - block;
+    if (left == 1) multiply_rows<Math, 16, 1>(range, pieces, block, ahead);
+    else if (left == 2 || left == 4) multiply_rows<Math, 8, 2>(range, pieces, block, ahead);
+    else multiply_rows<Math, 8, 3>(range, pieces, block, ahead);
+    block += left == 1 ? 1 : left == 2 || left == 4 ? 2 : 3;
+  }
+#else
+  for (size_t block = 0; block < range.blocks; ++block) {
+    multiply_rows<Math, 4, 1>(range, pieces, block, ahead);
+  }
+#endif
+}
+
+// Copies the weights of one block of columns, and looks up the scales of its pieces.
+template <typename Math>
+void pack_weights(const Range<Math>& range, const Pieces& pieces) {
+  const Weight& w = range.w;
+  const float unit = unit_of(w.code);
+  for (size_t r = 0; r < range.rows; ++r) {
+    uint8_t* out = range.packed + r * kRowBytes;
+    for (size_t p = 0; p < pieces.count; ++p) {
+      const Piece& piece = pieces.piece[p];
+      const size_t used = piece.count * (4 / Math::kPerLine), all = 4 * piece.lines;
+      Math::pack(w.code, address_of(w, range.first_row + r, piece.column), piece.count, out);
+      if (used < all) std::memset(out + used, 0, all - used);
+      out += all;
+      if (range.cut.segments > 1) {
+        const float scale = scale_at(w, range.first_row + r, piece.segment, range.cut.segments);
+        range.scales[r * kBlockLines + p] = scale * unit;
+      }
+    }
+  }
+}
+
+// Sums become results, [tokens, rows].
+template <typename Math>
+void write_results(const Range<Math>& range, const Inputs& in, float* out, size_t out_stride) {
+  alignas(64) float lines[16][16], results[16][16];
+  const uint32_t* starts[16];
+  for (size_t r = 0; r < 16; ++r) starts[r] = reinterpret_cast<const uint32_t*>(lines[r]);
+  for (size_t block = 0; block < range.blocks; ++block) {
+    const size_t first = block * 16, tokens = in.tokens - first < 16 ? in.tokens - first : 16;
+    float token_scales[16] = {};
+    if (Math::kInteger) std::memcpy(token_scales, in.scales + first, tokens * sizeof(float));
+    for (size_t row = 0; row < range.rows; row += 16) {
+      const size_t rows = range.rows - row < 16 ? range.rows - row : 16;
+      for (size_t r = 0; r < rows; ++r) {
+        const size_t at = range.line_of(block, row + r);
+        F16v value;
+        if (range.cut.segments > 1) {
+          value = load(range.totals + at);
+        } else {
+          const float scale = scale_at(range.w, range.first_row + row + r, 0, 1);
+          value = scaled(saved<Math>(range.partial + at), set1(scale * unit_of(range.w.code)),
+                         zero());
+        }
+        store(lines[r], Math::kInteger ? mul(value, load(token_scales)) : value);
+      }
+      for (size_t r = rows; r < 16; ++r) store(lines[r], zero());
+      transpose_16(starts, reinterpret_cast<uint32_t*>(results[0]));
+      for (size_t t = 0; t < tokens; ++t) {
+        float* target = out + (first + t) * out_stride + row;
+        if (rows == 16) store(target, load(results[t]));
+        else std::memcpy(target, results[t], rows * sizeof(float));
+      }
+    }
+  }
+}
+
+// See LinearKernels::multiply.
+template <typename Math>
+void multiply_many(const Weight& w, const Inputs& in, size_t first_row, size_t end_row, float* out,
+                   size_t out_stride) {
+  const Cut cut(w, Math::kPerLine, Math::kRoundLines);
+  const size_t rows = end_row - first_row, padded = round_16(rows);
+  const size_t blocks = (in.tokens + kTokenBlock - 1) / kTokenBlock;
+  const size_t several = cut.segments > 1, sums = blocks * padded * 16;
+  Scratch scratch(padded * (kRowBytes + several * kBlockLines * sizeof(float)) +
+                  (1 + several) * sums * sizeof(float));
+  Range<Math> range{w, cut, first_row, rows, padded, in.arranged, arranged_size<Math>(w), blocks,
+                    scratch.take<uint8_t>(padded * kRowBytes),
+                    scratch.take<float>(several * padded * kBlockLines),
+                    scratch.take<float>(sums), scratch.take<float>(several * sums)};
+  // Rows that do not exist are multiplied too, and their results left out.
+  std::memset(range.packed + rows * kRowBytes, 0, (padded - rows) * kRowBytes);
+  for (size_t i = rows * kBlockLines; i < several * padded * kBlockLines; ++i) {
+    range.scales[i] = 0.0f;
+  }
+  Pieces pieces;
+  for (size_t segment = 0, line = 0; segment < cut.segments;) {
+    pieces.fill(cut, segment, line);
+    pack_weights(range, pieces);
+    multiply_blocks(range, pieces);
+  }
+  write_results(range, in, out, out_stride);
+}
+
+}  // namespace
+}  // namespace hmt::HMT_ISA

@@ -1,0 +1,182 @@
+"""A checkpoint written a second time, as the GGUF file that llama.cpp reads, in 4 bits.
+
+The numbers are rounded by the `gguf` package, llama.cpp's own: matrices to Q4_0 (32 numbers share
+an f16 scale), the embedding and the output layer to Q8_0, norms and routers to F32.  Names and
+keys are those of llama.cpp's convert_hf_to_gguf.py.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hmt.base.errors import CheckpointError, MachineError
+from hmt.contracts.checkpoint import Checkpoint, TensorRecord
+from hmt.formats import open_checkpoint
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_EXPERT_NAMES = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
+}
+_ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
+_BYTES_PER_32 = {"Q4_0": 18, "Q8_0": 34, "F32": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of the file, before it is written.
+
+    sources      the checkpoint's tensors, stacked where there are several (experts)
+    kind         its GGML type: Q4_0, Q8_0 or F32
+    turned       heads whose rows llama.cpp wants with the halves of a rotary pair side by side;
+                 0 where rows stay where they are
+    used         share of it that one token's computation reads
+    """
+
+    name: str
+    sources: tuple[TensorRecord, ...]
+    kind: str
+    turned: int = 0
+    used: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As PyTorch writes shapes."""
+        stacked = (len(self.sources),) if self.name.endswith("_exps.weight") else ()
+        return (*stacked, *self.sources[0].shape)
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return prod(self.shape) * _BYTES_PER_32[self.kind] // 32
+
+
+def load_gguf() -> ModuleType:
+    """The `gguf` package.  Raises MachineError, with what to install, where it is missing."""
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise MachineError(
+            f"GGUF files are written by the gguf package, which does not load ({error}): "
+            "pip install 'gguf>=0.10'"
+        ) from error
+
+
+def gguf_tensors(checkpoint: Checkpoint) -> list[GgufTensor]:
+    """What `write_gguf` writes, in order.  Raises CheckpointError for other architectures."""
+    config, records = checkpoint.config, checkpoint.records
+    if config.get("model_type") not in _ARCHITECTURES:
+        known = " and ".join(_ARCHITECTURES)
+        raise CheckpointError(
+            f"{checkpoint.path} is a {config.get('model_type')!r}; only {known} checkpoints are "
+            "written as GGUF"
+        )
+    embedding, head = records["model.embed_tokens.weight"], records["lm_head.weight"]
+    tensors = [GgufTensor("token_embd.weight", (embedding,), "Q8_0", used=1 / embedding.shape[0])]
+    for layer in range(config["num_hidden_layers"]):
+        tensors += _layer(config, records, layer)
+    tensors.append(GgufTensor("output_norm.weight", (records["model.norm.weight"],), "F32"))
+    tensors.append(GgufTensor("output.weight", (head,), "Q8_0"))
+    return tensors
+
+
+def write_gguf(folder: Path, path: Path) -> int:
+    """Write the checkpoint in `folder` as GGUF to `path`; returns the bytes of all tensors.
+
+    Only BF16 checkpoints of Llama and Qwen3-MoE.  The file has no tokenizer.
+    """
+    gguf = load_gguf()
+    checkpoint = open_checkpoint(folder)
+    tensors = gguf_tensors(checkpoint)
+    writer = gguf.GGUFWriter(path, _ARCHITECTURES[checkpoint.config["model_type"]])
+    _add_sizes(writer, checkpoint.config)
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.kind]
+        parts = [
+            gguf.quants.quantize(_read(record, tensor.turned), kind) for record in tensor.sources
+        ]
+        writer.write_tensor_data(np.concatenate(parts))
+    writer.close()
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _layer(
+    config: Mapping[str, Any], records: Mapping[str, TensorRecord], layer: int
+) -> Iterator[GgufTensor]:
+    # Llama's kernels of llama.cpp turn neighbouring numbers, the checkpoint's halves of a head.
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    turned = heads if config["model_type"] == "llama" else {}
+    at = f"model.layers.{layer}."
+    for name, source in _LAYER_NAMES.items():
+        record = records.get(f"{at}{source}.weight")
+        if record is not None:
+            kind = "Q4_0" if len(record.shape) == 2 and name != "ffn_gate_inp" else "F32"
+            yield GgufTensor(f"blk.{layer}.{name}.weight", (record,), kind, turned.get(name, 0))
+    experts = config.get("num_experts", 0)
+    for name, source in _EXPERT_NAMES.items() if experts else ():
+        stack = tuple(records[f"{at}mlp.experts.{e}.{source}.weight"] for e in range(experts))
+        used = config["num_experts_per_tok"] / experts
+        yield GgufTensor(f"blk.{layer}.{name}.weight", stack, "Q4_0", used=used)
+
+
+def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
+    """The keys from which llama.cpp builds the model."""
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    if config.get("num_experts"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _read(record: TensorRecord, turned: int) -> np.ndarray:
+    """The tensor as f32."""
+    if record.dtype != "BF16":
+        raise CheckpointError(f"{record.name} is {record.dtype}; GGUF is written from BF16 only")
+    with record.file.open("rb") as file:
+        file.seek(record.offset)
+        data = bytearray(file.read(record.nbytes))
+    values = torch.frombuffer(data, dtype=torch.bfloat16).float().view(record.shape)
+    if turned:
+        rows, columns = values.shape
+        values = values.view(turned, 2, rows // turned // 2, columns).transpose(1, 2)
+        values = values.reshape(rows, columns)
+    return values.numpy()

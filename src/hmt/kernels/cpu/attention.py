@@ -1,0 +1,112 @@
+"""Attention over pages through the compiled extension, which reads them where they lie.
+
+Sums are f32.  bf16 queries meet bf16 pages in VDPBF16PS where the processor has it, with weights
+rounded to bf16.  A row's result depends on its run's length, start and numbers only.
+
+The extension computes on as many threads as torch would on the calling thread.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt.kernels.reference.pages import PagedRuns, Pages
+
+# Numbers of the enum in csrc/base/dtype.h.
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def append_pages(
+    native: ModuleType, pages: Pages, layer: int, runs: PagedRuns, key: Tensor, value: Tensor | None
+) -> None:
+    """`reference.append_pages` by the extension, to the bit."""
+    key = _side_by_side(key)
+    value = key if value is None else _side_by_side(value)
+    native.append_pages(
+        pages.native or _native_pages(native, pages),
+        layer,
+        runs.native or _native_runs(native, runs),
+        key.data_ptr(),
+        _TYPES[key.dtype],
+        *key.stride()[:2],
+        value.data_ptr(),
+        _TYPES[value.dtype],
+        *value.stride()[:2],
+        torch.get_num_threads(),
+    )
+
+
+def paged_attention(
+    native: ModuleType,
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """`reference.paged_attention` by the extension: out [tokens, q_heads, value_dim].
+
+    sinks   f32, contiguous
+    lse     f32 [tokens, q_heads], contiguous, is written where it is given
+    """
+    query = _side_by_side(query)
+    tokens, heads, _ = query.shape
+    layout, dtype = pages.layout, _TYPES[query.dtype]
+    assert heads % layout.heads == 0 and query.shape[2] == layout.key_dim
+    out = query.new_empty(tokens, heads, layout.value_dim)
+    native.attend_pages(
+        pages.native or _native_pages(native, pages),
+        layer,
+        runs.native or _native_runs(native, runs),
+        query.data_ptr(),
+        dtype,
+        *query.stride()[:2],
+        heads,
+        scale,
+        window,
+        softcap,
+        0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        dtype,
+        0 if lse is None else lse.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _side_by_side(rows: Tensor) -> Tensor:
+    """Rows whose numbers lie one after the other."""
+    return rows if rows.stride(2) == 1 else rows.contiguous()
+
+
+def _native_pages(native: ModuleType, pages: Pages) -> Any:
+    """Made once, as the memory of pages does not move."""
+    layout, memory = pages.layout, pages.memory
+    pages.native = native.make_pages(
+        int(layout.encoding),
+        layout.heads,
+        layout.key_dim,
+        layout.value_dim,
+        layout.latent,
+        memory.data_ptr(),
+        memory.stride(0),
+    )
+    assert pages.native.layer_bytes == layout.page_bytes
+    return pages.native
+
+
+def _native_runs(native: ModuleType, runs: PagedRuns) -> Any:
+    """Made once for all layers of a step."""
+    items = []
+    for offset, length, start, table in runs.runs:
+        assert table.dtype == torch.int64 and table.is_contiguous()
+        items.append((offset, length, start, table.data_ptr()))
+    runs.native = native.make_runs(tuple(items))
+    return runs.native

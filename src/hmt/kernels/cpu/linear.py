@@ -1,0 +1,173 @@
+"""Linear layers through the compiled extension.
+
+Products with int8 activations and dequantised numbers equal those of `hmt.kernels.reference` to the
+bit.  Products with float activations take weights that are not rounded to x.dtype, and sum in f32.
+
+The extension computes on as many threads as torch would on the calling thread.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
+from hmt.kernels import reference
+
+# Numbers of the enums in csrc/linear/weight.h and csrc/base/dtype.h.
+_CODES = {
+    Encoding.F32: 0,
+    Encoding.BF16: 1,
+    Encoding.F16: 2,
+    Encoding.FP8_BLOCK: 3,
+    Encoding.INT8_CHANNEL: 4,
+    Encoding.INT8_GROUP: 4,
+    Encoding.INT4_GROUP: 5,
+    Encoding.NVFP4: 6,
+    Encoding.MXFP4: 6,
+}
+_PACKINGS = {Packing.ROWS: 0, Packing.PANELS: 1}
+_SCALES = {
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.float8_e4m3fn: 4,
+    torch.uint8: 5,
+}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# A product of so many int8 numbers cannot leave int32.
+_MOST_INT8_COLUMNS = (1 << 31) // (127 * 128)
+_INT4_GROUPS = (16, 32, 64, 128)
+
+
+def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) -> Tensor:
+    """`reference.linear` by the extension."""
+    weight = native_weight(native, w)
+    if weight is None or x.dtype not in DTYPES:
+        return reference.linear(x, w, bias)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(x.shape[0], w.shape[0])
+    projections = (weight,) if bias is None else (_with_bias(weight, bias),)
+    _multiply(native, projections, x, out)
+    return out
+
+
+def linear_many(
+    native: ModuleType, x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+) -> Tensor:
+    """`reference.linear_many` in one call, which prepares x once for all weights."""
+    handles = [native_weight(native, w) for w in weights]
+    if None in handles or x.dtype not in DTYPES:
+        return reference.linear_many(x, weights, biases)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
+    projections = tuple(
+        handle if bias is None else _with_bias(handle, bias)
+        for handle, bias in zip(handles, biases, strict=True)
+    )
+    _multiply(native, projections, x, out)
+    return out
+
+
+def dequantize(
+    native: ModuleType, w: WeightTensor, dtype: torch.dtype, rows: slice | None
+) -> Tensor:
+    """`reference.dequantize`, the numbers computed by the extension."""
+    weight = None if w.encoding.is_float else native_weight(native, w)
+    if weight is None or dtype not in DTYPES:
+        return reference.dequantize(w, dtype, rows)
+    start, stop, _ = (rows or slice(None)).indices(w.shape[0])
+    out = torch.empty(stop - start, w.shape[1], dtype=dtype)
+    native.dequantize(
+        weight, start, stop - start, out.data_ptr(), DTYPES[dtype], torch.get_num_threads()
+    )
+    return out
+
+
+def quantize_activations(native: ModuleType, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.quantize_activations` in one pass."""
+    if x.dtype not in DTYPES:
+        return reference.quantize_activations(x)
+    x = x.contiguous()
+    tokens, columns = x.shape
+    codes = torch.empty(x.shape, dtype=torch.int8)
+    scales = torch.empty(tokens)
+    native.quantize_tokens(
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        tokens,
+        columns,
+        columns,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return codes, scales
+
+
+def native_weight(native: ModuleType, w: WeightTensor) -> Any:
+    """The extension's own description of `w`, made once; None where it cannot compute on it."""
+    try:
+        return w.derived["native"]
+    except KeyError:
+        weight = _describe(native, w) if _is_supported(w) else None
+        w.derived["native"] = weight
+        return weight
+
+
+def _multiply(native: ModuleType, projections: tuple[Any, ...], x: Tensor, out: Tensor) -> None:
+    tokens, columns = x.shape
+    dtype = DTYPES[x.dtype]
+    native.linear(
+        projections,
+        x.data_ptr(),
+        dtype,
+        tokens,
+        columns,
+        x.stride(0),
+        out.data_ptr(),
+        dtype,
+        out.shape[1],
+        torch.get_num_threads(),
+    )
+
+
+def _with_bias(weight: Any, bias: Tensor) -> tuple[Any, int, int]:
+    assert bias.is_contiguous()
+    return weight, bias.data_ptr(), DTYPES[bias.dtype]
+
+
+def _is_supported(w: WeightTensor) -> bool:
+    parts = (w.data, w.scales, w.zeros, w.minima)
+    if len(w.shape) != 2 or any(part is not None and not part.is_contiguous() for part in parts):
+        return False
+    if w.encoding in (Encoding.INT8_CHANNEL, Encoding.INT8_GROUP):
+        return w.activations is Activations.FLOAT or w.shape[1] <= _MOST_INT8_COLUMNS
+    return w.encoding.packing is Packing.ROWS or w.group_size in _INT4_GROUPS
+
+
+def _describe(native: ModuleType, w: WeightTensor) -> Any:
+    rows, columns = w.shape
+    tile = w.tile if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size or max(1, columns))
+    return native.make_weight(
+        _CODES[w.encoding],
+        _PACKINGS[w.encoding.packing],
+        rows,
+        columns,
+        w.data.data_ptr(),
+        0 if w.scales is None else _SCALES[w.scales.dtype],
+        _address(w.scales),
+        *tile,
+        _address(w.zeros),
+        _address(w.minima),
+        1.0 if w.factor is None else float(w.factor),
+        w.activations is Activations.INT8_TOKEN,
+    )
+
+
+def _address(part: Tensor | None) -> int:
+    return 0 if part is None else part.data_ptr()

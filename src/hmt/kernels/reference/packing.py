@@ -1,0 +1,69 @@
+"""Codes and scales taken out of panels again."""
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import Encoding, WeightTensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def unpack_codes(w: WeightTensor, rows: slice) -> Tensor:
+    """4-bit codes 0..15 of some rows of a weight in panels: uint8 [rows, in]."""
+    start, stop, _ = rows.indices(w.shape[0])
+    first = start // 16
+    pairs = w.data[first : -(-stop // 16)]  # [panels, blocks, 4, 16, 4]
+    halves = torch.stack((pairs & 15, pairs >> 4))  # [2, p, b, j, r, i]
+    codes = halves.permute(1, 4, 2, 0, 3, 5).reshape(-1, w.shape[1])
+    return codes[start - 16 * first : stop - 16 * first]
+
+
+def unpack_groups(panels: Tensor, rows: slice, height: int) -> Tensor:
+    """Numbers per group of some rows of a weight with `height` rows, in panels: [rows, groups]."""
+    start, stop, _ = rows.indices(height)
+    first = start // 16
+    values = panels[first : -(-stop // 16)].transpose(1, 2).flatten(0, 1)
+    return values[start - 16 * first : stop - 16 * first]
+
+
+def integer_codes(w: WeightTensor, rows: slice) -> Tensor:
+    """What int8 activations are multiplied with: int8 [rows, in].
+
+    Codes of e2m1 are doubled, which makes them integers; `integer_scales` are halved for it.
+    """
+    if w.encoding in (Encoding.INT8_CHANNEL, Encoding.INT8_GROUP):
+        return w.data[rows]
+    codes = unpack_codes(w, rows)
+    if w.encoding is not Encoding.INT4_GROUP:
+        table = torch.tensor(E2M1, device=codes.device).mul(2).to(torch.int8)
+        return table[codes.long()]
+    if w.minima is not None:
+        return codes.view(torch.int8)
+    if w.zeros is None:
+        return codes.view(torch.int8) - 8
+    zeros = unpack_groups(w.zeros, rows, w.shape[0]).view(torch.int8)
+    return codes.view(torch.int8) - zeros.repeat_interleave(w.group_size, 1)
+
+
+def integer_scales(w: WeightTensor, rows: slice) -> Tensor:
+    """The scale of `integer_codes` for each row and group: f32 [rows, groups]."""
+    assert w.scales is not None
+    match w.encoding:
+        case Encoding.INT8_CHANNEL:
+            return w.scales[rows, None]
+        case Encoding.INT8_GROUP:
+            return w.scales[rows]
+    scales = unpack_groups(w.scales, rows, w.shape[0])
+    match w.encoding:
+        case Encoding.NVFP4:
+            assert w.factor is not None
+            return scales.float() * w.factor * 0.5
+        case Encoding.MXFP4:
+            return torch.exp2(scales.float() - 127) * 0.5
+        case _:
+            return scales.float()
+
+
+def minima(w: WeightTensor, rows: slice) -> Tensor | None:
+    """f32 [rows, groups], or None."""
+    return None if w.minima is None else unpack_groups(w.minima, rows, w.shape[0]).float()
