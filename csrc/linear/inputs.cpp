@@ -10,6 +10,7 @@ namespace hmt {
 namespace {
 
 constexpr size_t kPad = 64;
+constexpr size_t kRowsAtATime = 8;  // that a thread copies or widens
 
 // An odd number of cache lines of codes, so that the rows of a tile of tokens do not all fall into
 // the same set of the L1 cache.
@@ -18,13 +19,15 @@ size_t blocks(size_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; 
 
 // Copies rows to a padded stride where they have not got one.
 template <typename T>
-const T* pad_rows(const ConstMatrix& x, size_t stride, Scratch& scratch) {
+const T* pad_rows(const ConstMatrix& x, size_t stride, Scratch& scratch, size_t threads) {
   T* rows = scratch.take<T>(x.rows * stride);
-  for (size_t t = 0; t < x.rows; ++t) {
-    std::memcpy(rows + t * stride, static_cast<const T*>(x.data) + t * x.stride,
-                x.columns * sizeof(T));
-    std::memset(rows + t * stride + x.columns, 0, (stride - x.columns) * sizeof(T));
-  }
+  share(x.rows, kRowsAtATime, threads, [&](size_t begin, size_t end) {
+    for (size_t t = begin; t < end; ++t) {
+      std::memcpy(rows + t * stride, static_cast<const T*>(x.data) + t * x.stride,
+                  x.columns * sizeof(T));
+      std::memset(rows + t * stride + x.columns, 0, (stride - x.columns) * sizeof(T));
+    }
+  });
   return rows;
 }
 
@@ -71,10 +74,10 @@ Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_
     inputs.sums = sums;
   }
   if (needs.numbers) {
-    if (x.type == DType::kBF16) inputs.bf16 = pad_rows<uint16_t>(x, stride, scratch);
+    if (x.type == DType::kBF16) inputs.bf16 = pad_rows<uint16_t>(x, stride, scratch, threads);
     float* numbers = scratch.take<float>(x.rows * stride);
     const TokenKernels& kernels = active(token_kernels_tables());
-    share(x.rows, 4, threads, [&](size_t begin, size_t end) {
+    share(x.rows, kRowsAtATime, threads, [&](size_t begin, size_t end) {
       for (size_t t = begin; t < end; ++t) {
         const char* row = static_cast<const char*>(x.data) + t * x.stride * bytes_of(x.type);
         kernels.widen(row, x.type, x.columns, numbers + t * stride);

@@ -26,9 +26,14 @@ struct Part {
   size_t first_column;  // of `out`
 };
 
-size_t rows_per_range(const Weight& w, size_t tokens) {
-  const size_t width = w.packing == Packing::kPanels ? 1 : 2 * (w.code == Code::kInt8 || w.code == Code::kFp8 ? 1 : 2);
-  const size_t row_bytes = std::max<size_t>(1, w.columns * width / 2);
+size_t rows_per_range(const Weight& w, size_t tokens, size_t threads) {
+  const bool panels = w.packing == Packing::kPanels;
+  if (panels && tokens >= kTokenBlock) {
+    // Four panels share a tile of tokens, two where that leaves too few ranges to balance.
+    return w.rows >= 64 * 4 * threads ? 64 : 32;
+  }
+  const bool bytes = w.code == Code::kInt8 || w.code == Code::kFp8;
+  const size_t row_bytes = std::max<size_t>(1, panels ? w.columns / 2 : w.columns * (bytes ? 1 : 2));
   // Many tokens make a row expensive, and their results need room.
   const size_t rows = kRangeBytes / (tokens < kTokenBlock ? row_bytes : 4 * row_bytes);
   return std::clamp<size_t>(rows / kPanelRows, 1, 16) * kPanelRows;
@@ -72,7 +77,7 @@ void linear(const Projection* projections, size_t count, const ConstMatrix& x, c
   size_t ranges = 0, column = 0;
   for (size_t i = 0; i < count; ++i) {
     const Weight& weight = *projections[i].weight;
-    Part part{projections + i, nullptr, 0, rows_per_range(weight, x.rows), ranges, column};
+    Part part{projections + i, nullptr, 0, rows_per_range(weight, x.rows, threads), ranges, column};
     part.arranged = needs.arranged(i, weight, inputs, part.arranged_bytes, scratch, threads);
     ranges += (weight.rows + part.rows_per_range - 1) / part.rows_per_range;
     column += weight.rows;

@@ -16,11 +16,10 @@ void msd_linear(const Weight& weight, const ConstMatrix& x, const Matrix& out, s
   size_t block_bytes = 0;
   inputs.arranged = needs.arranged(0, weight, inputs, block_bytes, scratch, threads);
   const size_t count = inputs.tokens * inputs.stride;
-  Scratch halves(2 * Scratch::round(count));
-  int8_t* high = halves.take<int8_t>(count);
-  int8_t* low = halves.take<int8_t>(count);
+  Scratch room_for_halves(2 * count);
+  int8_t* halves = room_for_halves.take<int8_t>(2 * count);
   const MsdKernels& kernels = active(msd_kernels_tables());
-  kernels.split(inputs.codes, count, high, low);
+  kernels.split(inputs.codes, count, halves);
   constexpr size_t kRows = 64;
   const size_t ranges = (weight.rows + kRows - 1) / kRows;
   share(ranges, 1, threads, [&](size_t begin, size_t end) {
@@ -28,7 +27,7 @@ void msd_linear(const Weight& weight, const ConstMatrix& x, const Matrix& out, s
       const size_t first = range * kRows, last = std::min(first + kRows, weight.rows);
       Scratch room(x.rows * (last - first) * sizeof(float));
       float* results = room.take<float>(x.rows * (last - first));
-      kernels.multiply(weight, inputs, high, low, first, last, results, last - first);
+      kernels.multiply(weight, inputs, halves, first, last, results, last - first);
       for (size_t t = 0; t < x.rows; ++t) {
         char* target =
             static_cast<char*>(out.data) + (t * out.stride + first) * bytes_of(out.type);

@@ -14,13 +14,12 @@ namespace hmt {
 void msd_linear(const Weight& weight, const ConstMatrix& x, const Matrix& out, size_t threads);
 
 struct MsdKernels {
-  // The halves of `count` codes.
-  void (*split)(const int8_t* codes, size_t count, int8_t* high, int8_t* low);
+  // The halves of `count` codes, a multiple of 32: of each 32, first the high ones, then the low.
+  void (*split)(const int8_t* codes, size_t count, int8_t* halves);
 
-  // As LinearKernels::multiply, with `inputs` arranged for it; high and low [tokens, stride].
-  void (*multiply)(const Weight& weight, const Inputs& inputs, const int8_t* high,
-                   const int8_t* low, size_t first_row, size_t end_row, float* out,
-                   size_t out_stride);
+  // As LinearKernels::multiply, with `inputs` arranged for it; halves [tokens, 2 * stride].
+  void (*multiply)(const Weight& weight, const Inputs& inputs, const int8_t* halves,
+                   size_t first_row, size_t end_row, float* out, size_t out_stride);
 };
 HMT_TABLES(MsdKernels, msd_kernels)
 

@@ -1,9 +1,10 @@
 """Products with 4-bit weights in panels of 16 rows, on every instruction set.
 
-The oracle packs panels itself, by the layout in csrc/linear/weight.h, and works out int8 products in
-the order that csrc/linear/linear.h defines, so that they must be equal to the bit.
+The oracle packs panels itself, by the layout in csrc/linear/weight.h, and works out int8 products
+in the order that csrc/linear/linear.h defines, so that they must be equal to the bit.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ SCALES = {"f32": 1, "bf16": 2, "f16": 3, "e4m3": 4, "e8m0": 5}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 DOUBLED = np.array([int(2 * v) for v in E2M1] + [-int(2 * v) for v in E2M1], dtype=np.int64)
-TOKENS = [1, 2, 3, 5, 17, 64, 333]
+SIZES = [(1, 40), (2, 16), (3, 33), (5, 1), (17, 48), (64, 7), (333, 31)]  # tokens, rows
 KINDS = ["int4", "zeros", "minima", "fp4"]
 
 
@@ -205,38 +206,53 @@ CASES = [
 ]
 
 
+def some_columns(group: int, tokens: int) -> int:
+    """More groups than kernels read scales of at a time, but few where there are many tokens."""
+    columns = group * (tokens % 7 + 18) if tokens < 64 else 2 * max(group, 32)
+    return columns + columns % 32
+
+
+@functools.cache
+def integer_case(kind: str, group: int, scales: str, tokens: int, rows: int):
+    """A weight, tokens, and their product; the same for every instruction set."""
+    columns = some_columns(group, tokens)
+    w = random_panels(kind, rows, columns, group, scales, seed=tokens)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
+    x[0, : columns // 2] = 0
+    x[-1] *= 1e3
+    x = x.to(list(TYPES)[tokens % 3])
+    return w, x, torch.from_numpy(integer_product(w, x))
+
+
+@functools.cache
+def float_case(kind: str, group: int, scales: str, tokens: int, rows: int):
+    """A weight, tokens, their product in float64, and how far from it f32 sums may be."""
+    columns = some_columns(group, tokens)
+    w = random_panels(kind, rows, columns, group, scales, seed=tokens)
+    random = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, columns, generator=random).to(list(TYPES)[tokens % 3])
+    exact = x.double() @ torch.from_numpy(w.numbers()).double().T
+    # Rounding is relative to what is summed; zero points and minima are summed apart.
+    terms = np.abs(w.scales).repeat(group, 1) * 16.0
+    if w.minima is not None:
+        terms = terms + np.abs(w.minima).repeat(group, 1)
+    size = x.double().abs() @ torch.from_numpy(terms).double().T
+    return w, x, exact, 1e-6 * size + 1e-30
+
+
 @pytest.mark.parametrize(("kind", "group", "scales"), CASES)
 def test_int8_products_equal_the_definition_to_the_bit(isa, kind, group, scales):
-    for tokens, rows in zip(TOKENS, (40, 16, 33, 1, 48, 7, 31), strict=True):
-        columns = group * (tokens % 7 + 18) if tokens < 64 else 2 * max(group, 32)
-        columns += columns % 32
-        w = random_panels(kind, rows, columns, group, scales, seed=tokens)
-        x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
-        x[0, : columns // 2] = 0
-        x[-1] *= 1e3
-        x = x.to(list(TYPES)[tokens % 3])
-        expected = torch.from_numpy(integer_product(w, x))
-        for threads in (1, 2):
-            assert torch.equal(linear(w, x, int8=True, threads=threads), expected)
+    for tokens, rows in SIZES:
+        w, x, expected = integer_case(kind, group, scales, tokens, rows)
+        assert torch.equal(linear(w, x, int8=True, threads=1 + tokens % 2), expected)
 
 
 @pytest.mark.parametrize(("kind", "group", "scales"), CASES)
 def test_float_products_are_close_to_float64(isa, kind, group, scales):
-    for tokens, rows in zip(TOKENS, (40, 16, 33, 1, 48, 7, 31), strict=True):
-        columns = group * (tokens % 7 + 18) if tokens < 64 else 2 * max(group, 32)
-        columns += columns % 32
-        w = random_panels(kind, rows, columns, group, scales, seed=tokens)
-        random = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, columns, generator=random).to(list(TYPES)[tokens % 3])
-        exact = x.double() @ torch.from_numpy(w.numbers()).double().T
-        # Rounding is relative to what is summed; zero points and minima are summed apart.
-        terms = np.abs(w.scales).repeat(group, 1) * 16.0
-        if w.minima is not None:
-            terms = terms + np.abs(w.minima).repeat(group, 1)
-        size = x.double().abs() @ torch.from_numpy(terms).double().T
-        for threads in (1, 2):
-            found = linear(w, x, int8=False, threads=threads)
-            assert bool(((found - exact).abs() <= 1e-6 * size + 1e-30).all())
+    for tokens, rows in SIZES:
+        w, x, exact, tolerance = float_case(kind, group, scales, tokens, rows)
+        found = linear(w, x, int8=False, threads=1 + tokens % 2)
+        assert bool(((found - exact).abs() <= tolerance).all())
 
 
 @pytest.mark.parametrize("int8", [True, False])
@@ -311,3 +327,78 @@ def test_several_weights_share_activations_but_not_their_forms(isa):
     native.linear(natives, x.data_ptr(), 1, 19, 256, 256, out.data_ptr(), 0, out.shape[1], 2)
     for i, (w, int8) in enumerate(weights):
         assert torch.equal(out[:, 20 * i : 20 * (i + 1)], linear(w, x, int8))
+
+
+def msd(w: Panels, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
+    out = torch.full((x.shape[0], w.rows), float("nan"))
+    native.msd_linear(
+        w.native(True),
+        x.data_ptr(),
+        TYPES[x.dtype],
+        x.shape[0],
+        x.stride(0),
+        out.data_ptr(),
+        0,
+        w.rows,
+        threads,
+    )
+    return out
+
+
+def test_halves_of_activations_give_every_product_of_two_numbers(isa):
+    """All int8 activations (but -128, which rounding does not give) times all weights."""
+    w = random_panels("int4", 16, 32, 32, "f32")
+    nibbles = np.zeros((16, 32), dtype=np.uint8) + 8
+    nibbles[:, 0] = np.arange(16)
+    w.memory[0][:] = packed(nibbles)
+    x = torch.zeros(255, 32)
+    x[:, 0] = torch.arange(-127, 128)
+    x[:, 1] = 127  # makes the scale 1; its weight is 0
+    products = x[:, :1] * torch.arange(-8, 8)
+    expected = products * torch.from_numpy(w.scales[:, 0])
+    assert torch.equal(msd(w, x), expected)
+    assert torch.equal(linear(w, x, int8=True), expected)
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+def test_halves_of_activations_give_the_product_to_the_bit(isa, group):
+    for tokens, rows in SIZES:
+        w, x, expected = integer_case("int4", group, "bf16", tokens, rows)
+        assert torch.equal(msd(w, x, threads=1 + tokens % 2), expected)
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = torch.full(x.shape, 77, dtype=torch.int8), torch.empty(x.shape[0])
+    native.quantize_tokens(
+        x.data_ptr(), TYPES[x.dtype], *x.shape, x.stride(0), codes.data_ptr(), scales.data_ptr(), 2
+    )
+    return codes, scales
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 100, 4096])
+def test_tokens_are_rounded_as_defined(isa, columns):
+    random = torch.Generator().manual_seed(columns)
+    x = torch.randn(9, columns, generator=random)
+    x[1] = 0
+    x[2] *= 1e30
+    x[3] *= 1e-30
+    x[4] = torch.randint(-127, 128, (columns,), generator=random) + 0.5  # ties, where 127 occurs
+    x[4, 0] = 127
+    for dtype in TYPES:
+        given = x.to(dtype)[[0, 1, 4, 5]] if dtype is torch.float16 else x.to(dtype)
+        codes, scales = quantized(given)
+        expected, expected_scales = rounded(given)
+        assert np.array_equal(codes.numpy(), expected)
+        assert np.array_equal(scales.numpy(), expected_scales)
+
+
+def test_numbers_that_are_none_end_up_in_the_scale(isa):
+    for number in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        for place in (0, 20, 35):
+            x = torch.ones(2, 36)
+            x[0, place] = number
+            codes, scales = quantized(x)
+            assert not scales[0].isfinite()
+            assert scales[0].isnan() == (number != number)
+            assert scales[1] == torch.tensor(1.0) / 127
+            assert bool((codes[1] == 127).all())
