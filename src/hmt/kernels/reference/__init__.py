@@ -23,16 +23,27 @@ from hmt.kernels.reference.matmul import (
     linear_by_chunks,
     quantize_activations,
 )
+from hmt.kernels.reference.routing import (
+    biased_sigmoid_topk,
+    grouped_softmax_topk,
+    softmax_topk,
+)
+from hmt.kernels.reference.sampling import Survey, draw, largest, support, survey
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "attention",
     "attention_output",
+    "biased_sigmoid_topk",
     "dequantize",
+    "draw",
     "gated",
     "gated_pair",
+    "grouped_softmax_topk",
+    "largest",
     "linear",
     "linear_by_chunks",
     "merge_attention",
@@ -42,4 +53,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
+    "softmax_topk",
+    "support",
+    "survey",
 ]
