@@ -4,6 +4,8 @@
 #include "fused/grain.h"
 #include "fused/norm.h"
 #include "fused/rotary.h"
+#include "fused/routing.h"
+#include "fused/sampling.h"
 
 namespace hmt::binding {
 namespace {
@@ -92,12 +94,48 @@ void bind_gated(nb::module_& m) {
   });
 }
 
+void bind_routing(nb::module_& m) {
+  m.def("route", [](Address logits, int type, size_t tokens, size_t experts, size_t stride,
+                    size_t chosen, bool sigmoid, Address bias, size_t groups, size_t kept_groups,
+                    bool renormalise, float factor, Address indices, Address scales,
+                    size_t threads) {
+    const Routing routing{type_of(type), tokens, experts, chosen, at<const void>(logits), stride,
+                          sigmoid, at<const float>(bias), groups, kept_groups, renormalise, factor,
+                          at<int64_t>(indices), at<float>(scales)};
+    compute(8 * tokens * experts, [&] { route(routing, threads); });
+  });
+}
+
+void bind_sampling(nb::module_& m) {
+  // (all are finite, the first of the largest ones, logarithm of the sum of exponentials)
+  m.def("survey", [](Address scores, size_t count) {
+    Survey found;
+    compute(count, [&] { found = survey(at<const float>(scores), count); });
+    return nb::make_tuple(found.finite, found.first_top, found.log_sum_exp);
+  });
+  m.def("draw", [](Address scores, size_t count, double temperature, size_t top_k, double top_p,
+                   double min_p, double uniform) {
+    size_t index = 0;
+    compute(count, [&] {
+      index = draw(at<const float>(scores), count, {temperature, top_k, top_p, min_p, uniform});
+    });
+    return index;
+  });
+  m.def("largest", [](Address scores, size_t count, size_t wanted, Address indices) {
+    compute(count, [&] {
+      largest_scores(at<const float>(scores), count, wanted, at<int64_t>(indices));
+    });
+  });
+}
+
 }  // namespace
 
 void bind_fused(nb::module_& m) {
   bind_norm(m);
   bind_rotary(m);
   bind_gated(m);
+  bind_routing(m);
+  bind_sampling(m);
 }
 
 }  // namespace hmt::binding

@@ -23,7 +23,8 @@ void gate_rows(const Gated& call, size_t begin, size_t end) {
     for (size_t i = 0; i < call.width; i += 16) {
       const size_t count = call.width - i < 16 ? call.width - i : 16;
       const F16v active = Numbers::round(activate<kActivation>(read<Numbers>(gate + i, count)));
-      write<Numbers>(out + i, count, mul(active, read<Numbers>(up + i, count)));
+      const F16v product = mul(active, read<Numbers>(up + i, count));
+      write<Numbers>(out + i, count, Numbers::round(product));
     }
   }
 }

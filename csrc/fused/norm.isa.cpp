@@ -31,18 +31,24 @@ HMT_INLINE float sum_of_squares(const typename Numbers::Type* x, typename Number
   return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-template <typename Numbers, typename Weights>
-HMT_INLINE void scale_row(const typename Numbers::Type* x, const typename Weights::Type* weight,
-                          size_t width, float factor, float offset, typename Numbers::Type* out,
-                          float* wide) {
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+template <typename Numbers, typename Weights, bool kOffset>
+void scale_row(const typename Numbers::Type* x, const typename Weights::Type* weight, size_t width,
+               float factor, float offset, typename Numbers::Type* out, float* wide) {
+  constexpr bool kRoundWeights = !kOffset && !kIsSame<Numbers, Weights>;
   const F16v factors = set1(factor), offsets = set1(offset);
   const auto scale = [&](size_t i, size_t count) __attribute__((always_inline)) {
     const F16v normed = mul(read<Numbers>(x + i, count), factors);
-    const F16v weights = read<Weights>(weight + i, count);
-    const F16v value = offset == 0.0f ? mul(Numbers::round(weights), Numbers::round(normed))
-                                      : mul(normed, add(offsets, weights));
+    F16v weights = read<Weights>(weight + i, count);
+    if (kRoundWeights) weights = Numbers::round(weights);
+    const F16v value = Numbers::round(
+        kOffset ? mul(normed, add(offsets, weights)) : mul(weights, Numbers::round(normed)));
     write<Numbers>(out + i, count, value);
-    if (wide != nullptr) write<F32Numbers>(wide + i, count, Numbers::round(value));
+    if (wide != nullptr) write<F32Numbers>(wide + i, count, value);
   };
   size_t i = 0;
   for (; i + 16 <= width; i += 16) scale(i, 16);
@@ -68,8 +74,10 @@ void rms_norm_as(const Norm& norm, size_t begin, size_t end, float* wide) {
         squares = sum_of_squares<Numbers, false>(x, nullptr, norm.width);
       }
       const float factor = 1.0f / std::sqrt(squares / width + norm.eps);
-      scale_row<Numbers, Weights>(x, static_cast<const typename Weights::Type*>(norm.weight),
-                                  norm.width, factor, norm.offset, out, wide);
+      const auto* weight = static_cast<const typename Weights::Type*>(norm.weight);
+      const auto scale = norm.offset == 0.0f ? scale_row<Numbers, Weights, false>
+                                             : scale_row<Numbers, Weights, true>;
+      scale(x, weight, norm.width, factor, norm.offset, out, wide);
     }
   }
 }

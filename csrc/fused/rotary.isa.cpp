@@ -26,9 +26,10 @@ HMT_INLINE void split_pairs(const float* p, F16v& even, F16v& odd) {
 template <typename Numbers>
 HMT_INLINE void turn(F16v first, F16v second, F16v cos, F16v sin, typename Numbers::Type* out,
                      size_t half, size_t count) {
-  write<Numbers>(out, count, sub(Numbers::round(mul(first, cos)), Numbers::round(mul(second, sin))));
-  write<Numbers>(out + half, count,
-                 add(Numbers::round(mul(second, cos)), Numbers::round(mul(first, sin))));
+  const F16v left = sub(Numbers::round(mul(first, cos)), Numbers::round(mul(second, sin)));
+  const F16v right = add(Numbers::round(mul(second, cos)), Numbers::round(mul(first, sin)));
+  write<Numbers>(out, count, Numbers::round(left));
+  write<Numbers>(out + half, count, Numbers::round(right));
 }
 
 // cos and sin are rounded already and may be read up to a multiple of 16.

@@ -19,8 +19,8 @@ from transformers import (
 
 from hmt.base.errors import NumericsError, RequestError
 from hmt.contracts.request import Sampling
-from hmt.engine import sampler
 from hmt.engine.sampler import SamplerState, validate
+from hmt.kernels import reference
 
 VOCAB = 50
 
@@ -127,7 +127,7 @@ def test_what_may_be_drawn_equals_transformers(
 ) -> None:
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = random_logits(seed)
-    ours = sampler._support((logits - logits.max()) / temperature, sampling)
+    ours = reference.support((logits - logits.max()) / temperature, top_k, top_p, min_p)
     theirs = expected(sampling, logits).nonzero().flatten()
     assert sorted(ours.tolist()) == theirs.tolist()
 
@@ -137,7 +137,7 @@ def test_what_may_be_drawn_equals_transformers(
 def test_the_nucleus_of_a_large_vocabulary(seed: int, top_p: float, spread: float) -> None:
     logits = random_logits(seed, vocab=5000, spread=spread)
     sampling = Sampling(temperature=1.0, top_p=top_p)
-    ours = sampler._support(logits - logits.max(), sampling)
+    ours = reference.support(logits - logits.max(), 0, top_p, 0)
     theirs = expected(sampling, logits).nonzero().flatten()
     assert abs(len(ours) - len(theirs)) <= 1  # float32 weights may round across the edge
     assert len(set(ours.tolist()) ^ set(theirs.tolist())) <= 1

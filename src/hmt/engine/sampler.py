@@ -4,7 +4,6 @@ The order is that of transformers: repetition penalty, then OpenAI's frequency a
 penalties, temperature, top-k, top-p of what top-k left, min-p.
 """
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import torch
 
 from hmt.base.errors import NumericsError, RequestError
 from hmt.contracts.request import Sampling, TokenLogprob
+from hmt.kernels import ops
 
 MAX_LOGPROBS: Final = 20  # as OpenAI
 
@@ -46,14 +46,18 @@ class SamplerState:
         for it.  Raises NumericsError where a logit is not finite.
         """
         logits = logits.cpu()
-        _check_finite(logits)
+        found = ops.survey(logits)
+        if not found.finite:
+            raise _not_finite(logits)
         scores = self._penalised(logits)
-        if self._sampling.temperature == 0:
-            token_id = int(scores.argmax())  # the first of equal ones
+        if self._sampling.temperature != 0:
+            token_id = self._draw(scores)
+        elif scores is logits:
+            token_id = found.best
         else:
-            token_id = self._draw((scores - scores.max()) / self._sampling.temperature)
+            token_id = int(scores.argmax())  # the first of equal ones
         self._output[token_id] += 1
-        return _logprob(logits, token_id, self._sampling.logprobs or 0)
+        return _logprob(logits, token_id, found.log_sum_exp, self._sampling.logprobs or 0)
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits after the three penalties: f32 [vocab]."""
@@ -72,12 +76,12 @@ class SamplerState:
         return scores
 
     def _draw(self, scores: torch.Tensor) -> int:
-        """A token by scores f32 [vocab], of which the largest is 0, from one random number."""
-        ids = _support(scores, self._sampling)
-        cumulated = scores[ids].exp().cumsum(0, dtype=torch.float64)
-        point = torch.rand((), dtype=torch.float64, generator=self._generator) * cumulated[-1]
-        index = int(torch.searchsorted(cumulated, point, right=True))
-        return int(ids[min(index, len(ids) - 1)])  # the product may round up to the last sum
+        """A token by scores f32 [vocab], from one random number."""
+        sampling = self._sampling
+        uniform = torch.rand((), dtype=torch.float64, generator=self._generator).item()
+        return ops.draw(
+            scores, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, uniform
+        )
 
 
 def validate(sampling: Sampling) -> None:
@@ -115,59 +119,17 @@ def _check_integer(name: str, value: object, least: int, most: int) -> None:
         raise RequestError(f"{name} is {value!r}; give an integer from {least} to {most}")
 
 
-def _check_finite(logits: torch.Tensor) -> None:
-    extremes = torch.stack(logits.aminmax())  # one pass; NaN and infinities show in them
-    if not extremes.isfinite().all():
-        nans, infinities = int(logits.isnan().sum()), int(logits.isinf().sum())
-        raise NumericsError(
-            f"of {logits.numel()} logits {nans} are NaN and {infinities} infinite: check that the "
-            "checkpoint is undamaged, and run with bfloat16 or float32 activations (float16 "
-            "overflows above 65504)"
-        )
+def _not_finite(logits: torch.Tensor) -> NumericsError:
+    nans, infinities = int(logits.isnan().sum()), int(logits.isinf().sum())
+    return NumericsError(
+        f"of {logits.numel()} logits {nans} are NaN and {infinities} infinite: check that the "
+        "checkpoint is undamaged, and run with bfloat16 or float32 activations (float16 "
+        "overflows above 65504)"
+    )
 
 
-def _support(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Tokens that may be drawn, int64 [n], by scores f32 [vocab] of which the largest is 0."""
-    ids = torch.arange(len(scores))
-    if 0 < sampling.top_k < len(scores):
-        ids = _largest(scores, sampling.top_k)
-    if sampling.top_p < 1:
-        ids = ids[_nucleus(scores[ids], sampling.top_p)]
-    if sampling.min_p > 0:  # Nguyen et al., Min-p Sampling (2024): relative to the likeliest
-        ids = ids[scores[ids] >= math.log(sampling.min_p)]
-    return ids
-
-
-def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` largest and of those equal to the last, int64 [n], largest first."""
-    if count >= len(scores):
-        return _descending(scores, torch.arange(len(scores)))
-    least = scores.topk(count).values[-1]
-    return _descending(scores, (scores >= least).nonzero().flatten())
-
-
-def _descending(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Ascending `ids` sorted by score, largest first, equal ones by id (topk promises no order)."""
-    return ids[scores[ids].argsort(descending=True, stable=True)]
-
-
-def _nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Indices of the fewest largest that hold `top_p` of the probability.
-
-    Holtzman et al., The Curious Case of Neural Text Degeneration (2019).
-    """
-    weights = scores.exp()
-    total = float(weights.sum(dtype=torch.float64))
-    # All below this bound together hold less than 1 - top_p, so only the others need sorting.
-    bound = total * (1 - top_p) / len(weights)
-    ids = _descending(weights, (weights >= bound).nonzero().flatten())
-    held = weights[ids].double()
-    return ids[held.cumsum(0) - held < top_p * total]
-
-
-def _logprob(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprob:
+def _logprob(logits: torch.Tensor, token_id: int, log_sum_exp: float, count: int) -> TokenLogprob:
     """Natural log-probabilities of the token and of the `count` likeliest, by raw logits."""
-    total = torch.logsumexp(logits, 0)
-    ids = _largest(logits, count)[:count].tolist() if count else []
-    top = tuple((index, float(logits[index] - total)) for index in ids)
-    return TokenLogprob(token_id, float(logits[token_id] - total), top)
+    ids = ops.largest(logits, count).tolist() if count else []
+    top = tuple((index, float(logits[index]) - log_sum_exp) for index in ids)
+    return TokenLogprob(token_id, float(logits[token_id]) - log_sum_exp, top)

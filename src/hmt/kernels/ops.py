@@ -14,12 +14,13 @@ from torch import Tensor
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.cpu import attention as cpu_attention
-from hmt.kernels.cpu import elementwise, extension
+from hmt.kernels.cpu import elementwise, extension, routing, sampling
 from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     Expert,
+    Survey,
     attention,
     attention_output,
     merge_attention,
@@ -41,16 +42,21 @@ __all__ = [
     "PagedRun",
     "PagedRuns",
     "Pages",
+    "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_pages",
     "attention",
     "attention_output",
+    "biased_sigmoid_topk",
     "dequantize",
+    "draw",
     "experts",
     "gated",
     "gated_pair",
+    "grouped_softmax_topk",
     "kernel_seconds",
+    "largest",
     "linear",
     "linear_many",
     "merge_attention",
@@ -63,6 +69,8 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
+    "softmax_topk",
+    "survey",
 ]
 
 
@@ -260,6 +268,76 @@ def paged_attention_output(
     if native is None:
         return reference.paged_attention_output(pages, layer, runs, query, **options)
     return cpu_attention.paged_attention(native, pages, layer, runs, query, **options)
+
+
+def softmax_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """See `reference.softmax_topk`: experts and scales [tokens, k]."""
+    native = _native_for(logits)
+    if native is None or not routing.can_route(logits, k, 1, 1):
+        return reference.softmax_topk(logits, k, renormalise=renormalise)
+    return routing.route(native, logits, None, k, 1, 1, renormalise, 1.0)
+
+
+def grouped_softmax_topk(
+    logits: Tensor, k: int, *, groups: int, kept_groups: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `reference.grouped_softmax_topk`: experts and scales [tokens, k]."""
+    native = _native_for(logits)
+    if native is None or not routing.can_route(logits, k, groups, kept_groups):
+        return reference.grouped_softmax_topk(
+            logits, k, groups=groups, kept_groups=kept_groups, scale=scale
+        )
+    return routing.route(native, logits, None, k, groups, kept_groups, False, scale)
+
+
+def biased_sigmoid_topk(
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    *,
+    groups: int,
+    kept_groups: int,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.biased_sigmoid_topk`: experts and scales [tokens, k]."""
+    native = _native_for(logits)
+    if native is None or not routing.can_route(logits, k, groups, kept_groups):
+        return reference.biased_sigmoid_topk(
+            logits,
+            bias,
+            k,
+            groups=groups,
+            kept_groups=kept_groups,
+            renormalise=renormalise,
+            scale=scale,
+        )
+    bias = bias.float().contiguous()
+    return routing.route(native, logits, bias, k, groups, kept_groups, renormalise, scale)
+
+
+def survey(logits: Tensor) -> Survey:
+    """See `reference.survey`: what one look at logits [vocab] tells."""
+    native = _native_for(logits)
+    return reference.survey(logits) if native is None else sampling.survey(native, logits)
+
+
+def draw(
+    scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> int:
+    """See `reference.draw`: a token by scores [vocab]."""
+    native = _native_for(scores)
+    if native is None:
+        return reference.draw(scores, temperature, top_k, top_p, min_p, uniform)
+    return sampling.draw(native, scores, temperature, top_k, top_p, min_p, uniform)
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """See `reference.largest`: ids of the largest scores [vocab]."""
+    native = _native_for(scores)
+    if native is None:
+        return reference.largest(scores, count)
+    return sampling.largest(native, scores, count)
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:

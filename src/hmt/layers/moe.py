@@ -48,11 +48,8 @@ class SoftmaxRouter:
 
     def __call__(self, x: Tensor, params: Params) -> Routing:
         """Experts for x [tokens, hidden_size]; logits in x.dtype, probabilities in f32."""
-        probabilities = ops.linear(x, params["router"]).float().softmax(-1)
-        scales, experts = probabilities.topk(self.top_k)
-        if self.renormalise:
-            scales = scales / scales.sum(-1, keepdim=True)
-        return Routing(experts, scales)
+        logits = ops.linear(x, params["router"])
+        return Routing(*ops.softmax_topk(logits, self.top_k, renormalise=self.renormalise))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +73,15 @@ class GroupedSoftmaxRouter:
 
     def __call__(self, x: Tensor, params: Params) -> Routing:
         """Experts for x [tokens, hidden_size]; computed in f32."""
-        probabilities = ops.linear(x.float(), params["router"]).softmax(-1)
-        best = probabilities.unflatten(-1, (self.groups, -1)).amax(-1)  # [tokens, groups]
-        allowed = _in_best_groups(best, self.kept_groups, self.experts)
-        scales, experts = probabilities.masked_fill(~allowed, 0).topk(self.top_k)
-        return Routing(experts, scales * self.scale)
+        logits = ops.linear(x.float(), params["router"])
+        chosen = ops.grouped_softmax_topk(
+            logits,
+            self.top_k,
+            groups=self.groups,
+            kept_groups=self.kept_groups,
+            scale=self.scale,
+        )
+        return Routing(*chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +109,17 @@ class BiasedSigmoidRouter:
 
     def __call__(self, x: Tensor, params: Params) -> Routing:
         """Experts for x [tokens, hidden_size]; computed in f32."""
-        scores = ops.linear(x.float(), params["router"]).sigmoid()
-        biased = scores + params["router_bias"].data.float()
-        best = biased.unflatten(-1, (self.groups, -1)).topk(2).values.sum(-1)  # [tokens, groups]
-        allowed = _in_best_groups(best, self.kept_groups, self.experts)
-        experts = biased.masked_fill(~allowed, -torch.inf).topk(self.top_k).indices
-        scales = scores.gather(-1, experts)
-        if self.renormalise:
-            scales = scales / (scales.sum(-1, keepdim=True) + 1e-20)
-        return Routing(experts, scales * self.scale)
+        logits = ops.linear(x.float(), params["router"])
+        chosen = ops.biased_sigmoid_topk(
+            logits,
+            params["router_bias"].data,
+            self.top_k,
+            groups=self.groups,
+            kept_groups=self.kept_groups,
+            renormalise=self.renormalise,
+            scale=self.scale,
+        )
+        return Routing(*chosen)
 
 
 def request_experts(routing: Routing, layer: int, weights: Weights) -> None:
@@ -154,9 +157,3 @@ def routed_experts(
 def _router_param(experts: int, hidden_size: int, at: str) -> ParamSpec:
     # VECTOR: rounding the router changes which experts are chosen, and it is small.
     return ParamSpec("router", (experts, hidden_size), (f"{at}.weight",), Role.VECTOR)
-
-
-def _in_best_groups(best: Tensor, kept: int, experts: int) -> Tensor:
-    """Experts of the `kept` groups with the highest `best` [tokens, groups], as a bool mask."""
-    groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(kept).indices, True)
-    return groups.repeat_interleave(experts // best.shape[-1], dim=-1)

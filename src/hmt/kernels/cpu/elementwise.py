@@ -23,10 +23,14 @@ _CODE_PAD = 64
 
 def rms_norm(native: ModuleType, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`reference.rms_norm` by the extension."""
+    if _is_plain(x, weight):
+        out = torch.empty_like(x)
+        _norm_plain(native, x, weight, eps, offset, out, 0)
+        return out
     if not _can_norm(x, weight):
         return reference.rms_norm(x, weight, eps, offset=offset)
     out = torch.empty(x.shape, dtype=x.dtype)
-    _norm(native, x, weight, eps, offset, out, 0)
+    _norm(native, x, weight, eps, offset, out)
     return out
 
 
@@ -36,17 +40,17 @@ def rms_norm_inplace(
     """`reference.rms_norm_inplace` by the extension."""
     if not _can_norm(x, weight):
         return reference.rms_norm_inplace(x, weight, eps, offset=offset)
-    _norm(native, x, weight, eps, offset, x, 0)
+    _norm(native, x, weight, eps, offset, x)
 
 
 def add_rms_norm(
     native: ModuleType, residual: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float
 ) -> Tensor:
     """`reference.add_rms_norm` by the extension."""
-    if not _can_add(residual, x) or not _can_norm(x, weight):
+    if not _can_add(residual, x) or not _is_plain(x, weight):
         return reference.add_rms_norm(residual, x, weight, eps, offset=offset)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    _norm(native, x, weight, eps, offset, out, residual.data_ptr())
+    out = torch.empty_like(x)
+    _norm_plain(native, x, weight, eps, offset, out, residual.data_ptr())
     return out
 
 
@@ -59,14 +63,17 @@ def rms_norm_quantize(
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.rms_norm_quantize`, or `add_rms_norm_quantize` with a residual."""
-    added = residual is not None
-    if x.dim() != 2 or not _can_norm(x, weight) or (added and not _can_add(residual, x)):
+    if (
+        x.dim() != 2
+        or not _is_plain(x, weight)
+        or (residual is not None and not _can_add(residual, x))
+    ):
         if residual is None:
             return reference.rms_norm_quantize(x, weight, eps, offset=offset)
         return reference.add_rms_norm_quantize(residual, x, weight, eps, offset=offset)
     tokens, width = x.shape
     stride = -(-width // _CODE_PAD) * _CODE_PAD
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x)
     codes = torch.empty((tokens, stride), dtype=torch.int8)
     scales = torch.empty(tokens)
     sums = torch.empty((tokens, stride // 16), dtype=torch.int32)
@@ -75,7 +82,7 @@ def rms_norm_quantize(
         _DTYPES[x.dtype],
         tokens,
         width,
-        x.stride(0),
+        width,
         out.data_ptr(),
         weight.data_ptr(),
         _DTYPES[weight.dtype],
@@ -95,7 +102,7 @@ def rope(native: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: b
     """`reference.rope` by the extension."""
     if not _can_rotate(x, cos, sin):
         return reference.rope(x, cos, sin, interleaved=interleaved)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     tokens, heads, dim = x.shape
     token_stride, head_stride, _ = x.stride()
     native.rotate(
@@ -161,7 +168,7 @@ def gated(native: ModuleType, gate: Tensor, up: Tensor, activation: str) -> Tens
         or up.stride(1) != 1
     ):
         return reference.gated(gate, up, activation)
-    out = torch.empty(shape, dtype=gate.dtype)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _gate(native, gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out, activation)
     return out
 
@@ -208,7 +215,7 @@ def _gate(
     )
 
 
-def _norm(
+def _norm_plain(
     native: ModuleType,
     x: Tensor,
     weight: Tensor,
@@ -217,31 +224,64 @@ def _norm(
     out: Tensor,
     residual: int,
 ) -> None:
-    if x.dim() == 3:
-        tokens, heads, width = x.shape
-        token_stride, head_stride, _ = x.stride()
-        out_token_stride, out_head_stride, _ = out.stride()
-    else:
-        tokens, width = x.shape
-        token_stride, out_token_stride = x.stride(0), out.stride(0)
-        heads, head_stride, out_head_stride = 1, 0, 0
+    width = x.shape[-1]
     native.rms_norm(
         x.data_ptr(),
         _DTYPES[x.dtype],
-        tokens,
-        heads,
+        x.numel() // width,
+        1,
         width,
-        token_stride,
-        head_stride,
+        width,
+        0,
         out.data_ptr(),
-        out_token_stride,
-        out_head_stride,
+        width,
+        0,
         weight.data_ptr(),
         _DTYPES[weight.dtype],
         eps,
         offset,
         residual,
         torch.get_num_threads(),
+    )
+
+
+def _norm(
+    native: ModuleType, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor
+) -> None:
+    shape, strides, out_strides = x.shape, x.stride(), out.stride()
+    heads, head_stride, out_head_stride = 1, 0, 0
+    if len(shape) == 3:
+        heads, head_stride, out_head_stride = shape[1], strides[1], out_strides[1]
+    native.rms_norm(
+        x.data_ptr(),
+        _DTYPES[x.dtype],
+        shape[0],
+        heads,
+        shape[-1],
+        strides[0],
+        head_stride,
+        out.data_ptr(),
+        out_strides[0],
+        out_head_stride,
+        weight.data_ptr(),
+        _DTYPES[weight.dtype],
+        eps,
+        offset,
+        0,
+        torch.get_num_threads(),
+    )
+
+
+def _is_plain(x: Tensor, weight: Tensor) -> bool:
+    """Rows one after the other, in types that the extension has."""
+    shape = x.shape
+    return (
+        x.is_contiguous()
+        and len(shape) > 0
+        and 0 < shape[-1] == weight.numel()
+        and weight.is_contiguous()
+        and x.dtype in _DTYPES
+        and weight.dtype in _DTYPES
     )
 
 
@@ -259,9 +299,7 @@ def _can_norm(x: Tensor, weight: Tensor) -> bool:
 
 
 def _can_add(residual: Tensor, x: Tensor) -> bool:
-    return (
-        residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride()
-    )
+    return residual.dtype is x.dtype and residual.shape == x.shape and residual.is_contiguous()
 
 
 def _can_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -37,6 +37,12 @@ from hmt.kernels.reference.pages import (
     encode_rows,
     read_pages,
 )
+from hmt.kernels.reference.routing import (
+    biased_sigmoid_topk,
+    grouped_softmax_topk,
+    softmax_topk,
+)
+from hmt.kernels.reference.sampling import Survey, draw, largest, support, survey
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
@@ -46,16 +52,21 @@ __all__ = [
     "PagedRun",
     "PagedRuns",
     "Pages",
+    "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_pages",
     "attention",
     "attention_output",
+    "biased_sigmoid_topk",
     "dequantize",
+    "draw",
     "encode_rows",
     "experts",
     "gated",
     "gated_pair",
+    "grouped_softmax_topk",
+    "largest",
     "linear",
     "linear_by_chunks",
     "linear_many",
@@ -69,4 +80,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
+    "softmax_topk",
+    "support",
+    "survey",
 ]
