@@ -9,6 +9,7 @@
 
 #include "base/bandwidth.h"
 #include "base/isa.h"
+#include "base/peak.h"
 #include "base/thread_pool.h"
 #include "base/topology.h"
 #include "binding/binding.h"
@@ -80,6 +81,13 @@ void bind_threads(nb::module_& m) {
       .def_prop_ro("threads", &Topology::threads, "Threads that can compute at once.");
 }
 
+double measure_peak(const std::string& kind, std::size_t threads, double seconds) {
+  if (kind == "int8") return peak_ops(PeakOf::kInt8, threads, seconds);
+  if (kind == "bf16") return peak_ops(PeakOf::kBF16, threads, seconds);
+  if (kind == "f32") return peak_ops(PeakOf::kF32, threads, seconds);
+  throw std::invalid_argument("int8, bf16 or f32, not " + kind);
+}
+
 }  // namespace
 
 void bind_base(nb::module_& m) {
@@ -93,6 +101,7 @@ void bind_base(nb::module_& m) {
       "sum_words",
       [](Address words, std::size_t count) { return sum_words(at<const uint64_t>(words), count); },
       Unlocked());
+  m.def("peak_ops", measure_peak, Unlocked());
 }
 
 }  // namespace hmt::binding

@@ -62,3 +62,30 @@ class ReadRate:
             self._memory.view(torch.int64).sum()
         else:
             self._native.sum_words(self._memory.data_ptr(), self._memory.nbytes // 8)
+
+
+class Peaks:
+    """Operations per second on registers, measured again and again beside something else.
+
+    A product and a sum count as two.
+    """
+
+    KINDS = ("int8", "bf16", "f32")
+    _SAMPLE_S = 0.01
+
+    def __init__(self, threads: int) -> None:
+        """Nothing is measured without the compiled kernels."""
+        self._native, self._threads = extension.load(), threads
+        self._samples: dict[str, list[float]] = {kind: [] for kind in self.KINDS}
+
+    def sample(self) -> None:
+        """Measure each kind once more."""
+        if self._native is None:
+            return
+        for kind, samples in self._samples.items():
+            samples.append(self._native.peak_ops(kind, self._threads, self._SAMPLE_S))
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The median of all samples by kind; those that were measured."""
+        return {kind: median(samples) for kind, samples in self._samples.items() if samples}

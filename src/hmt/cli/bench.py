@@ -91,6 +91,60 @@ def peer(
     _write(content, json)
 
 
+@app.command("kernels")
+def kernels(
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads; torch's choice when left out.")
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Rows and columns of the weights.")
+    ] = "4096x4096,14336x4096",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per product: 1 measures memory, many arithmetic.")
+    ] = "1,256,1024",
+    contexts: Annotated[
+        str, typer.Option(help="Sequences and positions of the attention; none when empty.")
+    ] = "1x4096,16x1024",
+    only: Annotated[
+        str | None, typer.Option(help="Names as in the table, such as w4a8:32,bf16.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=3, help="Rounds; medians count.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+) -> None:
+    """Each kernel's share of the machine's memory and arithmetic, beside torch's."""
+    wanted = {"shapes": _pairs("--sizes", sizes), "contexts": _pairs("--contexts", contexts)}
+    counts = [n for (n,) in _numbers("--tokens", tokens, 1)]
+    with notes().status("starting") as status:
+        from hmt.bench.kernels import run
+
+        content = run(
+            threads=threads,
+            tokens=counts,
+            names=None if only is None else set(only.split(",")),
+            runs=runs,
+            progress=status.update,
+            **wanted,
+        )
+    _print_kernels(content)
+    _write(content, json)
+
+
+def _pairs(option: str, text: str) -> list[tuple[int, int]]:
+    return [(a, b) for a, b in _numbers(option, text, 2)]
+
+
+def _numbers(option: str, text: str, count: int) -> list[tuple[int, ...]]:
+    """So many numbers joined by x, in each part of a list.  Raises ConfigError."""
+    try:
+        found = [tuple(map(int, part.split("x"))) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = [()]
+    if any(len(numbers) != count or min(numbers) < 1 for numbers in found):
+        example = "x".join(["4096"] * count)
+        raise ConfigError(f"{option} {text}: give a list such as {example},{example}")
+    return found
+
+
 @contextmanager
 def _scratch(folder: Path | None) -> Iterator[Path]:
     """The given folder, or one that is deleted afterwards."""
@@ -187,3 +241,31 @@ def _print_peer(content: dict[str, Any]) -> None:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
+
+
+def _print_kernels(content: dict[str, Any]) -> None:
+    machine, peaks = content["machine"], content["peaks"]
+    reached = ", ".join(f"{kind} {ops / 1e9:.0f}" for kind, ops in peaks.items())
+    table = _table(
+        f"{machine['name']}, {machine['threads']} threads, {content['isa']}; memory "
+        f"{format_rate(content['read_rate'])}; billions of operations on registers: {reached}",
+        *("case", "tokens", "weights", "engine", "time", "reads", "of memory", "Gop/s", "of peak"),
+    )
+    before = None
+    for result in content["results"]:
+        case = (result["case"], result["tokens"])
+        if before not in (None, case):
+            table.add_section()
+        share = result["peak_share"]
+        table.add_row(
+            *("", "") if case == before else (case[0], str(case[1])),
+            result["name"],
+            result["engine"],
+            f"{result['seconds'] * 1e3:.3f} ms",
+            format_rate(result["rate"]),
+            f"{result['read_share']:.0%}",
+            f"{result['operations_per_s'] / 1e9:.0f}",
+            "-" if share is None else f"{share:.0%} of {result['peak']}",
+        )
+        before = case
+    _show(table)
