@@ -32,7 +32,9 @@ const T* pad_rows(const ConstMatrix& x, size_t stride, Scratch& scratch) {
 
 bool same_arrangement(const Weight& a, const Weight& b) {
   return a.code == b.code && a.packing == b.packing && a.tile_columns == b.tile_columns &&
-         a.int8_activations == b.int8_activations;
+         a.int8_activations == b.int8_activations && a.columns == b.columns &&
+         (a.zeros == nullptr) == (b.zeros == nullptr) &&
+         (a.minima == nullptr) == (b.minima == nullptr);
 }
 
 void Needs::add(const Weight& weight, const ConstMatrix& x) {

@@ -56,11 +56,18 @@ HMT_INLINE F16v load_e4m3(const uint8_t* p) {
 
 // e8m0: 2^(code - 127).
 HMT_INLINE F16v load_e8m0(const uint8_t* p) {
+#if defined(HMT_AVX512)
+  const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __mmask16 smallest = _mm512_testn_epi32_mask(codes, codes);
+  return {_mm512_castsi512_ps(_mm512_mask_mov_epi32(_mm512_slli_epi32(codes, 23), smallest,
+                                                    _mm512_set1_epi32(0x00400000)))};
+#else
   float out[16];
   for (size_t i = 0; i < 16; ++i) {
     out[i] = from_bits(p[i] == 0 ? 0x00400000u : uint32_t{p[i]} << 23);
   }
   return load(out);
+#endif
 }
 
 // The sixteen numbers of a panel's group, at `index` groups of an array in the type of the scales.
@@ -84,9 +91,59 @@ HMT_INLINE F16v group_numbers(Scales type, const void* array, size_t index) {
 }
 
 HMT_INLINE I16v group_zeros(const uint8_t* zeros, size_t index) {
+#if defined(HMT_AVX512)
+  return {_mm512_cvtepu8_epi32(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros + index * kPanelRows)))};
+#else
   int32_t wide[16];
   for (size_t i = 0; i < 16; ++i) wide[i] = zeros[index * kPanelRows + i];
   return load(wide);
+#endif
+}
+
+// Scales of integer codes, and minima where there are any, of some groups of a panel.  Read a few
+// groups at a time: inside the loop over groups, each scale type would need a loop of its own.
+constexpr size_t kGroupsAhead = 16;
+struct GroupNumbers {
+  alignas(64) float scales[kGroupsAhead][16];
+  alignas(64) float minima[kGroupsAhead][16];
+};
+
+template <typename Load>
+HMT_INLINE void read_with(Load load_one, F16v factor, size_t count, float (*numbers)[16]) {
+  for (size_t i = 0; i < count; ++i) store(numbers[i], mul(load_one(i), factor));
+}
+
+inline void read_numbers(Scales type, const void* array, float factor, size_t first, size_t count,
+                         float (*numbers)[16]) {
+  const F16v times = set1(factor);
+  switch (type) {
+    case Scales::kBF16:
+      return read_with([&](size_t i) { return group_numbers(Scales::kBF16, array, first + i); },
+                       times, count, numbers);
+    case Scales::kF16:
+      return read_with([&](size_t i) { return group_numbers(Scales::kF16, array, first + i); },
+                       times, count, numbers);
+    case Scales::kF32:
+      return read_with([&](size_t i) { return group_numbers(Scales::kF32, array, first + i); },
+                       times, count, numbers);
+    case Scales::kE4M3:
+      return read_with([&](size_t i) { return group_numbers(Scales::kE4M3, array, first + i); },
+                       times, count, numbers);
+    case Scales::kE8M0:
+      return read_with([&](size_t i) { return group_numbers(Scales::kE8M0, array, first + i); },
+                       times, count, numbers);
+    default:
+      return read_with([](size_t) { return set1(1.0f); }, times, count, numbers);
+  }
+}
+
+__attribute__((noinline)) inline void read_groups(const Weight& w, float factor, size_t first,
+                                                  size_t count, GroupNumbers& numbers) {
+  read_numbers(w.scale_type, w.scales, factor, first, count, numbers.scales);
+  if (w.minima != nullptr) {
+    read_numbers(w.scale_type, w.minima, 1.0f, first, count, numbers.minima);
+  }
 }
 
 }  // namespace hmt::HMT_ISA

@@ -5,10 +5,17 @@
 // multiplied with one or two panels, over all columns, so that codes are spread once per tile.
 #pragma once
 
-#include "base/scratch.h"
 #include "linear/panel_scales.h"
 
 namespace hmt::HMT_ISA {
+
+// Loops over tokens, panels and quads, whose arrays are registers; not where they are memory.
+#if defined(HMT_AVX2)
+#define HMT_PRAGMA(text) _Pragma(#text)
+#define HMT_UNROLL(n) HMT_PRAGMA(GCC unroll n)
+#else
+#define HMT_UNROLL(n)
+#endif
 
 #if defined(HMT_AVX512)
 struct Line { __m512i v; };
@@ -88,15 +95,22 @@ HMT_INLINE Line doubled_e2m1(Line nibbles) {
   for (uint8_t& byte : nibbles.v) byte = static_cast<uint8_t>(kDoubledE2M1[byte] + kFp4Offset);
   return nibbles;
 }
-HMT_INLINE I16v dot(I16v sum, Line codes, const int8_t* x) {
+// Not inlined: a tile has many of them.
+__attribute__((noinline)) inline void add_products(const Line& codes, const int8_t* x, I16v& sum) {
   for (size_t r = 0; r < 16; ++r) {
     sum.v[r] += codes.v[4 * r] * x[0] + codes.v[4 * r + 1] * x[1] + codes.v[4 * r + 2] * x[2] +
                 codes.v[4 * r + 3] * x[3];
   }
+}
+HMT_INLINE I16v dot(I16v sum, const Line& codes, const int8_t* x) {
+  add_products(codes, x, sum);
   return sum;
 }
-HMT_INLINE I16v dot(I16v sum, Line low, Line high, const int8_t* x_low, const int8_t* x_high) {
-  return dot(dot(sum, low, x_low), high, x_high);
+HMT_INLINE I16v dot(I16v sum, const Line& low, const Line& high, const int8_t* x_low,
+                    const int8_t* x_high) {
+  add_products(low, x_low, sum);
+  add_products(high, x_high, sum);
+  return sum;
 }
 #endif
 
@@ -118,12 +132,13 @@ inline int32_t start_factor(Nibble nibble) {
   return nibble == Nibble::kZero ? -1 : 1;
 }
 
-inline void group_starts(const Weight& w, const Inputs& in, int32_t* starts) {
+// Of the tokens of a block: [16, groups]; rows of tokens that do not exist are left as they are.
+inline void group_starts(const Weight& w, const Inputs& in, size_t block, int32_t* starts) {
   const size_t groups = groups_of(w), pieces = w.tile_columns / 16;
   const int32_t factor = start_factor(nibble_of(w));
-  for (size_t t = 0; t < in.tokens; ++t) {
-    const int32_t* sums = in.sums + t * (in.stride / 16);
-    int32_t* mine = starts + t * groups;
+  for (size_t i = 0; i < kTokenBlock && block * kTokenBlock + i < in.tokens; ++i) {
+    const int32_t* sums = in.sums + (block * kTokenBlock + i) * (in.stride / 16);
+    int32_t* mine = starts + i * groups;
     if (pieces == 1) {
       for (size_t g = 0; g < groups; ++g) mine[g] = sums[g] * factor;
     } else if (pieces == 2) {
@@ -131,7 +146,7 @@ inline void group_starts(const Weight& w, const Inputs& in, int32_t* starts) {
     } else {
       for (size_t g = 0; g < groups; ++g) {
         int32_t total = 0;
-        for (size_t i = 0; i < pieces; ++i) total += sums[g * pieces + i];
+        for (size_t p = 0; p < pieces; ++p) total += sums[g * pieces + p];
         mine[g] = total * factor;
       }
     }
@@ -167,18 +182,15 @@ struct Int8Tile {
     }
   }
 
-  HMT_INLINE void end_group(size_t group, const I16v (&sums)[kTokens][kPanels]) {
+  HMT_INLINE void end_group(size_t group, const GroupNumbers (&numbers)[kPanels],
+                            const I16v (&sums)[kTokens][kPanels]) {
+    const size_t slot = group % kGroupsAhead;
     for (size_t p = 0; p < kPanels; ++p) {
-      const size_t index = (panel + p) * call.groups + group;
-      const F16v scale =
-          mul(group_numbers(call.w.scale_type, call.w.scales, index), set1(call.factor));
-      F16v minimum = zero();
-      if (kNibble == Nibble::kMinimum) {
-        minimum = group_numbers(call.w.scale_type, call.w.minima, index);
-      }
+      const F16v scale = load(numbers[p].scales[slot]);
       for (size_t t = 0; t < kTokens; ++t) {
         F16v total = add(load(totals[t][p]), mul(to_float(sums[t][p]), scale));
         if (kNibble == Nibble::kMinimum) {
+          const F16v minimum = load(numbers[p].minima[slot]);
           total = add(total, mul(set1(static_cast<float>(starts[t][group])), minimum));
         }
         store(totals[t][p], total);
@@ -187,19 +199,19 @@ struct Int8Tile {
   }
 
   HMT_INLINE void add_block(size_t block, I16v (&sums)[kTokens][kPanels]) const {
-#pragma GCC unroll 4
+    HMT_UNROLL(4)
     for (size_t quad = 0; quad < 4; ++quad) {
       Line low[kPanels], high[kPanels];
-#pragma GCC unroll 2
+      HMT_UNROLL(2)
       for (size_t p = 0; p < kPanels; ++p) {
         const Line line = load_line(data + p * panel_bytes(call.w) + block * 256 + quad * 64);
         low[p] = codes(low_nibbles(line));
         high[p] = codes(high_nibbles(line));
       }
-#pragma GCC unroll 8
+      HMT_UNROLL(8)
       for (size_t t = 0; t < kTokens; ++t) {
         const int8_t* four = x[t] + block * kPanelBlock + quad * 4;
-#pragma GCC unroll 2
+        HMT_UNROLL(2)
         for (size_t p = 0; p < kPanels; ++p) {
           sums[t][p] = dot(sums[t][p], low[p], high[p], four, four + 16);
         }
@@ -208,17 +220,17 @@ struct Int8Tile {
   }
 
   // Groups of 16 columns: one is in the low nibbles of a block, the next in the high ones.
-  HMT_INLINE void add_half_groups(size_t block) {
+  HMT_INLINE void add_half_groups(size_t block, const GroupNumbers (&numbers)[kPanels]) {
     I16v even[kTokens][kPanels], odd[kTokens][kPanels];
     begin_group(2 * block, even);
     begin_group(2 * block + 1, odd);
-#pragma GCC unroll 4
+    HMT_UNROLL(4)
     for (size_t quad = 0; quad < 4; ++quad) {
-#pragma GCC unroll 2
+      HMT_UNROLL(2)
       for (size_t p = 0; p < kPanels; ++p) {
         const Line line = load_line(data + p * panel_bytes(call.w) + block * 256 + quad * 64);
         const Line low = codes(low_nibbles(line)), high = codes(high_nibbles(line));
-#pragma GCC unroll 8
+        HMT_UNROLL(8)
         for (size_t t = 0; t < kTokens; ++t) {
           const int8_t* four = x[t] + block * kPanelBlock + quad * 4;
           even[t][p] = dot(even[t][p], low, four);
@@ -226,23 +238,30 @@ struct Int8Tile {
         }
       }
     }
-    end_group(2 * block, even);
-    end_group(2 * block + 1, odd);
+    end_group(2 * block, numbers, even);
+    end_group(2 * block + 1, numbers, odd);
   }
 
   template <size_t kGroup>  // 16, 32, or 0 for any multiple of 32
   HMT_INLINE void run() {
-    const size_t blocks = call.w.columns / kPanelBlock;
-    if (kGroup == 16) {
-      for (size_t block = 0; block < blocks; ++block) add_half_groups(block);
-      return;
-    }
+    GroupNumbers numbers[kPanels];
     const size_t blocks_per_group = kGroup == 32 ? 1 : call.w.tile_columns / kPanelBlock;
-    for (size_t group = 0; group < call.groups; ++group) {
-      I16v sums[kTokens][kPanels];
-      begin_group(group, sums);
-      for (size_t i = 0; i < blocks_per_group; ++i) add_block(group * blocks_per_group + i, sums);
-      end_group(group, sums);
+    for (size_t begin = 0; begin < call.groups; begin += kGroupsAhead) {
+      const size_t left = call.groups - begin;
+      const size_t end = begin + (left < kGroupsAhead ? left : kGroupsAhead);
+      for (size_t p = 0; p < kPanels; ++p) {
+        read_groups(call.w, call.factor, (panel + p) * call.groups + begin, end - begin, numbers[p]);
+      }
+      if (kGroup == 16) {
+        for (size_t block = begin / 2; block < end / 2; ++block) add_half_groups(block, numbers);
+        continue;
+      }
+      for (size_t group = begin; group < end; ++group) {
+        I16v sums[kTokens][kPanels];
+        begin_group(group, sums);
+        for (size_t i = 0; i < blocks_per_group; ++i) add_block(group * blocks_per_group + i, sums);
+        end_group(group, numbers, sums);
+      }
     }
   }
 };
@@ -278,50 +297,29 @@ __attribute__((noinline)) void multiply_tile(const Int8Call& call, size_t first,
 
 // The largest tile that the registers hold.  Groups of 16 keep two sums for each token and panel.
 #if defined(HMT_AVX512)
-constexpr size_t kTileTokens = 8;
-constexpr size_t kTilePanels = 2;
+constexpr size_t kTileTokens = 8, kTilePanels = 2;
 #elif defined(HMT_AVX2)
-constexpr size_t kTileTokens = 4;
-constexpr size_t kTilePanels = 1;
+constexpr size_t kTileTokens = 4, kTilePanels = 1;
 #else
-constexpr size_t kTileTokens = 4;
-constexpr size_t kTilePanels = 1;
+constexpr size_t kTileTokens = 2, kTilePanels = 1;
 #endif
 
+// One tile of up to kTileTokens tokens, as few registers as `count` needs; `panels` is 1 or 2.
 template <Nibble kNibble, size_t kGroup>
 void multiply_panels(const Int8Call& call, size_t first, size_t count, size_t panel,
                      size_t panels, size_t rows, float* out, size_t stride) {
-  constexpr size_t kWide = kGroup == 16 ? 1 : kTilePanels;
-  if (kTileTokens >= 8 && count > 6) {
-    if (kWide == 2 && panels == 2) {
-      return multiply_tile<kNibble, kGroup, kTileTokens, kWide>(call, first, count, panel, rows,
-                                                                out, stride);
-    }
-    for (size_t p = 0; p < panels; ++p) {
-      multiply_tile<kNibble, kGroup, kTileTokens, 1>(call, first, count, panel + p,
-                                                     rows - p * kPanelRows, out + p * kPanelRows,
-                                                     stride);
-    }
-    return;
+  constexpr size_t kMost = kTileTokens, kWide = kGroup == 16 ? 1 : kTilePanels;
+  if (kWide == 2 && panels == 2 && count > 6) {
+    return multiply_tile<kNibble, kGroup, kMost, kWide>(call, first, count, panel, rows, out,
+                                                        stride);
   }
   for (size_t p = 0; p < panels; ++p) {
-    float* target = out + p * kPanelRows;
-    const size_t here = rows - p * kPanelRows;
-    switch (count) {
-      case 1:
-        multiply_tile<kNibble, kGroup, 1, 1>(call, first, count, panel + p, here, target, stride);
-        break;
-      case 2:
-        multiply_tile<kNibble, kGroup, 2, 1>(call, first, count, panel + p, here, target, stride);
-        break;
-      case 3:
-      case 4:
-        multiply_tile<kNibble, kGroup, 4, 1>(call, first, count, panel + p, here, target, stride);
-        break;
-      default:
-        multiply_tile<kNibble, kGroup, kTileTokens >= 8 ? 6 : 4, 1>(call, first, count, panel + p,
-                                                                   here, target, stride);
-    }
+    auto* tile = multiply_tile<kNibble, kGroup, kMost, 1>;
+    if (count == 1) tile = multiply_tile<kNibble, kGroup, 1, 1>;
+    else if (count == 2) tile = multiply_tile<kNibble, kGroup, 2, 1>;
+    else if (count <= 4 && kMost > 4) tile = multiply_tile<kNibble, kGroup, kMost / 2, 1>;
+    else if (count <= 6 && kMost > 6) tile = multiply_tile<kNibble, kGroup, kMost / 4 * 3, 1>;
+    tile(call, first, count, panel + p, rows - p * kPanelRows, out + p * kPanelRows, stride);
   }
 }
 
@@ -354,11 +352,8 @@ void multiply_groups(const Int8Call& call, size_t first_row, size_t end_row, flo
 
 inline void multiply_int8(const Weight& w, const Inputs& in, size_t first_row, size_t end_row,
                           float* out, size_t out_stride) {
-  const size_t groups = groups_of(w);
-  Scratch scratch(in.tokens * groups * sizeof(int32_t));
-  int32_t* starts = scratch.take<int32_t>(in.tokens * groups);
-  group_starts(w, in, starts);
-  const Int8Call call{w, in, starts, groups, code_factor(w)};
+  const auto* starts = reinterpret_cast<const int32_t*>(in.arranged);
+  const Int8Call call{w, in, starts, groups_of(w), code_factor(w)};
   switch (nibble_of(w)) {
     case Nibble::kOffset:
       return multiply_groups<Nibble::kOffset>(call, first_row, end_row, out, out_stride);

@@ -120,7 +120,7 @@ struct Pieces {
 
 // What codes are multiplied in.  A Math says: Sum, 16 sums; kPerLine, columns in 4 bytes;
 // kRoundLines; Line, Four (the broadcast four bytes); `step`; `pack`, which brings a run of a row's
-// codes to 4-byte units; `tokens`, which copies a run of a token's columns likewise.
+// codes to 4-byte units; `tokens`, where the activations lie.
 struct FloatMath {
   using Sum = F16v;
   static constexpr size_t kPerLine = 1, kRoundLines = 1;
@@ -142,9 +142,7 @@ struct FloatMath {
       });
     });
   }
-  static void tokens(const Inputs& in, size_t token, size_t column, size_t count, uint8_t* out) {
-    std::memcpy(out, in.f32 + token * in.stride + column, count * sizeof(float));
-  }
+  static const float* tokens(const Inputs& in) { return in.f32; }
 };
 
 #if defined(HMT_AVX512_BF16)
@@ -181,9 +179,7 @@ struct PairMath {
       });
     });
   }
-  static void tokens(const Inputs& in, size_t token, size_t column, size_t count, uint8_t* out) {
-    std::memcpy(out, in.bf16 + token * in.stride + column, count * sizeof(uint16_t));
-  }
+  static const uint16_t* tokens(const Inputs& in) { return in.bf16; }
 };
 #endif
 
@@ -223,9 +219,7 @@ struct CodeMath {
       _mm512_mask_storeu_epi8(out + i, here, _mm512_xor_si512(some, _mm512_set1_epi8(-128)));
     }
   }
-  static void tokens(const Inputs& in, size_t token, size_t column, size_t count, uint8_t* out) {
-    std::memcpy(out, in.codes + token * in.stride + column, count);
-  }
+  static const int8_t* tokens(const Inputs& in) { return in.codes; }
 };
 #else
 // int8 times int8 through 16 bits, which never saturates.
@@ -263,18 +257,13 @@ struct CodeMath {
     return sum;
   }
 #endif
-  static void widen_codes(const int8_t* codes, size_t count, uint8_t* out) {
+  static void pack(Code, const uint8_t* codes, size_t count, uint8_t* out) {
     for (size_t i = 0; i < count; ++i) {
-      const int16_t wide = codes[i];
+      const int16_t wide = static_cast<int8_t>(codes[i]);
       std::memcpy(out + 2 * i, &wide, sizeof wide);
     }
   }
-  static void pack(Code, const uint8_t* codes, size_t count, uint8_t* out) {
-    widen_codes(reinterpret_cast<const int8_t*>(codes), count, out);
-  }
-  static void tokens(const Inputs& in, size_t token, size_t column, size_t count, uint8_t* out) {
-    widen_codes(in.codes + token * in.stride + column, count, out);
-  }
+  static const int8_t* tokens(const Inputs& in) { return in.codes; }
 };
 #endif
 

@@ -32,33 +32,53 @@ HMT_INLINE int32_t excess_of(const Inputs& in, size_t token, size_t begin, size_
   return -128 * total;
 }
 
+// 16 lines of a block of tokens, from a run of their columns; fewer columns end in zeros.
+template <typename Math>
+HMT_INLINE void arrange_lines(const Inputs& in, size_t first, size_t column, size_t columns,
+                              uint32_t* lines) {
+  const auto* begin = Math::tokens(in) + first * in.stride + column;
+  constexpr size_t kBytes = sizeof *begin, kAll = 16 * Math::kPerLine;
+  const size_t tokens = in.tokens - first < kTokenBlock ? in.tokens - first : kTokenBlock;
+  const uint32_t* starts[16];
+  alignas(64) uint32_t rows[16][16];
+  if (kBytes * Math::kPerLine == 4 && tokens == 16 && columns == kAll) {
+    for (size_t t = 0; t < 16; ++t) {
+      starts[t] = reinterpret_cast<const uint32_t*>(begin + t * in.stride);
+    }
+  } else {
+    std::memset(rows, 0, sizeof rows);
+    for (size_t t = 0; t < 16; ++t) starts[t] = rows[t];
+    for (size_t t = 0; t < tokens; ++t) {
+      if constexpr (kBytes * Math::kPerLine == 4) {
+        std::memcpy(rows[t], begin + t * in.stride, columns * kBytes);
+      } else {
+        Math::pack(Code::kInt8, reinterpret_cast<const uint8_t*>(begin + t * in.stride), columns,
+                   reinterpret_cast<uint8_t*>(rows[t]));
+      }
+    }
+  }
+  transpose_16(starts, lines);
+}
+
 template <typename Math>
 void arrange_tokens(const Weight& w, const Inputs& in, size_t block, uint8_t* arranged) {
   const Cut cut(w, Math::kPerLine, Math::kRoundLines);
   const size_t first = block * kTokenBlock;
-  const size_t tokens = in.tokens - first < kTokenBlock ? in.tokens - first : kTokenBlock;
-  alignas(64) uint32_t rows[16][16], lines[16][16];
-  const uint32_t* starts[16];
-  for (size_t t = 0; t < 16; ++t) starts[t] = rows[t];
+  alignas(64) uint32_t some[256];
   for (size_t s = 0; s < cut.segments; ++s) {
-    uint8_t* out = arranged + s * cut.segment_lines * kLine;
     const size_t count = cut.count(s), all = cut.lines_of(count);
     for (size_t line = 0; line < all; line += 16) {
-      const size_t column = line * cut.per_line;
+      const size_t column = line * cut.per_line, room = 16 * cut.per_line;
       const size_t left = column < count ? count - column : 0;
-      const size_t columns = left < 16 * cut.per_line ? left : 16 * cut.per_line;
-      if (columns < 16 * cut.per_line || tokens < 16) std::memset(rows, 0, sizeof rows);
-      for (size_t t = 0; t < tokens; ++t) {
-        Math::tokens(in, first + t, cut.begin(s) + column, columns,
-                     reinterpret_cast<uint8_t*>(rows[t]));
-      }
-      const size_t here = all - line < 16 ? all - line : 16;
-      transpose_16(starts, lines[0]);
-      std::memcpy(out + line * kLine, lines, here * kLine);
+      uint8_t* out = arranged + (s * cut.segment_lines + line) * kLine;
+      const bool whole = all - line >= 16;
+      uint32_t* lines = whole ? reinterpret_cast<uint32_t*>(out) : some;
+      arrange_lines<Math>(in, first, cut.begin(s) + column, left < room ? left : room, lines);
+      if (!whole) std::memcpy(out, some, (all - line) * kLine);
     }
     if (Math::kOffset) {
       int32_t excess[16] = {};
-      for (size_t t = 0; t < tokens; ++t) {
+      for (size_t t = 0; t < 16 && first + t < in.tokens; ++t) {
         excess[t] = excess_of(in, first + t, cut.begin(s), count);
       }
       std::memcpy(arranged + (cut.lines + s) * kLine, excess, sizeof excess);
@@ -80,6 +100,37 @@ struct Range {
   float* totals;    // the same: of segments with their scales, where there are several
 
   size_t line_of(size_t block, size_t row) const { return (block * padded + row) * 16; }
+};
+
+// Fetches the weights of the next block of columns, a few with each tile that is multiplied: rows
+// lie too far apart for the processor to foresee them.
+class Ahead {
+ public:
+  // `tiles`: how often `some` will be called
+  Ahead(const Weight& w, size_t first_row, size_t rows, const Piece& last, size_t tiles) {
+    const size_t each = bytes_of(w.code), column = last.column + last.count;
+    const size_t left = w.columns - column, columns = left < kMost / each ? left : kMost / each;
+    next_ = address_of(w, first_row, column);
+    stride_ = w.columns * each;
+    row_bytes_ = columns * each;
+    rows_ = columns == 0 ? 0 : rows;
+    each_time_ = (rows_ * ((row_bytes_ + kLine - 1) / kLine) + tiles - 1) / tiles;
+  }
+  HMT_INLINE void some() {
+    for (size_t i = 0; i < each_time_ && rows_ > 0; ++i) {
+      __builtin_prefetch(next_ + offset_, 0, 2);
+      offset_ += kLine;
+      if (offset_ < row_bytes_) continue;
+      offset_ = 0;
+      next_ += stride_;
+      --rows_;
+    }
+  }
+
+ private:
+  static constexpr size_t kMost = 4 * kBlockLines;
+  const uint8_t* next_;
+  size_t stride_, row_bytes_, rows_, each_time_, offset_ = 0;
 };
 
 template <typename Math>
@@ -153,8 +204,10 @@ void multiply_tile(const Range<Math>& range, const Pieces& pieces, size_t block,
 
 // All rows of the range with blocks [block, block + kBlocks).
 template <typename Math, size_t kRows, size_t kBlocks>
-HMT_INLINE void multiply_rows(const Range<Math>& range, const Pieces& pieces, size_t block) {
+HMT_INLINE void multiply_rows(const Range<Math>& range, const Pieces& pieces, size_t block,
+                              Ahead& ahead) {
   for (size_t row = 0; row < range.padded; row += kRows) {
+    ahead.some();
     multiply_tile<Math, kRows, kBlocks>(range, pieces, block, row);
   }
 }
@@ -193,11 +246,12 @@ void multiply_amx_tile(const Range<Math>& range, const Pieces& pieces, size_t bl
 }
 
 template <typename Math>
-void multiply_amx_blocks(const Range<Math>& range, const Pieces& pieces) {
+void multiply_amx_blocks(const Range<Math>& range, const Pieces& pieces, Ahead& ahead) {
   const Tiles tiles;
   for (size_t block = 0; block < range.blocks; block += 2) {
     const bool two_blocks = range.blocks - block >= 2;
     for (size_t row = 0; row < range.padded; row += 32) {
+      ahead.some();
       const bool two_rows = range.padded - row >= 32;
       if (two_blocks && two_rows) multiply_amx_tile<Math, 2, 2>(range, pieces, block, row);
       else if (two_blocks) multiply_amx_tile<Math, 1, 2>(range, pieces, block, row);
@@ -210,21 +264,23 @@ void multiply_amx_blocks(const Range<Math>& range, const Pieces& pieces) {
 
 template <typename Math>
 void multiply_blocks(const Range<Math>& range, const Pieces& pieces) {
+  const Piece& last = pieces.piece[pieces.count - 1];
+  Ahead ahead(range.w, range.first_row, range.rows, last, range.blocks * range.padded / 24 + 1);
 #if defined(HMT_AMX)
-  if constexpr (Math::kRoundLines == 16) return multiply_amx_blocks(range, pieces);
+  if constexpr (Math::kRoundLines == 16) return multiply_amx_blocks(range, pieces, ahead);
 #endif
 #if defined(HMT_AVX512)
   // 24 registers of sums, 3 of tokens; a lone block takes 16 rows to hide the latency of its sums.
   for (size_t block = 0; block < range.blocks;) {
     const size_t left = range.blocks - block;
-    if (left == 1) multiply_rows<Math, 16, 1>(range, pieces, block);
-    else if (left == 2 || left == 4) multiply_rows<Math, 8, 2>(range, pieces, block);
-    else multiply_rows<Math, 8, 3>(range, pieces, block);
+    if (left == 1) multiply_rows<Math, 16, 1>(range, pieces, block, ahead);
+    else if (left == 2 || left == 4) multiply_rows<Math, 8, 2>(range, pieces, block, ahead);
+    else multiply_rows<Math, 8, 3>(range, pieces, block, ahead);
     block += left == 1 ? 1 : left == 2 || left == 4 ? 2 : 3;
   }
 #else
   for (size_t block = 0; block < range.blocks; ++block) {
-    multiply_rows<Math, 4, 1>(range, pieces, block);
+    multiply_rows<Math, 4, 1>(range, pieces, block, ahead);
   }
 #endif
 }
@@ -277,7 +333,9 @@ void write_results(const Range<Math>& range, const Inputs& in, float* out, size_
       for (size_t r = rows; r < 16; ++r) store(lines[r], zero());
       transpose_16(starts, reinterpret_cast<uint32_t*>(results[0]));
       for (size_t t = 0; t < tokens; ++t) {
-        std::memcpy(out + (first + t) * out_stride + row, results[t], rows * sizeof(float));
+        float* target = out + (first + t) * out_stride + row;
+        if (rows == 16) store(target, load(results[t]));
+        else std::memcpy(target, results[t], rows * sizeof(float));
       }
     }
   }

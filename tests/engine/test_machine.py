@@ -83,7 +83,7 @@ def test_fewer_cores_are_another_machine(
 ) -> None:
     install(Probe())
     machine_for(tmp_path)
-    monkeypatch.setattr(machine, "_cores", lambda: 1000)
+    monkeypatch.setattr(machine, "usable_threads", lambda: 1000)
     assert remembered(tmp_path) == Rates()
 
 

@@ -24,6 +24,20 @@ KERNELS = Flag(
     "or the extension where it was built and plain torch otherwise (auto).",
 )
 
+EXTENSION = Flag(
+    "HMT_EXTENSION",
+    "",
+    (),
+    "File of compiled kernels to load instead of the installed ones, such as one with sanitizers.",
+)
+
+ISA = Flag(
+    "HMT_ISA",
+    "auto",
+    ("auto", "portable", "avx2", "avx512", "avx512-bf16", "amx"),
+    "Instruction set of the compiled kernels; auto takes the last of these that this machine runs.",
+)
+
 POISON = Flag(
     "HMT_POISON",
     "off",
@@ -39,7 +53,7 @@ CACHE = Flag(
     "when empty, hmt in XDG_CACHE_HOME or in ~/.cache.",
 )
 
-FLAGS = (KERNELS, POISON, CACHE)
+FLAGS = (KERNELS, EXTENSION, ISA, POISON, CACHE)
 
 
 def read(flag: Flag) -> str:

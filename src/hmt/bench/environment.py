@@ -14,13 +14,16 @@ from hmt.kernels.cpu import extension
 
 def describe(machine: Machine) -> dict[str, Any]:
     """What tells two files of results apart: machine, rates, versions, kernels, date."""
+    native = extension.load()
     return {
         **asdict(machine),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "kernels": "reference" if extension.load() is None else "native",
+        "kernels": "reference" if native is None else "native",
+        "instructions": None if native is None else native.isa(),
+        "runs_instructions": [] if native is None else native.isas(),
         "hmt": hmt.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -112,8 +113,8 @@ def _cpu() -> Finding:
     flags = next((set(x.split()) for x in lines if x.startswith(("flags", "Features"))), set())
     present = [name for flag, name in known.items() if flag in flags]
     absent = [name for flag, name in known.items() if flag not in flags]
-    cores = len(os.sched_getaffinity(0))
-    found = f"{cores} cores to use; has {', '.join(present) or 'none of the features HMT can use'}"
+    cpus = len(os.sched_getaffinity(0))
+    found = f"{cpus} CPUs to use; has {', '.join(present) or 'none of the features HMT can use'}"
     if absent:
         found += f"; not {', '.join(absent)}"
     return Finding("CPU", GOOD if present else POOR, found)
@@ -127,8 +128,22 @@ def _kernels() -> Finding:
     except HMTError as error:
         return Finding("compiled kernels", BROKEN, str(error))
     if native is not None:
-        return Finding("compiled kernels", GOOD, f"loaded, {native.threads()} threads")
+        return Finding("compiled kernels", GOOD, _what_computes(native))
     return Finding("compiled kernels", POOR, f"not used: {_why_not_native()}; plain torch computes")
+
+
+def _what_computes(native: ModuleType) -> str:
+    topology = native.Topology()
+    found = f"use {native.isa()}"
+    others = [isa for isa in native.isas() if isa != native.isa()]
+    if others:
+        found += f" ({', '.join(others)} {'runs' if len(others) == 1 else 'run'} too)"
+    found += f", {native.threads()} threads on {len(topology.cores)} physical cores"
+    if topology.nodes > 1:
+        found += f" of {topology.nodes} NUMA nodes"
+    if topology.quota:
+        found += f", of which the cgroup grants the time of {topology.quota:.3g}"
+    return found
 
 
 def _why_not_native() -> str:

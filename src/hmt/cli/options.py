@@ -84,7 +84,11 @@ class EngineOptions:
         ),
     ] = None
     threads: Annotated[
-        int | None, typer.Option(help="Threads that compute.", rich_help_panel=_COMPUTE)
+        int | None,
+        typer.Option(
+            help="Threads that compute; one per physical core when left out.",
+            rich_help_panel=_COMPUTE,
+        ),
     ] = None
     numa: Annotated[
         str | None,

@@ -33,7 +33,8 @@ class EngineConfig:
                         fit in memory, in a file without a name; None: HMT's cache folder
     disk_reader         "direct" (O_DIRECT), "buffered" or "mmap"
     numa                (CPU node, memory node) to bind to; None: no binding
-    threads             of computation; None: torch's choice
+    threads             that compute; None: torch's setting, up to one per physical core within the
+                        affinity mask and the quota of the cgroup
     check_weights       look for NaN when a block is first read
     """
 

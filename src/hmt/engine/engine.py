@@ -30,6 +30,7 @@ from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import RunSummary
+from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
 from hmt.text import StopStrings, Tokenizer
 
@@ -47,14 +48,13 @@ class Engine:
     def __init__(self, **options: Any) -> None:
         """Options are those of EngineConfig, sizes and paths as text.  Raises ConfigError.
 
-        Binds the calling thread, and all that it starts later, to `numa`, and sets torch's threads,
-        if asked to.
+        Binds the calling thread, and all that it starts later, to `numa` if asked to, and sets the
+        threads of torch and of the compiled kernels.
         """
         self.config = EngineConfig.resolve(**options)
         if self.config.numa is not None:
             bind(*self.config.numa)
-        if self.config.threads is not None:
-            torch.set_num_threads(self.config.threads)
+        set_threads(self.config.threads)
         self._ledger = Ledger({Tier.HOST: self.config.host_memory_bytes})
         self._models: list[LoadedModel] = []
 

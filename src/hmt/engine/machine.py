@@ -19,6 +19,7 @@ from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.plan import Machine
 from hmt.kernels.cpu import extension
+from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
     PAGE_BYTES,
     QUICK_BLOCK_BYTES,
@@ -111,16 +112,11 @@ def cpu_name() -> str:
 def _machine(rates: Rates) -> Machine:
     return Machine(
         name=cpu_name(),
-        cores=_cores(),
+        cores=usable_threads(),
         ram_bytes=int(psutil.virtual_memory().total),
         ram_read_rate=rates.ram_read_rate,
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
     )
-
-
-def _cores() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _measure_ram(*, quick: bool) -> float:
@@ -149,13 +145,13 @@ def _reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
     native = extension.load()
     if native is not None:
         before = native.threads()
-        native.set_threads(_cores())
+        native.set_threads(usable_threads())
         return (
             lambda memory: native.sum_words(memory.data_ptr(), memory.nbytes // 8),
             lambda: native.set_threads(before),
         )
     threads = torch.get_num_threads()
-    torch.set_num_threads(_cores())
+    torch.set_num_threads(usable_threads())
     return (
         lambda memory: memory.view(torch.int64).sum(),
         lambda: torch.set_num_threads(threads),
@@ -192,7 +188,7 @@ def _remember(path: Path, rates: Rates) -> None:
         drives[_drive(path)] = asdict(rates.disk)
     content["machines"][_fingerprint()] = {
         "name": cpu_name(),
-        "cores": _cores(),
+        "cores": usable_threads(),
         "ram_read_rate": rates.ram_read_rate,
         "drives": drives,
     }
@@ -223,7 +219,7 @@ def _load() -> dict[str, Any]:
 def _fingerprint() -> str:
     """Changes when the measurement would: with the CPU, the cores we may use, and the memory."""
     memory_gib = round(psutil.virtual_memory().total / GIB)  # kernels keep a varying part of it
-    facts = (platform.machine(), cpu_name(), str(_cores()), str(memory_gib))
+    facts = (platform.machine(), cpu_name(), str(usable_threads()), str(memory_gib))
     return hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]
 
 

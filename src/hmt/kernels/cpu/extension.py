@@ -1,6 +1,7 @@
 """Finding the compiled extension, or saying once that there is none."""
 
-import importlib
+import importlib.util
+import sys
 from functools import cache
 from types import ModuleType
 
@@ -13,14 +14,16 @@ from hmt.base.log import warn_once
 def load() -> ModuleType | None:
     """The extension `hmt._native`, or None where plain torch computes instead.
 
-    HMT_KERNELS decides, once per process; MachineError when it asks for an extension that is not
-    there.
+    HMT_KERNELS decides, once per process; HMT_EXTENSION says which file, if not the installed one,
+    and HMT_ISA with which instructions it computes.  MachineError when they ask for an extension
+    that is not there, or for instructions that this machine does not run.
     """
     choice = flags.read(flags.KERNELS)
     if choice == "reference":
         return None
+    isa = flags.read(flags.ISA)
     try:
-        return importlib.import_module("hmt._native")
+        native = _import()
     except ImportError as error:
         remedy = "install HMT again where there is a C++17 compiler, with HMT_NATIVE=on"
         if choice == "native":
@@ -33,3 +36,23 @@ def load() -> ModuleType | None:
             f"times slower on quantised weights; {remedy}",
         )
         return None
+    if isa != "auto":
+        if isa not in native.isas():
+            raise MachineError(
+                f"HMT_ISA={isa}, but this machine runs {', '.join(native.isas())}; choose one of "
+                "those, or auto"
+            )
+        native.set_isa(isa)
+    return native
+
+
+def _import() -> ModuleType:
+    file, name = flags.read(flags.EXTENSION), "hmt._native"
+    if file and name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"HMT_EXTENSION={file} is not the file of an extension")
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+        sys.modules[name] = native
+    return importlib.import_module(name)
