@@ -85,7 +85,7 @@ def test_random_threads_and_faults(
     folder, tensors = checkpoint
     faults = random.Random(seed)
     probe = open_store(folder, slots_bytes=0)
-    # Each thread holds two blocks at most; that much must fit for all to go on.
+    # Each thread waits while it holds one block at most, and that much must fit for all to go on.
     need = 6 * largest(probe.layouts)
     probe.close()
     bench = open_store(folder, slots_bytes=need + slots)
@@ -101,6 +101,10 @@ def test_random_threads_and_faults(
                 if r.random() < 0.5:
                     bench.store.request(r.sample(LEASABLE, 4), r.choice(list(Priority)))
                 try:
+                    with bench.store.lease_each(r.sample(LEASABLE, 3)) as groups:
+                        for group in groups:
+                            for block, views in group[:2]:
+                                assert_right(block, views, tensors)
                     with bench.store.lease(outer) as a:
                         assert_right(outer, a, tensors)
                         with bench.store.lease(inner) as b:
@@ -171,6 +175,124 @@ def test_a_prefetch_never_takes_an_awaited_or_leased_slot(
     # The backlog begins as slots come free, and nobody has to ask again.
     with bench.store.lease(experts[2]) as views:
         assert_right(experts[2], views, tensors)
+    bench.close()
+
+
+def experts_of(layer: int) -> list[BlockId]:
+    return [BlockId(layer, BlockKind.EXPERT, expert) for expert in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 20])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("resident", [0, 5, 12])
+def test_groups_hold_every_block_once_in_order(
+    checkpoint: tuple[Path, dict[str, torch.Tensor]], slots: int, ahead: bool, resident: int
+) -> None:
+    """However few slots there are: a group needs one."""
+    folder, tensors = checkpoint
+    blocks = [block for layer in range(LAYERS) for block in experts_of(layer)]
+    homes = set(random.Random(resident).sample(blocks, resident))
+    size = open_store(folder, slots_bytes=0)
+    slot = size.layouts[blocks[0]].slot_bytes
+    size.close()
+    bench = open_store(folder, slots_bytes=slots * slot, resident=homes.__contains__)
+    bench.store.load_residents()
+    for _ in range(2):
+        if ahead:
+            bench.store.request(blocks, Priority.NEED)
+        seen = []
+        with bench.store.lease_each(blocks) as groups:
+            for group in groups:
+                assert group
+                assert sum(block not in homes for block, _ in group) <= slots
+                for block, views in group:
+                    assert_right(block, views, tensors)  # poisoned where a slot was given up
+                    seen.append(block)
+        assert seen == blocks
+        if resident == len(blocks) or slots >= len(blocks):
+            with bench.store.lease_each(blocks) as groups:
+                assert [len(group) for group in groups] == [len(blocks)]
+    counters = bench.store.counters
+    assert counters.hits + counters.pending + counters.misses >= 2 * (len(blocks) - resident)
+    bench.close()  # asserts that nothing is leased
+
+
+def test_a_group_holds_what_is_ready_and_nothing_while_it_waits(
+    checkpoint: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    folder, _ = checkpoint
+    blocks = experts_of(0)
+    bench = open_store(folder, slots_bytes=1 << 20)
+    for block in (blocks[0], blocks[1], blocks[3]):
+        with bench.store.lease(block):
+            pass
+    with bench.store.lease_each(blocks) as groups:
+        assert [block for block, _ in next(groups)] == blocks[:2]
+        assert [block for block, _ in next(groups)] == blocks[2:]
+        assert next(groups, None) is None
+    with bench.store.lease_each([]) as groups:
+        assert list(groups) == []
+    bench.close()
+
+
+def test_reads_go_on_while_a_group_is_leased(
+    checkpoint: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    folder, tensors = checkpoint
+    blocks = experts_of(0)
+    bench = open_store(folder, slots_bytes=1 << 20)
+    with bench.store.lease(blocks[0]):
+        pass
+    bench.store.request(blocks, Priority.NEED)
+    with bench.store.lease_each(blocks) as groups:
+        first = next(groups)
+        assert first[0][0] == blocks[0]
+        while bench.store.presence(blocks[3]) is not Presence.HIT:
+            pass  # without another call to the store
+        for group in (first, *groups):
+            for block, views in group if group is not first else []:
+                assert_right(block, views, tensors)
+    bench.close()
+
+
+@pytest.mark.parametrize("slots", [1, 3, 20])
+def test_a_read_that_fails_between_groups_leaves_nothing_leased(
+    checkpoint: tuple[Path, dict[str, torch.Tensor]], slots: int
+) -> None:
+    folder, tensors = checkpoint
+    blocks = experts_of(1)
+    size = open_store(folder, slots_bytes=0)
+    slot = size.layouts[blocks[0]].slot_bytes
+    size.close()
+    for failing in range(1, 14):
+        bench = open_store(folder, slots_bytes=slots * slot)
+        bench.reader.fails = lambda number, failing=failing: number == failing
+        seen = 0
+        try:
+            with bench.store.lease_each(blocks) as groups:
+                for group in groups:
+                    for block, views in group:
+                        assert_right(block, views, tensors)
+                    seen += len(group)
+            assert bench.reader.reads < failing
+        except DiskReadError:
+            assert seen < len(blocks)
+        with bench.store.lease_each(blocks) as groups:
+            for group in groups:
+                for block, views in group:
+                    assert_right(block, views, tensors)
+        bench.close()
+
+
+def test_an_error_of_the_caller_releases_the_group(
+    checkpoint: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    bench = open_store(checkpoint[0], slots_bytes=1 << 20)
+    with pytest.raises(ZeroDivisionError), bench.store.lease_each(experts_of(0)) as groups:
+        next(groups)
+        raise ZeroDivisionError
+    with pytest.raises(KeyError), bench.store.lease_each([BlockId(99, BlockKind.EXPERT)]) as groups:
+        next(groups)
     bench.close()
 
 
