@@ -17,6 +17,8 @@ namespace {
 // positions: enough for the threads of a large machine, and at most a few MiB of partial results.
 constexpr size_t kItemsPerRun = 128;
 constexpr size_t kLeastChunk = 256;
+// Products below which one thread is as fast: some microseconds.
+constexpr size_t kLeastShared = size_t{1} << 17;
 // Numbers that are written to pages by one thread, as waking another takes longer.
 constexpr size_t kLeastAppend = size_t{32} << 10;
 
@@ -60,6 +62,7 @@ class Plan {
   }
 
   size_t items() const { return items_; }
+  size_t products() const { return products_; }
   size_t bytes() const {
     return Scratch::round(floats_ * sizeof(float)) + tasks_.size() * sizeof(std::atomic<uint32_t>);
   }
@@ -96,11 +99,12 @@ class Plan {
     const size_t chunks = ceil_div(span, chunk);
     tasks_.push_back({tile, chunk, chunks, items_, nullptr, nullptr});
     items_ += chunks;
+    products_ += tile.rows * span * (tile.pages->layout.key_dim + tile.pages->layout.value_dim);
     if (chunks > 1) floats_ += chunks * partial_floats(tile);
   }
 
   std::vector<Task> tasks_;
-  size_t items_ = 0, floats_ = 0;
+  size_t items_ = 0, floats_ = 0, products_ = 0;
 };
 
 void finish_chunks(const Task& task, size_t q_heads, const AttentionResult& result) {
@@ -149,7 +153,7 @@ void attend(const Pages& pages, const PagedRun* runs, size_t count, const HeadRo
   { Scratch room(plan.bytes() + work + tile + 1024); }
   Scratch scratch(plan.bytes() + 128);
   plan.place(scratch);
-  share(plan.items(), 1, threads, [&](size_t begin, size_t end) {
+  share(plan.items(), 1, plan.products() < kLeastShared ? 1 : threads, [&](size_t begin, size_t end) {
     for (size_t item = begin; item < end; ++item) {
       const Task& task = plan.task_of(item);
       compute(task, item - task.first_item, q_heads, result, work);

@@ -1,8 +1,9 @@
 // The two products of attention, over words of four bytes.  Only for *.isa.cpp.
 //
-// A word is one f32, or two bf16 numbers.  `Words` says how words are multiplied and added:
-//     scores  [rows, 64] += query words [rows, lines] x key lines of four pages [lines, 16 tokens]
-//     mixes   sums [rows, width] += weight words [rows, words] x value lines [words, width]
+// A word is one f32, two bf16 numbers, or four of int8.  `Words` says what is made of a line of
+// sixteen words as it is read, how words are multiplied and added, and whether sums begin anew:
+//     score   scores [rows, 64] = query words [rows, lines] x key lines of four pages [lines, 16]
+//     mix     sums [rows, width] += weight words [rows, words] x value lines [words, width]
 #pragma once
 
 #include <type_traits>
@@ -14,6 +15,8 @@ namespace hmt::HMT_ISA {
 
 struct FloatWords {
   static constexpr size_t kNumbers = 1;
+  static constexpr bool kFresh = false;
+  HMT_INLINE static F16v line(F16v words) { return words; }
   HMT_INLINE static F16v multiply_add(F16v sum, F16v line, F16v word) {
     return fma(line, word, sum);
   }
@@ -27,6 +30,8 @@ struct FloatWords {
 #if defined(HMT_AVX512_BF16)
 struct Bf16Words {
   static constexpr size_t kNumbers = 2;
+  static constexpr bool kFresh = false;
+  HMT_INLINE static F16v line(F16v words) { return words; }
   HMT_INLINE static F16v multiply_add(F16v sum, F16v line, F16v word) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)line.v, (__m512bh)word.v)};
   }
@@ -54,16 +59,30 @@ struct Block {
   // What the next block will read out of memory, fetched meanwhile; key_ahead[p] may be null.
   const uint8_t* key_ahead[kBlockPages];
   const uint8_t* value_ahead[kBlockPages];
+  // Of int8 pages: f32 [16].
+  const uint8_t* key_scales[kBlockPages];
+  const uint8_t* value_scales[kBlockPages];
   size_t count;
 };
 
-HMT_INLINE void fetch(const uint8_t* line) {
-  __builtin_prefetch(line, 0, 3);
+// Into L2: a block of keys and values fills L1, and what is fetched there pushes out what is in use
+// (12 GB/s on one core, and 18 into L2, where sums of words read 19).
+HMT_INLINE void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
+
+// Which of the columns in registers a pass over some rows fetches ahead: each pass some, so that
+// memory is busy through all of them.
+struct Share {
+  size_t first, count;
+};
+HMT_INLINE Share share_of(size_t pass, size_t passes, size_t columns) {
+  const size_t each = (columns + passes - 1) / passes, first = pass * each;
+  if (first >= columns) return {0, 0};
+  return {first, each};
 }
 
-template <typename Words, size_t kRows, bool kAhead>
+template <typename Words, size_t kRows, size_t kFetched>
 HMT_INLINE void score_rows(const uint32_t* query, size_t lines, const Block& block, size_t page,
-                           float* scores) {
+                           size_t fetched, float* scores) {
   F16v sums[kRows][kRegisterColumns];
   for (auto& row : sums) {
     for (F16v& sum : row) sum = zero();
@@ -71,8 +90,10 @@ HMT_INLINE void score_rows(const uint32_t* query, size_t lines, const Block& blo
   for (size_t line = 0; line < lines; ++line) {
     F16v keys[kRegisterColumns];
     for (size_t c = 0; c < kRegisterColumns; ++c) {
-      keys[c] = as_float(load_words(block.keys[page + c] + line * 64));
-      if (kAhead) fetch(block.key_ahead[page + c] + line * 64);
+      keys[c] = Words::line(as_float(load_words(block.keys[page + c] + line * 64)));
+    }
+    for (size_t c = 0; c < kFetched; ++c) {
+      fetch(block.key_ahead[page + fetched + c] + line * 64);
     }
     for (size_t r = 0; r < kRows; ++r) {
       const F16v word = broadcast_word(query + r * lines + line);
@@ -88,7 +109,7 @@ HMT_INLINE void score_rows(const uint32_t* query, size_t lines, const Block& blo
   }
 }
 
-// Calls each(rows as a compile-time number, first row) for pieces that cover [0, rows).
+// Calls each(rows as a compile-time number, first row) for passes that cover [0, rows).
 template <typename Each>
 HMT_INLINE void by_rows(size_t rows, const Each& each) {
   size_t r = 0;
@@ -104,38 +125,60 @@ HMT_INLINE void by_rows(size_t rows, const Each& each) {
   if (r < rows) each(std::integral_constant<size_t, 1>(), r);
 }
 
+inline size_t passes_of(size_t rows) {
+  size_t passes = 0;
+  by_rows(rows, [&](auto, size_t) { ++passes; });
+  return passes;
+}
+
+// Calls each(rows, columns to fetch; both compile-time numbers, first column to fetch, first row).
+template <size_t kColumns, typename Each>
+HMT_INLINE void by_rows_fetching(size_t rows, bool ahead, const Each& each) {
+  const size_t passes = ahead ? passes_of(rows) : 1;
+  size_t pass = 0;
+  by_rows(rows, [&](auto count, size_t r) {
+    const Share share = ahead ? share_of(pass++, passes, kColumns) : Share{0, 0};
+    if (share.count == 0) return each(count, std::integral_constant<size_t, 0>(), 0, r);
+    if (share.count == 1) return each(count, std::integral_constant<size_t, 1>(), share.first, r);
+    if (share.count < kColumns) {
+      return each(count, std::integral_constant<size_t, (kColumns + 1) / 2>(), share.first, r);
+    }
+    each(count, std::integral_constant<size_t, kColumns>(), 0, r);
+  });
+}
+
 template <typename Words>
 void score(const uint32_t* query, size_t rows, size_t lines, const Block& block, float* scores) {
   for (size_t page = 0; page < kBlockPages; page += kRegisterColumns) {
-    by_rows(rows, [&](auto count, size_t r) {
-      const uint32_t* words = query + r * lines;
-      float* out = scores + r * kBlockTokens;
-      if (r == 0 && block.key_ahead[0] != nullptr) {
-        score_rows<Words, decltype(count)::value, true>(words, lines, block, page, out);
-      } else {
-        score_rows<Words, decltype(count)::value, false>(words, lines, block, page, out);
-      }
-    });
+    by_rows_fetching<kRegisterColumns>(
+        rows, block.key_ahead[0] != nullptr,
+        [&](auto count, auto fetched, size_t first_fetched, size_t r) {
+          score_rows<Words, decltype(count)::value, decltype(fetched)::value>(
+              query + r * lines, lines, block, page, first_fetched, scores + r * kBlockTokens);
+        });
   }
 }
 
-template <typename Words, size_t kRows, size_t kColumns, bool kAhead>
+template <typename Words, size_t kRows, size_t kColumns, size_t kFetched>
 HMT_INLINE void mix_columns(const uint32_t* weights, const Block& block, size_t width,
-                            size_t column, float* sums) {
+                            size_t column, size_t fetched, float* sums) {
   constexpr size_t kWords = kPageTokens / Words::kNumbers;  // of a page
   constexpr size_t kStride = kBlockTokens / Words::kNumbers;
   F16v total[kRows][kColumns];
   for (size_t r = 0; r < kRows; ++r) {
-    for (size_t c = 0; c < kColumns; ++c) total[r][c] = load(sums + r * width + column + 16 * c);
+    for (size_t c = 0; c < kColumns; ++c) {
+      total[r][c] = Words::kFresh ? zero() : load(sums + r * width + column + 16 * c);
+    }
   }
   for (size_t page = 0; page < block.count; ++page) {
     const uint8_t* line = block.values[page] + column * 4;
+    const uint8_t* ahead = kFetched > 0 ? block.value_ahead[page] + (column + 16 * fetched) * 4 : nullptr;
     for (size_t word = 0; word < kWords; ++word, line += width * 4) {
       F16v values[kColumns];
       for (size_t c = 0; c < kColumns; ++c) {
-        values[c] = as_float(load_words(line + 64 * c));
-        if (kAhead) fetch(block.value_ahead[page] + (line - block.values[page]) + 64 * c);
+        values[c] = Words::line(as_float(load_words(line + 64 * c)));
       }
+      for (size_t c = 0; c < kFetched; ++c) fetch(ahead + word * width * 4 + 64 * c);
       for (size_t r = 0; r < kRows; ++r) {
         const F16v weight = broadcast_word(weights + r * kStride + page * kWords + word);
         for (size_t c = 0; c < kColumns; ++c) {
@@ -153,15 +196,12 @@ template <typename Words, size_t kColumns>
 HMT_INLINE void mix_all_rows(const uint32_t* weights, size_t rows, const Block& block, size_t width,
                              size_t column, float* sums) {
   constexpr size_t kStride = kBlockTokens / Words::kNumbers;
-  by_rows(rows, [&](auto count, size_t r) {
-    constexpr size_t kRows = decltype(count)::value;
-    if (r == 0 && block.value_ahead[0] != nullptr) {
-      mix_columns<Words, kRows, kColumns, true>(weights, block, width, column, sums);
-    } else {
-      mix_columns<Words, kRows, kColumns, false>(weights + r * kStride, block, width, column,
-                                                 sums + r * width);
-    }
-  });
+  by_rows_fetching<kColumns>(
+      rows, block.value_ahead[0] != nullptr,
+      [&](auto count, auto fetched, size_t first_fetched, size_t r) {
+        mix_columns<Words, decltype(count)::value, kColumns, decltype(fetched)::value>(
+            weights + r * kStride, block, width, column, first_fetched, sums + r * width);
+      });
 }
 
 // width: a multiple of 16

@@ -1,45 +1,14 @@
 // A tile of rows against a range of positions: scores, softmax as it goes, values.
 #include <math.h>
 
+#include "attention/forms.h"
+#include "attention/int8.h"
 #include "attention/kernels.h"
 #include "attention/lanes.h"
-#include "attention/products.h"
-#include "attention/spread.h"
+#include "attention/work.h"
 
 namespace hmt::HMT_ISA {
 namespace {
-
-size_t line_of(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// What `attend` works in.
-struct Work {
-  uint32_t* query;    // [rows, words]
-  float* scores;      // [rows, 64]
-  uint32_t* weights;  // [rows, 64 / numbers of a word]
-  float* totals;      // [rows, 16]: sums of weights by lane
-  size_t* first;      // [rows]: positions that a row sees, from ..
-  size_t* after;      // .. up to
-  uint8_t* keys;      // four pages, where they are not read where they lie
-  uint8_t* values;
-
-  // Bytes where memory is null.
-  size_t place(const PageLayout& layout, uint8_t* memory) {
-    size_t used = 0;
-    const auto take = [&](auto*& piece, size_t bytes) {
-      piece = reinterpret_cast<std::remove_reference_t<decltype(piece)>>(memory + used);
-      used += line_of(bytes);
-    };
-    take(query, kTileRows * layout.key_dim * 4);
-    take(scores, kTileRows * kBlockTokens * 4);
-    take(weights, kTileRows * kBlockTokens * 4);
-    take(totals, kTileRows * 16 * 4);
-    take(first, kTileRows * sizeof(size_t));
-    take(after, kTileRows * sizeof(size_t));
-    take(keys, kBlockTokens * layout.key_dim * 4);
-    take(values, kBlockTokens * padded_width(layout) * 4);
-    return used;
-  }
-};
 
 size_t work_bytes(const PageLayout& layout, DType) {
   static uint8_t nowhere[1];
@@ -63,31 +32,23 @@ void begin_rows(const Tile& tile, const Partial& partial, const Work& work) {
   }
 }
 
-const uint8_t* query_row(const Tile& tile, size_t r) {
-  const size_t row = tile.first_row + r, head = tile.kv_head * tile.group + row % tile.group;
-  const size_t token = tile.run->offset + row / tile.group;
-  const HeadRows& query = *tile.query;
-  return static_cast<const uint8_t*>(query.data) +
-         (token * query.token_stride + head * query.head_stride) * (query.type == DType::kF32 ? 4 : 2);
-}
-
 void multiply_row(float* row, size_t count, float factor) {
   for (size_t i = 0; i < count; i += 16) store(row + i, mul(load(row + i), set1(factor)));
 }
 
 // Scores of positions [base, base + 64) become weights; sums and totals follow a greater top.
-template <typename Words>
-void weigh(const Tile& tile, const Partial& partial, const Work& work, size_t base) {
+template <typename Form>
+void weigh(const Tile& tile, const Partial& partial, const Block& block, const Work& work,
+           size_t base) {
   const AttentionOptions& options = *tile.options;
   const size_t width = padded_width(tile.pages->layout);
   const F16v scale = set1(options.softcap != 0.0f ? options.scale / options.softcap : options.scale);
   for (size_t r = 0; r < tile.rows; ++r) {
-    const float* row = work.scores + r * kBlockTokens;
     const size_t first = work.first[r] > base ? work.first[r] - base : 0;
     const size_t after = work.after[r] > base ? work.after[r] - base : 0;
     F16v scores[kBlockPages];
     for (size_t c = 0; c < kBlockPages; ++c) {
-      scores[c] = mul(load(row + 16 * c), scale);
+      scores[c] = mul(Form::scores(block, work, r, c), scale);
       if (options.softcap != 0.0f) scores[c] = mul(tanh_of(scores[c]), set1(options.softcap));
     }
     if (first > 0 || after < kBlockTokens) {
@@ -111,94 +72,12 @@ void weigh(const Tile& tile, const Partial& partial, const Work& work, size_t ba
       }
     }
     const F16v reference = set1(top == kNone ? 0.0f : top);
-    for (size_t c = 0; c < kBlockPages; ++c) {
-      scores[c] = weight_of(sub(scores[c], reference));
-      Words::store_weights(work.weights + r * kBlockTokens / Words::kNumbers, c, scores[c]);
-    }
+    for (F16v& number : scores) number = weight_of(sub(number, reference));
+    Form::weights(block, work, r, scores);
     total = add(total, add(add(scores[0], scores[1]), add(scores[2], scores[3])));
     store(work.totals + 16 * r, total);
   }
 }
-
-// How a page's keys and values become what FloatWords reads.
-struct FloatPages {
-  using Words = FloatWords;
-  static bool keys_in_place(const PageLayout& layout) {
-    return layout.encoding == PageEncoding::kF32;
-  }
-  static bool values_in_place(const PageLayout& layout) {
-    return keys_in_place(layout) && !layout.latent && layout.value_dim % 16 == 0;
-  }
-  static void load_query(const Tile& tile, uint32_t* words) {
-    const size_t dim = tile.pages->layout.key_dim;
-    for (size_t r = 0; r < tile.rows; ++r) {
-      widen_row(query_row(tile, r), static_cast<int>(tile.query->type), dim,
-                reinterpret_cast<float*>(words) + r * dim);
-    }
-  }
-  template <PageEncoding kEncoding>
-  static void values_as(const PageLayout& layout, const uint8_t* page, const uint8_t* keys,
-                        size_t head, float* rows) {
-    const size_t width = padded_width(layout);
-    if (layout.latent) {
-      turn_keys(reinterpret_cast<const float*>(keys), layout.value_dim, width, rows);
-    } else {
-      spread_values<kEncoding>(layout, page, head, width, rows);
-    }
-  }
-  static void keys(const PageLayout& layout, const uint8_t* page, size_t head, uint8_t* out) {
-    auto* lines = reinterpret_cast<float*>(out);
-    switch (layout.encoding) {
-      case PageEncoding::kF32: return spread_keys<PageEncoding::kF32>(layout, page, head, lines);
-      case PageEncoding::kBF16: return spread_keys<PageEncoding::kBF16>(layout, page, head, lines);
-      case PageEncoding::kF16: return spread_keys<PageEncoding::kF16>(layout, page, head, lines);
-      case PageEncoding::kInt8: return spread_keys<PageEncoding::kInt8>(layout, page, head, lines);
-      case PageEncoding::kInt4: return spread_keys<PageEncoding::kInt4>(layout, page, head, lines);
-    }
-  }
-  // keys: as made above, or where they lie.  Tokens from `seen` on become zeros.
-  static void values(const PageLayout& layout, const uint8_t* page, const uint8_t* keys, size_t head,
-                     size_t seen, uint8_t* out) {
-    auto* rows = reinterpret_cast<float*>(out);
-    switch (layout.encoding) {
-      case PageEncoding::kF32: values_as<PageEncoding::kF32>(layout, page, keys, head, rows); break;
-      case PageEncoding::kBF16: values_as<PageEncoding::kBF16>(layout, page, keys, head, rows); break;
-      case PageEncoding::kF16: values_as<PageEncoding::kF16>(layout, page, keys, head, rows); break;
-      case PageEncoding::kInt8: values_as<PageEncoding::kInt8>(layout, page, keys, head, rows); break;
-      case PageEncoding::kInt4: values_as<PageEncoding::kInt4>(layout, page, keys, head, rows); break;
-    }
-    const size_t width = padded_width(layout);
-    for (size_t i = seen * width; i < kPageTokens * width; ++i) rows[i] = 0.0f;
-  }
-};
-
-#if defined(HMT_AVX512_BF16)
-struct Bf16Pages {
-  using Words = Bf16Words;
-  static bool keys_in_place(const PageLayout&) { return true; }
-  static bool values_in_place(const PageLayout& layout) {
-    return !layout.latent && layout.value_dim % 16 == 0;
-  }
-  static void load_query(const Tile& tile, uint32_t* words) {
-    const size_t dim = tile.pages->layout.key_dim;
-    for (size_t r = 0; r < tile.rows; ++r) {
-      std::memcpy(words + r * dim / 2, query_row(tile, r), dim * 2);
-    }
-  }
-  static void keys(const PageLayout&, const uint8_t*, size_t, uint8_t*) {}
-  static void values(const PageLayout& layout, const uint8_t* page, const uint8_t* keys, size_t head,
-                     size_t seen, uint8_t* out) {
-    auto* rows = reinterpret_cast<uint16_t*>(out);
-    const size_t width = padded_width(layout);
-    if (layout.latent) {
-      turn_bf16_keys(keys, layout.value_dim, width, rows);
-    } else {
-      copy_bf16_values(page + layout.value_at(head), layout.value_dim, width, rows);
-    }
-    hide_bf16_tokens(seen, width, rows);
-  }
-};
-#endif
 
 void fetch_ahead(const uint8_t* begin, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) fetch(begin + i);
@@ -208,7 +87,7 @@ void fetch_ahead(const uint8_t* begin, size_t bytes) {
 template <typename Form>
 Block block_of(const Tile& tile, size_t first, size_t count, const Work& work) {
   const PageLayout& layout = tile.pages->layout;
-  const size_t head = tile.kv_head, numbers = Form::Words::kNumbers;
+  const size_t head = tile.kv_head, numbers = Form::kNumbers;
   const size_t key_bytes = kPageTokens * layout.key_dim * 4 / numbers;
   const size_t value_bytes = kPageTokens * padded_width(layout) * 4 / numbers;
   const bool keys_here = Form::keys_in_place(layout), values_here = Form::values_in_place(layout);
@@ -219,6 +98,8 @@ Block block_of(const Tile& tile, size_t first, size_t count, const Work& work) {
     const size_t number = first + (i < count ? i : 0);
     const uint8_t* page = page_at(tile, number);
     block.keys[i] = page + layout.key_at(head);
+    block.key_scales[i] = page + layout.key_scales_at(head);
+    block.value_scales[i] = page + layout.value_scales_at(head);
     const size_t ahead = first + kBlockPages + i;
     const uint8_t* next = page_at(tile, ahead <= last_page ? ahead : last_page);
     if (keys_here) {
@@ -233,7 +114,7 @@ Block block_of(const Tile& tile, size_t first, size_t count, const Work& work) {
     const size_t seen = tile.end - number * kPageTokens;
     if (values_here) block.value_ahead[i] = next + layout.value_at(head);
     else if (!layout.latent) fetch_ahead(next + layout.value_at(head), layout.value_bytes());
-    if (values_here && seen >= kPageTokens) {
+    if (values_here && (seen >= kPageTokens || !Form::kHidesTokens)) {
       block.values[i] = page + layout.value_at(head);
     } else {
       uint8_t* out = work.values + i * value_bytes;
@@ -246,28 +127,30 @@ Block block_of(const Tile& tile, size_t first, size_t count, const Work& work) {
 
 template <typename Form>
 void attend_as(const Tile& tile, const Partial& partial, const Work& work) {
-  using Words = typename Form::Words;
-  const PageLayout& layout = tile.pages->layout;
-  const size_t lines = layout.key_dim / Words::kNumbers, width = padded_width(layout);
   begin_rows(tile, partial, work);
-  Form::load_query(tile, work.query);
+  Form::load_query(tile, work);
   const size_t end_page = (tile.end + kPageTokens - 1) / kPageTokens;
   for (size_t page = tile.begin / kPageTokens; page < end_page; page += kBlockPages) {
     const size_t count = end_page - page < kBlockPages ? end_page - page : kBlockPages;
     const Block block = block_of<Form>(tile, page, count, work);
-    score<Words>(work.query, tile.rows, lines, block, work.scores);
-    weigh<Words>(tile, partial, work, page * kPageTokens);
-    mix<Words>(work.weights, tile.rows, block, width, partial.sums);
+    Form::score(tile, block, work);
+    weigh<Form>(tile, partial, block, work, page * kPageTokens);
+    Form::mix(tile, block, work, partial.sums);
   }
   for (size_t r = 0; r < tile.rows; ++r) partial.totals[r] = sum(load(work.totals + 16 * r));
 }
 
 void attend(const Tile& tile, const Partial& partial, uint8_t* memory) {
+  const PageLayout& layout = tile.pages->layout;
   Work work;
-  work.place(tile.pages->layout, memory);
+  work.place(layout, memory);
 #if defined(HMT_AVX512_BF16)
-  const bool bf16 = tile.pages->layout.encoding == PageEncoding::kBF16;
+  const bool bf16 = layout.encoding == PageEncoding::kBF16;
   if (bf16 && tile.query->type == DType::kBF16) return attend_as<Bf16Pages>(tile, partial, work);
+#endif
+#if defined(HMT_AVX512)
+  const bool int8 = layout.encoding == PageEncoding::kInt8 && !layout.latent;
+  if (int8) return attend_as<Int8Pages>(tile, partial, work);
 #endif
   attend_as<FloatPages>(tile, partial, work);
 }

@@ -24,7 +24,7 @@ inline uint32_t ranked_order(uint64_t item) { return static_cast<uint32_t>(item 
 // Spreads the items over buckets by their leading bits, and sorts a bucket when its turn comes.
 class Descending {
  public:
-  static constexpr std::size_t kBuckets = 4096;
+  static constexpr std::size_t kBuckets = std::size_t{1} << 14;
 
   // `items` and `room` have `count` places, `ends` kBuckets; all are overwritten.
   Descending(uint64_t* items, std::size_t count, uint64_t* room, uint32_t* ends)

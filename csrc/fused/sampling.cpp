@@ -51,8 +51,9 @@ Descending at_least(const float* values, size_t count, float least, Room& room) 
   for (size_t b = 0; b < blocks_of(count); ++b) {
     if (!(room.tops[b] >= least)) continue;
     const size_t end = std::min(count, (b + 1) * kScoreBlock);
-    for (size_t i = b * kScoreBlock; i < end; ++i) {
-      if (values[i] >= least) room.items[found++] = ranked(values[i], i);
+    for (size_t i = b * kScoreBlock; i < end; ++i) {  // without a branch: found <= i
+      room.items[found] = ranked(values[i], i);
+      found += values[i] >= least;
     }
   }
   return {room.items, found, room.spread, room.ends};
@@ -105,8 +106,9 @@ size_t choose_by_top_k(size_t count, const Draw& how, Room& room) {
 // The same for top_p alone.
 size_t choose_by_top_p(size_t count, const Draw& how, Room& room) {
   kernels().weigh(room.scores, count, room.weights);
-  double total = 0.0;
-  for (size_t i = 0; i < count; ++i) total += room.weights[i];
+  double sums[4] = {};
+  for (size_t i = 0; i < count; ++i) sums[i % 4] += room.weights[i];
+  const double total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   // All below this bound together hold less than 1 - top_p.
   const auto least = static_cast<float>(total * (1.0 - how.top_p) / static_cast<double>(count));
   kernels().block_tops(room.weights, count, room.tops);
@@ -148,12 +150,12 @@ size_t draw_chosen(size_t size, float least, double uniform, const Room& room) {
 size_t draw_any(size_t count, float least, double uniform, Room& room) {
   kernels().weigh(room.scores, count, room.weights);
   double total = 0.0;
-  size_t last = 0;
-  for (size_t i = 0; i < count; ++i) {
-    if (i % kScoreBlock == 0) room.sums[i / kScoreBlock] = total;
-    if (!(room.scores[i] >= least)) continue;
-    total += room.weights[i];
-    last = i;
+  for (size_t b = 0; b < blocks_of(count); ++b) {
+    room.sums[b] = total;
+    const size_t end = std::min(count, (b + 1) * kScoreBlock);
+    for (size_t i = b * kScoreBlock; i < end; ++i) {
+      total += room.scores[i] >= least ? room.weights[i] : 0.0f;
+    }
   }
   const double point = uniform * total;
   // The last block that begins at or before the point.
@@ -164,7 +166,9 @@ size_t draw_any(size_t count, float least, double uniform, Room& room) {
     if (room.scores[i] >= least) cumulated += room.weights[i];
     if (cumulated > point) return i;
   }
-  return last;
+  // The product rounded up to the last sum.
+  for (i = count; i > 1 && !(room.scores[i - 1] >= least);) --i;
+  return i - 1;
 }
 
 }  // namespace
@@ -180,7 +184,7 @@ size_t draw(const float* scores, size_t count, const Draw& how) {
   kernels().block_tops(scores, count, room.tops);
   const float top = *std::max_element(room.tops, room.tops + blocks_of(count));
   // A temperature that f32 rounds to zero leaves only the largest, as a tiny one does.
-  const float temperature = std::max(static_cast<float>(how.temperature), 1e-45f);
+  const auto temperature = static_cast<float>(std::clamp(how.temperature, 1e-45, 3e38));
   kernels().temper(scores, count, top, temperature, room.scores);
   const auto least = how.min_p > 0.0 ? static_cast<float>(std::log(how.min_p)) : -HUGE_VALF;
   if (how.top_k > 0 && how.top_k < count) {

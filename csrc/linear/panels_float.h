@@ -197,16 +197,18 @@ struct FloatTile {
   }
 
   HMT_INLINE void add_group(size_t group, const uint8_t* data, const GroupNumbers& numbers) {
+    // A token's second sum hides the latency of the first; four do not fit into 16 registers.
+    constexpr bool kOneSum = kTokens >= 4 && kTileTokens < 8;
     const size_t first = group * w.tile_columns / kPanelBlock;
     F16v low[kTokens] = {}, high[kTokens] = {};
     for (size_t block = first; block < first + w.tile_columns / kPanelBlock; ++block) {
       HMT_UNROLL(4)
       for (size_t quad = 0; quad < 4; ++quad) {
         products.add_line(data + block * 256 + quad * 64, x, block * kPanelBlock + quad * 4, low,
-                          high);
+                          kOneSum ? low : high);
       }
     }
-    for (size_t t = 0; t < kTokens; ++t) low[t] = add(low[t], high[t]);
+    for (size_t t = 0; t < kTokens && !kOneSum; ++t) low[t] = add(low[t], high[t]);
     end_group(group, numbers, low);
   }
 

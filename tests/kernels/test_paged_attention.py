@@ -142,7 +142,7 @@ def check(scene, query, **options):
     seed=st.integers(0, 1000),
     isa=st.sampled_from(ISAS),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_it_is_its_definition(runs, shape, encoding, dtype, window, softcap, sinks, seed, isa):
     q_heads, heads, key_dim, value_dim = shape
     before = None if NATIVE is None else NATIVE.isa()
@@ -170,11 +170,11 @@ def test_latent_values_are_the_beginning_of_keys(isa, encoding, dims, heads):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(16, 4, 64, 64), (64, 8, 64, 64), (3, 3, 128, 128)])
+@pytest.mark.parametrize("shape", [(8, 2, 64, 64), (16, 1, 32, 32), (3, 3, 128, 128)])
 def test_long_runs_in_many_tiles(isa, dtype, shape):
     q_heads, heads, *dims = shape
     layout = PageLayout(PageEncoding.of(dtype), heads, *dims)
-    scene = Scene(layout, [(0, 200), (130, 77), (333, 1)], dtype)
+    scene = Scene(layout, [(0, 70), (130, 57), (333, 1)], dtype)
     check(scene, scene.query(q_heads), scale=0.125)
     check(scene, scene.query(q_heads), scale=0.125, window=90)
 
@@ -248,10 +248,10 @@ def test_codes_are_as_near_as_their_steps(encoding):
     scene = Scene(layout, [(0, 40)])
     key, value = scene.contexts[0]
     held = reference.read_pages(scene.pages, 1, scene.tables[0], 40)
-    for given, found in zip((key, value), held, strict=True):
-        most = given.abs().amax(-1, keepdim=True)
+    for number, found in zip((key, value), held, strict=True):
+        most = number.abs().amax(-1, keepdim=True)
         steps = {PageEncoding.INT8: 1 / 254, PageEncoding.INT4: 1 / 7.9}[encoding]
-        assert ((given - found).abs() <= most * steps).all()
+        assert ((number - found).abs() <= most * steps).all()
 
 
 def test_rows_may_lie_apart(isa):
