@@ -8,7 +8,8 @@ namespace {
 // Thirty-two numbers, those in even places and those in odd ones.
 HMT_INLINE void split_pairs(const float* p, F16v& even, F16v& odd) {
 #if defined(HMT_AVX512)
-  const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i places =
+      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512 low = _mm512_loadu_ps(p), high = _mm512_loadu_ps(p + 16);
   even = {_mm512_permutex2var_ps(low, places, high)};
   odd = {_mm512_permutex2var_ps(low, _mm512_or_si512(places, _mm512_set1_epi32(1)), high)};
