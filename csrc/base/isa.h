@@ -44,7 +44,7 @@ template <typename Table>
 using Tables = std::array<const Table*, kIsas>;
 
 template <typename Table>
-const Table& active(const Tables<Table>& tables) {
+const Table& active(Tables<Table> tables) {
   return *tables[static_cast<std::size_t>(isa())];
 }
 

@@ -20,8 +20,8 @@ void gated_as(const float* gate, const float* up, size_t count, void* out) {
     const size_t here = count - i < 16 ? count - i : 16;
     const F16v rounded = Numbers::round(read<F32Numbers>(gate + i, here));
     const F16v active = Numbers::round(activate<kActivation>(rounded));
-    write<Numbers>(numbers + i, here,
-                   mul(active, Numbers::round(read<F32Numbers>(up + i, here))));
+    const F16v product = mul(active, Numbers::round(read<F32Numbers>(up + i, here)));
+    write<Numbers>(numbers + i, here, Numbers::round(product));
   }
 }
 

@@ -282,7 +282,7 @@ __attribute__((noinline)) void multiply_tile(const Int8Call& call, size_t first,
   for (size_t t = 0; t < count; ++t) {
     const F16v scale = set1(call.in.scales[first + t]);
     float* target = out + (first + t) * out_stride;
-    for (size_t p = 0; p < kPanels; ++p) {
+    for (size_t p = 0; p < kPanels && rows > p * kPanelRows; ++p) {
       const F16v result = mul(load(tile.totals[t][p]), scale);
       if (rows >= (p + 1) * kPanelRows) {
         store(target + p * kPanelRows, result);
