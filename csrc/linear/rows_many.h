@@ -289,8 +289,9 @@ void multiply_blocks(const Range<Math>& range, const Pieces& pieces) {
 template <typename Math>
 void pack_weights(const Range<Math>& range, const Pieces& pieces) {
   const Weight& w = range.w;
-  const float unit = unit_of(w.code);
+  const float unit = Math::unit(w.code);
   for (size_t r = 0; r < range.rows; ++r) {
+    const RowScales scales(w, range.first_row + r);
     uint8_t* out = range.packed + r * kRowBytes;
     for (size_t p = 0; p < pieces.count; ++p) {
       const Piece& piece = pieces.piece[p];
@@ -298,10 +299,7 @@ void pack_weights(const Range<Math>& range, const Pieces& pieces) {
       Math::pack(w.code, address_of(w, range.first_row + r, piece.column), piece.count, out);
       if (used < all) std::memset(out + used, 0, all - used);
       out += all;
-      if (range.cut.segments > 1) {
-        const float scale = scale_at(w, range.first_row + r, piece.segment, range.cut.segments);
-        range.scales[r * kBlockLines + p] = scale * unit;
-      }
+      if (range.cut.segments > 1) range.scales[r * kBlockLines + p] = scales[piece.segment] * unit;
     }
   }
 }
@@ -324,8 +322,8 @@ void write_results(const Range<Math>& range, const Inputs& in, float* out, size_
         if (range.cut.segments > 1) {
           value = load(range.totals + at);
         } else {
-          const float scale = scale_at(range.w, range.first_row + row + r, 0, 1);
-          value = scaled(saved<Math>(range.partial + at), set1(scale * unit_of(range.w.code)),
+          const float scale = RowScales(range.w, range.first_row + row + r)[0];
+          value = scaled(saved<Math>(range.partial + at), set1(scale * Math::unit(range.w.code)),
                          zero());
         }
         store(lines[r], Math::kInteger ? mul(value, load(token_scales)) : value);

@@ -63,6 +63,38 @@ HMT_INLINE F16v load_int8(const int8_t* p) {
 }
 #endif
 
+#if defined(HMT_AVX512_BF16)
+// Each lane plus two products of bf16.
+HMT_INLINE F16v dot2_bf16(F16v sum, __m512i a, __m512i b) {
+  return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b))};
+}
+
+// 64 e4m3 as bf16.  The upper byte of a bf16 follows from the upper 4 bits of the
+// code, the lower byte is its lower 4 bits; those below 2^-6 have no hidden bit, so for them (and
+// only them, as VPSHUFB yields 0 where an index has its highest bit) both bytes are corrected.
+// In each 128 bits, columns 0 to 7 go to `low` and 8 to 15 to `high`.
+HMT_INLINE void e4m3_as_bf16(__m512i codes, __m512i& low, __m512i& high) {
+  const __m512i upper = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
+  // 0, 1, 2, 3, 4, 5, 6, 7 times 2^-9 have upper bytes 0, 59, 59, 59, 60, 60, 60, 60.
+  const __m512i upper_fix = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 60, 7, 7, 7, 0, 0, 0, 0));
+  const __m512i lower_fix = _mm512_broadcast_i32x4(_mm_setr_epi8(
+      0, 0, 0, 0, 0, 0, 0, 0, 0, 0x10, -0x60, -0x10, 0x40, 0x70, 0x20, 0x10));
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const __m512i fix = _mm512_add_epi8(_mm512_and_si512(codes, _mm512_set1_epi8(0x7f)),
+                                      _mm512_set1_epi8(0x78));
+  const __m512i signs = _mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble);
+  const __m512i tops = _mm512_xor_si512(_mm512_shuffle_epi8(upper, signs),
+                                        _mm512_shuffle_epi8(upper_fix, fix));
+  // (codes << 4 & 0xf0) ^ fix
+  const __m512i bottoms = _mm512_ternarylogic_epi32(
+      _mm512_slli_epi16(codes, 4), nibble, _mm512_shuffle_epi8(lower_fix, fix), 0x9a);
+  low = _mm512_unpacklo_epi8(bottoms, tops);
+  high = _mm512_unpackhi_epi8(bottoms, tops);
+}
+#endif
+
 // Sixteen codes as f32, divided by unit_of(kCode).  `p` may have any alignment of bytes.
 template <Code kCode>
 HMT_INLINE F16v load_codes(const uint8_t* p) {
@@ -117,10 +149,23 @@ HMT_INLINE size_t segment_width(const Weight& w) {
   return whole ? w.columns : w.tile_columns;
 }
 
-HMT_INLINE float scale_at(const Weight& w, size_t row, size_t segment, size_t segments) {
-  if (w.scale_type == Scales::kNone) return w.factor;
-  return static_cast<const float*>(w.scales)[row / w.tile_rows * segments + segment] * w.factor;
-}
+// Scales of one row, with the weight's factor.
+class RowScales {
+ public:
+  RowScales() = default;
+  RowScales(const Weight& w, size_t row) : factor_(w.factor) {
+    if (w.scale_type == Scales::kNone) return;
+    const size_t width = segment_width(w), segments = (w.columns + width - 1) / width;
+    scales_ = static_cast<const float*>(w.scales) + row / w.tile_rows * segments;
+  }
+  HMT_INLINE float operator[](size_t segment) const {
+    return scales_ == nullptr ? factor_ : scales_[segment] * factor_;
+  }
+
+ private:
+  const float* scales_ = nullptr;
+  float factor_ = 1.0f;
+};
 
 }  // namespace
 }  // namespace hmt::HMT_ISA
