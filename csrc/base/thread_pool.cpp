@@ -20,8 +20,8 @@
 namespace hmt {
 namespace {
 
-// Calls of a decode token follow each other within tens of microseconds; waking a worker that sleeps
-// costs about as much.
+// Calls of a decode token follow each other within tens of microseconds; waking a worker that
+// sleeps costs about as much.
 constexpr int64_t kSpinMicroseconds = 100;
 // After so many looks a waiting thread lets others have its CPU between looks: without that, a
 // thread that it waits for, or one of torch's, could be kept off the CPU until the kernel's next

@@ -30,8 +30,8 @@ struct Topology {
 // CPUs in the calling thread's affinity mask, ascending.
 std::vector<int> allowed_cpus();
 
-// From the files of Linux below `root` ("" for the real ones), for a mask of `cpus`.  What cannot be
-// read counts as a machine without SMT, NUMA and quota.
+// From the files of Linux below `root` ("" for the real ones), for a mask of `cpus`.  What cannot
+// be read counts as a machine without SMT, NUMA and quota.
 Topology read_topology(const std::string& root, const std::vector<int>& cpus);
 
 }  // namespace hmt
