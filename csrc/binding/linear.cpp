@@ -52,7 +52,8 @@ void bind_linear(nb::module_& m) {
   m.def("msd_linear", [](const Weight& weight, Address x, int type, size_t tokens, size_t stride,
                          Address out, int out_type, size_t out_stride, size_t threads) {
     Kernel kernel;
-    msd_linear(weight, {at<const void>(x), static_cast<DType>(type), tokens, weight.columns, stride},
+    msd_linear(weight,
+               {at<const void>(x), static_cast<DType>(type), tokens, weight.columns, stride},
                {at<void>(out), static_cast<DType>(out_type), tokens, weight.rows, out_stride},
                threads);
   });

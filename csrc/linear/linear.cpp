@@ -33,7 +33,8 @@ size_t rows_per_range(const Weight& w, size_t tokens, size_t threads) {
     return w.rows >= 64 * 4 * threads ? 64 : 32;
   }
   const bool bytes = w.code == Code::kInt8 || w.code == Code::kFp8;
-  const size_t row_bytes = std::max<size_t>(1, panels ? w.columns / 2 : w.columns * (bytes ? 1 : 2));
+  const size_t half_bytes = panels ? 1 : bytes ? 2 : 4;
+  const size_t row_bytes = std::max<size_t>(1, w.columns * half_bytes / 2);
   // Many tokens make a row expensive, and their results need room.
   const size_t rows = kRangeBytes / (tokens < kTokenBlock ? row_bytes : 4 * row_bytes);
   return std::clamp<size_t>(rows / kPanelRows, 1, 16) * kPanelRows;
@@ -98,7 +99,8 @@ void linear(const Projection* projections, size_t count, const ConstMatrix& x, c
 void dequantize(const Weight& weight, size_t first, const Matrix& out, size_t threads) {
   const LinearKernels& kernels = linear_kernels(weight);
   const TokenKernels& tokens = active(token_kernels_tables());
-  const size_t grain = std::max<size_t>(1, (size_t{32} << 10) / std::max<size_t>(1, weight.columns));
+  const size_t columns = std::max<size_t>(1, weight.columns);
+  const size_t grain = std::max<size_t>(1, (size_t{32} << 10) / columns);
   const size_t width = bytes_of(out.type);
   share(out.rows, grain, threads, [&](size_t begin, size_t end) {
     Scratch scratch(weight.columns * sizeof(float));

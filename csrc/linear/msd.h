@@ -1,6 +1,8 @@
 // Multi-scale decomposition: an int8 activation as two of 4 bits, x = 16 high + low + 8 with both
-// halves in -8..7, so that processors that multiply 4-bit integers faster than bytes could use that.
-// Equal to the direct product to the bit; with bytes as the narrowest products it does twice the work.
+// halves in -8..7, so that processors that multiply 4-bit integers faster than bytes could use it.
+// Equal to the direct product to the bit.  With bytes as the narrowest products it does twice the
+// work: on Zen 4 it took 1.5 times as long for one token, for 256 tokens 2.2 times with groups of
+// 128 and 2.6 times with groups of 32.
 #pragma once
 
 #include "base/isa.h"

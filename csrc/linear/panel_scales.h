@@ -32,6 +32,18 @@ inline float code_factor(const Weight& w) {
 inline size_t groups_of(const Weight& w) { return w.columns / w.tile_columns; }
 inline size_t panel_bytes(const Weight& w) { return w.columns * (kPanelRows / 2); }
 
+// Asks for codes that come some blocks of 32 columns later.  The processor's own prefetching keeps
+// up with one token (96% of the rate of reading without this, 87% with it), not with several, which
+// compute longer than it looks ahead: at four tokens 43% became 56%.
+constexpr size_t kBytesAhead = 4096;
+HMT_INLINE void prefetch_after(const uint8_t* block) {
+  // As a number, since it may lie beyond the array.
+  const auto address = reinterpret_cast<uintptr_t>(block) + kBytesAhead;
+  for (size_t line = 0; line < 256; line += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address + line));
+  }
+}
+
 // e4m3fn: sign, 4 bits of exponent biased by 7, 3 of mantissa, no infinity, NaN codes read as 480.
 HMT_INLINE F16v load_e4m3(const uint8_t* p) {
 #if defined(HMT_AVX512)

@@ -1,8 +1,8 @@
 // Panels of 4-bit codes times int8 activations with AMX tiles.  Only for panels.isa.cpp.
 //
-// A spread panel is 64 bytes for each four columns: the B tile of as many columns as it has lines of
-// them.  A tile of activations is 16 tokens of up to 64 columns.  Their product, 16 tokens times 16
-// rows of one group, goes through memory into the same sums as in panels_int8.h.
+// A spread panel is 64 bytes for each four columns: up to 16 such lines are a B tile.  A tile of
+// activations is 16 tokens of up to 64 columns.  Their product, 16 tokens times 16 rows of one
+// group, goes through memory into the same sums as in panels_int8.h.
 #pragma once
 
 #include "base/scratch.h"
@@ -42,7 +42,7 @@ class PanelTiles {
 // The intrinsics do not say which memory they read and write.
 HMT_INLINE void settle_tile_memory() { __asm__ volatile("" ::: "memory"); }
 
-// products [2][16 tokens][16 rows] of a group of `steps` times `columns` columns.  `x` are 32 tokens.
+// products [2][16 tokens][16 rows] of a group of `steps` times `columns` columns; x: 32 tokens.
 HMT_INLINE void multiply_tiles(const int8_t* x, size_t stride, const uint8_t* codes,
                                size_t columns, size_t steps, int32_t* products) {
   settle_tile_memory();

@@ -1,7 +1,7 @@
 // Panels of 4-bit codes times activations as they are.  Only for panels.isa.cpp.
 //
-// Rows lie in lanes, as in panels_int8.h.  Codes become f32, or bf16 where x is bf16 and the machine
-// multiplies pairs of bf16; both hold them exactly.  A group's scale is applied to its sum.
+// Rows lie in lanes, as in panels_int8.h.  Codes become f32, or bf16 where x is bf16 and the
+// machine multiplies pairs of bf16; both hold them exactly.  A group's scale is applied to its sum.
 #pragma once
 
 #include "linear/panel_scales.h"
@@ -81,7 +81,7 @@ inline void arrange_float(const Weight& w, const Inputs& in, size_t block, uint8
 #if defined(HMT_AVX512)
 template <Nibble kNibble>
 HMT_INLINE F16v column(Line line, int shift, const Codebook<kNibble>& book) {
-  const __m512i index = shift == 0 ? line.v : _mm512_srli_epi32(line.v, static_cast<unsigned>(shift));
+  const __m512i index = _mm512_srli_epi32(line.v, static_cast<unsigned>(shift));
   return {_mm512_permutexvar_ps(index, _mm512_load_ps(book.f32))};
 }
 #elif defined(HMT_AVX2)
@@ -173,6 +173,7 @@ struct FloatTile {
   const Weight& w;
   const Products& products;
   size_t panel;
+  bool first;  // of the call's tokens: then codes come from memory
   const Number* x[kTokens];
   const float* sums[kTokens];
   float totals[kTokens][16];
@@ -199,9 +200,10 @@ struct FloatTile {
   HMT_INLINE void add_group(size_t group, const uint8_t* data, const GroupNumbers& numbers) {
     // A token's second sum hides the latency of the first; four do not fit into 16 registers.
     constexpr bool kOneSum = kTokens >= 4 && kTileTokens < 8;
-    const size_t first = group * w.tile_columns / kPanelBlock;
+    const size_t begin = group * w.tile_columns / kPanelBlock;
     F16v low[kTokens] = {}, high[kTokens] = {};
-    for (size_t block = first; block < first + w.tile_columns / kPanelBlock; ++block) {
+    for (size_t block = begin; block < begin + w.tile_columns / kPanelBlock; ++block) {
+      if (kTokens > 1 && first) prefetch_after(data + block * 256);
       HMT_UNROLL(4)
       for (size_t quad = 0; quad < 4; ++quad) {
         products.add_line(data + block * 256 + quad * 64, x, block * kPanelBlock + quad * 4, low,
@@ -216,6 +218,7 @@ struct FloatTile {
   HMT_INLINE void add_half_groups(size_t group, const uint8_t* data, const GroupNumbers& numbers) {
     F16v low[kTokens] = {}, high[kTokens] = {};
     const size_t block = group / 2;
+    if (kTokens > 1 && first) prefetch_after(data + block * 256);
     HMT_UNROLL(4)
     for (size_t quad = 0; quad < 4; ++quad) {
       products.add_line(data + block * 256 + quad * 64, x, block * kPanelBlock + quad * 4, low,
@@ -256,7 +259,7 @@ __attribute__((noinline)) void float_tile(const Weight& w, const Inputs& in,
                                           size_t panel, size_t rows, float* out,
                                           size_t out_stride) {
   const FloatLayout layout(w, in.bf16 != nullptr);
-  FloatTile<kNibble, Products, kTokens> tile{w, products, panel, {}, {}, {}};
+  FloatTile<kNibble, Products, kTokens> tile{w, products, panel, first == 0, {}, {}, {}};
   for (size_t t = 0; t < kTokens; ++t) {
     const size_t token = first + (t < count ? t : count - 1);
     tile.x[t] = row_of(in, layout, token, typename Products::Number{});

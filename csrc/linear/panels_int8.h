@@ -1,7 +1,7 @@
 // Panels of 4-bit codes times activations rounded to int8.  Only for panels.isa.cpp.
 //
-// Rows lie in lanes: a line of 64 bytes holds four columns of 16 rows in its low nibbles and four in
-// its high ones, and each token's four codes are broadcast to all lanes.  A tile of tokens is
+// Rows lie in lanes: a line of 64 bytes holds four columns of 16 rows in its low nibbles and four
+// in its high ones, and each token's four codes are broadcast to all lanes.  A tile of tokens is
 // multiplied with one or two panels, over all columns, so that codes are spread once per tile.
 #pragma once
 
@@ -161,6 +161,7 @@ struct Int8Tile {
   const int32_t* starts[kTokens];
   const uint8_t* data;
   size_t panel;
+  bool first;  // of the call's tokens
   // In registers where they fit, else in L1: one load and store for eight products.
   float totals[kTokens][kPanels][16];
 
@@ -198,7 +199,15 @@ struct Int8Tile {
     }
   }
 
+  // Those of the first tokens come from memory, then they are in a cache.
+  HMT_INLINE void prefetch(size_t block) const {
+    for (size_t p = 0; p < kPanels && kTokens > 1 && first; ++p) {
+      prefetch_after(data + p * panel_bytes(call.w) + block * 256);
+    }
+  }
+
   HMT_INLINE void add_block(size_t block, I16v (&sums)[kTokens][kPanels]) const {
+    prefetch(block);
     HMT_UNROLL(4)
     for (size_t quad = 0; quad < 4; ++quad) {
       Line low[kPanels], high[kPanels];
@@ -222,6 +231,7 @@ struct Int8Tile {
   // Groups of 16 columns: one is in the low nibbles of a block, the next in the high ones.
   HMT_INLINE void add_half_groups(size_t block, const GroupNumbers (&numbers)[kPanels]) {
     I16v even[kTokens][kPanels], odd[kTokens][kPanels];
+    prefetch(block);
     begin_group(2 * block, even);
     begin_group(2 * block + 1, odd);
     HMT_UNROLL(4)
@@ -250,7 +260,8 @@ struct Int8Tile {
       const size_t left = call.groups - begin;
       const size_t end = begin + (left < kGroupsAhead ? left : kGroupsAhead);
       for (size_t p = 0; p < kPanels; ++p) {
-        read_groups(call.w, call.factor, (panel + p) * call.groups + begin, end - begin, numbers[p]);
+        read_groups(call.w, call.factor, (panel + p) * call.groups + begin, end - begin,
+                    numbers[p]);
       }
       if (kGroup == 16) {
         for (size_t block = begin / 2; block < end / 2; ++block) add_half_groups(block, numbers);
@@ -272,7 +283,7 @@ __attribute__((noinline)) void multiply_tile(const Int8Call& call, size_t first,
                                              size_t panel, size_t rows, float* out,
                                              size_t out_stride) {
   const uint8_t* data = static_cast<const uint8_t*>(call.w.data) + panel * panel_bytes(call.w);
-  Int8Tile<kNibble, kTokens, kPanels> tile{call, {}, {}, data, panel, {}};
+  Int8Tile<kNibble, kTokens, kPanels> tile{call, {}, {}, data, panel, first == 0, {}};
   for (size_t t = 0; t < kTokens; ++t) {
     const size_t token = first + (t < count ? t : count - 1);
     tile.x[t] = call.in.codes + token * call.in.stride;
