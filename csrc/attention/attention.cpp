@@ -147,13 +147,14 @@ void attend(const Pages& pages, const PagedRun* runs, size_t count, const HeadRo
             size_t threads) {
   Plan plan(pages, runs, count, query, q_heads, options);
   const PageLayout& layout = pages.layout;
-  const size_t work = Scratch::round(active(attention_kernels_tables()).work_bytes(layout, query.type));
+  const size_t work = Scratch::round(active(attention_kernels_tables()).work_bytes(layout));
   const size_t tile = kTileRows * (padded_width(layout) + 2) * sizeof(float);
   // Grows this thread's memory while nothing of it is in use: `compute` needs some on top.
   { Scratch room(plan.bytes() + work + tile + 1024); }
   Scratch scratch(plan.bytes() + 128);
   plan.place(scratch);
-  share(plan.items(), 1, plan.products() < kLeastShared ? 1 : threads, [&](size_t begin, size_t end) {
+  if (plan.products() < kLeastShared) threads = 1;
+  share(plan.items(), 1, threads, [&](size_t begin, size_t end) {
     for (size_t item = begin; item < end; ++item) {
       const Task& task = plan.task_of(item);
       compute(task, item - task.first_item, q_heads, result, work);
@@ -201,7 +202,8 @@ void append(const Pages& pages, const PagedRun* runs, size_t count, const HeadRo
     for (size_t i = begin; i < end; ++i) {
       const Segment& s = segments[i];
       const size_t position = s.run->start + s.first, token = s.run->offset + s.first;
-      uint8_t* page = pages.data + static_cast<size_t>(s.run->table[position / kPageTokens]) * pages.stride;
+      const auto number = static_cast<size_t>(s.run->table[position / kPageTokens]);
+      uint8_t* page = pages.data + number * pages.stride;
       kernels.write(layout, page, position % kPageTokens, s.end - s.first, from_token(key, token),
                     layout.latent ? key : from_token(value, token), row);
     }

@@ -38,7 +38,8 @@ struct FloatProducts {
     }
   }
   static void mix(const Tile& tile, const Block& block, const Work& work, float* sums) {
-    hmt::HMT_ISA::mix<Words>(work.weights, tile.rows, block, padded_width(tile.pages->layout), sums);
+    const size_t width = padded_width(tile.pages->layout);
+    hmt::HMT_ISA::mix<Words>(work.weights, tile.rows, block, width, sums);
   }
 };
 
@@ -56,14 +57,16 @@ struct FloatPages : FloatProducts<FloatWords> {
                 reinterpret_cast<float*>(work.query) + r * dim);
     }
   }
-  template <PageEncoding kEncoding>
-  static void values_as(const PageLayout& layout, const uint8_t* page, const uint8_t* keys,
-                        size_t head, float* rows) {
+  static void spread_all_values(const PageLayout& layout, const uint8_t* page, size_t head,
+                                float* rows) {
+    using E = PageEncoding;
     const size_t width = padded_width(layout);
-    if (layout.latent) {
-      turn_keys(reinterpret_cast<const float*>(keys), layout.value_dim, width, rows);
-    } else {
-      spread_values<kEncoding>(layout, page, head, width, rows);
+    switch (layout.encoding) {
+      case E::kF32: return spread_values<E::kF32>(layout, page, head, width, rows);
+      case E::kBF16: return spread_values<E::kBF16>(layout, page, head, width, rows);
+      case E::kF16: return spread_values<E::kF16>(layout, page, head, width, rows);
+      case E::kInt8: return spread_values<E::kInt8>(layout, page, head, width, rows);
+      case E::kInt4: return spread_values<E::kInt4>(layout, page, head, width, rows);
     }
   }
   static void keys(const PageLayout& layout, const uint8_t* page, size_t head, uint8_t* out) {
@@ -77,17 +80,15 @@ struct FloatPages : FloatProducts<FloatWords> {
     }
   }
   // keys: as made above, or where they lie.  Tokens from `seen` on become zeros.
-  static void values(const PageLayout& layout, const uint8_t* page, const uint8_t* keys, size_t head,
-                     size_t seen, uint8_t* out) {
+  static void values(const PageLayout& layout, const uint8_t* page, const uint8_t* keys,
+                     size_t head, size_t seen, uint8_t* out) {
     auto* rows = reinterpret_cast<float*>(out);
-    switch (layout.encoding) {
-      case PageEncoding::kF32: values_as<PageEncoding::kF32>(layout, page, keys, head, rows); break;
-      case PageEncoding::kBF16: values_as<PageEncoding::kBF16>(layout, page, keys, head, rows); break;
-      case PageEncoding::kF16: values_as<PageEncoding::kF16>(layout, page, keys, head, rows); break;
-      case PageEncoding::kInt8: values_as<PageEncoding::kInt8>(layout, page, keys, head, rows); break;
-      case PageEncoding::kInt4: values_as<PageEncoding::kInt4>(layout, page, keys, head, rows); break;
-    }
     const size_t width = padded_width(layout);
+    if (layout.latent) {
+      turn_keys(reinterpret_cast<const float*>(keys), layout.value_dim, width, rows);
+    } else {
+      spread_all_values(layout, page, head, rows);
+    }
     for (size_t i = seen * width; i < kPageTokens * width; ++i) rows[i] = 0.0f;
   }
 };
@@ -105,8 +106,8 @@ struct Bf16Pages : FloatProducts<Bf16Words> {
     }
   }
   static void keys(const PageLayout&, const uint8_t*, size_t, uint8_t*) {}
-  static void values(const PageLayout& layout, const uint8_t* page, const uint8_t* keys, size_t head,
-                     size_t seen, uint8_t* out) {
+  static void values(const PageLayout& layout, const uint8_t* page, const uint8_t* keys,
+                     size_t head, size_t seen, uint8_t* out) {
     auto* rows = reinterpret_cast<uint16_t*>(out);
     const size_t width = padded_width(layout);
     if (layout.latent) {

@@ -69,7 +69,8 @@ struct Int8Pages {
       const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
       work.query_scales[r] = scale + nothing;
       auto* high = reinterpret_cast<int8_t*>(work.query) + 2 * r * dim;
-      split_row(row, dim, inverse <= 1e38f ? inverse : 0.0f, high, high + dim, work.query_sums + 2 * r);
+      split_row(row, dim, inverse <= 1e38f ? inverse : 0.0f, high, high + dim,
+                work.query_sums + 2 * r);
     }
   }
 
@@ -130,9 +131,10 @@ struct Int8Pages {
       const F16v number = min(mul(scaled[page], set1(inverse)), set1(65535.0f));
       const __m512i codes = _mm512_cvtps_epi32(number.v);
       uint8_t* bytes = high + page * kPageTokens;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes),
-                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(codes, 8)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + kBlockTokens), _mm512_cvtepi32_epi8(codes));
+      const __m128i upper = _mm512_cvtepi32_epi8(_mm512_srli_epi32(codes, 8));
+      const __m128i lower = _mm512_cvtepi32_epi8(codes);
+      std::memcpy(bytes, &upper, sizeof upper);
+      std::memcpy(bytes + kBlockTokens, &lower, sizeof lower);
     }
   }
 

@@ -36,7 +36,7 @@ inline constexpr std::size_t padded_width(const PageLayout& layout) {
 
 struct AttentionKernels {
   // Memory that `attend` works in.
-  std::size_t (*work_bytes)(const PageLayout& layout, DType query);
+  std::size_t (*work_bytes)(const PageLayout& layout);
   void (*attend)(const Tile& tile, const Partial& partial, uint8_t* work);
   // parts[0] becomes the partial of all `count` parts, added up in their order.
   void (*merge)(const Tile& tile, const Partial* parts, std::size_t count);

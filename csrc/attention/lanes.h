@@ -32,8 +32,12 @@ HMT_INLINE F16v broadcast_word(const uint32_t* p) {
 #if defined(HMT_AVX512)
 
 HMT_INLINE F16v as_float(I16v a) { return {_mm512_castsi512_ps(a.v)}; }
-HMT_INLINE I16v shift_left(I16v a, int n) { return {_mm512_slli_epi32(a.v, static_cast<unsigned>(n))}; }
-HMT_INLINE I16v shift_right(I16v a, int n) { return {_mm512_srai_epi32(a.v, static_cast<unsigned>(n))}; }
+HMT_INLINE I16v shift_left(I16v a, int n) {
+  return {_mm512_slli_epi32(a.v, static_cast<unsigned>(n))};
+}
+HMT_INLINE I16v shift_right(I16v a, int n) {
+  return {_mm512_srai_epi32(a.v, static_cast<unsigned>(n))};
+}
 HMT_INLINE I16v bits_and(I16v a, int32_t bits) {
   return {_mm512_and_si512(a.v, _mm512_set1_epi32(bits))};
 }

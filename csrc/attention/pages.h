@@ -15,10 +15,10 @@
 // int8   code = round(x / scale), scale = max|x| / 127 of a row of head_dim numbers;
 //        scales f32 [heads, 16].
 // int4   groups of 32 numbers of a row, symmetric: code -8..7, kept as code + 8; scale =
-//        bf16(-e / 8), where e is the group's smallest or greatest number, whichever is further from
-//        0 (the smallest in a tie), so that -8 stands for e; scales bf16 [heads, groups, 16].
-//        Number i of a word's eight is in byte i % 4, in its low half where i < 4.  4.5 bits a number.
-// Latent layers (MLA) keep keys only; the value of a token is the first value_dim numbers of its key.
+//        bf16(-e / 8), where e is the group's smallest or greatest number, whichever is further
+//        from 0 (the smallest in a tie), so that -8 stands for e; scales bf16 [heads, groups, 16].
+//        Number i of a word's eight is in byte i % 4, in its low half where i < 4.
+// Latent layers (MLA) keep keys only; a token's value is the first value_dim numbers of its key.
 #pragma once
 
 #include <cstddef>
@@ -51,8 +51,8 @@ struct PageLayout {
   }
   constexpr std::size_t scale_bytes(std::size_t dim) const {
     if (encoding == PageEncoding::kInt8) return kPageTokens * 4;
-    if (encoding == PageEncoding::kInt4) return (dim + kInt4Group - 1) / kInt4Group * kPageTokens * 2;
-    return 0;
+    if (encoding != PageEncoding::kInt4) return 0;
+    return (dim + kInt4Group - 1) / kInt4Group * kPageTokens * 2;
   }
   constexpr std::size_t key_at(std::size_t head) const { return head * key_bytes(); }
   constexpr std::size_t value_at(std::size_t head) const {

@@ -172,7 +172,8 @@ HMT_INLINE void mix_columns(const uint32_t* weights, const Block& block, size_t 
   }
   for (size_t page = 0; page < block.count; ++page) {
     const uint8_t* line = block.values[page] + column * 4;
-    const uint8_t* ahead = kFetched > 0 ? block.value_ahead[page] + (column + 16 * fetched) * 4 : nullptr;
+    const uint8_t* ahead = nullptr;
+    if (kFetched > 0) ahead = block.value_ahead[page] + (column + 16 * fetched) * 4;
     for (size_t word = 0; word < kWords; ++word, line += width * 4) {
       F16v values[kColumns];
       for (size_t c = 0; c < kColumns; ++c) {

@@ -10,7 +10,7 @@
 namespace hmt::HMT_ISA {
 namespace {
 
-size_t work_bytes(const PageLayout& layout, DType) {
+size_t work_bytes(const PageLayout& layout) {
   static uint8_t nowhere[1];
   return Work().place(layout, nowhere);
 }
@@ -42,14 +42,15 @@ void weigh(const Tile& tile, const Partial& partial, const Block& block, const W
            size_t base) {
   const AttentionOptions& options = *tile.options;
   const size_t width = padded_width(tile.pages->layout);
-  const F16v scale = set1(options.softcap != 0.0f ? options.scale / options.softcap : options.scale);
+  const float cap = options.softcap;
+  const F16v scale = set1(cap != 0.0f ? options.scale / cap : options.scale);
   for (size_t r = 0; r < tile.rows; ++r) {
     const size_t first = work.first[r] > base ? work.first[r] - base : 0;
     const size_t after = work.after[r] > base ? work.after[r] - base : 0;
     F16v scores[kBlockPages];
     for (size_t c = 0; c < kBlockPages; ++c) {
       scores[c] = mul(Form::scores(block, work, r, c), scale);
-      if (options.softcap != 0.0f) scores[c] = mul(tanh_of(scores[c]), set1(options.softcap));
+      if (cap != 0.0f) scores[c] = mul(tanh_of(scores[c]), set1(cap));
     }
     if (first > 0 || after < kBlockTokens) {
       for (size_t c = 0; c < kBlockPages; ++c) {

@@ -18,10 +18,10 @@ struct Work {
   uint8_t* keys;      // four pages, where they are not read where they lie
   uint8_t* values;
   // Where products are of int8 numbers:
-  float* mixed;           // [2 rows, width]: sums of one block
-  float* query_scales;    // [rows]
-  int32_t* query_sums;    // [rows, 2]: 128 times the sums of each part
-  float* weight_scales;   // [rows]
+  float* mixed;          // [2 rows, width]: sums of one block
+  float* query_scales;   // [rows]
+  int32_t* query_sums;   // [rows, 2]: 128 times the sums of each part
+  float* weight_scales;  // [rows]
 
   // Divides up `memory`, and returns the bytes that takes.
   size_t place(const PageLayout& layout, uint8_t* memory) {
@@ -53,8 +53,9 @@ inline const uint8_t* query_row(const Tile& tile, size_t r) {
   const size_t row = tile.first_row + r, head = tile.kv_head * tile.group + row % tile.group;
   const size_t token = tile.run->offset + row / tile.group;
   const HeadRows& query = *tile.query;
+  const size_t bytes = query.type == DType::kF32 ? 4 : 2;
   return static_cast<const uint8_t*>(query.data) +
-         (token * query.token_stride + head * query.head_stride) * (query.type == DType::kF32 ? 4 : 2);
+         (token * query.token_stride + head * query.head_stride) * bytes;
 }
 
 }  // namespace hmt::HMT_ISA
