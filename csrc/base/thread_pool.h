@@ -25,9 +25,9 @@
 // Beside torch's OpenMP threads: those watch for work too, and never let go of their CPU meanwhile;
 // workers of the pool do, after a few microseconds.  A call of the pool and a torch sum of 200 000
 // numbers in turn took about 0.1 ms at the median in any case, on two cores that other processes
-// used as well (so these figures are rough).  But the mean was 1.6 to 7.7 ms with torch as it comes,
-// 0.1 ms with OMP_WAIT_POLICY=passive, 0.4 to 0.6 ms with torch.set_num_threads(1).  A thread that
-// computes little with torch between kernels should set that to 1.
+// used as well (so these figures are rough).  But the mean was 1.6 to 7.7 ms with torch as it
+// comes, 0.1 ms with OMP_WAIT_POLICY=passive, 0.4 to 0.6 ms with torch.set_num_threads(1).  A
+// thread that computes little with torch between kernels should set that to 1.
 #pragma once
 
 #include <atomic>
