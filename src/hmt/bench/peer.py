@@ -36,9 +36,9 @@ GENERATED_TOKENS = 128
 _LEAST_STEPS = 16
 _SETTLING_S = 0.05  # by then the threads of the engine that has just computed are asleep
 _WATCHED_S = 0.1
-# Activations rounded to 8 bits in groups (llama.cpp) and by token (HMT) leave 0.999 and more; a
-# rotary embedding that turns the wrong pairs leaves less than 0.9.
-_LEAST_COSINE = 0.98
+# Activations are rounded to 8 bits in groups (llama.cpp) or by token (HMT), which 22 layers of 2048
+# leave at 0.991 and 12 at 0.999.  With the heads of the wrong layout those 12 were at 0.7 to 0.8.
+_LEAST_COSINE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +156,10 @@ def compare(model: LoadedModel, peer: LlamaCpp, tokens: list[int]) -> dict[str, 
     ours, theirs = model.logits(tokens, [len(tokens) - 1])[0], peer.logits(tokens)
     cosine = torch.cosine_similarity(ours, theirs, dim=0).item()
     same = bool(ours.argmax() == theirs.argmax())
-    if not cosine > _LEAST_COSINE and not same:
+    if not cosine > _LEAST_COSINE:
         raise NumericsError(
             f"HMT and llama.cpp do not compute the same model: the cosine of their logits is "
-            f"{cosine:.4f}, and another token is the likeliest; at least {_LEAST_COSINE} is "
-            "expected"
+            f"{cosine:.4f}, more than {_LEAST_COSINE} is expected"
         )
     return {"logits_cosine": cosine, "same_argmax": same}
 
