@@ -26,7 +26,7 @@ class BlockId(NamedTuple):
 
     layer: int
     kind: BlockKind
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides the method of tuples
 
     def __str__(self) -> str:
         where = "" if self.layer == TRUNK else f"layer {self.layer} "
