@@ -13,8 +13,8 @@ from hmt.engine import Phase, RunSummary
 
 MIB = 1 << 20
 STREAMED = RunSummary(
-    prompt=Phase(1, 40, 0.5, 0.1, 0.0, 40 * MIB, 400 * MIB, 3, 4, 5),
-    generation=Phase(100, 100, 10.0, 6.0, 0.0, 1000 * MIB, 1400 * MIB, 50, 30, 20),
+    prompt=Phase(1, 40, 0.5, 0.1, 0.0, 0.3, 40 * MIB, 400 * MIB, 3, 4, 5),
+    generation=Phase(100, 100, 10.0, 6.0, 0.0, 3.8, 1000 * MIB, 1400 * MIB, 50, 30, 20),
     machine=Machine("a machine", 2, 1 << 34, 4e10, 2e8),
     published_bytes=14 * MIB,
     budget_bytes=4 * MIB,
@@ -43,7 +43,7 @@ def test_a_run_that_streamed_names_the_drive():
     assert "100 tokens at 10.0 tokens/s" in text
     assert "1.00 MiB in memory, 13.0 MiB on disk" in text
     assert "14.0 MiB from memory, 10.0 MiB from disk; 50% of it in time" in text
-    assert "40% computing, 60% waiting for disk" in text
+    assert "40% computing, 60% waiting for disk; 2% is Python's own (2.00 ms per token)" in text
     assert "the drive, at 105 MB/s: 52% of its measured 200 MB/s" in text
     assert "A model 3.5 times the size of its memory" in text
 

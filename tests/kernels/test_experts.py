@@ -162,7 +162,7 @@ def test_is_close_to_the_reference(isa, encoding, activations):
 @pytest.mark.parametrize("backend", [ops, reference], ids=["ops", "reference"])
 @pytest.mark.parametrize(("encoding", "activations"), KINDS)
 @given(data=st.data())
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 def test_experts_may_be_spread_over_calls(backend, encoding, activations, data):
     tokens, count = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 7))
     top_k = data.draw(st.integers(1, count))
