@@ -34,6 +34,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     table.add_row("memory", _memory(summary))
     table.add_row("per token", _traffic(phase))
     table.add_row("time", _time(phase))
+    if phase.host_s is not None:
+        table.add_row("Python", _host(phase, phase.host_s))
     if (limit := summary.bottleneck) is not None:
         table.add_row("limit", _limit(limit))
     table.add_row(
@@ -96,11 +98,15 @@ def _traffic(phase: "Phase") -> str:
 
 def _time(phase: "Phase") -> Text:
     waiting = phase.waited_s / phase.seconds if phase.seconds else 0.0
-    text = f"  {1 - waiting:.0%} computing, {waiting:.0%} waiting for disk"
-    if phase.host_s is not None and phase.tokens:
-        share, each = phase.host_s / phase.seconds, phase.host_s / phase.tokens
-        text += f"; {share:.0%} is Python's own ({format_seconds(each)} per token)"
-    return Text.assemble(_bar(1.0 - waiting, "green", "yellow"), text)
+    return Text.assemble(
+        _bar(1.0 - waiting, "green", "yellow"),
+        f"  {1 - waiting:.0%} computing, {waiting:.0%} waiting for disk",
+    )
+
+
+def _host(phase: "Phase", host_s: float) -> str:
+    share = host_s / phase.seconds if phase.seconds else 0.0
+    return f"{format_seconds(host_s / (phase.tokens or 1))} per token, {share:.0%} of the time"
 
 
 def _limit(limit: "Bottleneck") -> str:
