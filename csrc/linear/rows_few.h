@@ -43,7 +43,7 @@ struct FourRows {
   // next four.  Processors foresee it badly: 13 instead of 18 GB/s for int8 groups.
   HMT_INLINE void fetch_ahead(size_t offset) const {
     const size_t ahead = offset + kAhead, skip = ahead < row_bytes_ ? 0 : 3 * row_bytes_;
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t r = 0; r < kFewRows; ++r) __builtin_prefetch(begin[r] + ahead + skip);
   }
 
@@ -113,12 +113,12 @@ HMT_INLINE void step_rows(const uint8_t* const* rows, size_t offset,
                           const typename Columns::Activation* const* tokens, size_t column,
                           F16v (*sums)[kTokens]) {
   typename Columns::Numbers x[kTokens];
-#pragma GCC unroll 4
+  HMT_UNROLL
   for (size_t t = 0; t < kTokens; ++t) x[t] = Columns::numbers(tokens[t] + column);
-#pragma GCC unroll 4
+  HMT_UNROLL
   for (size_t r = 0; r < kFewRows; ++r) {
     const typename Columns::Weights w = Columns::weights(rows[r] + offset);
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t t = 0; t < kTokens; ++t) sums[r][t] = Columns::step(sums[r][t], w, x[t]);
   }
 }
@@ -134,7 +134,7 @@ HMT_INLINE void sum_rows(const FourRows& four, size_t offset, const uint8_t* con
   size_t c = 0;
   for (; c + kLineColumns <= count; c += kLineColumns) {
     four.fetch_ahead(offset + c * kBytes);
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t i = 0; i < kLineColumns; i += kColumns) {
       step_rows<Columns, kTokens>(rows, (c + i) * kBytes, tokens, c + i, sums);
     }
@@ -160,8 +160,8 @@ HMT_INLINE void sum_rows(const FourRows& four, size_t offset, const uint8_t* con
 
 // out[t * out_stride + r] for kTokens tokens from `token` on.
 template <typename Columns, size_t kTokens>
-void few_numbers(const Weight& w, const Inputs& in, size_t token, const FourRows& four, float* out,
-                 size_t out_stride) {
+HMT_KERNEL void few_numbers(const Weight& w, const Inputs& in, size_t token, const FourRows& four,
+                            float* out, size_t out_stride) {
   const size_t width = segment_width(w), segments = (w.columns + width - 1) / width;
   F16v totals[kFewRows][kTokens];
   for (auto& row : totals) {
@@ -176,16 +176,17 @@ void few_numbers(const Weight& w, const Inputs& in, size_t token, const FourRows
       tokens[t] = Columns::tokens(in) + (token + t) * in.stride + begin;
     }
     F16v sums[kFewRows][kTokens];
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (auto& row : sums) {
-#pragma GCC unroll 4
+      HMT_UNROLL
       for (F16v& sum : row) sum = zero();
     }
-    sum_rows<Columns, kTokens>(four, begin * Columns::kBytes, rows, tokens, left < width ? left : width, sums);
-#pragma GCC unroll 4
+    sum_rows<Columns, kTokens>(four, begin * Columns::kBytes, rows, tokens,
+                               left < width ? left : width, sums);
+    HMT_UNROLL
     for (size_t r = 0; r < kFewRows; ++r) {
       const F16v scale = set1(four.scales[r][s] * Columns::kUnit);
-#pragma GCC unroll 4
+      HMT_UNROLL
       for (size_t t = 0; t < kTokens; ++t) totals[r][t] = fma(sums[r][t], scale, totals[r][t]);
     }
   }
@@ -219,24 +220,24 @@ HMT_INLINE void dot_codes(const FourRows& four, size_t offset, const int8_t* con
     four.fetch_ahead(offset + c);
     const __mmask64 here = left < 64 ? (uint64_t{1} << left) - 1 : ~uint64_t{0};
     __m512i x[kTokens];
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t t = 0; t < kTokens; ++t) {
       x[t] = _mm512_maskz_loadu_epi8(here, tokens[t] + c);
       excess[t] = _mm512_dpbusd_epi32(excess[t], top, x[t]);
     }
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t r = 0; r < kFewRows; ++r) {
       const __m512i w = _mm512_xor_si512(_mm512_maskz_loadu_epi8(here, rows[r] + c), top);
-#pragma GCC unroll 4
+      HMT_UNROLL
       for (size_t t = 0; t < kTokens; ++t) {
         sums[r][t] = _mm512_dpbusd_epi32(sums[r][t], w, x[t]);
       }
     }
   }
-#pragma GCC unroll 4
+  HMT_UNROLL
   for (size_t t = 0; t < kTokens; ++t) {
     __m512i s[kFewRows];
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t r = 0; r < kFewRows; ++r) s[r] = _mm512_sub_epi32(sums[r][t], excess[t]);
     const __m512i low = _mm512_add_epi32(_mm512_unpacklo_epi32(s[0], s[1]),
                                          _mm512_unpackhi_epi32(s[0], s[1]));
@@ -258,19 +259,19 @@ HMT_INLINE void dot_codes(const FourRows& four, size_t offset, const int8_t* con
     const size_t left = count - c;
     if (c % 64 == 0) four.fetch_ahead(offset + c);
     __m256i x[kTokens];
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t t = 0; t < kTokens; ++t) x[t] = load_32_codes(tokens[t] + c, left);
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t r = 0; r < kFewRows; ++r) {
       const __m256i w = load_32_codes(rows[r] + c, left), magnitude = _mm256_abs_epi8(w);
-#pragma GCC unroll 4
+      HMT_UNROLL
       for (size_t t = 0; t < kTokens; ++t) {
         const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x[t], w));
         sums[r][t] = _mm256_add_epi32(sums[r][t], _mm256_madd_epi16(pairs, ones));
       }
     }
   }
-#pragma GCC unroll 4
+  HMT_UNROLL
   for (size_t t = 0; t < kTokens; ++t) {
     const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0][t], sums[1][t]),
                                           _mm256_hadd_epi32(sums[2][t], sums[3][t]));
@@ -290,8 +291,8 @@ HMT_INLINE void dot_codes(const FourRows& four, size_t offset, const int8_t* con
 }
 
 template <size_t kTokens>
-void few_codes(const Weight& w, const Inputs& in, size_t token, const FourRows& four, float* out,
-               size_t out_stride) {
+HMT_KERNEL void few_codes(const Weight& w, const Inputs& in, size_t token, const FourRows& four,
+                          float* out, size_t out_stride) {
   const size_t width = segment_width(w), segments = (w.columns + width - 1) / width;
   float totals[kTokens][kFewRows] = {};
   for (size_t s = 0; s < segments; ++s) {

@@ -4,8 +4,8 @@
 // also a row of the B tile that AMX multiplies with.  Only for rows.isa.cpp.
 //
 // A range of rows is multiplied a block of columns at a time: its weights are copied, brought to
-// the type they are multiplied in, so that they lie densely (rows that are a multiple of 4 KiB apart
-// would push each other out of L1) and end in zeros.
+// the type they are multiplied in, so that they lie densely (rows that are a multiple of 4 KiB
+// apart would push each other out of L1) and end in zeros.
 #pragma once
 
 #include "linear/kernels.h"
@@ -25,14 +25,14 @@ constexpr size_t kRowBytes = 4 * kBlockLines + 64;
 HMT_INLINE void transpose_16(const uint32_t* const* rows, uint32_t* out) {
 #if defined(HMT_AVX512)
   __m512i a[16], b[16];
-#pragma GCC unroll 16
+  HMT_UNROLL
   for (size_t i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i]);
-#pragma GCC unroll 8
+  HMT_UNROLL
   for (size_t i = 0; i < 16; i += 2) {
     b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
     b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
   }
-#pragma GCC unroll 4
+  HMT_UNROLL
   for (size_t i = 0; i < 16; i += 4) {
     a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
     a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
@@ -40,7 +40,7 @@ HMT_INLINE void transpose_16(const uint32_t* const* rows, uint32_t* out) {
     a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
   }
   // a[4 g + k], lane l of 128 bits: column 4 l + k of rows 4 g .. 4 g + 3.
-#pragma GCC unroll 4
+  HMT_UNROLL
   for (size_t k = 0; k < 4; ++k) {
     const __m512i even_low = _mm512_shuffle_i32x4(a[k], a[4 + k], 0x88);
     const __m512i odd_low = _mm512_shuffle_i32x4(a[k], a[4 + k], 0xdd);
@@ -66,7 +66,9 @@ struct Cut {
   size_t segment_lines;  // of each but the last
   size_t lines;
 
-  size_t lines_of(size_t count) const { return (count + round_ - 1) / round_ * (round_ / per_line); }
+  size_t lines_of(size_t count) const {
+    return (count + round_ - 1) / round_ * (round_ / per_line);
+  }
   size_t begin(size_t segment) const { return segment * width; }
   size_t count(size_t segment) const {
     return columns - begin(segment) < width ? columns - begin(segment) : width;
@@ -105,8 +107,9 @@ struct Pieces {
       const size_t all = cut.lines_of(cut.count(segment)), left = all - line;
       if (count > 0 && left > kBlockLines - lines) return;
       const size_t here = left < kBlockLines ? left : kBlockLines;
-      const size_t column = line * cut.per_line, columns_left = cut.count(segment) - column;
-      const size_t columns = here * cut.per_line < columns_left ? here * cut.per_line : columns_left;
+      const size_t column = line * cut.per_line, room = here * cut.per_line;
+      const size_t columns_left = cut.count(segment) > column ? cut.count(segment) - column : 0;
+      const size_t columns = room < columns_left ? room : columns_left;
       piece[count++] = {segment, cut.begin(segment) + column, columns,
                         segment * cut.segment_lines + line, here, line == 0, here == left};
       lines += here;
@@ -248,7 +251,9 @@ struct CodeMath {
   static constexpr bool kInteger = true, kOffset = false;
 #if defined(HMT_AVX2)
   using Line = I16v;
-  static HMT_INLINE Line line(const uint8_t* p) { return load(reinterpret_cast<const int32_t*>(p)); }
+  static HMT_INLINE Line line(const uint8_t* p) {
+    return load(reinterpret_cast<const int32_t*>(p));
+  }
   static HMT_INLINE __m256i four(const uint8_t* p) {
     int32_t value;
     std::memcpy(&value, p, sizeof value);

@@ -61,7 +61,7 @@ HMT_INLINE void arrange_lines(const Inputs& in, size_t first, size_t column, siz
 }
 
 template <typename Math>
-void arrange_tokens(const Weight& w, const Inputs& in, size_t block, uint8_t* arranged) {
+HMT_KERNEL void arrange_tokens(const Weight& w, const Inputs& in, size_t block, uint8_t* arranged) {
   const Cut cut(w, Math::kPerLine, Math::kRoundLines);
   const size_t first = block * kTokenBlock;
   alignas(64) uint32_t some[256];
@@ -152,19 +152,20 @@ HMT_INLINE F16v scaled(I16v sum, F16v scale, F16v before) {
 }
 
 template <typename Math, size_t kRows, size_t kBlocks>
-void multiply_tile(const Range<Math>& range, const Pieces& pieces, size_t block, size_t row) {
+HMT_KERNEL void multiply_tile(const Range<Math>& range, const Pieces& pieces, size_t block,
+                              size_t row) {
   using Sum = typename Math::Sum;
   const uint8_t* weights = range.packed + row * kRowBytes;
   for (size_t p = 0; p < pieces.count; ++p) {
     const Piece& piece = pieces.piece[p];
     const uint8_t* lines[kBlocks];
     Sum sums[kRows][kBlocks];
-#pragma GCC unroll 4
+    HMT_UNROLL
     for (size_t b = 0; b < kBlocks; ++b) {
       const uint8_t* arranged = range.arranged + (block + b) * range.arranged_bytes;
       lines[b] = arranged + piece.line * kLine;
       const uint8_t* excess = arranged + (range.cut.lines + piece.segment) * kLine;
-#pragma GCC unroll 16
+      HMT_UNROLL
       for (size_t r = 0; r < kRows; ++r) {
         const float* before = range.partial + range.line_of(block + b, row + r);
         if (!piece.starts) sums[r][b] = saved<Math>(before);
@@ -174,21 +175,21 @@ void multiply_tile(const Range<Math>& range, const Pieces& pieces, size_t block,
     }
     for (size_t line = 0; line < piece.lines; ++line) {
       typename Math::Line x[kBlocks];
-#pragma GCC unroll 4
+      HMT_UNROLL
       for (size_t b = 0; b < kBlocks; ++b) x[b] = Math::line(lines[b] + line * kLine);
-#pragma GCC unroll 16
+      HMT_UNROLL
       for (size_t r = 0; r < kRows; ++r) {
         const auto four = Math::four(weights + r * kRowBytes + 4 * line);
-#pragma GCC unroll 4
+        HMT_UNROLL
         for (size_t b = 0; b < kBlocks; ++b) sums[r][b] = Math::step(sums[r][b], x[b], four);
       }
     }
     weights += 4 * piece.lines;
     const bool fold = piece.ends && range.cut.segments > 1;
-#pragma GCC unroll 16
+    HMT_UNROLL
     for (size_t r = 0; r < kRows; ++r) {
       const F16v scale = set1(fold ? range.scales[(row + r) * kBlockLines + p] : 0.0f);
-#pragma GCC unroll 4
+      HMT_UNROLL
       for (size_t b = 0; b < kBlocks; ++b) {
         const size_t at = range.line_of(block + b, row + r);
         if (fold) {
@@ -213,9 +214,10 @@ HMT_INLINE void multiply_rows(const Range<Math>& range, const Pieces& pieces, si
 }
 
 #if defined(HMT_AMX)
-// As multiply_tile, with kRowTiles * 16 rows.  A sum that a scale belongs to passes through `fresh`.
+// As multiply_tile, with kRowTiles * 16 rows.  Sums that meet their scale here lie in `segment`.
 template <typename Math, size_t kRowTiles, size_t kBlocks>
-void multiply_amx_tile(const Range<Math>& range, const Pieces& pieces, size_t block, size_t row) {
+HMT_KERNEL void multiply_amx_tile(const Range<Math>& range, const Pieces& pieces, size_t block,
+                                  size_t row) {
   const uint8_t* weights = range.packed + row * kRowBytes;
   for (size_t p = 0; p < pieces.count; ++p) {
     const Piece& piece = pieces.piece[p];
@@ -287,7 +289,7 @@ void multiply_blocks(const Range<Math>& range, const Pieces& pieces) {
 
 // Copies the weights of one block of columns, and looks up the scales of its pieces.
 template <typename Math>
-void pack_weights(const Range<Math>& range, const Pieces& pieces) {
+HMT_KERNEL void pack_weights(const Range<Math>& range, const Pieces& pieces) {
   const Weight& w = range.w;
   const float unit = Math::unit(w.code);
   for (size_t r = 0; r < range.rows; ++r) {
@@ -306,7 +308,8 @@ void pack_weights(const Range<Math>& range, const Pieces& pieces) {
 
 // Sums become results, [tokens, rows].
 template <typename Math>
-void write_results(const Range<Math>& range, const Inputs& in, float* out, size_t out_stride) {
+HMT_KERNEL void write_results(const Range<Math>& range, const Inputs& in, float* out,
+                              size_t out_stride) {
   alignas(64) float lines[16][16], results[16][16];
   const uint32_t* starts[16];
   for (size_t r = 0; r < 16; ++r) starts[r] = reinterpret_cast<const uint32_t*>(lines[r]);

@@ -4,6 +4,19 @@
 #include "linear/weight.h"
 #include "simd/vec.h"
 
+// In front of a loop of a few rounds over registers.  Where there are none, unrolling only makes
+// sanitized builds take minutes.
+#if !defined(HMT_AVX2)
+#define HMT_UNROLL
+#elif defined(__clang__)
+#define HMT_UNROLL _Pragma("unroll")
+#else
+#define HMT_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+// Kernels that compilers would otherwise join into one function that takes minutes to compile.
+#define HMT_KERNEL __attribute__((noinline))
+
 namespace hmt::HMT_ISA {
 namespace {
 
@@ -16,8 +29,8 @@ constexpr size_t bytes_of(Code code) {
 // by 2^8; whoever has a scale to multiply with puts the 2^8 there.
 constexpr float unit_of(Code code) { return code == Code::kFp8 ? 256.0f : 1.0f; }
 
-// Sixteen e4m3 as f16, divided by 2^8: sign, then 4 bits of exponent and 3 of mantissa where f16 has
-// the lower 4 of its exponent and the upper 3 of its mantissa.  Denormals stay denormals, and
+// Sixteen e4m3 as f16, divided by 2^8: sign, then 4 bits of exponent and 3 of mantissa where f16
+// has the lower 4 of its exponent and the upper 3 of its mantissa.  Denormals stay denormals, and
 // converting f16 to f32 never flushes them, whatever the process asked for.
 #if defined(HMT_AVX2)
 HMT_INLINE __m256i e4m3_as_f16(const uint8_t* p) {
