@@ -94,7 +94,7 @@ class WeightTensor:
     zeros: torch.Tensor | None = None
     minima: torch.Tensor | None = None
     factor: torch.Tensor | None = None
-    derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,7 @@ Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each ope
 described.  `hmt.kernels.cpu.linear` says where the compiled kernels round differently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -82,14 +82,12 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     return cpu_linear.linear(native, x, w, bias)
 
 
-def linear_many(
-    x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
-) -> Tensor:
+def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
     """See `reference.linear_many`: x [tokens, in] -> [tokens, sum of all out] in x.dtype."""
     native = _native_for(x)
     if native is None:
-        return reference.linear_many(x, weights, biases)
-    return cpu_linear.linear_many(native, x, weights, biases)
+        return reference.linear_many(x, params, names)
+    return cpu_linear.linear_many(native, x, params, names)
 
 
 def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -> Tensor:

@@ -71,7 +71,7 @@ class Attention:
     def __call__(self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache) -> Tensor:
         """x [tokens, hidden_size] to [tokens, hidden_size].  Appends to `kv`."""
         heads = project_many(x, params, ("q_proj", "k_proj", "v_proj"))
-        heads = heads.view(len(x), -1, self.head_dim)
+        heads = heads.view(x.shape[0], -1, self.head_dim)
         query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.head_norm is not None:
             self.head_norm.in_place(query, params["q_norm"])

@@ -1,6 +1,6 @@
 """Linear layers by name: what they need, and applying them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -27,11 +27,6 @@ def project(x: Tensor, params: Params, name: str) -> Tensor:
     return ops.linear(x, params[name], None if bias is None else bias.data)
 
 
-def project_many(x: Tensor, params: Params, names: Sequence[str]) -> Tensor:
+def project_many(x: Tensor, params: Params, names: tuple[str, ...]) -> Tensor:
     """Linear layers `names` of one x, side by side: [tokens, in] to [tokens, sum of all out]."""
-    biases = [params.get(f"{name}_bias") for name in names]
-    return ops.linear_many(
-        x,
-        [params[name] for name in names],
-        [None if bias is None else bias.data for bias in biases],
-    )
+    return ops.linear_many(x, params, names)

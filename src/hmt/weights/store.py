@@ -221,7 +221,7 @@ class WeightStore:
         """See Weights.  Rows of a table on disk are read one by one, not the whole table."""
         entry = self._entries[block]
         table_rows = entry.layout.tables[name].param.spec.shape[0]
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < table_rows:
+        if any(not 0 <= index < table_rows for index in ids.tolist()):
             raise RequestError(f"token ids {ids.tolist()} are not all in 0..{table_rows - 1}")
         holders = entry.layout.tables[name].holders
         if all(self._entries[holder.block].home is Tier.HOST for holder in holders):

@@ -309,7 +309,7 @@ def _can_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and x.stride(2) == 1
         and cos.dtype is sin.dtype is torch.float32
         and cos.shape == sin.shape
-        and len(cos) == len(x)
+        and cos.shape[0] == x.shape[0]
         and cos.shape[1] <= x.shape[2]
         and cos.is_contiguous()
         and sin.is_contiguous()

@@ -6,7 +6,7 @@ bit.  Products with float activations take weights that are not rounded to x.dty
 The extension computes on as many threads as torch would on the calling thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -47,30 +47,35 @@ def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) 
     weight = native_weight(native, w)
     if weight is None or x.dtype not in DTYPES:
         return reference.linear(x, w, bias)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    out = x.new_empty(x.shape[0], w.shape[0])
-    projections = (weight,) if bias is None else (_with_bias(weight, bias),)
-    _multiply(native, projections, x, out)
-    return out
+    return _multiply(native, (weight if bias is None else _with_bias(weight, bias),), x, w.shape[0])
 
 
 def linear_many(
-    native: ModuleType, x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+    native: ModuleType, x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]
 ) -> Tensor:
     """`reference.linear_many` in one call, which prepares x once for all weights."""
-    handles = [native_weight(native, w) for w in weights]
-    if None in handles or x.dtype not in DTYPES:
-        return reference.linear_many(x, weights, biases)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    out = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
-    projections = tuple(
-        handle if bias is None else _with_bias(handle, bias)
-        for handle, bias in zip(handles, biases, strict=True)
-    )
-    _multiply(native, projections, x, out)
-    return out
+    derived = params[names[0]].derived
+    found = derived.get(names)
+    if found is None:
+        # Kept with the first weight: addresses only, so that views do not refer to each other.
+        found = derived[names] = _projections(native, params, names)
+    projections, rows = found
+    if not projections or x.dtype not in DTYPES:
+        return reference.linear_many(x, params, names)
+    return _multiply(native, projections, x, rows)
+
+
+def _projections(
+    native: ModuleType, params: Mapping[str, WeightTensor], names: tuple[str, ...]
+) -> tuple[tuple[Any, ...], int]:
+    """What the extension multiplies with, empty where it cannot; and the rows of all together."""
+    projections = []
+    for name in names:
+        weight, bias = native_weight(native, params[name]), params.get(f"{name}_bias")
+        if weight is None:
+            return (), 0
+        projections.append(weight if bias is None else _with_bias(weight, bias.data))
+    return tuple(projections), sum(params[name].shape[0] for name in names)
 
 
 def dequantize(
@@ -119,21 +124,27 @@ def native_weight(native: ModuleType, w: WeightTensor) -> Any:
         return weight
 
 
-def _multiply(native: ModuleType, projections: tuple[Any, ...], x: Tensor, out: Tensor) -> None:
+def _multiply(native: ModuleType, projections: tuple[Any, ...], x: Tensor, rows: int) -> Tensor:
+    """x times all projections, side by side: [tokens, rows] in x.dtype."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
     tokens, columns = x.shape
-    dtype = DTYPES[x.dtype]
+    dtype = x.dtype
+    out = torch.empty((tokens, rows), dtype=dtype)
+    code = DTYPES[dtype]
     native.linear(
         projections,
         x.data_ptr(),
-        dtype,
+        code,
         tokens,
         columns,
         x.stride(0),
         out.data_ptr(),
-        dtype,
-        out.shape[1],
+        code,
+        rows,
         torch.get_num_threads(),
     )
+    return out
 
 
 def _with_bias(weight: Any, bias: Tensor) -> tuple[Any, int, int]:

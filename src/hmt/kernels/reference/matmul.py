@@ -1,6 +1,6 @@
 """Linear layers on every encoding, in plain torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -29,11 +29,19 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     return linear_by_chunks(x, w, bias, dequantize)
 
 
-def linear_many(
-    x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
-) -> Tensor:
-    """`linear` of one x with several weights, side by side: [tokens, sum of all out]."""
-    return torch.cat([linear(x, w, b) for w, b in zip(weights, biases, strict=True)], dim=1)
+def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
+    """`linear` of one x with several weights, side by side: [tokens, sum of all out].
+
+    Biases are called after their weights: "q_proj_bias" goes with "q_proj".
+    """
+    biases = [params.get(f"{name}_bias") for name in names]
+    return torch.cat(
+        [
+            linear(x, params[name], None if bias is None else bias.data)
+            for name, bias in zip(names, biases, strict=True)
+        ],
+        dim=1,
+    )
 
 
 def linear_by_chunks(
