@@ -170,8 +170,9 @@ void Batch::append(Step step, size_t part, uint32_t items) {
 }
 
 void Batch::enqueue() {
-  // A step comes so much later than the one before it that this one is done by then.
-  const size_t lag = ceil_div(2 * call_.threads, std::max<size_t>(1, parts_[0].expand_items));
+  // A step comes so much later than the one before it that this one is done by then, even where a
+  // thread lost its CPU for a while; what it reads is still in L2 or L3.
+  const size_t lag = 2 + ceil_div(4 * call_.threads, std::max<size_t>(1, parts_[0].expand_items));
   append(Step::kPrepare, 0, prepare_items_);
   append(Step::kGather, 0, parts_[0].gather_items);
   for (size_t i = 0; i < count_ + lag + 1; ++i) {

@@ -26,8 +26,8 @@ void activate(float* x, size_t count, Activation activation) {
   }
 }
 
-// In passes over numbers that are in L1: one loop for each activation and type took GCC minutes with
-// sanitizers.
+// In passes over numbers that are in L1: one loop for each activation and type took GCC minutes
+// with sanitizers.
 void gated(float* gate, const float* up, size_t count, Activation activation, void* out,
            DType type) {
   with_numbers(type, [&](auto numbers) {

@@ -34,9 +34,9 @@ struct ExpertSum {
 //   x        [tokens, columns of gate]; f32, bf16 or f16
 //
 // Rounds where layers called one after the other would: gate, up, activation, product and output,
-// each to the type of x.  Outputs are added in f32 in ascending order of experts.  So results depend
-// neither on threads, nor on other tokens, nor on how experts are spread over several calls that go
-// through them in ascending order.
+// each to the type of x.  Outputs are added in f32 in ascending order of experts.  So results
+// depend neither on threads, nor on other tokens, nor on how experts are spread over several calls
+// that go through them in ascending order.
 void routed_experts(const Expert* experts, size_t count, const Routing& routing,
                     const ConstMatrix& x, Activation activation, const ExpertSum& sum,
                     size_t threads);

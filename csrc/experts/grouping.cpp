@@ -2,11 +2,14 @@
 
 namespace hmt {
 
-Grouping::Grouping(const Expert* experts, size_t count, const Routing& routing, size_t token_count) {
+Grouping::Grouping(const Expert* experts, size_t count, const Routing& routing,
+                   size_t token_count) {
   if (count == 0) return;
   constexpr uint32_t kNone = ~uint32_t{0};
   std::vector<uint32_t> place(static_cast<size_t>(experts[count - 1].id) + 1, kNone);
-  for (size_t e = 0; e < count; ++e) place[static_cast<size_t>(experts[e].id)] = static_cast<uint32_t>(e);
+  for (size_t e = 0; e < count; ++e) {
+    place[static_cast<size_t>(experts[e].id)] = static_cast<uint32_t>(e);
+  }
   const size_t choices = token_count * routing.top_k;
   const auto place_of = [&](size_t choice) {
     const auto id = static_cast<size_t>(routing.experts[choice]);
