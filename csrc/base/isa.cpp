@@ -65,6 +65,9 @@ const char* name_of(Isa isa) {
 }
 
 bool runs(Isa isa) {
+#ifdef HMT_FEW_ISAS
+  if (isa != Isa::kPortable && isa != Isa::kAvx512Bf16) return false;
+#endif
   static const std::array<bool, kIsas> found = [] {
     std::array<bool, kIsas> all{};
     for (std::size_t i = 0; i < kIsas; ++i) all[i] = supports(static_cast<Isa>(i));

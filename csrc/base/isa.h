@@ -50,7 +50,15 @@ const Table& active(Tables<Table> tables) {
 
 }  // namespace hmt
 
-#ifdef HMT_X86
+#if defined(HMT_X86) && defined(HMT_FEW_ISAS)
+// Builds with sanitizers leave out what is nearly the same code: they would take three times as long.
+#define HMT_TABLES(Type, name)                                                              \
+  namespace portable { extern const Type name; }                                            \
+  namespace avx512_bf16 { extern const Type name; }                                         \
+  inline Tables<Type> name##_tables() {                                                     \
+    return {&portable::name, nullptr, nullptr, &avx512_bf16::name, nullptr};                \
+  }
+#elif defined(HMT_X86)
 #define HMT_TABLES(Type, name)                                                              \
   namespace portable { extern const Type name; }                                            \
   namespace avx2 { extern const Type name; }                                                \
