@@ -1,11 +1,12 @@
 """Streamed text equals the text of all tokens, and stop strings do not depend on the cutting."""
 
+import re
 from collections.abc import Iterable
 from importlib.resources import files
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
@@ -69,10 +70,12 @@ def assert_streams(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 @settings(max_examples=300, deadline=None)
 @given(ANY_TEXT)
+@example("a<|begin|>b<|end|><|end")
 def test_byte_level_text_streams_and_returns(text: str) -> None:
+    """All of it, but for what reads like a special token, which counts as one."""
     ids = BYTE_LEVEL.encode(text)
     parts = assert_streams(BYTE_LEVEL, ids)
-    assert "".join(parts) == text
+    assert "".join(parts) == re.sub("|".join(map(re.escape, BYTE_LEVEL_SPECIAL)), "", text)
     assert parts[-1] == ""  # whole characters are never held back
 
 
@@ -89,11 +92,15 @@ def test_any_bytes_stream(data: bytes) -> None:
     assert_streams(BYTE_LEVEL, [BYTE_LEVEL_BYTES[byte] for byte in data])
 
 
-def byte_tokens() -> list[int]:
-    """The token of each byte: those whose piece is one character, by GPT-2's order of bytes."""
-    backend = tokenizers.Tokenizer.from_file(
+def byte_level_backend() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(
         str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json")
     )
+
+
+def byte_tokens() -> list[int]:
+    """The token of each byte: those whose piece is one character, by GPT-2's order of bytes."""
+    backend = byte_level_backend()
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {byte: chr(byte) for byte in printable}
@@ -102,6 +109,11 @@ def byte_tokens() -> list[int]:
 
 
 BYTE_LEVEL_BYTES = byte_tokens()
+BYTE_LEVEL_SPECIAL = [
+    token.content
+    for token in byte_level_backend().get_added_tokens_decoder().values()
+    if token.special
+]
 
 
 def test_a_character_of_four_tokens_appears_with_the_last() -> None:
@@ -121,6 +133,7 @@ def test_special_tokens_give_no_text() -> None:
 def test_sentencepiece_text_streams_and_returns(
     fallback: dict[bool, Tokenizer], text: str, strip: bool
 ) -> None:
+    assume(not any(special in text for special in ("<unk>", "<s>", "</s>")))
     ids = fallback[strip].encode(text)
     parts = assert_streams(fallback[strip], ids)
     assert "".join(parts) == text.replace("▁", " ")
