@@ -30,5 +30,6 @@ void bind_linear(nb::module_& m);
 void bind_fused(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_experts(nb::module_& m);
+void bind_disk(nb::module_& m);
 
 }  // namespace hmt::binding

@@ -55,7 +55,7 @@ def test_every_reader_brings_the_bytes(
     expected = whole[first * PAGE : (first + pages) * PAGE]
     ledger = Ledger({Tier.HOST: 1 << 24})
     buffer = HostPool(ledger.open(Tier.HOST, "test", 1 << 24)).allocate(pages * PAGE)
-    queue = TransferQueue(open_reader(kind), Tracer(), threads=3, chunk_bytes=chunk * PAGE)
+    queue = TransferQueue(open_reader(kind), Tracer(), depth=3, chunk_bytes=chunk * PAGE)
     done = Waiter()
     read = DiskRead(file, first * PAGE, buffer.view, first * PAGE + len(expected))
     queue.submit([read], Priority.NEED, done)
@@ -65,7 +65,7 @@ def test_every_reader_brings_the_bytes(
 
 
 def test_a_range_behind_the_end_is_an_error(file: Path, pool: HostPool) -> None:
-    queue = TransferQueue(open_reader("direct"), Tracer(), threads=2, chunk_bytes=PAGE)
+    queue = TransferQueue(open_reader("direct"), Tracer(), depth=2, chunk_bytes=PAGE)
     done = Waiter()
     useful_end = 100 * PAGE + 124
     queue.submit(
@@ -77,7 +77,7 @@ def test_a_range_behind_the_end_is_an_error(file: Path, pool: HostPool) -> None:
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path, pool: HostPool) -> None:
-    queue = TransferQueue(open_reader("direct"), Tracer(), threads=1)
+    queue = TransferQueue(open_reader("direct"), Tracer(), depth=1)
     done = Waiter()
     queue.submit(
         [DiskRead(tmp_path / "no", 0, pool.allocate(PAGE).view, PAGE)], Priority.NEED, done
@@ -109,7 +109,7 @@ class GatedReader:
 
 def test_urgent_reads_go_first_and_promotion_works(pool: HostPool) -> None:
     reader = GatedReader()
-    queue = TransferQueue(reader, Tracer(), threads=1, chunk_bytes=PAGE)
+    queue = TransferQueue(reader, Tracer(), depth=1, chunk_bytes=PAGE)
 
     def submit(page: int, priority: Priority) -> tuple[Waiter, object]:
         done = Waiter()
@@ -133,7 +133,7 @@ def test_urgent_reads_go_first_and_promotion_works(pool: HostPool) -> None:
 
 def test_close_ends_what_has_not_begun(pool: HostPool) -> None:
     reader = GatedReader()
-    queue = TransferQueue(reader, Tracer(), threads=1, chunk_bytes=PAGE)
+    queue = TransferQueue(reader, Tracer(), depth=1, chunk_bytes=PAGE)
     waiters = []
     for page in range(4):
         done = Waiter()
@@ -154,7 +154,7 @@ def test_a_reader_that_raises_anything_is_survived(pool: HostPool) -> None:
         def read_into(self, path: Path, offset: int, view: memoryview) -> int:
             raise ValueError("surprise")
 
-    queue = TransferQueue(Broken(), Tracer(), threads=1)
+    queue = TransferQueue(Broken(), Tracer(), depth=1)
     for _ in range(3):
         done = Waiter()
         queue.submit([DiskRead(Path("f"), 0, pool.allocate(PAGE).view, 0)], Priority.NEED, done)

@@ -141,7 +141,7 @@ def open_store(
     ledger = Ledger({Tier.HOST: sum(limits.values())})
     pools = {name: HostPool(ledger.open(Tier.HOST, name, n)) for name, n in limits.items()}
     tracer, reader = Tracer(), FaultyReader()
-    queue = TransferQueue(reader, tracer, threads=threads, chunk_bytes=4096)
+    queue = TransferQueue(reader, tracer, depth=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
     spilled = SpillFile(folder, layouts.values()) if spill else None
     store = WeightStore(

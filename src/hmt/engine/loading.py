@@ -170,7 +170,7 @@ def _transfer_queue(config: EngineConfig, tracer: Tracer) -> TransferQueue:
     queue = TransferQueue(
         open_reader(config.disk_reader),
         tracer,
-        threads=config.disk_threads,
+        depth=config.disk_threads,
         chunk_bytes=config.disk_chunk_bytes,
         worker_starts=lambda: torch.set_num_threads(1),
     )

@@ -23,8 +23,10 @@ from hmt.memory.probe import (
     ram_read_rate,
     sweep,
 )
-from hmt.memory.readers import READERS, DiskReader, MmapReader, PreadReader, open_reader
-from hmt.memory.transfer import DiskRead, Ticket, TransferQueue
+from hmt.memory.reader_kinds import READERS, open_reader
+from hmt.memory.readers import DiskReader, MmapReader, PreadReader
+from hmt.memory.schedule import DiskRead, Ticket
+from hmt.memory.transfer import QueueCounters, ReadCounters, TransferQueue
 
 __all__ = [
     "PAGE_BYTES",
@@ -40,6 +42,8 @@ __all__ = [
     "Ledger",
     "MmapReader",
     "PreadReader",
+    "QueueCounters",
+    "ReadCounters",
     "Ticket",
     "TransferQueue",
     "available_host_bytes",

@@ -14,8 +14,9 @@ import torch
 from hmt.base.trace import Tracer
 from hmt.base.units import KIB, MIB, round_down
 from hmt.memory.host_pool import PAGE_BYTES, HostBuffer
-from hmt.memory.readers import open_reader
-from hmt.memory.transfer import DiskRead, TransferQueue
+from hmt.memory.reader_kinds import open_reader
+from hmt.memory.schedule import DiskRead
+from hmt.memory.transfer import TransferQueue
 
 SWEEP_BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
 SWEEP_THREADS = (1, 2, 4, 8, 16)
@@ -50,7 +51,7 @@ def disk_rate(file: Path, block_bytes: int, threads: int, seconds: float) -> Dis
     buffer.tensor.fill_(0)  # page faults belong to nobody's rate
     places = [buffer.view[i * block_bytes :][:block_bytes] for i in range(threads)]
     queue = TransferQueue(
-        open_reader("direct"), Tracer(capacity=0), threads=threads, chunk_bytes=block_bytes
+        open_reader("direct"), Tracer(capacity=0), depth=threads, chunk_bytes=block_bytes
     )
     try:
         count, position = -(-_FIRST_ROUND_BYTES // block_bytes), 0
