@@ -10,10 +10,10 @@ always have something waiting get equal bytes, within the size of one request.  
 go in the order in which they came.
 
 Ageing.  A load that has begun holds the memory that it will fill, so none may wait for ever behind
-more urgent ones.  A ticket that has waited AGE_S of its level joins the next level once, in one
-flow with all others that did, which gets AGED_SHARE of what an owner gets.  So it moves on, and
-what is urgent loses a ninth of the drive at most.  A guess gains one level, never two: on the level
-of what is needed there are no guesses, and none is begun while something there waits.
+more urgent ones.  While the oldest ticket of a level has waited for AGE_S, it is served on the next
+level, too, as one more owner there with AGED_SHARE of a share.  So it moves on, and what is more
+urgent loses a ninth of the drive at most.  It is one level, never two: while something is needed,
+no guess is begun.
 
 Neighbours.  A request is cut from the first ticket, up to `block_bytes`, and goes on through its
 next read, and the owner's next ticket, while they lie side by side in the file: a gap of less than
@@ -66,8 +66,8 @@ class Ticket:
     """
 
     __slots__ = (
-        "_at", "_index", "aged", "done", "error", "flow", "in_flight", "level", "light", "owner",
-        "priority", "reads", "since_s",
+        "_at", "_index", "done", "error", "flow", "in_flight", "light", "owner", "priority",
+        "reads", "since_s",
     )  # fmt: skip
 
     def __init__(
@@ -78,10 +78,8 @@ class Ticket:
         self.done = done
         self.owner = owner
         self.light = light
-        self.priority = Priority.GUESS  # as it was asked for
-        self.level = Priority.GUESS  # where it waits
-        self.aged = False
-        self.since_s = 0.0
+        self.priority = Priority.GUESS
+        self.since_s = 0.0  # when it came, or was promoted
         self.flow: _Flow | None = None  # while it waits
         self.in_flight = 0  # requests that hold a part of it
         self.error: HMTError | None = None
@@ -187,36 +185,35 @@ class Request:
 
 
 class _Flow:
-    """Tickets of one owner on one level, or all that have aged into it."""
+    """Tickets of one owner on one level."""
 
-    __slots__ = ("cost", "key", "served", "tickets")
+    __slots__ = ("served", "tickets")
 
-    def __init__(self, key: Hashable, served: float, cost: float) -> None:
-        self.key = key
-        self.served = served  # bytes, times `cost`
-        self.cost = cost
+    def __init__(self, served: float) -> None:
+        self.served = served  # bytes, and what it would have been served had it been here before
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()
 
 
 class _Level:
     """Flows that wait, by start-time fair queueing (Goyal, Vin and Cheng, 1996)."""
 
-    _AGED = object()
-
     def __init__(self) -> None:
         self.flows: dict[Hashable, _Flow] = {}
         self.again: deque[Request] = deque()  # parts of requests that failed as a whole
+        self.by_age: deque[tuple[float, Ticket]] = deque()  # tickets that came, and some that left
         self._now = 0.0  # virtual time: `served` of the flow that was served last
         self._left_at: dict[Hashable, float] = {}  # `served` of flows that ran empty
+        self._aged_served = 0.0  # times 1 / AGED_SHARE: what older tickets of the next level got
+        self._aged_waits = False
 
     def add(self, ticket: Ticket) -> None:
-        key = self._AGED if ticket.aged else (ticket.owner,)
-        flow = self.flows.get(key)
+        flow = self.flows.get(ticket.owner)
         if flow is None:
-            served = max(self._now, self._left_at.pop(key, 0.0))
-            flow = self.flows[key] = _Flow(key, served, 1 / AGED_SHARE if ticket.aged else 1.0)
+            served = max(self._now, self._left_at.pop(ticket.owner, 0.0))
+            flow = self.flows[ticket.owner] = _Flow(served)
         flow.tickets[ticket] = None
         ticket.flow = flow
+        self.by_age.append((ticket.since_s, ticket))
 
     def remove(self, ticket: Ticket) -> None:
         flow = ticket.flow
@@ -225,21 +222,39 @@ class _Level:
         ticket.flow = None
         if flow.tickets:
             return
-        del self.flows[flow.key]
-        self._left_at[flow.key] = flow.served
+        del self.flows[ticket.owner]
+        self._left_at[ticket.owner] = flow.served
         if not self.flows:
-            self._now = 0.0
+            self._now = self._aged_served = 0.0
+            self._aged_waits = False
             self._left_at.clear()
         elif len(self._left_at) > 2 * len(self.flows) + 16:
             # An owner that was served no more than the others has nothing to be remembered for.
             self._left_at = {k: at for k, at in self._left_at.items() if at > self._now}
 
-    def begin(self) -> _Flow | None:
-        """The flow that is served next, from now on."""
-        flow = min(self.flows.values(), key=lambda flow: flow.served, default=None)
-        if flow is not None:
-            self._now = flow.served
+    def oldest(self, priority: Priority) -> Ticket | None:
+        """The ticket that waits here longest."""
+        while self.by_age:
+            since_s, ticket = self.by_age[0]
+            if ticket.waiting and ticket.priority is priority and ticket.since_s == since_s:
+                return ticket
+            self.by_age.popleft()
+        return None
+
+    def turn(self, aged: bool) -> _Flow | None:
+        """The flow that is served next; None: the aged tickets below, if there are any."""
+        if aged and not self._aged_waits:
+            self._aged_served = max(self._aged_served, self._now)
+        self._aged_waits = aged
+        flow = min(self.flows.values(), key=lambda flow: flow.served)
+        if aged and self._aged_served < flow.served:
+            self._now = self._aged_served
+            return None
+        self._now = flow.served
         return flow
+
+    def charge_aged(self, nbytes: int) -> None:
+        self._aged_served += nbytes / AGED_SHARE
 
 
 class Schedule:
@@ -248,27 +263,23 @@ class Schedule:
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._levels = {priority: _Level() for priority in Priority}
-        self._ageing: dict[Priority, deque[tuple[float, Ticket]]] = {p: deque() for p in AGE_S}
         # The only memory of the queue's own.  Reads into it overlap; nobody looks.
         self._scrap = memoryview(mmap.mmap(-1, GAP_BYTES))
 
     def add(self, ticket: Ticket, priority: Priority, now_s: float) -> None:
         """Let `ticket` wait on the level of `priority`."""
-        ticket.priority = ticket.level = priority
-        ticket.aged = False
+        ticket.priority = priority
         ticket.since_s = now_s
         self._levels[priority].add(ticket)
-        if priority in self._ageing:
-            self._ageing[priority].append((now_s, ticket))
 
     def promote(self, ticket: Ticket, priority: Priority, now_s: float) -> None:
         """Make what waits of `ticket` at least as urgent as `priority`, behind what is already."""
         if priority >= ticket.priority:
             return
-        ticket.priority = priority
         if ticket.waiting:
             self.remove(ticket)
             self.add(ticket, priority, now_s)
+        ticket.priority = priority
         for level in list(self._levels.values())[priority + 1 :]:
             for piece in [p for p in level.again if p.parts[0].ticket is ticket]:
                 level.again.remove(piece)
@@ -277,7 +288,7 @@ class Schedule:
     def remove(self, ticket: Ticket) -> None:
         """Forget what waits of `ticket`."""
         if ticket.waiting:
-            self._levels[ticket.level].remove(ticket)
+            self._levels[ticket.priority].remove(ticket)
 
     def retry(self, request: Request) -> bool:
         """Queue a failed `request` again, piece by piece, so that only the bad piece fails.
@@ -308,42 +319,42 @@ class Schedule:
                 for ticket in list(flow.tickets):
                     level.remove(ticket)
                     dropped[ticket] = None
-        for entries in self._ageing.values():
-            entries.clear()
+            level.by_age.clear()
         return list(dropped)
 
     def take(self, now_s: float, least: Priority = Priority.GUESS) -> Request | None:
         """The next request, from the levels down to `least`; None when nothing waits there."""
-        self._age(now_s)
         for priority, level in self._levels.items():
             if priority > least:
                 break
             if level.again:
                 request = level.again.popleft()
-            elif (flow := level.begin()) is not None:
-                request = self._cut(level, flow, priority)
+            elif level.flows:
+                request = self._serve(priority, now_s)
             else:
                 continue
             request.begun_s = now_s
             return request
         return None
 
-    def _age(self, now_s: float) -> None:
-        for priority, entries in self._ageing.items():
-            while entries:
-                since_s, ticket = entries[0]
-                stays = ticket.waiting and not ticket.aged and ticket.level is priority
-                stays = stays and ticket.since_s == since_s
-                if stays and since_s + AGE_S[priority] > now_s:
-                    break
-                entries.popleft()
-                if stays:
-                    self._levels[priority].remove(ticket)
-                    ticket.aged = True
-                    ticket.level = Priority(priority - 1)
-                    self._levels[ticket.level].add(ticket)
+    def _serve(self, priority: Priority, now_s: float) -> Request:
+        """The next request of a level on which something waits."""
+        level = self._levels[priority]
+        aged = None if priority is Priority.GUESS else self._aged(Priority(priority + 1), now_s)
+        flow = level.turn(aged is not None)
+        if flow is not None:
+            return self._cut(flow, priority)
+        assert aged is not None and aged.flow is not None
+        request = self._cut(aged.flow, aged.priority)  # of which it is the first
+        level.charge_aged(request.nbytes)
+        return request
 
-    def _cut(self, level: _Level, flow: _Flow, priority: Priority) -> Request:
+    def _aged(self, priority: Priority, now_s: float) -> Ticket | None:
+        oldest = self._levels[priority].oldest(priority)
+        old = oldest is not None and now_s - oldest.since_s >= AGE_S[priority]
+        return oldest if old else None
+
+    def _cut(self, flow: _Flow, priority: Priority) -> Request:
         following: Ticket | None = next(iter(flow.tickets))
         assert following is not None
         path, offset = following.position()
@@ -351,9 +362,9 @@ class Schedule:
         while following is not None:
             before = request.nbytes
             self._extend(request, following)
-            flow.served += (request.nbytes - before) * flow.cost
+            flow.served += request.nbytes - before
             if following.exhausted:
-                level.remove(following)
+                self._levels[priority].remove(following)
             following = next(iter(flow.tickets), None)
             if following is not None and not self._adjoins(request, following):
                 break

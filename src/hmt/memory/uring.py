@@ -116,7 +116,7 @@ class RingIssuer:
         ended: list[Ticket] = []
         while True:
             # The drive first: what has ended is told while the next reads run.
-            while self._idle and (request := work.take(wait=self._broken is not None)):
+            while self._idle and (request := work.take(wait=False)) is not None:
                 ended += self._begin(work, request)
             for ticket in ended:
                 if ticket.light:
@@ -125,7 +125,11 @@ class RingIssuer:
                     self._to_end.put(ticket)
             if work.closed and not self._flying:
                 return
-            ended = self._reap(work)
+            if self._broken is None:
+                ended = self._reap(work)
+            else:
+                request = work.take(wait=True)
+                ended = [] if request is None else self._begin(work, request)
 
     def _begin(self, work: Work, request: Request) -> list[Ticket]:
         """Start reading; the tickets that end because that was not possible."""
