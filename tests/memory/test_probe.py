@@ -5,10 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hmt.base.errors import DiskReadError
 from hmt.base.units import KIB, MIB
-from hmt.memory import DiskRate, cache_bytes, disk_rate, file_to_read, probe, ram_read_rate, sweep
+from hmt.memory import (
+    READERS,
+    DiskRate,
+    best_of,
+    cache_bytes,
+    disk_rate,
+    file_to_read,
+    probe,
+    quick_rate,
+    ram_read_rate,
+    sweep,
+    usable_readers,
+    usual_rate,
+)
 
 
 @pytest.fixture
@@ -25,9 +40,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rate_belongs_to_its_block_and_threads(file: Path) -> None:
-    measured = disk_rate(file, 64 * KIB, 3, seconds=0.01)
-    assert (measured.block_bytes, measured.threads) == (64 * KIB, 3)
-    assert measured.rate > 0
+    for reader in READERS:
+        measured = disk_rate(file, reader, 64 * KIB, 3, seconds=0.01)
+        assert (measured.reader, measured.block_bytes, measured.depth) == (reader, 64 * KIB, 3)
+        assert measured.rate > 0
 
 
 def test_reads_are_whole_blocks_of_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +58,7 @@ def test_reads_are_whole_blocks_of_the_file(file: Path, monkeypatch: pytest.Monk
             pass
 
     monkeypatch.setattr(probe, "open_reader", lambda kind: Reader())
-    disk_rate(file, 256 * KIB, 2, seconds=0.001)
+    disk_rate(file, "direct", 256 * KIB, 2, seconds=0.001)
     assert {path for path, _, _ in seen} == {file}
     assert {nbytes for _, _, nbytes in seen} == {256 * KIB}
     assert {offset for _, offset, _ in seen} == {i * 256 * KIB for i in range(4)}  # and no fifth
@@ -58,18 +74,60 @@ def test_a_drive_that_fails_is_an_error(file: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(probe, "open_reader", lambda kind: Broken())
     with pytest.raises(DiskReadError, match="gone"):
-        disk_rate(file, 64 * KIB, 2, seconds=0.01)
+        disk_rate(file, "direct", 64 * KIB, 2, seconds=0.01)
 
 
-def test_the_sweep_tells_all_and_returns_the_best(
+@pytest.mark.parametrize("readers", [["direct"], ["io_uring", "direct"]])
+def test_the_sweep_tries_all_and_the_good_ones_twice(
+    file: Path, monkeypatch: pytest.MonkeyPatch, readers: list[str]
+) -> None:
+    def rate_of(file: Path, reader: str, block_bytes: int, depth: int, seconds: float) -> DiskRate:
+        rate = min(block_bytes * depth, 4 * MIB) * (1.01 if reader == "io_uring" else 1.0)
+        return DiskRate(reader, block_bytes, depth, rate)
+
+    monkeypatch.setattr(probe, "disk_rate", rate_of)
+    monkeypatch.setattr(probe, "usable_readers", lambda: readers)
+    told: list[DiskRate] = []
+    best = sweep(file, 0.002, told.append)
+    ways = {(result.reader, result.block_bytes, result.depth) for result in told}
+    assert len(ways) == len(readers) * len(probe.SWEEP_BLOCKS) * len(probe.SWEEP_DEPTHS)
+    assert len(ways) < len(told) < len(ways) + 12
+    assert (best.reader, best.in_flight_bytes) == (readers[0], 4 * MIB)
+
+
+RATES = st.builds(
+    DiskRate,
+    st.sampled_from(["direct", "io_uring"]),
+    st.sampled_from([MIB, 2 * MIB]),
+    st.integers(1, 16),
+    st.floats(1e8, 1e10),
+)
+
+
+@given(st.lists(RATES, min_size=1))
+def test_the_best_is_as_fast_as_any_and_holds_least_in_flight(results: list[DiskRate]) -> None:
+    best = best_of(results)
+    assert best.rate >= 0.95 * max(result.rate for result in results)
+    for other in results:
+        assert other.rate < best.rate or other.in_flight_bytes >= best.in_flight_bytes
+
+
+def test_a_sweep_and_a_quick_look_at_a_real_drive(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "SWEEP_BLOCKS", (64 * KIB, 128 * KIB))
-    monkeypatch.setattr(probe, "SWEEP_THREADS", (1, 2))
+    monkeypatch.setattr(probe, "SWEEP_DEPTHS", (1, 2))
+    monkeypatch.setattr(probe, "QUICK_BLOCK_BYTES", 64 * KIB)
     told: list[DiskRate] = []
-    best = sweep(file, 0.002, told.append)
-    assert len({(result.block_bytes, result.threads) for result in told}) == 4
-    assert best in told and best.rate == max(result.rate for result in told)
+    for found in (sweep(file, 0.002, told.append), quick_rate(file, 0.002, told.append)):
+        assert found.rate > 0 and found.reader in usable_readers()
+    assert {result.reader for result in told} == set(usable_readers())
+
+
+def test_without_io_uring_threads_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.uring, "unavailable", lambda: "it is not there")
+    assert usable_readers() == ["direct"]
+    assert usual_rate().reader == "direct"
 
 
 def test_the_largest_file_is_read_where_it_lies(file: Path) -> None:
