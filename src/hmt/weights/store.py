@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hmt.base.errors import BudgetError, HMTError, RequestError
+from hmt.base.errors import BudgetError, Cancelled, HMTError, RequestError
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
@@ -106,6 +106,7 @@ class WeightStore:
         self._check = check
         self._poison = poison
         self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
+        self._guess_loads: dict[BlockId, BlockLoad] = {}  # that run, and began on a guess
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
         self._rows = RowReader(queue, rows)
@@ -151,9 +152,12 @@ class WeightStore:
         """See Weights.  Replaces what was asked for with this priority and has not begun yet.
 
         Blocks begin in the order given, each as soon as a slot can be had without taking one that
-        is leased or awaited.
+        is leased or awaited.  Loads of earlier guesses that are not guessed again are cancelled as
+        far as they have not begun.
         """
         with self._changed:
+            if priority is Priority.GUESS:
+                self._cancel_guesses(kept=blocks)
             backlog = self._backlog[priority]
             backlog.clear()
             for block in blocks:
@@ -248,6 +252,7 @@ class WeightStore:
                 backlog.clear()
             for entry in self._entries.values():
                 entry.awaited = False
+            self._cancel_guesses()
 
     def cached_blocks(self) -> list[BlockId]:
         """Blocks in slots now, coldest first."""
@@ -322,6 +327,21 @@ class WeightStore:
 
         `force` (somebody waits for this very block) may take the slot of an awaited one.
         """
+        if self._try_to_begin(entry, priority, force):
+            return True
+        # A guess gives up the memory that it would fill for what is sure.
+        made_room = priority is not Priority.GUESS and self._cancel_guesses()
+        return made_room and self._try_to_begin(entry, priority, force)
+
+    def _cancel_guesses(self, kept: Sequence[BlockId] = ()) -> bool:
+        """Drop guesses that have not begun to be read; whether any memory came free at once."""
+        stale = [load for block, load in self._guess_loads.items() if block not in kept]
+        before = len(self._guess_loads)
+        for load in stale:
+            load.cancel_guess()  # ends in _load_finished
+        return len(self._guess_loads) < before
+
+    def _try_to_begin(self, entry: _Entry, priority: Priority, force: bool) -> bool:
         layout = entry.layout
         staging = None
         if layout.staging_bytes:
@@ -345,6 +365,8 @@ class WeightStore:
             check=self._check and not entry.checked,
             finished=lambda error: self._load_finished(entry, error),
         )
+        if priority is Priority.GUESS:
+            self._guess_loads[layout.id] = entry.load
         entry.load.start(priority)
         return True
 
@@ -362,6 +384,7 @@ class WeightStore:
             if entry.staging is not None:
                 self._staging.free(entry.staging)
             entry.staging = entry.load = None
+            self._guess_loads.pop(entry.layout.id, None)
             if error is None:
                 entry.state = _State.READY
                 entry.checked = True
@@ -370,8 +393,10 @@ class WeightStore:
                 else:
                     entry.standing = nullcontext(entry.views)
             else:
-                # Nobody waits for a failed prefetch: whoever needs the block will read it again.
-                entry.error = error if entry.waiting else None
+                # Nobody waits for a failed prefetch: whoever needs the block will read it again, as
+                # does somebody who came when its guess had been cancelled.
+                wanted = entry.waiting and not isinstance(error, Cancelled)
+                entry.error = error if wanted else None
                 self._free_slot(entry)
             self._changed.notify_all()
 
