@@ -26,7 +26,7 @@ class EngineConfig:
     context             positions of KV over all requests; None: the planner's choice
     dtype               of activations; "auto" follows the checkpoint
     executor            "overlapped" reads ahead while it computes, "plain" reads when it needs
-    prefetch_distance   layers read ahead; None: the planner's choice
+    prefetch_distance   layers read ahead; None: learned while it runs, from the planner's choice
     prefill_chunk       prompt tokens per step; None: the planner's choice, by model
     max_batch           requests that run at once
     disk_path           folder on a fast drive for weights that were quantised on load and do not

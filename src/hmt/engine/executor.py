@@ -10,12 +10,12 @@ from typing import Protocol
 
 import torch
 
-from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
-from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
+from hmt.engine.prefetch import ReadAhead
 
 
 class Executor(Protocol):
@@ -73,45 +73,35 @@ class PlainExecutor:
 class OverlappedExecutor:
     """Requests the dense blocks of the next layers while it computes the current one.
 
-    The distance counts layers that have something to read; the order wraps around, so while the
-    head computes, the first layers of the next token are on their way.
+    How many layers, `ahead` says; the order wraps around, so while the head computes, the first
+    layers of the next token are on their way.
     """
 
-    def __init__(self, model: Model, weights: Weights, kv: KVCache, plan: Plan) -> None:
+    def __init__(self, model: Model, weights: Weights, kv: KVCache, ahead: ReadAhead) -> None:
         self._model = model
         self._weights = weights
         self._kv = kv
-        self._ahead = _blocks_ahead(model, plan)
+        self._ahead = ahead
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
         """See Executor."""
+        ahead, layers = self._ahead, self._model.spec.layers
+        ahead.step_begins(len(step.token_ids))
         self._request(0)
         hidden = self._model.embed(step, self._weights)
-        for index in range(self._model.spec.layers):
+        for index in range(layers):
             self._request(index)
             hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
-        if not len(step.logit_rows):
-            return torch.empty(0, self._model.spec.vocab_size)
-        self._request(-1)
-        return self._model.head(hidden[step.logit_rows], self._weights)
+            ahead.stage_ends(index)
+        logits = torch.empty(0, self._model.spec.vocab_size)
+        if len(step.logit_rows):
+            self._request(layers)
+            logits = self._model.head(hidden[step.logit_rows], self._weights)
+        ahead.stage_ends(layers)
+        ahead.step_ends()
+        return logits
 
     def _request(self, stage: int) -> None:
-        if self._ahead[stage]:
-            self._weights.request(self._ahead[stage], Priority.SURE)
-
-
-def _blocks_ahead(model: Model, plan: Plan) -> list[list[BlockId]]:
-    """For each layer, and last for the head: streamed blocks to request when it begins."""
-    spec = model.spec
-    stages = [list(model.layer_blocks(index)) for index in range(spec.layers)]
-    stages.append([block.id for block in spec.blocks if block.id.kind is BlockKind.HEAD])
-    streamed = [[b for b in stage if plan.homes[b] is Tier.DISK] for stage in stages]
-    ahead = []
-    for stage in range(len(streamed)):
-        wanted = list(streamed[stage])
-        following = [streamed[(stage + n) % len(streamed)] for n in range(1, len(streamed))]
-        for blocks in [blocks for blocks in following if blocks][: plan.prefetch_distance]:
-            wanted += blocks
-        ahead.append(wanted)
-    return ahead
+        if blocks := self._ahead.blocks(stage):
+            self._weights.request(blocks, Priority.SURE)

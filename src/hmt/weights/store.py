@@ -22,7 +22,7 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority
-from hmt.memory import HostBuffer, HostPool, TransferQueue
+from hmt.memory import HostBuffer, HostPool, QueueCounters, TransferQueue
 from hmt.weights.eviction import LRU, EvictionPolicy
 from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
@@ -253,6 +253,10 @@ class WeightStore:
             for entry in self._entries.values():
                 entry.awaited = False
             self._cancel_guesses()
+
+    def drive_counters(self) -> QueueCounters:
+        """What the drive was asked for and gave, since the store was made."""
+        return self._queue.counters()
 
     def cached_blocks(self) -> list[BlockId]:
         """Blocks in slots now, coldest first."""
