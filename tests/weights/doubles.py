@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -125,8 +126,9 @@ def open_store(
     tied: bool = True,
     spill: bool = False,
     threads: int = 3,
+    reader: Any = None,
 ) -> Bench:
-    """A poisoned store over the checkpoint in `folder`."""
+    """A poisoned store over the checkpoint in `folder`, read by `reader` or one that can fail."""
     parsed = parse_scheme(scheme)
     bound = bind(model_spec(tied), open_checkpoint(folder))
     layouts = lay_out(bound, lambda param, kind: parsed.format_for(param))
@@ -140,7 +142,7 @@ def open_store(
     }
     ledger = Ledger({Tier.HOST: sum(limits.values())})
     pools = {name: HostPool(ledger.open(Tier.HOST, name, n)) for name, n in limits.items()}
-    tracer, reader = Tracer(), FaultyReader()
+    tracer, reader = Tracer(), reader or FaultyReader()
     queue = TransferQueue(reader, tracer, depth=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
     spilled = SpillFile(folder, layouts.values()) if spill else None

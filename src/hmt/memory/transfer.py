@@ -139,7 +139,8 @@ class TransferQueue:
     def promote(self, ticket: Ticket, priority: Priority) -> None:
         """Make the part of `ticket` that has not begun at least as urgent as `priority`."""
         with self._wake:
-            if priority < ticket.priority and not ticket.ended and not self._closed:
+            lost = ticket.ended or ticket.error is not None or self._closed
+            if priority < ticket.priority and not lost:
                 self._schedule.promote(ticket, priority, self._clock())
                 self._more_to_take(1)
 
