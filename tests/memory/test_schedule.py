@@ -219,7 +219,7 @@ def test_owners_that_always_wait_get_equal_bytes(
     queue.close()
 
 
-def test_an_owner_that_comes_late_or_pauses_saves_nothing_up() -> None:
+def test_an_owner_that_comes_late_saves_nothing_up() -> None:
     drive, queue = opened(1, 1)
     queue.submit([read_of(0, 1000)], SURE, Ended(), owner="old")
     for _ in range(400):
@@ -228,11 +228,33 @@ def test_an_owner_that_comes_late_or_pauses_saves_nothing_up() -> None:
     for _ in range(3):  # it ends, and comes again
         drive.order.clear()
         late = queue.submit([read_of(0, 50)], SURE, Ended(), owner="late")
-        for _ in range(100):
+        for number in range(1, 100):
             drive.begin()
             drive.finish()
-        share = sum(request.parts[0].ticket is late for request in drive.order)
-        assert share in (49, 50)
+            share = sum(request.parts[0].ticket is late for request in drive.order)
+            assert abs(share - number / 2) <= 1
+    queue.close()
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_an_owner_that_asks_for_one_thing_at_a_time_gets_no_more_than_its_share(
+    others: int,
+) -> None:
+    drive, queue = opened(1, 4)
+    for owner in range(others):
+        queue.submit([read_of(0, 1000)], SURE, Ended(), owner=owner)
+    pages = {"one": 0, "all": 0}
+    one = None
+    for _ in range(200):
+        if one is None or one.ended:
+            one = queue.submit([read_of(0, 4)], SURE, Ended(), owner="one")
+        request = drive.begin()
+        assert request is not None
+        drive.finish()
+        count = request.nbytes // PAGE
+        pages["all"] += count
+        pages["one"] += count if request.parts[0].ticket is one else 0
+    assert pages["one"] <= pages["all"] / (others + 1) + 8
     queue.close()
 
 
@@ -361,6 +383,21 @@ def test_a_bad_page_in_a_gap_harms_nobody_and_in_a_neighbour_only_that_one() -> 
             else:
                 assert done.calls == [None] and is_right(read)
         queue.close()
+
+
+def test_what_is_read_again_is_as_urgent_as_its_ticket_has_become() -> None:
+    drive, queue = opened(1, 64)
+    drive.bad.add((FILE, 0))
+    tickets = [queue.submit([read_of(n, 1)], GUESS, Ended()) for n in range(3)]
+    drive.begin()
+    drive.finish()  # as one; each is to be read again
+    sure = queue.submit([read_of(50, 1, Path("other"))], SURE, Ended())
+    queue.promote(tickets[2], NEED)
+    drive.order.clear()
+    drive.run()
+    order = [request.parts[0].ticket for request in drive.order]
+    assert order == [tickets[2], sure, tickets[0], tickets[1]]
+    queue.close()
 
 
 def test_a_failed_ticket_reads_no_more() -> None:

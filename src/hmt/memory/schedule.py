@@ -200,7 +200,7 @@ class _Level:
     def __init__(self) -> None:
         self.flows: dict[Hashable, _Flow] = {}
         self.again: deque[Request] = deque()  # parts of requests that failed as a whole
-        self.by_age: deque[tuple[float, Ticket]] = deque()  # tickets that came, and some that left
+        self.by_age: deque[Ticket] = deque()  # tickets as they came, and some that have left
         self._now = 0.0  # virtual time: `served` of the flow that was served last
         self._left_at: dict[Hashable, float] = {}  # `served` of flows that ran empty
         self._aged_served = 0.0  # times 1 / AGED_SHARE: what older tickets of the next level got
@@ -213,7 +213,7 @@ class _Level:
             flow = self.flows[ticket.owner] = _Flow(served)
         flow.tickets[ticket] = None
         ticket.flow = flow
-        self.by_age.append((ticket.since_s, ticket))
+        self.by_age.append(ticket)
 
     def remove(self, ticket: Ticket) -> None:
         flow = ticket.flow
@@ -235,8 +235,8 @@ class _Level:
     def oldest(self, priority: Priority) -> Ticket | None:
         """The ticket that waits here longest."""
         while self.by_age:
-            since_s, ticket = self.by_age[0]
-            if ticket.waiting and ticket.priority is priority and ticket.since_s == since_s:
+            ticket = self.by_age[0]
+            if ticket.waiting and ticket.priority is priority:
                 return ticket
             self.by_age.popleft()
         return None
