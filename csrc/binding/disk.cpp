@@ -42,14 +42,14 @@ void read(Ring& ring, std::uint64_t tag, int file, std::uint64_t offset, nb::seq
   told([&] { ring.read(tag, file, offset, std::move(parts), direct); });
 }
 
-bool add_memory(Ring& ring, nb::handle memory) {
+bool add_memory(Ring& ring, nb::handle memory, std::size_t piece) {
   const iovec range = bytes_of(memory);
-  return told([&] { return ring.add_memory(range.iov_base, range.iov_len); });
+  return told([&] { return ring.add_memory(range.iov_base, range.iov_len, piece); });
 }
 
 void remove_memory(Ring& ring, nb::handle memory) {
   const iovec range = bytes_of(memory);
-  told([&] { ring.remove_memory(range.iov_base); });
+  told([&] { ring.remove_memory(range.iov_base, range.iov_len); });
 }
 
 std::vector<std::pair<std::uint64_t, std::int64_t>> wait(Ring& ring) {
@@ -74,7 +74,8 @@ void bind_disk(nb::module_& m) {
       .def("wake", [](Ring& ring) { told([&] { ring.wake(); }); }, "From any thread: end a wait.")
       .def("add_file", &Ring::add_file, nb::arg("file"))
       .def("remove_file", &Ring::remove_file, nb::arg("file"))
-      .def("add_memory", add_memory, nb::arg("memory"))
+      .def("add_memory", add_memory, nb::arg("memory"),
+           nb::arg("piece") = std::size_t{Ring::kMostMemoryBytes})
       .def("remove_memory", remove_memory, nb::arg("memory"))
       .def_prop_ro("in_flight", &Ring::in_flight);
 }

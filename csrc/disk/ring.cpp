@@ -28,7 +28,6 @@ namespace {
 constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
 constexpr unsigned kFiles = 256;
 constexpr unsigned kMemories = 4096;
-constexpr std::size_t kMostMemoryBytes = std::size_t{1} << 30;  // the kernel's limit for one
 constexpr std::int64_t kAlignment = 512;  // what O_DIRECT asks of offsets, at least
 
 [[noreturn]] void fail(int error, const char* what) {
@@ -291,33 +290,51 @@ void Ring::remove_file(int file) {
   *slot = -1;
 }
 
-bool Ring::add_memory(void* memory, std::size_t bytes) {
+bool Ring::add_memory(void* memory, std::size_t bytes, std::size_t piece) {
   const std::lock_guard<std::mutex> guard(memory_lock_);
-  const auto key = reinterpret_cast<std::uintptr_t>(memory);
-  if (memory_slots_.empty() || bytes > kMostMemoryBytes || memory_.count(key) != 0) return false;
-  iovec range = {memory, bytes};
+  const auto start = reinterpret_cast<std::uintptr_t>(memory);
+  const auto next = memory_.lower_bound(start);
+  if (next != memory_.end() && next->first < start + bytes) return false;  // some of it is there
+  piece = std::min(std::max<std::size_t>(piece, 1), kMostMemoryBytes);
+  for (std::size_t at = 0; at < bytes; at += piece) {
+    if (!add_piece(start + at, std::min(piece, bytes - at))) {
+      remove_pieces(start, at);
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Ring::add_piece(std::uintptr_t start, std::size_t bytes) {
+  if (memory_slots_.empty()) return false;
+  iovec range = {reinterpret_cast<void*>(start), bytes};
   io_uring_rsrc_update2 update = {};
   update.offset = memory_slots_.back();
   update.data = reinterpret_cast<std::uintptr_t>(&range);
   update.nr = 1;
   if (control(ring_, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof update) != 1) return false;
-  memory_.emplace(key, Memory{bytes, update.offset});
+  memory_.emplace(start, Memory{bytes, update.offset});
   memory_slots_.pop_back();
   return true;
 }
 
-void Ring::remove_memory(void* memory) {
+void Ring::remove_memory(void* memory, std::size_t bytes) {
   const std::lock_guard<std::mutex> guard(memory_lock_);
-  const auto found = memory_.find(reinterpret_cast<std::uintptr_t>(memory));
-  if (found == memory_.end()) return;
-  iovec none = {nullptr, 0};
-  io_uring_rsrc_update2 update = {};
-  update.offset = found->second.slot;
-  update.data = reinterpret_cast<std::uintptr_t>(&none);
-  update.nr = 1;
-  control(ring_, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof update);
-  memory_slots_.push_back(found->second.slot);
-  memory_.erase(found);
+  remove_pieces(reinterpret_cast<std::uintptr_t>(memory), bytes);
+}
+
+void Ring::remove_pieces(std::uintptr_t start, std::size_t bytes) {
+  auto found = memory_.lower_bound(start);
+  while (found != memory_.end() && found->first < start + bytes) {
+    iovec none = {nullptr, 0};
+    io_uring_rsrc_update2 update = {};
+    update.offset = found->second.slot;
+    update.data = reinterpret_cast<std::uintptr_t>(&none);
+    update.nr = 1;
+    control(ring_, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof update);
+    memory_slots_.push_back(found->second.slot);
+    found = memory_.erase(found);
+  }
 }
 
 int Ring::memory_slot(const iovec& part) {
@@ -346,8 +363,8 @@ std::vector<Completion> Ring::wait() { return {}; }
 void Ring::wake() {}
 bool Ring::add_file(int) { return false; }
 void Ring::remove_file(int) {}
-bool Ring::add_memory(void*, std::size_t) { return false; }
-void Ring::remove_memory(void*) {}
+bool Ring::add_memory(void*, std::size_t, std::size_t) { return false; }
+void Ring::remove_memory(void*, std::size_t) {}
 
 }  // namespace hmt
 

@@ -27,6 +27,8 @@ struct Completion {
 
 class Ring {
  public:
+  static constexpr std::size_t kMostMemoryBytes = std::size_t{1} << 30;  // the kernel's limit
+
   // Room for `reads` reads at once.  std::system_error where the kernel has no io_uring for us:
   // ENOSYS (too old, or built without), EPERM (seccomp, or kernel.io_uring_disabled), ENOMEM.
   explicit Ring(unsigned reads);
@@ -53,10 +55,12 @@ class Ring {
   bool add_file(int file);
   void remove_file(int file);
 
-  // Whether reads into [memory, memory + bytes) will use registered memory.  The pages stay pinned
-  // until it is removed, so it must be removed before they are given back (munmap, MADV_DONTNEED).
-  bool add_memory(void* memory, std::size_t bytes);
-  void remove_memory(void* memory);
+  // Whether reads into [memory, memory + bytes) will use registered memory.  It is registered in
+  // pieces of `piece` bytes, 1 GiB at most; reads across two of them are as others are.  The pages
+  // stay pinned until it is removed, so it must be removed, as a whole, before they are given back
+  // (munmap, MADV_DONTNEED).
+  bool add_memory(void* memory, std::size_t bytes, std::size_t piece = kMostMemoryBytes);
+  void remove_memory(void* memory, std::size_t bytes);
 
   unsigned in_flight() const { return in_flight_; }
 
@@ -82,6 +86,8 @@ class Ring {
   void submit_entry();
   void start(unsigned index);
   int memory_slot(const iovec& part);
+  bool add_piece(std::uintptr_t start, std::size_t bytes);
+  void remove_pieces(std::uintptr_t start, std::size_t bytes);
   void watch_wakes();
   bool reap(std::vector<Completion>* ended);
   bool advance(Read* read, std::int64_t result);

@@ -1,6 +1,7 @@
 """The ring against plain reads of the file: any size, depth and order, and what goes wrong."""
 
 import errno
+import logging
 import mmap
 import os
 import random
@@ -13,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hmt.base import extension
+from hmt.base import extension, log
 from hmt.base.errors import DiskReadError
 from hmt.base.trace import Tracer
 from hmt.contracts.store import Priority
-from hmt.memory import DiskRead, TransferQueue
+from hmt.memory import DiskRead, PreadReader, TransferQueue
 from hmt.memory import uring as uring_module
 from hmt.memory.readers import OpenFiles
 from hmt.memory.uring import RingIssuer, UringReader
@@ -197,6 +198,43 @@ def test_more_files_and_memory_than_the_tables_hold(file: Path, opened: int) -> 
     ring.read(1, opened, 0, [place], True)
     assert all_of(ring, 1) == {1: PAGE}
     assert bytes(place) == file.read_bytes()[:PAGE]
+
+
+def test_memory_in_pieces_is_read_into_across_their_borders(file: Path, opened: int) -> None:
+    ring = Ring(1)
+    place = memory(40 * PAGE)
+    assert ring.add_memory(place, 16 * PAGE)
+    assert not ring.add_memory(place[:PAGE]) and not ring.add_memory(place[30 * PAGE :])
+    for first, pages in ((0, 40), (0, 16), (15, 2), (16, 16), (39, 1)):
+        part = place[first * PAGE : (first + pages) * PAGE]
+        ring.read(1, opened, 50 * PAGE, [part], True)
+        assert all_of(ring, 1) == {1: pages * PAGE}
+        assert bytes(part) == file.read_bytes()[50 * PAGE : (50 + pages) * PAGE]
+    ring.remove_memory(place)
+    assert ring.add_memory(place)
+
+
+def test_more_pieces_than_there_is_room_for_leave_none() -> None:
+    ring = Ring(1)
+    assert not ring.add_memory(memory(5000 * PAGE), PAGE)
+    assert ring.add_memory(memory(1000 * PAGE), PAGE)
+
+
+def test_memory_that_may_not_be_locked_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log, "_warned", set())
+    reader = FaultyUring()
+    queue = TransferQueue(reader, Tracer(), depth=2)
+    monkeypatch.setattr(reader.ring, "add_memory", lambda memory: False, raising=False)
+    with caplog.at_level(logging.WARNING, logger="hmt"):
+        assert not queue.register(memory(PAGE)) and not queue.register(memory(PAGE))
+    assert len(caplog.records) == 1 and "ulimit" in caplog.text
+    queue.close()
+    threads = TransferQueue(PreadReader(), Tracer(), depth=2)
+    assert not threads.register(memory(PAGE))
+    threads.unregister(memory(PAGE))
+    threads.close()
 
 
 def test_a_full_ring_takes_no_more(opened: int) -> None:

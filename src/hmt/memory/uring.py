@@ -13,6 +13,7 @@ from typing import Any
 
 from hmt.base import extension
 from hmt.base.errors import DiskReadError, HMTError
+from hmt.base.log import warn_once
 from hmt.memory.issuers import Issuer, Work, start_threads
 from hmt.memory.readers import OpenFiles, PreadReader, read_failed
 from hmt.memory.schedule import Request, Ticket
@@ -102,10 +103,14 @@ class RingIssuer:
 
     def register(self, memory: memoryview) -> bool:
         """See Issuer."""
-        try:
-            return bool(self._ring.add_memory(memory))
-        except OSError:  # more than may be locked
-            return False
+        taken = self._ring is not None and bool(self._ring.add_memory(memory))
+        if not taken:
+            warn_once(
+                "registered memory",
+                "memory cannot be registered with io_uring (ulimit -l says how much may be "
+                "locked); reads work without, and take a little more time of the CPUs",
+            )
+        return taken
 
     def unregister(self, memory: memoryview) -> None:
         """See Issuer."""
