@@ -125,8 +125,9 @@ def open_store(
     tied: bool = True,
     spill: bool = False,
     threads: int = 3,
+    poison: bool = True,
 ) -> Bench:
-    """A poisoned store over the checkpoint in `folder`."""
+    """A store over the checkpoint in `folder`, poisoned unless told otherwise."""
     parsed = parse_scheme(scheme)
     bound = bind(model_spec(tied), open_checkpoint(folder))
     layouts = lay_out(bound, lambda param, kind: parsed.format_for(param))
@@ -139,7 +140,11 @@ def open_store(
         "rows": 3 * row_span_bytes(bound[BlockId(TRUNK, BlockKind.EMBEDDING)].params[0]),
     }
     ledger = Ledger({Tier.HOST: sum(limits.values())})
-    pools = {name: HostPool(ledger.open(Tier.HOST, name, n)) for name, n in limits.items()}
+    sizes = {layout.slot_bytes for layout in layouts.values()}
+    pools = {
+        name: HostPool(ledger.open(Tier.HOST, name, n), sizes, poison=poison)
+        for name, n in limits.items()
+    }
     tracer, reader = Tracer(), FaultyReader()
     queue = TransferQueue(reader, tracer, threads=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
@@ -151,6 +156,5 @@ def open_store(
         tracer,
         **pools,
         spill=spilled,
-        poison=True,
     )
     return Bench(store, layouts, ledger, reader, list(pools.values()), spilled)

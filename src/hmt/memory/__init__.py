@@ -3,7 +3,8 @@
 Nothing here knows what a tensor means.
 """
 
-from hmt.memory.host_pool import PAGE_BYTES, HostBuffer, HostPool
+from hmt.memory.arena import PAGE_BYTES, POISON, HostBuffer
+from hmt.memory.host_pool import BufferOwner, HostPool, PoolStats
 from hmt.memory.ledger import Account, Ledger
 from hmt.memory.limits import (
     available_host_bytes,
@@ -24,14 +25,17 @@ from hmt.memory.probe import (
     sweep,
 )
 from hmt.memory.readers import READERS, DiskReader, MmapReader, PreadReader, open_reader
+from hmt.memory.size_classes import size_classes
 from hmt.memory.transfer import DiskRead, Ticket, TransferQueue
 
 __all__ = [
     "PAGE_BYTES",
+    "POISON",
     "QUICK_BLOCK_BYTES",
     "QUICK_THREADS",
     "READERS",
     "Account",
+    "BufferOwner",
     "DiskRate",
     "DiskRead",
     "DiskReader",
@@ -39,6 +43,7 @@ __all__ = [
     "HostPool",
     "Ledger",
     "MmapReader",
+    "PoolStats",
     "PreadReader",
     "Ticket",
     "TransferQueue",
@@ -54,5 +59,6 @@ __all__ = [
     "physical_host_bytes",
     "ram_read_rate",
     "resident_bytes",
+    "size_classes",
     "sweep",
 ]

@@ -13,7 +13,7 @@ import torch
 
 from hmt.base.trace import Tracer
 from hmt.base.units import KIB, MIB, round_down
-from hmt.memory.host_pool import PAGE_BYTES, HostBuffer
+from hmt.memory.arena import PAGE_BYTES, HostBuffer
 from hmt.memory.readers import open_reader
 from hmt.memory.transfer import DiskRead, TransferQueue
 

@@ -13,7 +13,7 @@ import torch
 from hmt.base.units import KIB, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize, ParamSpec, Role
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.memory import PAGE_BYTES
+from hmt.memory import PAGE_BYTES, size_classes
 from hmt.quant import Format, view_weight
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange
 
@@ -127,7 +127,7 @@ def lay_out(blocks: Mapping[BlockId, BoundBlock], target: Target) -> dict[BlockI
     """Decide every block's slot.  `target` names the format to convert a parameter to, or None.
 
     A table whose rows are all held, unconverted, by other blocks (a tied embedding, by the chunks
-    of the head) takes no memory of its own.
+    of the head) takes no memory of its own.  Slots that are nearly equal are made equal.
     """
     layouts = {block.id: _lay_out_block(block, target) for block in blocks.values()}
     for layout in layouts.values():
@@ -136,7 +136,9 @@ def lay_out(blocks: Mapping[BlockId, BoundBlock], target: Target) -> dict[BlockI
             if shared is not None:
                 tables = {**layout.tables, name: replace(table, holders=shared)}
                 layouts[layout.id] = BlockLayout(layout.id, 0, (), (), (), tables)
-    return layouts
+    # Rounded here and not by the pool, so that plan, ledger and pool count the same bytes.
+    slots = size_classes(layout.slot_bytes for layout in layouts.values())
+    return {b: replace(layout, slot_bytes=slots[layout.slot_bytes]) for b, layout in layouts.items()}
 
 
 def _other_holders(
