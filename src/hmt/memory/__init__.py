@@ -4,6 +4,7 @@ Nothing here knows what a tensor means.
 """
 
 from hmt.memory.arena import PAGE_BYTES, POISON, HostBuffer
+from hmt.memory.bitmap import Bitmap
 from hmt.memory.host_pool import BufferOwner, HostPool, PoolStats
 from hmt.memory.ledger import Account, Ledger
 from hmt.memory.limits import (
@@ -35,6 +36,7 @@ __all__ = [
     "QUICK_THREADS",
     "READERS",
     "Account",
+    "Bitmap",
     "BufferOwner",
     "DiskRate",
     "DiskRead",

@@ -186,7 +186,7 @@ class Arena:
 
     def memory(self) -> memoryview:
         """All bytes, for whoever registers them with the kernel or a device."""
-        return self._mapped().view
+        return self._mapped().view if self.pages else memoryview(b"")
 
     def _mapped(self) -> Mapping:
         if self._mapping is None:

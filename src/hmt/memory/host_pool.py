@@ -14,8 +14,9 @@ from hmt.memory.compaction import Move, Piece, free_runs, moved_pages, plan_move
 from hmt.memory.ledger import Account
 
 # Copying a page costs about what giving one back to the system and taking another does (14 and 12
-# GB/s), which is the other way to make room; but it keeps huge pages whole.
+# GB/s), which is the other way to make room; but copying keeps huge pages whole.
 _MOST_MOVED = 2  # times the pages that are wanted
+_SELDOM_TOO_MANY = 512  # pages, which take 0.15 ms
 
 
 class BufferOwner(Protocol):
@@ -159,8 +160,9 @@ class HostPool:
             assert self._unpin is None, f"{self.account.purpose} is pinned already"
             backed = self._back(0, self._pages)
             assert backed, f"{self.account.purpose}: pinned while buffers lie outside of the arena"
+            memory = self._arena.memory()
             self._unpin = unpin
-            return self._arena.memory()
+            return memory
 
     def trim(self) -> None:
         """Return the memory of all free pages to the system, unless it is pinned.
@@ -254,7 +256,7 @@ class HostPool:
     def _compact(self, owner: BufferOwner, wanted: int) -> bool:
         """Bring `wanted` free pages together by moving buffers; False where it cannot be done."""
         moves = plan_moves(self._pieces(owner.movable), self._pages, wanted)
-        if moves is None or moved_pages(moves) > _MOST_MOVED * wanted:
+        if moves is None or moved_pages(moves) > max(_MOST_MOVED * wanted, _SELDOM_TOO_MANY):
             return False
         return all(self._move(owner, move) for move in moves)
 
