@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from itertools import pairwise
 
 import pytest
 import torch
@@ -212,12 +213,30 @@ def test_what_is_charged_is_what_the_system_gives(announced: bool) -> None:
     assert pool.stats().backed_bytes == 0 == resident_pages(base, length)
 
 
+def test_half_a_charged_huge_page_is_no_huge_page() -> None:
+    kib = 1024
+    pool = pool_of(4 * MIB, (512 * kib, 1536 * kib, 1024 * kib))
+    low, _, high, last = (pool.allocate(n * kib) for n in (512, 1536, 512, 1536))
+    base = low.tensor.data_ptr()
+    pool.free(low)
+    pool.free(high)
+    outside = pool.allocate(1024 * kib)
+    assert pool.stats().arenas == 2
+    pool.free(last)
+    pool.trim()
+    upper = pool.allocate(1024 * kib)  # the whole huge page there would pass the limit
+    assert upper.tensor.data_ptr() == base + 2 * MIB
+    upper.tensor.fill_(1)
+    backed = resident_pages(base, 4 * MIB) + resident_pages(outside.tensor.data_ptr(), MIB)
+    assert backed * PAGE_BYTES == pool.stats().backed_bytes == 3584 * kib
+
+
 def test_equal_blocks_waste_nothing_and_lie_side_by_side() -> None:
     size = 149 * PAGE_BYTES
     pool = pool_of(40 * size, (size,))
     buffers = [pool.allocate(size) for _ in range(40)]
     addresses = [buffer.tensor.data_ptr() for buffer in buffers]
-    assert [b - a for a, b in zip(addresses, addresses[1:], strict=False)] == [size] * 39
+    assert [b - a for a, b in pairwise(addresses)] == [size] * 39
     stats = pool.stats()
     assert stats.backed_bytes == stats.asked_bytes == stats.limit_bytes
     assert stats.external == stats.internal == 0 and stats.arenas == 1

@@ -1,5 +1,6 @@
 """The store and its pool: blocks move to make room, never while somebody has them."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,7 +86,9 @@ class StoreMachine(RuleBasedStateMachine):
         if self.held:
             self.held.pop(which % len(self.held))[2].close()
 
-    @rule(blocks=st.lists(st.sampled_from(LEASABLE), max_size=6), priority=st.sampled_from(Priority))
+    @rule(
+        blocks=st.lists(st.sampled_from(LEASABLE), max_size=6), priority=st.sampled_from(Priority)
+    )
     def request(self, blocks: list[BlockId], priority: Priority) -> None:
         self.bench.store.request(blocks, priority)
 
@@ -139,7 +142,9 @@ TestStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 def full(checkpoint: tuple[Path, dict[str, torch.Tensor]]) -> Iterator[Bench]:
     """Slots that hold one router, an expert and another router, in this order and no page more."""
     bench = open_store(checkpoint[0], slots_bytes=16 * PAGE_BYTES)
-    sizes = [bench.layouts[block].slot_bytes // PAGE_BYTES for block in (*ROUTERS[:2], EXPERT, HEAD)]
+    sizes = [
+        bench.layouts[block].slot_bytes // PAGE_BYTES for block in (*ROUTERS[:2], EXPERT, HEAD)
+    ]
     assert sizes == [1, 1, 14, 2]
     for block in (ROUTERS[0], EXPERT, ROUTERS[1], EXPERT):
         with bench.store.lease(block):
@@ -182,11 +187,30 @@ def test_a_leased_block_stays_and_what_fits_in_sum_fits(
 
 
 def test_a_block_that_is_being_read_does_not_move(
-    full: Bench, checkpoint: tuple[Path, dict[str, torch.Tensor]]
+    checkpoint: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
-    """Prefetches are under way while room is made for more of them."""
-    for _ in range(20):
-        full.store.request([EXPERT, *ROUTERS, HEAD], Priority.SURE)
-        for block in (EXPERT, *ROUTERS, HEAD):
-            with full.store.lease(block) as views:
-                assert_right(block, views, checkpoint[1])
+    """One read of the expert is still to come when the routers on both sides of it go."""
+    bench = open_store(checkpoint[0], slots_bytes=16 * PAGE_BYTES)
+    begun, go_on = threading.Event(), threading.Event()
+    with bench.store.lease(ROUTERS[0]):
+        pass
+    late = bench.reader.reads + 1
+
+    def fails(number: int) -> bool:
+        if number == late:
+            begun.set()
+            assert go_on.wait(30)
+        return False
+
+    bench.reader.fails = fails
+    bench.store.request([EXPERT], Priority.SURE)
+    assert begun.wait(30)
+    for block in (ROUTERS[1], HEAD):
+        with bench.store.lease(block) as views:
+            assert_right(block, views, checkpoint[1])
+    assert bench.store.presence(EXPERT) is Presence.PENDING
+    assert slot_stats(bench).arenas == 2 and slot_stats(bench).moves == 0
+    go_on.set()
+    with bench.store.lease(EXPERT) as views:
+        assert_right(EXPERT, views, checkpoint[1])
+    bench.close()

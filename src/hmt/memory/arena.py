@@ -213,9 +213,7 @@ class Arena:
         for edge in {round_down(first, _HUGE_PAGES), round_down(end - 1, _HUGE_PAGES)}:
             length = min(_HUGE_PAGES, self.pages - edge)
             partly = 0 < self.missing_pages(edge, length) < length
-            self._mapping.allow_huge_pages(
-                edge * PAGE_BYTES, length * PAGE_BYTES, allow=not partly
-            )
+            self._mapping.allow_huge_pages(edge * PAGE_BYTES, length * PAGE_BYTES, allow=not partly)
 
     def _overlaps(self, first: int, end: int) -> list[tuple[int, int]]:
         """Parts of [first, end) without memory."""

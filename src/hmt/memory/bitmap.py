@@ -16,8 +16,9 @@ class Bitmap:
         self._bits = (1 << count) - 1
 
     def take(self, wanted: int) -> list[int]:
-        """`wanted` free numbers, no longer free: the lowest run that holds them all, else the
-        longest runs that there are.  At most `free` may be wanted.
+        """`wanted` free numbers, at most `free`, which then are taken.
+
+        The lowest run that holds them all, else the longest runs that there are.
         """
         assert 0 <= wanted <= self.free, (wanted, self.free)
         taken: list[int] = []

@@ -46,7 +46,7 @@ class Buddy:
         """Give back pages that were taken, in any pieces."""
         self.free_pages += pages
         end = start + pages
-        assert 0 <= start and end <= self.pages, (start, end, self.pages)
+        assert start >= 0 and end <= self.pages, (start, end, self.pages)
         while start < end:
             order = (end - start).bit_length() - 1
             if start:

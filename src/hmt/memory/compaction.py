@@ -57,9 +57,7 @@ def free_runs(pieces: Sequence[Piece], pages: int) -> list[Run]:
     """What `pieces`, by address, leave free of `pages`."""
     ends = [0, *(piece.end for piece in pieces)]
     starts = [*(piece.start for piece in pieces), pages]
-    return [
-        Run(end, start) for end, start in zip(ends, starts, strict=True) if end < start
-    ]
+    return [Run(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def _clear_window(

@@ -138,7 +138,9 @@ def lay_out(blocks: Mapping[BlockId, BoundBlock], target: Target) -> dict[BlockI
                 layouts[layout.id] = BlockLayout(layout.id, 0, (), (), (), tables)
     # Rounded here and not by the pool, so that plan, ledger and pool count the same bytes.
     slots = size_classes(layout.slot_bytes for layout in layouts.values())
-    return {b: replace(layout, slot_bytes=slots[layout.slot_bytes]) for b, layout in layouts.items()}
+    return {
+        b: replace(layout, slot_bytes=slots[layout.slot_bytes]) for b, layout in layouts.items()
+    }
 
 
 def _other_holders(
