@@ -32,8 +32,9 @@ class PageAllocator:
     """Which of `count` pages are free.
 
     A sequence's pages lie in a row where a row is free, so that its keys are read, and later moved
-    between tiers, in one piece.  Taking 512 of 8,192 pages costs 11 us and giving them back 17 us;
-    a list of free pages takes as long, returns any pages, and does not see one returned twice.
+    between tiers, in few pieces.  Requests of 16 to 1,024 pages that come and go in 8,192: 26 us
+    to take and 16 us to give back, in 4 pieces.  A list of free pages took 7 and 2 us, in 27 pieces,
+    and did not see a page that was returned twice.
     """
 
     def __init__(self, count: int) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from hmt.base.units import MIB, round_down, round_up
 from hmt.memory.ledger import Account
+from hmt.memory.runs import Runs
 
 PAGE_BYTES = 4096
 POISON = 0xFF  # every float encoding reads this as NaN
@@ -116,7 +117,7 @@ class Arena:
         self._account = account
         self._poison = poison
         self._mapping: Mapping | None = None
-        self._absent = [(0, pages)] if pages else []  # runs [first, end) without memory, by address
+        self._backed = Runs()
 
     def buffer(self, place: int, pages: int) -> HostBuffer:
         """A buffer over backed pages."""
@@ -141,52 +142,49 @@ class Arena:
 
     def missing_pages(self, place: int, pages: int) -> int:
         """How many of these pages are not backed."""
-        return sum(end - first for first, end in self._overlaps(place, place + pages))
+        return pages - sum(end - first for first, end in self._backed.within(place, place + pages))
 
     def back(self, place: int, pages: int) -> bool:
         """Back these pages with memory; False, backing none, when the account does not allow it."""
-        end = place + pages
-        runs = self._overlaps(place, end)
-        if not runs:
+        if not self.missing_pages(place, pages):
             return True
         if not self._poison:
             self._mapped()  # before anything is charged: the system may refuse
         # Whole huge pages where the account allows it: half a huge page is no huge page.
-        wide = self._overlaps(round_down(place, _HUGE_PAGES), round_up(end, _HUGE_PAGES))
-        for chosen in (wide, runs):
-            nbytes = sum(end - first for first, end in chosen) * PAGE_BYTES
-            if self._account.try_charge(nbytes):
-                for first, end in chosen:
-                    self._without(first, end)
-                self._populate(chosen)
+        wide = round_down(place, _HUGE_PAGES)
+        wide_pages = min(round_up(place + pages, _HUGE_PAGES), self.pages) - wide
+        for chosen in ((wide, wide_pages), (place, pages)):
+            if self._account.try_charge(self.missing_pages(*chosen) * PAGE_BYTES):
+                self._populate(*chosen)
                 return True
         return False
 
-    def _populate(self, runs: list[tuple[int, int]]) -> None:
-        if self._poison:
-            return
-        mapping = self._mapped()
-        for first, end in runs:
-            self._keep_to_the_account(first, end)
-            mapping.populate(first * PAGE_BYTES, (end - first) * PAGE_BYTES)
+    def discard(self, place: int, pages: int, most: int) -> int:
+        """Return the memory of free pages to the system, of `most` of them, the highest first.
 
-    def discard(self, place: int, pages: int) -> int:
-        """Return the memory of free pages to the system; the number of pages that had some."""
-        end = place + pages
-        present = pages - self.missing_pages(place, pages)
-        if not present:
-            return 0
-        self._without(place, end)
-        self._absent = _joined(sorted([*self._absent, (place, end)]))
-        if self._mapping is not None:
-            self._mapping.discard(place * PAGE_BYTES, pages * PAGE_BYTES)
-            self._keep_to_the_account(place, end)
-        self._account.release(present * PAGE_BYTES)
-        return present
+        How many had some.
+        """
+        returned = 0
+        for first, end in reversed(self._backed.within(place, place + pages)):
+            first = max(first, end - (most - returned))
+            if first < end:
+                self._backed.remove(first, end)
+                if self._mapping is not None:
+                    self._mapping.discard(first * PAGE_BYTES, (end - first) * PAGE_BYTES)
+                    self._keep_to_the_account(first, end)
+                returned += end - first
+        self._account.release(returned * PAGE_BYTES)
+        return returned
 
     def memory(self) -> memoryview:
         """All bytes, for whoever registers them with the kernel or a device."""
         return self._mapped().view if self.pages else memoryview(b"")
+
+    def _populate(self, place: int, pages: int) -> None:
+        self._backed.add(place, place + pages)
+        if not self._poison:
+            self._keep_to_the_account(place, place + pages)
+            self._mapped().populate(place * PAGE_BYTES, pages * PAGE_BYTES)
 
     def _mapped(self) -> Mapping:
         if self._mapping is None:
@@ -208,31 +206,8 @@ class Arena:
 
     def _keep_to_the_account(self, first: int, end: int) -> None:
         """No huge page where only parts of one are charged: it would bring the others with it."""
-        if self._mapping is None:
-            return
+        assert self._mapping is not None
         for edge in {round_down(first, _HUGE_PAGES), round_down(end - 1, _HUGE_PAGES)}:
             length = min(_HUGE_PAGES, self.pages - edge)
             partly = 0 < self.missing_pages(edge, length) < length
             self._mapping.allow_huge_pages(edge * PAGE_BYTES, length * PAGE_BYTES, allow=not partly)
-
-    def _overlaps(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Parts of [first, end) without memory."""
-        return [(max(a, first), min(b, end)) for a, b in self._absent if a < end and first < b]
-
-    def _without(self, first: int, end: int) -> None:
-        """[first, end) counts as backed."""
-        parts = []
-        for a, b in self._absent:
-            parts += [(a, min(b, first)), (max(a, end), b)]
-        self._absent = [(a, b) for a, b in parts if a < b]
-
-
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted runs, neighbours made one."""
-    joined: list[tuple[int, int]] = []
-    for first, end in runs:
-        if joined and joined[-1][1] == first:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((first, end))
-    return joined

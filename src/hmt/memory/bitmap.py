@@ -66,10 +66,8 @@ class Bitmap:
             length += min(step, wanted - length)
             starts, step = longer, length
         # Doubling went too far: the longest run ends somewhere before twice the length.
-        step //= 2
-        while length < wanted and step:
-            step = min(step, wanted - length)
-            if longer := starts & starts >> step:
-                starts, length = longer, length + step
-            step //= 2
+        while length < wanted and (step := step // 2):
+            more = min(step, wanted - length)
+            if longer := starts & starts >> more:
+                starts, length = longer, length + more
         return (starts & -starts).bit_length() - 1, length

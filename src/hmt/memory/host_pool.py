@@ -87,8 +87,11 @@ class HostPool:
         self.account = account
         self._poison = poison
         self._pages = account.limit_bytes // PAGE_BYTES
-        # By pages of a slot: first pages of the slots that wait, the lowest first.
-        self._slabs: dict[int, list[int]] = {pages_of(size): [] for size in sizes if size}
+        # By pages of a slot: first pages of the slots that wait, the lowest first, with what they
+        # were; a buffer is five times as long in the making (5 us) as in being found again.
+        self._slabs: dict[int, list[tuple[int, HostBuffer]]] = {
+            pages_of(size): [] for size in sizes if size
+        }
         self._held: dict[int, HostBuffer] = {}  # in the arena, by first page
         self._apart: set[HostBuffer] = set()  # mappings of their own
         self._owner: BufferOwner | None = None
@@ -145,7 +148,11 @@ class HostPool:
                 held = self._held.pop(buffer.place, None)
                 assert held is buffer, f"{self.account.purpose}: a buffer was freed twice"
                 self._arena.give_up(buffer)
-                self._give(buffer.place, buffer.nbytes // PAGE_BYTES)
+                waiting = self._slabs.get(buffer.nbytes // PAGE_BYTES)
+                if waiting is None:
+                    self._buddy.give(buffer.place, buffer.nbytes // PAGE_BYTES)
+                else:
+                    heapq.heappush(waiting, (buffer.place, buffer))
             self._in_use -= buffer.nbytes
             self._asked -= buffer.asked_bytes
 
@@ -210,25 +217,24 @@ class HostPool:
     # Inside, with the lock held
 
     def _in_arena(self, pages: int) -> HostBuffer | None:
-        place = self._place(pages)
+        waiting = self._slabs.get(pages)
+        place, buffer = heapq.heappop(waiting) if waiting else (self._place(pages), None)
         if place is None:
             return None
-        try:
-            backed = self._back(place, pages)
-            assert backed, "the account has room for all that is in use"
-            buffer = self._arena.buffer(place, pages)
-        except BaseException:
-            self._give(place, pages)
-            raise
+        if buffer is None or self._poison:  # what is poisoned is never used again
+            try:
+                backed = self._back(place, pages)
+                assert backed, "the account has room for all that is in use"
+                buffer = self._arena.buffer(place, pages)
+            except BaseException:
+                self._buddy.give(place, pages)
+                raise
         self._held[place] = buffer
         return buffer
 
     def _place(self, pages: int) -> int | None:
         """Free pages, taken; None where they are not in one piece and cannot be brought there."""
-        waiting = self._slabs.get(pages)
-        if waiting:
-            return heapq.heappop(waiting)
-        take = self._buddy.take if waiting is None else self._buddy.take_packed
+        take = self._buddy.take_packed if pages in self._slabs else self._buddy.take
         place = take(pages)
         if place is None and self._join_waiting():
             place = take(pages)
@@ -236,18 +242,11 @@ class HostPool:
             place = take(pages)
         return place
 
-    def _give(self, place: int, pages: int) -> None:
-        waiting = self._slabs.get(pages)
-        if waiting is None:
-            self._buddy.give(place, pages)
-        else:
-            heapq.heappush(waiting, place)
-
     def _join_waiting(self) -> bool:
         """Let the slots that wait be free pages again; whether there were any."""
         any_waited = False
         for pages, waiting in self._slabs.items():
-            for place in waiting:
+            for place, _ in waiting:
                 self._buddy.give(place, pages)
                 any_waited = True
             waiting.clear()
@@ -322,16 +321,14 @@ class HostPool:
             self._release_pin()
             self._join_waiting()
             for first, length in reversed(list(self._buddy.runs())):
-                # Of the highest pages; a run may have less memory than pages.
-                while length and pages > 0:
-                    part = min(length, pages)
-                    length -= part
-                    pages -= self._arena.discard(first + length, part)
+                if pages <= 0:
+                    break
+                pages -= self._arena.discard(first, length, pages)
 
     def _discard_free(self) -> None:
         self._join_waiting()
         for first, length in self._buddy.runs():
-            self._arena.discard(first, length)
+            self._arena.discard(first, length, length)
 
     def _release_pin(self) -> None:
         if self._unpin is not None:
