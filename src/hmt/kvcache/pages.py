@@ -32,9 +32,9 @@ class PageAllocator:
     """Which of `count` pages are free.
 
     A sequence's pages lie in a row where a row is free, so that its keys are read, and later moved
-    between tiers, in few pieces.  Requests of 16 to 1,024 pages that come and go in 8,192: 26 us
-    to take and 16 us to give back, in 4 pieces.  A list of free pages took 7 and 2 us, in 27 pieces,
-    and did not see a page that was returned twice.
+    between tiers, in few pieces.  Requests of 16 to 1,024 pages that come and go among 8,192 take
+    26 us, and 16 us to give back, and lie in 4 pieces; with a list of free pages 7 us, 2 us and 27
+    pieces, and a page that was returned twice was not seen.
     """
 
     def __init__(self, count: int) -> None:
