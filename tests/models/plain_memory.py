@@ -112,6 +112,18 @@ class PlainKV:
             parts.append(ops.attention_output(query[run.tokens], key, value, **options))
         return torch.cat(parts)
 
+    def append_attend(
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: float,
+    ) -> torch.Tensor:
+        self.append(layer, step, key, value)
+        return self.attend(layer, step, query, **options)
+
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]
         assert len(key) == run.context

@@ -79,7 +79,10 @@ class Model(Protocol):
     def layer(
         self, index: int, hidden: torch.Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> torch.Tensor:
-        """Hidden states after layer `index`: [tokens, hidden_size].  Appends to `kv`."""
+        """Hidden states after layer `index`: [tokens, hidden_size].  Appends to `kv`.
+
+        May change `hidden`, and return it.
+        """
         ...
 
     def head(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:

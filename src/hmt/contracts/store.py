@@ -95,6 +95,21 @@ class KVCache(Protocol):
         """
         ...
 
+    def append_attend(
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`append` of key and value, then `attend` of query; not for LATENT layers."""
+        ...
+
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """A run's whole context in this layer: (key, value) [context, heads, dim].
 

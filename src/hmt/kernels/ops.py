@@ -4,6 +4,7 @@ Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each ope
 described.  `hmt.kernels.cpu.linear` says where the compiled kernels round differently.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -14,12 +15,15 @@ from torch import Tensor
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.cpu import attention as cpu_attention
-from hmt.kernels.cpu import elementwise, extension, routing, sampling
+from hmt.kernels.cpu import elementwise, extension, routing, sampling, sublayers
 from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
+    AttentionInputs,
     Expert,
+    FeedForward,
+    NormOptions,
     Survey,
     attention,
     attention_output,
@@ -36,7 +40,10 @@ from hmt.kernels.reference.pages import (
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "AttentionInputs",
     "Expert",
+    "FeedForward",
+    "NormOptions",
     "PageEncoding",
     "PageLayout",
     "PagedRun",
@@ -45,13 +52,16 @@ __all__ = [
     "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "append_attend_pages",
     "append_pages",
     "attention",
+    "attention_inputs",
     "attention_output",
     "biased_sigmoid_topk",
     "dequantize",
     "draw",
     "experts",
+    "feed_forward",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",
@@ -268,6 +278,50 @@ def paged_attention_output(
     return cpu_attention.paged_attention(native, pages, layer, runs, query, **options)
 
 
+def append_attend_pages(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **options: Any,
+) -> Tensor:
+    """`append_pages` of key and value, then `paged_attention_output` of query with `options`."""
+    native = _native_for(query)
+    if native is not None and cpu_attention.can_append_attend(pages, query, key, value):
+        return cpu_attention.append_attend_pages(
+            native, pages, layer, runs, query, key, value, **options
+        )
+    append_pages(pages, layer, runs, key, value)
+    return paged_attention_output(pages, layer, runs, query, **options)
+
+
+def attention_inputs(
+    hidden: Tensor,
+    params: Mapping[str, WeightTensor],
+    layer: AttentionInputs,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """See `reference.attention_inputs`: [tokens, heads + 2 * kv_heads, head_dim]."""
+    native = _native_for(hidden)
+    if native is not None:
+        heads = sublayers.attention_inputs(native, hidden, params, layer, cos, sin)
+        if heads is not None:
+            return heads
+    return reference.attention_inputs(hidden, params, layer, cos, sin, _THIS)
+
+
+def feed_forward(
+    hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
+) -> None:
+    """See `reference.feed_forward`: changes hidden [tokens, width]."""
+    native = _native_for(hidden)
+    if native is None or not sublayers.feed_forward(native, hidden, x, params, layer):
+        reference.feed_forward(hidden, x, params, layer, _THIS)
+
+
 def softmax_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """See `reference.softmax_topk`: experts and scales [tokens, k]."""
     native = _native_for(logits)
@@ -336,6 +390,9 @@ def largest(scores: Tensor, count: int) -> Tensor:
     if native is None:
         return reference.largest(scores, count)
     return sampling.largest(native, scores, count)
+
+
+_THIS: Any = sys.modules[__name__]  # what chains of operations are made of
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:

@@ -113,6 +113,33 @@ class PagedKV:
             sinks=sinks,
         )
 
+    def append_attend(
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See KVCache."""
+        kept = self._layers[layer]
+        return ops.append_attend_pages(
+            kept.pages,
+            kept.slot,
+            self._runs_of(step),
+            query,
+            key,
+            value,
+            scale=scale,
+            window=kept.window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         kept = self._layers[layer]

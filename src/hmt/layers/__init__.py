@@ -1,7 +1,7 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
-from hmt.layers.ffn import GatedFFN
+from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
@@ -23,6 +23,7 @@ __all__ = [
     "LatentAttention",
     "Params",
     "RMSNorm",
+    "ResidualFFN",
     "Rotary",
     "Routing",
     "SoftmaxRouter",

@@ -58,10 +58,9 @@ class Mixtral(Decoder):
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.norm(hidden, params["norm"])
-            hidden = hidden + self.attention(x, index, step, params, kv)
+            x = self.attention(hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x = self.norm(hidden, params["norm"])
+            x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)
         request_experts(routing, index, weights)
         return hidden + routed_experts(x, routing, index, self.expert, weights)

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt.kernels.cpu.codes import DTYPES
 from hmt.kernels.reference.pages import PagedRuns, Pages
-
-# Numbers of the enum in csrc/base/dtype.h.
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def append_pages(
@@ -29,10 +27,10 @@ def append_pages(
         layer,
         runs.native or _native_runs(native, runs),
         key.data_ptr(),
-        _TYPES[key.dtype],
+        DTYPES[key.dtype],
         *key.stride()[:2],
         value.data_ptr(),
-        _TYPES[value.dtype],
+        DTYPES[value.dtype],
         *value.stride()[:2],
         torch.get_num_threads(),
     )
@@ -58,7 +56,7 @@ def paged_attention(
     """
     query = _side_by_side(query)
     tokens, heads, _ = query.shape
-    layout, dtype = pages.layout, _TYPES[query.dtype]
+    layout, dtype = pages.layout, DTYPES[query.dtype]
     assert heads % layout.heads == 0 and query.shape[2] == layout.key_dim
     out = query.new_empty(tokens, heads, layout.value_dim)
     native.attend_pages(
@@ -79,6 +77,66 @@ def paged_attention(
         torch.get_num_threads(),
     )
     return out
+
+
+def append_attend_pages(
+    native: ModuleType,
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`append_pages`, then `paged_attention`, in one call; all of one dtype and side by side."""
+    tokens, heads, _ = query.shape
+    dtype = query.dtype
+    out = torch.empty((tokens, heads, pages.layout.value_dim), dtype=dtype)
+    query_token, query_head, _ = query.stride()
+    key_token, key_head, _ = key.stride()
+    value_token, value_head, _ = value.stride()
+    native.append_attend_pages(
+        pages.native or _native_pages(native, pages),
+        layer,
+        runs.native or _native_runs(native, runs),
+        DTYPES[dtype],
+        query.data_ptr(),
+        query_token,
+        query_head,
+        heads,
+        key.data_ptr(),
+        key_token,
+        key_head,
+        value.data_ptr(),
+        value_token,
+        value_head,
+        scale,
+        window,
+        softcap,
+        0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def can_append_attend(pages: Pages, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `append_attend_pages` takes these."""
+    layout, dtype = pages.layout, query.dtype
+    return (
+        dtype in DTYPES
+        and key.dtype is value.dtype is dtype
+        and query.stride(2) == key.stride(2) == value.stride(2) == 1
+        and key.shape[1] == value.shape[1] == layout.heads
+        and query.shape[1] % layout.heads == 0
+        and query.shape[2] == key.shape[2] == layout.key_dim
+        and value.shape[2] == layout.value_dim
+    )
 
 
 def _side_by_side(rows: Tensor) -> Tensor:

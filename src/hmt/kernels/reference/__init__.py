@@ -43,10 +43,20 @@ from hmt.kernels.reference.routing import (
     softmax_topk,
 )
 from hmt.kernels.reference.sampling import Survey, draw, largest, support, survey
+from hmt.kernels.reference.sublayers import (
+    AttentionInputs,
+    FeedForward,
+    NormOptions,
+    attention_inputs,
+    feed_forward,
+)
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "AttentionInputs",
     "Expert",
+    "FeedForward",
+    "NormOptions",
     "PageEncoding",
     "PageLayout",
     "PagedRun",
@@ -57,12 +67,14 @@ __all__ = [
     "add_rms_norm_quantize",
     "append_pages",
     "attention",
+    "attention_inputs",
     "attention_output",
     "biased_sigmoid_topk",
     "dequantize",
     "draw",
     "encode_rows",
     "experts",
+    "feed_forward",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",
