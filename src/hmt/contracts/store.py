@@ -99,15 +99,16 @@ class KVCache(Protocol):
         self,
         layer: int,
         step: Step,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        heads: torch.Tensor,
         *,
         scale: float,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`append` of key and value, then `attend` of query; not for LATENT layers."""
+        """`append` and `attend` of a step's queries, keys and values; not for LATENT layers.
+
+        heads [tokens, q_heads + 2 * kv_heads, dim], so ordered.  Returns [tokens, q_heads * dim].
+        """
         ...
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:

@@ -279,22 +279,13 @@ def paged_attention_output(
 
 
 def append_attend_pages(
-    pages: Pages,
-    layer: int,
-    runs: PagedRuns,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    **options: Any,
+    pages: Pages, layer: int, runs: PagedRuns, heads: Tensor, **options: Any
 ) -> Tensor:
-    """`append_pages` of key and value, then `paged_attention_output` of query with `options`."""
-    native = _native_for(query)
-    if native is not None and cpu_attention.can_append_attend(pages, query, key, value):
-        return cpu_attention.append_attend_pages(
-            native, pages, layer, runs, query, key, value, **options
-        )
-    append_pages(pages, layer, runs, key, value)
-    return paged_attention_output(pages, layer, runs, query, **options)
+    """See `reference.append_attend_pages`: [tokens, q_heads * dim]."""
+    native = _native_for(heads)
+    if native is not None and heads.dtype in cpu_attention.DTYPES and heads.is_contiguous():
+        return cpu_attention.append_attend_pages(native, pages, layer, runs, heads, **options)
+    return reference.append_attend_pages(pages, layer, runs, heads, _THIS, **options)
 
 
 def attention_inputs(

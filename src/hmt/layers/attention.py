@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
@@ -88,11 +87,5 @@ class Attention:
         """
         cos, sin = self.rotary.cos_sin(step)
         heads = ops.attention_inputs(hidden, params, self._inputs, cos, sin)
-        # Not Tensor.split, which takes twice as long.
-        query, key, value = torch.split_with_sizes(
-            heads, (self.heads, self.kv_heads, self.kv_heads), 1
-        )
-        out = kv.append_attend(
-            layer, step, query, key, value, scale=self.scale, softcap=self.softcap
-        )
-        return project(out.flatten(1), params, "o_proj")
+        out = kv.append_attend(layer, step, heads, scale=self.scale, softcap=self.softcap)
+        return project(out, params, "o_proj")

@@ -84,37 +84,25 @@ def append_attend_pages(
     pages: Pages,
     layer: int,
     runs: PagedRuns,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    heads: Tensor,
     *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`append_pages`, then `paged_attention`, in one call; all of one dtype and side by side."""
-    tokens, heads, _ = query.shape
-    dtype = query.dtype
-    out = torch.empty((tokens, heads, pages.layout.value_dim), dtype=dtype)
-    query_token, query_head, _ = query.stride()
-    key_token, key_head, _ = key.stride()
-    value_token, value_head, _ = value.stride()
+    """`reference.append_attend_pages` in one call; `heads` is contiguous."""
+    tokens, _, dim = heads.shape
+    dtype = heads.dtype
+    queries = heads.shape[1] - 2 * pages.layout.heads
+    out = torch.empty((tokens, queries * dim), dtype=dtype)
     native.append_attend_pages(
         pages.native or _native_pages(native, pages),
         layer,
         runs.native or _native_runs(native, runs),
+        heads.data_ptr(),
         DTYPES[dtype],
-        query.data_ptr(),
-        query_token,
-        query_head,
-        heads,
-        key.data_ptr(),
-        key_token,
-        key_head,
-        value.data_ptr(),
-        value_token,
-        value_head,
+        queries,
         scale,
         window,
         softcap,
@@ -123,20 +111,6 @@ def append_attend_pages(
         torch.get_num_threads(),
     )
     return out
-
-
-def can_append_attend(pages: Pages, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `append_attend_pages` takes these."""
-    layout, dtype = pages.layout, query.dtype
-    return (
-        dtype in DTYPES
-        and key.dtype is value.dtype is dtype
-        and query.stride(2) == key.stride(2) == value.stride(2) == 1
-        and key.shape[1] == value.shape[1] == layout.heads
-        and query.shape[1] % layout.heads == 0
-        and query.shape[2] == key.shape[2] == layout.key_dim
-        and value.shape[2] == layout.value_dim
-    )
 
 
 def _side_by_side(rows: Tensor) -> Tensor:

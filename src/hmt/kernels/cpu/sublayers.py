@@ -21,6 +21,9 @@ from hmt.kernels.reference.sublayers import (
     NormOptions,
 )
 
+# A decode step makes no tensor for what it needs meanwhile; a prompt's would be too much to keep.
+_OWN_NUMBERS = 1 << 17
+
 Params = Mapping[str, WeightTensor]
 
 
@@ -49,7 +52,7 @@ def attention_inputs(
     heads = torch.empty(
         (tokens, layer.heads + 2 * layer.kv_heads, layer.head_dim), dtype=hidden.dtype
     )
-    workspace = torch.empty_like(hidden)
+    workspace = _workspace(tokens * width, hidden.dtype)
     native.attention_inputs(
         made,
         hidden.data_ptr(),
@@ -59,7 +62,7 @@ def attention_inputs(
         cos.data_ptr(),
         sin.data_ptr(),
         turned,
-        workspace.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
         heads.data_ptr(),
         torch.get_num_threads(),
     )
@@ -77,17 +80,22 @@ def feed_forward(
     if x is not None and not (x.dtype is dtype and x.shape == hidden.shape and x.is_contiguous()):
         return False
     tokens = hidden.shape[0]
-    workspace = torch.empty(tokens * made.workspace_width, dtype=dtype)
+    workspace = _workspace(tokens * made.workspace_width, dtype)
     native.feed_forward(
         made,
         DTYPES[dtype],
         tokens,
         hidden.data_ptr(),
         0 if x is None else x.data_ptr(),
-        workspace.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
         torch.get_num_threads(),
     )
     return True
+
+
+def _workspace(numbers: int, dtype: torch.dtype) -> Tensor | None:
+    """Memory for what a call needs meanwhile; None where the extension's own is enough."""
+    return None if numbers <= _OWN_NUMBERS else torch.empty(numbers, dtype=dtype)
 
 
 def _made(native: ModuleType, params: Params, layer: Any, describe: Callable[..., Any]) -> Any:
