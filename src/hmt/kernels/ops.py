@@ -68,6 +68,7 @@ __all__ = [
     "kernel_seconds",
     "largest",
     "linear",
+    "linear_into",
     "linear_many",
     "merge_attention",
     "paged_attention",
@@ -90,6 +91,13 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     if native is None:
         return reference.linear(x, w, bias)
     return cpu_linear.linear(native, x, w, bias)
+
+
+def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
+    """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor."""
+    native = _native_for(x)
+    if native is None or not cpu_linear.linear_into(native, out, x, w):
+        out.copy_(linear(x, w))
 
 
 def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:

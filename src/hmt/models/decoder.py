@@ -84,16 +84,16 @@ class Decoder(ABC):
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
-        logits = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=torch.float32)
+        logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
         first = 0
         for chunk in self._head_chunks:
             with weights.lease(chunk) as params:
                 if chunk.index == 0:
                     hidden = self._norm(hidden, params["norm"])
                 rows = params["weight"].shape[0]
-                logits[:, first : first + rows] = ops.linear(hidden, params["weight"])
+                ops.linear_into(logits[:, first : first + rows], hidden, params["weight"])
             first += rows
-        return logits
+        return logits.float()
 
     def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
         """See Model."""

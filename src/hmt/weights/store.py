@@ -153,11 +153,13 @@ class WeightStore:
         Blocks begin in the order given, each as soon as a slot can be had without taking one that
         is leased or awaited.
         """
+        entries = [self._entries[block] for block in blocks]
+        backlog = self._backlog[priority]
+        if not backlog and all(entry.standing is not None for entry in entries):
+            return  # without the lock: a mixture of experts at home in memory asks once a layer
         with self._changed:
-            backlog = self._backlog[priority]
             backlog.clear()
-            for block in blocks:
-                entry = self._entries[block]
+            for entry in entries:
                 if entry.state is _State.ABSENT:
                     backlog.append(entry)
                 elif entry.state is _State.READY:
