@@ -1,31 +1,14 @@
 // Attention over pages.
-#include "attention/attention.h"
-
-#include <vector>
-
-#include "binding/binding.h"
+#include "binding/owned.h"
 
 namespace hmt::binding {
 namespace {
-
-// The pages of all layers of one kind: layer i's extent begins i * page_bytes() after the first's.
-struct PageSet {
-  Pages pages;
-  Pages of(size_t layer) const {
-    return {pages.layout, pages.data + layer * pages.layout.page_bytes(), pages.stride};
-  }
-};
 
 PageSet make_pages(int encoding, size_t heads, size_t key_dim, size_t value_dim, bool latent,
                    Address data, size_t stride) {
   return {{{static_cast<PageEncoding>(encoding), heads, key_dim, value_dim, latent},
            at<uint8_t>(data), stride}};
 }
-
-// The runs of a step; borrows their tables.
-struct Runs {
-  std::vector<PagedRun> runs;
-};
 
 // items: tuples (offset, length, start, address of an int64 table)
 Runs make_runs(nb::tuple items) {

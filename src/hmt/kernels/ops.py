@@ -18,6 +18,8 @@ from hmt.kernels.cpu import attention as cpu_attention
 from hmt.kernels.cpu import elementwise, extension, routing, sampling, sublayers
 from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
+from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
+from hmt.kernels.cpu.stack import stack as make_stack
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,
@@ -49,6 +51,11 @@ __all__ = [
     "PagedRun",
     "PagedRuns",
     "Pages",
+    "Stack",
+    "StackAttention",
+    "StackExperts",
+    "StackFFN",
+    "StackLayer",
     "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
@@ -81,6 +88,7 @@ __all__ = [
     "rope",
     "rope_inplace",
     "softmax_topk",
+    "stack",
     "survey",
 ]
 
@@ -319,6 +327,12 @@ def feed_forward(
     native = _native_for(hidden)
     if native is None or not sublayers.feed_forward(native, hidden, x, params, layer):
         reference.feed_forward(hidden, x, params, layer, _THIS)
+
+
+def stack(layers: Sequence[StackLayer]) -> Stack | None:
+    """Layers computed in one call; None where there is no kernel for that."""
+    native = extension.load()
+    return None if native is None else make_stack(native, layers)
 
 
 def softmax_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:

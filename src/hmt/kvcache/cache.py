@@ -136,6 +136,15 @@ class PagedKV:
             sinks=sinks,
         )
 
+    def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int]:
+        """See KVCache."""
+        kept = self._layers[layer]
+        return kept.pages, kept.slot, kept.window
+
+    def kernel_runs(self, step: Step) -> ops.PagedRuns:
+        """See KVCache."""
+        return self._runs_of(step)
+
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         kept = self._layers[layer]

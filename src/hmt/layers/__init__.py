@@ -14,19 +14,23 @@ from hmt.layers.moe import (
 )
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary, yarn_mscale
+from hmt.layers.stack import Experts, ResidentLayers, UsualLayer
 
 __all__ = [
     "Attention",
     "BiasedSigmoidRouter",
+    "Experts",
     "GatedFFN",
     "GroupedSoftmaxRouter",
     "LatentAttention",
     "Params",
     "RMSNorm",
+    "ResidentLayers",
     "ResidualFFN",
     "Rotary",
     "Routing",
     "SoftmaxRouter",
+    "UsualLayer",
     "linear_params",
     "project",
     "request_experts",

@@ -12,7 +12,7 @@ from hmt.contracts.model import KVLayer, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.kernels import ops
-from hmt.layers import RMSNorm
+from hmt.layers import ResidentLayers, RMSNorm, UsualLayer
 from hmt.models.config import Config
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -77,6 +77,19 @@ class Decoder(ABC):
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
         """See Model."""
+
+    def usual_layer(self, index: int) -> UsualLayer | None:
+        """What `layer` computes, for kernels that take many layers at once; None for other kinds."""
+        return None
+
+    def resident_layers(
+        self, layers: range, weights: Weights, kv: KVCache
+    ) -> ResidentLayers | None:
+        """See Model."""
+        usual = [layer for layer in map(self.usual_layer, layers) if layer is not None]
+        if len(usual) < len(layers):
+            return None
+        return ResidentLayers.build(layers[0], usual, weights, kv)
 
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """See Model."""

@@ -23,9 +23,9 @@ def append_pages(
     key = _side_by_side(key)
     value = key if value is None else _side_by_side(value)
     native.append_pages(
-        pages.native or _native_pages(native, pages),
+        native_pages(native, pages),
         layer,
-        runs.native or _native_runs(native, runs),
+        native_runs(native, runs),
         key.data_ptr(),
         DTYPES[key.dtype],
         *key.stride()[:2],
@@ -60,9 +60,9 @@ def paged_attention(
     assert heads % layout.heads == 0 and query.shape[2] == layout.key_dim
     out = query.new_empty(tokens, heads, layout.value_dim)
     native.attend_pages(
-        pages.native or _native_pages(native, pages),
+        native_pages(native, pages),
         layer,
-        runs.native or _native_runs(native, runs),
+        native_runs(native, runs),
         query.data_ptr(),
         dtype,
         *query.stride()[:2],
@@ -97,9 +97,9 @@ def append_attend_pages(
     queries = heads.shape[1] - 2 * pages.layout.heads
     out = torch.empty((tokens, queries * dim), dtype=dtype)
     native.append_attend_pages(
-        pages.native or _native_pages(native, pages),
+        native_pages(native, pages),
         layer,
-        runs.native or _native_runs(native, runs),
+        native_runs(native, runs),
         heads.data_ptr(),
         DTYPES[dtype],
         queries,
@@ -118,8 +118,10 @@ def _side_by_side(rows: Tensor) -> Tensor:
     return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
-def _native_pages(native: ModuleType, pages: Pages) -> Any:
-    """Made once, as the memory of pages does not move."""
+def native_pages(native: ModuleType, pages: Pages) -> Any:
+    """The extension's own description, made once, as the memory of pages does not move."""
+    if pages.native is not None:
+        return pages.native
     layout, memory = pages.layout, pages.memory
     pages.native = native.make_pages(
         int(layout.encoding),
@@ -134,8 +136,10 @@ def _native_pages(native: ModuleType, pages: Pages) -> Any:
     return pages.native
 
 
-def _native_runs(native: ModuleType, runs: PagedRuns) -> Any:
-    """Made once for all layers of a step."""
+def native_runs(native: ModuleType, runs: PagedRuns) -> Any:
+    """The extension's own description, made once for all layers of a step."""
+    if runs.native is not None:
+        return runs.native
     items = []
     for offset, length, start, table in runs.runs:
         assert table.dtype == torch.int64 and table.is_contiguous()
