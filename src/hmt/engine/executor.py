@@ -103,10 +103,13 @@ class OverlappedExecutor:
             for index in layers:
                 self._request(index)
                 hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
-        if not len(step.logit_rows):
+        rows = len(step.logit_rows)
+        if not rows:
             return torch.empty(0, self._model.spec.vocab_size)
         self._request(-1)
-        return self._model.head(hidden[step.logit_rows], self._weights)
+        # Rows ascend and differ: as many as there are tokens are all of them.
+        wanted = hidden if rows == len(hidden) else hidden[step.logit_rows]
+        return self._model.head(wanted, self._weights)
 
     def _request(self, stage: int) -> None:
         if self._ahead[stage]:

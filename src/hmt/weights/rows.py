@@ -1,7 +1,7 @@
 """Looking up rows of a table (an embedding) that need not be in memory whole."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.memory import PAGE_BYTES, DiskRead, HostPool, TransferQueue
 from hmt.weights.binding import BoundParam
-from hmt.weights.layout import BlockLayout, Table
+from hmt.weights.layout import BlockLayout, RowHolder, Table
 
 _DTYPES = {
     Encoding.F32: torch.float32,
@@ -23,6 +23,9 @@ def row_span_bytes(param: BoundParam) -> int:
     """The most bytes that reading one row of `param` takes: the row and the pages it straddles."""
     row_bytes = param.data.nbytes // param.spec.shape[0]
     return round_up(row_bytes, PAGE_BYTES) + PAGE_BYTES
+
+
+_FEW_ROWS = 16  # so many are found one by one in less time than all in a table of eight pieces
 
 
 class RowReader:
@@ -46,6 +49,8 @@ class RowReader:
         if len(table.holders) == 1:
             only = table.holders[0]
             return views(only.block)[only.name].data[ids - only.first]
+        if len(ids) <= _FEW_ROWS:
+            return torch.stack([_row(table.holders, index, views) for index in ids.tolist()])
         rows = torch.empty(len(ids), table.width, dtype=_DTYPES[table.param.encoding])
         for holder in table.holders:
             here = (ids >= holder.first) & (ids < holder.end)
@@ -80,3 +85,10 @@ class RowReader:
             return rows.view(_DTYPES[table.param.encoding])
         finally:
             self._pool.free(buffer)
+
+
+def _row(
+    holders: Sequence[RowHolder], index: int, views: Callable[[BlockId], Mapping[str, WeightTensor]]
+) -> torch.Tensor:
+    holder = next(holder for holder in holders if holder.first <= index < holder.end)
+    return views(holder.block)[holder.name].data[index - holder.first]
