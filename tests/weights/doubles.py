@@ -136,7 +136,7 @@ def open_store(
         "resident": sum(layouts[b].slot_bytes for b, home in homes.items() if home is Tier.HOST),
         "slots": slots_bytes,
         "staging": 2 * staging,
-        "rows": 3 * row_span_bytes(bound[BlockId(TRUNK, BlockKind.EMBEDDING)].params[0]),
+        "rows": 3 * row_span_bytes(layouts[BlockId(TRUNK, BlockKind.EMBEDDING)].tables["weight"]),
     }
     ledger = Ledger({Tier.HOST: sum(limits.values())})
     pools = {name: HostPool(ledger.open(Tier.HOST, name, n)) for name, n in limits.items()}
