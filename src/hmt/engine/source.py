@@ -46,6 +46,13 @@ class Source:
         """The parsed config.json."""
         return self.checkpoint.config
 
+    @property
+    def published_bytes(self) -> int:
+        """Of all tensors of the checkpoint, used or not; of a pack, those that it was made of."""
+        if self.pack is not None:
+            return self.pack.manifest.published_bytes
+        return sum(record.nbytes for record in self.checkpoint.records.values())
+
     def weights(self, spec: ModelSpec, asked: Scheme | None) -> Weights:
         """The blocks of `spec` in the scheme that was asked for; None: as they are.
 

@@ -36,6 +36,7 @@ class Journal:
                 f"another conversion is writing in {path.parent}: wait for it, or end it"
             ) from None
         self._end = self._read()
+        os.ftruncate(self._file, self._end)
 
     def begin(self, identity: Mapping[str, Any]) -> None:
         """Start anew: nothing is complete.  Raises DiskWriteError."""

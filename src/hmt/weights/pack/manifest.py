@@ -272,7 +272,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
 
 
 def _plain_name(name: str) -> str:
-    if Path(name).name != name:
+    if not name or name == ".." or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a file in the pack")
     return name
 
