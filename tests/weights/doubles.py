@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -148,16 +149,19 @@ def write_pack(
     tied: bool = True,
     pairs: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-    force: bool = False,
+    **options: Any,
 ) -> Manifest:
-    """A pack in `out` of the checkpoint in `folder`, made in `pairs` of buffers."""
+    """A pack in `out` of the checkpoint in `folder`, made in `pairs` of buffers.
+
+    Other options are PackWriter's.
+    """
     checkpoint = open_checkpoint(folder)
     bound = bind(model_spec(tied), checkpoint)
     layouts = lay_out(bound, target(scheme), in_place=False)
     subject = Subject(checkpoint, layouts, scheme, "Test", published_bytes(bound))
-    writer = PackWriter(subject, out, force=force)
+    writer = PackWriter(subject, out, **options)
     tracer = Tracer()
-    queue = TransferQueue(PreadReader(), tracer, threads=3, chunk_bytes=4096)
+    queue = TransferQueue(PreadReader(), tracer, threads=3)
     try:
         sizes = (writer.slot_bytes, writer.staging_bytes)
         buffers = [Buffers(*map(HostBuffer, sizes)) for _ in range(pairs)]

@@ -4,8 +4,10 @@ OUT.partial/journal says what is complete.  OUT.partial/pack becomes OUT when ev
 durable; what was in OUT before is OUT.partial/old until the new pack is in its place.
 """
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -42,18 +44,15 @@ class Draft:
         self._old = self.folder / "old"
         self._force = force
         _check_place(self.out, force)
-        try:
+        with _writing(f"making {self.folder}"):
             self.pack.mkdir(parents=True, exist_ok=True)
             self.journal = Journal(self.folder / JOURNAL)
-        except OSError as error:
-            raise DiskWriteError(
-                f"cannot write in {self.folder}: {error.strerror}; choose a folder that is yours"
-            ) from error
 
     def clear(self) -> None:
-        """Remove what an earlier conversion has written."""
-        shutil.rmtree(self.pack)
-        self.pack.mkdir()
+        """Remove what an earlier conversion has written.  Raises DiskWriteError."""
+        with _writing(f"clearing {self.pack}"):
+            shutil.rmtree(self.pack)
+            self.pack.mkdir()
 
     def check_room(self, nbytes: int) -> None:
         """Raise DiskWriteError unless the drive has room for `nbytes` more."""
@@ -66,22 +65,16 @@ class Draft:
 
     def write_file(self, name: str, content: bytes) -> None:
         """Write a small file, durably.  Raises DiskWriteError."""
-        try:
-            with open(self.pack / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise DiskWriteError(
-                f"writing {self.pack / name} failed: {error.strerror}; make room and run the same "
-                "command again: it goes on where it stopped"
-            ) from error
+        with _writing(f"writing {self.pack / name}"), open(self.pack / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
     def publish(self, manifest: Manifest) -> None:
         """Make it the pack `out`.  All other files must be durable.  Raises DiskWriteError."""
         _check_place(self.out, self._force)
         self.write_file(MANIFEST, encode(manifest))
-        try:
+        with _writing(f"moving the complete pack from {self.pack} to {self.out}"):
             _sync_folder(self.pack)
             if self.out.exists():
                 if self._old.exists():  # of a replacement that was killed
@@ -92,14 +85,21 @@ class Draft:
             _sync_folder(self.out.parent)
             self.journal.path.unlink()
             shutil.rmtree(self.folder)
-        except OSError as error:
-            raise DiskWriteError(
-                f"moving the complete pack from {self.pack} to {self.out} failed: {error.strerror}"
-            ) from error
 
     def close(self) -> None:
         """Unlock it; what was written stays, for the next time."""
         self.journal.close()
+
+
+@contextlib.contextmanager
+def _writing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DiskWriteError(
+            f"{what} failed: {error.strerror}; see to that and run the same command again: it goes "
+            "on where it stopped"
+        ) from error
 
 
 def _check_place(out: Path, force: bool) -> None:

@@ -36,14 +36,12 @@ class Journal:
                 f"another conversion is writing in {path.parent}: wait for it, or end it"
             ) from None
         self._end = self._read()
-        os.ftruncate(self._file, self._end)
 
     def begin(self, identity: Mapping[str, Any]) -> None:
         """Start anew: nothing is complete.  Raises DiskWriteError."""
         self.seals.clear()
         self.identity = dict(identity)
         self._end = 0
-        os.ftruncate(self._file, 0)
         self._append([json.dumps(identity)])
 
     def add(self, seals: Mapping[int, int]) -> None:
@@ -62,6 +60,7 @@ class Journal:
             done = 0
             while done < len(content):
                 done += os.pwrite(self._file, content[done:], self._end + done)
+            os.ftruncate(self._file, self._end + done)
             os.fdatasync(self._file)
         except OSError as error:
             raise DiskWriteError(f"writing {self.path} failed: {error.strerror}") from error

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hmt.base.errors import HMTError
 from hmt.base.trace import Tracer
@@ -25,7 +25,7 @@ from hmt.weights.checksum import SUM_BYTES, RunSums, StreamSum, checksum, pack_s
 from hmt.weights.layout import BlockLayout, PlacedParam, Table, published_format
 from hmt.weights.pack.data_files import DataFiles
 from hmt.weights.pack.draft import Draft
-from hmt.weights.pack.extents import Place, arrange, file_name, file_sizes, run_rows
+from hmt.weights.pack.extents import FILE_BYTES, Place, arrange, file_name, file_sizes, run_rows
 from hmt.weights.pack.jobs import ConversionJob, is_table, jobs_for
 from hmt.weights.pack.manifest import (
     CopiedFile,
@@ -38,7 +38,7 @@ from hmt.weights.pack.manifest import (
 from hmt.weights.pack.pipeline import Buffers, in_order, pieces_of
 from hmt.weights.pack.source import Subject, check_unchanged
 
-# What a kill costs at most: this much work, or this many bytes, are done again.
+# What a kill costs at most: this much time, or this many bytes, are spent again.
 _SYNC_S: Final = 5.0
 _SYNC_BYTES: Final = 256 * MIB
 _PIECE_BYTES: Final = 8 * MIB
@@ -67,18 +67,29 @@ class PackWriter:
     slot_bytes, staging_bytes   buffers that each block on its way takes
     """
 
-    def __init__(self, subject: Subject, out: Path, *, force: bool = False) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        out: Path,
+        *,
+        force: bool = False,
+        file_bytes: int = FILE_BYTES,
+        sync_bytes: int = _SYNC_BYTES,
+    ) -> None:
         """Look at `out`, and at what an earlier, unfinished conversion has left beside it.
 
-        With `force` a pack in `out` is replaced, once the new one is complete.  Raises ConfigError
-        where `out` cannot be, CheckpointError where the checkpoint is not the one that the earlier
-        conversion has read, DiskWriteError without room on the drive.  Must be closed.
+        With `force` a pack in `out` is replaced, once the new one is complete.  Data files have at
+        most `file_bytes`; a kill costs at most `sync_bytes`, or some seconds of work.  Raises
+        ConfigError where `out` cannot be, CheckpointError where the checkpoint is not the one that
+        the earlier conversion has read, DiskWriteError without room on the drive.  Must be closed.
         """
         self._subject = subject
         self._layouts = [layout for layout in subject.layouts.values() if layout.slot_bytes]
         self._tables = list(_summed_tables(subject, self._layouts))
         sums = [SUM_BYTES * table.runs for table in self._tables]
-        self._places = arrange([layout.slot_bytes for layout in self._layouts] + sums)
+        sizes = [layout.slot_bytes for layout in self._layouts] + sums
+        self._places = arrange(sizes, file_bytes)
+        self._sync_bytes = sync_bytes
         self._run_sums: dict[int, list[RunSums]] = {}
         self._read_total = sum(map(_work_bytes, self._layouts))
         blocks = [layout for layout in self._layouts if not is_table(layout)]
@@ -91,7 +102,7 @@ class PackWriter:
         )
         self._draft = Draft(out, force=force)
         try:
-            self._identity = subject.identity()
+            self._identity = self._now()
             self._begin_or_resume()
         except BaseException:
             self._draft.close()
@@ -130,7 +141,7 @@ class PackWriter:
             raise
         self._write_sums(seals, buffers[0])
         copies = self._copy_files()
-        check_unchanged(self._identity, self._subject.identity(), self._anew())
+        check_unchanged(self._identity, self._now(), self._anew())
         self._files.finish(file_sizes(self._places))
         manifest = self._manifest(seals, copies)
         self._draft.publish(manifest)
@@ -140,6 +151,10 @@ class PackWriter:
         """Close all files; an unfinished pack stays where it is."""
         self._files.close()
         self._draft.close()
+
+    def _now(self) -> dict[str, Any]:
+        """What is converted into what."""
+        return self._subject.identity() | {"data": file_sizes(self._places)}
 
     def _anew(self) -> str:
         return f"delete {self._draft.folder} and convert again"
@@ -227,7 +242,7 @@ class PackWriter:
         self._unrecorded[number] = seal
         self._unrecorded_bytes += self._places[number].nbytes
         late = time.monotonic() - self._synced_at > _SYNC_S
-        if late or self._unrecorded_bytes > _SYNC_BYTES:
+        if late or self._unrecorded_bytes > self._sync_bytes:
             self._record()
 
     def _record(self) -> None:
