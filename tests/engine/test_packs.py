@@ -64,7 +64,7 @@ def test_another_quantisation_than_the_packs_is_refused(
 ) -> None:
     for asked in ("none", "w4a8", "w8a8:64", "nvfp4a8"):
         config = EngineConfig.resolve(quantization=asked)
-        with pytest.raises(ConfigError, match="is a pack of w8a8, and .* was asked for"):
+        with pytest.raises(ConfigError, match=r"is a pack of w8a8, and .* was asked for"):
             prepare(packs["mini-dense", "w8a8"], config)
     # Activations are no matter of the bytes.
     alike, _ = logits(packs["mini-dense", "w8a8"], quantization="w8a16", host_memory="64MiB")

@@ -14,8 +14,8 @@ from hmt.base.trace import Tracer
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import ModelSpec
 from hmt.contracts.plan import Plan, Tier
-from hmt.formats import open_checkpoint
 from hmt.contracts.store import Verify
+from hmt.formats import open_checkpoint
 from hmt.memory import DiskReader, HostBuffer, HostPool, Ledger, PreadReader, TransferQueue
 from hmt.quant import Format, parse_scheme
 from hmt.weights import (

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_blocks_lie_in_order_of_use_and_experts_side_by_side(packs: dict[str, Pa
     for layer in range(LAYERS):
         experts = [b.extent for b in blocks if b.id[:2] == (layer, BlockKind.EXPERT) and b.extent]
         assert len(experts) == EXPERTS
-        for one, next_one in zip(experts, experts[1:], strict=False):
+        for one, next_one in pairwise(experts):
             assert one.offset + one.nbytes == next_one.offset
 
 

@@ -7,6 +7,7 @@ written whatever the code does on its way out.
 import errno
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,12 +129,15 @@ def test_it_goes_on_after_a_power_failure_at_any_call(
         for file in [f for f in partial.rglob("*") if f.is_file()]:
             file.write_bytes(died.durable.get(file, b""))
         recorded = (partial / "journal").read_bytes() if (partial / "journal").exists() else b""
-        seen: list[tuple[str, int]] = []
-        write_pack(checkpoint, out, progress=lambda *told: seen.append(told[:2]), **OPTIONS)
+        seen: Counter[str] = Counter()
+
+        def progress(what: str, done: int, total: int, seen: Counter[str] = seen) -> None:
+            seen[what] += 1
+
+        write_pack(checkpoint, out, progress=progress, **OPTIONS)
         assert_equal_folders(out, expected)
         # What was recorded had been durable before: all of it was found to be good.
-        checked = sum(what == "checking what is there" for what, _ in seen)
-        converted = sum(what == "converting" for what, _ in seen)
+        checked, converted = seen["checking what is there"], seen["converting"]
         blocks = sum(block.extent is not None for block in open_pack(out).manifest.blocks)
         assert checked == max(0, recorded.count(b"\n") - 1)
         assert checked + converted == blocks

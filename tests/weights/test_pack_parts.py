@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_runs_are_summed_alike_however_the_bytes_come(
     end = min(begin + length, len(content))
     sums = RunSums(begin, end, run)
     edges = sorted({0, len(content), *(cut for cut in cuts if cut < len(content))})
-    for at, stop in zip(edges, edges[1:], strict=False):
+    for at, stop in pairwise(edges):
         sums.add(at, memoryview(content)[at:stop])
     starts = range(begin, end, run)
     expected = [xxhash.xxh3_64_intdigest(content[at : min(at + run, end)]) for at in starts]

@@ -92,12 +92,14 @@ def test_rows_are_right_and_damage_is_found(
     lookup.close()
     bad = data.draw(st.sampled_from(ids.tolist()))
     (span,) = [span for span in table.spans if span.first <= bad < span.end]
-    at = span.file.offset + (bad - span.first) * 2 * width + data.draw(st.integers(0, 2 * width - 1))
+    at = (
+        span.file.offset + (bad - span.first) * 2 * width + data.draw(st.integers(0, 2 * width - 1))
+    )
     content = bytearray(file.read_bytes())
     content[at] ^= data.draw(st.integers(1, 255))
     file.write_bytes(content)
     lookup = Lookup(table, batch)
-    with pytest.raises(DamagedPackError, match="rows .* of table"):
+    with pytest.raises(DamagedPackError, match=r"rows .* of table"):
         lookup.rows(ids)
     run = (bad - span.first) // table.run_rows
     good = [

@@ -42,8 +42,11 @@ class BlockJob:
         """See Job."""
 
         def done(error: HMTError | None) -> None:
-            if error is None:
-                _clear_padding(self.layout, buffers.slot.view)
+            try:
+                if error is None:
+                    _clear_padding(self.layout, buffers.slot.view)
+            except Exception as caught:  # whoever waits must hear of it, whatever it is
+                error = HMTError(f"packing {self.layout.id} failed: {caught!r}")
             finished(error)
 
         load = BlockLoad(

@@ -61,8 +61,8 @@ def in_order(
         while True:
             while free and (job := next(waiting, None)) is not None:
                 result = Result(job, free.popleft())
-                running.append(result)
                 job.start(result.buffers, queue, result.finish)
+                running.append(result)
             if not running:
                 return
             running[0].ended.wait()
