@@ -293,3 +293,12 @@ def test_only_packs_are_replaced(checkpoint: Path, tmp_path: Path, thing: str) -
         with pytest.raises(ConfigError, match="choose another"):
             write_pack(checkpoint, tmp_path / thing, force=force)
     assert (tmp_path / "folder" / "thesis.txt").exists()
+
+
+def test_a_folder_of_somebody_else_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "pack.partial" / "thesis.txt"
+    theirs.parent.mkdir()
+    theirs.touch()
+    with pytest.raises(ConfigError, match=r"pack\.partial .* is something else"):
+        write_pack(checkpoint, tmp_path / "pack", force=True)
+    assert theirs.exists()

@@ -44,6 +44,7 @@ class Draft:
         self._old = self.folder / "old"
         self._force = force
         _check_place(self.out, force)
+        _check_ours(self.folder)
         with _writing(f"making {self.folder}"):
             self.pack.mkdir(parents=True, exist_ok=True)
             self.journal = Journal(self.folder / JOURNAL)
@@ -112,6 +113,17 @@ def _check_place(out: Path, force: bool) -> None:
         raise ConfigError(f"{out} exists and is not a pack; choose another place for the pack")
     if not force:
         raise ConfigError(f"{out} exists; choose another place, or replace it with --force")
+
+
+def _check_ours(folder: Path) -> None:
+    """The folder is deleted at the end: it must hold nothing but what a draft does."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or {entry.name for entry in folder.iterdir()} - {JOURNAL, "pack", "old"}:
+        raise ConfigError(
+            f"{folder} would hold the unfinished pack, and is something else: rename it, or choose "
+            "another place for the pack"
+        )
 
 
 def _sync_folder(folder: Path) -> None:
