@@ -128,6 +128,9 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The content of manifest.json; equal manifests give equal bytes."""
+    # Thousands of experts share a handful of formats: these are listed once, and named by number.
+    used = (f for b in manifest.blocks for p in b.params for f in (p.published, p.format))
+    formats = {form: number for number, form in enumerate(dict.fromkeys(used))}
     content = {
         "packing": manifest.packing,
         "scheme": manifest.scheme,
@@ -141,9 +144,14 @@ def encode(manifest: Manifest) -> bytes:
             name: {"bytes": copy.nbytes, "xxh3_64": as_text(copy.seal)}
             for name, copy in manifest.copies.items()
         },
+        "formats": [_format_json(form) for form in formats],
     }
     lines = [f"{_json(key)}:{_json(value)}," for key, value in content.items()]
-    lines += ['"blocks":[', ",\n".join(_json(_block_json(b)) for b in manifest.blocks), "],"]
+    lines += [
+        '"blocks":[',
+        ",\n".join(_json(_block_json(b, formats)) for b in manifest.blocks),
+        "],",
+    ]
     lines += ['"sums":[', ",\n".join(_json(_sums_json(s)) for s in manifest.sums), "]}"]
     body = "\n".join(lines).encode() + b"\n"
     head = f'{{"format":"hmt-pack","version":{FORMAT_VERSION},"xxh3_64":"{as_text(checksum(body))}"'
@@ -202,7 +210,7 @@ def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _block_json(block: PackedBlock) -> dict[str, Any]:
+def _block_json(block: PackedBlock, formats: Mapping[Format, int]) -> dict[str, Any]:
     return {
         "id": _id_json(block.id),
         "extent": None if block.extent is None else _extent_json(block.extent),
@@ -212,8 +220,8 @@ def _block_json(block: PackedBlock) -> dict[str, Any]:
                 "source": param.source,
                 "shape": param.shape,
                 "rows": param.rows,
-                "published": _format_json(param.published),
-                "format": _format_json(param.format),
+                "published": formats[param.published],
+                "format": formats[param.format],
                 "at": param.at,
             }
             for param in block.params
@@ -250,6 +258,7 @@ def _format_json(form: Format) -> dict[str, Any]:
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
+    formats = [_format(form) for form in content["formats"]]
     return Manifest(
         packing=int(content["packing"]),
         scheme=content["scheme"],
@@ -263,7 +272,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
             _plain_name(name): CopiedFile(int(copy["bytes"]), from_text(copy["xxh3_64"]))
             for name, copy in content["copies"].items()
         },
-        blocks=tuple(map(_block, content["blocks"])),
+        blocks=tuple(_block(block, formats) for block in content["blocks"]),
         sums=tuple(
             PackedSums(_id(s["block"]), s["name"], int(s["run_rows"]), _extent(s["extent"]))
             for s in content["sums"]
@@ -277,7 +286,7 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _block(content: dict[str, Any]) -> PackedBlock:
+def _block(content: dict[str, Any], formats: list[Format]) -> PackedBlock:
     extent = content["extent"]
     return PackedBlock(
         _id(content["id"]),
@@ -288,8 +297,8 @@ def _block(content: dict[str, Any]) -> PackedBlock:
                 source=param["source"],
                 shape=tuple(param["shape"]),
                 rows=None if param["rows"] is None else (param["rows"][0], param["rows"][1]),
-                published=_format(param["published"]),
-                format=_format(param["format"]),
+                published=formats[param["published"]],
+                format=formats[param["format"]],
                 at=tuple(param["at"]),
             )
             for param in content["params"]
