@@ -21,7 +21,7 @@ from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing
+from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing, Verify
 from hmt.memory import HostBuffer, HostPool, TransferQueue
 from hmt.weights.eviction import LRU, EvictionPolicy
 from hmt.weights.layout import BlockLayout
@@ -51,7 +51,7 @@ class _Entry:
     leases: int = 0
     waiting: int = 0  # leases that wait for it
     awaited: bool = False  # requested ahead and not leased yet
-    checked: bool = False  # its numbers were seen to be finite
+    checked: bool = False  # its numbers were seen to be finite, or to be those that were packed
     # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
     # cost more than a small kernel takes.
     standing: AbstractContextManager[Mapping[str, WeightTensor]] | None = None
@@ -94,8 +94,10 @@ class WeightStore:
         policy: EvictionPolicy | None = None,
         spill: SpillFile | None = None,
         check: bool = True,
+        verify: Verify = Verify.FIRST,
         poison: bool = False,
     ) -> None:
+        """`check` looks for NaN at the first read, and `verify` is the same for blocks of packs."""
         self._entries = {b: _Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
         self._queue = queue
         self._tracer = tracer
@@ -104,11 +106,12 @@ class WeightStore:
         self._policy = policy or LRU()
         self._spill = spill
         self._check = check
+        self._verify = verify
         self._poison = poison
         self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
-        self._rows = RowReader(queue, rows)
+        self._rows = RowReader(queue, rows, verify=verify is not Verify.NEVER)
         self.counters = StoreCounters()
 
     # Life of the residents
@@ -253,6 +256,7 @@ class WeightStore:
             for entry in self._entries.values():
                 assert entry.leases == 0, f"{entry.layout.id} is still leased"
                 self._drop(entry)
+        self._rows.close()
 
     def abandon(self) -> None:
         """Forget what was asked for ahead of time: the step that asked has failed."""
@@ -355,11 +359,16 @@ class WeightStore:
             staging,
             self._queue,
             self._tracer,
-            check=self._check and not entry.checked,
+            check=self._wants_check(entry),
             finished=lambda error: self._load_finished(entry, error),
         )
         entry.load.start(priority)
         return True
+
+    def _wants_check(self, entry: _Entry) -> bool:
+        if entry.layout.seal is None:
+            return self._check and not entry.checked
+        return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and not entry.checked)
 
     def _load_finished(self, entry: _Entry, error: HMTError | None) -> None:
         assert entry.slot is not None
