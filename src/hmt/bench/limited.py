@@ -15,6 +15,7 @@ from hmt.base.errors import MachineError
 _LIMITS = ("memory.limit_in_bytes", "memory.max")  # cgroup v1, v2
 _PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 _PARENT = "hmt"
+_WATCHED_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,40 @@ def run_limited(
 
         timer = threading.Timer(timeout_s, stop)
         timer.start()
+        resident = _Resident(process.pid)
         lines = tuple((time.perf_counter() - begin, line.rstrip("\n")) for line in process.stdout)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)  # so that nobody waits again
+        process.wait()
         timer.cancel()
         draining.join()
+        process.stdout.close()
+        process.stderr.close()
         peak = int(_first(group, _PEAKS).read_text())
         code = None if over.is_set() else process.returncode
-        return Watched(lines, code, "".join(errors)[-2000:], usage.ru_maxrss * 1024, peak)
+        return Watched(lines, code, "".join(errors)[-2000:], resident.stop(), peak)
+
+
+class _Resident:
+    """Watches a process's peak; what wait4 tells begins with the peak of whoever forked it."""
+
+    def __init__(self, pid: int) -> None:
+        self._status = Path(f"/proc/{pid}/status")
+        self._peak_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """The peak, in bytes, as last seen."""
+        self._over.set()
+        self._thread.join()
+        return self._peak_bytes
+
+    def _watch(self) -> None:
+        while not self._over.wait(_WATCHED_EVERY_S):
+            with contextlib.suppress(OSError):
+                for line in self._status.read_text().splitlines():
+                    if line.startswith("VmHWM:"):
+                        self._peak_bytes = int(line.split()[1]) * 1024
 
 
 def forget_pages(folder: Path) -> None:
