@@ -7,4 +7,5 @@ NB_MODULE(_native, m) {
   hmt::binding::bind_fused(m);
   hmt::binding::bind_attention(m);
   hmt::binding::bind_experts(m);
+  hmt::binding::bind_sublayers(m);
 }

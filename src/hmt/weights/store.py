@@ -21,7 +21,7 @@ from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.store import LeasedGroup, Presence, Priority
+from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing, Verify
 from hmt.memory import HostBuffer, HostPool, TransferQueue
 from hmt.weights.eviction import LRU, EvictionPolicy
 from hmt.weights.layout import BlockLayout
@@ -49,7 +49,7 @@ class _Entry:
     leases: int = 0
     waiting: int = 0  # leases that wait for it
     awaited: bool = False  # requested ahead and not leased yet
-    checked: bool = False  # its numbers were seen to be finite
+    checked: bool = False  # its numbers were seen to be finite, or to be those that were packed
     # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
     # cost more than a small kernel takes.
     standing: AbstractContextManager[Mapping[str, WeightTensor]] | None = None
@@ -92,7 +92,9 @@ class WeightStore:
         policy: EvictionPolicy | None = None,
         spill: SpillFile | None = None,
         check: bool = True,
+        verify: Verify = Verify.FIRST,
     ) -> None:
+        """`check` looks for NaN at the first read, and `verify` is the same for blocks of packs."""
         self._entries = {b: _Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
         self._queue = queue
         self._tracer = tracer
@@ -103,10 +105,11 @@ class WeightStore:
         self._policy = policy or LRU()
         self._spill = spill
         self._check = check
+        self._verify = verify
         self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
-        self._rows = RowReader(queue, rows)
+        self._rows = RowReader(queue, rows, verify=verify is not Verify.NEVER)
         self.counters = StoreCounters()
 
     # Life of the residents
@@ -151,11 +154,13 @@ class WeightStore:
         Blocks begin in the order given, each as soon as a slot can be had without taking one that
         is leased or awaited.
         """
+        entries = [self._entries[block] for block in blocks]
+        backlog = self._backlog[priority]
+        if not backlog and all(entry.standing is not None for entry in entries):
+            return  # without the lock: a mixture of experts at home in memory asks once a layer
         with self._changed:
-            backlog = self._backlog[priority]
             backlog.clear()
-            for block in blocks:
-                entry = self._entries[block]
+            for entry in entries:
                 if entry.state is _State.ABSENT:
                     backlog.append(entry)
                 elif entry.state is _State.READY:
@@ -215,6 +220,17 @@ class WeightStore:
                     held.append(waiting.popleft())
             yield [(entry.layout.id, entry.views) for entry in held]
 
+    def standing(self, blocks: Sequence[BlockId]) -> list[Standing] | None:
+        """See Weights."""
+        entries = [self._entries[block] for block in blocks]
+        if any(entry.standing is None for entry in entries):
+            return None
+        return [Standing(entry.views, entry.layout.slot_bytes) for entry in entries]
+
+    def count(self, nbytes: int) -> None:
+        """See Weights."""
+        self.counters.host_bytes += nbytes
+
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         """See Weights.  Rows of a table on disk are read one by one, not the whole table."""
         entry = self._entries[block]
@@ -238,6 +254,7 @@ class WeightStore:
             for entry in self._entries.values():
                 assert entry.leases == 0, f"{entry.layout.id} is still leased"
                 self._drop(entry)
+        self._rows.close()
 
     def abandon(self) -> None:
         """Forget what was asked for ahead of time: the step that asked has failed."""
@@ -353,11 +370,16 @@ class WeightStore:
             staging,
             self._queue,
             self._tracer,
-            check=self._check and not entry.checked,
+            check=self._wants_check(entry),
             finished=lambda error: self._load_finished(entry, error),
         )
         entry.load.start(priority)
         return True
+
+    def _wants_check(self, entry: _Entry) -> bool:
+        if entry.layout.seal is None:
+            return self._check and not entry.checked
+        return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and not entry.checked)
 
     def _load_finished(self, entry: _Entry, error: HMTError | None) -> None:
         assert entry.slot is not None
