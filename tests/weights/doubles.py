@@ -183,8 +183,9 @@ def open_store(
     spill: bool = False,
     threads: int = 3,
     verify: Verify = Verify.FIRST,
+    reader: Any = None,
 ) -> Bench:
-    """A poisoned store over the checkpoint or pack in `folder`."""
+    """A poisoned store over the checkpoint or pack in `folder`, read by `reader` or a faulty one."""
     if looks_like_pack(folder):
         layouts = open_pack(folder).layouts(model_spec(tied), target(scheme))
     else:
@@ -200,8 +201,8 @@ def open_store(
     }
     ledger = Ledger({Tier.HOST: sum(limits.values())})
     pools = {name: HostPool(ledger.open(Tier.HOST, name, n)) for name, n in limits.items()}
-    tracer, reader = Tracer(), FaultyReader()
-    queue = TransferQueue(reader, tracer, threads=threads, chunk_bytes=4096)
+    tracer, reader = Tracer(), reader or FaultyReader()
+    queue = TransferQueue(reader, tracer, depth=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
     spilled = SpillFile(folder, layouts.values()) if spill else None
     store = WeightStore(

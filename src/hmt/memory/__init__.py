@@ -14,22 +14,24 @@ from hmt.memory.limits import (
 )
 from hmt.memory.numa import bind, numa_nodes
 from hmt.memory.probe import (
-    QUICK_BLOCK_BYTES,
-    QUICK_THREADS,
     DiskRate,
+    best_of,
     cache_bytes,
     disk_rate,
     file_to_read,
+    quick_rate,
     ram_read_rate,
     sweep,
+    usable_readers,
+    usual_rate,
 )
-from hmt.memory.readers import READERS, DiskReader, MmapReader, PreadReader, open_reader
-from hmt.memory.transfer import DiskRead, Ticket, TransferQueue
+from hmt.memory.reader_kinds import READERS, open_reader
+from hmt.memory.readers import DiskReader, MmapReader, PreadReader
+from hmt.memory.schedule import DiskRead, Ticket
+from hmt.memory.transfer import QueueCounters, ReadCounters, TransferQueue
 
 __all__ = [
     "PAGE_BYTES",
-    "QUICK_BLOCK_BYTES",
-    "QUICK_THREADS",
     "READERS",
     "Account",
     "DiskRate",
@@ -40,9 +42,12 @@ __all__ = [
     "Ledger",
     "MmapReader",
     "PreadReader",
+    "QueueCounters",
+    "ReadCounters",
     "Ticket",
     "TransferQueue",
     "available_host_bytes",
+    "best_of",
     "bind",
     "cache_bytes",
     "cgroup_limit_bytes",
@@ -52,7 +57,10 @@ __all__ = [
     "open_reader",
     "peak_resident_bytes",
     "physical_host_bytes",
+    "quick_rate",
     "ram_read_rate",
     "resident_bytes",
     "sweep",
+    "usable_readers",
+    "usual_rate",
 ]
