@@ -161,7 +161,7 @@ def write_pack(
     subject = Subject(checkpoint, layouts, scheme, "Test", published_bytes(bound))
     writer = PackWriter(subject, out, **options)
     tracer = Tracer()
-    queue = TransferQueue(PreadReader(), tracer, threads=3)
+    queue = TransferQueue(PreadReader(), tracer, depth=3)
     try:
         sizes = (writer.slot_bytes, writer.staging_bytes)
         buffers = [Buffers(*map(HostBuffer, sizes)) for _ in range(pairs)]
@@ -185,7 +185,7 @@ def open_store(
     verify: Verify = Verify.FIRST,
     reader: Any = None,
 ) -> Bench:
-    """A poisoned store over the checkpoint or pack in `folder`, read by `reader` or a faulty one."""
+    """A poisoned store over the checkpoint or pack in `folder`; its reader can fail."""
     if looks_like_pack(folder):
         layouts = open_pack(folder).layouts(model_spec(tied), target(scheme))
     else:
