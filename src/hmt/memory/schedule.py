@@ -73,7 +73,7 @@ class Ticket:
     def __init__(
         self, reads: Sequence[DiskRead], done: Done, *, owner: Hashable = None, light: bool = False
     ) -> None:
-        assert reads and all(len(read.view) for read in reads), "nothing to read"
+        assert reads, "nothing to read"
         self.reads = tuple(reads)
         self.done = done
         self.owner = owner
@@ -194,6 +194,10 @@ class _Flow:
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()
 
 
+def _served(flow: _Flow) -> float:
+    return flow.served
+
+
 class _Level:
     """Flows that wait, by start-time fair queueing (Goyal, Vin and Cheng, 1996)."""
 
@@ -246,7 +250,8 @@ class _Level:
         if aged and not self._aged_waits:
             self._aged_served = max(self._aged_served, self._now)
         self._aged_waits = aged
-        flow = min(self.flows.values(), key=lambda flow: flow.served)
+        flows = self.flows.values()
+        flow = min(flows, key=_served) if len(flows) > 1 else next(iter(flows))
         if aged and self._aged_served < flow.served:
             self._now = self._aged_served
             return None
@@ -365,6 +370,8 @@ class Schedule:
             flow.served += request.nbytes - before
             if following.exhausted:
                 self._levels[priority].remove(following)
+            if request.nbytes == self.block_bytes:
+                break
             following = next(iter(flow.tickets), None)
             if following is not None and not self._adjoins(request, following):
                 break

@@ -156,6 +156,8 @@ class TransferQueue:
             self._schedule.remove(ticket)
             ticket.error = ticket.error or Cancelled("this read was cancelled before it began")
             ended = ticket.ended
+            if ended:
+                self._ended(ticket)
         if ended:
             self.end(ticket)
         return True
@@ -193,6 +195,8 @@ class TransferQueue:
                     "the engine was closed during this read"
                 )
             dropped = [ticket for ticket in dropped if ticket.ended]
+            for ticket in dropped:
+                self._ended(ticket)
             self._wake.notify_all()
         self._issuer.wake()
         for ticket in dropped:
@@ -249,6 +253,7 @@ class TransferQueue:
                 if ticket.error is not None:
                     self._schedule.remove(ticket)
                 if ticket.ended:
+                    self._ended(ticket)
                     ended.append(ticket)
             if ended:
                 self._wake.notify()  # this thread may be away for a while
@@ -256,12 +261,6 @@ class TransferQueue:
 
     def end(self, ticket: Ticket) -> None:
         """Tell the owner of `ticket`, once."""
-        with self._wake:
-            counters = self._counters.by_priority[ticket.priority]
-            counters.tickets += 1
-            counters.cancelled += isinstance(ticket.error, Cancelled)
-            counters.failed += ticket.error is not None
-        ticket.reads = ()  # what they fill may be given back now
         try:
             ticket.done(ticket.error)
         except Exception:  # the thread must live; whoever gave `done` has to guard it
@@ -281,6 +280,14 @@ class TransferQueue:
         if self._in_flight_bytes < self.bound_bytes:
             self._wake.notify(reads)
             self._issuer.wake()
+
+    def _ended(self, ticket: Ticket) -> None:
+        ticket.reads = ()  # what they fill may be given back soon
+        counters = self._counters.by_priority[ticket.priority]
+        counters.tickets += 1
+        if ticket.error is not None:
+            counters.failed += 1
+            counters.cancelled += isinstance(ticket.error, Cancelled)
 
     def _begun(self, request: Request, now_s: float) -> None:
         if not self._in_flight:
