@@ -16,10 +16,17 @@ from hmt.contracts.model import ModelSpec
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import Verify
 from hmt.formats import open_checkpoint
-from hmt.memory import DiskReader, HostBuffer, HostPool, Ledger, PreadReader, TransferQueue
+from hmt.memory import (
+    POISON,
+    DiskReader,
+    HostBuffer,
+    HostPool,
+    Ledger,
+    PreadReader,
+    TransferQueue,
+)
 from hmt.quant import Format, parse_scheme
 from hmt.weights import (
-    POISON,
     BlockLayout,
     SpillFile,
     WeightStore,
@@ -184,8 +191,9 @@ def open_store(
     threads: int = 3,
     verify: Verify = Verify.FIRST,
     reader: Any = None,
+    poison: bool = True,
 ) -> Bench:
-    """A poisoned store over the checkpoint or pack in `folder`; its reader can fail."""
+    """A store over the checkpoint or pack in `folder`, poisoned unless told otherwise."""
     if looks_like_pack(folder):
         layouts = open_pack(folder).layouts(model_spec(tied), target(scheme))
     else:
@@ -200,7 +208,11 @@ def open_store(
         "rows": 3 * row_span_bytes(table) + (table.sums.file.nbytes if table.sums else 0),
     }
     ledger = Ledger({Tier.HOST: sum(limits.values())})
-    pools = {name: HostPool(ledger.open(Tier.HOST, name, n)) for name, n in limits.items()}
+    sizes = {layout.slot_bytes for layout in layouts.values()}
+    pools = {
+        name: HostPool(ledger.open(Tier.HOST, name, n), sizes, poison=poison)
+        for name, n in limits.items()
+    }
     tracer, reader = Tracer(), reader or FaultyReader()
     queue = TransferQueue(reader, tracer, depth=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
@@ -213,6 +225,5 @@ def open_store(
         **pools,
         spill=spilled,
         verify=verify,
-        poison=True,
     )
     return Bench(store, layouts, ledger, reader, list(pools.values()), spilled)

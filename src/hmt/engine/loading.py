@@ -1,7 +1,7 @@
 """From a folder to a plan, and from a plan to memory."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from hmt.memory import (
     DiskRate,
     HostPool,
     Ledger,
+    PoolStats,
     TransferQueue,
     open_reader,
     physical_host_bytes,
@@ -56,11 +57,16 @@ class Memory:
     weights: WeightStore
     kv: PagedKV
     accounts: list[Account]
+    pools: list[HostPool]
     closing: ExitStack
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes of host memory in use now, by purpose."""
         return {account.purpose: account.used_bytes for account in self.accounts}
+
+    def pool_stats(self) -> tuple[PoolStats, ...]:
+        """What the pools that may hold anything hold now."""
+        return tuple(pool.stats() for pool in self.pools if pool.account.limit_bytes)
 
     def close(self) -> None:
         """Free it all."""
@@ -123,7 +129,7 @@ def allocate(
         activations = accounts["activations"]
         activations.charge(activations.limit_bytes)
         stack.callback(activations.release, activations.limit_bytes)
-        pools = {name: HostPool(accounts[name]) for name in accounts if name != "activations"}
+        pools = _pools(accounts, prepared)
         for pool in pools.values():
             stack.callback(pool.close)
         streamed = [layout for b, layout in prepared.layouts.items() if plan.homes[b] is Tier.DISK]
@@ -144,11 +150,27 @@ def allocate(
             spill=spill,
             check=config.check_weights,
             verify=config.verify_reads,
-            poison=flags.read(flags.POISON) == "on",
         )
         stack.callback(weights.close)
         weights.load_residents(progress)
-        return Memory(weights, kv, list(accounts.values()), stack.pop_all())
+        pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
+        return Memory(weights, kv, list(accounts.values()), list(pools.values()), stack.pop_all())
+
+
+def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, HostPool]:
+    """A pool for every account but the activations', which are torch's."""
+    homes = prepared.plan.homes
+    sizes = {
+        tier: {layout.slot_bytes for b, layout in prepared.layouts.items() if homes[b] is tier}
+        for tier in (Tier.HOST, Tier.DISK)
+    }
+    announced = {"resident": sizes[Tier.HOST], "slots": sizes[Tier.DISK]}
+    poison = flags.read(flags.POISON) == "on"
+    return {
+        purpose: HostPool(account, announced.get(purpose, ()), poison=poison)
+        for purpose, account in accounts.items()
+        if purpose != "activations"
+    }
 
 
 def transfer_queue(

@@ -14,7 +14,7 @@ import torch
 from hmt.base.units import KIB, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize, ParamSpec, Role
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.memory import PAGE_BYTES
+from hmt.memory import PAGE_BYTES, size_classes
 from hmt.quant import Format, view_weight
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange
 
@@ -190,7 +190,8 @@ def lay_out(
     formats alone, and not on where a file has them: the form of packs.
 
     A table whose rows are all held, unconverted, by other blocks (a tied embedding, by the chunks
-    of the head) takes no memory of its own.
+    of the head) takes no memory of its own.  Slots of a checkpoint that are nearly equal are made
+    equal; a pack's equal blocks have equal slots anyway.
     """
     layouts = {block.id: _lay_out_block(block, target, in_place) for block in blocks.values()}
     for layout in layouts.values():
@@ -199,7 +200,13 @@ def lay_out(
             if shared is not None:
                 tables = {**layout.tables, name: replace(table, holders=shared)}
                 layouts[layout.id] = BlockLayout(layout.id, 0, (), (), (), tables)
-    return layouts
+    if not in_place:
+        return layouts
+    # Rounded here and not by the pool, so that plan, ledger and pool count the same bytes.
+    slots = size_classes(layout.slot_bytes for layout in layouts.values())
+    return {
+        b: replace(layout, slot_bytes=slots[layout.slot_bytes]) for b, layout in layouts.items()
+    }
 
 
 def _other_holders(

@@ -29,8 +29,6 @@ from hmt.weights.loading import BlockLoad
 from hmt.weights.rows import RowReader
 from hmt.weights.spill import SpillFile
 
-POISON = 0xFF  # every float encoding reads this as NaN
-
 
 class _State(enum.Enum):
     ABSENT = enum.auto()
@@ -95,19 +93,19 @@ class WeightStore:
         spill: SpillFile | None = None,
         check: bool = True,
         verify: Verify = Verify.FIRST,
-        poison: bool = False,
     ) -> None:
         """`check` looks for NaN at the first read, and `verify` is the same for blocks of packs."""
         self._entries = {b: _Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
         self._queue = queue
         self._tracer = tracer
         self._pools = {Tier.HOST: resident, Tier.DISK: slots}
+        slots.belongs_to(self)
+        self._holders: dict[HostBuffer, _Entry] = {}
         self._staging = staging
         self._policy = policy or LRU()
         self._spill = spill
         self._check = check
         self._verify = verify
-        self._poison = poison
         self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
         self._guess_loads: dict[BlockId, BlockLoad] = {}  # that run, and began on a guess
         self._held: Counter[int] = Counter()  # leases by thread
@@ -276,6 +274,18 @@ class WeightStore:
         """What the drive was asked for and gave, since the store was made."""
         return self._queue.counters()
 
+    # BufferOwner: the pool asks while a slot is allocated, with our lock held
+
+    def movable(self, buffer: HostBuffer) -> bool:
+        """Whether the block in a slot is complete and nobody has it."""
+        entry = self._holders[buffer]
+        return entry.state is _State.READY and entry.leases == 0
+
+    def moved(self, buffer: HostBuffer) -> None:
+        """The block's views, and what kernels made of them, were of the old place."""
+        entry = self._holders[buffer]
+        entry.views = entry.layout.views(buffer.tensor)
+
     def cached_blocks(self) -> list[BlockId]:
         """Blocks in slots now, coldest first."""
         with self._changed:
@@ -376,6 +386,7 @@ class WeightStore:
                 self._staging.free(staging)
             return False
         entry.state, entry.slot, entry.staging = _State.LOADING, slot, staging
+        self._holders[slot] = entry
         entry.error = None
         entry.awaited = priority is not Priority.GUESS
         entry.load = BlockLoad(
@@ -457,8 +468,7 @@ class WeightStore:
 
     def _free_slot(self, entry: _Entry) -> None:
         assert entry.slot is not None
-        if self._poison:
-            entry.slot.tensor.fill_(POISON)
+        del self._holders[entry.slot]
         self._pools[entry.home].free(entry.slot)
         entry.slot, entry.views, entry.state, entry.standing = None, {}, _State.ABSENT, None
 
