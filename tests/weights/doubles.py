@@ -168,7 +168,7 @@ def write_pack(
     subject = Subject(checkpoint, layouts, scheme, "Test", published_bytes(bound))
     writer = PackWriter(subject, out, **options)
     tracer = Tracer()
-    queue = TransferQueue(PreadReader(), tracer, threads=3)
+    queue = TransferQueue(PreadReader(), tracer, depth=3)
     try:
         sizes = (writer.slot_bytes, writer.staging_bytes)
         buffers = [Buffers(*map(HostBuffer, sizes)) for _ in range(pairs)]
@@ -190,6 +190,7 @@ def open_store(
     spill: bool = False,
     threads: int = 3,
     verify: Verify = Verify.FIRST,
+    reader: Any = None,
     poison: bool = True,
 ) -> Bench:
     """A store over the checkpoint or pack in `folder`, poisoned unless told otherwise."""
@@ -212,8 +213,8 @@ def open_store(
         name: HostPool(ledger.open(Tier.HOST, name, n), sizes, poison=poison)
         for name, n in limits.items()
     }
-    tracer, reader = Tracer(), FaultyReader()
-    queue = TransferQueue(reader, tracer, threads=threads, chunk_bytes=4096)
+    tracer, reader = Tracer(), reader or FaultyReader()
+    queue = TransferQueue(reader, tracer, depth=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
     spilled = SpillFile(folder, layouts.values()) if spill else None
     store = WeightStore(

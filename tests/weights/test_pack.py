@@ -200,7 +200,7 @@ def test_every_flipped_page_is_found_named_and_harms_no_other(
 
 
 def found_by_verify(pack: Path) -> list:
-    return verify(pack, EngineConfig.resolve(host_memory="64MiB", disk_threads=2)).damages
+    return verify(pack, EngineConfig.resolve(host_memory="64MiB", disk_depth=2)).damages
 
 
 def test_every_damaged_row_is_found_and_no_other_is_refused(

@@ -58,7 +58,7 @@ class Lookup:
         room = round_up(batch * row_span_bytes(table), 4096) + table.sums.file.nbytes
         self.ledger = Ledger({Tier.HOST: room})
         self.pool = HostPool(self.ledger.open(Tier.HOST, "rows", room))
-        self.queue = TransferQueue(PreadReader(), Tracer(), threads=2)
+        self.queue = TransferQueue(PreadReader(), Tracer(), depth=2)
         self.reader = RowReader(self.queue, self.pool)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

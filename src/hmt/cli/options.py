@@ -81,7 +81,9 @@ class EngineOptions:
     disk_reader: Annotated[
         str | None,
         typer.Option(
-            help="direct (past the page cache), buffered, or mmap.", rich_help_panel=_MEMORY
+            help="io_uring or direct (past the page cache), buffered, or mmap; the faster one of "
+            "the first two when left out.",
+            rich_help_panel=_MEMORY,
         ),
     ] = None
     verify_reads: Annotated[

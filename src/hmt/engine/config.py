@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import ConfigError
-from hmt.base.units import MIB, parse_bytes
+from hmt.base.units import parse_bytes
 from hmt.contracts.store import Verify
 from hmt.memory import READERS, available_host_bytes
 from hmt.quant import Scheme, parse_scheme
@@ -28,12 +28,14 @@ class EngineConfig:
     context             positions of KV over all requests; None: the planner's choice
     dtype               of activations; "auto" follows the checkpoint
     executor            "overlapped" reads ahead while it computes, "plain" reads when it needs
-    prefetch_distance   layers read ahead; None: the planner's choice
+    prefetch_distance   layers read ahead; None: learned while it runs, from the planner's choice
     prefill_chunk       prompt tokens per step; None: the planner's choice, by model
     max_batch           requests that run at once
     disk_path           folder on a fast drive for weights that were quantised on load and do not
                         fit in memory, in a file without a name; None: HMT's cache folder
-    disk_reader         "direct" (O_DIRECT), "buffered" or "mmap"
+    disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" or "mmap"; None: of the
+                        first two, the one that was measured to be faster on the model's drive
+    disk_depth          reads of disk_chunk_bytes at a time, and their size; None: as measured
     numa                (CPU node, memory node) to bind to; None: no binding
     threads             that compute; None: torch's setting, up to one per physical core within the
                         affinity mask and the quota of the cgroup
@@ -51,9 +53,9 @@ class EngineConfig:
     prefill_chunk: int | None = None
     max_batch: int = 16
     disk_path: Path | None = None
-    disk_reader: str = "direct"
-    disk_threads: int = 8
-    disk_chunk_bytes: int = 2 * MIB
+    disk_reader: str | None = None
+    disk_depth: int | None = None
+    disk_chunk_bytes: int | None = None
     numa: tuple[int, int] | None = None
     threads: int | None = None
     check_weights: bool = True
@@ -114,7 +116,7 @@ def _check(values: dict[str, Any]) -> None:
         "prefetch_distance": 0,
         "prefill_chunk": 1,
         "max_batch": 1,
-        "disk_threads": 1,
+        "disk_depth": 1,
         "disk_chunk_bytes": 4096,
         "threads": 1,
     }

@@ -9,10 +9,13 @@ import torch
 from hmt.base.errors import Cancelled, EmptyPromptError, HMTError, RequestError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.plan import Tier
 from hmt.contracts.step import Run, Step
 from hmt.engine.config import EngineConfig
 from hmt.engine.executor import Executor, OverlappedExecutor, PlainExecutor
 from hmt.engine.loading import Memory, Prepared
+from hmt.engine.prefetch import PrefetchDistance, ReadAhead, streamed_stages
 from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
@@ -36,7 +39,7 @@ class Core:
             self._executor = PlainExecutor(prepared.model, memory.weights, memory.kv)
         else:
             self._executor = OverlappedExecutor(
-                prepared.model, memory.weights, memory.kv, prepared.plan
+                prepared.model, memory.weights, memory.kv, _read_ahead(prepared, config, memory)
             )
         self._meter = _Meter(memory, tracer)
         self.reset_account()
@@ -128,6 +131,30 @@ class Core:
             return self._executor.run(step)
         finally:
             phase.add(self._meter.lap(time.perf_counter() - begin), len(tokens), len(tokens))
+
+
+def _read_ahead(prepared: Prepared, config: EngineConfig, memory: Memory) -> ReadAhead:
+    """At the distance that the user gave, or one that is learned."""
+    plan, store = prepared.plan, memory.weights
+    stages = streamed_stages(prepared.model, plan)
+    if config.prefetch_distance is not None or not any(stages):
+        return ReadAhead(stages, plan.prefetch_distance)
+    sizes = {block: layout.size for block, layout in prepared.layouts.items()}
+    slots = plan.reserved["slots"]
+    experts = any(block.kind is BlockKind.EXPERT for block in plan.blocks_in(Tier.DISK))
+    distance = PrefetchDistance(
+        read_bytes=[sum(sizes[b].read_bytes for b in blocks) for blocks in stages],
+        slot_bytes=[sum(sizes[b].slot_bytes for b in blocks) for blocks in stages],
+        room_bytes=slots // 2 if experts else slots,  # experts need room as well
+        first=plan.prefetch_distance,
+        rate=prepared.machine.disk_read_rate,
+    )
+
+    def drive() -> tuple[int, float]:
+        counters = store.drive_counters()
+        return counters.read_bytes, counters.busy_s
+
+    return ReadAhead(stages, distance, waited_s=lambda: store.counters.waited_s, drive=drive)
 
 
 class _Meter:

@@ -17,18 +17,20 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.machine import cache_folder, machine_for
+from hmt.engine.machine import cache_folder, machine_for, remembered
 from hmt.engine.source import Source, open_source
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV, page_bytes
 from hmt.memory import (
     Account,
+    DiskRate,
     HostPool,
     Ledger,
     PoolStats,
     TransferQueue,
     open_reader,
     physical_host_bytes,
+    usual_rate,
 )
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
@@ -139,7 +141,7 @@ def allocate(
         weights = WeightStore(
             prepared.layouts,
             plan,
-            transfer_queue(config, tracer),
+            transfer_queue(config, tracer, remembered(prepared.source.path).disk),
             tracer,
             resident=pools["resident"],
             slots=pools["slots"],
@@ -171,18 +173,22 @@ def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, Hos
     }
 
 
-def transfer_queue(config: EngineConfig, tracer: Tracer) -> TransferQueue:
-    """Disk workers, each computing (checks, conversions) on its own thread alone.
+def transfer_queue(
+    config: EngineConfig, tracer: Tracer, measured: DiskRate | None = None
+) -> TransferQueue:
+    """The queue of the drive that was `measured`; what `config` says of it comes first.
 
-    Torch gives every thread that computes a team of OpenMP threads as large as the machine: eight
-    workers on 64 cores would be 512 threads beside those of the step that they are to help.
+    Its threads compute (checks, conversions) alone: torch gives every thread that computes a team
+    of OpenMP threads as large as the machine, and eight of them on 64 cores would be 512 threads
+    beside those of the step that they are to help.
     """
     threads = torch.get_num_threads()
+    disk = measured or usual_rate()
     queue = TransferQueue(
-        open_reader(config.disk_reader),
+        open_reader(config.disk_reader or disk.reader),
         tracer,
-        threads=config.disk_threads,
-        chunk_bytes=config.disk_chunk_bytes,
+        depth=config.disk_depth or disk.depth,
+        chunk_bytes=config.disk_chunk_bytes or disk.block_bytes,
         worker_starts=lambda: torch.set_num_threads(1),
     )
     # The setting is kept per thread and, as the default of new threads, once for all.

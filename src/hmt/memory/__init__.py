@@ -16,24 +16,26 @@ from hmt.memory.limits import (
 )
 from hmt.memory.numa import bind, numa_nodes
 from hmt.memory.probe import (
-    QUICK_BLOCK_BYTES,
-    QUICK_THREADS,
     DiskRate,
+    best_of,
     cache_bytes,
     disk_rate,
     file_to_read,
+    quick_rate,
     ram_read_rate,
     sweep,
+    usable_readers,
+    usual_rate,
 )
-from hmt.memory.readers import READERS, DiskReader, MmapReader, PreadReader, open_reader
+from hmt.memory.reader_kinds import READERS, open_reader
+from hmt.memory.readers import DiskReader, MmapReader, PreadReader
+from hmt.memory.schedule import DiskRead, Ticket
 from hmt.memory.size_classes import size_classes
-from hmt.memory.transfer import DiskRead, Ticket, TransferQueue
+from hmt.memory.transfer import QueueCounters, ReadCounters, TransferQueue
 
 __all__ = [
     "PAGE_BYTES",
     "POISON",
-    "QUICK_BLOCK_BYTES",
-    "QUICK_THREADS",
     "READERS",
     "Account",
     "Bitmap",
@@ -47,9 +49,12 @@ __all__ = [
     "MmapReader",
     "PoolStats",
     "PreadReader",
+    "QueueCounters",
+    "ReadCounters",
     "Ticket",
     "TransferQueue",
     "available_host_bytes",
+    "best_of",
     "bind",
     "cache_bytes",
     "cgroup_limit_bytes",
@@ -59,8 +64,11 @@ __all__ = [
     "open_reader",
     "peak_resident_bytes",
     "physical_host_bytes",
+    "quick_rate",
     "ram_read_rate",
     "resident_bytes",
     "size_classes",
     "sweep",
+    "usable_readers",
+    "usual_rate",
 ]

@@ -25,11 +25,16 @@ _ELEMENT_BYTES = {Encoding.F32: 4, Encoding.F16: 2, Encoding.BF16: 2, Encoding.F
 
 @dataclass(frozen=True, slots=True)
 class AlignedRead:
-    """A 4 KiB-aligned file range and its place in a buffer."""
+    """A 4 KiB-aligned file range and its place in a buffer.
+
+    useful_end     file offset behind the last byte that is needed
+    useful_bytes   of parameters, without padding and what lies between them; None: all of them
+    """
 
     file: FileRange
     at: int
-    useful_end: int  # file offset behind the last byte that is needed
+    useful_end: int
+    useful_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +307,8 @@ def _place_reads(
         begin = round_down(group[0].offset, PAGE_BYTES)
         useful_end = max(part.offset + part.nbytes for part in group)
         nbytes = round_up(useful_end, PAGE_BYTES) - begin
-        reads.append(AlignedRead(FileRange(group[0].path, begin, nbytes), end, useful_end))
+        useful = sum(part.nbytes for part in group)
+        reads.append(AlignedRead(FileRange(group[0].path, begin, nbytes), end, useful_end, useful))
         where |= {part: end + part.offset - begin for part in group}
         end += nbytes
     placed = [

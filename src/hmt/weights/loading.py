@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hmt.base.errors import DamagedPackError, HMTError, NumericsError
+from hmt.base.errors import Cancelled, DamagedPackError, HMTError, NumericsError
 from hmt.base.trace import Tracer
 from hmt.contracts.store import Priority
 from hmt.memory import DiskRead, HostBuffer, Ticket, TransferQueue
@@ -54,6 +54,7 @@ class BlockLoad:
         self._ticket: Ticket | None = None
         self._lock = threading.Lock()
         self._priority = Priority.GUESS
+        self._cancelled = False
 
     def start(self, priority: Priority) -> None:
         """Submit the first reads.  `finished` is called once, on a disk worker."""
@@ -70,6 +71,19 @@ class BlockLoad:
         if ticket is not None:
             self._queue.promote(ticket, priority)
 
+    def cancel_guess(self) -> None:
+        """Drop what has not begun, if nobody has asked for more than a guess.
+
+        `finished` hears of Cancelled: now, on this thread, or when the reads that run have ended.
+        """
+        with self._lock:
+            if self._priority is not Priority.GUESS:
+                return
+            self._cancelled = True
+            ticket = self._ticket
+        if ticket is not None:
+            self._queue.cancel(ticket)
+
     def _submit_next(self) -> None:
         stage = self._stages.pop(0)
         if stage is None:
@@ -83,17 +97,24 @@ class BlockLoad:
             [_disk_read(read, buffer) for read in reads],
             priority,
             lambda error: self._stage_ended(stage, error),
+            # What follows the reads of a block that is known and lies in place is next to nothing.
+            light=stage is None and not self._stages and not self._check,
         )
         with self._lock:
             self._ticket = ticket
-            promoted = self._priority  # perhaps while the ticket was on its way
+            # Perhaps while the ticket was on its way.
+            promoted, cancelled = self._priority, self._cancelled
         self._queue.promote(ticket, promoted)
+        if cancelled:
+            self._queue.cancel(ticket)
 
     def _stage_ended(self, stage: StagedParam | None, error: HMTError | None) -> None:
         try:
             if error is None and stage is not None:
                 self._convert(stage)
             if error is None and self._stages:
+                if self._cancelled:
+                    raise Cancelled(f"the guess that asked for {self._layout.id} is out of date")
                 self._submit_next()
                 return
             if error is None and self._check:
@@ -174,4 +195,5 @@ def _disk_read(read: AlignedRead, buffer: HostBuffer) -> DiskRead:
         read.file.offset,
         buffer.view[read.at : read.at + read.file.nbytes],
         read.useful_end,
+        read.useful_bytes,
     )

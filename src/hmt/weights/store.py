@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hmt.base.errors import BudgetError, HMTError, RequestError
+from hmt.base.errors import BudgetError, Cancelled, HMTError, RequestError
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing, Verify
-from hmt.memory import HostBuffer, HostPool, TransferQueue
+from hmt.memory import HostBuffer, HostPool, QueueCounters, TransferQueue
 from hmt.weights.eviction import LRU, EvictionPolicy
 from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
@@ -107,6 +107,7 @@ class WeightStore:
         self._check = check
         self._verify = verify
         self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
+        self._guess_loads: dict[BlockId, BlockLoad] = {}  # that run, and began on a guess
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
         self._rows = RowReader(queue, rows, verify=verify is not Verify.NEVER)
@@ -152,13 +153,17 @@ class WeightStore:
         """See Weights.  Replaces what was asked for with this priority and has not begun yet.
 
         Blocks begin in the order given, each as soon as a slot can be had without taking one that
-        is leased or awaited.
+        is leased or awaited.  Loads of earlier guesses that are not guessed again are cancelled as
+        far as they have not begun.
         """
         entries = [self._entries[block] for block in blocks]
         backlog = self._backlog[priority]
-        if not backlog and all(entry.standing is not None for entry in entries):
+        idle = not backlog and not self._guess_loads
+        if idle and all(entry.standing is not None for entry in entries):
             return  # without the lock: a mixture of experts at home in memory asks once a layer
         with self._changed:
+            if priority is Priority.GUESS:
+                self._cancel_guesses(kept=blocks)
             backlog.clear()
             for entry in entries:
                 if entry.state is _State.ABSENT:
@@ -263,6 +268,11 @@ class WeightStore:
                 backlog.clear()
             for entry in self._entries.values():
                 entry.awaited = False
+            self._cancel_guesses()
+
+    def drive_counters(self) -> QueueCounters:
+        """What the drive was asked for and gave, since the store was made."""
+        return self._queue.counters()
 
     # BufferOwner: the pool asks while a slot is allocated, with our lock held
 
@@ -349,6 +359,21 @@ class WeightStore:
 
         `force` (somebody waits for this very block) may take the slot of an awaited one.
         """
+        if self._try_to_begin(entry, priority, force):
+            return True
+        # A guess gives up the memory that it would fill for what is sure.
+        made_room = priority is not Priority.GUESS and self._cancel_guesses()
+        return made_room and self._try_to_begin(entry, priority, force)
+
+    def _cancel_guesses(self, kept: Sequence[BlockId] = ()) -> bool:
+        """Drop guesses that have not begun to be read; whether any memory came free at once."""
+        stale = [load for block, load in self._guess_loads.items() if block not in kept]
+        before = len(self._guess_loads)
+        for load in stale:
+            load.cancel_guess()  # ends in _load_finished
+        return len(self._guess_loads) < before
+
+    def _try_to_begin(self, entry: _Entry, priority: Priority, force: bool) -> bool:
         layout = entry.layout
         staging = None
         if layout.staging_bytes:
@@ -373,6 +398,8 @@ class WeightStore:
             check=self._wants_check(entry),
             finished=lambda error: self._load_finished(entry, error),
         )
+        if priority is Priority.GUESS:
+            self._guess_loads[layout.id] = entry.load
         entry.load.start(priority)
         return True
 
@@ -395,6 +422,7 @@ class WeightStore:
             if entry.staging is not None:
                 self._staging.free(entry.staging)
             entry.staging = entry.load = None
+            self._guess_loads.pop(entry.layout.id, None)
             if error is None:
                 entry.state = _State.READY
                 entry.checked = True
@@ -403,8 +431,10 @@ class WeightStore:
                 else:
                     entry.standing = nullcontext(entry.views)
             else:
-                # Nobody waits for a failed prefetch: whoever needs the block will read it again.
-                entry.error = error if entry.waiting else None
+                # Nobody waits for a failed prefetch: whoever needs the block will read it again, as
+                # does somebody who came when its guess had been cancelled.
+                wanted = entry.waiting and not isinstance(error, Cancelled)
+                entry.error = error if wanted else None
                 self._free_slot(entry)
             self._changed.notify_all()
 
