@@ -1,12 +1,16 @@
 // hmt._native: the kernels for Python, which passes addresses and sizes and keeps the memory.
 // Nothing is checked here; hmt.kernels.cpu is the only caller and checks shapes and strides.
-// Every call that computes releases the GIL and counts its time.
+// Every call that computes counts its time, and releases the GIL unless it is over within
+// microseconds.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <vector>
+
 #include "base/clock.h"
 #include "base/dtype.h"
+#include "linear/linear.h"
 
 namespace hmt::binding {
 
@@ -30,6 +34,10 @@ void bind_linear(nb::module_& m);
 void bind_fused(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_experts(nb::module_& m);
+void bind_sublayers(nb::module_& m);
 void bind_disk(nb::module_& m);
+
+// items: Weights, or tuples (Weight, address of the bias, its type).  Borrows the Weights.
+std::vector<Projection> projections_of(nb::tuple items);
 
 }  // namespace hmt::binding

@@ -1,7 +1,5 @@
 #include "linear/linear.h"
 
-#include <vector>
-
 #include "binding/binding.h"
 #include "linear/msd.h"
 
@@ -17,7 +15,8 @@ Weight make_weight(int code, int packing, size_t rows, size_t columns, Address d
           int8_activations};
 }
 
-// projections: a tuple of Weight, or of (Weight, address of the bias, its type)
+}  // namespace
+
 std::vector<Projection> projections_of(nb::tuple items) {
   std::vector<Projection> projections;
   projections.reserve(nb::len(items));
@@ -33,8 +32,6 @@ std::vector<Projection> projections_of(nb::tuple items) {
   }
   return projections;
 }
-
-}  // namespace
 
 void bind_linear(nb::module_& m) {
   nb::class_<Weight>(m, "Weight", "A weight as csrc/linear/weight.h describes it; borrows memory.")

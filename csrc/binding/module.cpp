@@ -9,5 +9,6 @@ NB_MODULE(_native, m) {
   hmt::binding::bind_fused(m);
   hmt::binding::bind_attention(m);
   hmt::binding::bind_experts(m);
+  hmt::binding::bind_sublayers(m);
   hmt::binding::bind_disk(m);
 }

@@ -27,4 +27,12 @@ void rms_norm_quantize(const Norm& norm, const NormCodes& codes, size_t threads)
   });
 }
 
+void add(DType type, size_t count, const void* x, void* sum, size_t threads) {
+  const NormKernels& kernels = active(norm_kernels_tables());
+  share(count, kGrainNumbers, threads, [&](size_t begin, size_t end) {
+    const size_t at = begin * bytes_of(type);
+    kernels.add(type, end - begin, static_cast<const char*>(x) + at, static_cast<char*>(sum) + at);
+  });
+}
+
 }  // namespace hmt

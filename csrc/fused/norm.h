@@ -1,4 +1,5 @@
-// Root mean square norms (arXiv 1910.07467), alone, after an addition, and before a quantisation.
+// Root mean square norms (arXiv 1910.07467), alone, after an addition, and before a quantisation; and
+// the addition that comes without a norm.
 //
 // Sums of squares are added in one order on every instruction set, so that all of them round alike.
 #pragma once
@@ -43,9 +44,13 @@ void rms_norm(const Norm& norm, size_t threads);
 // The same, and the codes of the rounded result.  heads is 1.
 void rms_norm_quantize(const Norm& norm, const NormCodes& codes, size_t threads);
 
+// sum += x, `count` numbers of `type`, each sum rounded to it.
+void add(DType type, size_t count, const void* x, void* sum, size_t threads);
+
 struct NormKernels {
   // Tokens [begin, end).  `wide` is null, or f32 [width]: the last row's rounded result.
   void (*rms_norm)(const Norm& norm, size_t begin, size_t end, float* wide);
+  void (*add)(DType type, size_t count, const void* x, void* sum);
 };
 HMT_TABLES(NormKernels, norm_kernels)
 

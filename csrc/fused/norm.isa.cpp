@@ -90,8 +90,24 @@ void rms_norm(const Norm& norm, size_t begin, size_t end, float* wide) {
   });
 }
 
+template <typename Numbers>
+void add_as(size_t count, const typename Numbers::Type* x, typename Numbers::Type* total) {
+  for (size_t i = 0; i < count; i += 16) {
+    const size_t some = count - i < 16 ? count - i : 16;
+    const F16v value = add(read<Numbers>(total + i, some), read<Numbers>(x + i, some));
+    write<Numbers>(total + i, some, Numbers::round(value));
+  }
+}
+
+void add_numbers(DType type, size_t count, const void* x, void* total) {
+  with_numbers(type, [&](auto numbers) {
+    using Type = typename decltype(numbers)::Type;
+    add_as<decltype(numbers)>(count, static_cast<const Type*>(x), static_cast<Type*>(total));
+  });
+}
+
 }  // namespace
 
-const NormKernels norm_kernels = {rms_norm};
+const NormKernels norm_kernels = {rms_norm, add_numbers};
 
 }  // namespace hmt::HMT_ISA

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "base/thread_pool.h"
-#include "linear/linear.h"
 
 namespace hmt {
 namespace {
@@ -61,17 +60,25 @@ size_t Needs::bytes(const ConstMatrix& x) const {
   return total;
 }
 
+CodeRows code_rows(const ConstMatrix& x, Scratch& scratch) {
+  const size_t stride = padded(x.columns);
+  int8_t* codes = scratch.take<int8_t>(x.rows * stride);
+  float* scales = scratch.take<float>(x.rows);
+  return {codes, stride, scales, scratch.take<int32_t>(x.rows * stride / 16)};
+}
+
+Inputs inputs_of(const ConstMatrix& x, const CodeRows& rows) {
+  return {x.rows,     x.columns,   rows.stride, nullptr, nullptr,
+          rows.codes, rows.scales, rows.sums,   nullptr};
+}
+
 Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads) {
   const size_t stride = padded(x.columns);
   Inputs inputs{x.rows, x.columns, stride, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   if (needs.codes) {
-    int8_t* codes = scratch.take<int8_t>(x.rows * stride);
-    float* scales = scratch.take<float>(x.rows);
-    int32_t* sums = scratch.take<int32_t>(x.rows * stride / 16);
-    quantize_tokens(x, codes, stride, scales, sums, stride / 16, threads);
-    inputs.codes = codes;
-    inputs.scales = scales;
-    inputs.sums = sums;
+    const CodeRows rows = code_rows(x, scratch);
+    quantize_tokens(x, rows.codes, stride, rows.scales, rows.sums, stride / 16, threads);
+    inputs = inputs_of(x, rows);
   }
   if (needs.numbers) {
     if (x.type == DType::kBF16) inputs.bf16 = pad_rows<uint16_t>(x, stride, scratch, threads);

@@ -3,6 +3,7 @@
 
 #include "base/scratch.h"
 #include "linear/kernels.h"
+#include "linear/linear.h"
 
 namespace hmt {
 
@@ -36,6 +37,10 @@ class Needs {
 };
 
 Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads);
+
+// Room for x's codes, for whoever writes them; and the same as the inputs that they will be.
+CodeRows code_rows(const ConstMatrix& x, Scratch& scratch);
+Inputs inputs_of(const ConstMatrix& x, const CodeRows& rows);
 
 // Tokens [begin, begin + tokens), without `arranged`.
 Inputs slice(const Inputs& all, size_t begin, size_t tokens);

@@ -66,20 +66,20 @@ void multiply_range(const Part& part, const Inputs& all, size_t first, size_t en
   }
 }
 
-}  // namespace
-
-void linear(const Projection* projections, size_t count, const ConstMatrix& x, const Matrix& out,
-            size_t threads) {
-  if (x.rows == 0) return;
+Needs needs_of(const Projection* projections, size_t count, const ConstMatrix& x) {
   Needs needs;
   for (size_t i = 0; i < count; ++i) needs.add(*projections[i].weight, x);
-  Scratch scratch(needs.bytes(x));
-  Inputs inputs = prepare(x, needs, scratch, threads);
+  return needs;
+}
+
+void multiply(const Projection* projections, size_t count, const Inputs& inputs, Needs& needs,
+              Scratch& scratch, const Matrix& out, size_t threads) {
   std::vector<Part> parts;
   size_t ranges = 0, column = 0;
   for (size_t i = 0; i < count; ++i) {
     const Weight& weight = *projections[i].weight;
-    Part part{projections + i, nullptr, 0, rows_per_range(weight, x.rows, threads), ranges, column};
+    const size_t rows = rows_per_range(weight, inputs.tokens, threads);
+    Part part{projections + i, nullptr, 0, rows, ranges, column};
     part.arranged = needs.arranged(i, weight, inputs, part.arranged_bytes, scratch, threads);
     ranges += (weight.rows + part.rows_per_range - 1) / part.rows_per_range;
     column += weight.rows;
@@ -95,6 +95,28 @@ void linear(const Projection* projections, size_t count, const ConstMatrix& x, c
       multiply_range(part, inputs, first, last, out);
     }
   });
+}
+
+}  // namespace
+
+void linear(const Projection* projections, size_t count, const ConstMatrix& x, const Matrix& out,
+            size_t threads) {
+  if (x.rows == 0) return;
+  Needs needs = needs_of(projections, count, x);
+  Scratch scratch(needs.bytes(x));
+  const Inputs inputs = prepare(x, needs, scratch, threads);
+  multiply(projections, count, inputs, needs, scratch, out, threads);
+}
+
+void linear_of_codes(const Projection* projections, size_t count, const ConstMatrix& x,
+                     const Matrix& out, const std::function<void(const CodeRows&)>& write,
+                     size_t threads) {
+  if (x.rows == 0) return;
+  Needs needs = needs_of(projections, count, x);
+  Scratch scratch(needs.bytes(x));
+  const CodeRows rows = code_rows(x, scratch);
+  write(rows);
+  multiply(projections, count, inputs_of(x, rows), needs, scratch, out, threads);
 }
 
 void dequantize(const Weight& weight, size_t first, const Matrix& out, size_t threads) {

@@ -4,6 +4,8 @@
 // activations may differ in their last bits between few and many tokens.)
 #pragma once
 
+#include <functional>
+
 #include "base/dtype.h"
 #include "linear/weight.h"
 
@@ -26,6 +28,20 @@ struct Projection {
 // result is the same to the bit on every instruction set.
 void linear(const Projection* projections, size_t count, const ConstMatrix& x, const Matrix& out,
             size_t threads);
+
+// Tokens rounded to int8, as quantize_tokens makes them.
+struct CodeRows {
+  int8_t* codes;  // [tokens, stride]
+  size_t stride;
+  float* scales;  // [tokens]
+  int32_t* sums;  // [tokens, stride / 16]
+};
+
+// `linear` of weights that all take int8 activations, where `write` fills in the codes; x only says
+// how many tokens and columns there are.
+void linear_of_codes(const Projection* projections, size_t count, const ConstMatrix& x,
+                     const Matrix& out, const std::function<void(const CodeRows&)>& write,
+                     size_t threads);
 
 // Rows [first, first + out.rows) as numbers, each computed in f32 and rounded once.
 void dequantize(const Weight& weight, size_t first, const Matrix& out, size_t threads);

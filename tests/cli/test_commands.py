@@ -24,6 +24,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "prefill_chunk": 32,
         "disk_path": tmp_path,
         "disk_reader": "mmap",
+        "verify_reads": "always",
         "threads": 1,
         "numa": "0",
     }

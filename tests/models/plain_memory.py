@@ -70,6 +70,12 @@ class ResidentWeights:
         starts = range(0, len(blocks), 3)
         yield ([(block, self.blocks[block]) for block in blocks[n : n + 3]] for n in starts)
 
+    def standing(self, blocks: Sequence[BlockId]) -> None:
+        return None
+
+    def count(self, nbytes: int) -> None:
+        raise AssertionError("nothing is standing")
+
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requested.append((tuple(blocks), priority))
 
@@ -111,6 +117,14 @@ class PlainKV:
             options = {"start": run.start, "scale": scale, "window": window, "softcap": softcap}
             parts.append(ops.attention_output(query[run.tokens], key, value, **options))
         return torch.cat(parts)
+
+    def append_attend(
+        self, layer: int, step: Step, heads: torch.Tensor, **options: float
+    ) -> torch.Tensor:
+        kept = self.layers[layer].heads
+        query, key, value = heads.split((heads.shape[1] - 2 * kept, kept, kept), dim=1)
+        self.append(layer, step, key, value)
+        return self.attend(layer, step, query, **options).flatten(1)
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]

@@ -13,12 +13,14 @@ from rich.table import Table
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate
+from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
 
 _TABLE_WIDTH = 96
 
 app = typer.Typer(help="Measure what HMT makes of this machine.", no_args_is_help=True)
+app.command("bigger-than-ram")(bigger_than_ram)
 
 
 @app.command("decode")
@@ -52,7 +54,7 @@ def decode(
             progress=status.update,
         )
     _print(content)
-    _write(content, json)
+    write_json(content, json)
 
 
 @app.command("peer")
@@ -88,7 +90,7 @@ def peer(
             progress=status.update,
         )
     _print_peer(content)
-    _write(content, json)
+    write_json(content, json)
 
 
 @app.command("kernels")
@@ -126,7 +128,7 @@ def kernels(
             **wanted,
         )
     _print_kernels(content)
-    _write(content, json)
+    write_json(content, json)
 
 
 def _pairs(option: str, text: str) -> list[tuple[int, int]]:
@@ -168,7 +170,8 @@ def _checkpoint(model: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def _write(content: dict[str, Any], file: Path | None) -> None:
+def write_json(content: dict[str, Any], file: Path | None) -> None:
+    """Write a benchmark's results, where a file was asked for."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json_format.dumps(content, indent=1) + "\n")

@@ -3,7 +3,8 @@
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -28,8 +29,24 @@ class Presence(enum.Enum):
     MISS = "miss"  # only on disk
 
 
+class Verify(enum.StrEnum):
+    """When the checksum of a pack's block is compared with what was read."""
+
+    FIRST = "first"  # when the block is first read
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 # Blocks that are leased together, each with its parameters by local name.
 LeasedGroup = list[tuple[BlockId, Mapping[str, WeightTensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A block that does not move: its parameters by local name, and its size."""
+
+    params: Mapping[str, WeightTensor]
+    nbytes: int
 
 
 class Weights(Protocol):
@@ -54,6 +71,17 @@ class Weights(Protocol):
         are never empty; how large they are depends on what is read already, so no result may
         depend on it.  Raises DiskReadError when a block cannot be read.
         """
+        ...
+
+    def standing(self, blocks: Sequence[BlockId]) -> Sequence[Standing] | None:
+        """All of `blocks`, if they are in memory and stay there unmoved until the store is closed.
+
+        None where one of them may move.  Not counted as leases: see `count`.
+        """
+        ...
+
+    def count(self, nbytes: int) -> None:
+        """Say that a step has read so many bytes of standing blocks."""
         ...
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
@@ -93,6 +121,33 @@ class KVCache(Protocol):
         The layer's window applies.  sinks: f32 [q_heads], contiguous; one more score for each row
         of a head, which has no value.  Returns [tokens, q_heads, value_dim] in the query's dtype.
         """
+        ...
+
+    def append_attend(
+        self,
+        layer: int,
+        step: Step,
+        heads: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`append` and `attend` of a step's queries, keys and values; not for LATENT layers.
+
+        heads [tokens, q_heads + 2 * kv_heads, dim], so ordered.  Returns [tokens, q_heads * dim].
+        """
+        ...
+
+    def kernel_pages(self, layer: int) -> tuple[Any, int, int] | None:
+        """A layer's pages (`ops.Pages`), its place among them, and its window.
+
+        None where they do not all lie in memory.  Valid as long as the cache.
+        """
+        ...
+
+    def kernel_runs(self, step: Step) -> Any:
+        """The step's runs (`ops.PagedRuns`), for kernels that work on `kernel_pages`."""
         ...
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:

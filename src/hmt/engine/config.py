@@ -8,6 +8,7 @@ from typing import Any
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes
+from hmt.contracts.store import Verify
 from hmt.memory import READERS, available_host_bytes
 from hmt.quant import Scheme, parse_scheme
 
@@ -21,7 +22,8 @@ _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbou
 class EngineConfig:
     """Everything an engine is told, checked.  `resolve` makes one.
 
-    quantization        how linear weights are stored in memory: see hmt.quant.parse_scheme
+    quantization        how linear weights are stored in memory: see hmt.quant.parse_scheme; None:
+                        as the checkpoint or the pack has them
     host_memory_bytes   budget for weights, KV, activations and buffers; not for the Python process
     context             positions of KV over all requests; None: the planner's choice
     dtype               of activations; "auto" follows the checkpoint
@@ -37,10 +39,12 @@ class EngineConfig:
     numa                (CPU node, memory node) to bind to; None: no binding
     threads             that compute; None: torch's setting, up to one per physical core within the
                         affinity mask and the quota of the cgroup
-    check_weights       look for NaN when a block is first read
+    check_weights       look for NaN when a block is first read (not of a pack, which holds none)
+    verify_reads        compare the checksum of a pack's block when it is "first" read, "always", or
+                        "never"; rows of an embedding on disk are compared unless "never"
     """
 
-    quantization: Scheme
+    quantization: Scheme | None
     host_memory_bytes: int
     context: int | None = None
     dtype: str = "auto"
@@ -55,6 +59,7 @@ class EngineConfig:
     numa: tuple[int, int] | None = None
     threads: int | None = None
     check_weights: bool = True
+    verify_reads: Verify = Verify.FIRST
 
     @staticmethod
     def resolve(**options: Any) -> "EngineConfig":
@@ -72,7 +77,8 @@ class EngineConfig:
                 )
                 raise ConfigError(f"unknown option {name!r}; {hint}")
         values = {name: value for name, value in options.items() if value is not None}
-        values["quantization"] = parse_scheme(values.get("quantization", "none"))
+        scheme = values.get("quantization")
+        values["quantization"] = None if scheme is None else parse_scheme(scheme)
         budget = values.pop("host_memory", None)
         values["host_memory_bytes"] = (
             int(available_host_bytes() * _SHARE_OF_AVAILABLE)
@@ -86,6 +92,7 @@ class EngineConfig:
         if "disk_path" in values:
             values["disk_path"] = _writable_folder(values["disk_path"])
         _check(values)
+        values["verify_reads"] = Verify(values.get("verify_reads", Verify.FIRST))
         return EngineConfig(**values)
 
 
@@ -95,7 +102,12 @@ def _spoken(field: str) -> str:
 
 
 def _check(values: dict[str, Any]) -> None:
-    choices = {"dtype": DTYPES, "executor": EXECUTORS, "disk_reader": READERS}
+    choices = {
+        "dtype": DTYPES,
+        "executor": EXECUTORS,
+        "disk_reader": READERS,
+        "verify_reads": tuple(Verify),
+    }
     for name, allowed in choices.items():
         if values.get(name, allowed[0]) not in allowed:
             raise ConfigError(f"{name}={values[name]!r}; choose one of {', '.join(allowed)}")

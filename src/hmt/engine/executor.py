@@ -44,6 +44,12 @@ class _OnDemand:
     ) -> AbstractContextManager[Iterator[LeasedGroup]]:
         return self._weights.lease_each(blocks)
 
+    def standing(self, blocks: Sequence[BlockId]) -> None:
+        return None
+
+    def count(self, nbytes: int) -> None:
+        pass
+
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         pass
 
@@ -74,7 +80,8 @@ class OverlappedExecutor:
     """Requests the dense blocks of the next layers while it computes the current one.
 
     How many layers, `ahead` says; the order wraps around, so while the head computes, the first
-    layers of the next token are on their way.
+    layers of the next token are on their way.  Where nothing has to be read, all layers are
+    computed together if the model can.
     """
 
     def __init__(self, model: Model, weights: Weights, kv: KVCache, ahead: ReadAhead) -> None:
@@ -82,6 +89,7 @@ class OverlappedExecutor:
         self._weights = weights
         self._kv = kv
         self._ahead = ahead
+        self._together = model.resident_layers(range(model.spec.layers), weights, kv)
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
@@ -90,14 +98,17 @@ class OverlappedExecutor:
         ahead.step_begins(len(step.token_ids))
         self._request(0)
         hidden = self._model.embed(step, self._weights)
-        for index in range(layers):
-            self._request(index)
-            hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
-            ahead.stage_ends(index)
-        logits = torch.empty(0, self._model.spec.vocab_size)
-        if len(step.logit_rows):
+        if self._together is None or not self._together(hidden, step):
+            for index in range(layers):
+                self._request(index)
+                hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
+                ahead.stage_ends(index)
+        logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
+        if rows:
             self._request(layers)
-            logits = self._model.head(hidden[step.logit_rows], self._weights)
+            # Rows ascend and differ: as many as there are tokens are all of them.
+            wanted = hidden if rows == len(hidden) else hidden[step.logit_rows]
+            logits = self._model.head(wanted, self._weights)
         ahead.stage_ends(layers)
         ahead.step_ends()
         return logits

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from hmt.contracts.plan import Machine
+from hmt.memory import PoolStats
 
 _WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
 
@@ -107,6 +108,7 @@ class RunSummary:
     used_bytes        by purpose, of the budget
     resident_bytes, streamed_bytes   weights by home, in memory form
     peak_rss_bytes    largest resident size of the process, as the kernel counted it
+    pools             how full and how fragmented the pools of host memory are now
     """
 
     prompt: Phase
@@ -118,6 +120,7 @@ class RunSummary:
     resident_bytes: int
     streamed_bytes: int
     peak_rss_bytes: int
+    pools: tuple[PoolStats, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -4,6 +4,7 @@ Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each ope
 described.  `hmt.kernels.cpu.linear` says where the compiled kernels round differently.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -14,12 +15,17 @@ from torch import Tensor
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.cpu import attention as cpu_attention
-from hmt.kernels.cpu import elementwise, extension, routing, sampling
+from hmt.kernels.cpu import elementwise, extension, routing, sampling, sublayers
 from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
+from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
+from hmt.kernels.cpu.stack import stack as make_stack
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
+    AttentionInputs,
     Expert,
+    FeedForward,
+    NormOptions,
     Survey,
     attention,
     attention_output,
@@ -36,28 +42,40 @@ from hmt.kernels.reference.pages import (
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "AttentionInputs",
     "Expert",
+    "FeedForward",
+    "NormOptions",
     "PageEncoding",
     "PageLayout",
     "PagedRun",
     "PagedRuns",
     "Pages",
+    "Stack",
+    "StackAttention",
+    "StackExperts",
+    "StackFFN",
+    "StackLayer",
     "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "append_attend_pages",
     "append_pages",
     "attention",
+    "attention_inputs",
     "attention_output",
     "biased_sigmoid_topk",
     "dequantize",
     "draw",
     "experts",
+    "feed_forward",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",
     "kernel_seconds",
     "largest",
     "linear",
+    "linear_into",
     "linear_many",
     "merge_attention",
     "paged_attention",
@@ -70,6 +88,7 @@ __all__ = [
     "rope",
     "rope_inplace",
     "softmax_topk",
+    "stack",
     "survey",
 ]
 
@@ -80,6 +99,13 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     if native is None:
         return reference.linear(x, w, bias)
     return cpu_linear.linear(native, x, w, bias)
+
+
+def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
+    """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor."""
+    native = _native_for(x)
+    if native is None or not cpu_linear.linear_into(native, out, x, w):
+        out.copy_(linear(x, w))
 
 
 def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
@@ -268,6 +294,47 @@ def paged_attention_output(
     return cpu_attention.paged_attention(native, pages, layer, runs, query, **options)
 
 
+def append_attend_pages(
+    pages: Pages, layer: int, runs: PagedRuns, heads: Tensor, **options: Any
+) -> Tensor:
+    """See `reference.append_attend_pages`: [tokens, q_heads * dim]."""
+    native = _native_for(heads)
+    if native is not None and heads.dtype in cpu_attention.DTYPES and heads.is_contiguous():
+        return cpu_attention.append_attend_pages(native, pages, layer, runs, heads, **options)
+    return reference.append_attend_pages(pages, layer, runs, heads, _THIS, **options)
+
+
+def attention_inputs(
+    hidden: Tensor,
+    params: Mapping[str, WeightTensor],
+    layer: AttentionInputs,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """See `reference.attention_inputs`: [tokens, heads + 2 * kv_heads, head_dim]."""
+    native = _native_for(hidden)
+    if native is not None:
+        heads = sublayers.attention_inputs(native, hidden, params, layer, cos, sin)
+        if heads is not None:
+            return heads
+    return reference.attention_inputs(hidden, params, layer, cos, sin, _THIS)
+
+
+def feed_forward(
+    hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
+) -> None:
+    """See `reference.feed_forward`: changes hidden [tokens, width]."""
+    native = _native_for(hidden)
+    if native is None or not sublayers.feed_forward(native, hidden, x, params, layer):
+        reference.feed_forward(hidden, x, params, layer, _THIS)
+
+
+def stack(layers: Sequence[StackLayer]) -> Stack | None:
+    """Layers computed in one call; None where there is no kernel for that."""
+    native = extension.load()
+    return None if native is None else make_stack(native, layers)
+
+
 def softmax_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """See `reference.softmax_topk`: experts and scales [tokens, k]."""
     native = _native_for(logits)
@@ -336,6 +403,9 @@ def largest(scores: Tensor, count: int) -> Tensor:
     if native is None:
         return reference.largest(scores, count)
     return sampling.largest(native, scores, count)
+
+
+_THIS: Any = sys.modules[__name__]  # what chains of operations are made of
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:

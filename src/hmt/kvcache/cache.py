@@ -113,6 +113,38 @@ class PagedKV:
             sinks=sinks,
         )
 
+    def append_attend(
+        self,
+        layer: int,
+        step: Step,
+        heads: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See KVCache."""
+        kept = self._layers[layer]
+        return ops.append_attend_pages(
+            kept.pages,
+            kept.slot,
+            self._runs_of(step),
+            heads,
+            scale=scale,
+            window=kept.window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+    def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int]:
+        """See KVCache."""
+        kept = self._layers[layer]
+        return kept.pages, kept.slot, kept.window
+
+    def kernel_runs(self, step: Step) -> ops.PagedRuns:
+        """See KVCache."""
+        return self._runs_of(step)
+
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         kept = self._layers[layer]

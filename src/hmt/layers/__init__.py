@@ -1,7 +1,7 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
-from hmt.layers.ffn import GatedFFN
+from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
@@ -14,18 +14,23 @@ from hmt.layers.moe import (
 )
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary, yarn_mscale
+from hmt.layers.stack import Experts, ResidentLayers, UsualLayer
 
 __all__ = [
     "Attention",
     "BiasedSigmoidRouter",
+    "Experts",
     "GatedFFN",
     "GroupedSoftmaxRouter",
     "LatentAttention",
     "Params",
     "RMSNorm",
+    "ResidentLayers",
+    "ResidualFFN",
     "Rotary",
     "Routing",
     "SoftmaxRouter",
+    "UsualLayer",
     "linear_params",
     "project",
     "request_experts",

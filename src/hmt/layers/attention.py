@@ -1,6 +1,6 @@
 """Attention with grouped queries."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
-from hmt.layers.linear import Params, linear_params, project, project_many
+from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
 
@@ -18,10 +18,12 @@ from hmt.layers.rope import Rotary
 class Attention:
     """Grouped-query attention with rotary positions (arXiv 2305.13245, 2104.09864).
 
+    norm         of hidden states, before they are projected
     scale        what query . key is multiplied with
     window       a position sees this many positions, itself included; 0 means all before it
     softcap      bound of the scores; 0 for none
     head_norm    norm of each head of queries and keys, before they are rotated
+    inputs       what kernels need to know of all this
     """
 
     hidden_size: int
@@ -29,12 +31,21 @@ class Attention:
     kv_heads: int
     head_dim: int
     rotary: Rotary
+    norm: RMSNorm
     scale: float
     window: int = 0
     softcap: float = 0.0
     bias: bool = False  # of the query, key and value projections
     output_bias: bool = False
     head_norm: RMSNorm | None = None
+    inputs: ops.AttentionInputs = field(init=False)
+
+    def __post_init__(self) -> None:
+        head_norm = None if self.head_norm is None else self.head_norm.options
+        inputs = ops.AttentionInputs(
+            self.heads, self.kv_heads, self.head_dim, self.norm.options, head_norm
+        )
+        object.__setattr__(self, "inputs", inputs)
 
     @property
     def kv(self) -> KVLayer:
@@ -48,7 +59,7 @@ class Attention:
         return 2 * self.hidden_size + 3 * (self.heads + self.kv_heads) * self.head_dim
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
-        """Parameters, called `at` + q_proj and so on in the checkpoint."""
+        """Parameters but for the norm, called `at` + q_proj and so on in the checkpoint."""
         hidden = self.hidden_size
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (
@@ -68,15 +79,14 @@ class Attention:
             self.head_norm.param("k_norm", f"{at}k_norm.weight"),
         )
 
-    def __call__(self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache) -> Tensor:
-        """x [tokens, hidden_size] to [tokens, hidden_size].  Appends to `kv`."""
-        heads = project_many(x, params, ("q_proj", "k_proj", "v_proj"))
-        heads = heads.view(x.shape[0], -1, self.head_dim)
-        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if self.head_norm is not None:
-            self.head_norm.in_place(query, params["q_norm"])
-            self.head_norm.in_place(key, params["k_norm"])
-        ops.rope_inplace(query, key, *self.rotary.cos_sin(step))
-        kv.append(layer, step, key, value)
-        out = kv.attend(layer, step, query, scale=self.scale, softcap=self.softcap)
-        return project(out.flatten(1), params, "o_proj")
+    def __call__(
+        self, hidden: Tensor, layer: int, step: Step, params: Params, kv: KVCache
+    ) -> Tensor:
+        """Attention to the norm of hidden [tokens, hidden_size], same shape.  Appends to `kv`.
+
+        The norm's weight is `norm` of `params`.
+        """
+        cos, sin = self.rotary.cos_sin(step)
+        heads = ops.attention_inputs(hidden, params, self.inputs, cos, sin)
+        out = kv.append_attend(layer, step, heads, scale=self.scale, softcap=self.softcap)
+        return project(out, params, "o_proj")

@@ -1,12 +1,13 @@
 """The gated feed-forward network, dense, shared, or one expert."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project, project_many
+from hmt.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,36 @@ class GatedFFN:
         names = (f"{self.prefix}gate_proj", f"{self.prefix}up_proj")
         hidden = ops.gated_pair(project_many(x, params, names), self.activation)
         return project(hidden, params, f"{self.prefix}down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualFFN:
+    """A dense layer's second half: a norm, the network, and their result added to what came in.
+
+    post_norm   the network's result is normed too, before it is added (Gemma)
+    layer       what kernels need to know of all this
+    """
+
+    ffn: GatedFFN
+    norm: RMSNorm
+    post_norm: bool = False
+    layer: ops.FeedForward = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert not self.ffn.prefix
+        norm = self.norm.options
+        layer = ops.FeedForward(self.ffn.activation, norm, norm if self.post_norm else None)
+        object.__setattr__(self, "layer", layer)
+
+    @property
+    def activation_width(self) -> int:
+        """Numbers alive per token: those of the network, and what is added."""
+        return self.ffn.hidden_size + self.ffn.activation_width
+
+    def __call__(self, hidden: Tensor, x: Tensor, params: Params) -> Tensor:
+        """hidden += x; hidden += ffn(norm(hidden)).  Both [tokens, hidden_size]; hidden changes.
+
+        Weights of the norms are `norm` and `post_norm` of `params`.  Returns hidden.
+        """
+        ops.feed_forward(hidden, x, params, self.layer)
+        return hidden

@@ -20,6 +20,11 @@ class RMSNorm:
     eps: float
     offset: float = 0.0
 
+    @property
+    def options(self) -> ops.NormOptions:
+        """What kernels need to know."""
+        return ops.NormOptions(self.eps, self.offset)
+
     def param(self, name: str, source: str) -> ParamSpec:
         """The weight, called `name` in its block and `source` in the checkpoint."""
         return ParamSpec(name, (self.width,), (source,), Role.VECTOR)
@@ -28,6 +33,6 @@ class RMSNorm:
         """x [..., width] normalised, in x.dtype."""
         return ops.rms_norm(x, weight.data, self.eps, offset=self.offset)
 
-    def in_place(self, x: Tensor, weight: WeightTensor) -> None:
-        """The same for heads [tokens, heads, width]; x itself changes."""
-        ops.rms_norm_inplace(x, weight.data, self.eps, offset=self.offset)
+    def add(self, residual: Tensor, x: Tensor, weight: WeightTensor) -> Tensor:
+        """residual += x, in place; the norm of the sum [..., width]."""
+        return ops.add_rms_norm(residual, x, weight.data, self.eps, offset=self.offset)

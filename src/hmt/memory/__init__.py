@@ -3,7 +3,9 @@
 Nothing here knows what a tensor means.
 """
 
-from hmt.memory.host_pool import PAGE_BYTES, HostBuffer, HostPool
+from hmt.memory.arena import PAGE_BYTES, POISON, HostBuffer
+from hmt.memory.bitmap import Bitmap
+from hmt.memory.host_pool import BufferOwner, HostPool, PoolStats
 from hmt.memory.ledger import Account, Ledger
 from hmt.memory.limits import (
     available_host_bytes,
@@ -28,12 +30,16 @@ from hmt.memory.probe import (
 from hmt.memory.reader_kinds import READERS, open_reader
 from hmt.memory.readers import DiskReader, MmapReader, PreadReader
 from hmt.memory.schedule import DiskRead, Ticket
+from hmt.memory.size_classes import size_classes
 from hmt.memory.transfer import QueueCounters, ReadCounters, TransferQueue
 
 __all__ = [
     "PAGE_BYTES",
+    "POISON",
     "READERS",
     "Account",
+    "Bitmap",
+    "BufferOwner",
     "DiskRate",
     "DiskRead",
     "DiskReader",
@@ -41,6 +47,7 @@ __all__ = [
     "HostPool",
     "Ledger",
     "MmapReader",
+    "PoolStats",
     "PreadReader",
     "QueueCounters",
     "ReadCounters",
@@ -60,6 +67,7 @@ __all__ = [
     "quick_rate",
     "ram_read_rate",
     "resident_bytes",
+    "size_classes",
     "sweep",
     "usable_readers",
     "usual_rate",

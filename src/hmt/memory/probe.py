@@ -14,7 +14,7 @@ import torch
 from hmt.base.trace import Tracer
 from hmt.base.units import KIB, MIB, round_down
 from hmt.memory import uring
-from hmt.memory.host_pool import PAGE_BYTES, HostBuffer
+from hmt.memory.arena import PAGE_BYTES, HostBuffer
 from hmt.memory.reader_kinds import open_reader
 from hmt.memory.schedule import DiskRead
 from hmt.memory.transfer import TransferQueue

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from hmt.base.errors import CheckpointError
-from hmt.layers import Attention, GatedFFN, RMSNorm, Rotary
+from hmt.layers import Attention, GatedFFN, ResidualFFN, RMSNorm, Rotary
 
 Config = Any  # a configuration object of transformers; its fields differ by family
 
@@ -138,6 +138,7 @@ def attention(config: Config, turned_by: Rotary, **differences: Any) -> Attentio
         "kv_heads": config.num_key_value_heads,
         "head_dim": dim,
         "rotary": turned_by,
+        "norm": norm(config),
         "scale": dim**-0.5,
     }
     return Attention(**(fields | differences))
@@ -147,6 +148,11 @@ def gated_ffn(config: Config, width: int | None = None, **differences: Any) -> G
     """A gated feed-forward network, `intermediate_size` wide unless told otherwise."""
     width = width or config.intermediate_size
     return GatedFFN(config.hidden_size, width, activation(config), **differences)
+
+
+def residual_ffn(config: Config, **differences: Any) -> ResidualFFN:
+    """The second half of a dense layer; `differences` are fields of GatedFFN."""
+    return ResidualFFN(gated_ffn(config, **differences), norm(config))
 
 
 def _first_line(error: Exception) -> str:

@@ -10,9 +10,9 @@ from hmt.base.units import MIB, round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import KVLayer, ModelSpec
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Weights
+from hmt.contracts.store import KVCache, Standing, Weights
 from hmt.kernels import ops
-from hmt.layers import RMSNorm
+from hmt.layers import ResidentLayers, RMSNorm, UsualLayer
 from hmt.models.config import Config
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -78,22 +78,48 @@ class Decoder(ABC):
     ) -> Tensor:
         """See Model."""
 
+    def usual_layer(self, index: int) -> UsualLayer | None:
+        """What `layer` computes, for kernels that take many layers at once; None if unusual."""
+        return None
+
+    def resident_layers(
+        self, layers: range, weights: Weights, kv: KVCache
+    ) -> ResidentLayers | None:
+        """See Model."""
+        usual = [layer for layer in map(self.usual_layer, layers) if layer is not None]
+        if len(usual) < len(layers):
+            return None
+        return ResidentLayers.build(layers[0], usual, weights, kv)
+
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """See Model."""
         return weights.rows(_EMBEDDING, "weight", step.token_ids).to(self.dtype)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
-        logits = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=torch.float32)
+        standing = weights.standing(self._head_chunks)
+        if standing is not None:
+            return self._resident_head(hidden, standing, weights)
+        logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
         first = 0
         for chunk in self._head_chunks:
             with weights.lease(chunk) as params:
                 if chunk.index == 0:
                     hidden = self._norm(hidden, params["norm"])
                 rows = params["weight"].shape[0]
-                logits[:, first : first + rows] = ops.linear(hidden, params["weight"])
+                ops.linear_into(logits[:, first : first + rows], hidden, params["weight"])
             first += rows
-        return logits
+        return logits.float()
+
+    def _resident_head(
+        self, hidden: Tensor, chunks: Sequence[Standing], weights: Weights
+    ) -> Tensor:
+        """All chunks in one call, with the same results."""
+        names = tuple(f"weight{number}" for number in range(len(chunks)))
+        params = {name: chunk.params["weight"] for name, chunk in zip(names, chunks, strict=True)}
+        hidden = self._norm(hidden, chunks[0].params["norm"])
+        weights.count(sum(chunk.nbytes for chunk in chunks))
+        return ops.linear_many(hidden, params, names).float()
 
     def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
         """See Model."""

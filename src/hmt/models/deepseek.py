@@ -16,7 +16,15 @@ from hmt.layers import (
     routed_experts,
     yarn_mscale,
 )
-from hmt.models.config import Config, check_experts, gated_ffn, norm, require, rotary
+from hmt.models.config import (
+    Config,
+    check_experts,
+    gated_ffn,
+    norm,
+    require,
+    residual_ffn,
+    rotary,
+)
 from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
 
 
@@ -50,7 +58,7 @@ class DeepSeek(Decoder):
             interleaved=interleaved,
             bias=config.attention_bias,
         )
-        self.ffn = gated_ffn(config, bias=mlp_bias)
+        self.ffn = residual_ffn(config, bias=mlp_bias)
         self.router = router
         self.shared = gated_ffn(
             config,
@@ -81,7 +89,7 @@ class DeepSeek(Decoder):
         )
         norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if index < self.dense_layers:
-            yield ffn_block(index, norm, *self.ffn.params(f"{at}mlp."))
+            yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}mlp."))
             return
         yield router_block(
             index,
@@ -97,14 +105,12 @@ class DeepSeek(Decoder):
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.norm(hidden, params["norm"])
-            hidden = hidden + self.attention(x, index, step, params, kv)
+            x = self.attention(self.norm(hidden, params["norm"]), index, step, params, kv)
         if index < self.dense_layers:
             with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-                x = self.norm(hidden, params["norm"])
-                return hidden + self.ffn(x, params)
+                return self.ffn(hidden, x, params)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x = self.norm(hidden, params["norm"])
+            x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)
             request_experts(routing, index, weights)  # on their way while the shared ones compute
             shared = self.shared(x, params)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import GatedFFN, RMSNorm
+from hmt.layers import GatedFFN, ResidualFFN, RMSNorm, UsualLayer
 from hmt.models.config import Config, activation, attention, head_dim, require, rotary, windows
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
@@ -31,6 +31,7 @@ class Gemma3(Decoder):
                 turned_by[kind],
                 window=window,
                 scale=config.query_pre_attn_scalar**-0.5,
+                norm=self.norm,
                 softcap=config.attn_logit_softcapping or 0.0,
                 bias=config.attention_bias,
                 output_bias=config.attention_bias,
@@ -38,11 +39,10 @@ class Gemma3(Decoder):
             )
             for kind, window in layers
         ]
-        self.ffn = GatedFFN(
-            config.hidden_size,
-            config.intermediate_size,
-            activation(config, "hidden_activation"),
+        gated = GatedFFN(
+            config.hidden_size, config.intermediate_size, activation(config, "hidden_activation")
         )
+        self.ffn = ResidualFFN(gated, self.norm, post_norm=True)
         # Rounded to the dtype of activations: in bf16, sqrt(3840) is 62.0, as it was in training.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype)
         self.logit_softcap = config.final_logit_softcapping
@@ -66,7 +66,7 @@ class Gemma3(Decoder):
         yield ffn_block(
             index,
             self.norm.param("norm", f"{at}pre_feedforward_layernorm.weight"),
-            *self.ffn.params(f"{at}mlp."),
+            *self.ffn.ffn.params(f"{at}mlp."),
             self.norm.param("post_norm", f"{at}post_feedforward_layernorm.weight"),
         )
 
@@ -74,18 +74,19 @@ class Gemma3(Decoder):
         """See Model."""
         return super().embed(step, weights) * self.embedding_scale
 
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        return UsualLayer(self.attention[index], self.ffn, post_norm=self.norm)
+
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.norm(hidden, params["norm"])
-            x = self.attention[index](x, index, step, params, kv)
-            hidden = hidden + self.norm(x, params["post_norm"])
+            x = self.attention[index](hidden, index, step, params, kv)
+            x = self.norm(x, params["post_norm"])
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-            x = self.norm(hidden, params["norm"])
-            x = self.ffn(x, params)
-            return hidden + self.norm(x, params["post_norm"])
+            return self.ffn(hidden, x, params)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""

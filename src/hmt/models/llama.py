@@ -8,7 +8,8 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.models.config import Config, attention, gated_ffn, norm, rotary
+from hmt.layers import UsualLayer
+from hmt.models.config import Config, attention, norm, residual_ffn, rotary
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
 
@@ -19,7 +20,7 @@ class Llama(Decoder):
         self.norm = norm(config)
         biased = config.attention_bias
         self.attention = attention(config, rotary(config), bias=biased, output_bias=biased)
-        self.ffn = gated_ffn(config, bias=config.mlp_bias)
+        self.ffn = residual_ffn(config, bias=config.mlp_bias)
         super().__init__(
             config,
             dtype,
@@ -39,16 +40,18 @@ class Llama(Decoder):
         yield ffn_block(
             index,
             self.norm.param("norm", f"{at}post_attention_layernorm.weight"),
-            *self.ffn.params(f"{at}mlp."),
+            *self.ffn.ffn.params(f"{at}mlp."),
         )
+
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        return UsualLayer(self.attention, self.ffn)
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.norm(hidden, params["norm"])
-            hidden = hidden + self.attention(x, index, step, params, kv)
+            x = self.attention(hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-            x = self.norm(hidden, params["norm"])
-            return hidden + self.ffn(x, params)
+            return self.ffn(hidden, x, params)

@@ -8,7 +8,8 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.models.config import Config, attention, gated_ffn, norm, rotary
+from hmt.layers import UsualLayer
+from hmt.models.config import Config, attention, norm, residual_ffn, rotary
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
 
@@ -18,7 +19,7 @@ class Mistral(Decoder):
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
         self.attention = attention(config, rotary(config), window=config.sliding_window or 0)
-        self.ffn = gated_ffn(config)
+        self.ffn = residual_ffn(config)
         super().__init__(
             config,
             dtype,
@@ -38,16 +39,18 @@ class Mistral(Decoder):
         yield ffn_block(
             index,
             self.norm.param("norm", f"{at}post_attention_layernorm.weight"),
-            *self.ffn.params(f"{at}mlp."),
+            *self.ffn.ffn.params(f"{at}mlp."),
         )
+
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        return UsualLayer(self.attention, self.ffn)
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.norm(hidden, params["norm"])
-            hidden = hidden + self.attention(x, index, step, params, kv)
+            x = self.attention(hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-            x = self.norm(hidden, params["norm"])
-            return hidden + self.ffn(x, params)
+            return self.ffn(hidden, x, params)

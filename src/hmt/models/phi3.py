@@ -8,8 +8,8 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import linear_params
-from hmt.models.config import Config, attention, gated_ffn, norm, rotary
+from hmt.layers import UsualLayer, linear_params
+from hmt.models.config import Config, attention, norm, residual_ffn, rotary
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
 
@@ -22,7 +22,7 @@ class Phi3(Decoder):
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
         self.attention = attention(config, rotary(config), window=config.sliding_window or 0)
-        self.ffn = gated_ffn(config)
+        self.ffn = residual_ffn(config)
         super().__init__(
             config,
             dtype,
@@ -45,7 +45,7 @@ class Phi3(Decoder):
             _rows("v_proj", qkv, hidden, query + kv, kv),
             *linear_params("o_proj", hidden, query, f"{at}self_attn.o_proj"),
         )
-        width = self.ffn.width
+        width = self.ffn.ffn.width
         gate_up = f"{at}mlp.gate_up_proj.weight"
         yield ffn_block(
             index,
@@ -55,16 +55,18 @@ class Phi3(Decoder):
             *linear_params("down_proj", hidden, width, f"{at}mlp.down_proj"),
         )
 
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        return UsualLayer(self.attention, self.ffn)
+
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.norm(hidden, params["norm"])
-            hidden = hidden + self.attention(x, index, step, params, kv)
+            x = self.attention(hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-            x = self.norm(hidden, params["norm"])
-            return hidden + self.ffn(x, params)
+            return self.ffn(hidden, x, params)
 
 
 def _rows(name: str, source: str, inputs: int, first: int, count: int) -> ParamSpec:

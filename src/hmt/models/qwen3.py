@@ -8,8 +8,8 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import RMSNorm
-from hmt.models.config import Config, attention, gated_ffn, head_dim, norm, rotary, windows
+from hmt.layers import RMSNorm, UsualLayer
+from hmt.models.config import Config, attention, head_dim, norm, residual_ffn, rotary, windows
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
 
@@ -30,7 +30,7 @@ class Qwen3(Decoder):
             )
             for window in windows(config)
         ]
-        self.ffn = gated_ffn(config)
+        self.ffn = residual_ffn(config)
         super().__init__(
             config,
             dtype,
@@ -50,16 +50,18 @@ class Qwen3(Decoder):
         yield ffn_block(
             index,
             self.norm.param("norm", f"{at}post_attention_layernorm.weight"),
-            *self.ffn.params(f"{at}mlp."),
+            *self.ffn.ffn.params(f"{at}mlp."),
         )
+
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        return UsualLayer(self.attention[index], self.ffn)
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.norm(hidden, params["norm"])
-            hidden = hidden + self.attention[index](x, index, step, params, kv)
+            x = self.attention[index](hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-            x = self.norm(hidden, params["norm"])
-            return hidden + self.ffn(x, params)
+            return self.ffn(hidden, x, params)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import RMSNorm, SoftmaxRouter, request_experts, routed_experts
+from hmt.layers import Experts, RMSNorm, SoftmaxRouter, UsualLayer, request_experts, routed_experts
 from hmt.models.config import (
     Config,
     attention,
@@ -16,6 +16,7 @@ from hmt.models.config import (
     gated_ffn,
     head_dim,
     norm,
+    residual_ffn,
     rotary,
 )
 from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
@@ -34,7 +35,7 @@ class Qwen3Moe(Decoder):
             output_bias=config.attention_bias,
             head_norm=RMSNorm(head_dim(config), config.rms_norm_eps),
         )
-        self.ffn = gated_ffn(config)
+        self.ffn = residual_ffn(config)
         check_experts(config, config.num_experts)
         self.router = SoftmaxRouter(
             config.hidden_size,
@@ -67,25 +68,30 @@ class Qwen3Moe(Decoder):
         )
         norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if not self.sparse[index]:
-            yield ffn_block(index, norm, *self.ffn.params(f"{at}mlp."))
+            yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}mlp."))
             return
         yield router_block(index, norm, *self.router.params(f"{at}mlp.gate"))
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
+
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        return UsualLayer(
+            self.attention,
+            Experts(self.norm, self.router, self.expert) if self.sparse[index] else self.ffn,
+        )
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.norm(hidden, params["norm"])
-            hidden = hidden + self.attention(x, index, step, params, kv)
+            x = self.attention(hidden, index, step, params, kv)
         if not self.sparse[index]:
             with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-                x = self.norm(hidden, params["norm"])
-                return hidden + self.ffn(x, params)
+                return self.ffn(hidden, x, params)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x = self.norm(hidden, params["norm"])
+            x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)
         request_experts(routing, index, weights)
         return hidden + routed_experts(x, routing, index, self.expert, weights)

@@ -5,11 +5,10 @@ from hmt.weights.eviction import LRU, EvictionPolicy
 from hmt.weights.layout import BlockLayout, lay_out
 from hmt.weights.rows import row_span_bytes
 from hmt.weights.spill import SpillFile
-from hmt.weights.store import POISON, StoreCounters, WeightStore
+from hmt.weights.store import StoreCounters, WeightStore
 
 __all__ = [
     "LRU",
-    "POISON",
     "BlockLayout",
     "BoundBlock",
     "BoundParam",

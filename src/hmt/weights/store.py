@@ -21,15 +21,13 @@ from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.store import LeasedGroup, Presence, Priority
+from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing, Verify
 from hmt.memory import HostBuffer, HostPool, QueueCounters, TransferQueue
 from hmt.weights.eviction import LRU, EvictionPolicy
 from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
 from hmt.weights.rows import RowReader
 from hmt.weights.spill import SpillFile
-
-POISON = 0xFF  # every float encoding reads this as NaN
 
 
 class _State(enum.Enum):
@@ -51,7 +49,7 @@ class _Entry:
     leases: int = 0
     waiting: int = 0  # leases that wait for it
     awaited: bool = False  # requested ahead and not leased yet
-    checked: bool = False  # its numbers were seen to be finite
+    checked: bool = False  # its numbers were seen to be finite, or to be those that were packed
     # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
     # cost more than a small kernel takes.
     standing: AbstractContextManager[Mapping[str, WeightTensor]] | None = None
@@ -94,22 +92,25 @@ class WeightStore:
         policy: EvictionPolicy | None = None,
         spill: SpillFile | None = None,
         check: bool = True,
-        poison: bool = False,
+        verify: Verify = Verify.FIRST,
     ) -> None:
+        """`check` looks for NaN at the first read, and `verify` is the same for blocks of packs."""
         self._entries = {b: _Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
         self._queue = queue
         self._tracer = tracer
         self._pools = {Tier.HOST: resident, Tier.DISK: slots}
+        slots.belongs_to(self)
+        self._holders: dict[HostBuffer, _Entry] = {}
         self._staging = staging
         self._policy = policy or LRU()
         self._spill = spill
         self._check = check
-        self._poison = poison
+        self._verify = verify
         self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
         self._guess_loads: dict[BlockId, BlockLoad] = {}  # that run, and began on a guess
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
-        self._rows = RowReader(queue, rows)
+        self._rows = RowReader(queue, rows, verify=verify is not Verify.NEVER)
         self.counters = StoreCounters()
 
     # Life of the residents
@@ -155,13 +156,16 @@ class WeightStore:
         is leased or awaited.  Loads of earlier guesses that are not guessed again are cancelled as
         far as they have not begun.
         """
+        entries = [self._entries[block] for block in blocks]
+        backlog = self._backlog[priority]
+        idle = not backlog and not self._guess_loads
+        if idle and all(entry.standing is not None for entry in entries):
+            return  # without the lock: a mixture of experts at home in memory asks once a layer
         with self._changed:
             if priority is Priority.GUESS:
                 self._cancel_guesses(kept=blocks)
-            backlog = self._backlog[priority]
             backlog.clear()
-            for block in blocks:
-                entry = self._entries[block]
+            for entry in entries:
                 if entry.state is _State.ABSENT:
                     backlog.append(entry)
                 elif entry.state is _State.READY:
@@ -221,6 +225,17 @@ class WeightStore:
                     held.append(waiting.popleft())
             yield [(entry.layout.id, entry.views) for entry in held]
 
+    def standing(self, blocks: Sequence[BlockId]) -> list[Standing] | None:
+        """See Weights."""
+        entries = [self._entries[block] for block in blocks]
+        if any(entry.standing is None for entry in entries):
+            return None
+        return [Standing(entry.views, entry.layout.slot_bytes) for entry in entries]
+
+    def count(self, nbytes: int) -> None:
+        """See Weights."""
+        self.counters.host_bytes += nbytes
+
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         """See Weights.  Rows of a table on disk are read one by one, not the whole table."""
         entry = self._entries[block]
@@ -244,6 +259,7 @@ class WeightStore:
             for entry in self._entries.values():
                 assert entry.leases == 0, f"{entry.layout.id} is still leased"
                 self._drop(entry)
+        self._rows.close()
 
     def abandon(self) -> None:
         """Forget what was asked for ahead of time: the step that asked has failed."""
@@ -257,6 +273,18 @@ class WeightStore:
     def drive_counters(self) -> QueueCounters:
         """What the drive was asked for and gave, since the store was made."""
         return self._queue.counters()
+
+    # BufferOwner: the pool asks while a slot is allocated, with our lock held
+
+    def movable(self, buffer: HostBuffer) -> bool:
+        """Whether the block in a slot is complete and nobody has it."""
+        entry = self._holders[buffer]
+        return entry.state is _State.READY and entry.leases == 0
+
+    def moved(self, buffer: HostBuffer) -> None:
+        """The block's views, and what kernels made of them, were of the old place."""
+        entry = self._holders[buffer]
+        entry.views = entry.layout.views(buffer.tensor)
 
     def cached_blocks(self) -> list[BlockId]:
         """Blocks in slots now, coldest first."""
@@ -358,6 +386,7 @@ class WeightStore:
                 self._staging.free(staging)
             return False
         entry.state, entry.slot, entry.staging = _State.LOADING, slot, staging
+        self._holders[slot] = entry
         entry.error = None
         entry.awaited = priority is not Priority.GUESS
         entry.load = BlockLoad(
@@ -366,13 +395,18 @@ class WeightStore:
             staging,
             self._queue,
             self._tracer,
-            check=self._check and not entry.checked,
+            check=self._wants_check(entry),
             finished=lambda error: self._load_finished(entry, error),
         )
         if priority is Priority.GUESS:
             self._guess_loads[layout.id] = entry.load
         entry.load.start(priority)
         return True
+
+    def _wants_check(self, entry: _Entry) -> bool:
+        if entry.layout.seal is None:
+            return self._check and not entry.checked
+        return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and not entry.checked)
 
     def _load_finished(self, entry: _Entry, error: HMTError | None) -> None:
         assert entry.slot is not None
@@ -434,8 +468,7 @@ class WeightStore:
 
     def _free_slot(self, entry: _Entry) -> None:
         assert entry.slot is not None
-        if self._poison:
-            entry.slot.tensor.fill_(POISON)
+        del self._holders[entry.slot]
         self._pools[entry.home].free(entry.slot)
         entry.slot, entry.views, entry.state, entry.standing = None, {}, _State.ABSENT, None
 

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt.kernels.cpu.codes import DTYPES
 from hmt.kernels.reference.pages import PagedRuns, Pages
-
-# Numbers of the enum in csrc/base/dtype.h.
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def append_pages(
@@ -25,14 +23,14 @@ def append_pages(
     key = _side_by_side(key)
     value = key if value is None else _side_by_side(value)
     native.append_pages(
-        pages.native or _native_pages(native, pages),
+        native_pages(native, pages),
         layer,
-        runs.native or _native_runs(native, runs),
+        native_runs(native, runs),
         key.data_ptr(),
-        _TYPES[key.dtype],
+        DTYPES[key.dtype],
         *key.stride()[:2],
         value.data_ptr(),
-        _TYPES[value.dtype],
+        DTYPES[value.dtype],
         *value.stride()[:2],
         torch.get_num_threads(),
     )
@@ -58,13 +56,13 @@ def paged_attention(
     """
     query = _side_by_side(query)
     tokens, heads, _ = query.shape
-    layout, dtype = pages.layout, _TYPES[query.dtype]
+    layout, dtype = pages.layout, DTYPES[query.dtype]
     assert heads % layout.heads == 0 and query.shape[2] == layout.key_dim
     out = query.new_empty(tokens, heads, layout.value_dim)
     native.attend_pages(
-        pages.native or _native_pages(native, pages),
+        native_pages(native, pages),
         layer,
-        runs.native or _native_runs(native, runs),
+        native_runs(native, runs),
         query.data_ptr(),
         dtype,
         *query.stride()[:2],
@@ -81,13 +79,49 @@ def paged_attention(
     return out
 
 
+def append_attend_pages(
+    native: ModuleType,
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    heads: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`reference.append_attend_pages` in one call; `heads` is contiguous."""
+    tokens, _, dim = heads.shape
+    dtype = heads.dtype
+    queries = heads.shape[1] - 2 * pages.layout.heads
+    out = torch.empty((tokens, queries * dim), dtype=dtype)
+    native.append_attend_pages(
+        native_pages(native, pages),
+        layer,
+        native_runs(native, runs),
+        heads.data_ptr(),
+        DTYPES[dtype],
+        queries,
+        scale,
+        window,
+        softcap,
+        0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
 def _side_by_side(rows: Tensor) -> Tensor:
     """Rows whose numbers lie one after the other."""
     return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
-def _native_pages(native: ModuleType, pages: Pages) -> Any:
-    """Made once, as the memory of pages does not move."""
+def native_pages(native: ModuleType, pages: Pages) -> Any:
+    """The extension's own description, made once, as the memory of pages does not move."""
+    if pages.native is not None:
+        return pages.native
     layout, memory = pages.layout, pages.memory
     pages.native = native.make_pages(
         int(layout.encoding),
@@ -102,8 +136,10 @@ def _native_pages(native: ModuleType, pages: Pages) -> Any:
     return pages.native
 
 
-def _native_runs(native: ModuleType, runs: PagedRuns) -> Any:
-    """Made once for all layers of a step."""
+def native_runs(native: ModuleType, runs: PagedRuns) -> Any:
+    """The extension's own description, made once for all layers of a step."""
+    if runs.native is not None:
+        return runs.native
     items = []
     for offset, length, start, table in runs.runs:
         assert table.dtype == torch.int64 and table.is_contiguous()

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from hmt.kernels import reference
+from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
 
-# Numbers of the enums in csrc/base/dtype.h and csrc/fused/gated.h.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # As in csrc/linear/kernels.h: rows of codes are padded to a multiple of so many.
 _CODE_PAD = 64
 
@@ -79,13 +77,13 @@ def rms_norm_quantize(
     sums = torch.empty((tokens, stride // 16), dtype=torch.int32)
     native.rms_norm_quantize(
         x.data_ptr(),
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         tokens,
         width,
         width,
         out.data_ptr(),
         weight.data_ptr(),
-        _DTYPES[weight.dtype],
+        DTYPES[weight.dtype],
         eps,
         offset,
         0 if residual is None else residual.data_ptr(),
@@ -107,7 +105,7 @@ def rope(native: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: b
     token_stride, head_stride, _ = x.stride()
     native.rotate(
         x.data_ptr(),
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         tokens,
         heads,
         dim,
@@ -144,7 +142,7 @@ def rope_inplace(
         k.shape[1],
         k_token_stride,
         k_head_stride,
-        _DTYPES[q.dtype],
+        DTYPES[q.dtype],
         tokens,
         dim,
         cos.data_ptr(),
@@ -159,10 +157,10 @@ def gated(native: ModuleType, gate: Tensor, up: Tensor, activation: str) -> Tens
     """`reference.gated` by the extension."""
     shape = gate.shape
     if (
-        activation not in _ACTIVATIONS
+        activation not in ACTIVATIONS
         or len(shape) != 2
         or shape != up.shape
-        or gate.dtype not in _DTYPES
+        or gate.dtype not in DTYPES
         or gate.dtype is not up.dtype
         or gate.stride(1) != 1
         or up.stride(1) != 1
@@ -176,9 +174,9 @@ def gated(native: ModuleType, gate: Tensor, up: Tensor, activation: str) -> Tens
 def gated_pair(native: ModuleType, gate_up: Tensor, activation: str) -> Tensor:
     """`reference.gated_pair` by the extension."""
     if (
-        activation not in _ACTIVATIONS
+        activation not in ACTIVATIONS
         or gate_up.dim() != 2
-        or gate_up.dtype not in _DTYPES
+        or gate_up.dtype not in DTYPES
         or gate_up.stride(1) != 1
     ):
         return reference.gated_pair(gate_up, activation)
@@ -205,8 +203,8 @@ def _gate(
         gate_stride,
         up,
         up_stride,
-        _DTYPES[out.dtype],
-        _ACTIVATIONS[activation],
+        DTYPES[out.dtype],
+        ACTIVATIONS[activation],
         tokens,
         width,
         out.data_ptr(),
@@ -227,7 +225,7 @@ def _norm_plain(
     width = x.shape[-1]
     native.rms_norm(
         x.data_ptr(),
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         x.numel() // width,
         1,
         width,
@@ -237,7 +235,7 @@ def _norm_plain(
         width,
         0,
         weight.data_ptr(),
-        _DTYPES[weight.dtype],
+        DTYPES[weight.dtype],
         eps,
         offset,
         residual,
@@ -254,7 +252,7 @@ def _norm(
         heads, head_stride, out_head_stride = shape[1], strides[1], out_strides[1]
     native.rms_norm(
         x.data_ptr(),
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         shape[0],
         heads,
         shape[-1],
@@ -264,7 +262,7 @@ def _norm(
         out_strides[0],
         out_head_stride,
         weight.data_ptr(),
-        _DTYPES[weight.dtype],
+        DTYPES[weight.dtype],
         eps,
         offset,
         0,
@@ -280,16 +278,16 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         and len(shape) > 0
         and 0 < shape[-1] == weight.numel()
         and weight.is_contiguous()
-        and x.dtype in _DTYPES
-        and weight.dtype in _DTYPES
+        and x.dtype in DTYPES
+        and weight.dtype in DTYPES
     )
 
 
 def _can_norm(x: Tensor, weight: Tensor) -> bool:
     width = x.shape[-1]
     return (
-        x.dtype in _DTYPES
-        and weight.dtype in _DTYPES
+        x.dtype in DTYPES
+        and weight.dtype in DTYPES
         and 2 <= x.dim() <= 3
         and weight.shape == (width,)
         and width > 0
@@ -304,7 +302,7 @@ def _can_add(residual: Tensor, x: Tensor) -> bool:
 
 def _can_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return (
-        x.dtype in _DTYPES
+        x.dtype in DTYPES
         and x.dim() == 3
         and x.stride(2) == 1
         and cos.dtype is sin.dtype is torch.float32

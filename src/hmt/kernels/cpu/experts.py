@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
-from hmt.kernels.cpu.linear import DTYPES, native_weight
+from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
+from hmt.kernels.cpu.linear import projections
 from hmt.kernels.reference.experts import Expert
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def experts(
@@ -31,7 +31,7 @@ def experts(
     last: bool,
 ) -> Tensor | None:
     """`reference.experts` in one call; None where the extension has no kernel for a weight."""
-    if x.dtype not in DTYPES or activation not in _ACTIVATIONS:
+    if x.dtype not in DTYPES or activation not in ACTIVATIONS:
         return None
     table = [native_expert(native, index, params) for index, params in given]
     if None in table:
@@ -53,7 +53,7 @@ def experts(
         kind,
         *x.shape,
         x.stride(0),
-        _ACTIVATIONS[activation],
+        ACTIVATIONS[activation],
         total.data_ptr(),
         fresh,
         result.data_ptr() if last else 0,
@@ -78,16 +78,5 @@ def native_expert(native: ModuleType, index: int, params: Mapping[str, WeightTen
 
 
 def _describe(native: ModuleType, index: int, params: Mapping[str, WeightTensor]) -> Any:
-    weights = [native_weight(native, params[name]) for name in _NAMES]
-    biases = [params.get(f"{name}_bias") for name in _NAMES]
-    if None in weights or any(b is not None and not _is_dense(b.data) for b in biases):
-        return None
-    given = tuple(
-        (0, 0) if bias is None else (bias.data.data_ptr(), DTYPES[bias.data.dtype])
-        for bias in biases
-    )
-    return native.Expert(index, *weights, given)
-
-
-def _is_dense(bias: Tensor) -> bool:
-    return bias.dtype in DTYPES and bias.is_contiguous()
+    found, _ = projections(native, params, _NAMES)
+    return native.Expert(index, found) if found else None

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels import reference
+from hmt.kernels.cpu.codes import DTYPES
 
-# Numbers of the enums in csrc/linear/weight.h and csrc/base/dtype.h.
+# Numbers of the enums in csrc/linear/weight.h.
 _CODES = {
     Encoding.F32: 0,
     Encoding.BF16: 1,
@@ -36,7 +37,6 @@ _SCALES = {
     torch.float8_e4m3fn: 4,
     torch.uint8: 5,
 }
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # A product of so many int8 numbers cannot leave int32.
 _MOST_INT8_COLUMNS = (1 << 31) // (127 * 128)
 _INT4_GROUPS = (16, 32, 64, 128)
@@ -50,6 +50,15 @@ def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) 
     return _multiply(native, (weight if bias is None else _with_bias(weight, bias),), x, w.shape[0])
 
 
+def linear_into(native: ModuleType, out: Tensor, x: Tensor, w: WeightTensor) -> bool:
+    """`linear` without a bias, written to `out`; False, and nothing done, where it cannot be."""
+    weight = native_weight(native, w)
+    if weight is None or x.dtype not in DTYPES or out.dtype is not x.dtype or out.stride(1) != 1:
+        return False
+    _multiply_into(native, (weight,), x, out)
+    return True
+
+
 def linear_many(
     native: ModuleType, x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]
 ) -> Tensor:
@@ -58,24 +67,24 @@ def linear_many(
     found = derived.get(names)
     if found is None:
         # Kept with the first weight: addresses only, so that views do not refer to each other.
-        found = derived[names] = _projections(native, params, names)
-    projections, rows = found
-    if not projections or x.dtype not in DTYPES:
+        found = derived[names] = projections(native, params, names)
+    weights, rows = found
+    if not weights or x.dtype not in DTYPES:
         return reference.linear_many(x, params, names)
-    return _multiply(native, projections, x, rows)
+    return _multiply(native, weights, x, rows)
 
 
-def _projections(
+def projections(
     native: ModuleType, params: Mapping[str, WeightTensor], names: tuple[str, ...]
 ) -> tuple[tuple[Any, ...], int]:
     """What the extension multiplies with, empty where it cannot; and the rows of all together."""
-    projections = []
+    found = []
     for name in names:
         weight, bias = native_weight(native, params[name]), params.get(f"{name}_bias")
         if weight is None:
             return (), 0
-        projections.append(weight if bias is None else _with_bias(weight, bias.data))
-    return tuple(projections), sum(params[name].shape[0] for name in names)
+        found.append(weight if bias is None else _with_bias(weight, bias.data))
+    return tuple(found), sum(params[name].shape[0] for name in names)
 
 
 def dequantize(
@@ -124,16 +133,20 @@ def native_weight(native: ModuleType, w: WeightTensor) -> Any:
         return weight
 
 
-def _multiply(native: ModuleType, projections: tuple[Any, ...], x: Tensor, rows: int) -> Tensor:
-    """x times all projections, side by side: [tokens, rows] in x.dtype."""
+def _multiply(native: ModuleType, weights: tuple[Any, ...], x: Tensor, rows: int) -> Tensor:
+    """x times all weights, side by side: [tokens, rows] in x.dtype."""
+    out = torch.empty((x.shape[0], rows), dtype=x.dtype)
+    _multiply_into(native, weights, x, out)
+    return out
+
+
+def _multiply_into(native: ModuleType, weights: tuple[Any, ...], x: Tensor, out: Tensor) -> None:
     if x.stride(1) != 1:
         x = x.contiguous()
     tokens, columns = x.shape
-    dtype = x.dtype
-    out = torch.empty((tokens, rows), dtype=dtype)
-    code = DTYPES[dtype]
+    code = DTYPES[x.dtype]
     native.linear(
-        projections,
+        weights,
         x.data_ptr(),
         code,
         tokens,
@@ -141,10 +154,9 @@ def _multiply(native: ModuleType, projections: tuple[Any, ...], x: Tensor, rows:
         x.stride(0),
         out.data_ptr(),
         code,
-        rows,
+        out.stride(0),
         torch.get_num_threads(),
     )
-    return out
 
 
 def _with_bias(weight: Any, bias: Tensor) -> tuple[Any, int, int]:

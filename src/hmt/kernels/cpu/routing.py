@@ -9,13 +9,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-# Numbers of the enum in csrc/base/dtype.h.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from hmt.kernels.cpu.codes import DTYPES
 
 
 def can_route(logits: Tensor, k: int, groups: int, kept_groups: int) -> bool:
     """Whether `route` takes these."""
-    if logits.dim() != 2 or logits.dtype not in _DTYPES or logits.stride(1) != 1:
+    if logits.dim() != 2 or logits.dtype not in DTYPES or logits.stride(1) != 1:
         return False
     experts = logits.shape[1]
     return (
@@ -44,7 +43,7 @@ def route(
     scales = torch.empty((tokens, k))
     native.route(
         logits.data_ptr(),
-        _DTYPES[logits.dtype],
+        DTYPES[logits.dtype],
         tokens,
         count,
         logits.stride(0),

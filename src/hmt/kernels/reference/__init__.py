@@ -43,10 +43,21 @@ from hmt.kernels.reference.routing import (
     softmax_topk,
 )
 from hmt.kernels.reference.sampling import Survey, draw, largest, support, survey
+from hmt.kernels.reference.sublayers import (
+    AttentionInputs,
+    FeedForward,
+    NormOptions,
+    append_attend_pages,
+    attention_inputs,
+    feed_forward,
+)
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "AttentionInputs",
     "Expert",
+    "FeedForward",
+    "NormOptions",
     "PageEncoding",
     "PageLayout",
     "PagedRun",
@@ -55,14 +66,17 @@ __all__ = [
     "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "append_attend_pages",
     "append_pages",
     "attention",
+    "attention_inputs",
     "attention_output",
     "biased_sigmoid_topk",
     "dequantize",
     "draw",
     "encode_rows",
     "experts",
+    "feed_forward",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",

@@ -1,0 +1,139 @@
+"""Parts of a decoder layer as one operation each: attention's inputs, attention, and the FFN.
+
+Each is a chain of other operations, rounded where those round, so kernels may compute it in any
+number of calls.  `kernels` says whose operations are chained, those of this package by default.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hmt.contracts.encoding import WeightTensor
+from hmt.kernels.reference import elementwise, matmul
+from hmt.kernels.reference.attend import paged_attention_output
+from hmt.kernels.reference.pages import PagedRuns, Pages, append_pages
+
+QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class NormOptions:
+    """What a root mean square norm has besides its weight."""
+
+    eps: float
+    offset: float = 0.0
+
+
+# Compared by identity, so that kernels can keep what they made for one.
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionInputs:
+    """Sizes and norms of `attention_inputs`; one for each kind of layer, kept.
+
+    head_norm   of each head of queries and keys, before they are rotated; None for none
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm: NormOptions
+    head_norm: NormOptions | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeedForward:
+    """Activation and norms of `feed_forward`; one for each kind of layer, kept.
+
+    activation   "silu", "gelu" or "gelu_tanh"
+    post_norm    of the result, before it is added; None for none
+    """
+
+    activation: str
+    norm: NormOptions
+    post_norm: NormOptions | None = None
+
+
+class _Reference:
+    """The operations that these are chains of."""
+
+    rms_norm = staticmethod(elementwise.rms_norm)
+    rms_norm_inplace = staticmethod(elementwise.rms_norm_inplace)
+    rope_inplace = staticmethod(elementwise.rope_inplace)
+    gated_pair = staticmethod(elementwise.gated_pair)
+    linear = staticmethod(matmul.linear)
+    linear_many = staticmethod(matmul.linear_many)
+    append_pages = staticmethod(append_pages)
+    paged_attention_output = staticmethod(paged_attention_output)
+
+
+def attention_inputs(
+    hidden: Tensor,
+    params: Mapping[str, WeightTensor],
+    layer: AttentionInputs,
+    cos: Tensor,
+    sin: Tensor,
+    kernels: Any = _Reference,
+) -> Tensor:
+    """Queries, keys and values of hidden [tokens, width]: [tokens, heads + 2 * kv_heads, head_dim].
+
+    rope(head_norm(linear(norm(hidden)))), where values are only projected.  Uses `norm`, `q_proj`,
+    `k_proj`, `v_proj` with their biases, and `q_norm`, `k_norm` of `params`.  cos, sin: as for
+    `rope`.  Result in hidden's dtype.
+    """
+    x = kernels.rms_norm(hidden, params["norm"].data, layer.norm.eps, offset=layer.norm.offset)
+    heads = kernels.linear_many(x, params, QUERY_KEY_VALUE).unflatten(1, (-1, layer.head_dim))
+    query, key = heads[:, : layer.heads], heads[:, layer.heads : layer.heads + layer.kv_heads]
+    if layer.head_norm is not None:
+        eps, offset = layer.head_norm.eps, layer.head_norm.offset
+        kernels.rms_norm_inplace(query, params["q_norm"].data, eps, offset=offset)
+        kernels.rms_norm_inplace(key, params["k_norm"].data, eps, offset=offset)
+    kernels.rope_inplace(query, key, cos, sin)
+    return heads
+
+
+def append_attend_pages(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    heads: Tensor,
+    kernels: Any = _Reference,
+    **options: Any,
+) -> Tensor:
+    """`append_pages` of keys and values, then `paged_attention_output` of queries with `options`.
+
+    heads [tokens, q_heads + 2 * kv_heads, dim] are queries, keys and values, as `attention_inputs`
+    returns them.  Keys are as wide as values.  Returns [tokens, q_heads * dim].
+    """
+    kv_heads = pages.layout.heads
+    query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    kernels.append_pages(pages, layer, runs, key, value)
+    out: Tensor = kernels.paged_attention_output(pages, layer, runs, query, **options)
+    return out.flatten(1)
+
+
+def feed_forward(
+    hidden: Tensor,
+    x: Tensor | None,
+    params: Mapping[str, WeightTensor],
+    layer: FeedForward,
+    kernels: Any = _Reference,
+) -> None:
+    """hidden += x; hidden += post_norm(down(activation(gate(n)) * up(n))), n = norm(hidden).
+
+    hidden and x are [tokens, width] of one dtype, to which each sum is rounded; `hidden` changes,
+    `x` may be None.  Uses `norm`, `gate_proj`, `up_proj`, `down_proj` with their biases, and
+    `post_norm` of `params`.
+    """
+    if x is not None:
+        hidden += x
+    normed = kernels.rms_norm(hidden, params["norm"].data, layer.norm.eps, offset=layer.norm.offset)
+    inner = kernels.gated_pair(kernels.linear_many(normed, params, GATE_UP), layer.activation)
+    bias = params.get("down_proj_bias")
+    out = kernels.linear(inner, params["down_proj"], None if bias is None else bias.data)
+    if layer.post_norm is not None:
+        out = kernels.rms_norm(
+            out, params["post_norm"].data, layer.post_norm.eps, offset=layer.post_norm.offset
+        )
+    hidden += out
