@@ -65,7 +65,7 @@ class SpillFile:
             )
             return layout
         extent = FileRange(self._path, offset, layout.slot_bytes)
-        whole = AlignedRead(extent, 0, offset + layout.slot_bytes)
+        whole = AlignedRead(extent, 0, offset + layout.slot_bytes, layout.parameter_bytes)
         return replace(layout, reads=(whole,), staged=())
 
     def close(self) -> None:

@@ -102,7 +102,8 @@ class Pack:
         if extent is None:
             return replace(layout, tables=tables)
         file = FileRange(self._file(packed[layout.id]), extent.offset, extent.nbytes)
-        whole = AlignedRead(file, 0, extent.offset + extent.nbytes)
+        end = extent.offset + extent.nbytes
+        whole = AlignedRead(file, 0, end, layout.parameter_bytes)
         return replace(layout, reads=(whole,), staged=(), tables=tables, seal=extent.seal)
 
     def _table(
