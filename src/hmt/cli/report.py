@@ -33,6 +33,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     table.add_row("weights", _homes(summary))
     table.add_row("memory", _memory(summary))
     table.add_row("per token", _traffic(phase))
+    if phase.guesses:
+        table.add_row("guesses", _guesses(phase))
     table.add_row("time", _time(phase))
     if phase.host_s is not None:
         table.add_row("Python", _host(phase, phase.host_s))
@@ -53,6 +55,7 @@ def summary_json(summary: "RunSummary") -> dict[str, Any]:
         content[name] |= {
             "tokens_per_s": phase.tokens_per_s,
             "hit_rate": phase.hit_rate,
+            "guess_hit_rate": phase.guess_hit_rate,
             "host_s": phase.host_s,
         }
     if (limit := summary.bottleneck) is not None:
@@ -94,6 +97,15 @@ def _traffic(phase: "Phase") -> str:
     )
     hit_rate = phase.hit_rate
     return text if hit_rate is None else f"{text}; {hit_rate:.0%} of it in time"
+
+
+def _guesses(phase: "Phase") -> str:
+    saved = phase.guess_saved_s / (phase.tokens or 1)
+    effect = f"saved {format_seconds(saved)}" if saved >= 0 else f"cost {format_seconds(-saved)}"
+    return (
+        f"{phase.guess_hit_rate or 0:.0%} of {phase.guesses} experts were needed; {effect} per "
+        f"token, {format_bytes(max(0, phase.guess_unneeded_bytes))} in vain"
+    )
 
 
 def _time(phase: "Phase") -> Text:

@@ -33,7 +33,7 @@ class Plan:
     homes               each block's tier
     budgets             bytes that may be used per tier
     reserved            of the host budget, by purpose: "resident" and "slots" (weights), "kv",
-                        "activations", "staging", "rows"
+                        "activations", "staging", "rows", "guesses"
     prefetch_distance   dense layers that are requested ahead of the one being computed
     prefill_chunk       prompt tokens per step
     kv_tokens           positions that fit in the KV reservation, over all sequences

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,9 @@ from hmt.contracts.encoding import Encoding, Packing
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
+from hmt.engine.expert_recorder import open_trace
+from hmt.engine.expert_trace import TraceWriter
+from hmt.engine.foresight import Transitions, expert_count
 from hmt.engine.machine import cache_folder, machine_for
 from hmt.formats import open_checkpoint
 from hmt.kernels import ops
@@ -37,9 +40,11 @@ from hmt.quant import Format
 from hmt.weights import (
     BlockLayout,
     SpillFile,
+    Surroundings,
     WeightStore,
     bind,
     lay_out,
+    open_policy,
     published_bytes,
     row_span_bytes,
 )
@@ -66,6 +71,8 @@ class Memory:
     kv: PagedKV
     accounts: list[Account]
     closing: ExitStack
+    transitions: Transitions | None = None  # where experts are guessed
+    trace: TraceWriter | None = None
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes of host memory in use now, by purpose."""
@@ -151,13 +158,34 @@ def allocate(
             slots=pools["slots"],
             staging=pools["staging"],
             rows=pools["rows"],
+            policy=open_policy(config.cache_policy, _surroundings(prepared, pools["slots"])),
             spill=spill,
             check=config.check_weights,
             poison=flags.read(flags.POISON) == "on",
         )
         stack.callback(weights.close)
         weights.load_residents(progress)
-        return Memory(weights, kv, list(accounts.values()), stack.pop_all())
+        trace = None
+        if config.trace_experts is not None:
+            name, blocks = prepared.checkpoint.path.name, prepared.demand.blocks
+            trace = open_trace(config.trace_experts, name, model.spec, blocks)
+            stack.callback(trace.close)
+        transitions = None
+        if plan.reserved["guesses"]:
+            counts = pools["guesses"].allocate(plan.reserved["guesses"])
+            stack.callback(pools["guesses"].free, counts)
+            transitions = Transitions.over(counts.tensor, expert_count(model.spec))
+        return Memory(weights, kv, list(accounts.values()), stack.pop_all(), transitions, trace)
+
+
+def _surroundings(prepared: Prepared, slots: HostPool) -> Surroundings:
+    """What cache policies weigh."""
+    around = Surroundings(
+        block_bytes={b: layout.read_bytes for b, layout in prepared.layouts.items()},
+        pressure=lambda: slots.in_use_bytes / max(1, slots.account.limit_bytes),
+    )
+    rate = prepared.machine.disk_read_rate
+    return replace(around, read_rate=rate) if rate else around
 
 
 def _transfer_queue(config: EngineConfig, tracer: Tracer) -> TransferQueue:
@@ -234,6 +262,7 @@ def _target(config: EngineConfig) -> Callable[[ParamSpec, BlockKind], Format | N
 
 def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineConfig) -> Demand:
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
+    guesses = config.guesses and config.executor == "overlapped"
     return Demand(
         spec=model.spec,
         blocks=tuple(layout.size for layout in layouts.values()),
@@ -243,4 +272,5 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
+        guess_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,
     )

@@ -6,6 +6,12 @@ from hmt.contracts.plan import Machine
 
 _WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
 
+_SHARED_S = ("seconds", "waited_s", "converted_s", "kernel_s", "guess_saved_s")
+_SHARED_COUNTS = (
+    *("disk_bytes", "host_bytes", "hits", "pending", "misses"),
+    *("guesses", "guess_hits", "guess_unneeded_bytes"),
+)
+
 
 @dataclass(slots=True)
 class Phase:
@@ -18,6 +24,9 @@ class Phase:
     disk_bytes   read from the drive while these steps ran
     host_bytes   bytes of weight blocks that the kernels were given
     hits, pending, misses   leases of blocks that do not live in memory
+    guesses, guess_hits     experts read on a guess, and those of them that were needed then
+    guess_unneeded_bytes    of guesses that nobody needed, less those needed after they had counted
+    guess_saved_s           of the drive's time, by estimate; negative if guesses were in the way
     """
 
     steps: int = 0
@@ -31,6 +40,10 @@ class Phase:
     hits: int = 0
     pending: int = 0
     misses: int = 0
+    guesses: int = 0
+    guess_hits: int = 0
+    guess_unneeded_bytes: int = 0
+    guess_saved_s: float = 0.0
 
     def add(self, cost: "Phase", tokens: int, of_tokens: int) -> None:
         """Add the share of a step's `cost` that `tokens` of its `of_tokens` tokens caused."""
@@ -38,9 +51,9 @@ class Phase:
             return
         self.tokens += tokens
         self.steps += cost.steps
-        for name in ("seconds", "waited_s", "converted_s", "kernel_s"):
+        for name in _SHARED_S:
             setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens / of_tokens)
-        for name in ("disk_bytes", "host_bytes", "hits", "pending", "misses"):
+        for name in _SHARED_COUNTS:
             setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens // of_tokens)
 
     @property
@@ -58,6 +71,11 @@ class Phase:
         """Share of leases of streamed blocks that had not to wait; None without any."""
         leases = self.hits + self.pending + self.misses
         return self.hits / leases if leases else None
+
+    @property
+    def guess_hit_rate(self) -> float | None:
+        """Share of the experts read on a guess that were needed; None without any."""
+        return self.guess_hits / self.guesses if self.guesses else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
     BiasedSigmoidRouter,
     GroupedSoftmaxRouter,
+    Router,
     Routing,
     SoftmaxRouter,
     request_experts,
@@ -25,6 +26,7 @@ __all__ = [
     "RMSNorm",
     "ResidualFFN",
     "Rotary",
+    "Router",
     "Routing",
     "SoftmaxRouter",
     "linear_params",

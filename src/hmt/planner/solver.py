@@ -96,6 +96,7 @@ def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]
         "activations": activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
         "rows": rows * row,
+        "guesses": round_up(demand.guess_bytes, _MEMORY_PAGE_BYTES),
         "kv": round_up(kv_bytes(demand, context), _MEMORY_PAGE_BYTES),
     }
 

@@ -23,11 +23,13 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority
 from hmt.memory import HostBuffer, HostPool, TransferQueue
-from hmt.weights.eviction import LRU, EvictionPolicy
+from hmt.weights.guess_account import GuessAccount, GuessCounters
 from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
+from hmt.weights.policies import LRU, DenseByScan, EvictionPolicy
 from hmt.weights.rows import RowReader
 from hmt.weights.spill import SpillFile
+from hmt.weights.victims import choose_victims
 
 POISON = 0xFF  # every float encoding reads this as NaN
 
@@ -50,7 +52,7 @@ class _Entry:
     error: HMTError | None = None
     leases: int = 0
     waiting: int = 0  # leases that wait for it
-    awaited: bool = False  # requested ahead and not leased yet
+    awaited: Priority | None = None  # as what it was requested ahead, and is not leased yet
     checked: bool = False  # its numbers were seen to be finite
     # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
     # cost more than a small kernel takes.
@@ -101,11 +103,13 @@ class WeightStore:
         self._tracer = tracer
         self._pools = {Tier.HOST: resident, Tier.DISK: slots}
         self._staging = staging
-        self._policy = policy or LRU()
+        self._policy = policy or DenseByScan(LRU())
+        self._guesses = GuessAccount()
         self._spill = spill
         self._check = check
         self._poison = poison
         self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
+        self._guessed: list[_Entry] = []  # awaited on a guess
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
         self._rows = RowReader(queue, rows)
@@ -151,20 +155,28 @@ class WeightStore:
         """See Weights.  Replaces what was asked for with this priority and has not begun yet.
 
         Blocks begin in the order given, each as soon as a slot can be had without taking one that
-        is leased or awaited.
+        is leased or awaited.  What was guessed before, and is not guessed again, is not awaited.
         """
         with self._changed:
+            if priority is Priority.GUESS:
+                self._forget_guesses()
             backlog = self._backlog[priority]
             backlog.clear()
             for block in blocks:
                 entry = self._entries[block]
                 if entry.state is _State.ABSENT:
                     backlog.append(entry)
-                elif entry.state is _State.READY:
-                    entry.awaited = entry.home is Tier.DISK
+                elif entry.home is Tier.DISK:
+                    self._await(entry, priority)
                 elif entry.load is not None:
                     entry.load.promote(priority)
             self._begin_backlog()
+
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """See Weights."""
+        self._policy.routed(layer, experts, scales)
 
     def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
         """See Weights."""
@@ -247,7 +259,17 @@ class WeightStore:
             for backlog in self._backlog.values():
                 backlog.clear()
             for entry in self._entries.values():
-                entry.awaited = False
+                entry.awaited = None
+            self._guessed.clear()
+
+    @property
+    def guesses(self) -> GuessCounters:
+        """What reads on a guess gained and cost, since the store was made."""
+        return self._guesses.counters
+
+    def slot_bytes(self, block: BlockId) -> int:
+        """Memory that `block` takes when it is there."""
+        return self._entries[block].layout.slot_bytes
 
     def cached_blocks(self) -> list[BlockId]:
         """Blocks in slots now, coldest first."""
@@ -262,7 +284,7 @@ class WeightStore:
             self._wait_ready(entry)
         entry.leases += 1
         self._held[threading.get_ident()] += 1
-        entry.awaited = False
+        entry.awaited = None
         if entry.home is Tier.DISK:
             self._policy.used(entry.layout.id)
 
@@ -276,6 +298,22 @@ class WeightStore:
             self._begin_backlog()
             self._changed.notify_all()
 
+    def _await(self, entry: _Entry, priority: Priority) -> None:
+        """Keep a block that is here or on its way, for who asked for it."""
+        if entry.load is not None:
+            entry.load.promote(priority)
+        if priority is Priority.GUESS and entry.awaited is None:
+            self._guessed.append(entry)
+        elif priority is not Priority.GUESS:
+            self._guesses.needed(entry.layout.id)
+        entry.awaited = priority if entry.awaited is None else min(priority, entry.awaited)
+
+    def _forget_guesses(self) -> None:
+        while self._guessed:
+            entry = self._guessed.pop()
+            if entry.awaited is Priority.GUESS:
+                entry.awaited = None
+
     def _begin_backlog(self) -> None:
         for priority, backlog in self._backlog.items():
             while backlog:
@@ -287,6 +325,7 @@ class WeightStore:
         self.counters.host_bytes += entry.layout.slot_bytes
         if entry.home is Tier.HOST:
             return
+        self._guesses.needed(entry.layout.id)
         if entry.state is _State.READY:
             self.counters.hits += 1
         elif entry.state is _State.LOADING:
@@ -328,14 +367,23 @@ class WeightStore:
             staging = self._staging.try_allocate(layout.staging_bytes)
             if staging is None:
                 return False
-        slot = self._take_slot(entry, force)
+        slot = self._take_slot(entry, priority, force)
         if slot is None:
             if staging is not None:
                 self._staging.free(staging)
             return False
         entry.state, entry.slot, entry.staging = _State.LOADING, slot, staging
         entry.error = None
-        entry.awaited = priority is not Priority.GUESS
+        entry.awaited = priority
+        if priority is Priority.GUESS:
+            self._guessed.append(entry)
+        if entry.home is Tier.DISK:
+            self._guesses.load_begins(
+                layout.id,
+                layout.read_bytes,
+                guess=priority is Priority.GUESS,
+                needed=priority is Priority.NEED,
+            )
         entry.load = BlockLoad(
             layout,
             slot,
@@ -362,11 +410,13 @@ class WeightStore:
             if entry.staging is not None:
                 self._staging.free(entry.staging)
             entry.staging = entry.load = None
+            if entry.home is Tier.DISK:
+                self._guesses.load_ends(entry.layout.id, failed=error is not None)
             if error is None:
                 entry.state = _State.READY
                 entry.checked = True
                 if entry.home is Tier.DISK:
-                    self._policy.used(entry.layout.id)
+                    self._policy.cached(entry.layout.id)
                 else:
                     entry.standing = nullcontext(entry.views)
             else:
@@ -375,32 +425,27 @@ class WeightStore:
                 self._free_slot(entry)
             self._changed.notify_all()
 
-    def _take_slot(self, entry: _Entry, force: bool) -> HostBuffer | None:
-        pool = self._pools[entry.home]
-        slot = pool.try_allocate(entry.layout.slot_bytes)
-        if slot is not None or entry.home is Tier.HOST:
-            return slot
-        victims = self._victims(force)
-        room = pool.account.limit_bytes - pool.in_use_bytes
-        if room + sum(victim.layout.slot_bytes for victim in victims) < entry.layout.slot_bytes:
-            return None  # evicting them all would empty the cache for nothing
-        for victim in victims:
-            self._evict(victim)
-            slot = pool.try_allocate(entry.layout.slot_bytes)
-            if slot is not None:
-                return slot
-        return None
-
-    def _victims(self, force: bool) -> list[_Entry]:
-        """Cached blocks that may go, in the order in which they should; awaited ones last."""
-        entries = [self._entries[block] for block in self._policy.coldest_first()]
-        free = [entry for entry in entries if entry.leases == 0]
-        unawaited = [entry for entry in free if not entry.awaited]
-        return unawaited + [entry for entry in free if entry.awaited] if force else unawaited
+    def _take_slot(self, entry: _Entry, priority: Priority, force: bool) -> HostBuffer | None:
+        pool, wanted = self._pools[entry.home], entry.layout.slot_bytes
+        slot = pool.try_allocate(wanted)
+        while slot is None and entry.home is Tier.DISK:
+            room = pool.account.limit_bytes - pool.in_use_bytes
+            coldest_first = map(self._entries.__getitem__, self._policy.coldest_first())
+            victims = choose_victims(coldest_first, wanted - room, priority, force=force)
+            if not victims:
+                return None
+            for victim in victims:
+                self._evict(victim)
+                slot = pool.try_allocate(wanted)
+                if slot is not None:
+                    return slot
+        return slot
 
     def _evict(self, entry: _Entry) -> None:
         assert entry.leases == 0 and entry.state is _State.READY
         self._policy.removed(entry.layout.id)
+        self._guesses.dropped(entry.layout.id)
+        entry.awaited = None
         self._free_slot(entry)
 
     def _free_slot(self, entry: _Entry) -> None:
@@ -411,8 +456,11 @@ class WeightStore:
         entry.slot, entry.views, entry.state, entry.standing = None, {}, _State.ABSENT, None
 
     def _drop(self, entry: _Entry) -> None:
-        if entry.state is _State.READY:
-            self._policy.removed(entry.layout.id)
+        if entry.state is not _State.READY:
+            return
+        if entry.home is Tier.DISK:
+            self._evict(entry)
+        else:
             self._free_slot(entry)
 
     def _anything_moves(self) -> bool:

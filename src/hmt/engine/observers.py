@@ -1,0 +1,71 @@
+"""Who listens to a step: weights and a model with ears."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from hmt.contracts.model import Model
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+
+
+class Observer(Protocol):
+    """Hears what happens in a step.  Tensors are valid during the call only, and must not change.
+
+    What it costs is part of the step, so it should be little.
+    """
+
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """See Weights.  Its experts have been requested already."""
+        ...
+
+    def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
+        """Layer `index` has been computed: hidden [tokens, hidden_size] goes into the next one."""
+        ...
+
+
+class ObservedWeights:
+    """Implements Weights; tells `observers` what routers choose."""
+
+    def __init__(self, weights: Weights, observers: Sequence[Observer]) -> None:
+        self._weights = weights
+        self._observers = observers
+        # Leases are taken several times per layer; they need not pass through here.
+        self.lease = weights.lease
+        self.lease_each = weights.lease_each
+        self.request = weights.request
+        self.rows = weights.rows
+
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """See Weights."""
+        self._weights.routed(layer, hidden, experts, scales)
+        for observer in self._observers:
+            observer.routed(layer, hidden, experts, scales)
+
+
+class ObservedModel:
+    """Implements Model; tells `observers` when a layer has ended."""
+
+    def __init__(self, model: Model, observers: Sequence[Observer]) -> None:
+        self._model = model
+        self._observers = observers
+        self.spec = model.spec
+        self.dtype = model.dtype
+        self.embed = model.embed
+        self.head = model.head
+        self.layer_blocks = model.layer_blocks
+        self.expected_experts = model.expected_experts
+
+    def layer(
+        self, index: int, hidden: torch.Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> torch.Tensor:
+        """See Model."""
+        hidden = self._model.layer(index, hidden, step, weights, kv)
+        for observer in self._observers:
+            observer.layer_ended(index, hidden)
+        return hidden
