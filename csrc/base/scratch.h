@@ -12,23 +12,22 @@ namespace hmt {
 class Scratch {
  public:
   explicit Scratch(std::size_t bytes) : pool_(mine()), begin_(pool_.used) {
-    const std::size_t wanted = round(bytes) + kLine;
-    if (pool_.used + wanted > pool_.size) {
-      // Only ever grown while nothing of it is in use; nested calls fall back to their own memory.
-      if (pool_.used == 0) {
-        release(pool_);
-        pool_.data = allocate(wanted);
-        pool_.size = wanted;
-      } else {
-        own_ = allocate(wanted);
-      }
+    const std::size_t end = begin_ + round(bytes) + kLine;
+    pool_.most = end > pool_.most ? end : pool_.most;
+    // Only ever grown while nothing of it is in use, and then to all that nested calls once needed;
+    // until then they fall back to their own memory.
+    if (begin_ == 0 && pool_.most > pool_.size) {
+      release(pool_);
+      pool_.data = allocate(pool_.most);
+      pool_.size = pool_.most;
     }
-    next_ = own_ != nullptr ? own_ : pool_.data + pool_.used;
-    if (own_ == nullptr) pool_.used += wanted;
+    if (end > pool_.size) own_ = allocate(end - begin_);
+    next_ = own_ != nullptr ? own_ : pool_.data + begin_;
+    pool_.used = end;
   }
   ~Scratch() {
     if (own_ != nullptr) ::operator delete(own_, std::align_val_t{kLine});
-    else pool_.used = begin_;
+    pool_.used = begin_;
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -47,7 +46,8 @@ class Scratch {
   static constexpr std::size_t kLine = 64;
   struct Pool {
     uint8_t* data = nullptr;
-    std::size_t size = 0, used = 0;
+    // `used` counts what nested calls hold of their own too; `most` is the largest it has been.
+    std::size_t size = 0, used = 0, most = 0;
     ~Pool() { release(*this); }
   };
   static uint8_t* allocate(std::size_t bytes) {

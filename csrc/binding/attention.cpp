@@ -1,31 +1,14 @@
 // Attention over pages.
-#include "attention/attention.h"
-
-#include <vector>
-
-#include "binding/binding.h"
+#include "binding/owned.h"
 
 namespace hmt::binding {
 namespace {
-
-// The pages of all layers of one kind: layer i's extent begins i * page_bytes() after the first's.
-struct PageSet {
-  Pages pages;
-  Pages of(size_t layer) const {
-    return {pages.layout, pages.data + layer * pages.layout.page_bytes(), pages.stride};
-  }
-};
 
 PageSet make_pages(int encoding, size_t heads, size_t key_dim, size_t value_dim, bool latent,
                    Address data, size_t stride) {
   return {{{static_cast<PageEncoding>(encoding), heads, key_dim, value_dim, latent},
            at<uint8_t>(data), stride}};
 }
-
-// The runs of a step; borrows their tables.
-struct Runs {
-  std::vector<PagedRun> runs;
-};
 
 // items: tuples (offset, length, start, address of an int64 table)
 Runs make_runs(nb::tuple items) {
@@ -60,19 +43,21 @@ void bind_attention(nb::module_& m) {
            rows_at(key, key_type, key_stride, key_head),
            rows_at(value, value_type, value_stride, value_head), threads);
   });
-  // One call for the two, since a token of a layer always needs both.
+  // One call for the two, since a token of a layer always needs both.  heads: queries, keys and
+  // values [tokens, q_heads + 2 * kv heads, dim], without gaps.
   m.def("append_attend_pages",
-        [](const PageSet& set, size_t layer, const Runs& runs, int type, Address query,
-           size_t stride, size_t head_stride, size_t q_heads, Address key, size_t key_stride,
-           size_t key_head, Address value, size_t value_stride, size_t value_head, float scale,
-           size_t window, float softcap, Address sinks, Address out, size_t threads) {
+        [](const PageSet& set, size_t layer, const Runs& runs, Address heads, int type,
+           size_t q_heads, float scale, size_t window, float softcap, Address sinks, Address out,
+           size_t threads) {
           Kernel kernel;
           const Pages pages = set.of(layer);
-          append(pages, runs.runs.data(), runs.runs.size(),
-                 rows_at(key, type, key_stride, key_head),
-                 rows_at(value, type, value_stride, value_head), threads);
-          attend(pages, runs.runs.data(), runs.runs.size(),
-                 rows_at(query, type, stride, head_stride), q_heads,
+          const size_t kv_heads = pages.layout.heads, dim = pages.layout.key_dim;
+          const size_t row = (q_heads + 2 * kv_heads) * dim;
+          const size_t width = dim * bytes_of(static_cast<DType>(type));
+          const Address key = heads + q_heads * width, value = key + kv_heads * width;
+          append(pages, runs.runs.data(), runs.runs.size(), rows_at(key, type, row, dim),
+                 rows_at(value, type, row, dim), threads);
+          attend(pages, runs.runs.data(), runs.runs.size(), rows_at(heads, type, row, dim), q_heads,
                  {scale, window, softcap, at<const float>(sinks)},
                  {at<void>(out), static_cast<DType>(type), nullptr}, threads);
         });

@@ -12,7 +12,7 @@ namespace hmt {
 
 // What all batches of a call share.
 struct ExpertCall {
-  const Routing* routing;
+  const ExpertChoice* routing;
   const ConstMatrix* x;
   Activation activation;
   const ExpertSum* sum;

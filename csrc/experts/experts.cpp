@@ -45,7 +45,7 @@ void add_nothing(const ExpertSum& sum, size_t tokens) {
 
 }  // namespace
 
-void routed_experts(const Expert* experts, size_t count, const Routing& routing,
+void routed_experts(const Expert* experts, size_t count, const ExpertChoice& routing,
                     const ConstMatrix& x, Activation activation, const ExpertSum& sum,
                     size_t threads) {
   const Grouping grouping(experts, count, routing, x.rows);

@@ -14,7 +14,7 @@ struct Expert {
 };
 
 // Which experts each token goes to, no expert twice.
-struct Routing {
+struct ExpertChoice {
   const int64_t* experts;  // [tokens, top_k], not negative
   const float* scales;     // [tokens, top_k]: what outputs are multiplied with
   size_t top_k;
@@ -37,7 +37,7 @@ struct ExpertSum {
 // each to the type of x.  Outputs are added in f32 in ascending order of experts.  So results
 // depend neither on threads, nor on other tokens, nor on how experts are spread over several calls
 // that go through them in ascending order.
-void routed_experts(const Expert* experts, size_t count, const Routing& routing,
+void routed_experts(const Expert* experts, size_t count, const ExpertChoice& routing,
                     const ConstMatrix& x, Activation activation, const ExpertSum& sum,
                     size_t threads);
 

@@ -2,7 +2,7 @@
 
 namespace hmt {
 
-Grouping::Grouping(const Expert* experts, size_t count, const Routing& routing,
+Grouping::Grouping(const Expert* experts, size_t count, const ExpertChoice& routing,
                    size_t token_count) {
   if (count == 0) return;
   constexpr uint32_t kNone = ~uint32_t{0};

@@ -15,7 +15,7 @@ struct Share {
 
 // All pairs of a token and one of its experts, in ascending order of experts, then of tokens.
 struct Grouping {
-  Grouping(const Expert* experts, size_t count, const Routing& routing, size_t tokens);
+  Grouping(const Expert* experts, size_t count, const ExpertChoice& routing, size_t tokens);
 
   std::vector<Share> shares;  // of experts that have tokens
   std::vector<uint32_t> tokens;

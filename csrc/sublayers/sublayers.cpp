@@ -1,5 +1,6 @@
 #include "sublayers/sublayers.h"
 
+#include "base/scratch.h"
 #include "fused/norm.h"
 #include "fused/rotary.h"
 #include "linear/inputs.h"
@@ -10,6 +11,20 @@ namespace {
 char* offset(void* numbers, size_t count, DType type) {
   return static_cast<char*>(numbers) + count * bytes_of(type);
 }
+
+// The caller's memory, or where it gave none, this thread's.
+class Workspace {
+ public:
+  Workspace(void* given, size_t count, DType type)
+      : scratch_(given == nullptr ? count * bytes_of(type) : 0),
+        data_(given == nullptr ? scratch_.take<char>(count * bytes_of(type))
+                               : static_cast<char*>(given)) {}
+  char* data() const { return data_; }
+
+ private:
+  Scratch scratch_;
+  char* data_;
+};
 
 // A norm of whole tokens whose rows follow each other without a gap.
 Norm norm_rows(const NormWeight& weight, DType type, size_t tokens, size_t width, const void* x,
@@ -53,8 +68,9 @@ void attention_inputs(const AttentionInputs& layer, const ConstMatrix& hidden, c
                       void* workspace, void* heads, size_t threads) {
   const DType type = hidden.type;
   const size_t tokens = hidden.rows, dim = layer.dim;
+  const Workspace own(workspace, tokens * hidden.columns, type);
   const size_t row = (layer.heads + 2 * layer.kv_heads) * dim;
-  const Norm norm = norm_rows(layer.norm, type, tokens, hidden.columns, hidden.data, workspace,
+  const Norm norm = norm_rows(layer.norm, type, tokens, hidden.columns, hidden.data, own.data(),
                               nullptr);
   normed_linear(norm, layer.projections, {heads, type, tokens, row, row}, threads);
   if (layer.head_norms) {
@@ -77,7 +93,8 @@ size_t workspace_width(const FeedForward& layer) {
 void feed_forward(const FeedForward& layer, DType type, size_t tokens, void* hidden, const void* x,
                   void* workspace, size_t threads) {
   const size_t width = layer.down.weight->rows, inner = layer.down.weight->columns;
-  char* narrow = static_cast<char*>(workspace);
+  const Workspace own(workspace, tokens * workspace_width(layer), type);
+  char* narrow = own.data();
   char* gate_up = offset(narrow, tokens * width, type);
   char* product = offset(gate_up, tokens * 2 * inner, type);
   // A norm adds its x to the residual first; without an x it reads hidden itself.

@@ -38,7 +38,8 @@ struct Angles {
 };
 
 // hidden     [tokens, width], rows without a gap
-// workspace  [tokens, width] of hidden's type
+// workspace  [tokens, width] of hidden's type, or null: then the thread's own memory serves, which
+//            it keeps, so that is for few tokens
 // heads      [tokens, heads + 2 kv_heads, dim] of hidden's type: queries, keys, values
 void attention_inputs(const AttentionInputs& layer, const ConstMatrix& hidden, const Angles& angles,
                       void* workspace, void* heads, size_t threads);
@@ -58,7 +59,7 @@ size_t workspace_width(const FeedForward& layer);
 
 // hidden     [tokens, width] of `type`, rows without a gap, changed in place
 // x          the same; null where there is nothing to add
-// workspace  [tokens, workspace_width(layer)] of `type`
+// workspace  [tokens, workspace_width(layer)] of `type`, or null as above
 void feed_forward(const FeedForward& layer, DType type, size_t tokens, void* hidden, const void* x,
                   void* workspace, size_t threads);
 

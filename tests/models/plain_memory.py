@@ -118,16 +118,12 @@ class PlainKV:
         return torch.cat(parts)
 
     def append_attend(
-        self,
-        layer: int,
-        step: Step,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **options: float,
+        self, layer: int, step: Step, heads: torch.Tensor, **options: float
     ) -> torch.Tensor:
+        kept = self.layers[layer].heads
+        query, key, value = heads.split((heads.shape[1] - 2 * kept, kept, kept), dim=1)
         self.append(layer, step, key, value)
-        return self.attend(layer, step, query, **options)
+        return self.attend(layer, step, query, **options).flatten(1)
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]

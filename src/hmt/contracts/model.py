@@ -63,6 +63,17 @@ class ModelSpec:
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
 
 
+class ResidentLayers(Protocol):
+    """Consecutive layers whose blocks stay in memory, computed in one call."""
+
+    def __call__(self, hidden: torch.Tensor, step: Step) -> bool:
+        """Change hidden [tokens, hidden_size] as the layers do, and append to the KV.
+
+        False, and nothing done, where the step has too many tokens.
+        """
+        ...
+
+
 class Model(Protocol):
     """A model family's forward pass, cut where an executor may act between the parts.
 
@@ -83,6 +94,12 @@ class Model(Protocol):
 
         May change `hidden`, and return it.
         """
+        ...
+
+    def resident_layers(
+        self, layers: range, weights: Weights, kv: KVCache
+    ) -> ResidentLayers | None:
+        """Some layers as one call with the same results; None where that cannot be."""
         ...
 
     def head(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:

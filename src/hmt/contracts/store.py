@@ -3,7 +3,8 @@
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +33,14 @@ class Presence(enum.Enum):
 LeasedGroup = list[tuple[BlockId, Mapping[str, WeightTensor]]]
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A block that does not move: its parameters by local name, and its size."""
+
+    params: Mapping[str, WeightTensor]
+    nbytes: int
+
+
 class Weights(Protocol):
     """A model's parameters by block, wherever they lie."""
 
@@ -54,6 +63,17 @@ class Weights(Protocol):
         are never empty; how large they are depends on what is read already, so no result may
         depend on it.  Raises DiskReadError when a block cannot be read.
         """
+        ...
+
+    def standing(self, blocks: Sequence[BlockId]) -> Sequence[Standing] | None:
+        """All of `blocks`, if they are in memory and stay there unmoved until the store is closed.
+
+        None where one of them may move.  Not counted as leases: see `count`.
+        """
+        ...
+
+    def count(self, nbytes: int) -> None:
+        """Say that a step has read so many bytes of standing blocks."""
         ...
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
@@ -109,15 +129,27 @@ class KVCache(Protocol):
         self,
         layer: int,
         step: Step,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        heads: torch.Tensor,
         *,
         scale: float,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`append` of key and value, then `attend` of query; not for LATENT layers."""
+        """`append` and `attend` of a step's queries, keys and values; not for LATENT layers.
+
+        heads [tokens, q_heads + 2 * kv_heads, dim], so ordered.  Returns [tokens, q_heads * dim].
+        """
+        ...
+
+    def kernel_pages(self, layer: int) -> tuple[Any, int, int] | None:
+        """A layer's pages (`ops.Pages`), its place among them, and its window.
+
+        None where they do not all lie in memory.  Valid as long as the cache.
+        """
+        ...
+
+    def kernel_runs(self, step: Step) -> Any:
+        """The step's runs (`ops.PagedRuns`), for kernels that work on `kernel_pages`."""
         ...
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,9 @@ import torch
 from hmt.base.errors import Cancelled, EmptyPromptError, HMTError, RequestError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import Model
+from hmt.contracts.plan import Tier
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
@@ -47,7 +49,8 @@ class Core:
         if self.memory.trace is not None:
             foresight = RouterForesight(prepared.model, store, plan)
             observers.append(ExpertRecorder(self.memory.trace, foresight))
-        if self.memory.transitions is not None:
+        streams = any(block.kind is BlockKind.EXPERT for block in plan.blocks_in(Tier.DISK))
+        if self.memory.transitions is not None and streams:
             observers.append(Guesser(prepared.model, store, plan, self.memory.transitions))
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
         weights: Weights = ObservedWeights(store, observers) if observers else store

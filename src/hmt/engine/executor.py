@@ -6,13 +6,14 @@ the same with the same kernels in the same order, and only asks for blocks earli
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Protocol
 
 import torch
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.model import Model
+from hmt.contracts.model import Model, ResidentLayers
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
@@ -43,6 +44,12 @@ class _OnDemand:
         self, blocks: Sequence[BlockId]
     ) -> AbstractContextManager[Iterator[LeasedGroup]]:
         return self._weights.lease_each(blocks)
+
+    def standing(self, blocks: Sequence[BlockId]) -> None:
+        return None
+
+    def count(self, nbytes: int) -> None:
+        pass
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         pass
@@ -78,7 +85,8 @@ class PlainExecutor:
 class OverlappedExecutor:
     """Requests the dense blocks of the next layers while it computes the current one.
 
-    The distance counts layers that have something to read; the order wraps around, so while the
+    Layers that have nothing to wait for are computed together where the model can.  The distance
+    counts layers that have something to read; the order wraps around, so while the
     head computes, the first layers of the next token are on their way.
     """
 
@@ -87,15 +95,19 @@ class OverlappedExecutor:
         self._weights = weights
         self._kv = kv
         self._ahead = _blocks_ahead(model, plan)
+        self._together = _layers_together(model, weights, kv, self._ahead[:-1])
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
         """See Executor."""
         self._request(0)
         hidden = self._model.embed(step, self._weights)
-        for index in range(self._model.spec.layers):
-            self._request(index)
-            hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
+        for layers, resident in self._together:
+            if resident is not None and resident(hidden, step):
+                continue
+            for index in layers:
+                self._request(index)
+                hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
         if not len(step.logit_rows):
             return torch.empty(0, self._model.spec.vocab_size)
         self._request(-1)
@@ -104,6 +116,18 @@ class OverlappedExecutor:
     def _request(self, stage: int) -> None:
         if self._ahead[stage]:
             self._weights.request(self._ahead[stage], Priority.SURE)
+
+
+def _layers_together(
+    model: Model, weights: Weights, kv: KVCache, ahead: Sequence[list[BlockId]]
+) -> list[tuple[range, ResidentLayers | None]]:
+    """Consecutive layers without anything to request, and how they are computed in one call."""
+    spans = []
+    for waits, group in groupby(range(len(ahead)), key=lambda index: bool(ahead[index])):
+        indices = list(group)
+        layers = range(indices[0], indices[-1] + 1)
+        spans.append((layers, None if waits else model.resident_layers(layers, weights, kv)))
+    return spans
 
 
 def _blocks_ahead(model: Model, plan: Plan) -> list[list[BlockId]]:

@@ -5,7 +5,8 @@ from typing import Protocol
 
 import torch
 
-from hmt.contracts.model import Model
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.model import Model, ResidentLayers
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 
@@ -36,6 +37,8 @@ class ObservedWeights:
         # Leases are taken several times per layer; they need not pass through here.
         self.lease = weights.lease
         self.lease_each = weights.lease_each
+        self.standing = weights.standing
+        self.count = weights.count
         self.request = weights.request
         self.rows = weights.rows
 
@@ -59,6 +62,7 @@ class ObservedModel:
         self.embed = model.embed
         self.head = model.head
         self.layer_blocks = model.layer_blocks
+        self._sparse = {b.id.layer for b in model.spec.blocks if b.id.kind is BlockKind.EXPERT}
         self.expected_experts = model.expected_experts
 
     def layer(
@@ -66,6 +70,27 @@ class ObservedModel:
     ) -> torch.Tensor:
         """See Model."""
         hidden = self._model.layer(index, hidden, step, weights, kv)
+        self._layer_ended(index, hidden)
+        return hidden
+
+    def resident_layers(
+        self, layers: range, weights: Weights, kv: KVCache
+    ) -> ResidentLayers | None:
+        """See Model.  None for layers with experts: their routers could not be heard."""
+        if not self._sparse.isdisjoint(layers):
+            return None
+        inner = self._model.resident_layers(layers, weights, kv)
+        if inner is None:
+            return None
+
+        def run(hidden: torch.Tensor, step: Step) -> bool:
+            computed = inner(hidden, step)
+            if computed:
+                self._layer_ended(layers[-1], hidden)
+            return computed
+
+        return run
+
+    def _layer_ended(self, index: int, hidden: torch.Tensor) -> None:
         for observer in self._observers:
             observer.layer_ended(index, hidden)
-        return hidden

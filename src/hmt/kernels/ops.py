@@ -18,6 +18,8 @@ from hmt.kernels.cpu import attention as cpu_attention
 from hmt.kernels.cpu import elementwise, extension, routing, sampling, sublayers
 from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
+from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
+from hmt.kernels.cpu.stack import stack as make_stack
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,
@@ -49,6 +51,11 @@ __all__ = [
     "PagedRun",
     "PagedRuns",
     "Pages",
+    "Stack",
+    "StackAttention",
+    "StackExperts",
+    "StackFFN",
+    "StackLayer",
     "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
@@ -68,6 +75,7 @@ __all__ = [
     "kernel_seconds",
     "largest",
     "linear",
+    "linear_into",
     "linear_many",
     "merge_attention",
     "paged_attention",
@@ -80,6 +88,7 @@ __all__ = [
     "rope",
     "rope_inplace",
     "softmax_topk",
+    "stack",
     "survey",
 ]
 
@@ -90,6 +99,13 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     if native is None:
         return reference.linear(x, w, bias)
     return cpu_linear.linear(native, x, w, bias)
+
+
+def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
+    """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor."""
+    native = _native_for(x)
+    if native is None or not cpu_linear.linear_into(native, out, x, w):
+        out.copy_(linear(x, w))
 
 
 def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
@@ -279,22 +295,13 @@ def paged_attention_output(
 
 
 def append_attend_pages(
-    pages: Pages,
-    layer: int,
-    runs: PagedRuns,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    **options: Any,
+    pages: Pages, layer: int, runs: PagedRuns, heads: Tensor, **options: Any
 ) -> Tensor:
-    """`append_pages` of key and value, then `paged_attention_output` of query with `options`."""
-    native = _native_for(query)
-    if native is not None and cpu_attention.can_append_attend(pages, query, key, value):
-        return cpu_attention.append_attend_pages(
-            native, pages, layer, runs, query, key, value, **options
-        )
-    append_pages(pages, layer, runs, key, value)
-    return paged_attention_output(pages, layer, runs, query, **options)
+    """See `reference.append_attend_pages`: [tokens, q_heads * dim]."""
+    native = _native_for(heads)
+    if native is not None and heads.dtype in cpu_attention.DTYPES and heads.is_contiguous():
+        return cpu_attention.append_attend_pages(native, pages, layer, runs, heads, **options)
+    return reference.append_attend_pages(pages, layer, runs, heads, _THIS, **options)
 
 
 def attention_inputs(
@@ -320,6 +327,12 @@ def feed_forward(
     native = _native_for(hidden)
     if native is None or not sublayers.feed_forward(native, hidden, x, params, layer):
         reference.feed_forward(hidden, x, params, layer, _THIS)
+
+
+def stack(layers: Sequence[StackLayer]) -> Stack | None:
+    """Layers computed in one call; None where there is no kernel for that."""
+    native = extension.load()
+    return None if native is None else make_stack(native, layers)
 
 
 def softmax_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:

@@ -117,9 +117,7 @@ class PagedKV:
         self,
         layer: int,
         step: Step,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        heads: torch.Tensor,
         *,
         scale: float,
         softcap: float = 0.0,
@@ -131,14 +129,21 @@ class PagedKV:
             kept.pages,
             kept.slot,
             self._runs_of(step),
-            query,
-            key,
-            value,
+            heads,
             scale=scale,
             window=kept.window,
             softcap=softcap,
             sinks=sinks,
         )
+
+    def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int]:
+        """See KVCache."""
+        kept = self._layers[layer]
+        return kept.pages, kept.slot, kept.window
+
+    def kernel_runs(self, step: Step) -> ops.PagedRuns:
+        """See KVCache."""
+        return self._runs_of(step)
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""

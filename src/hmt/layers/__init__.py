@@ -15,20 +15,24 @@ from hmt.layers.moe import (
 )
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary, yarn_mscale
+from hmt.layers.stack import Experts, ResidentLayers, UsualLayer
 
 __all__ = [
     "Attention",
     "BiasedSigmoidRouter",
+    "Experts",
     "GatedFFN",
     "GroupedSoftmaxRouter",
     "LatentAttention",
     "Params",
     "RMSNorm",
+    "ResidentLayers",
     "ResidualFFN",
     "Rotary",
     "Router",
     "Routing",
     "SoftmaxRouter",
+    "UsualLayer",
     "linear_params",
     "project",
     "request_experts",

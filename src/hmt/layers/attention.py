@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
@@ -24,6 +23,7 @@ class Attention:
     window       a position sees this many positions, itself included; 0 means all before it
     softcap      bound of the scores; 0 for none
     head_norm    norm of each head of queries and keys, before they are rotated
+    inputs       what kernels need to know of all this
     """
 
     hidden_size: int
@@ -38,14 +38,14 @@ class Attention:
     bias: bool = False  # of the query, key and value projections
     output_bias: bool = False
     head_norm: RMSNorm | None = None
-    _inputs: ops.AttentionInputs = field(init=False)
+    inputs: ops.AttentionInputs = field(init=False)
 
     def __post_init__(self) -> None:
         head_norm = None if self.head_norm is None else self.head_norm.options
         inputs = ops.AttentionInputs(
             self.heads, self.kv_heads, self.head_dim, self.norm.options, head_norm
         )
-        object.__setattr__(self, "_inputs", inputs)
+        object.__setattr__(self, "inputs", inputs)
 
     @property
     def kv(self) -> KVLayer:
@@ -87,12 +87,6 @@ class Attention:
         The norm's weight is `norm` of `params`.
         """
         cos, sin = self.rotary.cos_sin(step)
-        heads = ops.attention_inputs(hidden, params, self._inputs, cos, sin)
-        # Not Tensor.split, which takes twice as long.
-        query, key, value = torch.split_with_sizes(
-            heads, (self.heads, self.kv_heads, self.kv_heads), 1
-        )
-        out = kv.append_attend(
-            layer, step, query, key, value, scale=self.scale, softcap=self.softcap
-        )
-        return project(out.flatten(1), params, "o_proj")
+        heads = ops.attention_inputs(hidden, params, self.inputs, cos, sin)
+        out = kv.append_attend(layer, step, heads, scale=self.scale, softcap=self.softcap)
+        return project(out, params, "o_proj")

@@ -53,18 +53,19 @@ class ResidualFFN:
     """A dense layer's second half: a norm, the network, and their result added to what came in.
 
     post_norm   the network's result is normed too, before it is added (Gemma)
+    layer       what kernels need to know of all this
     """
 
     ffn: GatedFFN
     norm: RMSNorm
     post_norm: bool = False
-    _layer: ops.FeedForward = field(init=False)
+    layer: ops.FeedForward = field(init=False)
 
     def __post_init__(self) -> None:
         assert not self.ffn.prefix
         norm = self.norm.options
         layer = ops.FeedForward(self.ffn.activation, norm, norm if self.post_norm else None)
-        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "layer", layer)
 
     @property
     def activation_width(self) -> int:
@@ -76,5 +77,5 @@ class ResidualFFN:
 
         Weights of the norms are `norm` and `post_norm` of `params`.  Returns hidden.
         """
-        ops.feed_forward(hidden, x, params, self._layer)
+        ops.feed_forward(hidden, x, params, self.layer)
         return hidden

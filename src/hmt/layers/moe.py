@@ -1,6 +1,6 @@
 """Mixture of experts: choosing experts for each token, and computing only those."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ from hmt.layers.ffn import GatedFFN
 from hmt.layers.linear import Params
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Routing:
     """Which experts each token goes to.
 
@@ -23,12 +23,15 @@ class Routing:
 
     experts: Tensor
     scales: Tensor
+    _blocks: list[BlockId] = field(default_factory=list)
 
     def blocks(self, layer: int) -> list[BlockId]:
-        """The chosen experts of `layer`, each once, in ascending order."""
-        # For the 8 experts of one token, `unique` takes five times as long.
-        chosen = {expert for token in self.experts.tolist() for expert in token}
-        return [BlockId(layer, BlockKind.EXPERT, expert) for expert in sorted(chosen)]
+        """The chosen experts of `layer`, the routing's own, each once, in ascending order."""
+        if not self._blocks:
+            # For the 8 experts of one token, `unique` takes five times as long.
+            chosen = {expert for token in self.experts.tolist() for expert in token}
+            self._blocks = [BlockId(layer, BlockKind.EXPERT, expert) for expert in sorted(chosen)]
+        return self._blocks
 
 
 class Router(Protocol):

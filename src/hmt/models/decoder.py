@@ -12,7 +12,7 @@ from hmt.contracts.model import KVLayer, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.kernels import ops
-from hmt.layers import RMSNorm, Router
+from hmt.layers import ResidentLayers, RMSNorm, Router, UsualLayer
 from hmt.models.config import Config
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -82,22 +82,35 @@ class Decoder(ABC):
     ) -> Tensor:
         """See Model."""
 
+    def usual_layer(self, index: int) -> UsualLayer | None:
+        """What `layer` computes, for kernels that take many layers at once; None for other kinds."""
+        return None
+
+    def resident_layers(
+        self, layers: range, weights: Weights, kv: KVCache
+    ) -> ResidentLayers | None:
+        """See Model."""
+        usual = [layer for layer in map(self.usual_layer, layers) if layer is not None]
+        if len(usual) < len(layers):
+            return None
+        return ResidentLayers.build(layers[0], usual, weights, kv)
+
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """See Model."""
         return weights.rows(_EMBEDDING, "weight", step.token_ids).to(self.dtype)
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
-        logits = hidden.new_empty(len(hidden), self.spec.vocab_size, dtype=torch.float32)
+        logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
         first = 0
         for chunk in self._head_chunks:
             with weights.lease(chunk) as params:
                 if chunk.index == 0:
                     hidden = self._norm(hidden, params["norm"])
                 rows = params["weight"].shape[0]
-                logits[:, first : first + rows] = ops.linear(hidden, params["weight"])
+                ops.linear_into(logits[:, first : first + rows], hidden, params["weight"])
             first += rows
-        return logits
+        return logits.float()
 
     def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import linear_params
+from hmt.layers import UsualLayer, linear_params
 from hmt.models.config import Config, attention, norm, residual_ffn, rotary
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
@@ -54,6 +54,10 @@ class Phi3(Decoder):
             _rows("up_proj", gate_up, hidden, width, width),
             *linear_params("down_proj", hidden, width, f"{at}mlp.down_proj"),
         )
+
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        return UsualLayer(self.attention, self.ffn)
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache

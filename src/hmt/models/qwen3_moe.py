@@ -8,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import RMSNorm, SoftmaxRouter, request_experts, routed_experts
+from hmt.layers import Experts, RMSNorm, SoftmaxRouter, UsualLayer, request_experts, routed_experts
 from hmt.models.config import (
     Config,
     attention,
@@ -73,6 +73,13 @@ class Qwen3Moe(Decoder):
         yield router_block(index, norm, *self.router.params(f"{at}mlp.gate"))
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
+
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        return UsualLayer(
+            self.attention,
+            Experts(self.norm, self.router, self.expert) if self.sparse[index] else self.ffn,
+        )
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache

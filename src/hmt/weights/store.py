@@ -21,7 +21,7 @@ from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.store import LeasedGroup, Presence, Priority
+from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing
 from hmt.memory import HostBuffer, HostPool, TransferQueue
 from hmt.weights.guess_account import GuessAccount, GuessCounters
 from hmt.weights.layout import BlockLayout
@@ -157,13 +157,15 @@ class WeightStore:
         Blocks begin in the order given, each as soon as a slot can be had without taking one that
         is leased or awaited.  What was guessed before, and is not guessed again, is not awaited.
         """
+        entries = [self._entries[block] for block in blocks]
+        backlog = self._backlog[priority]
+        if entries and not backlog and all(entry.standing is not None for entry in entries):
+            return  # without the lock: a mixture of experts at home in memory asks once a layer
         with self._changed:
             if priority is Priority.GUESS:
                 self._forget_guesses()
-            backlog = self._backlog[priority]
             backlog.clear()
-            for block in blocks:
-                entry = self._entries[block]
+            for entry in entries:
                 if entry.state is _State.ABSENT:
                     backlog.append(entry)
                 elif entry.home is Tier.DISK:
@@ -228,6 +230,17 @@ class WeightStore:
                     self._take(waiting[0])
                     held.append(waiting.popleft())
             yield [(entry.layout.id, entry.views) for entry in held]
+
+    def standing(self, blocks: Sequence[BlockId]) -> list[Standing] | None:
+        """See Weights."""
+        entries = [self._entries[block] for block in blocks]
+        if any(entry.standing is None for entry in entries):
+            return None
+        return [Standing(entry.views, entry.layout.slot_bytes) for entry in entries]
+
+    def count(self, nbytes: int) -> None:
+        """See Weights."""
+        self.counters.host_bytes += nbytes
 
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         """See Weights.  Rows of a table on disk are read one by one, not the whole table."""

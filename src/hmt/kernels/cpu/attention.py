@@ -23,9 +23,9 @@ def append_pages(
     key = _side_by_side(key)
     value = key if value is None else _side_by_side(value)
     native.append_pages(
-        pages.native or _native_pages(native, pages),
+        native_pages(native, pages),
         layer,
-        runs.native or _native_runs(native, runs),
+        native_runs(native, runs),
         key.data_ptr(),
         DTYPES[key.dtype],
         *key.stride()[:2],
@@ -60,9 +60,9 @@ def paged_attention(
     assert heads % layout.heads == 0 and query.shape[2] == layout.key_dim
     out = query.new_empty(tokens, heads, layout.value_dim)
     native.attend_pages(
-        pages.native or _native_pages(native, pages),
+        native_pages(native, pages),
         layer,
-        runs.native or _native_runs(native, runs),
+        native_runs(native, runs),
         query.data_ptr(),
         dtype,
         *query.stride()[:2],
@@ -84,37 +84,25 @@ def append_attend_pages(
     pages: Pages,
     layer: int,
     runs: PagedRuns,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    heads: Tensor,
     *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`append_pages`, then `paged_attention`, in one call; all of one dtype and side by side."""
-    tokens, heads, _ = query.shape
-    dtype = query.dtype
-    out = torch.empty((tokens, heads, pages.layout.value_dim), dtype=dtype)
-    query_token, query_head, _ = query.stride()
-    key_token, key_head, _ = key.stride()
-    value_token, value_head, _ = value.stride()
+    """`reference.append_attend_pages` in one call; `heads` is contiguous."""
+    tokens, _, dim = heads.shape
+    dtype = heads.dtype
+    queries = heads.shape[1] - 2 * pages.layout.heads
+    out = torch.empty((tokens, queries * dim), dtype=dtype)
     native.append_attend_pages(
-        pages.native or _native_pages(native, pages),
+        native_pages(native, pages),
         layer,
-        runs.native or _native_runs(native, runs),
+        native_runs(native, runs),
+        heads.data_ptr(),
         DTYPES[dtype],
-        query.data_ptr(),
-        query_token,
-        query_head,
-        heads,
-        key.data_ptr(),
-        key_token,
-        key_head,
-        value.data_ptr(),
-        value_token,
-        value_head,
+        queries,
         scale,
         window,
         softcap,
@@ -125,27 +113,15 @@ def append_attend_pages(
     return out
 
 
-def can_append_attend(pages: Pages, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `append_attend_pages` takes these."""
-    layout, dtype = pages.layout, query.dtype
-    return (
-        dtype in DTYPES
-        and key.dtype is value.dtype is dtype
-        and query.stride(2) == key.stride(2) == value.stride(2) == 1
-        and key.shape[1] == value.shape[1] == layout.heads
-        and query.shape[1] % layout.heads == 0
-        and query.shape[2] == key.shape[2] == layout.key_dim
-        and value.shape[2] == layout.value_dim
-    )
-
-
 def _side_by_side(rows: Tensor) -> Tensor:
     """Rows whose numbers lie one after the other."""
     return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
-def _native_pages(native: ModuleType, pages: Pages) -> Any:
-    """Made once, as the memory of pages does not move."""
+def native_pages(native: ModuleType, pages: Pages) -> Any:
+    """The extension's own description, made once, as the memory of pages does not move."""
+    if pages.native is not None:
+        return pages.native
     layout, memory = pages.layout, pages.memory
     pages.native = native.make_pages(
         int(layout.encoding),
@@ -160,8 +136,10 @@ def _native_pages(native: ModuleType, pages: Pages) -> Any:
     return pages.native
 
 
-def _native_runs(native: ModuleType, runs: PagedRuns) -> Any:
-    """Made once for all layers of a step."""
+def native_runs(native: ModuleType, runs: PagedRuns) -> Any:
+    """The extension's own description, made once for all layers of a step."""
+    if runs.native is not None:
+        return runs.native
     items = []
     for offset, length, start, table in runs.runs:
         assert table.dtype == torch.int64 and table.is_contiguous()

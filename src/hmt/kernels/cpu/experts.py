@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
-from hmt.kernels.cpu.linear import native_weight
+from hmt.kernels.cpu.linear import projections
 from hmt.kernels.reference.experts import Expert
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -78,16 +78,5 @@ def native_expert(native: ModuleType, index: int, params: Mapping[str, WeightTen
 
 
 def _describe(native: ModuleType, index: int, params: Mapping[str, WeightTensor]) -> Any:
-    weights = [native_weight(native, params[name]) for name in _NAMES]
-    biases = [params.get(f"{name}_bias") for name in _NAMES]
-    if None in weights or any(b is not None and not _is_dense(b.data) for b in biases):
-        return None
-    given = tuple(
-        (0, 0) if bias is None else (bias.data.data_ptr(), DTYPES[bias.data.dtype])
-        for bias in biases
-    )
-    return native.Expert(index, *weights, given)
-
-
-def _is_dense(bias: Tensor) -> bool:
-    return bias.dtype in DTYPES and bias.is_contiguous()
+    found, _ = projections(native, params, _NAMES)
+    return native.Expert(index, found) if found else None

@@ -50,6 +50,15 @@ def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) 
     return _multiply(native, (weight if bias is None else _with_bias(weight, bias),), x, w.shape[0])
 
 
+def linear_into(native: ModuleType, out: Tensor, x: Tensor, w: WeightTensor) -> bool:
+    """`linear` without a bias, written to `out`; False, and nothing done, where it cannot be."""
+    weight = native_weight(native, w)
+    if weight is None or x.dtype not in DTYPES or out.dtype is not x.dtype or out.stride(1) != 1:
+        return False
+    _multiply_into(native, (weight,), x, out)
+    return True
+
+
 def linear_many(
     native: ModuleType, x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]
 ) -> Tensor:
@@ -126,12 +135,16 @@ def native_weight(native: ModuleType, w: WeightTensor) -> Any:
 
 def _multiply(native: ModuleType, weights: tuple[Any, ...], x: Tensor, rows: int) -> Tensor:
     """x times all weights, side by side: [tokens, rows] in x.dtype."""
+    out = torch.empty((x.shape[0], rows), dtype=x.dtype)
+    _multiply_into(native, weights, x, out)
+    return out
+
+
+def _multiply_into(native: ModuleType, weights: tuple[Any, ...], x: Tensor, out: Tensor) -> None:
     if x.stride(1) != 1:
         x = x.contiguous()
     tokens, columns = x.shape
-    dtype = x.dtype
-    out = torch.empty((tokens, rows), dtype=dtype)
-    code = DTYPES[dtype]
+    code = DTYPES[x.dtype]
     native.linear(
         weights,
         x.data_ptr(),
@@ -141,10 +154,9 @@ def _multiply(native: ModuleType, weights: tuple[Any, ...], x: Tensor, rows: int
         x.stride(0),
         out.data_ptr(),
         code,
-        rows,
+        out.stride(0),
         torch.get_num_threads(),
     )
-    return out
 
 
 def _with_bias(weight: Any, bias: Tensor) -> tuple[Any, int, int]:

@@ -21,6 +21,9 @@ from hmt.kernels.reference.sublayers import (
     NormOptions,
 )
 
+# A decode step makes no tensor for what it needs meanwhile; a prompt's would be too much to keep.
+_OWN_NUMBERS = 1 << 17
+
 Params = Mapping[str, WeightTensor]
 
 
@@ -33,7 +36,7 @@ def attention_inputs(
     sin: Tensor,
 ) -> Tensor | None:
     """`reference.attention_inputs`; None where the extension has no kernel for a part of it."""
-    made = _made(native, params, layer, _describe_attention_inputs)
+    made = native_attention_inputs(native, params, layer)
     if made is None or hidden.dtype not in DTYPES or not hidden.is_contiguous():
         return None
     tokens, width = hidden.shape
@@ -49,7 +52,7 @@ def attention_inputs(
     heads = torch.empty(
         (tokens, layer.heads + 2 * layer.kv_heads, layer.head_dim), dtype=hidden.dtype
     )
-    workspace = torch.empty_like(hidden)
+    workspace = _workspace(tokens * width, hidden.dtype)
     native.attention_inputs(
         made,
         hidden.data_ptr(),
@@ -59,7 +62,7 @@ def attention_inputs(
         cos.data_ptr(),
         sin.data_ptr(),
         turned,
-        workspace.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
         heads.data_ptr(),
         torch.get_num_threads(),
     )
@@ -70,31 +73,43 @@ def feed_forward(
     native: ModuleType, hidden: Tensor, x: Tensor | None, params: Params, layer: FeedForward
 ) -> bool:
     """`reference.feed_forward`; False, and nothing done, where a part of it has no kernel."""
-    made = _made(native, params, layer, _describe_feed_forward)
+    made = native_feed_forward(native, params, layer)
     dtype = hidden.dtype
     if made is None or dtype not in DTYPES or not hidden.is_contiguous():
         return False
     if x is not None and not (x.dtype is dtype and x.shape == hidden.shape and x.is_contiguous()):
         return False
     tokens = hidden.shape[0]
-    workspace = torch.empty(tokens * made.workspace_width, dtype=dtype)
+    workspace = _workspace(tokens * made.workspace_width, dtype)
     native.feed_forward(
         made,
         DTYPES[dtype],
         tokens,
         hidden.data_ptr(),
         0 if x is None else x.data_ptr(),
-        workspace.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
         torch.get_num_threads(),
     )
     return True
 
 
-def _made(native: ModuleType, params: Params, layer: Any, describe: Callable[..., Any]) -> Any:
-    """The extension's own description, made once for a block and a layer; None where it has none.
+def native_attention_inputs(native: ModuleType, params: Params, layer: AttentionInputs) -> Any:
+    """The extension's own description, made once; None where it has no kernel for a part of it."""
+    return _made(native, params, layer, _describe_attention_inputs)
 
-    Kept with the block's norm.  It borrows the memory of `params`.
-    """
+
+def native_feed_forward(native: ModuleType, params: Params, layer: FeedForward) -> Any:
+    """The extension's own description, made once; None where it has no kernel for a part of it."""
+    return _made(native, params, layer, _describe_feed_forward)
+
+
+def _workspace(numbers: int, dtype: torch.dtype) -> Tensor | None:
+    """Memory for what a call needs meanwhile; None where the extension's own is enough."""
+    return None if numbers <= _OWN_NUMBERS else torch.empty(numbers, dtype=dtype)
+
+
+def _made(native: ModuleType, params: Params, layer: Any, describe: Callable[..., Any]) -> Any:
+    """What `describe` makes of a block, kept with its norm; it borrows the memory of `params`."""
     derived = params["norm"].derived
     found = derived.get("sublayer")
     if found is None or found[0] is not layer:
@@ -105,9 +120,9 @@ def _made(native: ModuleType, params: Params, layer: Any, describe: Callable[...
 def _describe_attention_inputs(native: ModuleType, params: Params, layer: AttentionInputs) -> Any:
     inputs, rows = projections(native, params, QUERY_KEY_VALUE)
     norms = (
-        _norm(params, "norm", layer.norm),
-        _norm(params, "q_norm", layer.head_norm),
-        _norm(params, "k_norm", layer.head_norm),
+        native_norm(params, "norm", layer.norm),
+        native_norm(params, "q_norm", layer.head_norm),
+        native_norm(params, "k_norm", layer.head_norm),
     )
     if not inputs or None in norms:
         return None
@@ -118,13 +133,16 @@ def _describe_attention_inputs(native: ModuleType, params: Params, layer: Attent
 def _describe_feed_forward(native: ModuleType, params: Params, layer: FeedForward) -> Any:
     gate_up, _ = projections(native, params, GATE_UP)
     down, _ = projections(native, params, ("down_proj",))
-    norms = _norm(params, "norm", layer.norm), _norm(params, "post_norm", layer.post_norm)
+    norms = (
+        native_norm(params, "norm", layer.norm),
+        native_norm(params, "post_norm", layer.post_norm),
+    )
     if not gate_up or not down or None in norms or layer.activation not in ACTIVATIONS:
         return None
     return native.FeedForward(gate_up, ACTIVATIONS[layer.activation], down, *norms)
 
 
-def _norm(
+def native_norm(
     params: Params, name: str, options: NormOptions | None
 ) -> tuple[int, int, float, float] | tuple[()] | None:
     """A norm as the extension wants it, () where there is none; None where it has no kernel."""

@@ -47,6 +47,7 @@ from hmt.kernels.reference.sublayers import (
     AttentionInputs,
     FeedForward,
     NormOptions,
+    append_attend_pages,
     attention_inputs,
     feed_forward,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "append_attend_pages",
     "append_pages",
     "attention",
     "attention_inputs",

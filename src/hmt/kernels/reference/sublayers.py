@@ -1,4 +1,4 @@
-"""Parts of a decoder layer as one operation each: what runs before attention, and the FFN.
+"""Parts of a decoder layer as one operation each: attention's inputs, attention, and the FFN.
 
 Each is a chain of other operations, rounded where those round, so kernels may compute it in any
 number of calls.  `kernels` says whose operations are chained, those of this package by default.
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels.reference import elementwise, matmul
+from hmt.kernels.reference.attend import paged_attention_output
+from hmt.kernels.reference.pages import PagedRuns, Pages, append_pages
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
@@ -62,6 +64,8 @@ class _Reference:
     gated_pair = staticmethod(elementwise.gated_pair)
     linear = staticmethod(matmul.linear)
     linear_many = staticmethod(matmul.linear_many)
+    append_pages = staticmethod(append_pages)
+    paged_attention_output = staticmethod(paged_attention_output)
 
 
 def attention_inputs(
@@ -87,6 +91,26 @@ def attention_inputs(
         kernels.rms_norm_inplace(key, params["k_norm"].data, eps, offset=offset)
     kernels.rope_inplace(query, key, cos, sin)
     return heads
+
+
+def append_attend_pages(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    heads: Tensor,
+    kernels: Any = _Reference,
+    **options: Any,
+) -> Tensor:
+    """`append_pages` of keys and values, then `paged_attention_output` of queries with `options`.
+
+    heads [tokens, q_heads + 2 * kv_heads, dim] are queries, keys and values, as `attention_inputs`
+    returns them.  Keys are as wide as values.  Returns [tokens, q_heads * dim].
+    """
+    kv_heads = pages.layout.heads
+    query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    kernels.append_pages(pages, layer, runs, key, value)
+    out: Tensor = kernels.paged_attention_output(pages, layer, runs, query, **options)
+    return out.flatten(1)
 
 
 def feed_forward(
