@@ -79,12 +79,14 @@ class ResidentLayers:
             expert_bytes = found.expert_bytes or expert_bytes
             described.append(_describe(layer, found, place, rotaries.index(layer.attention.rotary)))
         stack = ops.stack(described)
-        return stack and cls(stack, layers, weights, kv, always_bytes, expert_bytes)
+        if stack is None:
+            return None
+        return cls(stack, layers, weights, kv, always_bytes, expert_bytes)
 
     def __call__(self, hidden: Tensor, step: Step) -> bool:
-        """Change hidden [tokens, hidden_size] and append to the KV; False, and nothing done, if not.
+        """Change hidden [tokens, hidden_size] as the layers do, and append to the KV.
 
-        That is so for steps of many tokens.
+        False, and nothing done, for a step of many tokens.
         """
         if len(hidden) > _MOST_TOKENS or not hidden.is_contiguous():
             return False

@@ -83,7 +83,7 @@ class Decoder(ABC):
         """See Model."""
 
     def usual_layer(self, index: int) -> UsualLayer | None:
-        """What `layer` computes, for kernels that take many layers at once; None for other kinds."""
+        """What `layer` computes, for kernels that take many layers at once; None if unusual."""
         return None
 
     def resident_layers(
