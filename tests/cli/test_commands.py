@@ -26,6 +26,9 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "disk_reader": "mmap",
         "threads": 1,
         "numa": "0",
+        "cache_policy": "lfu",
+        "guesses": False,
+        "trace_experts": tmp_path / "trace.jsonl",
     }
     assert set(values) == {field.name for field in fields(EngineOptions)}
     config = EngineConfig.resolve(**EngineOptions(**values).arguments())

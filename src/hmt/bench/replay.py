@@ -5,12 +5,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.engine.expert_trace import Routed
+from hmt.engine.foresight import Source, Trust, candidates
 from hmt.weights.policies import EvictionPolicy
 
 Sizes = Mapping[BlockId, int]
@@ -50,6 +50,10 @@ class Cache:
     def pressure(self) -> float:
         """Share of the capacity that is in use."""
         return self.used_bytes / self._capacity if self._capacity else 1.0
+
+    def size(self, block: BlockId) -> int:
+        """Bytes of `block`."""
+        return self._sizes[block]
 
     def admit(self, block: BlockId, keep: Iterable[BlockId]) -> bool:
         """Cache `block`; blocks of `keep` make room last.  False where it can never fit."""
@@ -96,20 +100,21 @@ def replay(
 ) -> Hits:
     """Run `trace` through a cache; `make_policy(pressure)` makes the policy.
 
-    With `guesses`, what the trace foresaw for a layer is read before its router chooses, as if the
-    drive always had the time; it never makes a block go that was wanted in the layer before.  The
-    first `skip` records fill the cache and are not counted.
+    With `guesses`, what the trace foresaw for a layer, and is as probable as the engine wants it,
+    is read before its router chooses, as if the drive always had the time.  It never makes a block
+    go that was wanted in the layer before.  The first `skip` records are not counted.
     """
     cache: Cache
     policy = make_policy(lambda: cache.pressure())
     cache = Cache(policy, sizes, capacity_bytes)
     hits = Hits()
     before: Sequence[BlockId] = ()
+    trust = Trust()
     for number, record in enumerate(trace):
         counted = number >= skip
         blocks = record.blocks()
         if guesses and record.guess is not None:
-            read = _guess(cache, record, before, sizes)
+            read = _guess(cache, record, before, trust)
             if counted:
                 hits.guessed_bytes += read
         policy.routed(record.layer, torch.tensor(record.experts), torch.tensor(record.scales))
@@ -127,16 +132,22 @@ def replay(
     return hits
 
 
-def _guess(cache: Cache, record: Routed, before: Sequence[BlockId], sizes: Sizes) -> int:
-    """Read what was foreseen and is not cached; the bytes."""
+def _guess(cache: Cache, record: Routed, before: Sequence[BlockId], trust: Trust) -> int:
+    """Read what was foreseen, is probable and is not cached; the bytes."""
     assert record.guess is not None
-    foreseen = dict.fromkeys(chain.from_iterable(zip(*record.guess, strict=False)))
-    blocks = [BlockId(record.layer, BlockKind.EXPERT, expert) for expert in foreseen]
-    read = 0
-    for block in blocks:
-        if block not in cache.blocks and cache.admit(block, (*before, *blocks)):
-            read += sizes[block]
-    return read
+    absent = [
+        (expert, kind)
+        for expert, kind in candidates(record.guess, Source.ROUTER)
+        if _block(record, expert) not in cache.blocks
+    ]
+    blocks = [_block(record, expert) for expert, kind in absent if trust.probable(kind)]
+    keep = (*before, *(_block(record, e) for token in record.guess for e in token))
+    trust.learn(absent, {expert for token in record.experts for expert in token})
+    return sum(cache.size(block) for block in blocks if cache.admit(block, keep))
+
+
+def _block(record: Routed, expert: int) -> BlockId:
+    return BlockId(record.layer, BlockKind.EXPERT, expert)
 
 
 def best(trace: Sequence[Routed], sizes: Sizes, capacity_bytes: int, *, skip: int = 0) -> Hits:

@@ -28,7 +28,7 @@ from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind
 
 _FORMAT, _VERSION = "hmt-experts", 1
-_DIGITS = 3  # of scales: they rank experts, and nobody computes with them
+_DIGITS = 2  # of scales: they rank experts, and nobody computes with them
 
 
 @dataclass(frozen=True, slots=True)

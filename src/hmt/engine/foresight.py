@@ -5,6 +5,9 @@ attention has been added, the experts have not, so their reads can begin while t
 for the first layer with experts, whose input is another token's, which experts followed which.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from typing import Self
 
 import torch
@@ -13,6 +16,49 @@ from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import Model, ModelSpec
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import Weights
+
+_PROBABLE = 0.5  # an expert is read on a guess when it is more likely than not to be needed
+_MEMORY = 32  # guesses after which an old one counts for about a third
+
+
+class Source(IntEnum):
+    """Where a guess comes from; each earns its own trust."""
+
+    ROUTER = 0
+    ROUTER_OF_FIRST = 1
+    TRANSITIONS = 2
+
+
+# A source and a rank in its list: 0 is what it thinks likeliest.
+Kind = tuple[Source, int]
+
+
+def candidates(guess: Sequence[Sequence[int]], source: Source) -> list[tuple[int, Kind]]:
+    """Each expert that was foreseen for some token, by its best rank, then by number of tokens."""
+    best: dict[int, int] = {}
+    tokens: Counter[int] = Counter()
+    for token in guess:
+        for rank, expert in enumerate(token):
+            best[expert] = min(rank, best.get(expert, rank))
+            tokens[expert] += 1
+    ordered = sorted(best, key=lambda expert: (best[expert], -tokens[expert]))
+    return [(expert, (source, best[expert])) for expert in ordered]
+
+
+class Trust:
+    """How often guesses of each kind came true lately, among experts that had to be read."""
+
+    def __init__(self) -> None:
+        self._probability: defaultdict[Kind, float] = defaultdict(lambda: 1.0)  # until seen
+
+    def probable(self, kind: Kind) -> bool:
+        """Whether the next guess of this kind is worth a read."""
+        return self._probability[kind] > _PROBABLE
+
+    def learn(self, guessed: Iterable[tuple[int, Kind]], chosen: set[int]) -> None:
+        """What was foreseen for a layer, read or not, and what its router chose."""
+        for expert, kind in guessed:
+            self._probability[kind] += (float(expert in chosen) - self._probability[kind]) / _MEMORY
 
 
 def expert_layers(spec: ModelSpec) -> list[int]:

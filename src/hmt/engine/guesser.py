@@ -4,10 +4,7 @@ Guesses go to the store as requests with Priority.GUESS, which everything else p
 change is when a block is read; no result depends on them.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import replace
-from enum import IntEnum
 
 import torch
 
@@ -15,24 +12,10 @@ from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
 from hmt.contracts.store import Presence, Priority
-from hmt.engine.foresight import RouterForesight, Transitions
+from hmt.engine.foresight import Kind, RouterForesight, Source, Transitions, Trust, candidates
 from hmt.weights import GuessCounters, WeightStore
 
-_PROBABLE = 0.5  # an expert is guessed when it is more likely than not to be needed
-_MEMORY = 32  # guesses after which an old success counts for about a third
 _SLOT_SHARE = 4  # guesses may wait in a quarter of the slots
-
-
-class _Source(IntEnum):
-    """Where a guess comes from; each earns its own trust."""
-
-    ROUTER = 0
-    ROUTER_OF_FIRST = 1
-    TRANSITIONS = 2
-
-
-# A source and a rank in its list: 0 is what it thinks likeliest.
-_Kind = tuple[_Source, int]
 
 
 class Guesser:
@@ -44,9 +27,9 @@ class Guesser:
         self._weights = weights
         self._foresight = RouterForesight(model, weights, plan)
         self._transitions = transitions
-        self._trust = _Trust()
+        self._trust = Trust()
         self._switch = GainSwitch(weights.guesses)
-        self._guessed: dict[int, list[tuple[int, _Kind]]] = {}  # by layer: absent experts
+        self._guessed: dict[int, list[tuple[int, Kind]]] = {}  # by layer: absent experts
         self._before: list[int] | None = None  # the last layer's experts, of one token
         sizes = [
             weights.slot_bytes(block.id)
@@ -74,56 +57,32 @@ class Guesser:
             return
         if last:
             guess = [self._transitions.following(chosen[0], len(chosen[0]))]
-            self._guess(following, guess if len(chosen) == 1 else None, _Source.TRANSITIONS)
+            self._guess(following, guess if len(chosen) == 1 else None, Source.TRANSITIONS)
         else:
             guessed = self._foresight.of_following(layer, hidden)
-            self._guess(following, guessed, _Source.ROUTER)
+            self._guess(following, guessed, Source.ROUTER)
 
     def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
         """See Observer."""
         if self._switch.on:
             guess = self._foresight.of_first(index, hidden)
             if guess is not None:
-                self._guess(self._foresight.first, guess, _Source.ROUTER_OF_FIRST)
+                self._guess(self._foresight.first, guess, Source.ROUTER_OF_FIRST)
 
-    def _guess(self, layer: int, guess: list[list[int]] | None, source: _Source) -> None:
+    def _guess(self, layer: int, guess: list[list[int]] | None, source: Source) -> None:
         """Request those that are not there and probable; remember all, to see who was right."""
-        best: dict[int, int] = {}  # expert: its best rank with any token
-        votes: Counter[int] = Counter()
-        for token in guess or ():
-            for rank, expert in enumerate(token):
-                best[expert] = min(rank, best.get(expert, rank))
-                votes[expert] += 1
         absent = [
-            (expert, (source, rank))
-            for expert, rank in best.items()
+            (expert, kind)
+            for expert, kind in candidates(guess or [], source)
             if self._weights.presence(_block(layer, expert)) is not Presence.HIT
         ]
-        absent.sort(key=lambda guessed: (guessed[1], -votes[guessed[0]]))
         self._guessed[layer] = absent
-        probable = [expert for expert, kind in absent if self._trust.probability(kind) > _PROBABLE]
-        blocks = [_block(layer, expert) for expert in probable[: self._most]]
-        self._weights.request(blocks, Priority.GUESS)
+        blocks = [_block(layer, expert) for expert, kind in absent if self._trust.probable(kind)]
+        self._weights.request(blocks[: self._most], Priority.GUESS)
 
 
 def _block(layer: int, expert: int) -> BlockId:
     return BlockId(layer, BlockKind.EXPERT, expert)
-
-
-class _Trust:
-    """How often guesses of each kind came true lately, among experts that had to be read."""
-
-    def __init__(self) -> None:
-        self._probability: defaultdict[_Kind, float] = defaultdict(lambda: 1.0)  # until seen
-
-    def probability(self, kind: _Kind) -> float:
-        """Of the next guess of this kind to come true."""
-        return self._probability[kind]
-
-    def learn(self, guessed: Iterable[tuple[int, _Kind]], chosen: set[int]) -> None:
-        """What was guessed for a layer, requested or not, and what its router chose."""
-        for expert, kind in guessed:
-            self._probability[kind] += (float(expert in chosen) - self._probability[kind]) / _MEMORY
 
 
 class GainSwitch:
