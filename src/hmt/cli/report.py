@@ -100,11 +100,11 @@ def _traffic(phase: "Phase") -> str:
 
 
 def _guesses(phase: "Phase") -> str:
-    saved = phase.guess_saved_s / (phase.tokens or 1)
-    effect = f"saved {format_seconds(saved)}" if saved >= 0 else f"cost {format_seconds(-saved)}"
+    tokens = phase.tokens or 1
     return (
-        f"{phase.guess_hit_rate or 0:.0%} of {phase.guesses} experts were needed; {effect} per "
-        f"token, {format_bytes(max(0, phase.guess_unneeded_bytes))} in vain"
+        f"{phase.guess_hit_rate or 0:.0%} of {phase.guesses} experts needed; saved "
+        f"{format_seconds(phase.guess_saved_s / tokens)} per token, "
+        f"{format_bytes(max(0, phase.guess_unneeded_bytes))} read in vain"
     )
 
 

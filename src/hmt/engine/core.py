@@ -39,8 +39,9 @@ class Core:
         self.scheduler = Scheduler(
             memory.kv, prefill_chunk=prepared.plan.prefill_chunk, max_batch=config.max_batch
         )
+        self._guesser: Guesser | None = None
         self._executor = self._make_executor(prepared, config)
-        self._meter = _Meter(memory, tracer)
+        self._meter = _Meter(memory, tracer, self._guesser)
         self.reset_account()
 
     def _make_executor(self, prepared: Prepared, config: EngineConfig) -> Executor:
@@ -51,7 +52,8 @@ class Core:
             observers.append(ExpertRecorder(self.memory.trace, foresight))
         streams = any(block.kind is BlockKind.EXPERT for block in plan.blocks_in(Tier.DISK))
         if self.memory.transitions is not None and streams:
-            observers.append(Guesser(prepared.model, store, plan, self.memory.transitions))
+            self._guesser = Guesser(prepared.model, store, plan, self.memory.transitions)
+            observers.append(self._guesser)
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
         weights: Weights = ObservedWeights(store, observers) if observers else store
         if config.executor == "plain":
@@ -150,9 +152,10 @@ class Core:
 class _Meter:
     """Reads what store, tracer and kernels have counted, lap by lap; for one thread."""
 
-    def __init__(self, memory: Memory, tracer: Tracer) -> None:
+    def __init__(self, memory: Memory, tracer: Tracer, guesser: Guesser | None) -> None:
         self._counters = memory.weights.counters
         self._guesses = memory.weights.guesses
+        self._guesser = guesser
         self._tracer = tracer
         self._last = self._read()
 
@@ -194,7 +197,7 @@ class _Meter:
             guesses=guesses.begun,
             guess_hits=guesses.in_time + guesses.late,
             guess_unneeded_bytes=guesses.unneeded_bytes,
-            guess_saved_s=guesses.saved_s,
+            guess_saved_s=0.0 if self._guesser is None else self._guesser.saved_s,
         )
 
 

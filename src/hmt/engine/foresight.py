@@ -8,8 +8,8 @@ for the first layer with experts, whose input is another token's, which experts 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Self
 
+import numpy as np
 import torch
 
 from hmt.contracts.blocks import BlockId, BlockKind
@@ -109,36 +109,27 @@ class Transitions:
 
     _MOST = 1 << 14  # a count; int16 holds twice that
 
-    def __init__(self, counts: torch.Tensor) -> None:
-        """`counts` int16 [experts, experts], zeros."""
-        self._counts = counts
+    def __init__(self, memory: torch.Tensor, experts: int) -> None:
+        """`memory` is the caller's, uint8 with at least `nbytes`; it is cleared."""
+        self._counts = memory[: self.nbytes(experts)].numpy().view(np.int16)
+        self._counts = self._counts.reshape(experts, experts)
+        self._counts.fill(0)
 
     @staticmethod
     def nbytes(experts: int) -> int:
         """Memory that the counts take."""
         return 2 * experts * experts
 
-    @classmethod
-    def over(cls, memory: torch.Tensor, experts: int) -> Self:
-        """In the caller's `memory`, uint8 with at least `nbytes`, which it clears."""
-        counts = memory[: cls.nbytes(experts)].view(torch.int16).view(experts, experts)
-        counts.zero_()
-        return cls(counts)
-
-    def learn(self, before: list[int], after: list[int]) -> None:
+    def learn(self, before: Sequence[int], after: Sequence[int]) -> None:
         """A token's experts `before` were followed by those in `after`."""
-        at = (torch.tensor(before)[:, None], torch.tensor(after))
+        at = np.ix_(before, after)
         self._counts[at] += 1
-        if int(self._counts[at].max()) >= self._MOST:
+        if self._counts[at].max() >= self._MOST:
             self._counts //= 2
 
-    def following(self, before: list[int], count: int) -> list[int]:
+    def following(self, before: Sequence[int], count: int) -> list[int]:
         """The `count` likeliest experts after `before`, the likeliest first; fewer when unknown."""
-        rows = self._counts[before].float()
-        scores = (rows / rows.sum(1, keepdim=True).clamp(min=1)).sum(0)
-        best = scores.topk(min(count, len(scores)))
-        return [
-            expert
-            for expert, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            if score > 0
-        ]
+        rows = self._counts[list(before)].astype(np.float32)
+        scores = (rows / np.maximum(rows.sum(1, keepdims=True), 1.0)).sum(0)
+        best = np.argsort(-scores, kind="stable")[:count]
+        return [expert for expert in best.tolist() if scores[expert] > 0]

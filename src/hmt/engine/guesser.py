@@ -4,8 +4,6 @@ Guesses go to the store as requests with Priority.GUESS, which everything else p
 change is when a block is read; no result depends on them.
 """
 
-from dataclasses import replace
-
 import torch
 
 from hmt.contracts.blocks import BlockId, BlockKind
@@ -13,7 +11,8 @@ from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
 from hmt.contracts.store import Presence, Priority
 from hmt.engine.foresight import Kind, RouterForesight, Source, Transitions, Trust, candidates
-from hmt.weights import GuessCounters, WeightStore
+from hmt.engine.trial import Trial
+from hmt.weights import WeightStore
 
 _SLOT_SHARE = 4  # guesses may wait in a quarter of the slots
 
@@ -28,7 +27,7 @@ class Guesser:
         self._foresight = RouterForesight(model, weights, plan)
         self._transitions = transitions
         self._trust = Trust()
-        self._switch = GainSwitch(weights.guesses)
+        self._trial = Trial()
         self._guessed: dict[int, list[tuple[int, Kind]]] = {}  # by layer: absent experts
         self._before: list[int] | None = None  # the last layer's experts, of one token
         sizes = [
@@ -38,6 +37,11 @@ class Guesser:
         ]
         self._most = plan.reserved["slots"] // _SLOT_SHARE // max(sizes)
 
+    @property
+    def saved_s(self) -> float:
+        """Time that guesses have saved, as trials with and without them tell."""
+        return self._trial.saved_s
+
     def routed(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
     ) -> None:
@@ -45,7 +49,9 @@ class Guesser:
         first, chosen = layer == self._foresight.first, experts.tolist()
         self._trust.learn(self._guessed.pop(layer, ()), {e for token in chosen for e in token})
         if first:
-            self._switch.step()
+            self._trial.step(len(chosen))
+            if not self._trial.on:
+                self._weights.request((), Priority.GUESS)  # and what was guessed need not stay
             if self._before is not None and len(chosen) == 1:
                 self._transitions.learn(self._before, chosen[0])
             self._before = None
@@ -53,7 +59,7 @@ class Guesser:
         last = following <= layer
         if last and len(chosen) == 1:
             self._before = chosen[0]
-        if not self._switch.on:
+        if not self._trial.on:
             return
         if last:
             guess = [self._transitions.following(chosen[0], len(chosen[0]))]
@@ -64,7 +70,7 @@ class Guesser:
 
     def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
         """See Observer."""
-        if self._switch.on:
+        if self._trial.on:
             guess = self._foresight.of_first(index, hidden)
             if guess is not None:
                 self._guess(self._foresight.first, guess, Source.ROUTER_OF_FIRST)
@@ -83,44 +89,3 @@ class Guesser:
 
 def _block(layer: int, expert: int) -> BlockId:
     return BlockId(layer, BlockKind.EXPERT, expert)
-
-
-class GainSwitch:
-    """On while guesses gain more of the drive's time than they cost; tries again after a pause.
-
-    Every 32 guesses, what was read before it was needed is weighed against what needs waited for,
-    and a quarter of what nobody has needed so far: such a read held nobody up, which is counted
-    already, but took a slot and energy.  The pause is 64 steps, twice as long each time that
-    trying did not help, up to 1024.
-    """
-
-    _EVERY = 32
-    _PAUSES = (64, 1024)
-    _UNNEEDED = 0.25
-
-    def __init__(self, counters: GuessCounters) -> None:
-        """`counters` are the store's own, which go on counting."""
-        self.on = True
-        self._counters = counters
-        self._mark = replace(counters)
-        self._pause = self._PAUSES[0]
-        self._left = 0
-
-    def step(self) -> None:
-        """A step begins."""
-        if not self.on:
-            self._left -= 1
-            if self._left <= 0:
-                self.on, self._mark = True, replace(self._counters)
-            return
-        now, mark = self._counters, self._mark
-        if now.begun - mark.begun < self._EVERY:
-            return
-        unneeded = now.unneeded_bytes - mark.unneeded_bytes
-        cost = now.delayed_bytes - mark.delayed_bytes + self._UNNEEDED * max(0, unneeded)
-        self._mark = replace(now)
-        if now.gained_bytes - mark.gained_bytes > cost:
-            self._pause = self._PAUSES[0]
-            return
-        self.on, self._left = False, self._pause
-        self._pause = min(2 * self._pause, self._PAUSES[1])

@@ -174,7 +174,7 @@ def allocate(
         if plan.reserved["guesses"]:
             counts = pools["guesses"].allocate(plan.reserved["guesses"])
             stack.callback(pools["guesses"].free, counts)
-            transitions = Transitions.over(counts.tensor, expert_count(model.spec))
+            transitions = Transitions(counts.tensor, expert_count(model.spec))
         return Memory(weights, kv, list(accounts.values()), stack.pop_all(), transitions, trace)
 
 

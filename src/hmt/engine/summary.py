@@ -26,7 +26,7 @@ class Phase:
     hits, pending, misses   leases of blocks that do not live in memory
     guesses, guess_hits     experts read on a guess, and those of them that were needed then
     guess_unneeded_bytes    of guesses that nobody needed, less those needed after they had counted
-    guess_saved_s           of the drive's time, by estimate; negative if guesses were in the way
+    guess_saved_s           time that they saved, as steps with and without them told
     """
 
     steps: int = 0

@@ -1,7 +1,7 @@
 """Parameters: which bytes they are, how they lie in memory, and the store that moves them."""
 
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange, bind, published_bytes
-from hmt.weights.guess_account import GuessCounters
+from hmt.weights.expectations import GuessCounters
 from hmt.weights.layout import BlockLayout, lay_out
 from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings, open_policy
 from hmt.weights.rows import row_span_bytes

@@ -23,7 +23,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing
 from hmt.memory import HostBuffer, HostPool, TransferQueue
-from hmt.weights.guess_account import GuessAccount, GuessCounters
+from hmt.weights.expectations import Expectations, GuessCounters
 from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
 from hmt.weights.policies import LRU, DenseByScan, EvictionPolicy
@@ -53,6 +53,7 @@ class _Entry:
     leases: int = 0
     waiting: int = 0  # leases that wait for it
     awaited: Priority | None = None  # as what it was requested ahead, and is not leased yet
+    urgent: bool = False  # it is being read, and not on a guess alone
     checked: bool = False  # its numbers were seen to be finite
     # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
     # cost more than a small kernel takes.
@@ -104,12 +105,11 @@ class WeightStore:
         self._pools = {Tier.HOST: resident, Tier.DISK: slots}
         self._staging = staging
         self._policy = policy or DenseByScan(LRU())
-        self._guesses = GuessAccount()
+        self._expected = Expectations()
         self._spill = spill
         self._check = check
         self._poison = poison
         self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
-        self._guessed: list[_Entry] = []  # awaited on a guess
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
         self._rows = RowReader(queue, rows)
@@ -163,15 +163,13 @@ class WeightStore:
             return  # without the lock: a mixture of experts at home in memory asks once a layer
         with self._changed:
             if priority is Priority.GUESS:
-                self._forget_guesses()
+                self._expected.forget_guesses()
             backlog.clear()
             for entry in entries:
                 if entry.state is _State.ABSENT:
                     backlog.append(entry)
-                elif entry.home is Tier.DISK:
-                    self._await(entry, priority)
-                elif entry.load is not None:
-                    entry.load.promote(priority)
+                elif entry.standing is None:
+                    self._expected.asked(entry, priority)
             self._begin_backlog()
 
     def routed(
@@ -271,14 +269,12 @@ class WeightStore:
         with self._changed:
             for backlog in self._backlog.values():
                 backlog.clear()
-            for entry in self._entries.values():
-                entry.awaited = None
-            self._guessed.clear()
+            self._expected.forget(self._entries.values())
 
     @property
     def guesses(self) -> GuessCounters:
         """What reads on a guess gained and cost, since the store was made."""
-        return self._guesses.counters
+        return self._expected.counters
 
     def slot_bytes(self, block: BlockId) -> int:
         """Memory that `block` takes when it is there."""
@@ -311,24 +307,10 @@ class WeightStore:
             self._begin_backlog()
             self._changed.notify_all()
 
-    def _await(self, entry: _Entry, priority: Priority) -> None:
-        """Keep a block that is here or on its way, for who asked for it."""
-        if entry.load is not None:
-            entry.load.promote(priority)
-        if priority is Priority.GUESS and entry.awaited is None:
-            self._guessed.append(entry)
-        elif priority is not Priority.GUESS:
-            self._guesses.needed(entry.layout.id)
-        entry.awaited = priority if entry.awaited is None else min(priority, entry.awaited)
-
-    def _forget_guesses(self) -> None:
-        while self._guessed:
-            entry = self._guessed.pop()
-            if entry.awaited is Priority.GUESS:
-                entry.awaited = None
-
     def _begin_backlog(self) -> None:
         for priority, backlog in self._backlog.items():
+            if priority is Priority.GUESS and self._expected.urgent_reads:
+                return
             while backlog:
                 if backlog[0].state is _State.ABSENT and not self._begin_load(backlog[0], priority):
                     return  # later blocks must not take the slot that this one waits for
@@ -338,7 +320,7 @@ class WeightStore:
         self.counters.host_bytes += entry.layout.slot_bytes
         if entry.home is Tier.HOST:
             return
-        self._guesses.needed(entry.layout.id)
+        self._expected.needed(entry)
         if entry.state is _State.READY:
             self.counters.hits += 1
         elif entry.state is _State.LOADING:
@@ -354,8 +336,7 @@ class WeightStore:
                 if entry.error is not None:
                     raise entry.error
                 if entry.state is _State.LOADING:
-                    assert entry.load is not None
-                    entry.load.promote(Priority.NEED)
+                    self._expected.asked(entry, Priority.NEED)
                 elif self._begin_load(entry, Priority.NEED, force=True):
                     continue
                 elif not self._anything_moves():
@@ -387,16 +368,7 @@ class WeightStore:
             return False
         entry.state, entry.slot, entry.staging = _State.LOADING, slot, staging
         entry.error = None
-        entry.awaited = priority
-        if priority is Priority.GUESS:
-            self._guessed.append(entry)
-        if entry.home is Tier.DISK:
-            self._guesses.load_begins(
-                layout.id,
-                layout.read_bytes,
-                guess=priority is Priority.GUESS,
-                needed=priority is Priority.NEED,
-            )
+        self._expected.read_begins(entry, priority)
         entry.load = BlockLoad(
             layout,
             slot,
@@ -423,8 +395,7 @@ class WeightStore:
             if entry.staging is not None:
                 self._staging.free(entry.staging)
             entry.staging = entry.load = None
-            if entry.home is Tier.DISK:
-                self._guesses.load_ends(entry.layout.id, failed=error is not None)
+            self._expected.read_ended(entry)
             if error is None:
                 entry.state = _State.READY
                 entry.checked = True
@@ -435,7 +406,10 @@ class WeightStore:
             else:
                 # Nobody waits for a failed prefetch: whoever needs the block will read it again.
                 entry.error = error if entry.waiting else None
+                self._expected.dropped(entry)
                 self._free_slot(entry)
+            if self._backlog[Priority.GUESS]:
+                self._begin_backlog()
             self._changed.notify_all()
 
     def _take_slot(self, entry: _Entry, priority: Priority, force: bool) -> HostBuffer | None:
@@ -457,8 +431,7 @@ class WeightStore:
     def _evict(self, entry: _Entry) -> None:
         assert entry.leases == 0 and entry.state is _State.READY
         self._policy.removed(entry.layout.id)
-        self._guesses.dropped(entry.layout.id)
-        entry.awaited = None
+        self._expected.dropped(entry)
         self._free_slot(entry)
 
     def _free_slot(self, entry: _Entry) -> None:
