@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import ConfigError
-from hmt.bench.replay import Hits, Sizes, best, replay
+from hmt.bench.replay import Cache, Hits, Sizes, best, replay
 from hmt.bench.synthetic_trace import synthetic_trace
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.engine.expert_trace import Routed, TraceFile, TraceHeader
-from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings
+from hmt.weights.policies import LRU, POLICIES, DenseByScan, EvictionPolicy, Surroundings
 
 RESIDENCIES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 DEFAULT = "heat"
 BEST = "best possible"
 GUESSING = f"{DEFAULT} and guesses"
 _SYNTHETIC_STEPS = 1000
+_DENSE_BLOCKS, _DENSE_ROUNDS = 64, 20
+_DENSE_RESIDENCIES = (0.25, 0.5, 0.75)
+_DENSE: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "scan": lambda: DenseByScan(LRU())}
 _COST_BLOCKS = 6000
 _COST_ROUNDS = 3000
 
@@ -96,6 +99,8 @@ def run(
         "results": results,
         "eviction_us": {name: eviction_seconds(name) * 1e6 for name in POLICIES},
         "eviction_blocks": _COST_BLOCKS,
+        "dense": {name: dense_reads(make()) for name, make in _DENSE.items()},
+        "dense_residencies": list(_DENSE_RESIDENCIES),
     }
 
 
@@ -124,6 +129,30 @@ def _measure(records: Sequence[Routed], sizes: Sizes, capacity: int, name: str) 
         return policy(Surroundings(block_bytes=sizes, pressure=pressure))
 
     return replay(records, sizes, capacity, make, guesses=name == GUESSING)
+
+
+def dense_reads(policy: EvictionPolicy) -> list[float]:
+    """Share of a dense model that a token reads from the drive, at each of _DENSE_RESIDENCIES.
+
+    All blocks are of one size and pass through the cache in a circle; none is placed by a plan.
+    The best there is, is one less the residency.
+    """
+    blocks = [BlockId(n, BlockKind.FFN) for n in range(_DENSE_BLOCKS)]
+    shares = []
+    for residency in _DENSE_RESIDENCIES:
+        cache = Cache(policy, dict.fromkeys(blocks, 1), int(residency * _DENSE_BLOCKS))
+        reads = 0
+        for _ in range(_DENSE_ROUNDS):
+            reads = 0  # of the last round
+            for block in blocks:
+                if block not in cache.blocks:
+                    cache.admit(block, ())
+                    reads += 1
+                policy.used(block)
+        shares.append(reads / _DENSE_BLOCKS)
+        for block in cache.blocks:
+            policy.removed(block)
+    return shares
 
 
 def eviction_seconds(name: str, blocks: int = _COST_BLOCKS) -> float:

@@ -27,16 +27,25 @@ def cache(
     """Replay traces of experts through every cache policy, and the best choices there are."""
     with notes().status("starting") as status:
         from hmt.bench.cache import load_traces, run
+        from hmt.bench.environment import describe
+        from hmt.engine.machine import machine_for
 
         content = run(load_traces(files or []), progress=status.update)
+        content["machine"] = describe(machine_for(Path.cwd()))
     for result in content["results"]:
         _print(result, content)
-    for file, text in ((json, json_format.dumps(content, indent=1) + "\n"), (svg, None)):
-        if file is not None:
-            from hmt.bench.hit_chart import hit_curves_svg
+    _print_dense(content)
+    if json is not None:
+        _write(json, json_format.dumps(content, indent=1) + "\n")
+    if svg is not None:
+        from hmt.bench.hit_chart import hit_curves_svg
 
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(hit_curves_svg(content) if text is None else text)
+        _write(svg, hit_curves_svg(content))
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
 
 
 @expand
@@ -86,6 +95,25 @@ def _print(result: dict[str, Any], content: dict[str, Any]) -> None:
         )
         if "guesses" in curve["policy"]:
             table.add_row("  bytes read for it", *(f"{read:.1%}" for read in curve["reads"]), "")
+    _show(table)
+
+
+def _print_dense(content: dict[str, Any]) -> None:
+    table = Table(
+        title="dense blocks, all through the cache: read per token, at",
+        title_justify="left",
+        box=None,
+        padding=(0, 1),
+    )
+    table.add_column("", no_wrap=True)
+    for residency in content["dense_residencies"]:
+        table.add_column(f"{residency:.0%}", justify="right", no_wrap=True)
+    for name, shares in content["dense"].items():
+        table.add_row(name, *(f"{share:.0%}" for share in shares))
+    _show(table)
+
+
+def _show(table: Table) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(table)

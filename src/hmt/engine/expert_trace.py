@@ -17,6 +17,7 @@ with a list per token, and where the engine guessed, "guess": [[7, 12], ...], wh
 import fcntl
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind
 
 _FORMAT, _VERSION = "hmt-experts", 1
+# What reading and parsing raise when a file is not what it should be.
+_DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError)
 _DIGITS = 2  # of scales: they rank experts, and nobody computes with them
 
 
@@ -156,7 +159,7 @@ class TraceFile:
                     for layer, own in data["block_bytes"].items()
                 }
                 self.header = TraceHeader(data["model"], count, data["top_k"], sizes)
-            except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+            except _DAMAGE as error:
                 raise self._not_a_trace(1, error) from error
 
     def __iter__(self) -> Iterator[Routed]:
@@ -167,7 +170,7 @@ class TraceFile:
                 for number, line in enumerate(file, 1):
                     if number > 1:
                         yield self._record(json.loads(line))
-            except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+            except _DAMAGE as error:
                 raise self._not_a_trace(number, error) from error
 
     def _record(self, data: dict[str, Any]) -> Routed:

@@ -258,6 +258,7 @@ class WeightStore:
 
     def close(self) -> None:
         """End all reads and free all slots.  Nothing may be leased."""
+        self.abandon()  # or the end of one read would begin the next
         self._queue.close()
         with self._changed:
             for entry in self._entries.values():
@@ -312,9 +313,10 @@ class WeightStore:
             if priority is Priority.GUESS and self._expected.urgent_reads:
                 return
             while backlog:
-                if backlog[0].state is _State.ABSENT and not self._begin_load(backlog[0], priority):
+                entry = backlog.popleft()
+                if entry.state is _State.ABSENT and not self._begin_load(entry, priority):
+                    backlog.appendleft(entry)
                     return  # later blocks must not take the slot that this one waits for
-                backlog.popleft()
 
     def _count(self, entry: _Entry) -> None:
         self.counters.host_bytes += entry.layout.slot_bytes
