@@ -49,6 +49,21 @@ def test_a_run_that_streamed_names_the_drive():
     assert "A model 3.5 times the size of its memory" in text
 
 
+def test_guesses_are_told_only_where_there_were_some():
+    assert "guesses" not in shown(STREAMED)
+    guessed = replace(
+        STREAMED.generation,
+        guesses=1200,
+        guess_hits=900,
+        guess_unneeded_bytes=30 * MIB,
+        guess_saved_s=0.25,
+    )
+    text = shown(replace(STREAMED, generation=guessed))
+    assert "75% of 1200 needed; saved 2.50 ms per token; 30.0 MiB in vain" in text
+    content = summary_json(replace(STREAMED, generation=guessed))
+    assert content["generation"]["guess_hit_rate"] == 0.75
+
+
 def test_a_resident_run_names_memory_or_computation():
     generation = replace(
         STREAMED.generation, waited_s=0.0, disk_bytes=0, hits=0, pending=0, misses=0

@@ -102,9 +102,9 @@ def _traffic(phase: "Phase") -> str:
 def _guesses(phase: "Phase") -> str:
     tokens = phase.tokens or 1
     return (
-        f"{phase.guess_hit_rate or 0:.0%} of {phase.guesses} experts needed; saved "
-        f"{format_seconds(phase.guess_saved_s / tokens)} per token, "
-        f"{format_bytes(max(0, phase.guess_unneeded_bytes))} read in vain"
+        f"{phase.guess_hit_rate or 0:.0%} of {phase.guesses} needed; saved "
+        f"{format_seconds(phase.guess_saved_s / tokens)} per token; "
+        f"{format_bytes(max(0, phase.guess_unneeded_bytes))} in vain"
     )
 
 
