@@ -35,6 +35,7 @@ void bind_fused(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_sublayers(nb::module_& m);
+void bind_disk(nb::module_& m);
 
 // items: Weights, or tuples (Weight, address of the bias, its type).  Borrows the Weights.
 std::vector<Projection> projections_of(nb::tuple items);

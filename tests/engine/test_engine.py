@@ -128,5 +128,11 @@ def test_the_summary_counts_tokens_and_bytes(model: LoadedModel) -> None:
     assert per_token <= 1.1 * streamed + 65536, "nothing is read twice in a step"
     assert summary.budget_bytes == 8 << 20
     assert sum(summary.used_bytes.values()) <= summary.budget_bytes
+    assert {pool.purpose: pool.backed_bytes for pool in summary.pools}.items() <= (
+        summary.used_bytes.items()
+    )
+    slots = next(pool for pool in summary.pools if pool.purpose == "slots")
+    assert 0 < slots.in_use_bytes <= slots.peak_bytes <= slots.limit_bytes
+    assert slots.internal == 0, "a slot is exactly its block"
     assert summary.bottleneck is not None and summary.bottleneck.link == "disk"
     assert 0 < summary.generation.waited_s <= summary.generation.seconds

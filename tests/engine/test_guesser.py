@@ -136,7 +136,7 @@ def test_nothing_is_computed_while_guesses_do_not_help() -> None:
 
 class _Always:
     def __init__(self) -> None:
-        self.on, self.saved_s = True, 0.0
+        self.on, self.saved_s, self.verdict = True, 0.0, None
 
     def step(self, tokens: int) -> None:
         self.saved_s += 0.5

@@ -134,7 +134,7 @@ def test_a_failed_load_leaves_neither_threads_nor_memory(tmp_path: Path) -> None
         assert engine.load_model(MINI_DENSE).infer(hmt.Request(CHAT, 8)).text == "42"
 
 
-@pytest.mark.parametrize("reader", ["direct", "buffered", "mmap"])
+@pytest.mark.parametrize("reader", ["io_uring", "direct", "buffered", "mmap"])
 def test_spilled_weights_come_back_whichever_way_they_are_read(tmp_path: Path, reader: str) -> None:
     options = {"quantization": "w4a8", "context": 512, "prefill_chunk": 16}
     texts = []

@@ -10,7 +10,7 @@ from hmt.engine import machine
 from hmt.engine.machine import Rates, cache_file, machine_for, measure, remembered
 from hmt.memory import DiskRate
 
-DISK = DiskRate(2 << 20, 8, 3e9)
+DISK = DiskRate("direct", 2 << 20, 8, 3e9)
 
 
 class Probe:
@@ -61,9 +61,9 @@ def test_the_first_call_measures_and_the_next_remembers(tmp_path: Path, install:
 def test_measuring_anew_replaces_what_was_remembered(tmp_path: Path, install: Install) -> None:
     install(Probe())
     machine_for(tmp_path)
-    install(Probe(5e10, DiskRate(1 << 20, 4, 6e9)))
+    install(Probe(5e10, DiskRate("io_uring", 1 << 20, 4, 6e9)))
     assert measure(tmp_path, quick=True).disk_read_rate == 6e9
-    assert remembered(tmp_path) == Rates(5e10, DiskRate(1 << 20, 4, 6e9))
+    assert remembered(tmp_path) == Rates(5e10, DiskRate("io_uring", 1 << 20, 4, 6e9))
 
 
 def test_another_drive_is_measured_for_itself(
@@ -72,7 +72,7 @@ def test_another_drive_is_measured_for_itself(
     probe = install(Probe())
     machine_for(tmp_path)
     monkeypatch.setattr(machine, "_drive", lambda path: "another")
-    probe.disk = DiskRate(1 << 20, 4, 1e9)
+    probe.disk = DiskRate("io_uring", 1 << 20, 4, 1e9)
     assert machine_for(tmp_path).disk_read_rate == 1e9
     assert probe.calls == ["ram", "disk", "disk"]  # the memory is the same
     monkeypatch.undo()

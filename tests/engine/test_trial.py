@@ -36,6 +36,9 @@ class Machine:
 def test_the_faster_way_wins(with_s: float, ratio: float, noise: float, seed: int) -> None:
     machine = Machine(with_s, with_s * ratio, noise, seed)
     machine.run(2000)
+    verdict = machine.trial.verdict
+    assert verdict is not None and verdict.faster == (ratio > 1)
+    assert (verdict.with_s < verdict.without_s) == (ratio > 1)
     share = sum(machine.on[200:]) / len(machine.on[200:])
     assert share > 0.85 if ratio > 1 else share < 0.15
     if ratio > 1:

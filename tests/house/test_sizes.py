@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,8 @@ def test_modules_of_tests_have_names_of_their_own():
     # pytest puts each folder of tests on sys.path: the second `doubles` would be the first one.
     names = [path.stem for path in (ROOT / "tests").rglob("*.py") if path.stem != "conftest"]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_readmes_figures_are_those_that_were_measured():
+    script = ROOT / "benchmarks" / "readme_figures.py"
+    subprocess.run([sys.executable, str(script), "--check"], cwd=ROOT, check=True)

@@ -1,5 +1,6 @@
 """How HMT_KERNELS chooses between the extension and plain torch."""
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def test_an_instruction_set_that_does_not_run_here_is_an_error(monkeypatch, kern
     without = SimpleNamespace(isas=lambda: ["portable", "avx2"])
     monkeypatch.setenv("HMT_KERNELS", kernels)
     monkeypatch.setenv("HMT_ISA", "amx")
-    monkeypatch.setattr(extension.importlib, "import_module", lambda name: without)
+    monkeypatch.setattr(importlib, "import_module", lambda name: without)
     with pytest.raises(MachineError, match="HMT_ISA=amx, but this machine runs portable, avx2"):
         extension.load()
 

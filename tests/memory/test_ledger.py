@@ -7,7 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.plan import Tier
-from hmt.memory import Account, HostBuffer, HostPool, Ledger
+from hmt.memory import Account, Ledger
 
 BUDGET = 1 << 20
 
@@ -60,60 +60,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Buffers of a pool never overlap, keep their contents, and stay inside the limit."""
-
-    LIMIT = 64 * 4096
-    buffers = Bundle("buffers")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ledger = Ledger({Tier.HOST: self.LIMIT})
-        self.account = self.ledger.open(Tier.HOST, "pool", self.LIMIT)
-        self.pool = HostPool(self.account)
-        self.held: dict[HostBuffer, int] = {}
-        self.stamp = 0
-
-    @rule(target=buffers, nbytes=st.integers(1, 20 * 4096))
-    def allocate(self, nbytes: int) -> HostBuffer | None:
-        size = -(-nbytes // 4096) * 4096
-        in_use = sum(buffer.nbytes for buffer in self.held)
-        buffer = self.pool.try_allocate(nbytes)
-        assert (buffer is not None) == (in_use + size <= self.LIMIT)
-        if buffer is not None:
-            assert buffer.nbytes == size and buffer.tensor.data_ptr() % 4096 == 0
-            self.stamp = (self.stamp + 1) % 256
-            buffer.tensor.fill_(self.stamp)
-            self.held[buffer] = self.stamp
-        return buffer
-
-    @rule(buffer=consumes(buffers))
-    def free(self, buffer: HostBuffer | None) -> None:
-        if buffer in self.held:
-            del self.held[buffer]
-            self.pool.free(buffer)
-
-    @invariant()
-    def contents_are_untouched(self) -> None:
-        for buffer, stamp in self.held.items():
-            assert bool((buffer.tensor == stamp).all())
-
-    @invariant()
-    def inside_the_limit(self) -> None:
-        held = sum(buffer.nbytes for buffer in self.held)
-        assert self.pool.in_use_bytes == held <= self.account.used_bytes <= self.LIMIT
-
-    def teardown(self) -> None:
-        for buffer in list(self.held):
-            self.pool.free(buffer)
-        self.pool.close()
-        self.account.close()
-        assert self.ledger.reserved_bytes(Tier.HOST) == 0
-
-
-TestPool = PoolMachine.TestCase
 
 
 @given(st.integers(1, BUDGET))

@@ -5,10 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hmt.base.errors import DiskReadError
 from hmt.base.units import KIB, MIB
-from hmt.memory import DiskRate, cache_bytes, disk_rate, file_to_read, probe, ram_read_rate, sweep
+from hmt.memory import (
+    READERS,
+    DiskRate,
+    best_of,
+    cache_bytes,
+    disk_rate,
+    file_to_read,
+    probe,
+    quick_rate,
+    ram_read_rate,
+    sweep,
+    usable_readers,
+    usual_rate,
+)
 
 
 @pytest.fixture
@@ -25,9 +40,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rate_belongs_to_its_block_and_threads(file: Path) -> None:
-    measured = disk_rate(file, 64 * KIB, 3, seconds=0.01)
-    assert (measured.block_bytes, measured.threads) == (64 * KIB, 3)
-    assert measured.rate > 0
+    for reader in READERS:
+        measured = disk_rate(file, reader, 64 * KIB, 3, seconds=0.01)
+        assert (measured.reader, measured.block_bytes, measured.depth) == (reader, 64 * KIB, 3)
+        assert measured.rate > 0
 
 
 def test_reads_are_whole_blocks_of_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +58,7 @@ def test_reads_are_whole_blocks_of_the_file(file: Path, monkeypatch: pytest.Monk
             pass
 
     monkeypatch.setattr(probe, "open_reader", lambda kind: Reader())
-    disk_rate(file, 256 * KIB, 2, seconds=0.001)
+    disk_rate(file, "direct", 256 * KIB, 2, seconds=0.001)
     assert {path for path, _, _ in seen} == {file}
     assert {nbytes for _, _, nbytes in seen} == {256 * KIB}
     assert {offset for _, offset, _ in seen} == {i * 256 * KIB for i in range(4)}  # and no fifth
@@ -58,18 +74,72 @@ def test_a_drive_that_fails_is_an_error(file: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(probe, "open_reader", lambda kind: Broken())
     with pytest.raises(DiskReadError, match="gone"):
-        disk_rate(file, 64 * KIB, 2, seconds=0.01)
+        disk_rate(file, "direct", 64 * KIB, 2, seconds=0.01)
 
 
-def test_the_sweep_tells_all_and_returns_the_best(
+@pytest.mark.parametrize("readers", [["direct"], ["io_uring", "direct"]])
+def test_the_sweep_tries_all_and_the_good_ones_twice(
+    file: Path, monkeypatch: pytest.MonkeyPatch, readers: list[str]
+) -> None:
+    def rate_of(file: Path, reader: str, block_bytes: int, depth: int, seconds: float) -> DiskRate:
+        return DiskRate(reader, block_bytes, depth, 1e3 * min(block_bytes * depth, 4 * MIB))
+
+    monkeypatch.setattr(probe, "disk_rate", rate_of)
+    monkeypatch.setattr(probe, "usable_readers", lambda: readers)
+    told: list[DiskRate] = []
+    best = sweep(file, 0.002, told.append)
+    ways = {(result.reader, result.block_bytes, result.depth) for result in told}
+    assert len(ways) == len(readers) * len(probe.SWEEP_BLOCKS) * len(probe.SWEEP_DEPTHS)
+    assert len(ways) < len(told) < len(ways) + 12  # those that are near the best
+    assert (best.reader, best.in_flight_bytes) == (readers[0], 16 * MIB)
+
+
+RATES = st.builds(
+    DiskRate,
+    st.sampled_from(["direct", "io_uring"]),
+    st.sampled_from([MIB, 2 * MIB]),
+    st.integers(1, 16),
+    st.floats(1e8, 1e10),
+)
+
+
+@given(st.lists(RATES, min_size=1))
+def test_the_best_is_as_fast_as_any_and_costs_others_least(results: list[DiskRate]) -> None:
+    best = best_of(results)
+    fastest = max(result.rate for result in results)
+    assert best.rate >= 0.95 * fastest
+    for other in results:
+        if other.rate < best.rate or other.reader != best.reader:
+            continue
+        enough = [one.in_flight_bytes >= 0.004 * fastest for one in (other, best)]
+        if all(enough):
+            assert best.in_flight_bytes <= other.in_flight_bytes
+        else:
+            assert best.in_flight_bytes >= other.in_flight_bytes or enough == [False, True]
+
+
+def test_of_equally_fast_readers_the_one_that_takes_less_time_of_cpus_is_chosen() -> None:
+    ways = [(reader, depth) for reader in ("direct", "io_uring") for depth in (2, 8, 16)]
+    best = best_of([DiskRate(reader, 2 * MIB, depth, 3e9) for reader, depth in ways])
+    assert (best.reader, best.depth) == ("io_uring", 8)
+
+
+def test_a_sweep_and_a_quick_look_at_a_real_drive(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "SWEEP_BLOCKS", (64 * KIB, 128 * KIB))
-    monkeypatch.setattr(probe, "SWEEP_THREADS", (1, 2))
+    monkeypatch.setattr(probe, "SWEEP_DEPTHS", (1, 2))
+    monkeypatch.setattr(probe, "QUICK_BLOCK_BYTES", 64 * KIB)
     told: list[DiskRate] = []
-    best = sweep(file, 0.002, told.append)
-    assert len({(result.block_bytes, result.threads) for result in told}) == 4
-    assert best in told and best.rate == max(result.rate for result in told)
+    for found in (sweep(file, 0.002, told.append), quick_rate(file, 0.002, told.append)):
+        assert found.rate > 0 and found.reader in usable_readers()
+    assert {result.reader for result in told} == set(usable_readers())
+
+
+def test_without_io_uring_threads_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.uring, "unavailable", lambda: "it is not there")
+    assert usable_readers() == ["direct"]
+    assert usual_rate().reader == "direct"
 
 
 def test_the_largest_file_is_read_where_it_lies(file: Path) -> None:

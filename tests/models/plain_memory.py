@@ -70,6 +70,12 @@ class ResidentWeights:
         starts = range(0, len(blocks), 3)
         yield ([(block, self.blocks[block]) for block in blocks[n : n + 3]] for n in starts)
 
+    def standing(self, blocks: Sequence[BlockId]) -> None:
+        return None
+
+    def count(self, nbytes: int) -> None:
+        raise AssertionError("nothing is standing")
+
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requested.append((tuple(blocks), priority))
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,10 +14,36 @@ from hmt.base.trace import Tracer
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import ModelSpec
 from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.store import Verify
 from hmt.formats import open_checkpoint
-from hmt.memory import DiskReader, HostPool, Ledger, PreadReader, TransferQueue
-from hmt.quant import parse_scheme
-from hmt.weights import BlockLayout, SpillFile, WeightStore, bind, lay_out, row_span_bytes
+from hmt.memory import (
+    POISON,
+    DiskReader,
+    HostBuffer,
+    HostPool,
+    Ledger,
+    PreadReader,
+    TransferQueue,
+)
+from hmt.quant import Format, parse_scheme
+from hmt.weights import (
+    BlockLayout,
+    EvictionPolicy,
+    SpillFile,
+    WeightStore,
+    bind,
+    lay_out,
+    published_bytes,
+    row_span_bytes,
+)
+from hmt.weights.pack import (
+    Buffers,
+    Manifest,
+    PackWriter,
+    Subject,
+    looks_like_pack,
+    open_pack,
+)
 
 WIDTH, LAYERS, EXPERTS, VOCABULARY, CHUNKS = 64, 3, 4, 96, 3
 
@@ -116,6 +143,44 @@ class Bench:
         assert self.ledger.reserved_bytes(Tier.HOST) == 0, "leaked"
 
 
+def target(scheme: str) -> Callable[[ParamSpec, BlockKind], Format | None]:
+    """What `scheme` makes of a parameter."""
+    parsed = parse_scheme(scheme)
+    return lambda param, kind: parsed.format_for(param)
+
+
+def write_pack(
+    folder: Path,
+    out: Path,
+    *,
+    scheme: str = "none",
+    tied: bool = True,
+    pairs: int = 2,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    **options: Any,
+) -> Manifest:
+    """A pack in `out` of the checkpoint in `folder`, made in `pairs` of buffers.
+
+    Other options are PackWriter's.
+    """
+    checkpoint = open_checkpoint(folder)
+    bound = bind(model_spec(tied), checkpoint)
+    layouts = lay_out(bound, target(scheme), in_place=False)
+    subject = Subject(checkpoint, layouts, scheme, "Test", published_bytes(bound))
+    writer = PackWriter(subject, out, **options)
+    tracer = Tracer()
+    queue = TransferQueue(PreadReader(), tracer, depth=3)
+    try:
+        sizes = (writer.slot_bytes, writer.staging_bytes)
+        buffers = [Buffers(*map(HostBuffer, sizes)) for _ in range(pairs)]
+        for pair in buffers:
+            pair.slot.tensor.fill_(POISON)
+        return writer.run(queue, tracer, buffers, progress)
+    finally:
+        queue.close()
+        writer.close()
+
+
 def open_store(
     folder: Path,
     *,
@@ -125,23 +190,33 @@ def open_store(
     tied: bool = True,
     spill: bool = False,
     threads: int = 3,
+    verify: Verify = Verify.FIRST,
+    reader: Any = None,
+    poison: bool = True,
+    policy: EvictionPolicy | None = None,
 ) -> Bench:
-    """A poisoned store over the checkpoint in `folder`."""
-    parsed = parse_scheme(scheme)
-    bound = bind(model_spec(tied), open_checkpoint(folder))
-    layouts = lay_out(bound, lambda param, kind: parsed.format_for(param))
+    """A store over the checkpoint or pack in `folder`, poisoned unless told otherwise."""
+    if looks_like_pack(folder):
+        layouts = open_pack(folder).layouts(model_spec(tied), target(scheme))
+    else:
+        layouts = lay_out(bind(model_spec(tied), open_checkpoint(folder)), target(scheme))
     homes = {block: Tier.HOST if resident(block) else Tier.DISK for block in layouts}
     staging = max(layout.staging_bytes for layout in layouts.values())
+    table = layouts[BlockId(TRUNK, BlockKind.EMBEDDING)].tables["weight"]
     limits = {
         "resident": sum(layouts[b].slot_bytes for b, home in homes.items() if home is Tier.HOST),
         "slots": slots_bytes,
         "staging": 2 * staging,
-        "rows": 3 * row_span_bytes(bound[BlockId(TRUNK, BlockKind.EMBEDDING)].params[0]),
+        "rows": 3 * row_span_bytes(table) + (table.sums.file.nbytes if table.sums else 0),
     }
     ledger = Ledger({Tier.HOST: sum(limits.values())})
-    pools = {name: HostPool(ledger.open(Tier.HOST, name, n)) for name, n in limits.items()}
-    tracer, reader = Tracer(), FaultyReader()
-    queue = TransferQueue(reader, tracer, threads=threads, chunk_bytes=4096)
+    sizes = {layout.slot_bytes for layout in layouts.values()}
+    pools = {
+        name: HostPool(ledger.open(Tier.HOST, name, n), sizes, poison=poison)
+        for name, n in limits.items()
+    }
+    tracer, reader = Tracer(), reader or FaultyReader()
+    queue = TransferQueue(reader, tracer, depth=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
     spilled = SpillFile(folder, layouts.values()) if spill else None
     store = WeightStore(
@@ -150,7 +225,8 @@ def open_store(
         queue,
         tracer,
         **pools,
+        policy=policy,
         spill=spilled,
-        poison=True,
+        verify=verify,
     )
     return Bench(store, layouts, ledger, reader, list(pools.values()), spilled)

@@ -6,12 +6,15 @@
     │   ├── MissingFileError       a file or tensor that must be there is not
     │   ├── HeaderError            a header that lies or is truncated
     │   ├── ShapeError             a tensor contradicts the model's configuration
-    │   └── UnknownArchitectureError
+    │   ├── UnknownArchitectureError
+    │   └── PackError              a pack that is unfinished, or that another version has made
+    │       └── DamagedPackError     its bytes are not those that were written
     ├── BudgetError              what was asked for does not fit the memory that was given
     ├── RequestError             one request is wrong; the engine is fine
     │   ├── EmptyPromptError
     │   └── ContextLengthError
     ├── DiskReadError            the drive failed; the requests that needed it fail
+    ├── DiskWriteError           the drive is full or failed while something was written
     ├── NumericsError            a weight or a result is not a number
     ├── MachineError             the machine lacks what an option needs
     └── Cancelled                the request was cancelled by its owner
@@ -49,6 +52,14 @@ class UnknownArchitectureError(CheckpointError):
     """No family of HMT runs this architecture."""
 
 
+class PackError(CheckpointError):
+    """A pack is unfinished, or was made by another version or for another model."""
+
+
+class DamagedPackError(PackError):
+    """Bytes of a pack are not those that were written."""
+
+
 class BudgetError(HMTError):
     """The plan, or one allocation, does not fit the memory budget."""
 
@@ -67,6 +78,10 @@ class ContextLengthError(RequestError):
 
 class DiskReadError(HMTError):
     """A read failed or ended early; the same read may work later."""
+
+
+class DiskWriteError(HMTError):
+    """A write failed, mostly because the drive is full; what was written before stays."""
 
 
 class NumericsError(HMTError):

@@ -17,7 +17,7 @@ from hmt.bench.environment import describe
 from hmt.contracts.plan import Machine
 from hmt.contracts.request import Request
 from hmt.engine import Engine, LoadedModel, RunSummary
-from hmt.formats import open_checkpoint
+from hmt.engine.source import open_source
 
 PROMPT = list(range(1, 17))
 _PAGE_BYTES = 4096
@@ -71,13 +71,13 @@ def run(
     machine: Machine | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Measure the checkpoint in `folder`; the content of a benchmark file.
+    """Measure the checkpoint or pack in `folder`; the content of a benchmark file.
 
     `tokens` are decoded in each of `runs` runs per case.  `options` are the engine's, the same for
     all cases.  `machine` has the measured rates; the remembered ones when None.  Raises what
     loading raises.
     """
-    size = _published_bytes(folder)
+    size = open_source(folder).published_bytes
     summaries: dict[Case, list[RunSummary]] = {case: [] for case in CASES}
     with ExitStack() as stack:
         models = {}
@@ -100,10 +100,6 @@ def run(
         "tokens": tokens,
         "results": [asdict(result) for result in results],
     }
-
-
-def _published_bytes(folder: Path) -> int:
-    return sum(record.nbytes for record in open_checkpoint(folder).records.values())
 
 
 def _load(

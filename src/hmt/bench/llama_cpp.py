@@ -4,7 +4,7 @@ import ctypes
 import importlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -116,13 +116,37 @@ class LlamaCpp:
             self._decode(context, entries)
         return time.perf_counter() - begin
 
+    def decode_greedily(
+        self, prompts: Sequence[Tokens], steps: int, done: Callable[[int], None]
+    ) -> None:
+        """Decode the likeliest tokens after `prompts`; `done(step)` from 0, the prompts, on."""
+        longest = max(len(prompt) for prompt in prompts)
+        context = self._context(len(prompts), longest + steps, False)
+        self._clear(context)
+        entries = _prompts(prompts)
+        self._decode(context, entries)
+        done(0)
+        for step in range(1, steps + 1):
+            wanted = [index for index, entry in enumerate(entries) if entry.wanted]
+            tokens = [int(self._logits_of(context, index).argmax()) for index in wanted]
+            entries = [
+                _Entry(token, len(prompt) + step - 1, sequence, True)
+                for sequence, (token, prompt) in enumerate(zip(tokens, prompts, strict=True))
+            ]
+            self._decode(context, entries)
+            done(step)
+
     def logits(self, tokens: Tokens) -> torch.Tensor:
         """Logits f32 [vocab] that follow `tokens`."""
         context = self._context(1, len(tokens), False)
         self._clear(context)
         self._decode(context, _prompts([tokens]))
-        found = self._lib.llama_get_logits_ith(context, len(tokens) - 1)
-        return torch.from_numpy(np.ctypeslib.as_array(found, (self._vocab_size,)).copy())
+        return torch.from_numpy(self._logits_of(context, len(tokens) - 1).copy())
+
+    def _logits_of(self, context: Any, index: int) -> np.ndarray[Any, Any]:
+        """Logits f32 [vocab] of entry `index` of the last step; valid until the next one."""
+        found = self._lib.llama_get_logits_ith(context, index)
+        return np.ctypeslib.as_array(found, (self._vocab_size,))
 
     def _context(self, sequences: int, positions: int, flash: bool) -> Any:
         """A context for so many sequences of up to so many positions each."""

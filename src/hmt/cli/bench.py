@@ -14,6 +14,7 @@ from rich.table import Table
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate
 from hmt.cli import bench_cache
+from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
 
@@ -22,6 +23,7 @@ _TABLE_WIDTH = 96
 app = typer.Typer(help="Measure what HMT makes of this machine.", no_args_is_help=True)
 app.command("cache")(bench_cache.cache)
 app.command("traces")(bench_cache.traces)
+app.command("bigger-than-ram")(bigger_than_ram)
 
 
 @app.command("decode")
@@ -55,7 +57,7 @@ def decode(
             progress=status.update,
         )
     _print(content)
-    _write(content, json)
+    write_json(content, json)
 
 
 @app.command("peer")
@@ -91,7 +93,7 @@ def peer(
             progress=status.update,
         )
     _print_peer(content)
-    _write(content, json)
+    write_json(content, json)
 
 
 @app.command("kernels")
@@ -129,7 +131,7 @@ def kernels(
             **wanted,
         )
     _print_kernels(content)
-    _write(content, json)
+    write_json(content, json)
 
 
 def _pairs(option: str, text: str) -> list[tuple[int, int]]:
@@ -171,7 +173,8 @@ def _checkpoint(model: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def _write(content: dict[str, Any], file: Path | None) -> None:
+def write_json(content: dict[str, Any], file: Path | None) -> None:
+    """Write a benchmark's results, where a file was asked for."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json_format.dumps(content, indent=1) + "\n")

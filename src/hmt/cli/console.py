@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from hmt.base.units import format_bytes, format_rate
@@ -30,19 +37,37 @@ class _Amount(ProgressColumn):
 
 @contextmanager
 def loading(what: str) -> Iterator[Report]:
-    """A bar that fills as `report(bytes done, bytes in all)` is called; only on a terminal.
+    """`working` with one thing to do: `report(bytes done, bytes in all)`."""
+    with working(what) as report:
+        yield lambda done, total: report(what, done, total)
 
-    It pulses until the first report, and is gone at the end.
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that fills as `report(what, bytes done, bytes in all)` is called; only on a terminal.
+
+    It shows the rate and the time left, begins anew when `what` changes, pulses until the first
+    report, and is gone at the end.
     """
     console = notes()
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         _Amount(),
+        TimeRemainingColumn(compact=True),
         console=console,
         transient=True,
         disable=not console.is_terminal,
     )
     with bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        now: str | None = None
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal now
+            if what != now:  # the rate counts from here
+                now = what
+                bar.reset(task, total=total, completed=done, description=what)
+            bar.update(task, completed=done, total=total)
+
+        yield report

@@ -1,6 +1,5 @@
 """`hmt doctor`: what of this machine HMT can use, and what is missing."""
 
-import ctypes
 import json as json_format
 import mmap
 import os
@@ -31,7 +30,6 @@ _X86_FEATURES = {
     "amx_bf16": "AMX BF16",
 }
 _ARM_FEATURES = {"asimddp": "dot product", "i8mm": "I8MM", "bf16": "BF16", "sve": "SVE"}
-_IO_URING_SETUP = 425  # asm-generic/unistd.h: the same on every architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +208,12 @@ def _direct_reads(path: Path) -> Finding:
 
 
 def _io_uring() -> Finding:
-    libc = ctypes.CDLL(None, use_errno=True)
-    ctypes.set_errno(0)
-    libc.syscall(_IO_URING_SETUP, 0, None)  # zero entries: refused as invalid where it is there
-    reason = os.strerror(ctypes.get_errno())
-    there = reason in (os.strerror(22), os.strerror(14))  # EINVAL, EFAULT
-    found = "available" if there else f"not available ({reason})"
-    return Finding("io_uring", GOOD, f"{found}; not used yet")
+    from hmt.memory.uring import unavailable
+
+    reason = unavailable()
+    if reason is None:
+        return Finding("io_uring", GOOD, "available")
+    return Finding("io_uring", POOR, f"not used: {reason}; threads read the drive instead")
 
 
 def _gpu() -> Finding:
@@ -242,5 +239,6 @@ def _rates(path: Path) -> Finding:
         what,
         GOOD,
         f"{found}, drive {format_rate(rates.disk.rate)} "
-        f"({rates.disk.threads} reads of {format_bytes(rates.disk.block_bytes)} at a time)",
+        f"({rates.disk.reader}, {rates.disk.depth} reads of "
+        f"{format_bytes(rates.disk.block_bytes)} at a time)",
     )

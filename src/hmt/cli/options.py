@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _MEMORY, _COMPUTE, _CHOICE = "Memory", "Computation", "Choosing tokens"
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(help="Folder of a checkpoint; the embedded model when left out.")
+    str | None,
+    typer.Argument(help="Folder of a checkpoint or pack; the embedded model when left out."),
 ]
 
 
@@ -80,7 +81,17 @@ class EngineOptions:
     disk_reader: Annotated[
         str | None,
         typer.Option(
-            help="direct (past the page cache), buffered, or mmap.", rich_help_panel=_MEMORY
+            help="io_uring or direct (past the page cache), buffered, or mmap; the faster one of "
+            "the first two when left out.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    verify_reads: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare the checksums of a pack's blocks: first (when first read), always, "
+            "or never.",
+            rich_help_panel=_MEMORY,
         ),
     ] = None
     threads: Annotated[

@@ -19,14 +19,15 @@ def probe(
         Path, typer.Argument(help="A folder or file on the drive to measure; best, a checkpoint.")
     ] = Path(),
     quick: Annotated[
-        bool, typer.Option("--quick", help="One way of reading instead of thirty.")
+        bool, typer.Option("--quick", help="Two ways of reading instead of sixty.")
     ] = False,
 ) -> None:
     """Measure memory and disk rates, and save them for `plan` and `run`."""
     from rich.console import Console
 
     from hmt.cli.console import notes
-    from hmt.engine.machine import cache_file, measure
+    from hmt.engine.machine import cache_file, measure, remembered
+    from hmt.memory import best_of
 
     if not path.exists():
         raise MissingFileError(f"{path} does not exist; give a folder on the drive to measure")
@@ -50,29 +51,34 @@ def probe(
             "or the right to write one"
         )
     else:
-        best = max(results, key=lambda result: result.rate)
+        best = remembered(path).disk or best_of(results)
         console.print(
-            f"drive of {path}, O_DIRECT:  [bold]{format_rate(best.rate)}[/] "
-            f"with {best.threads} reads of {format_bytes(best.block_bytes)} at a time"
+            f"drive of {path}:  [bold]{format_rate(best.rate)}[/] with {best.reader}, "
+            f"{best.depth} reads of {format_bytes(best.block_bytes)} at a time"
         )
         if not quick:
-            console.print(_table(results, best))
+            for reader in dict.fromkeys(result.reader for result in results):
+                console.print(_table([r for r in results if r.reader == reader], best))
     console.print(f"[dim]saved in {cache_file()}[/]")
 
 
 def _table(results: "list[DiskRate]", best: "DiskRate") -> "Table":
+    """Rates of one reader; what was measured twice shows the second one."""
     from rich.table import Table
 
-    table = Table(title="drive: size of one read, by reads at a time", title_justify="left")
-    threads = sorted({result.threads for result in results})
+    rates = {(result.block_bytes, result.depth): result.rate for result in results}
+    chosen = (best.block_bytes, best.depth) if best.reader == results[0].reader else None
+    title = f"{results[0].reader}: size of one read, by reads at a time"
+    table = Table(title=title, title_justify="left")
+    depths = sorted({depth for _, depth in rates})
     table.add_column("", justify="right")
-    for count in threads:
-        table.add_column(str(count), justify="right")
-    for block_bytes in sorted({result.block_bytes for result in results}):
-        row = [result for result in results if result.block_bytes == block_bytes]
-        cells = [
-            f"[bold green]{format_rate(r.rate)}[/]" if r is best else format_rate(r.rate)
-            for r in sorted(row, key=lambda result: result.threads)
-        ]
+    for depth in depths:
+        table.add_column(str(depth), justify="right")
+    for block_bytes in sorted({block for block, _ in rates}):
+        cells = []
+        for depth in depths:
+            rate = rates.get((block_bytes, depth))
+            text = "" if rate is None else format_rate(rate)
+            cells.append(f"[bold green]{text}[/]" if (block_bytes, depth) == chosen else text)
         table.add_row(format_bytes(block_bytes), *cells)
     return table

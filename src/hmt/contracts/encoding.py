@@ -52,6 +52,10 @@ class Packing(enum.StrEnum):
 PANEL_ROWS = 16
 PANEL_BLOCK = 32  # inputs
 
+# Of everything that decides what the bytes of a converted weight are: packings, codes, scales, and
+# how they are rounded.  Packs say which version they hold; raise it when any of that changes.
+PACKING_VERSION = 1
+
 
 class Activations(enum.StrEnum):
     """What a quantised weight is multiplied with."""

@@ -34,7 +34,8 @@ class Plan:
     budgets             bytes that may be used per tier
     reserved            of the host budget, by purpose: "resident" and "slots" (weights), "kv",
                         "activations", "staging", "rows", "guesses"
-    prefetch_distance   dense layers that are requested ahead of the one being computed
+    prefetch_distance   dense layers that are requested ahead of the one being computed, until the
+                        executor has learned better; what slots are sized for
     prefill_chunk       prompt tokens per step
     kv_tokens           positions that fit in the KV reservation, over all sequences
     host_bytes_per_token, disk_bytes_per_token   predicted weight bytes that one decoded token reads

@@ -29,6 +29,14 @@ class Presence(enum.Enum):
     MISS = "miss"  # only on disk
 
 
+class Verify(enum.StrEnum):
+    """When the checksum of a pack's block is compared with what was read."""
+
+    FIRST = "first"  # when the block is first read
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 # Blocks that are leased together, each with its parameters by local name.
 LeasedGroup = list[tuple[BlockId, Mapping[str, WeightTensor]]]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import ConfigError
-from hmt.base.units import MIB, parse_bytes
+from hmt.base.units import parse_bytes
+from hmt.contracts.store import Verify
 from hmt.memory import READERS, available_host_bytes
 from hmt.quant import Scheme, parse_scheme
 from hmt.weights import POLICIES
@@ -22,27 +23,32 @@ _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbou
 class EngineConfig:
     """Everything an engine is told, checked.  `resolve` makes one.
 
-    quantization        how linear weights are stored in memory: see hmt.quant.parse_scheme
+    quantization        how linear weights are stored in memory: see hmt.quant.parse_scheme; None:
+                        as the checkpoint or the pack has them
     host_memory_bytes   budget for weights, KV, activations and buffers; not for the Python process
     context             positions of KV over all requests; None: the planner's choice
     dtype               of activations; "auto" follows the checkpoint
     executor            "overlapped" reads ahead while it computes, "plain" reads when it needs
-    prefetch_distance   layers read ahead; None: the planner's choice
+    prefetch_distance   layers read ahead; None: learned while it runs, from the planner's choice
     prefill_chunk       prompt tokens per step; None: the planner's choice, by model
     max_batch           requests that run at once
     disk_path           folder on a fast drive for weights that were quantised on load and do not
                         fit in memory, in a file without a name; None: HMT's cache folder
-    disk_reader         "direct" (O_DIRECT), "buffered" or "mmap"
+    disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" or "mmap"; None: of the
+                        first two, the one that was measured to be faster on the model's drive
+    disk_depth          reads of disk_chunk_bytes at a time, and their size; None: as measured
     numa                (CPU node, memory node) to bind to; None: no binding
     threads             that compute; None: torch's setting, up to one per physical core within the
                         affinity mask and the quota of the cgroup
-    check_weights       look for NaN when a block is first read
     cache_policy        which experts stay in memory: "heat", "lru", ...; see hmt.weights.policies
     guesses             read experts that are likely to be needed, while that gains time
     trace_experts       file to write the routers' choices to, for `hmt bench cache`
+    check_weights       look for NaN when a block is first read (not of a pack, which holds none)
+    verify_reads        compare the checksum of a pack's block when it is "first" read, "always", or
+                        "never"; rows of an embedding on disk are compared unless "never"
     """
 
-    quantization: Scheme
+    quantization: Scheme | None
     host_memory_bytes: int
     context: int | None = None
     dtype: str = "auto"
@@ -51,15 +57,16 @@ class EngineConfig:
     prefill_chunk: int | None = None
     max_batch: int = 16
     disk_path: Path | None = None
-    disk_reader: str = "direct"
-    disk_threads: int = 8
-    disk_chunk_bytes: int = 2 * MIB
+    disk_reader: str | None = None
+    disk_depth: int | None = None
+    disk_chunk_bytes: int | None = None
     numa: tuple[int, int] | None = None
     threads: int | None = None
     check_weights: bool = True
     cache_policy: str = "heat"
     guesses: bool = True
     trace_experts: Path | None = None
+    verify_reads: Verify = Verify.FIRST
 
     @staticmethod
     def resolve(**options: Any) -> "EngineConfig":
@@ -77,7 +84,8 @@ class EngineConfig:
                 )
                 raise ConfigError(f"unknown option {name!r}; {hint}")
         values = {name: value for name, value in options.items() if value is not None}
-        values["quantization"] = parse_scheme(values.get("quantization", "none"))
+        scheme = values.get("quantization")
+        values["quantization"] = None if scheme is None else parse_scheme(scheme)
         budget = values.pop("host_memory", None)
         values["host_memory_bytes"] = (
             int(available_host_bytes() * _SHARE_OF_AVAILABLE)
@@ -93,6 +101,7 @@ class EngineConfig:
         if "disk_path" in values:
             values["disk_path"] = _writable_folder(values["disk_path"])
         _check(values)
+        values["verify_reads"] = Verify(values.get("verify_reads", Verify.FIRST))
         return EngineConfig(**values)
 
 
@@ -107,6 +116,7 @@ def _check(values: dict[str, Any]) -> None:
         "executor": EXECUTORS,
         "disk_reader": READERS,
         "cache_policy": tuple(POLICIES),
+        "verify_reads": tuple(Verify),
     }
     for name, allowed in choices.items():
         if name in values and values[name] not in allowed:
@@ -116,7 +126,7 @@ def _check(values: dict[str, Any]) -> None:
         "prefetch_distance": 0,
         "prefill_chunk": 1,
         "max_batch": 1,
-        "disk_threads": 1,
+        "disk_depth": 1,
         "disk_chunk_bytes": 4096,
         "threads": 1,
     }

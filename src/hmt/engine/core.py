@@ -21,9 +21,11 @@ from hmt.engine.foresight import RouterForesight
 from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
+from hmt.engine.prefetch import PrefetchDistance, ReadAhead, streamed_stages
 from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
+from hmt.engine.trial import Verdict
 from hmt.kernels import ops
 
 
@@ -58,7 +60,12 @@ class Core:
         weights: Weights = ObservedWeights(store, observers) if observers else store
         if config.executor == "plain":
             return PlainExecutor(model, weights, kv)
-        return OverlappedExecutor(model, weights, kv, plan)
+        return OverlappedExecutor(model, weights, kv, _read_ahead(prepared, config, self.memory))
+
+    @property
+    def guessing(self) -> Verdict | None:
+        """Whether guesses make steps faster, as the last trial found."""
+        return None if self._guesser is None else self._guesser.verdict
 
     def reset_account(self) -> None:
         """Count from zero."""
@@ -147,6 +154,30 @@ class Core:
             return self._executor.run(step)
         finally:
             phase.add(self._meter.lap(time.perf_counter() - begin), len(tokens), len(tokens))
+
+
+def _read_ahead(prepared: Prepared, config: EngineConfig, memory: Memory) -> ReadAhead:
+    """At the distance that the user gave, or one that is learned."""
+    plan, store = prepared.plan, memory.weights
+    stages = streamed_stages(prepared.model, plan)
+    if config.prefetch_distance is not None or not any(stages):
+        return ReadAhead(stages, plan.prefetch_distance)
+    sizes = {block: layout.size for block, layout in prepared.layouts.items()}
+    slots = plan.reserved["slots"]
+    experts = any(block.kind is BlockKind.EXPERT for block in plan.blocks_in(Tier.DISK))
+    distance = PrefetchDistance(
+        read_bytes=[sum(sizes[b].read_bytes for b in blocks) for blocks in stages],
+        slot_bytes=[sum(sizes[b].slot_bytes for b in blocks) for blocks in stages],
+        room_bytes=slots // 2 if experts else slots,  # experts need room as well
+        first=plan.prefetch_distance,
+        rate=prepared.machine.disk_read_rate,
+    )
+
+    def drive() -> tuple[int, float]:
+        counters = store.drive_counters()
+        return counters.read_bytes, counters.busy_s
+
+    return ReadAhead(stages, distance, waited_s=lambda: store.counters.waited_s, drive=drive)
 
 
 class _Meter:

@@ -61,7 +61,7 @@ class Engine:
     def load_model(
         self, path: str | Path, progress: Callable[[int, int], None] | None = None
     ) -> "LoadedModel":
-        """Plan and load the checkpoint in folder `path`, in what is left of the budget.
+        """Plan and load the checkpoint or pack in folder `path`, in what is left of the budget.
 
         `progress(bytes done, bytes in all)` is called while resident weights are read, on another
         thread.  Raises CheckpointError, BudgetError, DiskReadError or NumericsError; nothing stays
@@ -142,7 +142,7 @@ class LoadedModel:
     ) -> None:
         self.prepared = prepared
         self.tracer = Tracer()
-        self.tokenizer = Tokenizer.open(prepared.checkpoint.path)
+        self.tokenizer = Tokenizer.open(prepared.source.path)
         self._loop = StepLoop()
         memory = _load(self._loop, prepared, config, ledger, self.tracer, progress)
         self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
@@ -211,6 +211,8 @@ class LoadedModel:
             resident_bytes=by_home[Tier.HOST],
             streamed_bytes=by_home[Tier.DISK],
             peak_rss_bytes=peak_resident_bytes(),
+            guessing=core.guessing,
+            pools=core.memory.pool_stats(),
         )
 
     def reset_summary(self) -> None:

@@ -6,17 +6,16 @@ the same with the same kernels in the same order, and only asks for blocks earli
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
 from typing import Protocol
 
 import torch
 
-from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.model import Model, ResidentLayers
-from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
+from hmt.engine.prefetch import ReadAhead
 
 
 class Executor(Protocol):
@@ -85,62 +84,40 @@ class PlainExecutor:
 class OverlappedExecutor:
     """Requests the dense blocks of the next layers while it computes the current one.
 
-    Layers that have nothing to wait for are computed together where the model can.  The distance
-    counts layers that have something to read; the order wraps around, so while the
-    head computes, the first layers of the next token are on their way.
+    How many layers, `ahead` says; the order wraps around, so while the head computes, the first
+    layers of the next token are on their way.  Where nothing has to be read, all layers are
+    computed together if the model can.
     """
 
-    def __init__(self, model: Model, weights: Weights, kv: KVCache, plan: Plan) -> None:
+    def __init__(self, model: Model, weights: Weights, kv: KVCache, ahead: ReadAhead) -> None:
         self._model = model
         self._weights = weights
         self._kv = kv
-        self._ahead = _blocks_ahead(model, plan)
-        self._together = _layers_together(model, weights, kv, self._ahead[:-1])
+        self._ahead = ahead
+        self._together = model.resident_layers(range(model.spec.layers), weights, kv)
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
         """See Executor."""
+        ahead, layers = self._ahead, self._model.spec.layers
+        ahead.step_begins(len(step.token_ids))
         self._request(0)
         hidden = self._model.embed(step, self._weights)
-        for layers, resident in self._together:
-            if resident is not None and resident(hidden, step):
-                continue
-            for index in layers:
+        if self._together is None or not self._together(hidden, step):
+            for index in range(layers):
                 self._request(index)
                 hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
-        if not len(step.logit_rows):
-            return torch.empty(0, self._model.spec.vocab_size)
-        self._request(-1)
-        return self._model.head(hidden[step.logit_rows], self._weights)
+                ahead.stage_ends(index)
+        logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
+        if rows:
+            self._request(layers)
+            # Rows ascend and differ: as many as there are tokens are all of them.
+            wanted = hidden if rows == len(hidden) else hidden[step.logit_rows]
+            logits = self._model.head(wanted, self._weights)
+        ahead.stage_ends(layers)
+        ahead.step_ends()
+        return logits
 
     def _request(self, stage: int) -> None:
-        if self._ahead[stage]:
-            self._weights.request(self._ahead[stage], Priority.SURE)
-
-
-def _layers_together(
-    model: Model, weights: Weights, kv: KVCache, ahead: Sequence[list[BlockId]]
-) -> list[tuple[range, ResidentLayers | None]]:
-    """Consecutive layers without anything to request, and how they are computed in one call."""
-    spans = []
-    for waits, group in groupby(range(len(ahead)), key=lambda index: bool(ahead[index])):
-        indices = list(group)
-        layers = range(indices[0], indices[-1] + 1)
-        spans.append((layers, None if waits else model.resident_layers(layers, weights, kv)))
-    return spans
-
-
-def _blocks_ahead(model: Model, plan: Plan) -> list[list[BlockId]]:
-    """For each layer, and last for the head: streamed blocks to request when it begins."""
-    spec = model.spec
-    stages = [list(model.layer_blocks(index)) for index in range(spec.layers)]
-    stages.append([block.id for block in spec.blocks if block.id.kind is BlockKind.HEAD])
-    streamed = [[b for b in stage if plan.homes[b] is Tier.DISK] for stage in stages]
-    ahead = []
-    for stage in range(len(streamed)):
-        wanted = list(streamed[stage])
-        following = [streamed[(stage + n) % len(streamed)] for n in range(1, len(streamed))]
-        for blocks in [blocks for blocks in following if blocks][: plan.prefetch_distance]:
-            wanted += blocks
-        ahead.append(wanted)
-    return ahead
+        if blocks := self._ahead.blocks(stage):
+            self._weights.request(blocks, Priority.SURE)

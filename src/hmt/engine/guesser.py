@@ -11,7 +11,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
 from hmt.contracts.store import Presence, Priority
 from hmt.engine.foresight import Kind, RouterForesight, Source, Transitions, Trust, candidates
-from hmt.engine.trial import Trial
+from hmt.engine.trial import Trial, Verdict
 from hmt.weights import WeightStore
 
 _SLOT_SHARE = 4  # guesses may wait in a quarter of the slots
@@ -41,6 +41,11 @@ class Guesser:
     def saved_s(self) -> float:
         """Time that guesses have saved, as trials with and without them tell."""
         return self._trial.saved_s
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of the last trial; None before the first has ended."""
+        return self._trial.verdict
 
     def routed(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor

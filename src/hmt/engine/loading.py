@@ -1,7 +1,7 @@
 """From a folder to a plan, and from a plan to memory."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,48 +13,45 @@ from hmt.base.errors import BudgetError, MachineError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
-from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
-from hmt.contracts.checkpoint import Checkpoint
-from hmt.contracts.encoding import Encoding, Packing
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
-from hmt.engine.machine import cache_folder, machine_for
-from hmt.formats import open_checkpoint
+from hmt.engine.machine import cache_folder, machine_for, remembered
+from hmt.engine.source import Source, open_source
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV, page_bytes
 from hmt.memory import (
     Account,
+    DiskRate,
     HostPool,
     Ledger,
+    PoolStats,
     TransferQueue,
     open_reader,
     physical_host_bytes,
+    usual_rate,
 )
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
-from hmt.quant import Format
 from hmt.weights import (
     BlockLayout,
     SpillFile,
     Surroundings,
     WeightStore,
-    bind,
-    lay_out,
     open_policy,
-    published_bytes,
     row_span_bytes,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checkpoint that was read, checked and planned for; no weight has been loaded."""
+    """A checkpoint or pack that was opened, checked and planned for; no weight has been loaded."""
 
-    checkpoint: Checkpoint
+    source: Source
     model: Model
     layouts: dict[BlockId, BlockLayout]
     published_bytes: int
@@ -70,6 +67,7 @@ class Memory:
     weights: WeightStore
     kv: PagedKV
     accounts: list[Account]
+    pools: list[HostPool]
     closing: ExitStack
     transitions: Transitions | None = None  # where experts are guessed
     trace: TraceWriter | None = None
@@ -78,22 +76,25 @@ class Memory:
         """Bytes of host memory in use now, by purpose."""
         return {account.purpose: account.used_bytes for account in self.accounts}
 
+    def pool_stats(self) -> tuple[PoolStats, ...]:
+        """What the pools that may hold anything hold now."""
+        return tuple(pool.stats() for pool in self.pools if pool.account.limit_bytes)
+
     def close(self) -> None:
         """Free it all."""
         self.closing.close()
 
 
 def prepare(path: Path, config: EngineConfig, host_bytes: int | None = None) -> Prepared:
-    """Read headers and configuration, and decide where everything goes.
+    """Read headers and configuration of a checkpoint or pack, and decide where everything goes.
 
     `host_bytes` is what is left of the budget for this model; None: all of it.  Raises
     CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
-    checkpoint = open_checkpoint(path)
-    model = open_model(checkpoint.config, checkpoint.path, _dtype(config, checkpoint))
-    bound = bind(model.spec, checkpoint)
-    layouts = lay_out(bound, _target(config))
-    demand = _demand(model, layouts, config)
+    source = open_source(path)
+    model = open_model(source.config, source.path, _dtype(config, source))
+    weights = source.weights(model.spec, config.quantization)
+    demand = _demand(model, weights.layouts, config)
     options = PlanOptions(
         config.host_memory_bytes if host_bytes is None else host_bytes,
         config.context,
@@ -103,7 +104,7 @@ def prepare(path: Path, config: EngineConfig, host_bytes: int | None = None) -> 
     machine = machine_for(path)
     plan = solve(demand, options, machine)
     _check_physical(plan)
-    return Prepared(checkpoint, model, layouts, published_bytes(bound), demand, machine, plan)
+    return Prepared(source, model, weights.layouts, weights.published_bytes, demand, machine, plan)
 
 
 def _check_physical(plan: Plan) -> None:
@@ -140,7 +141,7 @@ def allocate(
         activations = accounts["activations"]
         activations.charge(activations.limit_bytes)
         stack.callback(activations.release, activations.limit_bytes)
-        pools = {name: HostPool(accounts[name]) for name in accounts if name != "activations"}
+        pools = _pools(accounts, prepared)
         for pool in pools.values():
             stack.callback(pool.close)
         streamed = [layout for b, layout in prepared.layouts.items() if plan.homes[b] is Tier.DISK]
@@ -152,7 +153,7 @@ def allocate(
         weights = WeightStore(
             prepared.layouts,
             plan,
-            _transfer_queue(config, tracer),
+            transfer_queue(config, tracer, remembered(prepared.source.path).disk),
             tracer,
             resident=pools["resident"],
             slots=pools["slots"],
@@ -161,13 +162,14 @@ def allocate(
             policy=open_policy(config.cache_policy, _surroundings(prepared, pools["slots"])),
             spill=spill,
             check=config.check_weights,
-            poison=flags.read(flags.POISON) == "on",
+            verify=config.verify_reads,
         )
         stack.callback(weights.close)
         weights.load_residents(progress)
+        pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         trace = None
         if config.trace_experts is not None:
-            name, blocks = prepared.checkpoint.path.name, prepared.demand.blocks
+            name, blocks = prepared.source.path.name, prepared.demand.blocks
             trace = open_trace(config.trace_experts, name, model.spec, blocks)
             stack.callback(trace.close)
         transitions = None
@@ -175,7 +177,15 @@ def allocate(
             counts = pools["guesses"].allocate(plan.reserved["guesses"])
             stack.callback(pools["guesses"].free, counts)
             transitions = Transitions(counts.tensor, expert_count(model.spec))
-        return Memory(weights, kv, list(accounts.values()), stack.pop_all(), transitions, trace)
+        return Memory(
+            weights,
+            kv,
+            list(accounts.values()),
+            list(pools.values()),
+            stack.pop_all(),
+            transitions,
+            trace,
+        )
 
 
 def _surroundings(prepared: Prepared, slots: HostPool) -> Surroundings:
@@ -188,18 +198,38 @@ def _surroundings(prepared: Prepared, slots: HostPool) -> Surroundings:
     return replace(around, read_rate=rate) if rate else around
 
 
-def _transfer_queue(config: EngineConfig, tracer: Tracer) -> TransferQueue:
-    """Disk workers, each computing (checks, conversions) on its own thread alone.
+def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, HostPool]:
+    """A pool for every account but the activations', which are torch's."""
+    homes = prepared.plan.homes
+    sizes = {
+        tier: {layout.slot_bytes for b, layout in prepared.layouts.items() if homes[b] is tier}
+        for tier in (Tier.HOST, Tier.DISK)
+    }
+    announced = {"resident": sizes[Tier.HOST], "slots": sizes[Tier.DISK]}
+    poison = flags.read(flags.POISON) == "on"
+    return {
+        purpose: HostPool(account, announced.get(purpose, ()), poison=poison)
+        for purpose, account in accounts.items()
+        if purpose != "activations"
+    }
 
-    Torch gives every thread that computes a team of OpenMP threads as large as the machine: eight
-    workers on 64 cores would be 512 threads beside those of the step that they are to help.
+
+def transfer_queue(
+    config: EngineConfig, tracer: Tracer, measured: DiskRate | None = None
+) -> TransferQueue:
+    """The queue of the drive that was `measured`; what `config` says of it comes first.
+
+    Its threads compute (checks, conversions) alone: torch gives every thread that computes a team
+    of OpenMP threads as large as the machine, and eight of them on 64 cores would be 512 threads
+    beside those of the step that they are to help.
     """
     threads = torch.get_num_threads()
+    disk = measured or usual_rate()
     queue = TransferQueue(
-        open_reader(config.disk_reader),
+        open_reader(config.disk_reader or disk.reader),
         tracer,
-        threads=config.disk_threads,
-        chunk_bytes=config.disk_chunk_bytes,
+        depth=config.disk_depth or disk.depth,
+        chunk_bytes=config.disk_chunk_bytes or disk.block_bytes,
         worker_starts=lambda: torch.set_num_threads(1),
     )
     # The setting is kept per thread and, as the default of new threads, once for all.
@@ -236,28 +266,13 @@ def _spill_file(streamed: Sequence[BlockLayout], config: EngineConfig) -> SpillF
         return None
 
 
-def _dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype(config: EngineConfig, source: Source) -> torch.dtype:
     """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway."""
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
-    stored = {record.dtype for record in checkpoint.records.values()}
-    return torch.bfloat16 if "BF16" in stored else torch.float32
-
-
-def _target(config: EngineConfig) -> Callable[[ParamSpec, BlockKind], Format | None]:
-    scheme = config.quantization
-
-    def target(param: ParamSpec, kind: BlockKind) -> Format | None:
-        wanted = scheme.format_for(param)
-        four_bits = wanted is not None and wanted.encoding.packing is Packing.PANELS
-        if wanted is not None and kind is BlockKind.HEAD and four_bits:
-            # The output layer loses most at 4 bits and is a small part of the bytes.
-            return Format(Encoding.INT8_CHANNEL, activations=wanted.activations)
-        return wanted
-
-    return target
+    return torch.bfloat16 if "BF16" in source.dtypes else torch.float32
 
 
 def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineConfig) -> Demand:
@@ -267,10 +282,12 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         spec=model.spec,
         blocks=tuple(layout.size for layout in layouts.values()),
         staging_bytes=max(layout.staging_bytes for layout in layouts.values()),
-        row_bytes=max((row_span_bytes(table.param) for table in tables), default=0),
+        row_bytes=max((row_span_bytes(table) for table in tables), default=0),
         kv_token_bytes=page_bytes(model.spec.kv, model.dtype) // PAGE_TOKENS,
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
         guess_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,
+        row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
+        parameter_bytes=sum(layout.parameter_bytes for layout in layouts.values()),
     )

@@ -22,19 +22,18 @@ from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
     PAGE_BYTES,
-    QUICK_BLOCK_BYTES,
-    QUICK_THREADS,
     DiskRate,
     available_host_bytes,
     cache_bytes,
-    disk_rate,
     file_to_read,
+    quick_rate,
     ram_read_rate,
     sweep,
 )
 
 _QUICK_S = 0.15  # per rate
 _FULL_S = 0.5
+_FULL_DISK_S = 0.2
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
 
@@ -67,7 +66,7 @@ def machine_for(path: Path) -> Machine:
 def measure(
     path: Path, *, quick: bool, progress: Callable[[DiskRate], None] | None = None
 ) -> Machine:
-    """Measure anew and remember.  Unless `quick`, try many ways to read the drive (10 to 20 s).
+    """Measure anew and remember.  Unless `quick`, try many ways to read the drive (about 20 s).
 
     `progress` is told each result of the drive.
     """
@@ -166,12 +165,9 @@ def _measure_disk(
         with file_to_read(path) as file:
             if file is None:
                 return None
-            if not quick:
-                return sweep(file, _FULL_S, progress)
-            rate = disk_rate(file, QUICK_BLOCK_BYTES, QUICK_THREADS, _QUICK_S)
-            if progress is not None:
-                progress(rate)
-            return rate
+            if quick:
+                return quick_rate(file, _QUICK_S, progress)
+            return sweep(file, _FULL_DISK_S, progress)
     except (OSError, HMTError):
         return None
 

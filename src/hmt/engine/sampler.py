@@ -62,6 +62,9 @@ class SamplerState:
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits after the three penalties: f32 [vocab]."""
         sampling, scores = self._sampling, logits
+        counts = sampling.frequency_penalty or sampling.presence_penalty
+        if sampling.repetition_penalty == 1 and not counts:
+            return logits
         output = torch.tensor(list(self._output), dtype=torch.int64)
         if sampling.repetition_penalty != 1:
             # Keskar et al., CTRL (2019), section 4.1, with transformers' treatment of the sign.
@@ -69,7 +72,7 @@ class SamplerState:
             values, penalty = scores[seen], sampling.repetition_penalty
             values = torch.where(values < 0, values * penalty, values / penalty)
             scores = scores.index_put((seen,), values)
-        if sampling.frequency_penalty or sampling.presence_penalty:
+        if counts:
             times = torch.tensor(list(self._output.values()), dtype=torch.float32)
             penalties = sampling.frequency_penalty * times + sampling.presence_penalty
             scores = scores.index_put((output,), -penalties, accumulate=True)

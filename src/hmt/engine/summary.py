@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from hmt.contracts.plan import Machine
+from hmt.engine.trial import Verdict
+from hmt.memory import PoolStats
 
 _WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
 
@@ -124,7 +126,9 @@ class RunSummary:
     budget_bytes      the host memory that was allowed
     used_bytes        by purpose, of the budget
     resident_bytes, streamed_bytes   weights by home, in memory form
+    guessing          what the last trial of guesses found; None where there was none
     peak_rss_bytes    largest resident size of the process, as the kernel counted it
+    pools             how full and how fragmented the pools of host memory are now
     """
 
     prompt: Phase
@@ -136,7 +140,9 @@ class RunSummary:
     resident_bytes: int
     streamed_bytes: int
     peak_rss_bytes: int
+    pools: tuple[PoolStats, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    guessing: Verdict | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean, median, variance
 
 _TURN = 8  # steps with, then as many without
@@ -10,6 +11,19 @@ _PAIRS = (3, 8)  # turns of each sort: before the first verdict, and at most
 _REST = (512, 8192)  # steps between trials: after a new verdict, and at most
 _NEW_SIZE = 4  # steps of another number of tokens in a row: from now on these are the steps
 _OUTLIER = 3.0  # times the median: somebody else had the machine, or nobody asked for anything
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a trial found: the mean seconds of steps, and the standard error of the difference.
+
+    faster   whether steps are faster with it, beyond that error
+    """
+
+    faster: bool
+    with_s: float
+    without_s: float
+    error_s: float
 
 
 class Trial:
@@ -24,14 +38,13 @@ class Trial:
         """`clock` gives seconds."""
         self.on = True
         self.saved_s = 0.0
+        self.verdict: Verdict | None = None
         self._clock = clock
         self._tokens = 1  # of the steps that are compared
         self._others = 0  # steps of another size, in a row
         self._began: float | None = None  # when the last of those that are compared began
-        self._verdict: bool | None = None
         self._rest_steps = 0
         self._rest = _REST[0]
-        self._gain_s = 0.0
         self._begin_trial()
 
     def step(self, tokens: int) -> None:
@@ -47,8 +60,8 @@ class Trial:
                 self._tokens, self._rest_steps = tokens, 0
                 self._begin_trial()
         if self._rest_steps:
-            if self.on:
-                self.saved_s += self._gain_s
+            if self.on and self.verdict is not None:
+                self.saved_s += self.verdict.without_s - self.verdict.with_s
             self._rest_steps -= 1
             if not self._rest_steps:
                 self._begin_trial()
@@ -86,7 +99,9 @@ class Trial:
         last = pairs >= _PAIRS[1]
         if not last and abs(gain) <= 2 * error:
             return
-        verdict = gain > error
-        self._rest = min(2 * self._rest, _REST[1]) if verdict is self._verdict else _REST[0]
-        self._verdict = self.on = verdict
-        self._gain_s, self._rest_steps = gain, self._rest
+        faster = gain > error
+        again = self.verdict is not None and self.verdict.faster is faster
+        self.verdict = Verdict(faster, mean[True], mean[False], error)
+        self.on = faster
+        self._rest = min(2 * self._rest, _REST[1]) if again else _REST[0]
+        self._rest_steps = self._rest

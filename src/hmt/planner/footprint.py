@@ -18,6 +18,8 @@ class Demand:
     blocks          every block that takes memory, in model order
     staging_bytes   buffer for converting the largest parameter on load; 0 without conversion
     row_bytes       buffer for looking up one row of a table on disk
+    row_sums_bytes  checksums of a pack's rows, which stay in memory while its table is on disk
+    parameter_bytes all parameters without padding; None: blocks have none
     kv_token_bytes  KV of one position over all layers
     kv_layer_bytes  KV of one position in the layer that keeps most
     score_bytes     the most that attention scores take at once
@@ -34,6 +36,8 @@ class Demand:
     score_bytes: int = 0
     batch: int = 1
     guess_bytes: int = 0
+    row_sums_bytes: int = 0
+    parameter_bytes: int | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -49,10 +53,14 @@ def default_chunk(demand: Demand) -> int:
     """Prompt tokens per step: a function of the model alone.
 
     Not of the budget, because the chunk is the shape that kernels see, and equal shapes are what
-    makes logits bit-identical at every budget.
+    makes logits bit-identical at every budget; nor of padding, which differs between a checkpoint
+    and a pack.
     """
     token_bytes = demand.spec.activation_width * 4
-    chunk = round_down(demand.weight_bytes // _ACTIVATION_SHARE // token_bytes, PAGE_TOKENS)
+    weight_bytes = demand.parameter_bytes
+    if weight_bytes is None:
+        weight_bytes = demand.weight_bytes
+    chunk = round_down(weight_bytes // _ACTIVATION_SHARE // token_bytes, PAGE_TOKENS)
     return max(_CHUNK_LIMITS[0], min(_CHUNK_LIMITS[1], chunk))
 
 

@@ -1,7 +1,7 @@
 """Schemes: what users call a way to compress, and what it means for one parameter."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import ParamSpec, Role
@@ -25,6 +25,11 @@ class Scheme:
     weights: Encoding | None = None
     group_size: int = 0
     activations: Activations = Activations.FLOAT
+
+    @property
+    def bytes_alike(self) -> "Scheme":
+        """The same for all schemes that store the same bytes: activations change none."""
+        return replace(self, activations=Activations.FLOAT)
 
     def __str__(self) -> str:
         if self.weights is None:

@@ -6,10 +6,9 @@ from hmt.weights.layout import BlockLayout, lay_out
 from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings, open_policy
 from hmt.weights.rows import row_span_bytes
 from hmt.weights.spill import SpillFile
-from hmt.weights.store import POISON, StoreCounters, WeightStore
+from hmt.weights.store import StoreCounters, WeightStore
 
 __all__ = [
-    "POISON",
     "POLICIES",
     "BlockLayout",
     "BoundBlock",

@@ -1,13 +1,11 @@
 """Which blocks somebody expects, how surely, and what became of those that were read on a guess."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.store import Priority
-from hmt.weights.layout import BlockLayout
-from hmt.weights.loading import BlockLoad
+from hmt.weights.entry import Entry
 
 
 @dataclass(slots=True)
@@ -25,22 +23,8 @@ class GuessCounters:
     unneeded_bytes: int = 0
 
 
-class Expected(Protocol):
-    """A block that is in a slot, or is being read into one.
-
-    load      its read, while it is under way
-    awaited   as what it was asked for, until it is leased; it keeps its slot meanwhile
-    urgent    it is being read, and not on a guess alone
-    """
-
-    layout: BlockLayout
-    load: BlockLoad | None
-    awaited: Priority | None
-    urgent: bool
-
-
 class Expectations:
-    """Keeps `awaited` and `urgent` of blocks, and counts guesses.
+    """Keeps `awaited` and `urgent` of entries, and counts guesses.
 
     Not thread-safe: the store holds its lock.
     """
@@ -48,10 +32,10 @@ class Expectations:
     def __init__(self) -> None:
         self.counters = GuessCounters()
         self.urgent_reads = 0  # under way; a guess beside them would take half of the drive
-        self._guessed: list[Expected] = []  # awaited on a guess
+        self._guessed: list[Entry] = []  # awaited on a guess
         self._unneeded: dict[BlockId, int] = {}  # guesses that nobody has needed yet: bytes
 
-    def read_begins(self, entry: Expected, priority: Priority) -> None:
+    def read_begins(self, entry: Entry, priority: Priority) -> None:
         """`entry`, which was absent, is read for who asked for it."""
         entry.awaited = priority
         if priority is Priority.GUESS:
@@ -62,7 +46,7 @@ class Expectations:
         else:
             self._hurry(entry)
 
-    def asked(self, entry: Expected, priority: Priority) -> None:
+    def asked(self, entry: Entry, priority: Priority) -> None:
         """`entry`, which is there or on its way, has been asked for."""
         if priority is Priority.GUESS:
             if entry.awaited is None:
@@ -75,7 +59,7 @@ class Expectations:
             entry.load.promote(priority)
         entry.awaited = priority if entry.awaited is None else min(priority, entry.awaited)
 
-    def needed(self, entry: Expected) -> None:
+    def needed(self, entry: Entry) -> None:
         """Count a guess that came true, once."""
         nbytes = self._unneeded.pop(entry.layout.id, None)
         if nbytes is not None:
@@ -83,31 +67,48 @@ class Expectations:
             self.counters.in_time += entry.load is None
             self.counters.late += entry.load is not None
 
-    def read_ended(self, entry: Expected) -> None:
+    def read_ended(self, entry: Entry) -> None:
         """The read of `entry` has ended, well or not."""
         if entry.urgent:
             entry.urgent = False
             self.urgent_reads -= 1
 
-    def dropped(self, entry: Expected) -> None:
-        """`entry` is no longer there: when it is needed, no guess will have helped."""
-        entry.awaited = None
-        self._unneeded.pop(entry.layout.id, None)
+    def dropped(self, entry: Entry, *, unread: bool = False) -> None:
+        """`entry` is no longer there: when it is needed, no guess will have helped.
 
-    def forget_guesses(self) -> None:
-        """Blocks that are only guessed need not stay."""
-        while self._guessed:
-            entry = self._guessed.pop()
+        With `unread` it never was: the guess was cancelled and does not count.
+        """
+        entry.awaited = None
+        nbytes = self._unneeded.pop(entry.layout.id, None)
+        if unread and nbytes is not None:
+            self.counters.begun -= 1
+            self.counters.unneeded_bytes -= nbytes
+
+    @property
+    def guessing(self) -> bool:
+        """Whether some block is there, or on its way, on a guess that has not been forgotten."""
+        return bool(self._guessed)
+
+    def forget_guesses(self, kept: Sequence[BlockId] = ()) -> bool:
+        """Blocks that are only guessed need not stay, and reads of them need not begin.
+
+        But those of `kept`.  True when the memory of some came free at once.
+        """
+        stale, self._guessed = self._guessed, []
+        loading = []
+        for entry in stale:
+            if entry.layout.id in kept:
+                self._guessed.append(entry)
+                continue
             if entry.awaited is Priority.GUESS:
                 entry.awaited = None
+            if entry.load is not None and not entry.urgent:
+                loading.append((entry, entry.load))
+        for _, load in loading:
+            load.cancel_guess()
+        return any(entry.load is not load for entry, load in loading)
 
-    def forget(self, entries: Iterable[Expected]) -> None:
-        """Nobody expects anything any more; `entries` are all there are."""
-        self._guessed.clear()
-        for entry in entries:
-            entry.awaited = None
-
-    def _hurry(self, entry: Expected) -> None:
+    def _hurry(self, entry: Entry) -> None:
         if not entry.urgent:
             entry.urgent = True
             self.urgent_reads += 1

@@ -3,6 +3,7 @@
 Parameters that are kept as published are read straight into the slot: the slot holds the aligned
 file ranges themselves, so that O_DIRECT needs no copy, and neighbours in the file become one read.
 Parameters that are re-encoded on load go through a staging buffer, one after the other.
+A pack holds slots as they are laid out without any range read in place: see hmt.weights.pack.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import torch
 from hmt.base.units import KIB, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize, ParamSpec, Role
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.memory import PAGE_BYTES
+from hmt.memory import PAGE_BYTES, size_classes
 from hmt.quant import Format, view_weight
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange
 
@@ -24,11 +25,16 @@ _ELEMENT_BYTES = {Encoding.F32: 4, Encoding.F16: 2, Encoding.BF16: 2, Encoding.F
 
 @dataclass(frozen=True, slots=True)
 class AlignedRead:
-    """A 4 KiB-aligned file range and its place in a buffer."""
+    """A 4 KiB-aligned file range and its place in a buffer.
+
+    useful_end     file offset behind the last byte that is needed
+    useful_bytes   of parameters, without padding and what lies between them; None: all of them
+    """
 
     file: FileRange
     at: int
-    useful_end: int  # file offset behind the last byte that is needed
+    useful_end: int
+    useful_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +67,63 @@ class RowHolder:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Rows [first, end) of a table, one after the other in a file."""
+
+    first: int
+    end: int
+    file: FileRange
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """Checksums of the rows of a pack's table, so that single rows can be checked.
+
+    A run is `run_rows` rows of a span (its last run may have fewer).  `file` holds the xxh3_64 of
+    each run, u64 little-endian, in the order of the spans, padded to whole pages; `seal` is the
+    checksum of `file` itself.
+    """
+
+    run_rows: int
+    file: FileRange
+    seal: int
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """A parameter whose rows are looked up, and the blocks that hold them once in memory."""
+    """A parameter whose rows are looked up, and the blocks that hold them once in memory.
+
+    spans   where the rows are on disk, in order
+    sums    of a pack's table
+    """
 
     param: BoundParam
     holders: tuple[RowHolder, ...]
+    spans: tuple[RowSpan, ...]
+    sums: RowSums | None = None
 
     @property
     def width(self) -> int:
         """Numbers per row."""
         return self.param.spec.shape[1]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per row."""
+        return self.width * _ELEMENT_BYTES[self.param.encoding]
+
+    @property
+    def run_rows(self) -> int:
+        """Rows that are read together."""
+        return self.sums.run_rows if self.sums is not None else 1
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Everything needed to load a block and to see its parameters."""
+    """Everything needed to load a block and to see its parameters.
+
+    seal   of a pack's block: the xxh3_64 of its slot's bytes
+    """
 
     id: BlockId
     slot_bytes: int
@@ -83,6 +131,7 @@ class BlockLayout:
     staged: tuple[StagedParam, ...]
     placed: tuple[PlacedParam, ...]
     tables: Mapping[str, Table]
+    seal: int | None = None
 
     @property
     def staging_bytes(self) -> int:
@@ -94,6 +143,15 @@ class BlockLayout:
         """Bytes that leave the drive when the block is loaded."""
         everything = (*self.reads, *(read for param in self.staged for read in param.reads))
         return sum(read.file.nbytes for read in everything)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, without what lies between and behind them in the slot."""
+        return sum(
+            part.nbytes
+            for placed in self.placed
+            for part in placed.format.components(placed.param.spec.shape)
+        )
 
     @property
     def size(self) -> BlockSize:
@@ -123,20 +181,32 @@ def published_format(param: BoundParam) -> Format:
 Target = Callable[[ParamSpec, BlockKind], Format | None]
 
 
-def lay_out(blocks: Mapping[BlockId, BoundBlock], target: Target) -> dict[BlockId, BlockLayout]:
+def lay_out(
+    blocks: Mapping[BlockId, BoundBlock], target: Target, *, in_place: bool = True
+) -> dict[BlockId, BlockLayout]:
     """Decide every block's slot.  `target` names the format to convert a parameter to, or None.
 
+    Without `in_place` every parameter goes through staging, so that slots depend on shapes and
+    formats alone, and not on where a file has them: the form of packs.
+
     A table whose rows are all held, unconverted, by other blocks (a tied embedding, by the chunks
-    of the head) takes no memory of its own.
+    of the head) takes no memory of its own.  Slots of a checkpoint that are nearly equal are made
+    equal; a pack's equal blocks have equal slots anyway.
     """
-    layouts = {block.id: _lay_out_block(block, target) for block in blocks.values()}
+    layouts = {block.id: _lay_out_block(block, target, in_place) for block in blocks.values()}
     for layout in layouts.values():
         for name, table in layout.tables.items():
             shared = _other_holders(table.param, layout.id, layouts)
             if shared is not None:
                 tables = {**layout.tables, name: replace(table, holders=shared)}
                 layouts[layout.id] = BlockLayout(layout.id, 0, (), (), (), tables)
-    return layouts
+    if not in_place:
+        return layouts
+    # Rounded here and not by the pool, so that plan, ledger and pool count the same bytes.
+    slots = size_classes(layout.slot_bytes for layout in layouts.values())
+    return {
+        b: replace(layout, slot_bytes=slots[layout.slot_bytes]) for b, layout in layouts.items()
+    }
 
 
 def _other_holders(
@@ -160,13 +230,13 @@ def _other_holders(
     return tuple(holders) if covered == param.spec.shape[0] else None
 
 
-def _lay_out_block(block: BoundBlock, target: Target) -> BlockLayout:
+def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLayout:
     direct, converted = [], []
     for param in block.params:
         wanted = target(param.spec, block.id.kind) if param.spec.role is Role.LINEAR else None
         if wanted is not None:
             converted.append((param, wanted))
-        elif _lies_aligned(param):
+        elif in_place and _lies_aligned(param):
             direct.append(param)
         else:
             converted.append((param, published_format(param)))
@@ -178,14 +248,21 @@ def _lay_out_block(block: BoundBlock, target: Target) -> BlockLayout:
         staged.append(StagedParam(target_place, own_reads, own_placed[0], staging))
         placed.append(target_place)
     tables = {
-        param.spec.name: Table(
-            param, (RowHolder(block.id, param.spec.name, 0, param.spec.shape[0]),)
-        )
+        param.spec.name: _own_table(block.id, param)
         for param in block.params
         if param.spec.role is Role.TABLE
     }
     return BlockLayout(
         block.id, round_up(end, PAGE_BYTES), reads, tuple(staged), tuple(placed), tables
+    )
+
+
+def _own_table(block: BlockId, param: BoundParam) -> Table:
+    rows = param.spec.shape[0]
+    return Table(
+        param,
+        (RowHolder(block, param.spec.name, 0, rows),),
+        (RowSpan(0, rows, param.data),),
     )
 
 
@@ -230,7 +307,8 @@ def _place_reads(
         begin = round_down(group[0].offset, PAGE_BYTES)
         useful_end = max(part.offset + part.nbytes for part in group)
         nbytes = round_up(useful_end, PAGE_BYTES) - begin
-        reads.append(AlignedRead(FileRange(group[0].path, begin, nbytes), end, useful_end))
+        useful = sum(part.nbytes for part in group)
+        reads.append(AlignedRead(FileRange(group[0].path, begin, nbytes), end, useful_end, useful))
         where |= {part: end + part.offset - begin for part in group}
         end += nbytes
     placed = [

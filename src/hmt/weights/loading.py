@@ -1,4 +1,4 @@
-"""Loading one block: its reads, the conversions that follow them, and the check for NaN."""
+"""Loading one block: its reads, the conversions that follow them, and the check of its numbers."""
 
 import math
 import threading
@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from hmt.base.errors import HMTError, NumericsError
+from hmt.base.errors import Cancelled, DamagedPackError, HMTError, NumericsError
 from hmt.base.trace import Tracer
 from hmt.contracts.store import Priority
 from hmt.memory import DiskRead, HostBuffer, Ticket, TransferQueue
 from hmt.quant import quantize
+from hmt.weights.checksum import as_text, checksum
 from hmt.weights.layout import AlignedRead, BlockLayout, StagedParam, view_placed
 
 Finished = Callable[[HMTError | None], None]
@@ -37,6 +38,10 @@ class BlockLoad:
         check: bool,
         finished: Finished,
     ) -> None:
+        """`slot` and `staging` have at least the layout's bytes; with `check` numbers are checked.
+
+        See `check_finite` and, for a pack, `check_seal`.
+        """
         self._layout = layout
         self._slot = slot
         self._staging = staging
@@ -49,6 +54,7 @@ class BlockLoad:
         self._ticket: Ticket | None = None
         self._lock = threading.Lock()
         self._priority = Priority.GUESS
+        self._cancelled = False
 
     def start(self, priority: Priority) -> None:
         """Submit the first reads.  `finished` is called once, on a disk worker."""
@@ -65,6 +71,19 @@ class BlockLoad:
         if ticket is not None:
             self._queue.promote(ticket, priority)
 
+    def cancel_guess(self) -> None:
+        """Drop what has not begun, if nobody has asked for more than a guess.
+
+        `finished` hears of Cancelled: now, on this thread, or when the reads that run have ended.
+        """
+        with self._lock:
+            if self._priority is not Priority.GUESS:
+                return
+            self._cancelled = True
+            ticket = self._ticket
+        if ticket is not None:
+            self._queue.cancel(ticket)
+
     def _submit_next(self) -> None:
         stage = self._stages.pop(0)
         if stage is None:
@@ -78,26 +97,41 @@ class BlockLoad:
             [_disk_read(read, buffer) for read in reads],
             priority,
             lambda error: self._stage_ended(stage, error),
+            # What follows the reads of a block that is known and lies in place is next to nothing.
+            light=stage is None and not self._stages and not self._check,
         )
         with self._lock:
             self._ticket = ticket
-            promoted = self._priority  # perhaps while the ticket was on its way
+            # Perhaps while the ticket was on its way.
+            promoted, cancelled = self._priority, self._cancelled
         self._queue.promote(ticket, promoted)
+        if cancelled:
+            self._queue.cancel(ticket)
 
     def _stage_ended(self, stage: StagedParam | None, error: HMTError | None) -> None:
         try:
             if error is None and stage is not None:
                 self._convert(stage)
             if error is None and self._stages:
+                if self._cancelled:
+                    raise Cancelled(f"the guess that asked for {self._layout.id} is out of date")
                 self._submit_next()
                 return
             if error is None and self._check:
-                check_finite(self._layout, self._slot.tensor)
+                self._check_numbers()
         except HMTError as caught:
             error = caught
         except Exception as caught:  # the waiting lease must hear of it, whatever it is
             error = HMTError(f"loading {self._layout.id} failed: {caught!r}")
         self._finished(error)
+
+    def _check_numbers(self) -> None:
+        """A pack's block by its checksum, for it was seen to be finite when it was packed."""
+        if self._layout.seal is None:
+            check_finite(self._layout, self._slot.tensor)
+            return
+        with self._tracer.span("verify", "host", self._layout.slot_bytes):
+            check_seal(self._layout, self._slot.view)
 
     def _convert(self, stage: StagedParam) -> None:
         assert self._staging is not None
@@ -116,19 +150,32 @@ class BlockLoad:
             raise NumericsError(f"{name} of {self._layout.id}: {error}") from error
 
 
+def check_seal(layout: BlockLayout, slot: memoryview) -> None:
+    """Raise DamagedPackError unless a pack's block in `slot` is what was written."""
+    found = checksum(slot[: layout.slot_bytes])
+    if layout.seal is not None and found != layout.seal:
+        file = layout.reads[0].file
+        raise DamagedPackError(
+            f"{file.path}: {layout.id}, {file.nbytes} bytes at offset {file.offset}, is not what "
+            f"was written (checksum {as_text(found)} instead of {as_text(layout.seal)}): "
+            "`hmt verify` lists all damage; convert the checkpoint again"
+        )
+
+
 def check_finite(layout: BlockLayout, slot: torch.Tensor) -> None:
     """Raise NumericsError naming the first parameter in `slot` (uint8) that is not all finite."""
     for placed in layout.placed:
         weight = view_placed(placed, slot)
         numbers = (weight.data, weight.scales, weight.minima, weight.factor)
-        if not all(_is_finite(part) for part in numbers if part is not None):
+        if not all(is_finite(part) for part in numbers if part is not None):
             raise NumericsError(
                 f"{placed.param.source} of {layout.id} holds NaN or infinite numbers; the "
                 f"checkpoint in {placed.param.data.path.parent} is damaged: download it again"
             )
 
 
-def _is_finite(part: torch.Tensor) -> bool:
+def is_finite(part: torch.Tensor) -> bool:
+    """Whether all numbers of `part` are finite; True for codes."""
     if part.dtype == torch.float8_e4m3fn:
         # It has no infinity; its NaNs are 0x7f and 0xff.
         return not bool((part.view(torch.uint8) & 0x7F == 0x7F).any())
@@ -148,4 +195,5 @@ def _disk_read(read: AlignedRead, buffer: HostBuffer) -> DiskRead:
         read.file.offset,
         buffer.view[read.at : read.at + read.file.nbytes],
         read.useful_end,
+        read.useful_bytes,
     )

@@ -1,16 +1,20 @@
 """Looking up rows of a table (an embedding) that need not be in memory whole."""
 
+import bisect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from hmt.base.errors import DamagedPackError
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.memory import PAGE_BYTES, DiskRead, HostPool, TransferQueue
-from hmt.weights.binding import BoundParam
-from hmt.weights.layout import BlockLayout, Table
+from hmt.memory import PAGE_BYTES, DiskRead, HostBuffer, HostPool, TransferQueue
+from hmt.weights.binding import FileRange
+from hmt.weights.checksum import checksum, sum_at
+from hmt.weights.layout import BlockLayout, RowHolder, RowSums, Table
 
 _DTYPES = {
     Encoding.F32: torch.float32,
@@ -19,19 +23,39 @@ _DTYPES = {
 }
 
 
-def row_span_bytes(param: BoundParam) -> int:
-    """The most bytes that reading one row of `param` takes: the row and the pages it straddles."""
-    row_bytes = param.data.nbytes // param.spec.shape[0]
-    return round_up(row_bytes, PAGE_BYTES) + PAGE_BYTES
+def row_span_bytes(table: Table) -> int:
+    """The most bytes that reading one row of `table` takes: its run and the pages it straddles."""
+    return round_up(table.run_rows * table.row_bytes, PAGE_BYTES) + PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows that are read together.
+
+    first    its first row
+    number   among all runs of the table
+    """
+
+    first: int
+    number: int
+    file: FileRange
+
+
+_FEW_ROWS = 16  # so many are found one by one in less time than all in a table of eight pieces
 
 
 class RowReader:
     """Reads rows from the blocks that hold them, or straight from the file."""
 
-    def __init__(self, queue: TransferQueue, pool: HostPool) -> None:
-        """`pool` holds the buffer for rows on disk; one lookup at a time uses all of it."""
+    def __init__(self, queue: TransferQueue, pool: HostPool, *, verify: bool = True) -> None:
+        """`pool` holds the buffer for rows on disk, and the checksums of a pack's rows.
+
+        One lookup at a time uses all of it.  Without `verify` rows of packs are not checked.
+        """
         self._queue = queue
         self._pool = pool
+        self._verify = verify
+        self._sums: dict[RowSums, HostBuffer] = {}
         self._lock = threading.Lock()
 
     @staticmethod
@@ -46,6 +70,8 @@ class RowReader:
         if len(table.holders) == 1:
             only = table.holders[0]
             return views(only.block)[only.name].data[ids - only.first]
+        if len(ids) <= _FEW_ROWS:
+            return torch.stack([_row(table.holders, index, views) for index in ids.tolist()])
         rows = torch.empty(len(ids), table.width, dtype=_DTYPES[table.param.encoding])
         for holder in table.holders:
             here = (ids >= holder.first) & (ids < holder.end)
@@ -53,30 +79,112 @@ class RowReader:
         return rows
 
     def from_disk(self, layout: BlockLayout, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [n], each distinct one read once: [n, width].  Raises DiskReadError."""
+        """Rows `ids` [n], each distinct one read once: [n, width].
+
+        Raises DiskReadError, and DamagedPackError for rows that are not those that were packed.
+        """
         table = layout.tables[name]
         distinct, back = torch.unique(ids, return_inverse=True)
-        span = row_span_bytes(table.param)
         with self._lock:
-            batch = max(1, self._pool.account.limit_bytes // span)
-            parts = [self._read_batch(table, span, part.tolist()) for part in distinct.split(batch)]
+            sums = self._checksums(table) if self._verify else None
+            held = sum(buffer.nbytes for buffer in self._sums.values())
+            room = self._pool.account.limit_bytes - held
+            batch = max(1, room // row_span_bytes(table))
+            parts = [self._read_batch(table, part.tolist(), sums) for part in distinct.split(batch)]
         return torch.cat(parts)[back]
 
-    def _read_batch(self, table: Table, span: int, ids: list[int]) -> torch.Tensor:
-        data = table.param.data
-        row_bytes = data.nbytes // table.param.spec.shape[0]
-        buffer = self._pool.allocate(span * len(ids))
+    def close(self) -> None:
+        """Give back what is held between lookups."""
+        while self._sums:
+            self._pool.free(self._sums.popitem()[1])
+
+    def _checksums(self, table: Table) -> memoryview | None:
+        """The checksums of `table`'s runs, read and checked once; None where it has none."""
+        sums = table.sums
+        if sums is None:
+            return None
+        if sums not in self._sums:
+            buffer, file = self._pool.allocate(sums.file.nbytes), sums.file
+            view = buffer.view[: file.nbytes]
+            try:
+                end = file.offset + file.nbytes
+                self._queue.read([DiskRead(file.path, file.offset, view, end)])
+                if checksum(view) != sums.seal:
+                    raise _damaged(f"the checksums of {table.param.source}", file)
+            except BaseException:
+                self._pool.free(buffer)
+                raise
+            self._sums[sums] = buffer
+        return self._sums[sums].view
+
+    def _read_batch(self, table: Table, ids: list[int], sums: memoryview | None) -> torch.Tensor:
+        """Rows `ids`, which ascend: [n, width]."""
+        runs = _runs_of(table, ids)
+        span = row_span_bytes(table)
+        buffer = self._pool.allocate(span * len(runs))
         try:
             reads, starts = [], []
-            for at, row in enumerate(ids):
-                begin = data.offset + row * row_bytes
+            for at, run in zip(range(0, span * len(runs), span), runs, strict=True):
+                begin, end = run.file.offset, run.file.offset + run.file.nbytes
                 aligned = round_down(begin, PAGE_BYTES)
-                length = round_up(begin + row_bytes, PAGE_BYTES) - aligned
-                view = buffer.view[at * span : at * span + length]
-                reads.append(DiskRead(data.path, aligned, view, begin + row_bytes))
-                starts.append(at * span + begin - aligned)
+                view = buffer.view[at : at + round_up(end, PAGE_BYTES) - aligned]
+                reads.append(DiskRead(run.file.path, aligned, view, end))
+                starts.append(at + begin - aligned)
             self._queue.read(reads)
-            rows = torch.stack([buffer.tensor[start : start + row_bytes] for start in starts])
-            return rows.view(_DTYPES[table.param.encoding])
+            if sums is not None:
+                for run, start in zip(runs, starts, strict=True):
+                    content = buffer.view[start : start + run.file.nbytes]
+                    if checksum(content) != sum_at(sums, run.number):
+                        last = run.first + run.file.nbytes // table.row_bytes - 1
+                        rows = f"rows {run.first} to {last} of {table.param.source}"
+                        raise _damaged(rows, run.file)
+            return self._pick(table, ids, runs, starts, buffer)
         finally:
             self._pool.free(buffer)
+
+    @staticmethod
+    def _pick(
+        table: Table, ids: list[int], runs: list[_Run], starts: list[int], buffer: HostBuffer
+    ) -> torch.Tensor:
+        firsts = [run.first for run in runs]
+        parts = []
+        for row in ids:
+            which = bisect.bisect_right(firsts, row) - 1
+            begin = starts[which] + (row - firsts[which]) * table.row_bytes
+            parts.append(buffer.tensor[begin : begin + table.row_bytes])
+        return torch.stack(parts).view(_DTYPES[table.param.encoding])
+
+
+def _runs_of(table: Table, ids: list[int]) -> list[_Run]:
+    """The runs that hold rows `ids`, which ascend."""
+    runs: list[_Run] = []
+    end, before = 0, 0  # behind the last run; runs in the spans before this one
+    spans = iter(table.spans)
+    span = next(spans)
+    for row in ids:
+        if row < end:
+            continue
+        while row >= span.end:
+            before += -(-(span.end - span.first) // table.run_rows)
+            span = next(spans)
+        number = (row - span.first) // table.run_rows
+        first = span.first + number * table.run_rows
+        end = min(first + table.run_rows, span.end)
+        begin = span.file.offset + (first - span.first) * table.row_bytes
+        where = FileRange(span.file.path, begin, (end - first) * table.row_bytes)
+        runs.append(_Run(first, before + number, where))
+    return runs
+
+
+def _damaged(what: str, file: FileRange) -> DamagedPackError:
+    return DamagedPackError(
+        f"{file.path}: {what}, {file.nbytes} bytes at offset {file.offset}, are not those that "
+        "were written: `hmt verify` lists all damage; convert the checkpoint again"
+    )
+
+
+def _row(
+    holders: Sequence[RowHolder], index: int, views: Callable[[BlockId], Mapping[str, WeightTensor]]
+) -> torch.Tensor:
+    holder = next(holder for holder in holders if holder.first <= index < holder.end)
+    return views(holder.block)[holder.name].data[index - holder.first]

@@ -1,26 +1,14 @@
 """Which cached blocks make room for another one."""
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
 
 from hmt.contracts.store import Priority
-from hmt.weights.layout import BlockLayout
-
-
-class Evictable(Protocol):
-    """A block in a slot.  awaited: as what it was asked for, while it has not been leased since."""
-
-    layout: BlockLayout
-    leases: int
-    awaited: Priority | None
-
-
-E = TypeVar("E", bound=Evictable)
+from hmt.weights.entry import Entry
 
 
 def choose_victims(
-    coldest_first: Iterable[E], nbytes: int, priority: Priority, *, force: bool
-) -> list[E]:
+    coldest_first: Iterable[Entry], nbytes: int, priority: Priority, *, force: bool
+) -> list[Entry]:
     """Blocks that free `nbytes`, and at least one, in the order in which they should go.
 
     None when all that may go are too few: that would empty the cache for nothing.  Leased blocks
@@ -28,8 +16,8 @@ def choose_victims(
     was not, the others with `force`, which somebody has who waits.  Looks no further along
     `coldest_first` than it must.
     """
-    victims: list[E] = []
-    awaited: list[E] = []
+    victims: list[Entry] = []
+    awaited: list[Entry] = []
     for entry in coldest_first:
         if entry.leases:
             continue

@@ -1,11 +1,9 @@
-"""Finding the compiled extension, or saying once that there is none."""
+"""Computing with the compiled extension, or saying once that there is none."""
 
-import importlib.util
-import sys
 from functools import cache
 from types import ModuleType
 
-from hmt.base import flags
+from hmt.base import extension, flags
 from hmt.base.errors import MachineError
 from hmt.base.log import warn_once
 
@@ -23,7 +21,7 @@ def load() -> ModuleType | None:
         return None
     isa = flags.read(flags.ISA)
     try:
-        native = _import()
+        native = extension.find()
     except ImportError as error:
         remedy = "install HMT again where there is a C++17 compiler, with HMT_NATIVE=on"
         if choice == "native":
@@ -44,15 +42,3 @@ def load() -> ModuleType | None:
             )
         native.set_isa(isa)
     return native
-
-
-def _import() -> ModuleType:
-    file, name = flags.read(flags.EXTENSION), "hmt._native"
-    if file and name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"HMT_EXTENSION={file} is not the file of an extension")
-        native = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(native)
-        sys.modules[name] = native
-    return importlib.import_module(name)

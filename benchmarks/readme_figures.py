@@ -1,0 +1,74 @@
+"""Writes README's figures from the measurements in benchmarks/results; `--check` only compares."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_RESULTS = _ROOT / "benchmarks" / "results"
+_PEERS = {
+    "Llama, 1.1 billion parameters": "peer-llama-1b-epyc-2-cores.json",
+    "Qwen3-MoE, 8 of 64 experts, 0.5 of 2.7 billion": "peer-qwen3-moe-epyc-2-cores.json",
+}
+_KERNELS = {
+    "two Zen 4 cores (AVX-512)": "kernels-epyc-2-cores.json",
+    "16 Xeon cores (AMX)": "kernels-xeon-amx-16-cores.json",
+}
+_BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py -->", "<!-- /figures -->"
+
+
+def _load(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((_RESULTS / name).read_text())
+    return loaded
+
+
+def peers() -> list[str]:
+    """Tokens per second of HMT and of llama.cpp, medians of runs that took turns."""
+    lines = ["| tokens/s | | HMT | llama.cpp | ratio |", "|---|---|---|---|---|"]
+    for model, name in _PEERS.items():
+        for number, result in enumerate(_load(name)["results"]):
+            hmt, peer = result["hmt_tokens_per_s"], result["peer_tokens_per_s"]
+            first = "" if number else model
+            lines.append(
+                f"| {first} | {result['case']} | {hmt:.0f} | {peer:.0f} | {result['ratio']:.2f} |"
+            )
+    return lines
+
+
+def kernels() -> list[str]:
+    """The int4 kernel beside torch's: GB/s with one token, and Gop/s with 256."""
+    lines = [
+        "| int4 groups of 32, int8 activations | 1 token | 256 tokens | torch int4 | torch bf16 |",
+        "|---|---|---|---|---|",
+    ]
+    for machine, name in _KERNELS.items():
+        # Later results are those of larger weights.
+        found = {
+            (result["tokens"], result["engine"], result["name"]): result
+            for result in _load(name)["results"]
+        }
+        one, many = found[1, "hmt", "w4a8:32"], found[256, "hmt", "w4a8:32"]
+        int4, bf16 = found[256, "torch", "w4a16:64"], found[256, "torch", "bf16"]
+        lines.append(
+            f"| {machine} | {one['rate'] / 1e9:.0f} GB/s, {one['read_share']:.0%} of memory's "
+            f"| {many['operations_per_s'] / 1e12:.2f} Top/s "
+            f"| {int4['operations_per_s'] / 1e12:.2f} | {bf16['operations_per_s'] / 1e12:.2f} |"
+        )
+    return lines
+
+
+def main() -> int:
+    """Bring README up to date; 1 where `--check` finds that it is not."""
+    readme = _ROOT / "README.md"
+    before, rest = readme.read_text().split(_BEGIN)
+    after = rest.split(_END)[1]
+    wanted = "\n".join([f"{before}{_BEGIN}", *peers(), "", *kernels(), f"{_END}{after}"])
+    if "--check" in sys.argv:
+        return int(wanted != readme.read_text())
+    readme.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

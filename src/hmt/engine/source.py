@@ -1,0 +1,98 @@
+"""What a model is loaded from: a published checkpoint, or a pack that was made of one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hmt.base.errors import ConfigError
+from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
+from hmt.contracts.checkpoint import Checkpoint
+from hmt.contracts.encoding import Encoding, Packing
+from hmt.contracts.model import ModelSpec
+from hmt.formats import open_checkpoint
+from hmt.quant import Format, Scheme, parse_scheme
+from hmt.weights import BlockLayout, bind, lay_out, published_bytes
+from hmt.weights.layout import Target
+from hmt.weights.pack import Pack, looks_like_pack, open_pack
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A source's blocks, laid out for loading.
+
+    published_bytes   of the checkpoint's weights
+    """
+
+    layouts: dict[BlockId, BlockLayout]
+    published_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened folder; no weight has been read.  `pack` is None for a checkpoint."""
+
+    checkpoint: Checkpoint
+    dtypes: frozenset[str]
+    pack: Pack | None = None
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.checkpoint.path
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The parsed config.json."""
+        return self.checkpoint.config
+
+    @property
+    def published_bytes(self) -> int:
+        """Of all tensors of the checkpoint, used or not; of a pack, those that it was made of."""
+        if self.pack is not None:
+            return self.pack.manifest.published_bytes
+        return sum(record.nbytes for record in self.checkpoint.records.values())
+
+    def weights(self, spec: ModelSpec, asked: Scheme | None) -> Weights:
+        """The blocks of `spec` in the scheme that was asked for; None: as they are.
+
+        Raises CheckpointError where the folder does not hold them, and ConfigError where a pack
+        holds another scheme.
+        """
+        if self.pack is None:
+            bound = bind(spec, self.checkpoint)
+            return Weights(lay_out(bound, target(asked or Scheme())), published_bytes(bound))
+        manifest = self.pack.manifest
+        held = parse_scheme(manifest.scheme)
+        wanted = held if asked is None else asked
+        if wanted.bytes_alike != held.bytes_alike:
+            raise ConfigError(
+                f"{self.path} is a pack of {held}, and {wanted} was asked for: leave --quant out, "
+                f"or convert the checkpoint to {wanted} (`hmt convert`)"
+            )
+        layouts = self.pack.layouts(spec, target(wanted))
+        return Weights(layouts, manifest.published_bytes)
+
+
+def open_source(path: Path) -> Source:
+    """The checkpoint or pack in folder `path`.  Raises CheckpointError."""
+    if looks_like_pack(path):
+        pack = open_pack(path)
+        checkpoint = Checkpoint(path, pack.config, {})
+        return Source(checkpoint, frozenset(pack.manifest.dtypes), pack)
+    checkpoint = open_checkpoint(path)
+    return Source(checkpoint, frozenset(record.dtype for record in checkpoint.records.values()))
+
+
+def target(scheme: Scheme) -> Target:
+    """What `scheme` makes of each parameter."""
+
+    def wanted_format(param: ParamSpec, kind: BlockKind) -> Format | None:
+        wanted = scheme.format_for(param)
+        four_bits = wanted is not None and wanted.encoding.packing is Packing.PANELS
+        if wanted is not None and kind is BlockKind.HEAD and four_bits:
+            # The output layer loses most at 4 bits and is a small part of the bytes.
+            return Format(Encoding.INT8_CHANNEL, activations=wanted.activations)
+        return wanted
+
+    return wanted_format

@@ -1,0 +1,26 @@
+"""The ways to read a drive, by name."""
+
+from hmt.base.errors import ConfigError
+from hmt.base.log import warn_once
+from hmt.memory import uring
+from hmt.memory.readers import DiskReader, MmapReader, PreadReader
+
+READERS = ("io_uring", "direct", "buffered", "mmap")
+
+
+def open_reader(kind: str) -> DiskReader:
+    """The reader named `kind` (one of READERS).  Raises ConfigError for another name.
+
+    Where io_uring cannot be used, says so once and returns the reader called "direct".
+    """
+    if kind == "mmap":
+        return MmapReader()
+    if kind in ("direct", "buffered"):
+        return PreadReader(direct=kind == "direct")
+    if kind != "io_uring":
+        raise ConfigError(f"unknown disk reader {kind!r}; choose one of {', '.join(READERS)}")
+    reason = uring.unavailable()
+    if reason is None:
+        return uring.UringReader()
+    warn_once("io_uring", f"io_uring cannot be used ({reason}); threads read the drive instead")
+    return PreadReader()

@@ -1,0 +1,22 @@
+"""Packs: a model's blocks on disk as they lie in memory, converted, with checksums."""
+
+from hmt.weights.pack.draft import looks_like_pack
+from hmt.weights.pack.manifest import Manifest, read_manifest
+from hmt.weights.pack.pipeline import Buffers
+from hmt.weights.pack.reader import Pack, open_pack
+from hmt.weights.pack.source import Subject
+from hmt.weights.pack.verify import Damage, verify_pack
+from hmt.weights.pack.writer import PackWriter
+
+__all__ = [
+    "Buffers",
+    "Damage",
+    "Manifest",
+    "Pack",
+    "PackWriter",
+    "Subject",
+    "looks_like_pack",
+    "open_pack",
+    "read_manifest",
+    "verify_pack",
+]
