@@ -360,6 +360,7 @@ class WeightStore:
         return made_room and self._try_to_begin(entry, priority, force)
 
     def _try_to_begin(self, entry: Entry, priority: Priority, force: bool) -> bool:
+        assert entry.state is State.ABSENT
         layout = entry.layout
         staging = None
         if layout.staging_bytes:
@@ -421,7 +422,8 @@ class WeightStore:
                 entry.error = error if entry.waiting and not cancelled else None
                 self._expected.dropped(entry, unread=cancelled)
                 self._free_slot(entry)
-            if self._backlog[Priority.GUESS]:
+            # A cancelled guess may have ended inside of _begin_load, which makes use of its room.
+            if self._backlog[Priority.GUESS] and not isinstance(error, Cancelled):
                 self._begin_backlog()
             self._changed.notify_all()
 
