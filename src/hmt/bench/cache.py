@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import ConfigError
+from hmt.bench.foreseen import foreseen
 from hmt.bench.replay import Cache, Hits, Sizes, best, replay
 from hmt.bench.synthetic_trace import synthetic_trace
 from hmt.contracts.blocks import BlockId, BlockKind
@@ -22,6 +23,7 @@ _SYNTHETIC_STEPS = 1000
 _DENSE_BLOCKS, _DENSE_ROUNDS = 64, 20
 _DENSE_RESIDENCIES = (0.25, 0.5, 0.75)
 _DENSE: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "scan": lambda: DenseByScan(LRU())}
+_FORESEEN_RESIDENCY = 0.375
 _COST_BLOCKS = 6000
 _COST_ROUNDS = 3000
 
@@ -90,6 +92,7 @@ def run(
                     {"policy": c.policy, "rates": list(c.rates), "reads": list(c.reads)}
                     for c in curves
                 ],
+                "foreseen": _foreseen(trace),
             }
         )
     progress("cost of an eviction")
@@ -118,6 +121,15 @@ def curve(trace: Trace, name: str, residencies: Sequence[float] = RESIDENCIES) -
         found.append(_measure(trace.records, sizes, capacity, name))
     reads = [(hits.missed_bytes + hits.guessed_bytes) / hits.needed_bytes for hits in found]
     return Curve(name, tuple(hits.rate for hits in found), tuple(reads))
+
+
+def _foreseen(trace: Trace) -> dict[str, Any] | None:
+    """See `foreseen`; with the default policy at _FORESEEN_RESIDENCY."""
+    sizes = trace.header.block_sizes()
+    policy = POLICIES[DEFAULT](Surroundings(block_bytes=sizes))
+    capacity = int(_FORESEEN_RESIDENCY * trace.header.total_bytes)
+    found = foreseen(trace.records, sizes, capacity, policy)
+    return found and {"residency": _FORESEEN_RESIDENCY, **found}
 
 
 def _measure(records: Sequence[Routed], sizes: Sizes, capacity: int, name: str) -> Hits:
