@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,9 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "verify_reads": "always",
         "threads": 1,
         "numa": "0",
+        "cache_policy": "lfu",
+        "guesses": False,
+        "trace_experts": tmp_path / "trace.jsonl",
     }
     assert set(values) == {field.name for field in fields(EngineOptions)}
     config = EngineConfig.resolve(**EngineOptions(**values).arguments())
@@ -158,3 +162,40 @@ def test_the_decode_benchmark_reports_every_case(hmt, tmp_path, monkeypatch):
     size = content["model"]["published_bytes"]
     assert results["quarter plain"]["disk_bytes_per_token"] > size / 2
     assert results["quarter plain"]["budget_bytes"] <= size / 4
+
+
+def test_traces_are_recorded_and_replayed(hmt, tmp_path):
+    moe = Path(__file__).parents[2] / "assets" / "mini-moe"
+    done = hmt("bench", "traces", moe, tmp_path / "traces", "--tokens", "40")
+    assert done.code == 0
+    files = sorted((tmp_path / "traces").iterdir())
+    assert [file.name for file in files] == [
+        f"mini-moe-{kind}.jsonl.gz" for kind in ("chat", "code", "prose", "tables")
+    ]
+    results, picture = tmp_path / "new" / "cache.json", tmp_path / "curves.svg"
+    done = hmt("bench", "cache", *files[:2], "--json", results, "--svg", picture)
+    assert done.code == 0
+    for word in ("heat and guesses", "best possible", "one after the other", "scan"):
+        assert word in done.out
+    content = json.loads(results.read_text())
+    assert [result["trace"] for result in content["results"]] == [
+        "mini-moe-chat",
+        "mini-moe-code",
+        "one after the other",
+    ]
+    assert content["machine"]["cores"] >= 1
+    assert picture.read_text().startswith("<svg")
+
+
+def test_a_run_can_be_traced_and_what_is_no_trace_is_named(hmt, tmp_path):
+    moe = Path(__file__).parents[2] / "assets" / "mini-moe"
+    file = tmp_path / "run.jsonl"
+    options = ("--max-new-tokens", "4", "--host-memory", "12MiB", "--no-guesses")
+    assert hmt("run", moe, "Hello", "--trace-experts", file, *options).code == 0
+    assert len(file.read_text().splitlines()) > 4
+    done = hmt("bench", "cache", Path(__file__))
+    assert done.code != 0 and "is not a trace of experts" in done.err
+    done = hmt("run", "Hello", "--trace-experts", file, *options)
+    assert done.code != 0 and "has no experts to trace" in done.err
+    done = hmt("run", moe, "Hello", "--cache-policy", "random", *options)
+    assert done.code != 0 and "heat" in done.err

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hmt.cli.report import summary_json, summary_view
 from hmt.contracts.plan import Machine
-from hmt.engine import Phase, RunSummary
+from hmt.engine import Phase, RunSummary, Verdict
 
 MIB = 1 << 20
 STREAMED = RunSummary(
@@ -47,6 +47,26 @@ def test_a_run_that_streamed_names_the_drive():
     assert "Python  2.00 ms per token, 2% of the time" in text
     assert "the drive, at 105 MB/s: 52% of its measured 200 MB/s" in text
     assert "A model 3.5 times the size of its memory" in text
+
+
+def test_guesses_are_told_only_where_there_were_some():
+    assert "guesses" not in shown(STREAMED)
+    guessed = replace(
+        STREAMED.generation,
+        guesses=1200,
+        guess_hits=900,
+        guess_unneeded_bytes=30 * MIB,
+        guess_saved_s=0.25,
+    )
+    untried = replace(STREAMED, generation=guessed)
+    assert "75% of 1200 needed; 30.0 MiB in vain" in shown(untried)
+    tried = replace(untried, guessing=Verdict(True, 0.0975, 0.1, 0.001))
+    assert "75% of 1200 needed; saved 2.50 ms per token; 30.0 MiB in vain" in shown(tried)
+    slower = replace(STREAMED, guessing=Verdict(False, 0.12, 0.1, 0.001))
+    assert "off: steps took 120 ms with them, 100 ms without" in shown(slower)
+    assert summary_json(slower)["guessing"]["with_s"] == 0.12
+    content = summary_json(replace(STREAMED, generation=guessed))
+    assert content["generation"]["guess_hit_rate"] == 0.75
 
 
 def test_a_resident_run_names_memory_or_computation():

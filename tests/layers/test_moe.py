@@ -138,6 +138,7 @@ class Experts:
         self.leased: list[BlockId] = []
         self.open: list[BlockId] = []
         self.requests: list[tuple[list[BlockId], Priority]] = []
+        self.heard: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     @contextmanager
     def lease_each(self, blocks: Sequence[BlockId]) -> Iterator[Iterator[LeasedGroup]]:
@@ -159,6 +160,12 @@ class Experts:
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requests.append((list(blocks), priority))
 
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        assert self.requests, "reads come before anything that takes time"
+        self.heard.append((layer, hidden, experts, scales))
+
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
@@ -174,13 +181,17 @@ def test_routed_experts_add_up(dtype: torch.dtype, seed: int, tokens: int, top_k
     scores = torch.rand(tokens, 6, generator=generator)
     scales, chosen = scores.topk(top_k)
 
-    request_experts(Routing(chosen, scales), 3, experts)
+    hidden = x.clone()
+    request_experts(Routing(chosen, scales), hidden, 3, experts)
     got = routed_experts(x, Routing(chosen, scales), 3, ffn, experts)
 
     needed = sorted(BlockId(3, BlockKind.EXPERT, e) for e in chosen.unique().tolist())
     assert experts.leased == needed
     assert not experts.open
     assert experts.requests == [(needed, Priority.NEED)]
+    ((layer, *heard),) = experts.heard
+    assert layer == 3
+    assert all(a is b for a, b in zip(heard, (hidden, chosen, scales), strict=True))
     assert got.dtype is dtype
     wanted = torch.stack(
         [

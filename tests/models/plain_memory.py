@@ -79,6 +79,11 @@ class ResidentWeights:
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requested.append((tuple(blocks), priority))
 
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        assert len(hidden) == len(experts)
+
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         return self.blocks[block][name].data[ids]
 

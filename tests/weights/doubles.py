@@ -28,6 +28,7 @@ from hmt.memory import (
 from hmt.quant import Format, parse_scheme
 from hmt.weights import (
     BlockLayout,
+    EvictionPolicy,
     SpillFile,
     WeightStore,
     bind,
@@ -192,6 +193,7 @@ def open_store(
     verify: Verify = Verify.FIRST,
     reader: Any = None,
     poison: bool = True,
+    policy: EvictionPolicy | None = None,
 ) -> Bench:
     """A store over the checkpoint or pack in `folder`, poisoned unless told otherwise."""
     if looks_like_pack(folder):
@@ -223,6 +225,7 @@ def open_store(
         queue,
         tracer,
         **pools,
+        policy=policy,
         spill=spilled,
         verify=verify,
     )

@@ -137,7 +137,9 @@ class Schedule:
                 assert self.failures == before + 1
         self.bench.close()  # asserts that the ledger is empty
         assert self.bench.ledger.used_bytes(Tier.HOST) == 0
-        assert not self.bench.store._guess_loads and not self.bench.store.cached_blocks()
+        expected = self.bench.store._expected
+        assert not expected.guessing and not expected.urgent_reads
+        assert not self.bench.store.cached_blocks()
 
 
 def ranges_of(layout: BlockLayout) -> Iterator[tuple[Path, int, int]]:

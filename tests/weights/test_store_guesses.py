@@ -70,7 +70,7 @@ def three(checkpoint: tuple[Path, dict[str, torch.Tensor]]) -> Iterator[Guessed]
     yield guessed
     guessed.gate.open.set()
     guessed.bench.close()
-    assert not guessed.store._guess_loads
+    assert not guessed.store._expected.guessing
 
 
 def test_what_is_no_longer_guessed_is_dropped(three: Guessed) -> None:

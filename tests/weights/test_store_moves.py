@@ -17,6 +17,7 @@ from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.store import Presence, Priority
 from hmt.memory import PAGE_BYTES, PoolStats
+from hmt.weights.policies import LRU
 
 SPECS = {block.id: block for block in block_specs()}
 LEASABLE = [block for block in SPECS if block.kind is not BlockKind.EMBEDDING]
@@ -141,7 +142,7 @@ TestStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 @pytest.fixture
 def full(checkpoint: tuple[Path, dict[str, torch.Tensor]]) -> Iterator[Bench]:
     """Slots that hold one router, an expert and another router, in this order and no page more."""
-    bench = open_store(checkpoint[0], slots_bytes=16 * PAGE_BYTES)
+    bench = open_store(checkpoint[0], slots_bytes=16 * PAGE_BYTES, policy=LRU())
     sizes = [
         bench.layouts[block].slot_bytes // PAGE_BYTES for block in (*ROUTERS[:2], EXPERT, HEAD)
     ]

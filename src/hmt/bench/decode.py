@@ -113,6 +113,8 @@ def _load(
         "host_memory": budget,
         "executor": case.executor,
     }
+    if case.executor == "plain" or case.share > 1:
+        given.pop("trace_experts", None)  # one file holds one model's
     engine = stack.enter_context(Engine(**given))
     return engine.load_model(folder)
 

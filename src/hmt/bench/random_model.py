@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from itertools import accumulate
@@ -24,6 +24,7 @@ _GROUP = 32  # numbers that share a 4-bit scale
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 Tensor = tuple[str, tuple[int, ...]]
+Edit = Callable[[str, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def write_random_model(
     four_bits: bool = False,
     seed: int = 0,
     shard_bytes: int = 256 * MIB,
+    edit: Edit | None = None,
 ) -> int:
     """Write a Hugging Face checkpoint in BF16 into `folder`, made where missing; returns its bytes.
 
@@ -88,6 +90,8 @@ def write_random_model(
     With `four_bits` every number is a code of 4 bits times 2^-7, and every 32 consecutive ones
     hold the code of largest magnitude, so that any engine that quantises groups of 32 computes
     with the same weights.  Sizes must then be multiples of 32.
+
+    `edit(name, matrix)` may change each matrix, bf16, in place before it is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with as_file(files("hmt") / "embedded" / "mini-dense") as embedded:
@@ -101,7 +105,8 @@ def write_random_model(
     noise = _four_bit_noise(generator) if four_bits else _noise(generator)
     block = noise.to(torch.bfloat16).view(torch.uint8).numpy().data
     for number, tensors in enumerate(shards, 1):
-        _write_shard(folder / f"model-{number:05}-of-{len(shards):05}.safetensors", tensors, block)
+        file = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_shard(file, tensors, block, edit)
     return sum(_nbytes(tensor) for tensors in shards for tensor in tensors)
 
 
@@ -213,7 +218,7 @@ def _shards(tensors: Iterator[Tensor], shard_bytes: int) -> Iterator[list[Tensor
     yield shard
 
 
-def _write_shard(path: Path, tensors: list[Tensor], block: memoryview) -> None:
+def _write_shard(path: Path, tensors: list[Tensor], block: memoryview, edit: Edit | None) -> None:
     ends = list(accumulate(map(_nbytes, tensors)))
     header = {
         name: {"dtype": "BF16", "shape": shape, "data_offsets": [end - _nbytes((name, shape)), end]}
@@ -225,22 +230,33 @@ def _write_shard(path: Path, tensors: list[Tensor], block: memoryview) -> None:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for tensor in tensors:
-            _write_tensor(file, tensor, block)
+            _write_tensor(file, tensor, block, edit)
         file.flush()
         os.fsync(file.fileno())  # or the first measurement pays for writing it
 
 
-def _write_tensor(file: BinaryIO, tensor: Tensor, block: memoryview) -> None:
+def _write_tensor(file: BinaryIO, tensor: Tensor, block: memoryview, edit: Edit | None) -> None:
     name, shape = tensor
-    left = _nbytes(tensor)
     if len(shape) == 1:
         file.write(torch.ones(shape, dtype=torch.bfloat16).view(torch.uint8).numpy().data)
         return
+    if edit is None:
+        for part in _cut(tensor, block):
+            file.write(part)
+        return
+    matrix = torch.frombuffer(bytearray(b"".join(_cut(tensor, block))), dtype=torch.bfloat16)
+    edit(name, matrix.view(shape))
+    file.write(matrix.view(torch.uint8).numpy().data)
+
+
+def _cut(tensor: Tensor, block: memoryview) -> Iterator[memoryview]:
+    """The bytes of a matrix, from the random block."""
+    left = _nbytes(tensor)
     # Another place for each name, the same on every run (Python's own hash of text is not).
     step = _GROUP * _NUMBER_BYTES
-    start = zlib.crc32(name.encode()) % (len(block) // step) * step
+    start = zlib.crc32(tensor[0].encode()) % (len(block) // step) * step
     while left:
         part = block[start : start + left]
-        file.write(part)
+        yield part
         left -= len(part)
         start = 0

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate
+from hmt.cli import bench_cache
 from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
@@ -20,6 +21,8 @@ from hmt.cli.options import EngineOptions, expand
 _TABLE_WIDTH = 96
 
 app = typer.Typer(help="Measure what HMT makes of this machine.", no_args_is_help=True)
+app.command("cache")(bench_cache.cache)
+app.command("traces")(bench_cache.traces)
 app.command("bigger-than-ram")(bigger_than_ram)
 
 

@@ -109,6 +109,29 @@ class EngineOptions:
         ),
     ] = None
 
+    cache_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Which experts stay in memory: heat, lru, lfu, lru2, wa-lru or a2cr.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    guesses: Annotated[
+        bool | None,
+        typer.Option(
+            "--guesses/--no-guesses",
+            help="Read experts that are likely to be needed, while that gains time; on by default.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    trace_experts: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for what the routers choose, for hmt bench cache; .gz compresses it.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of hmt.Engine, and of EngineConfig.resolve.  Raises ConfigError."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -10,7 +10,7 @@ from rich.text import Text
 from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from hmt.engine import Bottleneck, Phase, RunSummary
+    from hmt.engine import Bottleneck, Phase, RunSummary, Verdict
 
 _BAR_CELLS = 16
 _SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
@@ -33,6 +33,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     table.add_row("weights", _homes(summary))
     table.add_row("memory", _memory(summary))
     table.add_row("per token", _traffic(phase))
+    if phase.guesses or summary.guessing is not None:
+        table.add_row("guesses", _guesses(phase, summary.guessing))
     table.add_row("time", _time(phase))
     if phase.host_s is not None:
         table.add_row("Python", _host(phase, phase.host_s))
@@ -53,6 +55,7 @@ def summary_json(summary: "RunSummary") -> dict[str, Any]:
         content[name] |= {
             "tokens_per_s": phase.tokens_per_s,
             "hit_rate": phase.hit_rate,
+            "guess_hit_rate": phase.guess_hit_rate,
             "host_s": phase.host_s,
         }
     if (limit := summary.bottleneck) is not None:
@@ -94,6 +97,16 @@ def _traffic(phase: "Phase") -> str:
     )
     hit_rate = phase.hit_rate
     return text if hit_rate is None else f"{text}; {hit_rate:.0%} of it in time"
+
+
+def _guesses(phase: "Phase", verdict: "Verdict | None") -> str:
+    if verdict is not None and not verdict.faster:
+        took, without = format_seconds(verdict.with_s), format_seconds(verdict.without_s)
+        return f"off: steps took {took} with them, {without} without"
+    text = f"{phase.guess_hit_rate or 0:.0%} of {phase.guesses} needed"
+    if verdict is not None:
+        text += f"; saved {format_seconds(phase.guess_saved_s / (phase.tokens or 1))} per token"
+    return f"{text}; {format_bytes(max(0, phase.guess_unneeded_bytes))} in vain"
 
 
 def _time(phase: "Phase") -> Text:

@@ -106,6 +106,14 @@ class Model(Protocol):
         """Logits of the given rows, final norm included: f32 [rows, vocab_size]."""
         ...
 
+    def expected_experts(self, index: int, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """What the router of layer `index` would choose for the residual stream of another layer.
+
+        A guess at what it will choose: int64 [tokens, top_k], best first.  hidden [tokens,
+        hidden_size] does not change.  Only for layers with experts; leases their ROUTER block.
+        """
+        ...
+
     def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
         """Blocks that every token needs in layer `index`, in order of use (no routed experts)."""
         ...

@@ -88,6 +88,16 @@ class Weights(Protocol):
         """Say that `blocks` will be leased soon.  Never waits, never fails, may be ignored."""
         ...
 
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """Hear which experts a layer's router chose.  Changes no result; may be ignored.
+
+        hidden [tokens, hidden_size] is what the router saw, before its norm; experts int64 and
+        scales f32 [tokens, top_k].  All are valid during the call only.
+        """
+        ...
+
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` (int64 [n]) of table `name`: [n, width] in the table's own float dtype."""
         ...

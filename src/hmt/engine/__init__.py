@@ -4,6 +4,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.engine import Engine, LoadedModel
 from hmt.engine.loading import Prepared, prepare
 from hmt.engine.summary import Bottleneck, Phase, RunSummary
+from hmt.engine.trial import Verdict
 
 __all__ = [
     "Bottleneck",
@@ -13,5 +14,6 @@ __all__ = [
     "Phase",
     "Prepared",
     "RunSummary",
+    "Verdict",
     "prepare",
 ]

@@ -11,6 +11,7 @@ from hmt.base.units import parse_bytes
 from hmt.contracts.store import Verify
 from hmt.memory import READERS, available_host_bytes
 from hmt.quant import Scheme, parse_scheme
+from hmt.weights import POLICIES
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 EXECUTORS = ("overlapped", "plain")
@@ -39,6 +40,9 @@ class EngineConfig:
     numa                (CPU node, memory node) to bind to; None: no binding
     threads             that compute; None: torch's setting, up to one per physical core within the
                         affinity mask and the quota of the cgroup
+    cache_policy        which experts stay in memory: "heat", "lru", ...; see hmt.weights.policies
+    guesses             read experts that are likely to be needed, while that gains time
+    trace_experts       file to write the routers' choices to, for `hmt bench cache`
     check_weights       look for NaN when a block is first read (not of a pack, which holds none)
     verify_reads        compare the checksum of a pack's block when it is "first" read, "always", or
                         "never"; rows of an embedding on disk are compared unless "never"
@@ -59,6 +63,9 @@ class EngineConfig:
     numa: tuple[int, int] | None = None
     threads: int | None = None
     check_weights: bool = True
+    cache_policy: str = "heat"
+    guesses: bool = True
+    trace_experts: Path | None = None
     verify_reads: Verify = Verify.FIRST
 
     @staticmethod
@@ -89,6 +96,8 @@ class EngineConfig:
             values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))
         if isinstance(values.get("numa"), list):
             values["numa"] = tuple(values["numa"])
+        if "trace_experts" in values:
+            values["trace_experts"] = Path(values["trace_experts"]).expanduser()
         if "disk_path" in values:
             values["disk_path"] = _writable_folder(values["disk_path"])
         _check(values)
@@ -106,10 +115,11 @@ def _check(values: dict[str, Any]) -> None:
         "dtype": DTYPES,
         "executor": EXECUTORS,
         "disk_reader": READERS,
+        "cache_policy": tuple(POLICIES),
         "verify_reads": tuple(Verify),
     }
     for name, allowed in choices.items():
-        if values.get(name, allowed[0]) not in allowed:
+        if name in values and values[name] not in allowed:
             raise ConfigError(f"{name}={values[name]!r}; choose one of {', '.join(allowed)}")
     least = {
         "context": 1,
@@ -126,8 +136,9 @@ def _check(values: dict[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}")
     if values.get("disk_chunk_bytes", 4096) % 4096:
         raise ConfigError("disk_chunk must be a multiple of 4096 bytes, as O_DIRECT needs")
-    if not isinstance(values.get("check_weights", True), bool):
-        raise ConfigError(f"check_weights={values['check_weights']!r} must be True or False")
+    for name in ("check_weights", "guesses"):
+        if not isinstance(values.get(name, True), bool):
+            raise ConfigError(f"{name}={values[name]!r} must be True or False")
     numa = values.get("numa")
     if numa is not None and not (
         isinstance(numa, tuple) and len(numa) == 2 and all(isinstance(n, int) for n in numa)

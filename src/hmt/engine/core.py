@@ -10,15 +10,22 @@ from hmt.base.errors import Cancelled, EmptyPromptError, HMTError, RequestError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.contracts.blocks import BlockKind
+from hmt.contracts.model import Model
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Run, Step
+from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.executor import Executor, OverlappedExecutor, PlainExecutor
+from hmt.engine.expert_recorder import ExpertRecorder
+from hmt.engine.foresight import RouterForesight
+from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
+from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
 from hmt.engine.prefetch import PrefetchDistance, ReadAhead, streamed_stages
 from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
+from hmt.engine.trial import Verdict
 from hmt.kernels import ops
 
 
@@ -34,15 +41,31 @@ class Core:
         self.scheduler = Scheduler(
             memory.kv, prefill_chunk=prepared.plan.prefill_chunk, max_batch=config.max_batch
         )
-        self._executor: Executor
-        if config.executor == "plain":
-            self._executor = PlainExecutor(prepared.model, memory.weights, memory.kv)
-        else:
-            self._executor = OverlappedExecutor(
-                prepared.model, memory.weights, memory.kv, _read_ahead(prepared, config, memory)
-            )
-        self._meter = _Meter(memory, tracer)
+        self._guesser: Guesser | None = None
+        self._executor = self._make_executor(prepared, config)
+        self._meter = _Meter(memory, tracer, self._guesser)
         self.reset_account()
+
+    def _make_executor(self, prepared: Prepared, config: EngineConfig) -> Executor:
+        plan, store, kv = prepared.plan, self.memory.weights, self.memory.kv
+        observers: list[Observer] = []
+        if self.memory.trace is not None:
+            foresight = RouterForesight(prepared.model, store, plan)
+            observers.append(ExpertRecorder(self.memory.trace, foresight))
+        streams = any(block.kind is BlockKind.EXPERT for block in plan.blocks_in(Tier.DISK))
+        if self.memory.transitions is not None and streams:
+            self._guesser = Guesser(prepared.model, store, plan, self.memory.transitions)
+            observers.append(self._guesser)
+        model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
+        weights: Weights = ObservedWeights(store, observers) if observers else store
+        if config.executor == "plain":
+            return PlainExecutor(model, weights, kv)
+        return OverlappedExecutor(model, weights, kv, _read_ahead(prepared, config, self.memory))
+
+    @property
+    def guessing(self) -> Verdict | None:
+        """Whether guesses make steps faster, as the last trial found."""
+        return None if self._guesser is None else self._guesser.verdict
 
     def reset_account(self) -> None:
         """Count from zero."""
@@ -160,8 +183,10 @@ def _read_ahead(prepared: Prepared, config: EngineConfig, memory: Memory) -> Rea
 class _Meter:
     """Reads what store, tracer and kernels have counted, lap by lap; for one thread."""
 
-    def __init__(self, memory: Memory, tracer: Tracer) -> None:
+    def __init__(self, memory: Memory, tracer: Tracer, guesser: Guesser | None) -> None:
         self._counters = memory.weights.counters
+        self._guesses = memory.weights.guesses
+        self._guesser = guesser
         self._tracer = tracer
         self._last = self._read()
 
@@ -183,10 +208,14 @@ class _Meter:
             hits=now.hits - before.hits,
             pending=now.pending - before.pending,
             misses=now.misses - before.misses,
+            guesses=now.guesses - before.guesses,
+            guess_hits=now.guess_hits - before.guess_hits,
+            guess_unneeded_bytes=now.guess_unneeded_bytes - before.guess_unneeded_bytes,
+            guess_saved_s=now.guess_saved_s - before.guess_saved_s,
         )
 
     def _read(self) -> Phase:
-        counters = self._counters
+        counters, guesses = self._counters, self._guesses
         return Phase(
             waited_s=counters.waited_s,
             converted_s=self._tracer.total("convert", "host").seconds,
@@ -196,6 +225,10 @@ class _Meter:
             hits=counters.hits,
             pending=counters.pending,
             misses=counters.misses,
+            guesses=guesses.begun,
+            guess_hits=guesses.in_time + guesses.late,
+            guess_unneeded_bytes=guesses.unneeded_bytes,
+            guess_saved_s=0.0 if self._guesser is None else self._guesser.saved_s,
         )
 
 

@@ -211,6 +211,7 @@ class LoadedModel:
             resident_bytes=by_home[Tier.HOST],
             streamed_bytes=by_home[Tier.DISK],
             peak_rss_bytes=peak_resident_bytes(),
+            guessing=core.guessing,
             pools=core.memory.pool_stats(),
         )
 

@@ -53,6 +53,11 @@ class _OnDemand:
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         pass
 
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        self._weights.routed(layer, hidden, experts, scales)
+
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         return self._weights.rows(block, name, ids)
 

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,9 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
+from hmt.engine.expert_recorder import open_trace
+from hmt.engine.expert_trace import TraceWriter
+from hmt.engine.foresight import Transitions, expert_count
 from hmt.engine.machine import cache_folder, machine_for, remembered
 from hmt.engine.source import Source, open_source
 from hmt.kernels import ops
@@ -34,7 +37,14 @@ from hmt.memory import (
 )
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
-from hmt.weights import BlockLayout, SpillFile, WeightStore, row_span_bytes
+from hmt.weights import (
+    BlockLayout,
+    SpillFile,
+    Surroundings,
+    WeightStore,
+    open_policy,
+    row_span_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,8 @@ class Memory:
     accounts: list[Account]
     pools: list[HostPool]
     closing: ExitStack
+    transitions: Transitions | None = None  # where experts are guessed
+    trace: TraceWriter | None = None
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes of host memory in use now, by purpose."""
@@ -147,6 +159,7 @@ def allocate(
             slots=pools["slots"],
             staging=pools["staging"],
             rows=pools["rows"],
+            policy=open_policy(config.cache_policy, _surroundings(prepared, pools["slots"])),
             spill=spill,
             check=config.check_weights,
             verify=config.verify_reads,
@@ -154,7 +167,35 @@ def allocate(
         stack.callback(weights.close)
         weights.load_residents(progress)
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
-        return Memory(weights, kv, list(accounts.values()), list(pools.values()), stack.pop_all())
+        trace = None
+        if config.trace_experts is not None:
+            name, blocks = prepared.source.path.name, prepared.demand.blocks
+            trace = open_trace(config.trace_experts, name, model.spec, blocks)
+            stack.callback(trace.close)
+        transitions = None
+        if plan.reserved["guesses"]:
+            counts = pools["guesses"].allocate(plan.reserved["guesses"])
+            stack.callback(pools["guesses"].free, counts)
+            transitions = Transitions(counts.tensor, expert_count(model.spec))
+        return Memory(
+            weights,
+            kv,
+            list(accounts.values()),
+            list(pools.values()),
+            stack.pop_all(),
+            transitions,
+            trace,
+        )
+
+
+def _surroundings(prepared: Prepared, slots: HostPool) -> Surroundings:
+    """What cache policies weigh."""
+    around = Surroundings(
+        block_bytes={b: layout.read_bytes for b, layout in prepared.layouts.items()},
+        pressure=lambda: slots.in_use_bytes / max(1, slots.account.limit_bytes),
+    )
+    rate = prepared.machine.disk_read_rate
+    return replace(around, read_rate=rate) if rate else around
 
 
 def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, HostPool]:
@@ -236,6 +277,7 @@ def _dtype(config: EngineConfig, source: Source) -> torch.dtype:
 
 def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineConfig) -> Demand:
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
+    guesses = config.guesses and config.executor == "overlapped"
     return Demand(
         spec=model.spec,
         blocks=tuple(layout.size for layout in layouts.values()),
@@ -245,6 +287,7 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
+        guess_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,
         row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
         parameter_bytes=sum(layout.parameter_bytes for layout in layouts.values()),
     )

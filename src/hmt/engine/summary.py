@@ -3,9 +3,16 @@
 from dataclasses import dataclass, field
 
 from hmt.contracts.plan import Machine
+from hmt.engine.trial import Verdict
 from hmt.memory import PoolStats
 
 _WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
+
+_SHARED_S = ("seconds", "waited_s", "converted_s", "kernel_s", "guess_saved_s")
+_SHARED_COUNTS = (
+    *("disk_bytes", "host_bytes", "hits", "pending", "misses"),
+    *("guesses", "guess_hits", "guess_unneeded_bytes"),
+)
 
 
 @dataclass(slots=True)
@@ -19,6 +26,9 @@ class Phase:
     disk_bytes   read from the drive while these steps ran
     host_bytes   bytes of weight blocks that the kernels were given
     hits, pending, misses   leases of blocks that do not live in memory
+    guesses, guess_hits     experts read on a guess, and those of them that were needed then
+    guess_unneeded_bytes    of guesses that nobody needed, less those needed after they had counted
+    guess_saved_s           time that they saved, as steps with and without them told
     """
 
     steps: int = 0
@@ -32,6 +42,10 @@ class Phase:
     hits: int = 0
     pending: int = 0
     misses: int = 0
+    guesses: int = 0
+    guess_hits: int = 0
+    guess_unneeded_bytes: int = 0
+    guess_saved_s: float = 0.0
 
     def add(self, cost: "Phase", tokens: int, of_tokens: int) -> None:
         """Add the share of a step's `cost` that `tokens` of its `of_tokens` tokens caused."""
@@ -39,9 +53,9 @@ class Phase:
             return
         self.tokens += tokens
         self.steps += cost.steps
-        for name in ("seconds", "waited_s", "converted_s", "kernel_s"):
+        for name in _SHARED_S:
             setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens / of_tokens)
-        for name in ("disk_bytes", "host_bytes", "hits", "pending", "misses"):
+        for name in _SHARED_COUNTS:
             setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens // of_tokens)
 
     @property
@@ -59,6 +73,11 @@ class Phase:
         """Share of leases of streamed blocks that had not to wait; None without any."""
         leases = self.hits + self.pending + self.misses
         return self.hits / leases if leases else None
+
+    @property
+    def guess_hit_rate(self) -> float | None:
+        """Share of the experts read on a guess that were needed; None without any."""
+        return self.guess_hits / self.guesses if self.guesses else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +126,7 @@ class RunSummary:
     budget_bytes      the host memory that was allowed
     used_bytes        by purpose, of the budget
     resident_bytes, streamed_bytes   weights by home, in memory form
+    guessing          what the last trial of guesses found; None where there was none
     peak_rss_bytes    largest resident size of the process, as the kernel counted it
     pools             how full and how fragmented the pools of host memory are now
     """
@@ -122,6 +142,7 @@ class RunSummary:
     peak_rss_bytes: int
     pools: tuple[PoolStats, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    guessing: Verdict | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

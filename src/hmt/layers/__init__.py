@@ -7,6 +7,7 @@ from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
     BiasedSigmoidRouter,
     GroupedSoftmaxRouter,
+    Router,
     Routing,
     SoftmaxRouter,
     request_experts,
@@ -28,6 +29,7 @@ __all__ = [
     "ResidentLayers",
     "ResidualFFN",
     "Rotary",
+    "Router",
     "Routing",
     "SoftmaxRouter",
     "UsualLayer",

@@ -1,6 +1,7 @@
 """Mixture of experts: choosing experts for each token, and computing only those."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,24 @@ class Routing:
             chosen = {expert for token in self.experts.tolist() for expert in token}
             self._blocks = [BlockId(layer, BlockKind.EXPERT, expert) for expert in sorted(chosen)]
         return self._blocks
+
+
+class Router(Protocol):
+    """Chooses `top_k` of `experts` for each token."""
+
+    @property
+    def experts(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def top_k(self) -> int:
+        """How many a token goes to."""
+        ...
+
+    def __call__(self, x: Tensor, params: Params) -> Routing:
+        """Experts for x [tokens, hidden_size]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +144,13 @@ class BiasedSigmoidRouter:
         return Routing(*chosen)
 
 
-def request_experts(routing: Routing, layer: int, weights: Weights) -> None:
-    """Ask for all chosen experts at once, as soon as they are known."""
+def request_experts(routing: Routing, hidden: Tensor, layer: int, weights: Weights) -> None:
+    """Ask for all chosen experts at once, as soon as they are known.
+
+    hidden [tokens, hidden_size] is what the router saw, before its norm.
+    """
     weights.request(routing.blocks(layer), Priority.NEED)
+    weights.routed(layer, hidden, routing.experts, routing.scales)
 
 
 def routed_experts(

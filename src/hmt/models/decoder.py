@@ -12,7 +12,7 @@ from hmt.contracts.model import KVLayer, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Standing, Weights
 from hmt.kernels import ops
-from hmt.layers import ResidentLayers, RMSNorm, UsualLayer
+from hmt.layers import ResidentLayers, RMSNorm, Router, UsualLayer
 from hmt.models.config import Config
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -34,12 +34,16 @@ class Decoder(ABC):
         norm: RMSNorm,
         kv: Sequence[KVLayer],
         activation_width: int,
-        experts_per_token: int = 0,
+        router: Router | None = None,
         ignored: Sequence[str] = (),
     ) -> None:
-        """`norm` is the final norm; `kv` has one entry per layer; the rest is as in ModelSpec."""
+        """`norm` is the final norm; `kv` has one entry per layer; the rest is as in ModelSpec.
+
+        `router` is that of layers with experts, whose blocks come from `router_block`.
+        """
         self.dtype = dtype
         self._norm = norm
+        self._router = router
         ignored = (r"rotary_emb\.inv_freq$", *ignored)
         if config.tie_word_embeddings:
             ignored += (r"^lm_head\.weight$",)
@@ -58,7 +62,7 @@ class Decoder(ABC):
             kv=tuple(kv),
             activation_width=activation_width,
             attention_heads=config.num_attention_heads,
-            experts_per_token=experts_per_token,
+            experts_per_token=0 if router is None else router.top_k,
             ignored=ignored,
         )
         ids = [block.id for block in self.spec.blocks]
@@ -110,6 +114,12 @@ class Decoder(ABC):
                 ops.linear_into(logits[:, first : first + rows], hidden, params["weight"])
             first += rows
         return logits.float()
+
+    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
+        """See Model."""
+        assert self._router is not None
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            return self._router(self._norm(hidden, params["norm"]), params).experts
 
     def _resident_head(
         self, hidden: Tensor, chunks: Sequence[Standing], weights: Weights

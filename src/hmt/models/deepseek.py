@@ -75,7 +75,7 @@ class DeepSeek(Decoder):
             norm=self.norm,
             kv=[self.attention.kv] * config.num_hidden_layers,
             activation_width=max(part.activation_width for part in parts),
-            experts_per_token=config.num_experts_per_tok,
+            router=self.router,
             ignored=_prediction_layers(config),
         )
 
@@ -112,7 +112,8 @@ class DeepSeek(Decoder):
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
             x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)
-            request_experts(routing, index, weights)  # on their way while the shared ones compute
+            # On their way while the shared ones compute.
+            request_experts(routing, hidden, index, weights)
             shared = self.shared(x, params)
         return hidden + (routed_experts(x, routing, index, self.expert, weights) + shared)
 

@@ -33,7 +33,7 @@ class Mixtral(Decoder):
             norm=self.norm,
             kv=[self.attention.kv] * config.num_hidden_layers,
             activation_width=max(self.attention.activation_width, self.expert.activation_width),
-            experts_per_token=config.num_experts_per_tok,
+            router=self.router,
         )
 
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
@@ -66,5 +66,5 @@ class Mixtral(Decoder):
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
             x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)
-        request_experts(routing, index, weights)
+        request_experts(routing, hidden, index, weights)
         return hidden + routed_experts(x, routing, index, self.expert, weights)

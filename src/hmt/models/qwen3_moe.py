@@ -55,7 +55,7 @@ class Qwen3Moe(Decoder):
             norm=self.norm,
             kv=[self.attention.kv] * config.num_hidden_layers,
             activation_width=max(part.activation_width for part in parts),
-            experts_per_token=config.num_experts_per_tok,
+            router=self.router,
         )
 
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
@@ -93,5 +93,5 @@ class Qwen3Moe(Decoder):
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
             x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)
-        request_experts(routing, index, weights)
+        request_experts(routing, hidden, index, weights)
         return hidden + routed_experts(x, routing, index, self.expert, weights)

@@ -14,6 +14,7 @@ _MEANING = {
     "activations": "activations",
     "staging": "conversion on load",
     "rows": "embedding rows",
+    "guesses": "which expert follows which",
 }
 
 

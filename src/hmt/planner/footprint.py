@@ -24,6 +24,7 @@ class Demand:
     kv_layer_bytes  KV of one position in the layer that keeps most
     score_bytes     the most that attention scores take at once
     batch           requests that run at once
+    guess_bytes     statistics from which experts are guessed
     """
 
     spec: ModelSpec
@@ -34,6 +35,7 @@ class Demand:
     kv_layer_bytes: int = 0
     score_bytes: int = 0
     batch: int = 1
+    guess_bytes: int = 0
     row_sums_bytes: int = 0
     parameter_bytes: int | None = None
 

@@ -95,6 +95,7 @@ def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]
     return {
         "activations": activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
+        "guesses": round_up(demand.guess_bytes, _MEMORY_PAGE_BYTES),
         "rows": rows * row + demand.row_sums_bytes,
         "kv": round_up(kv_bytes(demand, context), _MEMORY_PAGE_BYTES),
     }

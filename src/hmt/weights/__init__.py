@@ -1,24 +1,28 @@
 """Parameters: which bytes they are, how they lie in memory, and the store that moves them."""
 
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange, bind, published_bytes
-from hmt.weights.eviction import LRU, EvictionPolicy
+from hmt.weights.expectations import GuessCounters
 from hmt.weights.layout import BlockLayout, lay_out
+from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings, open_policy
 from hmt.weights.rows import row_span_bytes
 from hmt.weights.spill import SpillFile
 from hmt.weights.store import StoreCounters, WeightStore
 
 __all__ = [
-    "LRU",
+    "POLICIES",
     "BlockLayout",
     "BoundBlock",
     "BoundParam",
     "EvictionPolicy",
     "FileRange",
+    "GuessCounters",
     "SpillFile",
     "StoreCounters",
+    "Surroundings",
     "WeightStore",
     "bind",
     "lay_out",
+    "open_policy",
     "published_bytes",
     "row_span_bytes",
 ]

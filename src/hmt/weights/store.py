@@ -5,13 +5,12 @@ into a slot when it is requested or leased, and stays there until its slot is ne
 neither leased nor still awaited.
 """
 
-import enum
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -23,36 +22,14 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing, Verify
 from hmt.memory import HostBuffer, HostPool, QueueCounters, TransferQueue
-from hmt.weights.eviction import LRU, EvictionPolicy
+from hmt.weights.entry import Entry, State
+from hmt.weights.expectations import Expectations, GuessCounters
 from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
+from hmt.weights.policies import LRU, DenseByScan, EvictionPolicy
 from hmt.weights.rows import RowReader
 from hmt.weights.spill import SpillFile
-
-
-class _State(enum.Enum):
-    ABSENT = enum.auto()
-    LOADING = enum.auto()
-    READY = enum.auto()
-
-
-@dataclass(slots=True)
-class _Entry:
-    layout: BlockLayout
-    home: Tier
-    state: _State = _State.ABSENT
-    views: Mapping[str, WeightTensor] = field(default_factory=dict)
-    slot: HostBuffer | None = None
-    staging: HostBuffer | None = None
-    load: BlockLoad | None = None
-    error: HMTError | None = None
-    leases: int = 0
-    waiting: int = 0  # leases that wait for it
-    awaited: bool = False  # requested ahead and not leased yet
-    checked: bool = False  # its numbers were seen to be finite, or to be those that were packed
-    # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
-    # cost more than a small kernel takes.
-    standing: AbstractContextManager[Mapping[str, WeightTensor]] | None = None
+from hmt.weights.victims import choose_victims
 
 
 @dataclass(slots=True)
@@ -95,19 +72,19 @@ class WeightStore:
         verify: Verify = Verify.FIRST,
     ) -> None:
         """`check` looks for NaN at the first read, and `verify` is the same for blocks of packs."""
-        self._entries = {b: _Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
+        self._entries = {b: Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
         self._queue = queue
         self._tracer = tracer
         self._pools = {Tier.HOST: resident, Tier.DISK: slots}
         slots.belongs_to(self)
-        self._holders: dict[HostBuffer, _Entry] = {}
+        self._holders: dict[HostBuffer, Entry] = {}
         self._staging = staging
-        self._policy = policy or LRU()
+        self._policy = policy or DenseByScan(LRU())
+        self._expected = Expectations()
         self._spill = spill
         self._check = check
         self._verify = verify
-        self._backlog: dict[Priority, deque[_Entry]] = {p: deque() for p in Priority}
-        self._guess_loads: dict[BlockId, BlockLoad] = {}  # that run, and began on a guess
+        self._backlog: dict[Priority, deque[Entry]] = {p: deque() for p in Priority}
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
         self._rows = RowReader(queue, rows, verify=verify is not Verify.NEVER)
@@ -135,9 +112,9 @@ class WeightStore:
                 progress(done, total)
         self.counters = StoreCounters()
 
-    def _start_ahead(self, entry: _Entry) -> bool:
+    def _start_ahead(self, entry: Entry) -> bool:
         with self._changed:
-            return entry.state is not _State.ABSENT or self._begin_load(entry, Priority.SURE)
+            return entry.state is not State.ABSENT or self._begin_load(entry, Priority.SURE)
 
     # Weights
 
@@ -145,34 +122,38 @@ class WeightStore:
         """Where `block` is now: HIT, PENDING or MISS."""
         with self._changed:
             state = self._entries[block].state
-        if state is _State.READY:
+        if state is State.READY:
             return Presence.HIT
-        return Presence.PENDING if state is _State.LOADING else Presence.MISS
+        return Presence.PENDING if state is State.LOADING else Presence.MISS
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """See Weights.  Replaces what was asked for with this priority and has not begun yet.
 
         Blocks begin in the order given, each as soon as a slot can be had without taking one that
-        is leased or awaited.  Loads of earlier guesses that are not guessed again are cancelled as
-        far as they have not begun.
+        is leased or awaited.  Earlier guesses that are not guessed again need not stay, and are
+        cancelled as far as their reads have not begun.
         """
         entries = [self._entries[block] for block in blocks]
         backlog = self._backlog[priority]
-        idle = not backlog and not self._guess_loads
+        idle = not backlog and not self._expected.guessing
         if idle and all(entry.standing is not None for entry in entries):
             return  # without the lock: a mixture of experts at home in memory asks once a layer
         with self._changed:
-            if priority is Priority.GUESS:
-                self._cancel_guesses(kept=blocks)
             backlog.clear()
+            if priority is Priority.GUESS:
+                self._expected.forget_guesses(kept=blocks)
             for entry in entries:
-                if entry.state is _State.ABSENT:
+                if entry.state is State.ABSENT:
                     backlog.append(entry)
-                elif entry.state is _State.READY:
-                    entry.awaited = entry.home is Tier.DISK
-                elif entry.load is not None:
-                    entry.load.promote(priority)
+                elif entry.standing is None:
+                    self._expected.asked(entry, priority)
             self._begin_backlog()
+
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """See Weights."""
+        self._policy.routed(layer, experts, scales)
 
     def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
         """See Weights."""
@@ -183,7 +164,7 @@ class WeightStore:
         return self._lease(entry)
 
     @contextmanager
-    def _lease(self, entry: _Entry) -> Iterator[Mapping[str, WeightTensor]]:
+    def _lease(self, entry: Entry) -> Iterator[Mapping[str, WeightTensor]]:
         with self._changed:
             self._take(entry)
         try:
@@ -207,20 +188,20 @@ class WeightStore:
         return self._lease_each(entries)
 
     @contextmanager
-    def _lease_each(self, entries: Sequence[_Entry]) -> Iterator[Iterator[LeasedGroup]]:
-        held: list[_Entry] = []
+    def _lease_each(self, entries: Sequence[Entry]) -> Iterator[Iterator[LeasedGroup]]:
+        held: list[Entry] = []
         try:
             yield self._groups(entries, held)
         finally:
             self._give_back(held)
 
-    def _groups(self, entries: Sequence[_Entry], held: list[_Entry]) -> Iterator[LeasedGroup]:
+    def _groups(self, entries: Sequence[Entry], held: list[Entry]) -> Iterator[LeasedGroup]:
         """Leases group after group; `held` is the group that is leased now."""
         waiting = deque(entries)
         while waiting:
             self._give_back(held)
             with self._changed:
-                while waiting and (not held or waiting[0].state is _State.READY):
+                while waiting and (not held or waiting[0].state is State.READY):
                     self._take(waiting[0])
                     held.append(waiting.popleft())
             yield [(entry.layout.id, entry.views) for entry in held]
@@ -254,6 +235,7 @@ class WeightStore:
 
     def close(self) -> None:
         """End all reads and free all slots.  Nothing may be leased."""
+        self.abandon()  # or the end of one read would begin the next
         self._queue.close()
         with self._changed:
             for entry in self._entries.values():
@@ -266,9 +248,18 @@ class WeightStore:
         with self._changed:
             for backlog in self._backlog.values():
                 backlog.clear()
+            self._expected.forget_guesses()
             for entry in self._entries.values():
-                entry.awaited = False
-            self._cancel_guesses()
+                entry.awaited = None
+
+    @property
+    def guesses(self) -> GuessCounters:
+        """What became of reads on a guess, since the store was made."""
+        return self._expected.counters
+
+    def slot_bytes(self, block: BlockId) -> int:
+        """Memory that `block` takes when it is there."""
+        return self._entries[block].layout.slot_bytes
 
     def drive_counters(self) -> QueueCounters:
         """What the drive was asked for and gave, since the store was made."""
@@ -279,7 +270,7 @@ class WeightStore:
     def movable(self, buffer: HostBuffer) -> bool:
         """Whether the block in a slot is complete and nobody has it."""
         entry = self._holders[buffer]
-        return entry.state is _State.READY and entry.leases == 0
+        return entry.state is State.READY and entry.leases == 0
 
     def moved(self, buffer: HostBuffer) -> None:
         """The block's views, and what kernels made of them, were of the old place."""
@@ -293,17 +284,17 @@ class WeightStore:
 
     # Inside, with the lock held, but for _give_back
 
-    def _take(self, entry: _Entry) -> None:
+    def _take(self, entry: Entry) -> None:
         self._count(entry)
-        if entry.state is not _State.READY:
+        if entry.state is not State.READY:
             self._wait_ready(entry)
         entry.leases += 1
         self._held[threading.get_ident()] += 1
-        entry.awaited = False
+        entry.awaited = None
         if entry.home is Tier.DISK:
             self._policy.used(entry.layout.id)
 
-    def _give_back(self, held: list[_Entry]) -> None:
+    def _give_back(self, held: list[Entry]) -> None:
         if not held:
             return
         with self._changed:
@@ -315,32 +306,35 @@ class WeightStore:
 
     def _begin_backlog(self) -> None:
         for priority, backlog in self._backlog.items():
+            if priority is Priority.GUESS and self._expected.urgent_reads:
+                return
             while backlog:
-                if backlog[0].state is _State.ABSENT and not self._begin_load(backlog[0], priority):
+                entry = backlog.popleft()
+                if entry.state is State.ABSENT and not self._begin_load(entry, priority):
+                    backlog.appendleft(entry)
                     return  # later blocks must not take the slot that this one waits for
-                backlog.popleft()
 
-    def _count(self, entry: _Entry) -> None:
+    def _count(self, entry: Entry) -> None:
         self.counters.host_bytes += entry.layout.slot_bytes
         if entry.home is Tier.HOST:
             return
-        if entry.state is _State.READY:
+        self._expected.needed(entry)
+        if entry.state is State.READY:
             self.counters.hits += 1
-        elif entry.state is _State.LOADING:
+        elif entry.state is State.LOADING:
             self.counters.pending += 1
         else:
             self.counters.misses += 1
 
-    def _wait_ready(self, entry: _Entry) -> None:
+    def _wait_ready(self, entry: Entry) -> None:
         begin = time.perf_counter()
         entry.waiting += 1
         try:
-            while entry.state is not _State.READY:
+            while entry.state is not State.READY:
                 if entry.error is not None:
                     raise entry.error
-                if entry.state is _State.LOADING:
-                    assert entry.load is not None
-                    entry.load.promote(Priority.NEED)
+                if entry.state is State.LOADING:
+                    self._expected.asked(entry, Priority.NEED)
                 elif self._begin_load(entry, Priority.NEED, force=True):
                     continue
                 elif not self._anything_moves():
@@ -354,7 +348,7 @@ class WeightStore:
             self.counters.waited_s += end - begin
             self._tracer.record("wait", "disk", entry.layout.read_bytes, begin, end)
 
-    def _begin_load(self, entry: _Entry, priority: Priority, *, force: bool = False) -> bool:
+    def _begin_load(self, entry: Entry, priority: Priority, *, force: bool = False) -> bool:
         """Start reading `entry`; False when there is no room for it now.
 
         `force` (somebody waits for this very block) may take the slot of an awaited one.
@@ -362,33 +356,26 @@ class WeightStore:
         if self._try_to_begin(entry, priority, force):
             return True
         # A guess gives up the memory that it would fill for what is sure.
-        made_room = priority is not Priority.GUESS and self._cancel_guesses()
+        made_room = priority is not Priority.GUESS and self._expected.forget_guesses()
         return made_room and self._try_to_begin(entry, priority, force)
 
-    def _cancel_guesses(self, kept: Sequence[BlockId] = ()) -> bool:
-        """Drop guesses that have not begun to be read; whether any memory came free at once."""
-        stale = [load for block, load in self._guess_loads.items() if block not in kept]
-        before = len(self._guess_loads)
-        for load in stale:
-            load.cancel_guess()  # ends in _load_finished
-        return len(self._guess_loads) < before
-
-    def _try_to_begin(self, entry: _Entry, priority: Priority, force: bool) -> bool:
+    def _try_to_begin(self, entry: Entry, priority: Priority, force: bool) -> bool:
+        assert entry.state is State.ABSENT
         layout = entry.layout
         staging = None
         if layout.staging_bytes:
             staging = self._staging.try_allocate(layout.staging_bytes)
             if staging is None:
                 return False
-        slot = self._take_slot(entry, force)
+        slot = self._take_slot(entry, priority, force)
         if slot is None:
             if staging is not None:
                 self._staging.free(staging)
             return False
-        entry.state, entry.slot, entry.staging = _State.LOADING, slot, staging
+        entry.state, entry.slot, entry.staging = State.LOADING, slot, staging
         self._holders[slot] = entry
         entry.error = None
-        entry.awaited = priority is not Priority.GUESS
+        self._expected.read_begins(entry, priority)
         entry.load = BlockLoad(
             layout,
             slot,
@@ -398,17 +385,15 @@ class WeightStore:
             check=self._wants_check(entry),
             finished=lambda error: self._load_finished(entry, error),
         )
-        if priority is Priority.GUESS:
-            self._guess_loads[layout.id] = entry.load
         entry.load.start(priority)
         return True
 
-    def _wants_check(self, entry: _Entry) -> bool:
+    def _wants_check(self, entry: Entry) -> bool:
         if entry.layout.seal is None:
             return self._check and not entry.checked
         return self._verify is Verify.ALWAYS or (self._verify is Verify.FIRST and not entry.checked)
 
-    def _load_finished(self, entry: _Entry, error: HMTError | None) -> None:
+    def _load_finished(self, entry: Entry, error: HMTError | None) -> None:
         assert entry.slot is not None
         if error is None:
             # Outside the lock: nobody else touches a block that is loading.
@@ -422,71 +407,72 @@ class WeightStore:
             if entry.staging is not None:
                 self._staging.free(entry.staging)
             entry.staging = entry.load = None
-            self._guess_loads.pop(entry.layout.id, None)
+            self._expected.read_ended(entry)
             if error is None:
-                entry.state = _State.READY
+                entry.state = State.READY
                 entry.checked = True
                 if entry.home is Tier.DISK:
-                    self._policy.used(entry.layout.id)
+                    self._policy.cached(entry.layout.id)
                 else:
                     entry.standing = nullcontext(entry.views)
             else:
                 # Nobody waits for a failed prefetch: whoever needs the block will read it again, as
                 # does somebody who came when its guess had been cancelled.
-                wanted = entry.waiting and not isinstance(error, Cancelled)
-                entry.error = error if wanted else None
+                cancelled = isinstance(error, Cancelled)
+                entry.error = error if entry.waiting and not cancelled else None
+                self._expected.dropped(entry, unread=cancelled)
                 self._free_slot(entry)
+            # A cancelled guess may have ended inside of _begin_load, which makes use of its room.
+            if self._backlog[Priority.GUESS] and not isinstance(error, Cancelled):
+                self._begin_backlog()
             self._changed.notify_all()
 
-    def _take_slot(self, entry: _Entry, force: bool) -> HostBuffer | None:
-        pool = self._pools[entry.home]
-        slot = pool.try_allocate(entry.layout.slot_bytes)
-        if slot is not None or entry.home is Tier.HOST:
-            return slot
-        victims = self._victims(force)
-        room = pool.account.limit_bytes - pool.in_use_bytes
-        if room + sum(victim.layout.slot_bytes for victim in victims) < entry.layout.slot_bytes:
-            return None  # evicting them all would empty the cache for nothing
-        for victim in victims:
-            self._evict(victim)
-            slot = pool.try_allocate(entry.layout.slot_bytes)
-            if slot is not None:
-                return slot
-        return None
+    def _take_slot(self, entry: Entry, priority: Priority, force: bool) -> HostBuffer | None:
+        pool, wanted = self._pools[entry.home], entry.layout.slot_bytes
+        slot = pool.try_allocate(wanted)
+        while slot is None and entry.home is Tier.DISK:
+            room = pool.account.limit_bytes - pool.in_use_bytes
+            coldest_first = map(self._entries.__getitem__, self._policy.coldest_first())
+            victims = choose_victims(coldest_first, wanted - room, priority, force=force)
+            if not victims:
+                return None
+            for victim in victims:
+                self._evict(victim)
+                slot = pool.try_allocate(wanted)
+                if slot is not None:
+                    return slot
+        return slot
 
-    def _victims(self, force: bool) -> list[_Entry]:
-        """Cached blocks that may go, in the order in which they should; awaited ones last."""
-        entries = [self._entries[block] for block in self._policy.coldest_first()]
-        free = [entry for entry in entries if entry.leases == 0]
-        unawaited = [entry for entry in free if not entry.awaited]
-        return unawaited + [entry for entry in free if entry.awaited] if force else unawaited
-
-    def _evict(self, entry: _Entry) -> None:
-        assert entry.leases == 0 and entry.state is _State.READY
+    def _evict(self, entry: Entry) -> None:
+        assert entry.leases == 0 and entry.state is State.READY
         self._policy.removed(entry.layout.id)
+        self._expected.dropped(entry)
         self._free_slot(entry)
 
-    def _free_slot(self, entry: _Entry) -> None:
+    def _free_slot(self, entry: Entry) -> None:
         assert entry.slot is not None
         del self._holders[entry.slot]
         self._pools[entry.home].free(entry.slot)
-        entry.slot, entry.views, entry.state, entry.standing = None, {}, _State.ABSENT, None
+        entry.slot, entry.views, entry.state, entry.standing = None, {}, State.ABSENT, None
 
-    def _drop(self, entry: _Entry) -> None:
-        if entry.state is _State.READY:
-            self._policy.removed(entry.layout.id)
+    def _drop(self, entry: Entry) -> None:
+        if entry.state is not State.READY:
+            return
+        if entry.home is Tier.DISK:
+            self._evict(entry)
+        else:
             self._free_slot(entry)
 
     def _anything_moves(self) -> bool:
         me = threading.get_ident()
-        return any(e.state is _State.LOADING for e in self._entries.values()) or any(
+        return any(e.state is State.LOADING for e in self._entries.values()) or any(
             held for thread, held in self._held.items() if thread != me
         )
 
     def _resident_views(self, block: BlockId) -> Mapping[str, WeightTensor]:
         return self._entries[block].views
 
-    def _too_small(self, entry: _Entry) -> BudgetError:
+    def _too_small(self, entry: Entry) -> BudgetError:
         pool = self._pools[entry.home]
         return BudgetError(
             f"{entry.layout.id} takes {format_bytes(entry.layout.slot_bytes)}, and the slots "

@@ -1,0 +1,114 @@
+"""Which blocks somebody expects, how surely, and what became of those that were read on a guess."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hmt.contracts.blocks import BlockId
+from hmt.contracts.store import Priority
+from hmt.weights.entry import Entry
+
+
+@dataclass(slots=True)
+class GuessCounters:
+    """Sums since the store was made.
+
+    begun           blocks whose read began on a guess
+    in_time, late   of them: needed when they were in memory; needed while they were being read
+    unneeded_bytes  of those that nobody has needed so far
+    """
+
+    begun: int = 0
+    in_time: int = 0
+    late: int = 0
+    unneeded_bytes: int = 0
+
+
+class Expectations:
+    """Keeps `awaited` and `urgent` of entries, and counts guesses.
+
+    Not thread-safe: the store holds its lock.
+    """
+
+    def __init__(self) -> None:
+        self.counters = GuessCounters()
+        self.urgent_reads = 0  # under way; a guess beside them would take half of the drive
+        self._guessed: list[Entry] = []  # awaited on a guess
+        self._unneeded: dict[BlockId, int] = {}  # guesses that nobody has needed yet: bytes
+
+    def read_begins(self, entry: Entry, priority: Priority) -> None:
+        """`entry`, which was absent, is read for who asked for it."""
+        entry.awaited = priority
+        if priority is Priority.GUESS:
+            self._guessed.append(entry)
+            self.counters.begun += 1
+            self.counters.unneeded_bytes += entry.layout.read_bytes
+            self._unneeded[entry.layout.id] = entry.layout.read_bytes
+        else:
+            self._hurry(entry)
+
+    def asked(self, entry: Entry, priority: Priority) -> None:
+        """`entry`, which is there or on its way, has been asked for."""
+        if priority is Priority.GUESS:
+            if entry.awaited is None:
+                self._guessed.append(entry)
+        else:
+            self.needed(entry)
+            if entry.load is not None:
+                self._hurry(entry)
+        if entry.load is not None:
+            entry.load.promote(priority)
+        entry.awaited = priority if entry.awaited is None else min(priority, entry.awaited)
+
+    def needed(self, entry: Entry) -> None:
+        """Count a guess that came true, once."""
+        nbytes = self._unneeded.pop(entry.layout.id, None)
+        if nbytes is not None:
+            self.counters.unneeded_bytes -= nbytes
+            self.counters.in_time += entry.load is None
+            self.counters.late += entry.load is not None
+
+    def read_ended(self, entry: Entry) -> None:
+        """The read of `entry` has ended, well or not."""
+        if entry.urgent:
+            entry.urgent = False
+            self.urgent_reads -= 1
+
+    def dropped(self, entry: Entry, *, unread: bool = False) -> None:
+        """`entry` is no longer there: when it is needed, no guess will have helped.
+
+        With `unread` it never was: the guess was cancelled and does not count.
+        """
+        entry.awaited = None
+        nbytes = self._unneeded.pop(entry.layout.id, None)
+        if unread and nbytes is not None:
+            self.counters.begun -= 1
+            self.counters.unneeded_bytes -= nbytes
+
+    @property
+    def guessing(self) -> bool:
+        """Whether some block is there, or on its way, on a guess that has not been forgotten."""
+        return bool(self._guessed)
+
+    def forget_guesses(self, kept: Sequence[BlockId] = ()) -> bool:
+        """Blocks that are only guessed need not stay, and reads of them need not begin.
+
+        But those of `kept`.  True when the memory of some came free at once.
+        """
+        stale, self._guessed = self._guessed, []
+        loading = []
+        for entry in stale:
+            if entry.layout.id in kept:
+                self._guessed.append(entry)
+                continue
+            if entry.awaited is Priority.GUESS:
+                entry.awaited = None
+            if entry.load is not None and not entry.urgent:
+                loading.append((entry, entry.load))
+        for _, load in loading:
+            load.cancel_guess()
+        return any(entry.load is not load for entry, load in loading)
+
+    def _hurry(self, entry: Entry) -> None:
+        if not entry.urgent:
+            entry.urgent = True
+            self.urgent_reads += 1
