@@ -1,7 +1,7 @@
 """A small random checkpoint, its blocks, and a store over it whose drive can be made to fail."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,7 @@ def open_store(
     reader: Any = None,
     poison: bool = True,
     policy: EvictionPolicy | None = None,
+    slot_counts: Mapping[int, int] | None = None,
 ) -> Bench:
     """A store over the checkpoint or pack in `folder`, poisoned unless told otherwise."""
     if looks_like_pack(folder):
@@ -217,7 +218,7 @@ def open_store(
     }
     tracer, reader = Tracer(), reader or FaultyReader()
     queue = TransferQueue(reader, tracer, depth=threads, chunk_bytes=4096)
-    plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0)
+    plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0, slot_counts or {})
     spilled = SpillFile(folder, layouts.values()) if spill else None
     store = WeightStore(
         layouts,

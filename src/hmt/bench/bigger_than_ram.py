@@ -20,14 +20,18 @@ from hmt.bench.environment import describe
 from hmt.bench.gguf_model import write_gguf
 from hmt.bench.limited import Watched, forget_pages, run_limited
 from hmt.bench.random_model import Shape, write_random_model
+from hmt.bench.routed_model import write_routed_model
 from hmt.contracts.plan import Machine
 from hmt.engine import EngineConfig
+from hmt.engine.expert_trace import Routed
 from hmt.engine.packs import convert
+from hmt.memory import DiskRate, disk_rate
 
 # Python, torch and threads: 0.38 GB in runs of a model of 4 MiB; the rest is room for page tables
 # and what torch allocates for a step.
 PROCESS_BYTES = 640 * MIB
 _PAGE_BYTES = 4096
+_DRIVE_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Run:
     ready_s: float | None
     rss_bytes: int
     group_bytes: int
-    account: dict[str, float] = field(default_factory=dict)
+    account: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
 
 
@@ -68,7 +72,9 @@ class Result:
     tokens_per_s    None where no run came to a second step; then it is below the next figure
     disk_rate       bytes per second that were read
     read_share      of the drive's measured rate
+    useful_share    of the bytes that were read: parameters, not padding or what lies between them
     waiting_share   of the time in which the computation waited for the drive
+    overlap         of the shorter of computing and reading, the share beside the longer
     hit_rate        leases of streamed blocks that had not to wait
     """
 
@@ -79,7 +85,9 @@ class Result:
     runs_tokens_per_s: tuple[float | None, ...]
     disk_rate: float | None
     read_share: float | None
+    useful_share: float | None
     waiting_share: float | None
+    overlap: float | None
     hit_rate: float | None
     disk_bytes_per_step: float | None
     rss_bytes: int
@@ -97,16 +105,27 @@ SHAPES = {
 
 
 def prepare(
-    folder: Path, shape: Shape, quantization: str, progress: Callable[[str], None]
+    folder: Path,
+    shape: Shape,
+    quantization: str,
+    progress: Callable[[str], None],
+    trace: Sequence[Routed] = (),
 ) -> tuple[Path, Path, Path]:
     """Random weights as checkpoint, pack and GGUF in `folder`, what is there already left alone.
 
-    Returns their paths.  Raises MachineError without the `gguf` package.
+    A mixture of experts is routed like `trace`.  Without the checkpoint nothing is made when the
+    others are there.  Returns their paths.  Raises MachineError without the `gguf` package, and
+    ConfigError for a trace that does not fit.
     """
     checkpoint, pack, gguf = folder / "checkpoint", folder / "pack", folder / "model.gguf"
+    if pack.exists() and gguf.exists():
+        return checkpoint, pack, gguf
     if not (checkpoint / "config.json").exists():
         progress("writing random weights")
-        write_random_model(checkpoint, shape, four_bits=True, shard_bytes=GIB)
+        if shape.experts:
+            write_routed_model(checkpoint, shape, trace, four_bits=True)
+        else:
+            write_random_model(checkpoint, shape, four_bits=True, shard_bytes=GIB)
     if not pack.exists():
         progress("converting")
         config = EngineConfig.resolve(quantization=quantization)
@@ -127,7 +146,10 @@ def prepare(
 def contenders(
     pack: Path, memory_bytes: int, *, gguf: Path | None, checkpoint: Path | None, context: int
 ) -> list[Contender]:
-    """HMT as it comes, with a batch, through a memory map; llama.cpp and accelerate if given."""
+    """HMT as it comes, with a batch, through a memory map; llama.cpp and accelerate if given.
+
+    accelerate computes with the checkpoint's own numbers: it has no kernels for 4 bits here.
+    """
     budget = round_down(memory_bytes - PROCESS_BYTES, _PAGE_BYTES)
     if budget <= 0:
         raise MachineError(
@@ -148,30 +170,44 @@ def contenders(
     return found
 
 
+def drive_rate(pack: Path, best: DiskRate) -> float:
+    """Bytes per second that the drive gives now, read in the way that was found `best`."""
+    file = max(pack.glob("data-*"), key=lambda path: path.stat().st_size)
+    return disk_rate(file, best.reader, best.block_bytes, best.depth, _DRIVE_S).rate
+
+
 def run(
     rivals: Sequence[Contender],
     memory_bytes: int,
     machine: Machine,
+    drive: Callable[[], float],
     *,
     tokens: int = 16,
     runs: int = 3,
     timeout_s: float = 150.0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Let all decode `tokens` in each of `runs` rounds; the content of a benchmark file."""
+    """Let all decode `tokens` in each of `runs` rounds; the content of a benchmark file.
+
+    `drive` measures the drive's rate, with nothing else running, before each round: it differs
+    from minute to minute, so contenders are compared with the median of these.
+    """
     done: dict[str, list[Run]] = {rival.name: [] for rival in rivals}
+    rates = []
     for number in range(1, runs + 1):
+        progress("measuring the drive")
+        rates.append(drive())
         for rival in rivals:
             progress(f"{rival.name}: run {number} of {runs}")
             done[rival.name].append(run_once(rival, memory_bytes, tokens, timeout_s))
-    rate = machine.disk_read_rate
-    results = [result(rival, done[rival.name], rate, timeout_s) for rival in rivals]
+    results = [result(rival, done[rival.name], median(rates), timeout_s) for rival in rivals]
     return {
         "benchmark": "bigger-than-ram",
         "machine": describe(machine),
         "memory_limit_bytes": memory_bytes,
         "tokens": tokens,
         "timeout_s": timeout_s,
+        "drive_rates": rates,
         "sizes": {rival.name: _size(rival.path) for rival in rivals},
         "results": [asdict(found) for found in results],
         "runs": {name: [asdict(one) for one in own] for name, own in done.items()},
@@ -215,8 +251,9 @@ def result(rival: Contender, runs: Sequence[Run], drive_rate: float, timeout_s: 
     known = [rate for rate in rates if rate is not None]
     accounts = [one.account for one in runs if one.account]
 
-    def middle(figure: Callable[[dict[str, float]], float]) -> float | None:
-        return median(map(figure, accounts)) if accounts else None
+    def middle(figure: Callable[[dict[str, float]], float | None]) -> float | None:
+        known = [value for value in map(figure, accounts) if value is not None]
+        return median(known) if known else None
 
     disk_rate = middle(lambda a: a["disk_bytes"] / a["seconds"])
     leases = [a for a in accounts if a["hits"] + a["pending"] + a["misses"]]
@@ -228,12 +265,13 @@ def result(rival: Contender, runs: Sequence[Run], drive_rate: float, timeout_s: 
         runs_tokens_per_s=tuple(rates),
         disk_rate=disk_rate,
         read_share=disk_rate / drive_rate if disk_rate and drive_rate else None,
+        useful_share=middle(lambda a: a["useful_share"]),
         waiting_share=middle(lambda a: a["waited_s"] / a["seconds"]),
+        overlap=middle(lambda a: a["overlap"]),
         hit_rate=median(a["hits"] / (a["hits"] + a["pending"] + a["misses"]) for a in leases)
         if leases
         else None,
-        disk_bytes_per_step=middle(lambda a: a["disk_bytes"])
-        and median(one.account["disk_bytes"] / one.steps for one in runs if one.account),
+        disk_bytes_per_step=middle(lambda a: a["disk_bytes"] / a["steps"]),
         rss_bytes=max(one.rss_bytes for one in runs),
         group_bytes=max(one.group_bytes for one in runs),
         failures=tuple(one.failure for one in runs if one.failure),

@@ -14,7 +14,21 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-PROMPT = list(range(16, 24))
+from hmt.bench.routed_model import FIRST_TOKEN
+
+_PROMPT_TOKENS = 8
+_APART = 61  # tokens, between the prompts of two sequences
+_ACCOUNT = (
+    *("steps", "seconds", "waited_s", "drive_s", "kernel_s"),
+    *("disk_bytes", "useful_bytes", "host_bytes", "hits", "pending", "misses"),
+    *("overlap", "useful_share", "guesses", "guess_hits", "guess_saved_s"),
+)
+
+
+def prompts(sequences: int) -> list[list[int]]:
+    """A prompt each.  They lie apart, so that they do not all choose the same experts."""
+    begins = [FIRST_TOKEN + _APART * number for number in range(sequences)]
+    return [list(range(begin, begin + _PROMPT_TOKENS)) for begin in begins]
 
 
 def decode_hmt(model: Path, tokens: int, sequences: int, options: dict[str, Any]) -> None:
@@ -26,12 +40,11 @@ def decode_hmt(model: Path, tokens: int, sequences: int, options: dict[str, Any]
         _say("ready")
         requests = [
             hmt.Request(
-                # Each begins elsewhere, so that they do not all choose the same experts.
-                input=[PROMPT[0] + number, *PROMPT[1:]] if sequences > 1 else list(PROMPT),
+                input=prompt,
                 max_new_tokens=tokens + 1,
                 ignore_eos=True,
             )
-            for number in range(sequences)
+            for prompt in prompts(sequences)
         ]
         streams = [stack.enter_context(closing(s)) for s in loaded.stream_batch(requests)]
         for stream in streams:
@@ -46,14 +59,8 @@ def decode_hmt(model: Path, tokens: int, sequences: int, options: dict[str, Any]
         phase = summary.generation
         _say(
             json.dumps(
-                {
-                    "disk_bytes": phase.disk_bytes,
-                    "host_bytes": phase.host_bytes,
-                    "seconds": phase.seconds,
-                    "waited_s": phase.waited_s,
-                    "hits": phase.hits,
-                    "pending": phase.pending,
-                    "misses": phase.misses,
+                {name: getattr(phase, name) for name in _ACCOUNT}
+                | {
                     "used_bytes": sum(summary.used_bytes.values()),
                     "peak_rss_bytes": summary.peak_rss_bytes,
                 }
@@ -69,9 +76,7 @@ def decode_llama_cpp(model: Path, tokens: int, sequences: int, options: dict[str
 
     engine = LlamaCpp(model, int(options.get("threads", torch.get_num_threads())))
     _say("ready")
-    engine.decode_greedily(
-        [list(PROMPT) for _ in range(sequences)], tokens, lambda step: _say(f"token {step}")
-    )
+    engine.decode_greedily(prompts(sequences), tokens, lambda step: _say(f"token {step}"))
     engine.close()
 
 
@@ -88,7 +93,7 @@ def decode_accelerate(model: Path, tokens: int, sequences: int, options: dict[st
         offload_folder=options["offload_folder"],
     )
     _say("ready")
-    ids, cache = torch.tensor([PROMPT] * sequences), None
+    ids, cache = torch.tensor(prompts(sequences)), None
     with torch.inference_mode():
         for step in range(tokens + 1):
             out = loaded(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

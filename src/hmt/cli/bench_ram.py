@@ -3,7 +3,8 @@
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,7 +14,12 @@ from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate, parse_bytes
 from hmt.cli.console import notes
 
-_WIDTH = 110
+if TYPE_CHECKING:
+    from hmt.bench.random_model import Shape
+    from hmt.engine.expert_trace import Routed
+
+_WIDTH = 120
+_MADE_UP_STEPS = 1000
 
 
 def bigger_than_ram(
@@ -28,6 +34,10 @@ def bigger_than_ram(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens per run.")] = 16,
     runs: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 3,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that a run may take.")] = 150,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Traces that route a mixture of experts; one that is made up without."),
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(help="Where the models are kept for the next time; deleted without."),
@@ -35,9 +45,9 @@ def bigger_than_ram(
     json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
 ) -> None:
     """Models larger than RAM: HMT beside memory maps and accelerate, under one hard limit."""
-    from hmt.bench.bigger_than_ram import SHAPES, contenders, prepare, run
+    from hmt.bench.bigger_than_ram import SHAPES, contenders, drive_rate, prepare, run
     from hmt.cli.bench import write_json
-    from hmt.engine.machine import measure
+    from hmt.engine.machine import measure, remembered
 
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: choose {' or '.join(SHAPES)}")
@@ -45,17 +55,23 @@ def bigger_than_ram(
     with ExitStack() as stack:
         status = stack.enter_context(notes().status("starting"))
         models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        checkpoint, pack, gguf = prepare(models / shape, SHAPES[shape], quant, status.update)
-        rivals = contenders(pack, limit, gguf=gguf, checkpoint=checkpoint, context=256)
+        sizes = SHAPES[shape]
+        routing = _routing(sizes, trace or [])
+        checkpoint, pack, gguf = prepare(models / shape, sizes, quant, status.update, routing)
+        given = checkpoint if checkpoint.exists() else None
+        rivals = contenders(pack, limit, gguf=gguf, checkpoint=given, context=256)
         if only is not None:
             wanted = tuple(only.split(","))
             rivals = [rival for rival in rivals if rival.name.startswith(wanted)]
         status.update("measuring the drive")
         machine = measure(pack, quick=False)
+        best = remembered(pack).disk
+        assert best is not None, "just measured"
         content = run(
             rivals,
             limit,
             machine,
+            lambda: drive_rate(pack, best),
             tokens=tokens,
             runs=runs,
             timeout_s=timeout,
@@ -65,14 +81,31 @@ def bigger_than_ram(
     write_json(content, json)
 
 
+def _routing(shape: "Shape", traces: list[Path]) -> "list[Routed]":
+    """How the experts of `shape` are chosen, step by step."""
+    from hmt.bench.synthetic_trace import synthetic_trace
+    from hmt.bench.widened_trace import widened_trace
+
+    if traces or not shape.experts:
+        return widened_trace(traces, shape) if shape.experts else []
+    layers, experts, top_k = range(shape.layers), shape.experts, shape.experts_per_token
+    return synthetic_trace(_MADE_UP_STEPS, layers=layers, experts=experts, top_k=top_k)[1]
+
+
 def _print(content: dict[str, Any]) -> None:
-    machine = content["machine"]
     table = Table(
         title=f"{format_bytes(content['memory_limit_bytes'])} of memory, drive "
-        f"{format_rate(machine['disk_read_rate'])}",
+        f"{format_rate(median(content['drive_rates']))}",
         box=None,
     )
-    for column in ("", "GiB", "tokens/s", "read", "of drive", "waiting", "hits", "peak", "failed"):
+    shares = {
+        "read_share": "of drive",
+        "useful_share": "useful",
+        "waiting_share": "waiting",
+        "overlap": "overlap",
+        "hit_rate": "hits",
+    }
+    for column in ("", "GiB", "tokens/s", "read", *shares.values(), "peak", "failed"):
         table.add_column(column, justify="right" if column else "left")
     for found in content["results"]:
         rate, most = found["tokens_per_s"], found["at_most_tokens_per_s"]
@@ -81,10 +114,7 @@ def _print(content: dict[str, Any]) -> None:
             f"{content['sizes'][found['name']]:.1f}",
             f"< {most:.3f}" if rate is None else f"{rate:.3g}",
             "-" if found["disk_rate"] is None else format_rate(found["disk_rate"]),
-            *(
-                "-" if found[name] is None else f"{found[name]:.0%}"
-                for name in ("read_share", "waiting_share", "hit_rate")
-            ),
+            *("-" if found[name] is None else f"{found[name]:.0%}" for name in shares),
             format_bytes(found["rss_bytes"]),
             str(len(found["failures"]) or ""),
         )

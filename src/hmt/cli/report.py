@@ -55,6 +55,8 @@ def summary_json(summary: "RunSummary") -> dict[str, Any]:
         content[name] |= {
             "tokens_per_s": phase.tokens_per_s,
             "hit_rate": phase.hit_rate,
+            "overlap": phase.overlap,
+            "useful_share": phase.useful_share,
             "guess_hit_rate": phase.guess_hit_rate,
             "host_s": phase.host_s,
         }
@@ -111,10 +113,10 @@ def _guesses(phase: "Phase", verdict: "Verdict | None") -> str:
 
 def _time(phase: "Phase") -> Text:
     waiting = phase.waited_s / phase.seconds if phase.seconds else 0.0
-    return Text.assemble(
-        _bar(1.0 - waiting, "green", "yellow"),
-        f"  {1 - waiting:.0%} computing, {waiting:.0%} waiting for disk",
-    )
+    text = f"  {1 - waiting:.0%} computing, {waiting:.0%} waiting for disk"
+    if waiting and phase.overlap is not None:
+        text += f"; overlap {phase.overlap:.0%}"
+    return Text.assemble(_bar(1.0 - waiting, "green", "yellow"), text)
 
 
 def _host(phase: "Phase", host_s: float) -> str:

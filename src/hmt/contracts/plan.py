@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hmt.contracts.blocks import BlockId
 
@@ -40,6 +40,7 @@ class Plan:
     kv_tokens           positions that fit in the KV reservation, over all sequences
     host_bytes_per_token, disk_bytes_per_token   predicted weight bytes that one decoded token reads
     predicted_token_s   predicted seconds of one decoded token, or 0 when rates are unknown
+    slot_counts         slots by size in bytes, for blocks on disk; empty: sizes share the memory
     """
 
     homes: Mapping[BlockId, Tier]
@@ -51,6 +52,7 @@ class Plan:
     host_bytes_per_token: float
     disk_bytes_per_token: float
     predicted_token_s: float
+    slot_counts: Mapping[int, int] = field(default_factory=dict)
 
     def blocks_in(self, tier: Tier) -> list[BlockId]:
         """Blocks whose home is `tier`, in model order."""

@@ -185,6 +185,7 @@ class _Meter:
 
     def __init__(self, memory: Memory, tracer: Tracer, guesser: Guesser | None) -> None:
         self._counters = memory.weights.counters
+        self._drive_counters = memory.weights.drive_counters
         self._guesses = memory.weights.guesses
         self._guesser = guesser
         self._tracer = tracer
@@ -201,9 +202,11 @@ class _Meter:
             steps=1,
             seconds=seconds,
             waited_s=now.waited_s - before.waited_s,
+            drive_s=now.drive_s - before.drive_s,
             converted_s=now.converted_s - before.converted_s,
             kernel_s=now.kernel_s - before.kernel_s,
             disk_bytes=now.disk_bytes - before.disk_bytes,
+            useful_bytes=now.useful_bytes - before.useful_bytes,
             host_bytes=now.host_bytes - before.host_bytes,
             hits=now.hits - before.hits,
             pending=now.pending - before.pending,
@@ -215,12 +218,14 @@ class _Meter:
         )
 
     def _read(self) -> Phase:
-        counters, guesses = self._counters, self._guesses
+        counters, guesses, drive = self._counters, self._guesses, self._drive_counters()
         return Phase(
             waited_s=counters.waited_s,
+            drive_s=drive.busy_s,
             converted_s=self._tracer.total("convert", "host").seconds,
             kernel_s=ops.kernel_seconds(),
-            disk_bytes=self._tracer.total("read", "disk").nbytes,
+            disk_bytes=drive.read_bytes,
+            useful_bytes=drive.useful_bytes,
             host_bytes=counters.host_bytes,
             hits=counters.hits,
             pending=counters.pending,

@@ -8,9 +8,9 @@ from hmt.memory import PoolStats
 
 _WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
 
-_SHARED_S = ("seconds", "waited_s", "converted_s", "kernel_s", "guess_saved_s")
+_SHARED_S = ("seconds", "waited_s", "drive_s", "converted_s", "kernel_s", "guess_saved_s")
 _SHARED_COUNTS = (
-    *("disk_bytes", "host_bytes", "hits", "pending", "misses"),
+    *("disk_bytes", "useful_bytes", "host_bytes", "hits", "pending", "misses"),
     *("guesses", "guess_hits", "guess_unneeded_bytes"),
 )
 
@@ -21,9 +21,11 @@ class Phase:
 
     seconds      time in steps, choosing tokens included
     waited_s     of it, time in which the computation waited for the drive
+    drive_s      time in which the drive had something to read
     converted_s  time that disk workers spent converting blocks to the wanted encoding
     kernel_s     of `seconds`, time inside compiled kernels; 0 where there are none
     disk_bytes   read from the drive while these steps ran
+    useful_bytes   of them, bytes of parameters: no padding, no gaps
     host_bytes   bytes of weight blocks that the kernels were given
     hits, pending, misses   leases of blocks that do not live in memory
     guesses, guess_hits     experts read on a guess, and those of them that were needed then
@@ -35,9 +37,11 @@ class Phase:
     tokens: int = 0
     seconds: float = 0.0
     waited_s: float = 0.0
+    drive_s: float = 0.0
     converted_s: float = 0.0
     kernel_s: float = 0.0
     disk_bytes: int = 0
+    useful_bytes: int = 0
     host_bytes: int = 0
     hits: int = 0
     pending: int = 0
@@ -67,6 +71,20 @@ class Phase:
     def host_s(self) -> float | None:
         """Time that was neither kernels nor waiting: Python and torch; None if not counted."""
         return max(0.0, self.seconds - self.waited_s - self.kernel_s) if self.kernel_s else None
+
+    @property
+    def overlap(self) -> float | None:
+        """Of the shorter of computing and reading, the share that ran beside the longer."""
+        computing = self.seconds - self.waited_s
+        shorter = min(computing, self.drive_s)
+        if shorter <= 0:
+            return None
+        return min(1.0, max(0.0, (computing + self.drive_s - self.seconds) / shorter))
+
+    @property
+    def useful_share(self) -> float | None:
+        """Of the bytes that were read, those of parameters; None where nothing was read."""
+        return self.useful_bytes / self.disk_bytes if self.disk_bytes else None
 
     @property
     def hit_rate(self) -> float | None:

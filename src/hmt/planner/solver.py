@@ -22,6 +22,7 @@ from hmt.planner.footprint import (
     kv_bytes,
     working_set_bytes,
 )
+from hmt.planner.slots import slot_counts
 
 _SMALLEST_CONTEXT = 256
 _LARGEST_DEFAULT_CONTEXT = 8192
@@ -76,6 +77,9 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         host_bytes_per_token=host,
         disk_bytes_per_token=disk,
         predicted_token_s=_token_seconds(host, disk, machine),
+        slot_counts=slot_counts(
+            [b for b in _streamable(demand) if homes[b.id] is Tier.DISK], slots
+        ),
     )
 
 

@@ -28,6 +28,7 @@ from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
 from hmt.weights.policies import LRU, DenseByScan, EvictionPolicy
 from hmt.weights.rows import RowReader
+from hmt.weights.slots import Slots
 from hmt.weights.spill import SpillFile
 from hmt.weights.victims import choose_victims
 
@@ -75,7 +76,7 @@ class WeightStore:
         self._entries = {b: Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
         self._queue = queue
         self._tracer = tracer
-        self._pools = {Tier.HOST: resident, Tier.DISK: slots}
+        self._slots = {Tier.HOST: Slots(resident), Tier.DISK: Slots(slots, plan.slot_counts)}
         slots.belongs_to(self)
         self._holders: dict[HostBuffer, Entry] = {}
         self._staging = staging
@@ -428,17 +429,21 @@ class WeightStore:
             self._changed.notify_all()
 
     def _take_slot(self, entry: Entry, priority: Priority, force: bool) -> HostBuffer | None:
-        pool, wanted = self._pools[entry.home], entry.layout.slot_bytes
-        slot = pool.try_allocate(wanted)
+        slots, wanted = self._slots[entry.home], entry.layout.slot_bytes
+        slot = slots.take(wanted)
         while slot is None and entry.home is Tier.DISK:
-            room = pool.account.limit_bytes - pool.in_use_bytes
-            coldest_first = map(self._entries.__getitem__, self._policy.coldest_first())
-            victims = choose_victims(coldest_first, wanted - room, priority, force=force)
+            coldest_first = (
+                cached
+                for cached in map(self._entries.__getitem__, self._policy.coldest_first())
+                if slots.makes_room(cached.layout.slot_bytes, wanted)
+            )
+            missing = slots.missing_bytes(wanted)
+            victims = choose_victims(coldest_first, missing, priority, force=force)
             if not victims:
                 return None
             for victim in victims:
                 self._evict(victim)
-                slot = pool.try_allocate(wanted)
+                slot = slots.take(wanted)
                 if slot is not None:
                     return slot
         return slot
@@ -452,7 +457,7 @@ class WeightStore:
     def _free_slot(self, entry: Entry) -> None:
         assert entry.slot is not None
         del self._holders[entry.slot]
-        self._pools[entry.home].free(entry.slot)
+        self._slots[entry.home].give_back(entry.slot, entry.layout.slot_bytes)
         entry.slot, entry.views, entry.state, entry.standing = None, {}, State.ABSENT, None
 
     def _drop(self, entry: Entry) -> None:
@@ -473,7 +478,7 @@ class WeightStore:
         return self._entries[block].views
 
     def _too_small(self, entry: Entry) -> BudgetError:
-        pool = self._pools[entry.home]
+        pool = self._slots[entry.home].pool
         return BudgetError(
             f"{entry.layout.id} takes {format_bytes(entry.layout.slot_bytes)}, and the slots "
             f"have {format_bytes(pool.account.limit_bytes)}, of which "

@@ -1,0 +1,44 @@
+"""Places for blocks in a tier: of any size while there is memory, or of each size so many."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from hmt.memory import HostBuffer, HostPool
+
+
+class Slots:
+    """A pool's buffers, by the counts of a plan.  Guarded by the store's lock.
+
+    With counts a block takes the place of one of its own size, always, and the pool's memory is
+    never cut up.  Without them it takes that of any others, as many as it needs.
+    """
+
+    def __init__(self, pool: HostPool, counts: Mapping[int, int] | None = None) -> None:
+        """`counts` slots by size in bytes, which `pool` has room for; None: sizes share it."""
+        self.pool = pool
+        self._counts = counts or None
+        self._taken: Counter[int] = Counter()
+
+    def take(self, nbytes: int) -> HostBuffer | None:
+        """A slot of `nbytes`; None when others have to go first."""
+        if self._counts is not None and self._taken[nbytes] >= self._counts[nbytes]:
+            return None
+        slot = self.pool.try_allocate(nbytes)
+        if slot is not None:
+            self._taken[nbytes] += 1
+        return slot
+
+    def give_back(self, slot: HostBuffer, nbytes: int) -> None:
+        """Free a slot that was taken for `nbytes`."""
+        self.pool.free(slot)
+        self._taken[nbytes] -= 1
+
+    def missing_bytes(self, nbytes: int) -> int:
+        """What has to be given back before a block of `nbytes` can have a slot."""
+        if self._counts is not None:
+            return nbytes
+        return nbytes - (self.pool.account.limit_bytes - self.pool.in_use_bytes)
+
+    def makes_room(self, nbytes: int, wanted_bytes: int) -> bool:
+        """Whether a block of `nbytes` that goes is of use to one of `wanted_bytes`."""
+        return self._counts is None or nbytes == wanted_bytes

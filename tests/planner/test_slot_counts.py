@@ -1,0 +1,61 @@
+"""Slots by size: they fit, every size has enough to go on, and shares of the circle are even."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
+from hmt.planner.slots import slot_counts
+
+PAGE = 4096
+KINDS = [BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER, BlockKind.HEAD]
+
+
+@st.composite
+def streamed(draw: st.DrawFn) -> list[BlockSize]:
+    kinds = draw(st.lists(st.sampled_from(KINDS), unique=True, min_size=1))
+    blocks = []
+    for kind in kinds:
+        size = draw(st.integers(1, 40)) * PAGE
+        for layer in range(draw(st.integers(1, 12))):
+            blocks.append(BlockSize(BlockId(layer, kind), size, size))
+    if draw(st.booleans()):
+        size = draw(st.integers(1, 40)) * PAGE
+        for index in range(draw(st.integers(1, 64))):
+            blocks.append(BlockSize(BlockId(0, BlockKind.EXPERT, index), size, size))
+    return blocks
+
+
+@given(streamed(), st.integers(0, 3000))
+def test_slots_fit_and_are_shared_evenly(blocks: list[BlockSize], pages: int) -> None:
+    counts = slot_counts(blocks, pages * PAGE)
+    if not counts:
+        return
+    there = {size: [b for b in blocks if b.slot_bytes == size] for size in counts}
+    assert sum(map(len, there.values())) == len(blocks)
+    assert sum(size * count for size, count in counts.items()) <= pages * PAGE
+    for size, own in there.items():
+        assert min(2, len(own)) <= counts[size] <= len(own)
+    dense = {s: own for s, own in there.items() if own[0].id.kind is not BlockKind.EXPERT}
+    # One slot more of any other size would not have been fairer: shares differ by one slot.
+    for size, own in dense.items():
+        if counts[size] > min(2, len(own)):
+            before = (counts[size] - 1) / len(own)
+            for other, others in dense.items():
+                fits = sum(s * c for s, c in counts.items()) - size + other <= pages * PAGE
+                if counts[other] < len(others) and fits and len(dense) == len(there):
+                    assert counts[other] / len(others) >= before - 1e-9
+
+
+def test_sizes_share_the_memory_where_each_could_not_have_two() -> None:
+    blocks = [BlockSize(BlockId(n, BlockKind.FFN), 10 * PAGE, 10 * PAGE) for n in range(8)]
+    blocks += [BlockSize(BlockId(n, BlockKind.ATTENTION), PAGE, PAGE) for n in range(8)]
+    assert slot_counts(blocks, 21 * PAGE) == {}
+    assert slot_counts(blocks, 22 * PAGE) == {10 * PAGE: 2, PAGE: 2}
+    assert slot_counts(blocks, 32 * PAGE) == {10 * PAGE: 3, PAGE: 2}
+    assert slot_counts(blocks, 33 * PAGE) == {10 * PAGE: 3, PAGE: 3}
+
+
+def test_an_expert_that_is_as_large_as_a_dense_block_shares() -> None:
+    blocks = [BlockSize(BlockId(n, BlockKind.ATTENTION), PAGE, PAGE) for n in range(8)]
+    blocks += [BlockSize(BlockId(0, BlockKind.EXPERT, n), PAGE, PAGE) for n in range(8)]
+    assert slot_counts(blocks, 100 * PAGE) == {}
