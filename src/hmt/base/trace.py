@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 class Event:
     """One thing that took time.  `begin_s` and `end_s` are time.perf_counter() seconds.
 
-    kind     "read", "compute", "wait", "load"
+    kind     "step", "compute", "wait", "read", "verify", "convert"
     where    the tier or link: "disk", "host"
+    what     str() of it says what was read, computed or waited for
     """
 
     kind: str
@@ -22,6 +23,7 @@ class Event:
     begin_s: float
     end_s: float
     thread: int
+    what: object = ""
 
 
 @dataclass(slots=True)
@@ -45,9 +47,17 @@ class Tracer:
     def __post_init__(self) -> None:
         self._events = deque(maxlen=self.capacity)
 
-    def record(self, kind: str, where: str, nbytes: int, begin_s: float, end_s: float) -> None:
-        """Add one event that has ended."""
-        event = Event(kind, where, nbytes, begin_s, end_s, threading.get_ident())
+    def record(
+        self,
+        kind: str,
+        where: str,
+        nbytes: int,
+        begin_s: float,
+        end_s: float,
+        what: object = "",
+    ) -> None:
+        """Add one event that has ended; `what` is kept as it is, so it should be small."""
+        event = Event(kind, where, nbytes, begin_s, end_s, threading.get_ident(), what)
         with self._lock:
             self._events.append(event)
             total = self._totals.setdefault((kind, where), Total())
@@ -56,13 +66,13 @@ class Tracer:
             total.seconds += end_s - begin_s
 
     @contextmanager
-    def span(self, kind: str, where: str, nbytes: int = 0) -> Iterator[None]:
+    def span(self, kind: str, where: str, nbytes: int = 0, what: object = "") -> Iterator[None]:
         """Record the time that the body takes."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.record(kind, where, nbytes, begin, time.perf_counter())
+            self.record(kind, where, nbytes, begin, time.perf_counter(), what)
 
     def total(self, kind: str, where: str) -> Total:
         """A copy of the running total; zeros if nothing was recorded."""

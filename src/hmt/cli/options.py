@@ -124,6 +124,14 @@ class EngineOptions:
             rich_help_panel=_MEMORY,
         ),
     ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for a timeline of reads, computing and waits, for ui.perfetto.dev; .gz "
+            "compresses it.",
+            rich_help_panel=_COMPUTE,
+        ),
+    ] = None
     trace_experts: Annotated[
         Path | None,
         typer.Option(

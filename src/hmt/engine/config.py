@@ -42,6 +42,8 @@ class EngineConfig:
                         affinity mask and the quota of the cgroup
     cache_policy        which experts stay in memory: "heat", "lru", ...; see hmt.weights.policies
     guesses             read experts that are likely to be needed, while that gains time
+    trace               file to write what was read, computed and waited for, and when, for
+                        ui.perfetto.dev; .gz compresses it
     trace_experts       file to write the routers' choices to, for `hmt bench cache`
     check_weights       look for NaN when a block is first read (not of a pack, which holds none)
     verify_reads        compare the checksum of a pack's block when it is "first" read, "always", or
@@ -65,6 +67,7 @@ class EngineConfig:
     check_weights: bool = True
     cache_policy: str = "heat"
     guesses: bool = True
+    trace: Path | None = None
     trace_experts: Path | None = None
     verify_reads: Verify = Verify.FIRST
 
@@ -96,8 +99,9 @@ class EngineConfig:
             values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))
         if isinstance(values.get("numa"), list):
             values["numa"] = tuple(values["numa"])
-        if "trace_experts" in values:
-            values["trace_experts"] = Path(values["trace_experts"]).expanduser()
+        for name in ("trace", "trace_experts"):
+            if name in values:
+                values[name] = Path(values[name]).expanduser()
         if "disk_path" in values:
             values["disk_path"] = _writable_folder(values["disk_path"])
         _check(values)

@@ -42,6 +42,7 @@ class Core:
             memory.kv, prefill_chunk=prepared.plan.prefill_chunk, max_batch=config.max_batch
         )
         self._guesser: Guesser | None = None
+        self._tracer = tracer
         self._executor = self._make_executor(prepared, config)
         self._meter = _Meter(memory, tracer, self._guesser)
         self.reset_account()
@@ -59,8 +60,9 @@ class Core:
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
         weights: Weights = ObservedWeights(store, observers) if observers else store
         if config.executor == "plain":
-            return PlainExecutor(model, weights, kv)
-        return OverlappedExecutor(model, weights, kv, _read_ahead(prepared, config, self.memory))
+            return PlainExecutor(model, weights, kv, self._tracer)
+        ahead = _read_ahead(prepared, config, self.memory)
+        return OverlappedExecutor(model, weights, kv, ahead, self._tracer)
 
     @property
     def guessing(self) -> Verdict | None:
@@ -95,8 +97,10 @@ class Core:
         for sequence, _ in scheduled.advanced:
             if sequence.finished:
                 self.scheduler.retire(sequence)
-        cost = self._meter.lap(time.perf_counter() - begin)
+        now = time.perf_counter()
+        cost = self._meter.lap(now - begin)
         prompt, tokens = scheduled.prompt_tokens, len(scheduled.step.token_ids)
+        self._tracer.record("step", "host", 0, begin, now, (prompt, tokens - prompt))
         # Tokens of one step share its reads and its time.
         self.prompt.add(cost, prompt, tokens)
         self.generation.add(cost, tokens - prompt, tokens)

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,7 @@ from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import RunSummary
+from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
 from hmt.text import StopStrings, Tokenizer
@@ -141,11 +143,16 @@ class LoadedModel:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.prepared = prepared
-        self.tracer = Tracer()
         self.tokenizer = Tokenizer.open(prepared.source.path)
-        self._loop = StepLoop()
-        memory = _load(self._loop, prepared, config, ledger, self.tracer, progress)
-        self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
+        with ExitStack() as stack:
+            self._timeline: Timeline | None = None
+            if config.trace is not None:
+                self._timeline = stack.enter_context(closing(Timeline(config.trace)))
+            self.tracer = Tracer(TRACED_EVENTS) if self._timeline else Tracer()
+            self._loop = StepLoop()
+            memory = _load(self._loop, prepared, config, ledger, self.tracer, progress)
+            self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
+            stack.pop_all()
         self._loop.drive(self._core.advance)
         self.closed = False
         _open_models.add(self)
@@ -223,6 +230,9 @@ class LoadedModel:
         """Free all memory.  Requests that still run end with Cancelled.  Does nothing twice."""
         self.closed = True
         self._loop.stop(self._core.close)
+        if self._timeline is not None:
+            self._timeline.write(self.tracer.events())
+            self._timeline.close()
 
     def __enter__(self) -> Self:
         return self

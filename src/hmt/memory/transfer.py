@@ -236,7 +236,8 @@ class TransferQueue:
         """
         now = self._clock()
         if isinstance(got, int):
-            self._tracer.record("read", "disk", got, request.begun_s, now)
+            what = request.path.name, request.offset, request.priority
+            self._tracer.record("read", "disk", got, request.begun_s, now, what)
         with self._wake:
             self._in_flight -= 1
             self._in_flight_bytes -= request.nbytes

@@ -130,7 +130,7 @@ class BlockLoad:
         if self._layout.seal is None:
             check_finite(self._layout, self._slot.tensor)
             return
-        with self._tracer.span("verify", "host", self._layout.slot_bytes):
+        with self._tracer.span("verify", "host", self._layout.slot_bytes, self._layout.id):
             check_seal(self._layout, self._slot.view)
 
     def _convert(self, stage: StagedParam) -> None:
@@ -143,7 +143,7 @@ class BlockLoad:
                 target.scales.copy_(source.scales)
             return
         try:
-            with self._tracer.span("convert", "host", target.nbytes):
+            with self._tracer.span("convert", "host", target.nbytes, self._layout.id):
                 quantize(source, target)
         except NumericsError as error:
             name = stage.placed.param.source

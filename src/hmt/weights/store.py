@@ -230,7 +230,7 @@ class WeightStore:
         begin = time.perf_counter()
         rows = self._rows.from_disk(entry.layout, name, ids)
         end = time.perf_counter()
-        self._tracer.record("wait", "disk", rows.nbytes, begin, end)
+        self._tracer.record("wait", "disk", rows.nbytes, begin, end, block)
         self.counters.waited_s += end - begin
         return rows
 
@@ -347,7 +347,8 @@ class WeightStore:
                 entry.error = None
             end = time.perf_counter()
             self.counters.waited_s += end - begin
-            self._tracer.record("wait", "disk", entry.layout.read_bytes, begin, end)
+            layout = entry.layout
+            self._tracer.record("wait", "disk", layout.read_bytes, begin, end, layout.id)
 
     def _begin_load(self, entry: Entry, priority: Priority, *, force: bool = False) -> bool:
         """Start reading `entry`; False when there is no room for it now.
