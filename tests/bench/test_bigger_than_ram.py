@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,9 @@ def test_hmt_decodes_in_a_process_of_its_own(limits: None, tmp_path: Path) -> No
     found = run_once(rival, 2 * PROCESS_BYTES, 3, 120)
     assert found.failure == "" and found.finished and found.steps == 3
     assert found.account["disk_bytes"] > 0 and found.account["used_bytes"] <= 4 * MIB
-    summed = result(rival, [found], 1e9, 120)
+    summed = result(rival, [replace(found, drive_rate=1e9)], 120)
     assert summed.tokens_per_s == pytest.approx(2 / found.step_s)
+    assert summed.read_share == pytest.approx(summed.disk_rate / 1e9)
     assert 0 <= summed.waiting_share <= 1 and summed.at_most_tokens_per_s is None
 
 
@@ -96,14 +98,14 @@ def test_an_unfinished_run_counts_with_what_it_did() -> None:
     assert (run.steps, run.step_s, run.finished, run.ready_s) == (2, 4.0, False, 1.0)
     assert run.failure == ""
     rival = Contender("other", "other", Path("x"))
-    assert result(rival, [run], 1.0, 30).tokens_per_s == 0.25
+    assert result(rival, [run], 30).tokens_per_s == 0.25
 
 
 def test_a_run_without_a_second_step_gives_a_bound_and_a_failure_is_told() -> None:
     stopped = read_run(Watched(((2.0, "token 0"),), None, "", 1, 1), 16)
     failed = read_run(Watched((), 1, "Traceback: no memory\n", 1, 1), 16)
     rival = Contender("other", "other", Path("x"), 8)
-    summed = result(rival, [stopped, failed], 1.0, 40)
+    summed = result(rival, [stopped, failed], 40)
     assert summed.tokens_per_s is None and summed.at_most_tokens_per_s == 0.2
     assert summed.failures == ("exit code 1: Traceback: no memory",)
     assert isinstance(stopped, Run)

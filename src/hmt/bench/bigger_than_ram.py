@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,7 +53,10 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: seconds per step after the first, and HMT's own account."""
+    """One run: seconds per step after the first, and HMT's own account.
+
+    drive_rate   bytes per second that the drive gave just before and after: the mean
+    """
 
     steps: int
     step_s: float | None
@@ -63,6 +66,7 @@ class Run:
     group_bytes: int
     account: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
+    drive_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Result:
 
     tokens_per_s    None where no run came to a second step; then it is below the next figure
     disk_rate       bytes per second that were read
-    read_share      of the drive's measured rate
+    read_share      of what the drive gave before and after
     useful_share    of the bytes that were read: parameters, not padding or what lies between them
     waiting_share   of the time in which the computation waited for the drive
     overlap         of the shorter of computing and reading, the share beside the longer
@@ -189,18 +193,19 @@ def run(
 ) -> dict[str, Any]:
     """Let all decode `tokens` in each of `runs` rounds; the content of a benchmark file.
 
-    `drive` measures the drive's rate, with nothing else running, before each round: it differs
-    from minute to minute, so contenders are compared with the median of these.
+    `drive` measures the drive's rate, with nothing else running, between the runs: it differs from
+    minute to minute, so each run is compared with what it was just before and after.
     """
     done: dict[str, list[Run]] = {rival.name: [] for rival in rivals}
-    rates = []
+    rates = [drive()]
     for number in range(1, runs + 1):
-        progress("measuring the drive")
-        rates.append(drive())
         for rival in rivals:
             progress(f"{rival.name}: run {number} of {runs}")
-            done[rival.name].append(run_once(rival, memory_bytes, tokens, timeout_s))
-    results = [result(rival, done[rival.name], median(rates), timeout_s) for rival in rivals]
+            one = run_once(rival, memory_bytes, tokens, timeout_s)
+            progress("measuring the drive")
+            rates.append(drive())
+            done[rival.name].append(replace(one, drive_rate=(rates[-2] + rates[-1]) / 2))
+    results = [result(rival, done[rival.name], timeout_s) for rival in rivals]
     return {
         "benchmark": "bigger-than-ram",
         "machine": describe(machine),
@@ -245,7 +250,7 @@ def read_run(watched: Watched, tokens: int) -> Run:
     )
 
 
-def result(rival: Contender, runs: Sequence[Run], drive_rate: float, timeout_s: float) -> Result:
+def result(rival: Contender, runs: Sequence[Run], timeout_s: float) -> Result:
     """Medians of `runs`."""
     rates = [rival.sequences / one.step_s if one.step_s else None for one in runs]
     known = [rate for rate in rates if rate is not None]
@@ -255,7 +260,11 @@ def result(rival: Contender, runs: Sequence[Run], drive_rate: float, timeout_s: 
         known = [value for value in map(figure, accounts) if value is not None]
         return median(known) if known else None
 
-    disk_rate = middle(lambda a: a["disk_bytes"] / a["seconds"])
+    shares = [
+        one.account["disk_bytes"] / one.account["seconds"] / one.drive_rate
+        for one in runs
+        if one.account and one.drive_rate
+    ]
     leases = [a for a in accounts if a["hits"] + a["pending"] + a["misses"]]
     return Result(
         name=rival.name,
@@ -263,8 +272,8 @@ def result(rival: Contender, runs: Sequence[Run], drive_rate: float, timeout_s: 
         tokens_per_s=median(known) if known else None,
         at_most_tokens_per_s=None if known else rival.sequences / timeout_s,
         runs_tokens_per_s=tuple(rates),
-        disk_rate=disk_rate,
-        read_share=disk_rate / drive_rate if disk_rate and drive_rate else None,
+        disk_rate=middle(lambda a: a["disk_bytes"] / a["seconds"]),
+        read_share=median(shares) if shares else None,
         useful_share=middle(lambda a: a["useful_share"]),
         waiting_share=middle(lambda a: a["waited_s"] / a["seconds"]),
         overlap=middle(lambda a: a["overlap"]),

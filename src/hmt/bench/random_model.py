@@ -104,10 +104,15 @@ def write_random_model(
     generator = torch.Generator().manual_seed(seed)
     noise = _four_bit_noise(generator) if four_bits else _noise(generator)
     block = noise.to(torch.bfloat16).view(torch.uint8).numpy().data
+    holders: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):
         file = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_shard(file, tensors, block, edit)
-    return sum(_nbytes(tensor) for tensors in shards for tensor in tensors)
+        holders |= {name: file.name for name, _ in tensors}
+    nbytes = sum(_nbytes(tensor) for tensors in shards for tensor in tensors)
+    index = {"metadata": {"total_size": nbytes}, "weight_map": holders}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return nbytes
 
 
 def _config(shape: Shape, known_tokens: int) -> dict[str, Any]:
