@@ -17,13 +17,39 @@ class Tier(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured of this machine (rates in bytes per second; 0 means not measured)."""
+    """What was measured of this machine (rates in bytes per second; 0 means not measured).
+
+    device_name, device_bytes   the GPU, and its memory; empty and 0 without one
+    device_read_rate            of its memory
+    link_rate                   from pinned host memory to it
+    """
 
     name: str
     cores: int
     ram_bytes: int
     ram_read_rate: float
     disk_read_rate: float
+    device_name: str = ""
+    device_bytes: int = 0
+    device_read_rate: float = 0.0
+    link_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """A plan's part for a GPU.
+
+    computes     blocks that compute there: those that live there, and those that are copied there
+                 in every step
+    stages       layers that compute there, and with their number the head
+    reserved     of the device's budget, by purpose: "resident", "slots", "kv", "activations"
+    slot_counts  slots by size in bytes, for blocks that are copied
+    """
+
+    computes: frozenset[BlockId] = frozenset()
+    stages: frozenset[int] = frozenset()
+    reserved: Mapping[str, int] = field(default_factory=dict)
+    slot_counts: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +67,7 @@ class Plan:
     host_bytes_per_token, disk_bytes_per_token   predicted weight bytes that one decoded token reads
     predicted_token_s   predicted seconds of one decoded token, or 0 when rates are unknown
     slot_counts         slots by size in bytes, for blocks on disk; empty: sizes share the memory
+    device              what a GPU does; nothing without one
     """
 
     homes: Mapping[BlockId, Tier]
@@ -53,6 +80,7 @@ class Plan:
     disk_bytes_per_token: float
     predicted_token_s: float
     slot_counts: Mapping[int, int] = field(default_factory=dict)
+    device: DeviceShare = field(default_factory=DeviceShare)
 
     def blocks_in(self, tier: Tier) -> list[BlockId]:
         """Blocks whose home is `tier`, in model order."""

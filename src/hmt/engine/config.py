@@ -26,6 +26,9 @@ class EngineConfig:
     quantization        how linear weights are stored in memory: see hmt.quant.parse_scheme; None:
                         as the checkpoint or the pack has them
     host_memory_bytes   budget for weights, KV, activations and buffers; not for the Python process
+    gpu_memory_bytes    memory of the GPU that HMT may take, the driver's share included; 0: compute
+                        on the CPU alone
+    gpu_id              which GPU: a number, or "pretended" to try the tier without one
     context             positions of KV over all requests; None: the planner's choice
     dtype               of activations; "auto" follows the checkpoint
     executor            "overlapped" reads ahead while it computes, "plain" reads when it needs
@@ -52,6 +55,8 @@ class EngineConfig:
 
     quantization: Scheme | None
     host_memory_bytes: int
+    gpu_memory_bytes: int = 0
+    gpu_id: str = "0"
     context: int | None = None
     dtype: str = "auto"
     executor: str = "overlapped"
@@ -95,6 +100,10 @@ class EngineConfig:
             if budget is None
             else parse_bytes(budget)
         )
+        if "gpu_memory" in values:
+            values["gpu_memory_bytes"] = parse_bytes(values.pop("gpu_memory"))
+        if "gpu_id" in values:
+            values["gpu_id"] = _gpu_id(values["gpu_id"])
         if "disk_chunk" in values:
             values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))
         if isinstance(values.get("numa"), list):
@@ -107,6 +116,12 @@ class EngineConfig:
         _check(values)
         values["verify_reads"] = Verify(values.get("verify_reads", Verify.FIRST))
         return EngineConfig(**values)
+
+
+def _gpu_id(given: object) -> str:
+    if given == "pretended" or str(given).isdecimal():
+        return str(given)
+    raise ConfigError(f"gpu_id is {given!r}: give the number of a GPU, 0 for the first one")
 
 
 def _spoken(field: str) -> str:

@@ -15,7 +15,7 @@ from hmt.contracts.plan import Tier
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
-from hmt.engine.executor import Executor, OverlappedExecutor, PlainExecutor
+from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecutor
 from hmt.engine.expert_recorder import ExpertRecorder
 from hmt.engine.foresight import RouterForesight
 from hmt.engine.guesser import Guesser
@@ -43,6 +43,8 @@ class Core:
         )
         self._guesser: Guesser | None = None
         self._tracer = tracer
+        on_device = memory.on_device
+        self._weights = memory.weights if on_device is None else on_device.weights
         self._executor = self._make_executor(prepared, config)
         self._meter = _Meter(memory, tracer, self._guesser)
         self.reset_account()
@@ -58,11 +60,14 @@ class Core:
             self._guesser = Guesser(prepared.model, store, plan, self.memory.transitions)
             observers.append(self._guesser)
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
-        weights: Weights = ObservedWeights(store, observers) if observers else store
+        own, places = self._weights, Places()
+        if (on_device := self.memory.on_device) is not None:
+            places = Places(on_device.device, plan.device.stages)
+        weights: Weights = ObservedWeights(own, observers) if observers else own
         if config.executor == "plain":
-            return PlainExecutor(model, weights, kv, self._tracer)
+            return PlainExecutor(model, weights, kv, self._tracer, places)
         ahead = _read_ahead(prepared, config, self.memory)
-        return OverlappedExecutor(model, weights, kv, ahead, self._tracer)
+        return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places)
 
     @property
     def guessing(self) -> Verdict | None:
@@ -83,7 +88,7 @@ class Core:
         try:
             logits = self._executor.run(scheduled.step)
         except Exception as error:
-            self.memory.weights.abandon()
+            self._weights.abandon()
             for sequence, _ in scheduled.advanced:
                 sequence.fail(_told(error))
         else:

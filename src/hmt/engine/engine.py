@@ -34,6 +34,7 @@ from hmt.engine.summary import RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
+from hmt.memory.device import Device, open_device
 from hmt.text import StopStrings, Tokenizer
 
 _DEFAULT_NEW_TOKENS = 256
@@ -57,7 +58,13 @@ class Engine:
         if self.config.numa is not None:
             bind(*self.config.numa)
         set_threads(self.config.threads)
-        self._ledger = Ledger({Tier.HOST: self.config.host_memory_bytes})
+        self._device: Device | None = None
+        budgets = {Tier.HOST: self.config.host_memory_bytes}
+        if self.config.gpu_memory_bytes:
+            name = self.config.gpu_id
+            self._device = open_device(f"cuda:{name}" if name.isdecimal() else name)
+            budgets[Tier.DEVICE] = _device_budget(self._device, self.config.gpu_memory_bytes)
+        self._ledger = Ledger(budgets)
         self._models: list[LoadedModel] = []
 
     def load_model(
@@ -71,7 +78,7 @@ class Engine:
         """
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
         try:
-            prepared = prepare(Path(path), self.config, left)
+            prepared = prepare(Path(path), self.config, left, self._device, self._device_left())
         except BudgetError as error:
             taken = self._ledger.reserved_bytes(Tier.HOST)
             if not taken:
@@ -80,10 +87,15 @@ class Engine:
                 f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
                 "give the engine more host_memory"
             ) from error
-        model = LoadedModel(prepared, self.config, self._ledger, progress)
+        model = LoadedModel(prepared, self.config, self._ledger, progress, self._device)
         self._models = [other for other in self._models if not other.closed]
         self._models.append(model)
         return model
+
+    def _device_left(self) -> int:
+        """Of the device's budget, what no model has."""
+        budget = self._ledger.budget_bytes(Tier.DEVICE)
+        return budget - self._ledger.reserved_bytes(Tier.DEVICE)
 
     def close(self) -> None:
         """Close all models."""
@@ -100,6 +112,17 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _device_budget(device: Device, limit_bytes: int) -> int:
+    """What of `limit_bytes` is left for weights, KV and activations.  Raises BudgetError."""
+    taken = device.used_bytes()
+    if limit_bytes <= taken:
+        raise BudgetError(
+            f"--gpu-memory {format_bytes(limit_bytes)} is less than the driver takes for any "
+            f"program on {device.name} ({format_bytes(taken)}); give more, or 0 for the CPU alone"
+        )
+    return limit_bytes - taken
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -141,6 +164,7 @@ class LoadedModel:
         config: EngineConfig,
         ledger: Ledger,
         progress: Callable[[int, int], None] | None = None,
+        device: Device | None = None,
     ) -> None:
         self.prepared = prepared
         self.tokenizer = Tokenizer.open(prepared.source.path)
@@ -150,7 +174,7 @@ class LoadedModel:
                 self._timeline = stack.enter_context(closing(Timeline(config.trace)))
             self.tracer = Tracer(TRACED_EVENTS) if self._timeline else Tracer()
             self._loop = StepLoop()
-            memory = _load(self._loop, prepared, config, ledger, self.tracer, progress)
+            memory = _load(self._loop, prepared, config, ledger, self.tracer, progress, device)
             self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
             stack.pop_all()
         self._loop.drive(self._core.advance)
@@ -343,6 +367,7 @@ def _load(
     ledger: Ledger,
     tracer: Tracer,
     progress: Callable[[int, int], None] | None,
+    device: Device | None,
 ) -> Memory:
     """`allocate` on the loop's thread; whatever interrupts the waiting caller ends it cleanly."""
     interrupted = threading.Event()
@@ -353,7 +378,7 @@ def _load(
         if progress is not None:
             progress(done, total)
 
-    loading = loop.begin(lambda: allocate(prepared, config, ledger, tracer, report))
+    loading = loop.begin(lambda: allocate(prepared, config, ledger, tracer, report, device))
     try:
         return loading.result()
     except BaseException:

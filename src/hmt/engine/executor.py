@@ -5,8 +5,8 @@ the same with the same kernels in the same order, and only asks for blocks earli
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
 from hmt.engine.prefetch import ReadAhead
+from hmt.memory.device import Device
 
 
 class Executor(Protocol):
@@ -64,6 +65,49 @@ class _OnDemand:
         return self._weights.rows(block, name, ids)
 
 
+class Places:
+    """Where layers and head compute, and what they compute from brought there.
+
+    Without a device everything stays where it is.
+    """
+
+    def __init__(self, device: Device | None = None, stages: Collection[int] = ()) -> None:
+        """`stages` compute on `device`: layers by index, and with their number the head."""
+        self._device = device
+        self._stages = frozenset(stages)
+        self._steps: dict[bool, Step] = {}
+
+    @property
+    def alike(self) -> bool:
+        """Whether all stages compute on the CPU."""
+        return self._device is None
+
+    def computing(self) -> AbstractContextManager[None]:
+        """What is called in the body goes on the device's queue, if there is one."""
+        return nullcontext() if self._device is None else self._device.computing()
+
+    def begin(self, step: Step) -> None:
+        """`step` is computed next."""
+        self._steps = {False: step}
+
+    def step(self, stage: int) -> Step:
+        """The step as `stage` needs it."""
+        there = stage in self._stages
+        if there and True not in self._steps:
+            assert self._device is not None
+            step, where = self._steps[False], self._device.where
+            tensors = step.token_ids, step.positions, step.logit_rows
+            ids, positions, rows = (tensor.to(where, non_blocking=True) for tensor in tensors)
+            self._steps[True] = Step(ids, positions, step.runs, rows)
+        return self._steps[there]
+
+    def bring(self, hidden: torch.Tensor, stage: int) -> torch.Tensor:
+        """Hidden states, where `stage` computes."""
+        if self._device is None:
+            return hidden
+        return hidden.to(self._device.where if stage in self._stages else "cpu")
+
+
 class _Stages:
     """Tells a tracer when layers and head were computed, waits of theirs included."""
 
@@ -90,25 +134,39 @@ class PlainExecutor:
     """One block after the other, nothing ahead of time."""
 
     def __init__(
-        self, model: Model, weights: Weights, kv: KVCache, tracer: Tracer | None = None
+        self,
+        model: Model,
+        weights: Weights,
+        kv: KVCache,
+        tracer: Tracer | None = None,
+        places: Places | None = None,
     ) -> None:
         self._model = model
         self._weights = _OnDemand(weights)
         self._kv = kv
+        self._places = places or Places()
         self._stages = _Stages(model, tracer)
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
         """See Executor."""
+        with self._places.computing():
+            return self._run(step)
+
+    def _run(self, step: Step) -> torch.Tensor:
+        places, layers = self._places, self._model.spec.layers
+        places.begin(step)
         self._stages.begin()
         hidden = self._model.embed(step, self._weights)
-        for index in range(self._model.spec.layers):
-            hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
+        for index in range(layers):
+            hidden, here = places.bring(hidden, index), places.step(index)
+            hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
             self._stages.ended(index)
         if not len(step.logit_rows):
             return torch.empty(0, self._model.spec.vocab_size)
-        logits = self._model.head(hidden[step.logit_rows], self._weights)
-        self._stages.ended(self._model.spec.layers)
+        hidden = places.bring(hidden, layers)[places.step(layers).logit_rows]
+        logits = self._model.head(hidden, self._weights).cpu()
+        self._stages.ended(layers)
         return logits
 
 
@@ -127,19 +185,28 @@ class OverlappedExecutor:
         kv: KVCache,
         ahead: ReadAhead,
         tracer: Tracer | None = None,
+        places: Places | None = None,
     ) -> None:
         self._model = model
         self._weights = weights
         self._kv = kv
         self._ahead = ahead
+        self._places = places or Places()
         self._stages = _Stages(model, tracer)
-        self._together = model.resident_layers(range(model.spec.layers), weights, kv)
+        self._together = None
+        if self._places.alike:
+            self._together = model.resident_layers(range(model.spec.layers), weights, kv)
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
         """See Executor."""
-        ahead, layers = self._ahead, self._model.spec.layers
+        with self._places.computing():
+            return self._run(step)
+
+    def _run(self, step: Step) -> torch.Tensor:
+        ahead, places, layers = self._ahead, self._places, self._model.spec.layers
         ahead.step_begins(len(step.token_ids))
+        places.begin(step)
         self._stages.begin()
         self._request(0)
         hidden = self._model.embed(step, self._weights)
@@ -148,15 +215,17 @@ class OverlappedExecutor:
         else:
             for index in range(layers):
                 self._request(index)
-                hidden = self._model.layer(index, hidden, step, self._weights, self._kv)
+                hidden, here = places.bring(hidden, index), places.step(index)
+                hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
                 ahead.stage_ends(index)
                 self._stages.ended(index)
         logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
         if rows:
             self._request(layers)
             # Rows ascend and differ: as many as there are tokens are all of them.
-            wanted = hidden if rows == len(hidden) else hidden[step.logit_rows]
-            logits = self._model.head(wanted, self._weights)
+            hidden = places.bring(hidden, layers)
+            wanted = hidden if rows == len(hidden) else hidden[places.step(layers).logit_rows]
+            logits = self._model.head(wanted, self._weights).cpu()
             self._stages.ended(layers)
         ahead.stage_ends(layers)
         ahead.step_ends()

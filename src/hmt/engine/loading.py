@@ -17,13 +17,14 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
+from hmt.engine.device_loading import OnDevice, load_on_device, open_kv
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
-from hmt.engine.machine import cache_folder, machine_for, remembered
+from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.source import Source, open_source
 from hmt.kernels import ops
-from hmt.kvcache import PagedKV, page_bytes
+from hmt.kvcache import PagedKV, PlacedKV, page_bytes
 from hmt.memory import (
     Account,
     DiskRate,
@@ -35,6 +36,7 @@ from hmt.memory import (
     physical_host_bytes,
     usual_rate,
 )
+from hmt.memory.device import Device
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.weights import (
@@ -42,6 +44,7 @@ from hmt.weights import (
     SpillFile,
     Surroundings,
     WeightStore,
+    inner_homes,
     open_policy,
     row_span_bytes,
 )
@@ -65,12 +68,13 @@ class Memory:
     """Everything that holds a model's bytes while it is loaded."""
 
     weights: WeightStore
-    kv: PagedKV
+    kv: PagedKV | PlacedKV
     accounts: list[Account]
     pools: list[HostPool]
     closing: ExitStack
     transitions: Transitions | None = None  # where experts are guessed
     trace: TraceWriter | None = None
+    on_device: OnDevice | None = None
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes of host memory in use now, by purpose."""
@@ -85,11 +89,17 @@ class Memory:
         self.closing.close()
 
 
-def prepare(path: Path, config: EngineConfig, host_bytes: int | None = None) -> Prepared:
+def prepare(
+    path: Path,
+    config: EngineConfig,
+    host_bytes: int | None = None,
+    device: Device | None = None,
+    device_bytes: int = 0,
+) -> Prepared:
     """Read headers and configuration of a checkpoint or pack, and decide where everything goes.
 
-    `host_bytes` is what is left of the budget for this model; None: all of it.  Raises
-    CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
+    `host_bytes` and `device_bytes` are what is left of the budgets for this model; None: all of the
+    host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source = open_source(path)
     model = open_model(source.config, source.path, _dtype(config, source))
@@ -100,8 +110,11 @@ def prepare(path: Path, config: EngineConfig, host_bytes: int | None = None) -> 
         config.context,
         config.prefill_chunk,
         0 if config.executor == "plain" else config.prefetch_distance,
+        device_bytes,
     )
     machine = machine_for(path)
+    if device is not None:
+        machine = with_device(machine, device)
     plan = solve(demand, options, machine)
     _check_physical(plan)
     return Prepared(source, model, weights.layouts, weights.published_bytes, demand, machine, plan)
@@ -124,8 +137,11 @@ def allocate(
     ledger: Ledger,
     tracer: Tracer,
     progress: Callable[[int, int], None] | None = None,
+    device: Device | None = None,
 ) -> Memory:
     """Take the memory that the plan reserved and load the blocks that live in it.
+
+    `device` is the one that the plan is for, if it is for one.
 
     Whatever `progress` raises ends the loading.  Nothing stays allocated after an error.
     """
@@ -148,11 +164,9 @@ def allocate(
         spill = _spill_file(streamed, config)
         if spill is not None:
             stack.callback(spill.close)
-        kv = PagedKV(model.spec.kv, plan.kv_tokens, model.dtype, pools["kv"])
-        stack.callback(kv.release)
         weights = WeightStore(
             prepared.layouts,
-            plan,
+            replace(plan, homes=inner_homes(plan)),
             transfer_queue(config, tracer, remembered(prepared.source.path).disk),
             tracer,
             resident=pools["resident"],
@@ -166,6 +180,13 @@ def allocate(
         )
         stack.callback(weights.close)
         weights.load_residents(progress)
+        on_device = None
+        if device is not None:
+            on_device = load_on_device(
+                device, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
+                progress,
+            )  # fmt: skip
+        kv = open_kv(model, plan, pools["kv"], on_device, stack)
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         trace = None
         if config.trace_experts is not None:
@@ -185,6 +206,7 @@ def allocate(
             stack.pop_all(),
             transitions,
             trace,
+            on_device,
         )
 
 

@@ -3,11 +3,13 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
     PAGE_BYTES,
     DiskRate,
+    HostBuffer,
     available_host_bytes,
     cache_bytes,
     file_to_read,
@@ -30,12 +33,14 @@ from hmt.memory import (
     ram_read_rate,
     sweep,
 )
+from hmt.memory.device import Device
 
 _QUICK_S = 0.15  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.2
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
+_LINK_BYTES, _LINK_TRIES = 64 * MIB, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,40 @@ def machine_for(path: Path) -> Machine:
     )
     _remember(path, found)
     return _machine(found)
+
+
+def with_device(machine: Machine, device: Device) -> Machine:
+    """The machine with a GPU and its link, measured once per process (a tenth of a second)."""
+    if device.name not in _links:
+        _links[device.name] = _link_rate(device)
+    return replace(
+        machine,
+        device_name=device.name,
+        device_bytes=device.free_bytes(),
+        link_rate=_links[device.name],
+    )
+
+
+_links: dict[str, float] = {}  # bytes per second, by device
+
+
+def _link_rate(device: Device) -> float:
+    """From pinned host memory to the device, bytes per second."""
+    host = HostBuffer(_LINK_BYTES)
+    host.tensor.fill_(1)
+    target = device.allocate(_LINK_BYTES)
+    pinned = device.pin(host.tensor)
+    try:
+        best_s = math.inf
+        for _ in range(_LINK_TRIES):
+            begin = time.perf_counter()
+            device.copy(target, host.tensor).wait()
+            best_s = min(best_s, time.perf_counter() - begin)
+        return _LINK_BYTES / best_s
+    finally:
+        if pinned:
+            device.unpin(host.tensor)
+        host.discard()
 
 
 def measure(

@@ -7,7 +7,7 @@ from hmt.base.errors import ContextLengthError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Part, Step
 from hmt.engine.sequence import Sequence
-from hmt.kvcache import PagedKV
+from hmt.kvcache import PagedKV, PlacedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Scheduler:
     sent back.  Only for the engine's thread.
     """
 
-    def __init__(self, kv: PagedKV, *, prefill_chunk: int, max_batch: int) -> None:
+    def __init__(self, kv: PagedKV | PlacedKV, *, prefill_chunk: int, max_batch: int) -> None:
         self._kv = kv
         self._chunk = prefill_chunk
         self._max_batch = max_batch

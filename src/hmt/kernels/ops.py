@@ -270,7 +270,7 @@ def paged_attention(
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if native is None:
         return reference.paged_attention(pages, layer, runs, query, **options)
-    lse = torch.empty(query.shape[:2])
+    lse = torch.empty(query.shape[:2], device=query.device)
     out = cpu_attention.paged_attention(native, pages, layer, runs, query, **options, lse=lse)
     return out, lse
 

@@ -2,5 +2,6 @@
 
 from hmt.kvcache.cache import PagedKV
 from hmt.kvcache.pages import page_bytes
+from hmt.kvcache.placed import PlacedKV
 
-__all__ = ["PagedKV", "page_bytes"]
+__all__ = ["PagedKV", "PlacedKV", "page_bytes"]

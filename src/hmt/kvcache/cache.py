@@ -1,7 +1,8 @@
 """The paged KV cache of one tier: sequences, their block tables, and attention over them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -10,7 +11,6 @@ from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
 from hmt.kvcache.pages import PageAllocator, kinds_of, layout_of, page_bytes
-from hmt.memory import HostPool
 
 
 @dataclass(slots=True)
@@ -28,8 +28,26 @@ class _Kept:
     window: int
 
 
+class _Buffer(Protocol):
+    """Memory: uint8, of at least the size that was asked for."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+_B = TypeVar("_B", bound=_Buffer)
+
+
+class _Pool(Protocol[_B]):
+    """Where it comes from: a HostPool or a DevicePool."""
+
+    def allocate(self, nbytes: int) -> _B: ...
+
+    def free(self, buffer: _B) -> None: ...
+
+
 class PagedKV:
-    """KVCache over pages in host memory.
+    """KVCache over pages in one memory, of the host or of a device.
 
     A page number means the same place in the store of every kind, so one block table serves all
     layers.  Pages are reserved when a sequence is opened: a request that was admitted can always
@@ -37,14 +55,23 @@ class PagedKV:
     """
 
     def __init__(
-        self, layers: Sequence[KVLayer], tokens: int, dtype: torch.dtype, pool: HostPool
+        self,
+        layers: Sequence[KVLayer] | Mapping[int, KVLayer],
+        tokens: int,
+        dtype: torch.dtype,
+        pool: _Pool[Any],
     ) -> None:
-        """Room for `tokens` positions over all sequences.  BudgetError if they do not fit."""
+        """Room for `tokens` positions over all sequences.  BudgetError if they do not fit.
+
+        `layers` are all of a model's, or some by index.
+        """
+        layers = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
         pages = round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS
         self._allocator = PageAllocator(pages)
         self._pool = pool
-        self._buffer = pool.allocate(pages * page_bytes(layers, dtype))
-        memory = self._buffer.tensor[: pages * page_bytes(layers, dtype)]
+        nbytes = pages * page_bytes(list(layers.values()), dtype)
+        self._buffer = pool.allocate(nbytes)
+        memory = self._buffer.tensor[:nbytes]
         self._layers: dict[int, _Kept] = {}
         start = 0
         for layer, members in kinds_of(layers):
@@ -73,7 +100,8 @@ class PagedKV:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
         pages = self._allocator.take(round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS)
         self._next += 1
-        self._sequences[self._next] = _Sequence(pages, torch.tensor(pages, dtype=torch.int64))
+        table = torch.tensor(pages, dtype=torch.int64, device=self._buffer.tensor.device)
+        self._sequences[self._next] = _Sequence(pages, table)
         return self._next
 
     def close(self, sequence: int) -> None:

@@ -1,6 +1,6 @@
 """Pages: 16 tokens of KV for all layers of one kind, each page one contiguous extent."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -16,14 +16,14 @@ def page_bytes(layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
     return PAGE_TOKENS * sum(layer.row_width for layer in layers) * dtype.itemsize
 
 
-def kinds_of(layers: Sequence[KVLayer]) -> list[tuple[KVLayer, list[int]]]:
+def kinds_of(layers: Mapping[int, KVLayer]) -> list[tuple[KVLayer, list[int]]]:
     """Groups of layers that keep the same rows: (what a layer keeps, indices of the layers)."""
 
     def key(index: int) -> tuple[str, int, int, int, int]:
         layer = layers[index]
         return (layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.window)
 
-    groups = groupby(sorted(range(len(layers)), key=key), key=key)
+    groups = groupby(sorted(layers, key=key), key=key)
     members = [list(indices) for _, indices in groups]
     return [(layers[indices[0]], indices) for indices in members]
 

@@ -167,7 +167,9 @@ def _only(step: Step, runs: list[Run]) -> tuple[Step, Tensor | slice]:
     """A step of some of a step's runs, and where its tokens are in the step they come from."""
     if len(runs) == len(step.runs):
         return step, slice(None)
-    rows = torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
+    where = step.positions.device
+    tokens = [torch.arange(run.offset, run.offset + run.length, device=where) for run in runs]
+    rows = torch.cat(tokens)
     moved, offset = [], 0
     for run in runs:
         moved.append(replace(run, offset=offset))

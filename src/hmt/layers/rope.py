@@ -43,7 +43,7 @@ class Rotary:
         self.attention_scaling = _attention_scaling(self._type, parameters, max_positions)
         frequencies = self.frequencies(max_positions)
         self._fixed = None if self._type in ("dynamic", "longrope") else frequencies
-        self._last: tuple[Step, Tensor, Tensor] | None = None
+        self._last: dict[torch.device, tuple[Step, Tensor, Tensor]] = {}
 
     def frequencies(self, context: int) -> Tensor:
         """Radians per position for a sequence of `context` positions: f32 [dim / 2]."""
@@ -52,16 +52,20 @@ class Rotary:
     def cos_sin(self, step: Step) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the step's positions: f32 [tokens, dim], each angle twice.
 
-        Times `attention_scaling`.  Kept for the last step, which all layers of a model share.
+        Times `attention_scaling`; where the positions are.  Kept for the last step of each device,
+        which all layers of a model share.
         """
-        if self._last is None or self._last[0] is not step:
-            angles = step.positions.float()[:, None] * self._step_frequencies(step)
+        device = step.positions.device
+        last = self._last.get(device)
+        if last is None or last[0] is not step:
+            frequencies = self._step_frequencies(step).to(device)
+            angles = step.positions.float()[:, None] * frequencies
             angles = torch.cat((angles, angles), dim=-1)
             cos, sin = angles.cos(), angles.sin()
             if self.attention_scaling != 1:
                 cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
-            self._last = (step, cos, sin)
-        return self._last[1:]
+            last = self._last[device] = (step, cos, sin)
+        return last[1:]
 
     def _step_frequencies(self, step: Step) -> Tensor:
         """f32 [dim / 2], or [tokens, dim / 2] where they depend on the run."""

@@ -20,6 +20,7 @@ class Demand:
     row_bytes       buffer for looking up one row of a table on disk
     row_sums_bytes  checksums of a pack's rows, which stay in memory while its table is on disk
     parameter_bytes all parameters without padding; None: blocks have none
+    passing_bytes   the largest of blocks that live elsewhere and pass through a slot once
     kv_token_bytes  KV of one position over all layers
     kv_layer_bytes  KV of one position in the layer that keeps most
     score_bytes     the most that attention scores take at once
@@ -38,6 +39,7 @@ class Demand:
     guess_bytes: int = 0
     row_sums_bytes: int = 0
     parameter_bytes: int | None = None
+    passing_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:

@@ -8,13 +8,14 @@ compute, instead of falling idle and then being waited for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import format_bytes, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Machine, Plan, Tier
+from hmt.planner.device import kv_token_bytes, share_of_device
 from hmt.planner.footprint import (
     Demand,
     activation_bytes,
@@ -37,12 +38,14 @@ class PlanOptions:
     context             positions of KV over all sequences
     prefill_chunk       prompt tokens per step
     prefetch_distance   layers requested ahead
+    device_bytes        of a GPU's memory that weights, KV and activations may take; 0: no GPU
     """
 
     host_bytes: int
     context: int | None = None
     prefill_chunk: int | None = None
     prefetch_distance: int | None = None
+    device_bytes: int = 0
 
 
 def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
@@ -51,6 +54,39 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     Raises BudgetError when even the smallest working set does not fit; it says what would.
     Raises ConfigError for a context that is longer than the model's.
     """
+    if options.device_bytes:
+        return _with_device(demand, options, machine)
+    return _on_host(demand, options, machine)
+
+
+def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
+    """The device takes what it can; the rest is planned as without it."""
+    # Layers of the device need as many positions of KV there as the others have in host memory.
+    context = _context(demand, options, options.host_bytes // 4)
+    share, stays = share_of_device(
+        demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context
+    )
+    on_host = [index for index in range(demand.spec.layers) if index not in share.stages]
+    rest = replace(
+        demand,
+        blocks=tuple(block for block in demand.blocks if block.id not in set(stays)),
+        kv_token_bytes=kv_token_bytes(demand, on_host),
+        # A block goes to the device from a slot in host memory.
+        passing_bytes=max((b.slot_bytes for b in demand.blocks if b.id in set(stays)), default=0),
+    )
+    options = replace(options, context=context, prefill_chunk=_chunk(demand, options))
+    plan = _on_host(rest, options, machine)
+    homes = {block.id: plan.homes.get(block.id, Tier.DEVICE) for block in demand.blocks}
+    return replace(
+        plan,
+        homes=homes,
+        budgets={**plan.budgets, Tier.DEVICE: options.device_bytes},
+        kv_tokens=round_up(context, PAGE_TOKENS),
+        device=share,
+    )
+
+
+def _on_host(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     needed = smallest_budget(demand, options)
     if options.host_bytes < needed:
         raise BudgetError(_too_small(demand, options, needed))
@@ -58,13 +94,14 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     left = options.host_bytes - sum(fixed.values())
     smallest = working_set_bytes(_streamable(demand))
     distance = options.prefetch_distance
-    if left >= demand.weight_bytes:
+    if left >= demand.weight_bytes + demand.passing_bytes:
         homes = {block.id: Tier.HOST for block in demand.blocks}
-        slots = 0
+        slots = demand.passing_bytes
         distance = distance or 0
     else:
         distance = 2 if distance is None else distance
-        homes, slots = _place(demand, left, smallest, distance)
+        homes, slots = _place(demand, left - demand.passing_bytes, smallest, distance)
+        slots = slots + demand.passing_bytes
     resident = sum(b.slot_bytes for b in demand.blocks if homes[b.id] is Tier.HOST)
     host, disk = _bytes_per_token(demand, homes, slots)
     return Plan(
@@ -73,7 +110,7 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         reserved={"resident": resident, "slots": slots, **fixed},
         prefetch_distance=distance,
         prefill_chunk=_chunk(demand, options),
-        kv_tokens=round_down(fixed["kv"] // demand.kv_token_bytes, PAGE_TOKENS),
+        kv_tokens=round_down(fixed["kv"] // max(1, demand.kv_token_bytes), PAGE_TOKENS),
         host_bytes_per_token=host,
         disk_bytes_per_token=disk,
         predicted_token_s=_token_seconds(host, disk, machine),
@@ -86,7 +123,7 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
 def smallest_budget(demand: Demand, options: PlanOptions) -> int:
     """The least host memory with which `solve` succeeds for these options."""
     fixed = _reserve(demand, options, spare=0)
-    return sum(fixed.values()) + working_set_bytes(_streamable(demand))
+    return sum(fixed.values()) + working_set_bytes(_streamable(demand)) + demand.passing_bytes
 
 
 def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]:

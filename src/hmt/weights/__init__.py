@@ -1,6 +1,7 @@
 """Parameters: which bytes they are, how they lie in memory, and the store that moves them."""
 
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange, bind, published_bytes
+from hmt.weights.device_store import DeviceCounters, DeviceWeights, inner_homes
 from hmt.weights.expectations import GuessCounters
 from hmt.weights.layout import BlockLayout, lay_out
 from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings, open_policy
@@ -13,6 +14,8 @@ __all__ = [
     "BlockLayout",
     "BoundBlock",
     "BoundParam",
+    "DeviceCounters",
+    "DeviceWeights",
     "EvictionPolicy",
     "FileRange",
     "GuessCounters",
@@ -21,6 +24,7 @@ __all__ = [
     "Surroundings",
     "WeightStore",
     "bind",
+    "inner_homes",
     "lay_out",
     "open_policy",
     "published_bytes",

@@ -14,14 +14,14 @@ class Slots:
     """
 
     def __init__(self, pool: HostPool, counts: Mapping[int, int] | None = None) -> None:
-        """`counts` slots by size in bytes, which `pool` has room for; None: sizes share it."""
+        """`counts` slots by size in bytes, for which `pool` has room; other sizes share."""
         self.pool = pool
-        self._counts = counts or None
+        self._counts = counts or {}
         self._taken: Counter[int] = Counter()
 
     def take(self, nbytes: int) -> HostBuffer | None:
         """A slot of `nbytes`; None when others have to go first."""
-        if self._counts is not None and self._taken[nbytes] >= self._counts[nbytes]:
+        if nbytes in self._counts and self._taken[nbytes] >= self._counts[nbytes]:
             return None
         slot = self.pool.try_allocate(nbytes)
         if slot is not None:
@@ -35,10 +35,10 @@ class Slots:
 
     def missing_bytes(self, nbytes: int) -> int:
         """What has to be given back before a block of `nbytes` can have a slot."""
-        if self._counts is not None:
+        if nbytes in self._counts:
             return nbytes
         return nbytes - (self.pool.account.limit_bytes - self.pool.in_use_bytes)
 
     def makes_room(self, nbytes: int, wanted_bytes: int) -> bool:
         """Whether a block of `nbytes` that goes is of use to one of `wanted_bytes`."""
-        return self._counts is None or nbytes == wanted_bytes
+        return wanted_bytes not in self._counts or nbytes == wanted_bytes

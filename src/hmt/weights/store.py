@@ -173,6 +173,14 @@ class WeightStore:
         finally:
             self._give_back([entry])
 
+    @contextmanager
+    def lease_bytes(self, block: BlockId) -> Iterator[torch.Tensor]:
+        """Like `lease`: the block's whole slot, uint8 [slot_bytes], to copy it elsewhere."""
+        with self.lease(block):
+            entry = self._entries[block]
+            assert entry.slot is not None
+            yield entry.slot.tensor[: entry.layout.slot_bytes]
+
     def lease_each(
         self, blocks: Sequence[BlockId]
     ) -> AbstractContextManager[Iterator[LeasedGroup]]:

@@ -1,0 +1,101 @@
+"""A GPU's part of loading: its memory, the weights that live there, and its keys and values."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from hmt.base.log import logger
+from hmt.base.units import format_bytes
+from hmt.contracts.blocks import BlockId
+from hmt.contracts.model import Model
+from hmt.contracts.plan import Plan, Tier
+from hmt.kvcache import PagedKV, PlacedKV
+from hmt.memory import Account, HostPool, Ledger
+from hmt.memory.device import Device, DevicePool
+from hmt.weights import BlockLayout, DeviceWeights, WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What a model has on a device."""
+
+    device: Device
+    weights: DeviceWeights
+    kv_pool: DevicePool
+    accounts: list[Account]
+
+
+def load_on_device(
+    device: Device,
+    plan: Plan,
+    model: Model,
+    layouts: dict[BlockId, BlockLayout],
+    store: WeightStore,
+    host: HostPool,
+    ledger: Ledger,
+    stack: ExitStack,
+    progress: Callable[[int, int], None] | None = None,
+) -> OnDevice:
+    """Take the device's memory that the plan reserved, and load the blocks that live there.
+
+    `host` holds the resident blocks that are copied in every step.  What is taken is given back by
+    `stack`.  Raises BudgetError, and what reading raises.
+    """
+    accounts = {}
+    for purpose, nbytes in plan.device.reserved.items():
+        accounts[purpose] = ledger.open(Tier.DEVICE, purpose, nbytes)
+        stack.callback(accounts[purpose].close)
+    activations = accounts["activations"]  # torch allocates these itself
+    activations.charge(activations.limit_bytes)
+    stack.callback(activations.release, activations.limit_bytes)
+    stack.callback(device.close)
+    pools = {name: DevicePool(device, accounts[name]) for name in ("resident", "slots", "kv")}
+    for pool in pools.values():
+        stack.callback(pool.close)
+    weights = DeviceWeights(
+        store, layouts, plan, device, resident=pools["resident"], slots=pools["slots"]
+    )
+    stack.callback(weights.close)
+    with device.computing(), torch.inference_mode():
+        weights.load_residents(progress)
+    if plan.device.slot_counts:
+        _pin(device, host, stack)
+    return OnDevice(device, weights, pools["kv"], list(accounts.values()))
+
+
+def open_kv(
+    model: Model, plan: Plan, host: HostPool, on_device: OnDevice | None, stack: ExitStack
+) -> PagedKV | PlacedKV:
+    """Keys and values, each layer's where it computes."""
+    kept = dict(enumerate(model.spec.kv))
+    there = {index: layer for index, layer in kept.items() if index in plan.device.stages}
+    here = {index: layer for index, layer in kept.items() if index not in there}
+    caches = []
+    if here or on_device is None:
+        caches.append(PagedKV(here, plan.kv_tokens, model.dtype, host))
+    if there and on_device is not None:
+        caches.append(PagedKV(there, plan.kv_tokens, model.dtype, on_device.kv_pool))
+    for cache in caches:
+        stack.callback(cache.release)
+    return caches[0] if len(caches) == 1 else PlacedKV(caches[0], caches[1], there)
+
+
+def _pin(device: Device, host: HostPool, stack: ExitStack) -> None:
+    """Pin resident weights, so that copies run beside the CPU and at the link's full rate."""
+    pinned: list[torch.Tensor] = []
+
+    def unpin() -> None:
+        while pinned:
+            device.unpin(pinned.pop())
+
+    memory = torch.frombuffer(host.pin(unpin), dtype=torch.uint8)
+    if device.pin(memory):
+        pinned.append(memory)
+        stack.callback(unpin)
+        return
+    logger.warning(
+        "the system refuses to pin %s of host memory (ulimit -l): copies to the GPU will be slower",
+        format_bytes(memory.nbytes),
+    )

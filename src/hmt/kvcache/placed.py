@@ -1,0 +1,72 @@
+"""Keys and values of layers that compute in different places: each layer's where it computes."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from hmt.contracts.step import Run, Step
+from hmt.kernels import ops
+from hmt.kvcache.cache import PagedKV
+
+
+class PlacedKV:
+    """Implements KVCache over two caches with the same sequences, one for each place.
+
+    Every call is for a layer, and goes to the cache that has it; sequences are opened in both.
+    """
+
+    def __init__(self, here: PagedKV, there: PagedKV, layers_there: Collection[int]) -> None:
+        """`there` has `layers_there`, `here` all others; both have room for as many positions."""
+        self._caches = (here, there)
+        self._there = frozenset(layers_there)
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions that no sequence has reserved."""
+        return min(cache.free_tokens for cache in self._caches)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Positions in all."""
+        return min(cache.capacity_tokens for cache in self._caches)
+
+    def open(self, tokens: int) -> int:
+        """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
+        handles = {cache.open(tokens) for cache in self._caches}
+        assert len(handles) == 1, "both have as many pages, and have opened the same sequences"
+        return handles.pop()
+
+    def close(self, sequence: int) -> None:
+        """Free a sequence's pages."""
+        for cache in self._caches:
+            cache.close(sequence)
+
+    def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """See KVCache."""
+        self._of(layer).append(layer, step, key, value)
+
+    def attend(self, layer: int, step: Step, query: torch.Tensor, **options: Any) -> torch.Tensor:
+        """See KVCache."""
+        return self._of(layer).attend(layer, step, query, **options)
+
+    def append_attend(
+        self, layer: int, step: Step, heads: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """See KVCache."""
+        return self._of(layer).append_attend(layer, step, heads, **options)
+
+    def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int]:
+        """See KVCache."""
+        return self._of(layer).kernel_pages(layer)
+
+    def kernel_runs(self, step: Step) -> ops.PagedRuns:
+        """See KVCache: those of host memory."""
+        return self._caches[0].kernel_runs(step)
+
+    def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KVCache."""
+        return self._of(layer).read(layer, run)
+
+    def _of(self, layer: int) -> PagedKV:
+        return self._caches[layer in self._there]

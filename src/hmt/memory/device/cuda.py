@@ -1,0 +1,122 @@
+"""A CUDA device, through torch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hmt.base.errors import BudgetError, MachineError
+from hmt.base.units import format_bytes
+from hmt.memory.device.interface import Mark
+
+_PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class _CudaMark:
+    """Implements Mark with an event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def reached(self) -> bool:
+        """See Mark."""
+        return self.event.query()
+
+    def wait(self) -> None:
+        """See Mark."""
+        self.event.synchronize()
+
+
+class CudaDevice:
+    """Implements Device."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is what torch calls it.  Raises MachineError where torch cannot use it."""
+        try:
+            self.where = torch.device(name)
+            torch.cuda.init()
+            properties = torch.cuda.get_device_properties(self.where)
+        except (RuntimeError, AssertionError) as error:
+            raise MachineError(
+                f"the GPU {name} cannot be used ({error}): hmt doctor says what this machine has; "
+                "without --gpu-memory everything is computed on the CPU"
+            ) from error
+        self.name = properties.name
+        self._free_at_start = torch.cuda.mem_get_info(self.where)[0]
+        with torch.cuda.device(self.where):
+            self._compute = torch.cuda.Stream()
+            # Copies give way: a kernel that waits costs more than a copy that does.
+            self._copies = torch.cuda.Stream()
+
+    def free_bytes(self) -> int:
+        """See Device."""
+        return torch.cuda.mem_get_info(self.where)[0]
+
+    def used_bytes(self) -> int:
+        """See Device: what is gone since the device was opened, plus the context's share."""
+        free, total = torch.cuda.mem_get_info(self.where)
+        return min(total, self._context_bytes() + self._free_at_start - free)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See Device."""
+        try:
+            # torch aligns to 512 bytes.
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{self.name} has {format_bytes(self.free_bytes())} free, and "
+                f"{format_bytes(nbytes)} were wanted: other programs use it; lower --gpu-memory"
+            ) from error
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """See Device."""
+        with torch.cuda.device(self.where), torch.cuda.stream(self._compute):
+            yield
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+        """See Device."""
+        with torch.cuda.stream(self._copies):
+            if after is not None:
+                assert isinstance(after, _CudaMark)
+                self._copies.wait_event(after.event)
+            target.copy_(source, non_blocking=True)
+            return _CudaMark(self._copies.record_event())
+
+    def mark(self) -> Mark:
+        """See Device."""
+        return _CudaMark(self._compute.record_event())
+
+    def follow(self, mark: Mark) -> None:
+        """See Device."""
+        assert isinstance(mark, _CudaMark)
+        self._compute.wait_event(mark.event)
+
+    def synchronize(self) -> None:
+        """See Device."""
+        self._copies.synchronize()
+        self._compute.synchronize()
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        """See Device."""
+        runtime = torch.cuda.cudart()
+        done = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_MAPPED)
+        if int(done) != 0:
+            runtime.cudaGetLastError()  # or the next call would report it
+            return False
+        return True
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """See Device."""
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def close(self) -> None:
+        """See Device."""
+        self.synchronize()
+        torch.cuda.empty_cache()
+
+    def _context_bytes(self) -> int:
+        """What the driver took for this process before anything was allocated."""
+        return torch.cuda.get_device_properties(self.where).total_memory - max(
+            self._free_at_start, torch.cuda.mem_get_info(self.where)[0]
+        )

@@ -1,0 +1,85 @@
+"""What the tier of a device's memory is built on.
+
+Work is put on two queues of the device, which run beside each other and beside the CPU: `compute`,
+for kernels, and `copies`, for what comes from host memory.  A mark is a place in a queue; the
+other queue can be made to wait for it without the CPU waiting.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A place in a queue."""
+
+    def reached(self) -> bool:
+        """Whether all that was put on the queue before has been done."""
+        ...
+
+    def wait(self) -> None:
+        """Let the calling thread wait until it is reached."""
+        ...
+
+
+class Device(Protocol):
+    """One device.  For one thread, but for `free_bytes`.
+
+    name     for people
+    where    what torch calls it; tensors of its memory live there
+    """
+
+    name: str
+    where: torch.device
+
+    def free_bytes(self) -> int:
+        """Memory that nobody uses, as the driver counts it."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Memory that this process has taken, the driver's own share included."""
+        ...
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory, uint8 [nbytes], at an address that is a multiple of 256.
+
+        Raises BudgetError where there is none.
+        """
+        ...
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Kernels that are called in the body go on the compute queue."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+        """Copy host memory to the device's, both uint8 [n]; reached when it is there.
+
+        Begins when `after`, a place on the compute queue, has been reached.  `source` must stay as
+        it is until then, and be pinned for the copy to run beside the CPU.
+        """
+        ...
+
+    def mark(self) -> Mark:
+        """The end of the compute queue now."""
+        ...
+
+    def follow(self, mark: Mark) -> None:
+        """What is put on the compute queue from now on begins when `mark` has been reached."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until both queues are empty."""
+        ...
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        """Keep host memory, uint8 [n], where it is, for copies; False where that is refused."""
+        ...
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """End what `pin` began.  No copy from it may be under way."""
+        ...
+
+    def close(self) -> None:
+        """Give back what torch keeps for the next allocation."""
+        ...

@@ -1,0 +1,96 @@
+"""A device that is the CPU: the same order of things, without the hardware.
+
+Everything that the tier does, except kernels for a real device, runs and is tested on it.  Copies
+are late on purpose: their bytes arrive when somebody follows or waits for their mark, and until
+then the target holds NaN, so that what is used too early shows.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hmt.memory.device.interface import Mark
+
+POISON = 0xFF  # NaN in every float dtype
+
+
+class _Pretended:
+    """Implements Mark: what is done when it is waited for."""
+
+    def __init__(self, work: Callable[[], object] | None = None) -> None:
+        self._work = work
+
+    def reached(self) -> bool:
+        """See Mark."""
+        return self._work is None
+
+    def wait(self) -> None:
+        """See Mark."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work()
+
+
+class PretendedDevice:
+    """Implements Device."""
+
+    def __init__(self) -> None:
+        self.name = "a pretended device"
+        self.where = torch.device("cpu")
+        self._taken = 0
+        self._under_way: list[_Pretended] = []
+
+    def free_bytes(self) -> int:
+        """See Device: as much as anybody may ask for."""
+        return (1 << 40) - self._taken
+
+    def used_bytes(self) -> int:
+        """See Device."""
+        return self._taken
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See Device."""
+        self._taken += nbytes
+        whole = torch.full((nbytes + 256,), POISON, dtype=torch.uint8)
+        begin = -whole.data_ptr() % 256
+        return whole[begin : begin + nbytes]
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """See Device."""
+        yield
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+        """See Device."""
+        assert after is None or after.reached(), "the pretended compute queue is never behind"
+        assert target.shape == source.shape
+        target.fill_(POISON)
+        self._under_way = [copy for copy in self._under_way if not copy.reached()]
+        copy = _Pretended(lambda: target.copy_(source))
+        self._under_way.append(copy)
+        return copy
+
+    def mark(self) -> Mark:
+        """See Device."""
+        return _Pretended()
+
+    def follow(self, mark: Mark) -> None:
+        """See Device."""
+        mark.wait()
+
+    def synchronize(self) -> None:
+        """See Device."""
+        while self._under_way:
+            self._under_way.pop().wait()
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        """See Device."""
+        return True
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """See Device."""
+
+    def close(self) -> None:
+        """See Device."""
+        self.synchronize()

@@ -1,0 +1,254 @@
+"""Weights for a device that computes beside the CPU: what stays there, and what is copied there."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from hmt.base.errors import BudgetError
+from hmt.base.units import format_bytes
+from hmt.contracts.blocks import BlockId
+from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing
+from hmt.memory.device import Device, DeviceBuffer, DevicePool, Mark
+from hmt.weights.layout import BlockLayout
+from hmt.weights.store import WeightStore
+
+Params = Mapping[str, WeightTensor]
+
+
+@dataclass(slots=True)
+class DeviceCounters:
+    """Sums since the load.
+
+    copied_bytes   from host memory to the device
+    device_bytes   of weights that kernels on the device were given
+    """
+
+    copied_bytes: int = 0
+    device_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Copied:
+    """A block in a slot of the device, or on its way there.
+
+    source   holds the host's copy where it is until the device has it
+    """
+
+    slot: DeviceBuffer
+    views: Params
+    arrived: Mark
+    source: ExitStack
+    leases: int = 0
+
+
+@dataclass(slots=True)
+class _Slots:
+    """Slots by what lies in them, and the views of blocks that have lain there."""
+
+    pool: DevicePool
+    views: dict[tuple[int, BlockId], Params] = field(default_factory=dict)
+
+    def views_of(self, slot: DeviceBuffer, layout: BlockLayout) -> Params:
+        key = (slot.tensor.data_ptr(), layout.id)
+        if key not in self.views:
+            self.views[key] = layout.views(slot.tensor)
+        return self.views[key]
+
+
+class DeviceWeights:
+    """Implements Weights: each block where it computes.  For one thread.
+
+    Blocks that compute on the CPU come from `store` as they do without a device.  The others stay
+    on the device, or are copied into a slot there when they are asked for, in the order of asking,
+    as long as there are slots; a slot is written again when the kernels that read it have ended.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        layouts: Mapping[BlockId, BlockLayout],
+        plan: Plan,
+        device: Device,
+        *,
+        resident: DevicePool,
+        slots: DevicePool,
+    ) -> None:
+        self._store = store
+        self._layouts = layouts
+        self._device = device
+        self._computes = plan.device.computes
+        self._to_stay = [block for block, home in plan.homes.items() if home is Tier.DEVICE]
+        self._resident_pool = resident
+        self._resident: dict[BlockId, Standing] = {}
+        self._slots = _Slots(slots)
+        self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
+        self._leaving: list[tuple[Mark, ExitStack]] = []  # sources of copies under way
+        self.counters = DeviceCounters()
+        self.count = store.count
+        self.rows = store.rows
+        self.routed = store.routed
+
+    def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Copy every block whose home is the device.  `progress(bytes done, bytes in all)`.
+
+        Raises what reading raises.
+        """
+        total = sum(self._layouts[block].slot_bytes for block in self._to_stay)
+        done = 0
+        for index, block in enumerate(self._to_stay):
+            layout = self._layouts[block]
+            self._store.request(self._to_stay[index : index + 4], Priority.SURE)
+            buffer = self._resident_pool.allocate(layout.slot_bytes)
+            with self._store.lease_bytes(block) as source:
+                self._device.copy(buffer.tensor, source).wait()
+            views = layout.views(buffer.tensor)
+            self._resident[block] = Standing(views, layout.slot_bytes)
+            done += layout.slot_bytes
+            if progress is not None:
+                progress(done, total)
+
+    # Weights
+
+    def lease(self, block: BlockId) -> AbstractContextManager[Params]:
+        """See Weights."""
+        if self._on_host(block):
+            return self._store.lease(block)
+        standing = self._resident.get(block)
+        if standing is not None:
+            self.counters.device_bytes += standing.nbytes
+            return nullcontext(standing.params)
+        return self._lease_copied(block)
+
+    def lease_each(
+        self, blocks: Sequence[BlockId]
+    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
+        """See Weights."""
+        if all(map(self._on_host, blocks)):
+            return self._store.lease_each(blocks)
+        return nullcontext(self._one_by_one(blocks))
+
+    def standing(self, blocks: Sequence[BlockId]) -> Sequence[Standing] | None:
+        """See Weights."""
+        if all(map(self._on_host, blocks)):
+            return self._store.standing(blocks)
+        found = [self._resident[block] for block in blocks if block in self._resident]
+        return found if len(found) == len(blocks) else None
+
+    def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
+        """See Weights."""
+        from_host, may_copy = [], True
+        for block in blocks:
+            if self._on_host(block):
+                from_host.append(block)
+            elif block not in self._resident and block not in self._copied:
+                if self._store.presence(block) is not Presence.HIT:
+                    from_host.append(block)
+                    may_copy = False  # later blocks must not take the slot that this one waits for
+                elif may_copy:
+                    may_copy = self._try_to_copy(block) is not None
+        self._store.request(from_host, priority)
+
+    def abandon(self) -> None:
+        """Forget what was asked for ahead of time: the step that asked has failed."""
+        self._device.synchronize()
+        for block in [block for block, copied in self._copied.items() if not copied.leases]:
+            self._free(block)
+        self._store.abandon()
+
+    def close(self) -> None:
+        """Give up all that is on the device.  Nothing may be leased."""
+        self._device.synchronize()
+        for block in list(self._copied):
+            self._free(block)
+        for _, source in self._leaving:
+            source.close()
+        self._leaving.clear()
+        self._resident.clear()
+        self._slots.views.clear()
+
+    # Inside
+
+    def _on_host(self, block: BlockId) -> bool:
+        return block not in self._computes
+
+    def _one_by_one(self, blocks: Sequence[BlockId]) -> Iterator[LeasedGroup]:
+        resident = [(block, self._resident.get(block)) for block in blocks]
+        if all(standing is not None for _, standing in resident):
+            yield [(block, standing.params) for block, standing in resident if standing]
+            return
+        for block in blocks:
+            with self.lease(block) as params:
+                yield [(block, params)]
+
+    @contextmanager
+    def _lease_copied(self, block: BlockId) -> Iterator[Params]:
+        copied = self._copied.get(block) or self._copy(block)
+        self._device.follow(copied.arrived)
+        self.counters.device_bytes += copied.slot.nbytes
+        copied.leases += 1
+        try:
+            yield copied.views
+        finally:
+            copied.leases -= 1
+            copied.slot.last_use = self._device.mark()
+            # It comes again in the next step only, when all others have had the slot.
+            if not copied.leases:
+                self._free(block)
+
+    def _copy(self, block: BlockId) -> _Copied:
+        """Copy a block that is needed now, if need be into the slot of what was asked for later."""
+        size = self._layouts[block].slot_bytes
+        while (copied := self._try_to_copy(block)) is None:
+            later = [
+                other
+                for other, there in self._copied.items()
+                if not there.leases and there.slot.nbytes == size
+            ]
+            if not later:
+                raise BudgetError(
+                    f"{block} takes {format_bytes(size)} of GPU memory, and its slots are in use: "
+                    "raise --gpu-memory"
+                )
+            self._free(later[-1])
+        return copied
+
+    def _try_to_copy(self, block: BlockId) -> _Copied | None:
+        layout = self._layouts[block]
+        slot = self._slots.pool.try_allocate(layout.slot_bytes)
+        if slot is None:
+            return None
+        self._let_go()
+        with ExitStack() as stack:
+            stack.callback(self._slots.pool.free, slot)
+            source = ExitStack()
+            host_bytes = source.enter_context(self._store.lease_bytes(block))
+            stack.enter_context(source)
+            arrived = self._device.copy(slot.tensor, host_bytes, after=slot.last_use)
+            stack.pop_all()
+        self.counters.copied_bytes += layout.slot_bytes
+        copied = _Copied(slot, self._slots.views_of(slot, layout), arrived, source)
+        self._copied[block] = copied
+        return copied
+
+    def _free(self, block: BlockId) -> None:
+        copied = self._copied.pop(block)
+        self._slots.pool.free(copied.slot)
+        self._leaving.append((copied.arrived, copied.source))
+
+    def _let_go(self) -> None:
+        """Release the host's copies of what has arrived."""
+        for copied in self._copied.values():
+            if copied.arrived.reached():
+                copied.source.close()
+        there = [(mark, source) for mark, source in self._leaving if mark.reached()]
+        for _, source in there:
+            source.close()
+        self._leaving = [left for left in self._leaving if left not in there]
+
+
+def inner_homes(plan: Plan) -> Mapping[BlockId, Tier]:
+    """Homes as the host's store sees them: what lives on the device passes through it once."""
+    return {block: Tier.DISK if home is Tier.DEVICE else home for block, home in plan.homes.items()}

@@ -1,0 +1,112 @@
+"""The GPU tier on a pretended device: placing, copying and slots never change a result."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import hmt
+from hmt.base.errors import BudgetError, ConfigError, MachineError
+from hmt.cli.options import embedded_model
+from hmt.contracts.plan import Plan, Tier
+
+MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
+TOKENS = list(range(20, 60))
+GPU = {"gpu_id": "pretended"}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HMT_POISON", "on")
+    yield
+
+
+def run(kind: str, **options: object) -> tuple[torch.Tensor, list[int], Plan]:
+    with hmt.Engine(context=256, **options) as engine:
+        model = engine.load_model(MODELS[kind])
+        logits = model.logits(TOKENS, range(40), prefill=24)
+        request = hmt.Request(input="Once upon", max_new_tokens=8)
+        tokens = list(model.infer(request).token_ids)
+        plan = model.plan
+    assert engine._ledger.reserved_bytes(Tier.DEVICE) == 0
+    return logits, tokens, plan
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def on_cpu(request: pytest.FixtureRequest) -> tuple[str, torch.Tensor, list[int]]:
+    logits, tokens, _ = run(request.param, host_memory="64MiB")
+    return request.param, logits, tokens
+
+
+@pytest.mark.parametrize("executor", ["overlapped", "plain"])
+@pytest.mark.parametrize("host", ["64MiB", "12MiB"])
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.5, 0.35])
+def test_every_split_gives_the_same_logits(
+    on_cpu: tuple[str, torch.Tensor, list[int]], share: float, host: str, executor: str
+) -> None:
+    kind, logits, tokens = on_cpu
+    size = sum(file.stat().st_size for file in MODELS[kind].glob("*.safetensors"))
+    options = {"gpu_memory": int(share * (size + (6 << 20))), "host_memory": host, **GPU}
+    found, answer, plan = run(kind, executor=executor, **options)
+    assert torch.equal(found, logits) and answer == tokens
+    assert plan.device.stages
+    assert sum(plan.device.reserved.values()) <= plan.budgets[Tier.DEVICE]
+    if share == 1.0:
+        assert not plan.device.slot_counts and plan.blocks_in(Tier.DEVICE)
+
+
+def test_layers_that_do_not_fit_are_copied_and_computed_in_turn() -> None:
+    with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="9MiB", **GPU) as engine:
+        model = engine.load_model(MODELS["dense"])
+        device, weights = model.plan.device, model._core.memory.on_device.weights
+        copied = [b for b in device.computes if model.plan.homes[b] is Tier.HOST]
+        assert copied, "some are copied"
+        before = weights.counters.copied_bytes
+        model.logits(TOKENS, [], prefill=0)
+        each = sum(model.prepared.layouts[block].slot_bytes for block in copied)
+        assert weights.counters.copied_bytes - before == each * len(TOKENS)
+
+
+def test_a_step_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="9MiB", **GPU) as engine:
+        model = engine.load_model(MODELS["dense"])
+        wanted = model.logits(TOKENS, range(40))
+        weights = model._core.memory.on_device.weights
+        follow, calls = weights._device.follow, []
+
+        def fail_once(mark: object) -> None:
+            calls.append(mark)
+            if len(calls) == 2:
+                raise BudgetError("injected")
+            follow(mark)
+
+        monkeypatch.setattr(weights._device, "follow", fail_once)
+        with pytest.raises(BudgetError, match="injected"):
+            model.infer(hmt.Request(input="Once", max_new_tokens=2))
+        assert torch.equal(model.logits(TOKENS, range(40)), wanted)
+
+
+def test_budgets_that_make_no_sense_are_refused() -> None:
+    with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="1MiB", **GPU) as engine:
+        with pytest.raises(BudgetError, match="smallest layer takes"):
+            engine.load_model(MODELS["dense"])
+        assert engine._ledger.reserved_bytes(Tier.HOST) == 0
+    with pytest.raises(ConfigError, match="number of a GPU"):
+        hmt.Engine(gpu_memory="1GiB", gpu_id="first")
+    if not torch.cuda.is_available():
+        with pytest.raises(MachineError, match="hmt doctor"):
+            hmt.Engine(gpu_memory="1GiB")
+
+
+def test_two_models_share_the_device() -> None:
+    with hmt.Engine(context=256, host_memory="128MiB", gpu_memory="40MiB", **GPU) as engine:
+        first = engine.load_model(MODELS["dense"])
+        reserved = engine._ledger.reserved_bytes(Tier.DEVICE)
+        second = engine.load_model(MODELS["dense"])
+        assert engine._ledger.reserved_bytes(Tier.DEVICE) == 2 * reserved
+        assert torch.equal(first.logits(TOKENS, [39]), second.logits(TOKENS, [39]))
+        first.close()
+        gc.collect()
+        assert engine._ledger.reserved_bytes(Tier.DEVICE) == reserved
