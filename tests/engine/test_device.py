@@ -11,6 +11,7 @@ import hmt
 from hmt.base.errors import BudgetError, ConfigError, MachineError
 from hmt.cli.options import embedded_model
 from hmt.contracts.plan import Plan, Tier
+from hmt.engine import machine
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 60))
@@ -20,6 +21,8 @@ GPU = {"gpu_id": "pretended"}
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HMT_POISON", "on")
+    # Beside what the memory gives: so that some layers are copied, and some compute on the CPU.
+    monkeypatch.setitem(machine._links, "a pretended device", 40e9)
     yield
 
 

@@ -14,6 +14,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import Weights
+from hmt.engine.captured import CapturedDecoding
 from hmt.engine.config import EngineConfig
 from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecutor
 from hmt.engine.expert_recorder import ExpertRecorder
@@ -27,6 +28,7 @@ from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
 from hmt.engine.trial import Verdict
 from hmt.kernels import ops
+from hmt.kvcache import PagedKV
 
 
 class Core:
@@ -67,7 +69,12 @@ class Core:
         if config.executor == "plain":
             return PlainExecutor(model, weights, kv, self._tracer, places)
         ahead = _read_ahead(prepared, config, self.memory)
-        return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places)
+        captured = None
+        everything = len(plan.device.stages) > prepared.model.spec.layers
+        if on_device is not None and everything and not plan.device.slot_counts:
+            assert isinstance(kv, PagedKV), "there is but one place"
+            captured = CapturedDecoding(model, weights, kv, on_device.device)
+        return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places, captured)
 
     @property
     def guessing(self) -> Verdict | None:

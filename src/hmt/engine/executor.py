@@ -17,6 +17,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
+from hmt.engine.captured import CapturedDecoding
 from hmt.engine.prefetch import ReadAhead
 from hmt.memory.device import Device
 
@@ -186,11 +187,14 @@ class OverlappedExecutor:
         ahead: ReadAhead,
         tracer: Tracer | None = None,
         places: Places | None = None,
+        captured: CapturedDecoding | None = None,
     ) -> None:
+        """`captured` computes what it can of steps after their embedding."""
         self._model = model
         self._weights = weights
         self._kv = kv
         self._ahead = ahead
+        self._captured = captured
         self._places = places or Places()
         self._stages = _Stages(model, tracer)
         self._together = None
@@ -210,6 +214,13 @@ class OverlappedExecutor:
         self._stages.begin()
         self._request(0)
         hidden = self._model.embed(step, self._weights)
+        if self._captured is not None:
+            logits = self._captured(hidden, step)
+            if logits is not None:
+                logits = logits.cpu()
+                self._stages.ended(None)
+                ahead.step_ends()
+                return logits
         if self._together is not None and self._together(hidden, step):
             self._stages.ended(None)
         else:

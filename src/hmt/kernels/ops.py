@@ -304,6 +304,19 @@ def append_attend_pages(
     return reference.append_attend_pages(pages, layer, runs, heads, _THIS, **options)
 
 
+def fixed_runs(where: torch.device, tokens: int, context: int) -> PagedRuns | None:
+    """Runs of one token each, `tokens` of them up to `context`, in tensors that stay on a device.
+
+    None where kernels read runs from Python's own objects.  See `fill_runs`.
+    """
+    return None
+
+
+def fill_runs(runs: PagedRuns, given: Sequence[PagedRun]) -> None:
+    """Let what `fixed_runs` made stand for `given` from now on, without waiting for the device."""
+    raise NotImplementedError
+
+
 def attention_inputs(
     hidden: Tensor,
     params: Mapping[str, WeightTensor],

@@ -173,6 +173,17 @@ class PagedKV:
         """See KVCache."""
         return self._runs_of(step)
 
+    def paged_runs(self, step: Step) -> list[ops.PagedRun]:
+        """Where the step's tokens lie."""
+        return [
+            ops.PagedRun(run.offset, run.length, run.start, self._sequences[run.sequence].table)
+            for run in step.runs
+        ]
+
+    def hold(self, step: Step, runs: ops.PagedRuns) -> None:
+        """Use `runs` for `step`, until another step comes."""
+        self._step, self._runs = step, runs
+
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         kept = self._layers[layer]
@@ -183,12 +194,5 @@ class PagedKV:
     def _runs_of(self, step: Step) -> ops.PagedRuns:
         if self._step is not step:
             self._step = step
-            self._runs = ops.PagedRuns(
-                [
-                    ops.PagedRun(
-                        run.offset, run.length, run.start, self._sequences[run.sequence].table
-                    )
-                    for run in step.runs
-                ]
-            )
+            self._runs = ops.PagedRuns(self.paged_runs(step))
         return self._runs

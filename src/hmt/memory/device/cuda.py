@@ -1,6 +1,6 @@
 """A CUDA device, through torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,7 @@ class CudaDevice:
             self._compute = torch.cuda.Stream()
             # Copies give way: a kernel that waits costs more than a copy that does.
             self._copies = torch.cuda.Stream()
+            self._graphs = torch.cuda.graph_pool_handle()
 
     def free_bytes(self) -> int:
         """See Device."""
@@ -91,6 +92,20 @@ class CudaDevice:
         """See Device."""
         assert isinstance(mark, _CudaMark)
         self._compute.wait_event(mark.event)
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See Device."""
+        graph = torch.cuda.CUDAGraph()
+        self._compute.synchronize()
+        # One pool for all graphs: they never run at the same time.
+        with torch.cuda.graph(graph, pool=self._graphs, stream=self._compute):
+            result = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
 
     def synchronize(self) -> None:
         """See Device."""

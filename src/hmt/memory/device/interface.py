@@ -5,6 +5,7 @@ for kernels, and `copies`, for what comes from host memory.  A mark is a place i
 other queue can be made to wait for it without the CPU waiting.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -66,6 +67,14 @@ class Device(Protocol):
 
     def follow(self, mark: Mark) -> None:
         """What is put on the compute queue from now on begins when `mark` has been reached."""
+        ...
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """What `compute` puts on the compute queue, as one thing that can be put there again.
+
+        `compute` has been called before, waits for nothing, and reads and writes tensors that stay
+        where they are; what it returns is written anew by each call of the result.
+        """
         ...
 
     def synchronize(self) -> None:
