@@ -221,7 +221,15 @@ def _gpu() -> Finding:
     for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = information.read_text().splitlines()
         names += [x.partition(":")[2].strip() for x in lines if x.startswith("Model:")]
-    return Finding("GPU", GOOD, f"{', '.join(names)}; not used yet" if names else "none")
+    if not names:
+        return Finding("GPU", GOOD, "none; the CPU computes alone")
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding(
+            "GPU", POOR, f"{', '.join(names)}; not used: this torch ({torch.__version__}) cannot"
+        )
+    return Finding("GPU", GOOD, f"{', '.join(names)}; use it with --gpu-memory")
 
 
 def _rates(path: Path) -> Finding:

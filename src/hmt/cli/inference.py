@@ -5,7 +5,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from hmt.base.errors import MachineError
 from hmt.cli import run
 from hmt.cli.main import guard
 from hmt.cli.options import EngineOptions, SamplingOptions
@@ -24,7 +23,7 @@ def inference(
     ] = None,
     numa_node: Annotated[int | None, typer.Option(help="NUMA node to bind to.")] = None,
     gpu_id: Annotated[
-        str, typer.Option(help="GPU to compute on; this version knows only none.")
+        str, typer.Option(help="GPU to compute on, by number; none for the CPU alone.")
     ] = "none",
     ssd_path: Annotated[
         Path | None,
@@ -35,12 +34,8 @@ def inference(
     ] = None,
 ) -> None:
     """Answer a prompt, or chat."""
-    if gpu_id not in ("none", "-1"):
-        raise MachineError(
-            f"--gpu-id {gpu_id} was asked for; this version computes on the CPU only: "
-            "leave --gpu-id out, or give --gpu-id none"
-        )
     engine = EngineOptions(
+        gpu_id=None if gpu_id in ("none", "-1") else gpu_id,
         context=max_context,
         disk_path=ssd_path,
         numa=None if numa_node is None else str(numa_node),

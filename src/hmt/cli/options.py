@@ -39,6 +39,20 @@ class EngineOptions:
             rich_help_panel=_MEMORY,
         ),
     ] = None
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of the GPU to use, such as 16GiB; without, the CPU computes alone.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    gpu_id: Annotated[
+        str | None,
+        typer.Option(
+            help="Which GPU, by number; 90% of its free memory without --gpu-memory.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
     quant: Annotated[
         str | None,
         typer.Option(

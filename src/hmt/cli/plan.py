@@ -47,6 +47,10 @@ def _as_json(prepared: "Prepared") -> dict[str, Any]:
             {"kind": kind, "home": home, "count": count}
             for (kind, home), count in sorted(counts.items())
         ],
+        "device": {
+            "stages": sorted(plan.device.stages),
+            "reserved": dict(plan.device.reserved),
+        },
         "homes": {str(block): home for block, home in plan.homes.items()},
         "prefetch_distance": plan.prefetch_distance,
         "prefill_chunk": plan.prefill_chunk,

@@ -10,7 +10,7 @@ from rich.text import Text
 from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from hmt.engine import Bottleneck, Phase, RunSummary, Verdict
+    from hmt.engine import Bottleneck, DeviceAccount, Phase, RunSummary, Verdict
 
 _BAR_CELLS = 16
 _SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
@@ -32,6 +32,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     phase = summary.generation if summary.generation.tokens else summary.prompt
     table.add_row("weights", _homes(summary))
     table.add_row("memory", _memory(summary))
+    if summary.device is not None:
+        table.add_row("GPU", _device(summary.device))
     table.add_row("per token", _traffic(phase))
     if phase.guesses or summary.guessing is not None:
         table.add_row("guesses", _guesses(phase, summary.guessing))
@@ -88,6 +90,16 @@ def _memory(summary: "RunSummary") -> Text:
     return Text.assemble(
         _bar(used / summary.budget_bytes if summary.budget_bytes else 0.0, "green", "dim"),
         f"  {format_bytes(used)} used of {format_bytes(summary.budget_bytes)}",
+    )
+
+
+def _device(device: "DeviceAccount") -> Text:
+    used = sum(device.used_bytes.values())
+    text = f"  {format_bytes(used)} used of {format_bytes(device.budget_bytes)} of {device.name}"
+    if device.copied_bytes:
+        text += f"; {format_bytes(device.copied_bytes)} copied there per step"
+    return Text.assemble(
+        _bar(used / device.budget_bytes if device.budget_bytes else 0.0, "green", "dim"), text
     )
 
 

@@ -3,11 +3,12 @@
 from hmt.engine.config import EngineConfig
 from hmt.engine.engine import Engine, LoadedModel
 from hmt.engine.loading import Prepared, prepare
-from hmt.engine.summary import Bottleneck, Phase, RunSummary
+from hmt.engine.summary import Bottleneck, DeviceAccount, Phase, RunSummary
 from hmt.engine.trial import Verdict
 
 __all__ = [
     "Bottleneck",
+    "DeviceAccount",
     "Engine",
     "EngineConfig",
     "LoadedModel",

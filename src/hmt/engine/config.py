@@ -27,8 +27,8 @@ class EngineConfig:
                         as the checkpoint or the pack has them
     host_memory_bytes   budget for weights, KV, activations and buffers; not for the Python process
     gpu_memory_bytes    memory of the GPU that HMT may take, the driver's share included; 0: compute
-                        on the CPU alone
-    gpu_id              which GPU: a number, or "pretended" to try the tier without one
+                        on the CPU alone; None: that too, or with a gpu_id 90% of what is free
+    gpu_id              which GPU: a number, or "pretended" to try the tier without one; None: 0
     context             positions of KV over all requests; None: the planner's choice
     dtype               of activations; "auto" follows the checkpoint
     executor            "overlapped" reads ahead while it computes, "plain" reads when it needs
@@ -55,8 +55,8 @@ class EngineConfig:
 
     quantization: Scheme | None
     host_memory_bytes: int
-    gpu_memory_bytes: int = 0
-    gpu_id: str = "0"
+    gpu_memory_bytes: int | None = None
+    gpu_id: str | None = None
     context: int | None = None
     dtype: str = "auto"
     executor: str = "overlapped"

@@ -6,15 +6,42 @@ from dataclasses import dataclass
 
 import torch
 
+from hmt.base.errors import BudgetError
 from hmt.base.log import logger
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
+from hmt.engine.config import EngineConfig
 from hmt.kvcache import PagedKV, PlacedKV
 from hmt.memory import Account, HostPool, Ledger
-from hmt.memory.device import Device, DevicePool
+from hmt.memory.device import Device, DevicePool, open_device
 from hmt.weights import BlockLayout, DeviceWeights, WeightStore
+
+
+_SHARE_OF_FREE = 0.9  # of a GPU's memory, when nobody says how much
+
+
+def device_for(config: EngineConfig) -> Device | None:
+    """The GPU that `config` asks for.  Raises MachineError where it cannot be used."""
+    if not config.gpu_memory_bytes and (config.gpu_id is None or config.gpu_memory_bytes == 0):
+        return None
+    name = config.gpu_id or "0"
+    return open_device(f"cuda:{name}" if name.isdecimal() else name)
+
+
+def device_budget(device: Device, config: EngineConfig) -> int:
+    """What is left of the GPU's memory for weights, KV and activations.  Raises BudgetError."""
+    limit_bytes = config.gpu_memory_bytes
+    taken, free = device.used_bytes(), device.free_bytes()
+    if limit_bytes is None:
+        return int(free * _SHARE_OF_FREE)
+    if limit_bytes <= taken:
+        raise BudgetError(
+            f"--gpu-memory {format_bytes(limit_bytes)} is less than the driver takes for any "
+            f"program on {device.name} ({format_bytes(taken)}); give more, or 0 for the CPU alone"
+        )
+    return min(limit_bytes - taken, free)
 
 
 @dataclass(frozen=True, slots=True)

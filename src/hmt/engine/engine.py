@@ -26,6 +26,7 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.request import Completion, FinishReason, Request, TokenEvent
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
+from hmt.engine.device_loading import device_budget, device_for
 from hmt.engine.loading import Memory, Prepared, allocate, prepare
 from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState
@@ -34,7 +35,7 @@ from hmt.engine.summary import RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
-from hmt.memory.device import Device, open_device
+from hmt.memory.device import Device
 from hmt.text import StopStrings, Tokenizer
 
 _DEFAULT_NEW_TOKENS = 256
@@ -58,12 +59,10 @@ class Engine:
         if self.config.numa is not None:
             bind(*self.config.numa)
         set_threads(self.config.threads)
-        self._device: Device | None = None
+        self._device = device_for(self.config)
         budgets = {Tier.HOST: self.config.host_memory_bytes}
-        if self.config.gpu_memory_bytes:
-            name = self.config.gpu_id
-            self._device = open_device(f"cuda:{name}" if name.isdecimal() else name)
-            budgets[Tier.DEVICE] = _device_budget(self._device, self.config.gpu_memory_bytes)
+        if self._device is not None:
+            budgets[Tier.DEVICE] = device_budget(self._device, self.config)
         self._ledger = Ledger(budgets)
         self._models: list[LoadedModel] = []
 
@@ -112,17 +111,6 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _device_budget(device: Device, limit_bytes: int) -> int:
-    """What of `limit_bytes` is left for weights, KV and activations.  Raises BudgetError."""
-    taken = device.used_bytes()
-    if limit_bytes <= taken:
-        raise BudgetError(
-            f"--gpu-memory {format_bytes(limit_bytes)} is less than the driver takes for any "
-            f"program on {device.name} ({format_bytes(taken)}); give more, or 0 for the CPU alone"
-        )
-    return limit_bytes - taken
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -244,6 +232,7 @@ class LoadedModel:
             peak_rss_bytes=peak_resident_bytes(),
             guessing=core.guessing,
             pools=core.memory.pool_stats(),
+            device=core.memory.device_account(self.plan),
         )
 
     def reset_summary(self) -> None:

@@ -23,6 +23,7 @@ from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.source import Source, open_source
+from hmt.engine.summary import DeviceAccount
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV, PlacedKV, page_bytes
 from hmt.memory import (
@@ -83,6 +84,20 @@ class Memory:
     def pool_stats(self) -> tuple[PoolStats, ...]:
         """What the pools that may hold anything hold now."""
         return tuple(pool.stats() for pool in self.pools if pool.account.limit_bytes)
+
+    def device_account(self, plan: Plan) -> DeviceAccount | None:
+        """The GPU's part; None without one."""
+        if self.on_device is None:
+            return None
+        sizes = {b: self.weights.slot_bytes(b) for b in plan.device.computes}
+        stays = sum(nbytes for b, nbytes in sizes.items() if plan.homes[b] is Tier.DEVICE)
+        return DeviceAccount(
+            name=self.on_device.device.name,
+            budget_bytes=plan.budgets[Tier.DEVICE],
+            used_bytes={a.purpose: a.used_bytes for a in self.on_device.accounts},
+            resident_bytes=stays,
+            copied_bytes=sum(sizes.values()) - stays,
+        )
 
     def close(self) -> None:
         """Free it all."""

@@ -137,6 +137,23 @@ def bottleneck(phase: Phase, machine: Machine) -> Bottleneck | None:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceAccount:
+    """What a model has on a GPU.
+
+    budget_bytes      that HMT may take, without the driver's share
+    used_bytes        by purpose, of the budget
+    resident_bytes    of weights that stay there
+    copied_bytes      of weights that are copied there in every step
+    """
+
+    name: str
+    budget_bytes: int
+    used_bytes: dict[str, int]
+    resident_bytes: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """A run's account.
 
@@ -147,6 +164,7 @@ class RunSummary:
     guessing          what the last trial of guesses found; None where there was none
     peak_rss_bytes    largest resident size of the process, as the kernel counted it
     pools             how full and how fragmented the pools of host memory are now
+    device            the GPU's part; None without one
     """
 
     prompt: Phase
@@ -161,6 +179,7 @@ class RunSummary:
     pools: tuple[PoolStats, ...] = ()
     notes: tuple[str, ...] = field(default=())
     guessing: Verdict | None = None
+    device: DeviceAccount | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

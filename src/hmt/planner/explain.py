@@ -18,6 +18,9 @@ _MEANING = {
 }
 
 
+_PLACES = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
+
+
 def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
     """What lives where, what a token costs, and why: a few lines of plain text."""
     lines: list[str | None] = [
@@ -31,21 +34,43 @@ def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
             detail = f"  ({plan.kv_tokens} positions)" if purpose == "kv" else ""
             lines.append(f"  {_MEANING[purpose]:<26}{format_bytes(nbytes):>10}{detail}")
     free = plan.budgets[Tier.HOST] - sum(plan.reserved.values())
-    lines += [f"  {'free':<26}{format_bytes(free):>10}", "", "blocks          host       disk"]
-    lines += [_kind_line(kind, plan, demand.of_kind(kind)) for kind in BlockKind]
+    lines += [f"  {'free':<26}{format_bytes(free):>10}", ""]
+    lines += _device_lines(plan, demand, machine)
+    tiers = [Tier.DEVICE] * bool(plan.device.stages) + [Tier.HOST, Tier.DISK]
+    lines.append(f"{'blocks':<10}" + "".join(f"{_PLACES[tier]:>18}" for tier in tiers))
+    lines += [_kind_line(kind, plan, demand.of_kind(kind), tiers) for kind in BlockKind]
     lines += ["", *_cost_lines(plan, machine)]
     return "\n".join(line for line in lines if line is not None)
 
 
-def _kind_line(kind: BlockKind, plan: Plan, blocks: Sequence[BlockSize]) -> str | None:
+def _device_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str | None]:
+    """What a GPU does."""
+    device = plan.device
+    if not device.stages:
+        return []
+    lines: list[str | None] = [f"{machine.device_name}, {format_bytes(plan.budgets[Tier.DEVICE])}:"]
+    for purpose, nbytes in device.reserved.items():
+        if nbytes:
+            lines.append(f"  {_MEANING[purpose]:<26}{format_bytes(nbytes):>10}")
+    layers = sum(stage < demand.spec.layers for stage in device.stages)
+    copied = {b.layer for b in device.computes if plan.homes[b] is not Tier.DEVICE}
+    text = f"  computes {layers} of {demand.spec.layers} layers"
+    if copied:
+        text += f", of which {len(copied)} are copied there in every step"
+    return [*lines, text, ""]
+
+
+def _kind_line(
+    kind: BlockKind, plan: Plan, blocks: Sequence[BlockSize], tiers: Sequence[Tier]
+) -> str | None:
     if not blocks:
         return None
     cells = []
-    for tier in (Tier.HOST, Tier.DISK):
+    for tier in tiers:
         here = [block for block in blocks if plan.homes[block.id] is tier]
         size = format_bytes(sum(block.slot_bytes for block in here))
         cells.append(f"{len(here)} · {size}" if here else "-")
-    return f"  {kind.value:<12}{cells[0]:>16}{cells[1]:>18}"
+    return f"  {kind.value:<10}" + "".join(f"{cell:>18}" for cell in cells)
 
 
 def _cost_lines(plan: Plan, machine: Machine) -> list[str]:
