@@ -13,8 +13,32 @@ from hmt.engine import Phase, RunSummary, Verdict
 
 MIB = 1 << 20
 STREAMED = RunSummary(
-    prompt=Phase(1, 40, 0.5, 0.1, 0.0, 0.3, 40 * MIB, 400 * MIB, 3, 4, 5),
-    generation=Phase(100, 100, 10.0, 6.0, 0.0, 3.8, 1000 * MIB, 1400 * MIB, 50, 30, 20),
+    prompt=Phase(
+        steps=1,
+        tokens=40,
+        seconds=0.5,
+        waited_s=0.1,
+        kernel_s=0.3,
+        disk_bytes=40 * MIB,
+        host_bytes=400 * MIB,
+        hits=3,
+        pending=4,
+        misses=5,
+    ),
+    generation=Phase(
+        steps=100,
+        tokens=100,
+        seconds=10.0,
+        waited_s=6.0,
+        drive_s=9.0,
+        kernel_s=3.8,
+        disk_bytes=1000 * MIB,
+        useful_bytes=990 * MIB,
+        host_bytes=1400 * MIB,
+        hits=50,
+        pending=30,
+        misses=20,
+    ),
     machine=Machine("a machine", 2, 1 << 34, 4e10, 2e8),
     published_bytes=14 * MIB,
     budget_bytes=4 * MIB,
@@ -106,6 +130,8 @@ def test_json_holds_what_follows_from_the_figures():
     content = json.loads(json.dumps(summary_json(STREAMED)))
     assert content["generation"]["tokens_per_s"] == 10.0
     assert content["generation"]["hit_rate"] == 0.5
+    assert content["generation"]["overlap"] == pytest.approx((4 + 9 - 10) / 4)
+    assert content["generation"]["useful_share"] == pytest.approx(0.99)
     assert content["bottleneck"]["link"] == "disk"
     assert content["bottleneck"]["share"] == pytest.approx(100 * MIB / 2e8)
     assert content["used_bytes"]["slots"] == 2 * MIB

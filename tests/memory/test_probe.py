@@ -91,7 +91,7 @@ def test_the_sweep_tries_all_and_the_good_ones_twice(
     ways = {(result.reader, result.block_bytes, result.depth) for result in told}
     assert len(ways) == len(readers) * len(probe.SWEEP_BLOCKS) * len(probe.SWEEP_DEPTHS)
     assert len(ways) < len(told) < len(ways) + 12  # those that are near the best
-    assert (best.reader, best.in_flight_bytes) == (readers[0], 16 * MIB)
+    assert (best.reader, best.in_flight_bytes) == (readers[0], 32 * MIB)
 
 
 RATES = st.builds(
@@ -107,11 +107,11 @@ RATES = st.builds(
 def test_the_best_is_as_fast_as_any_and_costs_others_least(results: list[DiskRate]) -> None:
     best = best_of(results)
     fastest = max(result.rate for result in results)
-    assert best.rate >= 0.95 * fastest
+    assert best.rate >= 0.93 * fastest
     for other in results:
         if other.rate < best.rate or other.reader != best.reader:
             continue
-        enough = [one.in_flight_bytes >= 0.004 * fastest for one in (other, best)]
+        enough = [one.in_flight_bytes >= 0.006 * fastest for one in (other, best)]
         if all(enough):
             assert best.in_flight_bytes <= other.in_flight_bytes
         else:
@@ -120,7 +120,7 @@ def test_the_best_is_as_fast_as_any_and_costs_others_least(results: list[DiskRat
 
 def test_of_equally_fast_readers_the_one_that_takes_less_time_of_cpus_is_chosen() -> None:
     ways = [(reader, depth) for reader in ("direct", "io_uring") for depth in (2, 8, 16)]
-    best = best_of([DiskRate(reader, 2 * MIB, depth, 3e9) for reader, depth in ways])
+    best = best_of([DiskRate(reader, 2 * MIB, depth, 2.5e9) for reader, depth in ways])
     assert (best.reader, best.depth) == ("io_uring", 8)
 
 
