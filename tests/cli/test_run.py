@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hmt.cli import run
 from hmt.cli.options import embedded_model
@@ -117,9 +118,12 @@ def test_an_unknown_option_is_a_usage_error(hmt):
     assert done.code == 2 and "host-memroy" in done.err
 
 
-def test_hmt_inference_says_that_it_computes_on_the_cpu(hmt_inference):
-    done = hmt_inference("--gpu-id", "0", "hello")
-    assert done.code == 1 and "CPU" in done.err
+def test_hmt_inference_takes_a_gpu_or_says_that_there_is_none(hmt_inference):
+    if not torch.cuda.is_available():
+        done = hmt_inference("--gpu-id", "0", "hello")
+        assert done.code == 1 and "hmt doctor" in done.err
+    done = hmt_inference("--gpu-id", "pretended", "--max-context", "512", QUESTION)
+    assert done.code == 0 and "a pretended device" in done.err + done.out
     assert hmt_inference("--gpu-id", "-1", "--max-context", "512", QUESTION).code == 0
 
 

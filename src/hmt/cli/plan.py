@@ -20,9 +20,13 @@ def plan(
 ) -> None:
     """Say where a model's weights would live and what a token would cost, without loading it."""
     from hmt.engine import EngineConfig, prepare
+    from hmt.engine.device_loading import device_budget, device_for
     from hmt.planner import explain
 
-    prepared = prepare(choose_model(model), EngineConfig.resolve(**engine.arguments()))
+    config = EngineConfig.resolve(**engine.arguments())
+    device = device_for(config)
+    room = 0 if device is None else device_budget(device, config)
+    prepared = prepare(choose_model(model), config, device=device, device_bytes=room)
     if json:
         print(json_format.dumps(_as_json(prepared), indent=1))
     else:

@@ -18,7 +18,6 @@ from hmt.memory import Account, HostPool, Ledger
 from hmt.memory.device import Device, DevicePool, open_device
 from hmt.weights import BlockLayout, DeviceWeights, WeightStore
 
-
 _SHARE_OF_FREE = 0.9  # of a GPU's memory, when nobody says how much
 
 
