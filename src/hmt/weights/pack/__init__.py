@@ -1,7 +1,14 @@
 """Packs: a model's blocks on disk as they lie in memory, converted, with checksums."""
 
 from hmt.weights.pack.draft import looks_like_pack
-from hmt.weights.pack.manifest import Manifest, read_manifest
+from hmt.weights.pack.manifest import (
+    MANIFEST,
+    CopiedFile,
+    Manifest,
+    PackedBlock,
+    encode,
+    read_manifest,
+)
 from hmt.weights.pack.pipeline import Buffers
 from hmt.weights.pack.reader import Pack, open_pack
 from hmt.weights.pack.source import Subject
@@ -9,12 +16,16 @@ from hmt.weights.pack.verify import Damage, verify_pack
 from hmt.weights.pack.writer import PackWriter
 
 __all__ = [
+    "MANIFEST",
     "Buffers",
+    "CopiedFile",
     "Damage",
     "Manifest",
     "Pack",
     "PackWriter",
+    "PackedBlock",
     "Subject",
+    "encode",
     "looks_like_pack",
     "open_pack",
     "read_manifest",
