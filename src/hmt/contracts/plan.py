@@ -41,12 +41,14 @@ class DeviceShare:
 
     computes     blocks that compute there: those that live there, and those that are copied there
                  in every step
-    stages       layers that compute there, and with their number the head
+    computes_prompts   the same in steps of many tokens
+    stages       layers whose attention computes there, and with their number the head
     reserved     of the device's budget, by purpose: "resident", "slots", "kv", "activations"
     slot_counts  slots by size in bytes, for blocks that are copied
     """
 
     computes: frozenset[BlockId] = frozenset()
+    computes_prompts: frozenset[BlockId] = frozenset()
     stages: frozenset[int] = frozenset()
     reserved: Mapping[str, int] = field(default_factory=dict)
     slot_counts: Mapping[int, int] = field(default_factory=dict)

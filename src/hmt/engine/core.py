@@ -64,14 +64,15 @@ class Core:
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
         own, places = self._weights, Places()
         if (on_device := self.memory.on_device) is not None:
-            places = Places(on_device.device, plan.device.stages)
+            places = Places(on_device, plan.device.stages)
         weights: Weights = ObservedWeights(own, observers) if observers else own
         if config.executor == "plain":
             return PlainExecutor(model, weights, kv, self._tracer, places)
         ahead = _read_ahead(prepared, config, self.memory)
         captured = None
-        everything = len(plan.device.stages) > prepared.model.spec.layers
-        if on_device is not None and everything and not plan.device.slot_counts:
+        block_kinds = (b for b in plan.homes if b.kind is not BlockKind.EMBEDDING)
+        everything = all(plan.homes[block] is Tier.DEVICE for block in block_kinds)
+        if on_device is not None and everything:
             assert isinstance(kv, PagedKV), "there is but one place"
             captured = CapturedDecoding(model, weights, kv, on_device.device)
         return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places, captured)

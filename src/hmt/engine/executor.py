@@ -18,8 +18,8 @@ from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
 from hmt.engine.captured import CapturedDecoding
+from hmt.engine.device_loading import OnDevice
 from hmt.engine.prefetch import ReadAhead
-from hmt.memory.device import Device
 
 
 class Executor(Protocol):
@@ -72,9 +72,10 @@ class Places:
     Without a device everything stays where it is.
     """
 
-    def __init__(self, device: Device | None = None, stages: Collection[int] = ()) -> None:
-        """`stages` compute on `device`: layers by index, and with their number the head."""
-        self._device = device
+    def __init__(self, on_device: OnDevice | None = None, stages: Collection[int] = ()) -> None:
+        """`stages` begin on the device: layers by index, and with their number the head."""
+        self._weights = None if on_device is None else on_device.weights
+        self._device = None if on_device is None else on_device.device
         self._stages = frozenset(stages)
         self._steps: dict[bool, Step] = {}
 
@@ -90,6 +91,8 @@ class Places:
     def begin(self, step: Step) -> None:
         """`step` is computed next."""
         self._steps = {False: step}
+        if self._weights is not None:
+            self._weights.begin(len(step.token_ids))
 
     def step(self, stage: int) -> Step:
         """The step as `stage` needs it."""

@@ -261,6 +261,11 @@ class WeightStore:
             for entry in self._entries.values():
                 entry.awaited = None
 
+    def forget(self, block: BlockId) -> None:
+        """Free the slot of `block`, which nobody leases: it is kept elsewhere from now on."""
+        with self._changed:
+            self._drop(self._entries[block])
+
     @property
     def guesses(self) -> GuessCounters:
         """What became of reads on a guess, since the store was made."""
