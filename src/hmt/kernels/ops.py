@@ -142,7 +142,14 @@ def experts(
     *,
     last: bool = True,
 ) -> Tensor:
-    """See `reference.experts`: the sum of scaled outputs, [tokens, out]."""
+    """See `reference.experts`: the sum of scaled outputs, [tokens, out].
+
+    Computed where the experts are.  `total`, and what is not the `last` result, are there, too.
+    """
+    if given and x.device != (where := given[0][1]["down_proj"].data.device):
+        moved, its_experts, its_scales = (t.to(where) for t in (x, chosen, scales))
+        out = experts(moved, given, its_experts, its_scales, activation, total, last=last)
+        return out.to(x.device) if last else out
     native = _native_for(x)
     if native is None:
         return reference.experts(x, given, chosen, scales, activation, total, last=last)
@@ -336,7 +343,12 @@ def attention_inputs(
 def feed_forward(
     hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
 ) -> None:
-    """See `reference.feed_forward`: changes hidden [tokens, width]."""
+    """See `reference.feed_forward`: changes hidden [tokens, width].  Computed where params are."""
+    if hidden.device != (where := params["down_proj"].data.device):
+        moved = hidden.to(where)
+        feed_forward(moved, None if x is None else x.to(where), params, layer)
+        hidden.copy_(moved)
+        return
     native = _native_for(hidden)
     if native is None or not sublayers.feed_forward(native, hidden, x, params, layer):
         reference.feed_forward(hidden, x, params, layer, _THIS)
