@@ -87,10 +87,11 @@ def test_weights_without_scales(device, encoding):
 @pytest.mark.parametrize("activations", list(Activations))
 @pytest.mark.parametrize("encoding", [Encoding.NVFP4, Encoding.INT4_GROUP, Encoding.INT8_GROUP])
 def test_more_inputs_than_one_step_takes(device, encoding, activations):
-    w = random_weight(encoding, 33, 2080, device=device, activations=activations)
-    for tokens in (1, 8, 17):
-        x = random_x(tokens, 2080, device).half()
-        assert_is_product(kernels.linear(x, w), x, w)
+    for columns in (2048, 2080):
+        w = random_weight(encoding, 33, columns, device=device, activations=activations)
+        for tokens in (1, 8, 17):
+            x = random_x(tokens, columns, device).half()
+            assert_is_product(kernels.linear(x, w), x, w)
 
 
 @pytest.mark.parametrize("names", [("q", "k"), ("q", "k", "v"), ("q", "k", "v", "other", "plain")])
@@ -137,7 +138,7 @@ def test_into_columns_of_a_larger_tensor(device, encoding, activations, tokens):
 def test_dequantized_numbers_are_those_of_the_reference(device, encoding, options):
     w = random_weight(encoding, 70, 192, device=device, **options)
     for dtype in (torch.float32, *dtypes_of(device)):
-        for rows in (None, slice(13, 67), slice(16, 17), slice(5, 5)):
+        for rows in (None, slice(13, 67), slice(16, 17)):
             found = kernels.dequantize(w, dtype, rows)
             expected = reference.dequantize(w, dtype, rows)
             if w.minima is None:
@@ -162,9 +163,10 @@ def test_quantized_activations_are_those_of_the_reference(device, columns):
     for dtype in (torch.float32, torch.bfloat16):
         rounded = x.to(dtype)
         codes, scales = kernels.quantize_activations(rounded)
-        expected_codes, expected_scales = reference.quantize_activations(rounded)
-        assert torch.equal(scales, expected_scales)
-        assert torch.equal(codes, expected_codes)
+        # On the CPU: CUDA multiplies by 1 / 127 where the reference divides.
+        expected_codes, expected_scales = reference.quantize_activations(rounded.cpu())
+        assert torch.equal(scales.cpu(), expected_scales)
+        assert torch.equal(codes.cpu(), expected_codes)
 
 
 def test_quantized_activations_round_ties_to_even_and_keep_zeros(device):

@@ -92,8 +92,9 @@ def assert_is_product(
     """`found` is x times w, but for rounding: of weights, of sums, and of the result."""
     values = x.double()
     if w.activations is Activations.INT8_TOKEN:
-        codes, scales = reference.quantize_activations(x)
-        values = codes.double() * scales.double()[:, None]
+        # On the CPU: CUDA multiplies by 1 / 127 where the reference divides.
+        codes, scales = reference.quantize_activations(x.cpu())
+        values = (codes.double() * scales.double()[:, None]).to(x.device)
     expected = values @ numbers(w).t()
     magnitude = values.abs() @ numbers(w).abs().t()
     if w.minima is not None:

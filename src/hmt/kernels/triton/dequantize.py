@@ -11,6 +11,7 @@ from hmt.kernels.triton.few import MINIMA, NO_OFFSETS, ZEROS
 from hmt.kernels.triton.unpack import float_codes, panel_integers, scale_numbers
 
 _BLOCKS = 8  # of 32 inputs, in a program that takes one panel: 2 KB of codes
+_PANEL_WARPS = 2
 _TILE = (16, 256)
 _MOST_COLUMNS_AT_ONCE = 16384
 
@@ -25,11 +26,14 @@ def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -
     return out
 
 
-def dequantize_into(out: Tensor, w: WeightTensor, start: int = 0) -> None:
+def dequantize_into(
+    out: Tensor, w: WeightTensor, start: int = 0, *, units: Tensor | None = None
+) -> None:
     """Rows of `w` from `start` on, written to out [rows, in], contiguous.
 
     Numbers where `out` is of floats; where it is int8, what `reference.linear_int8_tokens`
-    multiplies with: codes less their zeros, or numbers of e2m1 doubled.
+    multiplies with: codes less their zeros, or numbers of e2m1 doubled.  With units, f32 [rows],
+    numbers are those of panels without offsets and factor, divided by the unit of their row.
     """
     count, columns = out.shape
     if out.numel() == 0:
@@ -41,17 +45,18 @@ def dequantize_into(out: Tensor, w: WeightTensor, start: int = 0) -> None:
             out,
             w.data,
             w.scales,
-            offsets_of(w),
-            w.factor,
+            None if units is not None else offsets_of(w),
+            None if units is not None else w.factor,
+            units,
             first,
             start,
             start + count,
             columns // 32,
             GROUP=w.group_size,
             E2M1=w.encoding is not Encoding.INT4_GROUP,
-            OFFSETS=offset_kind(w),
+            OFFSETS=0 if units is not None else offset_kind(w),
             BLOCKS=_BLOCKS,
-            num_warps=2,
+            num_warps=_PANEL_WARPS,
         )
         return
     height, width = w.tile if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size or columns)
@@ -114,6 +119,7 @@ def _dequantize_panels(
     scales,
     offsets,
     factor,
+    units,
     first_panel,
     start,
     stop,
@@ -155,6 +161,9 @@ def _dequantize_panels(
         scale = scale_numbers(tl.load(scales + group_at, mask=inside, other=0.0))
         if factor is not None:
             scale *= tl.load(factor)
+        if units is not None:
+            unit = tl.load(units + panel * 16 + row, mask=panel * 16 + row < stop, other=1.0)
+            scale = tl.div_rn(scale, tl.broadcast_to(unit[:, None, None], scale.shape))
         result = numbers.to(tl.float32) * scale
         if OFFSETS == MINIMA:
             result += tl.load(offsets + group_at, mask=inside, other=0.0).to(tl.float32)

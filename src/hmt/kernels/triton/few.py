@@ -13,8 +13,12 @@ from hmt.kernels.triton.unpack import (
     float_codes,
     int8_codes,
     large_activations,
+    prefetch,
     scale_numbers,
 )
+
+# Lines of 128 bytes that a program asks for before the kernel ahead of it has finished.
+PREFETCH = tl.constexpr(512)
 
 NO_OFFSETS = tl.constexpr(0)
 ZEROS = tl.constexpr(1)
@@ -59,7 +63,9 @@ def few_tokens(
     PAIRS: tl.constexpr,
     SPLIT: tl.constexpr,
     TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """x [tokens, in] times up to three weights, side by side.
 
@@ -73,7 +79,9 @@ def few_tokens(
                    each group of inputs gets columns of its own, so that scales are applied to the
                    sums of several groups at once
     TOKENS         tokens of a program; SPLIT * TOKENS is 8, 16 or 32
+    STAGES         steps whose inputs are on their way while one is computed
     EARLY          begin while the kernel before is still running, and let the next one begin
+    EVEN           blocks are a multiple of WARPS * DEPTH * BLOCKS
     """
     tile = tl.program_id(0)
     codes, scales, offsets, rows = codes_0, scales_0, offsets_0, rows_0
@@ -110,7 +118,9 @@ def few_tokens(
         PAIRS,
         SPLIT,
         TOKENS,
+        STAGES,
         EARLY,
+        EVEN,
     )
     total *= UNIT
     if factor is not None:
@@ -154,7 +164,9 @@ def _sum_of_blocks(
     PAIRS: tl.constexpr,
     SPLIT: tl.constexpr,
     TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """f32 [32 * PAIRS, SPLIT * TOKENS]: scaled products, in units of `code_unit`."""
     # One number per 16 bytes, lanes first: [PAIRS, BLOCKS, DOTS, panel of 2, q of 4, j of 4].  As a
@@ -184,15 +196,23 @@ def _sum_of_blocks(
     if SPLIT > 1:
         x_mask &= x_column // TOKENS == x_group
 
+    if EARLY:
+        # Weights do not depend on the kernel before; x does.
+        lines = tl.arange(0, PREFETCH)
+        first = (codes + first_panel.to(tl.int64) * (blocks * 256)) + lines * 128
+        prefetch(first, lines < tl.minimum(2 * PAIRS, panels - first_panel) * blocks * 2)
+        gdc_wait()
     total = tl.zeros((DOTS, 32 * PAIRS, COLUMNS), tl.float32)
-    for start in range(0, blocks, DOTS * BLOCKS):
-        pairs = tl.load(code_at + start * 256, mask=(block + start < blocks)[:, None], other=0)
+    for start in tl.range(0, blocks, DOTS * BLOCKS, num_stages=STAGES):
+        # What lies behind the last block is some code, too, and is multiplied with zeros.
+        if EVEN:
+            pairs = tl.load(code_at + start * 256)
+        else:
+            pairs = tl.load(code_at + start * 256, mask=(block + start < blocks)[:, None])
         scale = _group_numbers(
             scales, start, first_panel, panels, blocks, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS
         )
-        if EARLY:
-            gdc_wait()  # weights do not depend on the kernel before; x does
-        mask = x_mask & (x_block + start < blocks)
+        mask = x_mask if EVEN else x_mask & (x_block + start < blocks)
         values = tl.load(x_at + start * 32, mask=mask[:, None], other=0)
         values = large_activations(values, E2M1)
         values = tl.reshape(values, (COLUMNS // 8, BLOCKS, 2, DOTS, 8, 4, 4))

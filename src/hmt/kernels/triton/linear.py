@@ -25,7 +25,7 @@ from hmt.kernels.triton.dequantize import (
     quantize_activations,
 )
 from hmt.kernels.triton.few import few_tokens
-from hmt.kernels.triton.gemm import many_tokens_int8
+from hmt.kernels.triton.gemm import is_exact, many_tokens_int8, multiply_exact
 from hmt.kernels.triton.rows import few_tokens_rows
 from hmt.kernels.triton.unpack import code_unit
 
@@ -127,6 +127,8 @@ def _multiply_int8(
         _few_panels(out, codes, token_scales, weights, biases)
     elif len(x) <= _FEW_TOKENS and _in_rows(w, torch.int8):
         _few_rows(out, codes, token_scales, w, bias)
+    elif is_exact(w):
+        multiply_exact(out, codes, token_scales, w, bias)
     elif _has_int8_steps(w):
         _many_int8(out, codes, token_scales, w, bias)
     else:
@@ -169,6 +171,7 @@ def _few_panels(
         OFFSETS=offset_kind(w),
         UNIT=code_unit(w.encoding, x.dtype),
         **sizes,
+        EVEN=w.shape[1] // 32 % (sizes["WARPS"] * sizes["DEPTH"] * sizes["BLOCKS"]) == 0,
         num_warps=sizes["WARPS"],
         num_stages=1,
         **({"launch_pdl": True} if sizes["EARLY"] else {}),
@@ -198,6 +201,7 @@ def _panel_sizes(tokens: int, rows: int, w: WeightTensor) -> dict[str, int]:
         "PAIRS": 1,
         "SPLIT": splits,
         "TOKENS": columns // splits,
+        "STAGES": 1,
         "EARLY": False,
     }
 
@@ -208,9 +212,10 @@ def _few_rows(
     """`few_tokens_rows`."""
     rows, columns = w.shape
     tile, group = (w.tile[0], w.tile[1]) if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size)
-    chunks = 2 if group % 64 == 0 else 1
-    count = 8 if len(x) <= 8 else 16
-    few_tokens_rows[(triton.cdiv(rows, 32), triton.cdiv(len(x), count))](
+    sizes = _row_sizes(len(x), group)
+    step = 32 * sizes["WARPS"] * sizes["DEPTH"] * sizes["CHUNKS"]
+    grid = (triton.cdiv(rows, 8 * sizes["EIGHTS"]), triton.cdiv(len(x), sizes["TOKENS"]))
+    few_tokens_rows[grid](
         out,
         x,
         token_scales,
@@ -225,14 +230,23 @@ def _few_rows(
         triton.cdiv(columns, group) if group else 1,
         TILE_ROWS=tile,
         GROUP=group,
-        WARPS=8,
-        DEPTH=2,
-        CHUNKS=chunks,
-        EIGHTS=4,
-        TOKENS=count,
-        num_warps=8,
+        **sizes,
+        EVEN=columns % step == 0,
+        num_warps=sizes["WARPS"],
         num_stages=1,
     )
+
+
+def _row_sizes(tokens: int, group: int) -> dict[str, int]:
+    """Block sizes of `few_tokens_rows`."""
+    return {
+        "WARPS": 4,
+        "DEPTH": 1,
+        "CHUNKS": 2 if group % 64 == 0 else 1,
+        "EIGHTS": 4,
+        "TOKENS": 8 if tokens <= 8 else 16,
+        "STAGES": 4,
+    }
 
 
 def _many_int8(
@@ -267,9 +281,9 @@ def _many_int8(
         out.stride(0),
         *scales.stride(),
         GROUP=group,
-        **sizes,
-        num_warps=8,
-        num_stages=4,
+        **{name: size for name, size in sizes.items() if name.isupper()},
+        num_warps=sizes["num_warps"],
+        num_stages=sizes["num_stages"],
     )
 
 
@@ -278,7 +292,14 @@ def _int8_sizes(tokens: int, group: int) -> dict[str, int]:
     step = 128
     if group:
         step = max(32, next(size for size in (128, 64, 32, 16) if group % size == 0))
-    return {"TOKENS": 64 if tokens <= 64 else 128, "ROWS": 128, "COLUMNS": step, "BAND": 8}
+    return {
+        "TOKENS": 64 if tokens <= 64 else 128,
+        "ROWS": 128,
+        "COLUMNS": step,
+        "BAND": 8,
+        "num_warps": 8,
+        "num_stages": 4,
+    }
 
 
 def _is_plain(x: Tensor, w: WeightTensor) -> bool:

@@ -31,6 +31,8 @@ def few_tokens_rows(
     CHUNKS: tl.constexpr,
     EIGHTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """x [tokens, in] times codes [out, in], int8 or e4m3.
 
@@ -39,6 +41,8 @@ def few_tokens_rows(
     CHUNKS      inputs of a dot, over 32: 1 or 2; GROUP is a multiple
     EIGHTS      rows of a program, over 8
     TOKENS      tokens of a program: 8, 16 or 32
+    STAGES      steps whose inputs are on their way while one is computed
+    EVEN        columns are a multiple of 32 * WARPS * DEPTH * CHUNKS
     """
     DOTS: tl.constexpr = WARPS * DEPTH
     INT8: tl.constexpr = x.dtype.element_ty == tl.int8
@@ -63,9 +67,13 @@ def few_tokens_rows(
 
     SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
     total = tl.zeros((DOTS, 8 * EIGHTS, TOKENS), SUM if GROUP == 0 else tl.float32)
-    for start in range(0, columns, DOTS * 32 * CHUNKS):
-        weights = tl.load(code_at + start, mask=column + start < columns, other=0.0)
-        values = tl.load(x_at + start, mask=known & (x_column + start < columns), other=0.0)
+    for start in tl.range(0, columns, DOTS * 32 * CHUNKS, num_stages=STAGES):
+        if EVEN:
+            weights = tl.load(code_at + start)
+            values = tl.load(x_at + start, mask=known, other=0.0)
+        else:
+            weights = tl.load(code_at + start, mask=column + start < columns, other=0.0)
+            values = tl.load(x_at + start, mask=known & (x_column + start < columns), other=0.0)
         weights = byte_numbers(weights, x.dtype.element_ty)
         # Inputs in the order (chunk, half of eight, part, i): so Triton multiplies loaded bytes.
         weights = tl.reshape(weights, (EIGHTS, DOTS, 8, 4, CHUNKS, 2, 4))
