@@ -1,0 +1,337 @@
+"""Linear layers on the GPU: which kernel multiplies which weight with how many tokens.
+
+Few tokens read the weights once, as they lie.  Many tokens are multiplied by cuBLAS, with weights
+brought to their dtype first, or as int8.  Calls allocate results and workspaces, and nothing else:
+after a first call for each kind of weight they can be captured in a CUDA graph.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from hmt.base.units import MIB, round_down
+from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
+from hmt.kernels import reference
+from hmt.kernels.reference.packing import integer_scales, minima
+from hmt.kernels.triton.dequantize import (
+    dequantize,
+    dequantize_into,
+    offset_kind,
+    offsets_of,
+    quantize_activations,
+)
+from hmt.kernels.triton.few import few_tokens
+from hmt.kernels.triton.gemm import is_exact, many_tokens_int8, multiply_exact
+from hmt.kernels.triton.rows import few_tokens_rows
+from hmt.kernels.triton.unpack import code_unit
+
+__all__ = ["dequantize", "linear", "linear_into", "linear_many", "quantize_activations"]
+
+# Above, numbers are made of the weights first.
+_FEW_TOKENS = 64
+_CHUNK_BYTES = 256 * MIB  # of numbers made of weights at a time
+_TENSOR_CORE_FLOATS = (torch.float16, torch.bfloat16)
+
+
+def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
+    """See `reference.linear`: x [tokens, in] -> [tokens, out] in x.dtype."""
+    if _is_plain(x, w):
+        return reference.linear(x, w, bias)
+    out = x.new_empty(x.shape[0], w.shape[0])
+    _write(out, x, [w], [bias])
+    return out
+
+
+def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
+    """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor."""
+    _write(out, x, [w], [None])
+
+
+def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
+    """See `reference.linear_many`: x [tokens, in] -> [tokens, sum of all out] in x.dtype.
+
+    Up to three weights of one encoding are one launch, if there are few tokens.
+    """
+    weights = [params[name] for name in names]
+    found = [params.get(f"{name}_bias") for name in names]
+    out = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
+    _write(out, x, weights, [None if bias is None else bias.data for bias in found])
+    return out
+
+
+def _write(
+    out: Tensor, x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+) -> None:
+    """x times all weights, side by side, to out [tokens, rows of all]."""
+    if out.numel() == 0:
+        return
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rounded: tuple[Tensor, Tensor] | None = None
+    at = column = 0
+    while at < len(weights):
+        w = weights[at]
+        count = 1
+        if w.activations is Activations.INT8_TOKEN and rounded is None:
+            rounded = quantize_activations(x)
+        if len(x) <= _FEW_TOKENS and _in_panels(w, x.dtype):
+            while count < 3 and at + count < len(weights) and _agree(w, weights[at + count]):
+                count += 1
+        rows = sum(one.shape[0] for one in weights[at : at + count])
+        part = out[:, column : column + rows]
+        some = weights[at : at + count], biases[at : at + count]
+        if w.activations is Activations.INT8_TOKEN:
+            assert rounded is not None
+            _multiply_int8(part, x, rounded, *some)
+        else:
+            _multiply_floats(part, x, *some)
+        at, column = at + count, column + rows
+
+
+def _multiply_floats(
+    out: Tensor, x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+) -> None:
+    w, bias = weights[0], biases[0]
+    if len(x) <= _FEW_TOKENS and not _is_plain(x, w):
+        if _in_panels(w, x.dtype):
+            return _few_panels(out, x, None, weights, biases)
+        if _in_rows(w, x.dtype):
+            return _few_rows(out, x, None, w, bias)
+    step = max(1, _CHUNK_BYTES // (x.element_size() * w.shape[1]))
+    step = len(w.data) if _is_plain(x, w) else round_down(step, 16) or 16
+    for start in range(0, w.shape[0], step):
+        rows = slice(start, min(start + step, w.shape[0]))
+        part = None if bias is None else bias[rows].to(x.dtype)
+        # A product can be written in place only where rows follow each other.
+        if out.is_contiguous() and rows == slice(0, w.shape[0]) and part is None:
+            torch.mm(x, dequantize(w, x.dtype).t(), out=out)
+        else:
+            out[:, rows] = functional.linear(x, dequantize(w, x.dtype, rows), part)
+    return None
+
+
+def _multiply_int8(
+    out: Tensor,
+    x: Tensor,
+    rounded: tuple[Tensor, Tensor],
+    weights: Sequence[WeightTensor],
+    biases: Sequence[Tensor | None],
+) -> None:
+    codes, token_scales = rounded
+    w, bias = weights[0], biases[0]
+    if len(x) <= _FEW_TOKENS and _in_panels(w, torch.int8):
+        _few_panels(out, codes, token_scales, weights, biases)
+    elif len(x) <= _FEW_TOKENS and _in_rows(w, torch.int8):
+        _few_rows(out, codes, token_scales, w, bias)
+    elif is_exact(w):
+        multiply_exact(out, codes, token_scales, w, bias)
+    elif _has_int8_steps(w):
+        _many_int8(out, codes, token_scales, w, bias)
+    else:
+        # Groups that are neither 16 nor multiples of 32 inputs: no kernel is made for them.
+        out.copy_(reference.linear(x, w, bias))
+
+
+def _few_panels(
+    out: Tensor,
+    x: Tensor,
+    token_scales: Tensor | None,
+    weights: Sequence[WeightTensor],
+    biases: Sequence[Tensor | None],
+) -> None:
+    """`few_tokens` on one to three weights."""
+    w = weights[0]
+    given: list[WeightTensor | None] = [*weights, None, None][:3]
+    with_bias = [*biases, None, None][:3]
+    rows = [0 if one is None else one.shape[0] for one in given]
+    sizes = _panel_sizes(len(x), max(rows), w)
+    pairs = sizes["PAIRS"]
+    grid = (sum(triton.cdiv(n, 32 * pairs) for n in rows), triton.cdiv(len(x), sizes["TOKENS"]))
+    few_tokens[grid](
+        out,
+        x,
+        token_scales,
+        *(None if one is None else one.data for one in given),
+        *(None if one is None else one.scales for one in given),
+        *(None if one is None else offsets_of(one) for one in given),
+        *(None if one is None else one.factor for one in given),
+        *with_bias,
+        *rows,
+        len(x),
+        w.shape[1] // 32,
+        x.stride(0),
+        out.stride(0),
+        COUNT=len(weights),
+        GROUP_BLOCKS=w.group_size // 32,
+        E2M1=w.encoding is not Encoding.INT4_GROUP,
+        OFFSETS=offset_kind(w),
+        UNIT=code_unit(w.encoding, x.dtype),
+        **sizes,
+        EVEN=w.shape[1] // 32 % (sizes["WARPS"] * sizes["DEPTH"] * sizes["BLOCKS"]) == 0,
+        num_warps=sizes["WARPS"],
+        num_stages=1,
+        **({"launch_pdl": True} if sizes["EARLY"] else {}),
+    )
+
+
+def _panel_sizes(tokens: int, rows: int, w: WeightTensor) -> dict[str, int]:
+    """Block sizes of `few_tokens`."""
+    groups_per_block = 2 if w.group_size == 16 else 1
+    group_blocks = max(1, w.group_size // 32)
+    columns = 8 if tokens <= 8 else 16
+    splits = groups_per_block
+    blocks = 1
+    if group_blocks == 1:
+        # As many groups in a dot as leave columns for all tokens.
+        splits = max(splits, 8 // triton.next_power_of_2(tokens)) if tokens <= 8 else splits
+        blocks = max(1, splits // groups_per_block)
+    elif group_blocks % 4 == 0:
+        blocks, splits = 4, 1
+    elif group_blocks % 2 == 0:
+        blocks, splits = 2, 1
+    columns = max(columns, 8 if tokens * splits <= 8 else 16)
+    return {
+        "WARPS": 8,
+        "DEPTH": max(1, 4 // blocks),
+        "BLOCKS": blocks,
+        "PAIRS": 1,
+        "SPLIT": splits,
+        "TOKENS": columns // splits,
+        "STAGES": 1,
+        "EARLY": False,
+    }
+
+
+def _few_rows(
+    out: Tensor, x: Tensor, token_scales: Tensor | None, w: WeightTensor, bias: Tensor | None
+) -> None:
+    """`few_tokens_rows`."""
+    rows, columns = w.shape
+    tile, group = (w.tile[0], w.tile[1]) if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size)
+    sizes = _row_sizes(len(x), group)
+    step = 32 * sizes["WARPS"] * sizes["DEPTH"] * sizes["CHUNKS"]
+    grid = (triton.cdiv(rows, 8 * sizes["EIGHTS"]), triton.cdiv(len(x), sizes["TOKENS"]))
+    few_tokens_rows[grid](
+        out,
+        x,
+        token_scales,
+        w.data,
+        w.scales,
+        bias,
+        rows,
+        columns,
+        len(x),
+        x.stride(0),
+        out.stride(0),
+        triton.cdiv(columns, group) if group else 1,
+        TILE_ROWS=tile,
+        GROUP=group,
+        **sizes,
+        EVEN=columns % step == 0,
+        num_warps=sizes["WARPS"],
+        num_stages=1,
+    )
+
+
+def _row_sizes(tokens: int, group: int) -> dict[str, int]:
+    """Block sizes of `few_tokens_rows`."""
+    return {
+        "WARPS": 4,
+        "DEPTH": 1,
+        "CHUNKS": 2 if group % 64 == 0 else 1,
+        "EIGHTS": 4,
+        "TOKENS": 8 if tokens <= 8 else 16,
+        "STAGES": 4,
+    }
+
+
+def _many_int8(
+    out: Tensor, codes: Tensor, token_scales: Tensor, w: WeightTensor, bias: Tensor | None
+) -> None:
+    """`many_tokens_int8`, on codes brought to one byte each."""
+    rows, columns = w.shape
+    everything = slice(0, rows)
+    integers = w.data
+    if w.encoding.packing is Packing.PANELS:
+        integers = torch.empty(rows, columns, dtype=torch.int8, device=codes.device)
+        dequantize_into(integers, w)
+    scales = integer_scales(w, everything)
+    least, added = minima(w, everything), None
+    if least is not None:
+        sums = codes.view(len(codes), -1, w.group_size).sum(-1, dtype=torch.int32)
+        added = sums.float() @ least.t()
+    group = 0 if w.encoding is Encoding.INT8_CHANNEL else w.group_size
+    sizes = _int8_sizes(len(codes), group)
+    grid = (triton.cdiv(len(codes), sizes["TOKENS"]) * triton.cdiv(rows, sizes["ROWS"]),)
+    many_tokens_int8[grid](
+        out,
+        codes,
+        token_scales,
+        integers,
+        scales,
+        added,
+        bias,
+        len(codes),
+        rows,
+        columns,
+        out.stride(0),
+        *scales.stride(),
+        GROUP=group,
+        **{name: size for name, size in sizes.items() if name.isupper()},
+        num_warps=sizes["num_warps"],
+        num_stages=sizes["num_stages"],
+    )
+
+
+def _int8_sizes(tokens: int, group: int) -> dict[str, int]:
+    """Block sizes of `many_tokens_int8`."""
+    step = 128
+    if group:
+        step = max(32, next(size for size in (128, 64, 32, 16) if group % size == 0))
+    return {
+        "TOKENS": 64 if tokens <= 64 else 128,
+        "ROWS": 128,
+        "COLUMNS": step,
+        "BAND": 8,
+        "num_warps": 8,
+        "num_stages": 4,
+    }
+
+
+def _is_plain(x: Tensor, w: WeightTensor) -> bool:
+    return w.encoding.is_float and w.data.dtype == x.dtype
+
+
+def _in_panels(w: WeightTensor, dtype: torch.dtype) -> bool:
+    """True where `few_tokens` multiplies w with activations of `dtype`."""
+    if w.activations is Activations.FLOAT and dtype not in _TENSOR_CORE_FLOATS:
+        return False
+    groups_fit = w.group_size == 16 or w.group_size % 32 == 0
+    return w.encoding.packing is Packing.PANELS and groups_fit
+
+
+def _in_rows(w: WeightTensor, dtype: torch.dtype) -> bool:
+    """True where `few_tokens_rows` multiplies w with activations of `dtype`."""
+    if dtype not in (*_TENSOR_CORE_FLOATS, torch.int8) or w.encoding.is_float:
+        return False
+    group = w.tile[1] if w.encoding is Encoding.FP8_BLOCK else w.group_size
+    return w.encoding.packing is Packing.ROWS and group % 32 == 0
+
+
+def _has_int8_steps(w: WeightTensor) -> bool:
+    return w.group_size == 16 or w.group_size % 32 == 0
+
+
+def _agree(one: WeightTensor, other: WeightTensor) -> bool:
+    """True where both can be multiplied in one launch."""
+
+    def kind(w: WeightTensor) -> tuple[Any, ...]:
+        parts = (w.scales, w.zeros, w.minima, w.factor)
+        dtypes = tuple(None if part is None else part.dtype for part in parts)
+        return (w.encoding, w.shape[1], w.group_size, w.activations, dtypes)
+
+    return kind(one) == kind(other)

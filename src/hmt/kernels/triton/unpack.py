@@ -1,0 +1,344 @@
+"""4-bit codes in panels brought to numbers that tensor cores take.
+
+Four bytes of a panel lie in one register.  On the card a few logical instructions make numbers of
+all eight codes at once; Triton's own arithmetic takes three times as many.  The interpreter knows
+no assembler and takes the arithmetic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hmt.contracts.encoding import Encoding
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+ASSEMBLER = tl.constexpr(not INTERPRETED)
+
+# bf16 numbers of e2m1 are made too small by 2^126, without a multiplication: their bits are those
+# of the code.  Activations are made larger by 2^64 in turn, so that products stay in f32's range.
+BF16_X_SCALE = tl.constexpr(2.0**64)
+
+
+def code_unit(encoding: Encoding, dtype: torch.dtype) -> float:
+    """What a product of `float_codes` or `int8_codes` with x of `dtype` is to be multiplied by."""
+    if encoding is Encoding.INT4_GROUP:
+        return 0.0625 if dtype is torch.int8 else 1.0
+    return {torch.int8: 0.5, torch.float16: 2.0**14, torch.bfloat16: 2.0**62}[dtype]
+
+
+@triton.jit
+def float_codes(pairs, E2M1: tl.constexpr, BF16: tl.constexpr):
+    """Bytes of panels as numbers: low and high nibbles, both in the shape of `pairs`, f16 or bf16.
+
+    Codes of int4 are less 8; codes of e2m1 are 2^-14 (f16) or 2^-126 (bf16) of their numbers.
+    """
+    if ASSEMBLER:
+        if E2M1:
+            low, high = _e2m1_bf16(pairs) if BF16 else _e2m1_f16(pairs)
+        else:
+            low, high = _int4_bf16(pairs) if BF16 else _int4_f16(pairs)
+    else:
+        low, high = panel_integers(pairs, E2M1)
+        dtype: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+        if E2M1:
+            unit = 2.0**-127 if BF16 else 2.0**-15
+            low, high = low.to(tl.float32) * unit, high.to(tl.float32) * unit
+        low, high = low.to(dtype), high.to(dtype)
+    return low, high
+
+
+@triton.jit
+def int8_codes(pairs, E2M1: tl.constexpr):
+    """Bytes of panels as int8, low and high nibbles.
+
+    Codes of int4 are less 8 and times 16, numbers of e2m1 are doubled.
+    """
+    if ASSEMBLER:
+        low, high = _e2m1_int8(pairs) if E2M1 else _int4_int8(pairs)
+    else:
+        low, high = panel_integers(pairs, E2M1)
+        if not E2M1:
+            low, high = low * 16, high * 16
+        low, high = low.to(tl.int8), high.to(tl.int8)
+    return low, high
+
+
+@triton.jit
+def large_activations(x, E2M1: tl.constexpr):
+    """x as `float_codes` wants it: bf16 times 2^64 where codes are e2m1."""
+    if E2M1 and x.dtype == tl.bfloat16:
+        if ASSEMBLER:
+            x = tl.inline_asm_elementwise(
+                "{ .reg .b32 m; mov.b32 m, 0x5F805F80; mul.bf16x2 $0, $1, m; }",
+                "=r,r",
+                [x],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            x = (x.to(tl.float32) * BF16_X_SCALE).to(tl.bfloat16)
+    return x
+
+
+@triton.jit
+def prefetch(at, mask):
+    """Ask for the lines at addresses `at` to be brought to the second cache."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        setp.ne.b32 p, $2, 0;
+        @p prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [at.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def scale_numbers(scales):
+    """Scales as f32; bytes are exponents of two (MXFP4)."""
+    if scales.dtype == tl.uint8:
+        exponents = scales.to(tl.int32)
+        bits = tl.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is subnormal
+        numbers = bits.to(tl.float32, bitcast=True)
+    else:
+        numbers = scales.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def byte_numbers(codes, DTYPE: tl.constexpr):
+    """Codes of int8 or e4m3 in DTYPE."""
+    if ASSEMBLER and DTYPE == tl.bfloat16 and codes.dtype == tl.float8e4nv:
+        numbers = _e4m3_bf16(codes)
+    else:
+        numbers = codes.to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def panel_integers(pairs, E2M1: tl.constexpr):
+    """Low and high nibbles: codes of int4 less 8, or numbers of e2m1 doubled; int32."""
+    return _integer(pairs & 15, E2M1), _integer(pairs >> 4, E2M1)
+
+
+@triton.jit
+def _integer(codes, E2M1: tl.constexpr):
+    """Codes of int4 less 8, or numbers of e2m1 doubled: int32."""
+    numbers = codes.to(tl.int32)
+    if E2M1:
+        exponent, mantissa = (numbers >> 1) & 3, numbers & 1
+        size = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+        numbers = tl.where(numbers >= 8, -size, size)
+    else:
+        numbers -= 8
+    return numbers
+
+
+@triton.jit
+def _int4_bf16(pairs):
+    # 128 + code is exact in bf16, with the code in the lowest bits.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 p, q, m;
+        mov.b32 m, 0x43084308;
+        prmt.b32 p, $4, 0, 0x4140;
+        prmt.b32 q, $4, 0, 0x4342;
+        lop3.b32 $0, p, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $1, q, 0x000F000F, 0x43004300, 0xEA;
+        shr.b32 p, p, 4;
+        shr.b32 q, q, 4;
+        lop3.b32 $2, p, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $3, q, 0x000F000F, 0x43004300, 0xEA;
+        sub.bf16x2 $0, $0, m;
+        sub.bf16x2 $1, $1, m;
+        sub.bf16x2 $2, $2, m;
+        sub.bf16x2 $3, $3, m;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r",
+        [pairs],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _int4_f16(pairs):
+    # 1024 + code, as above.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 p, q, m;
+        mov.b32 m, 0x64086408;
+        prmt.b32 p, $4, 0, 0x4140;
+        prmt.b32 q, $4, 0, 0x4342;
+        lop3.b32 $0, p, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 $1, q, 0x000F000F, 0x64006400, 0xEA;
+        shr.b32 p, p, 4;
+        shr.b32 q, q, 4;
+        lop3.b32 $2, p, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 $3, q, 0x000F000F, 0x64006400, 0xEA;
+        sub.f16x2 $0, $0, m;
+        sub.f16x2 $1, $1, m;
+        sub.f16x2 $2, $2, m;
+        sub.f16x2 $3, $3, m;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _e2m1_f16(pairs):
+    # All bits go to the upper byte: the sign to bit 7, exponent and mantissa to bits 3 to 1.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b;
+        shr.b32 b, $4, 3;
+        and.b32 a, $4, 0x80808080;
+        lop3.b32 b, b, 0x0E0E0E0E, a, 0xEA;
+        prmt.b32 $2, b, 0, 0x1404;
+        prmt.b32 $3, b, 0, 0x3424;
+        shl.b32 a, $4, 4;
+        and.b32 a, a, 0x80808080;
+        shl.b32 b, $4, 1;
+        lop3.b32 b, b, 0x0E0E0E0E, a, 0xEA;
+        prmt.b32 $0, b, 0, 0x1404;
+        prmt.b32 $1, b, 0, 0x3424;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _e2m1_bf16(pairs):
+    # The sign goes to bit 15, exponent and mantissa to bits 8 to 6.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 p, q, a;
+        prmt.b32 p, $4, 0, 0x1404;
+        prmt.b32 q, $4, 0, 0x3424;
+        and.b32 a, p, 0x80008000;
+        shr.b32 $2, p, 6;
+        lop3.b32 $2, $2, 0x01C001C0, a, 0xEA;
+        and.b32 a, q, 0x80008000;
+        shr.b32 $3, q, 6;
+        lop3.b32 $3, $3, 0x01C001C0, a, 0xEA;
+        shl.b32 a, p, 4;
+        and.b32 a, a, 0x80008000;
+        shr.b32 $0, p, 2;
+        lop3.b32 $0, $0, 0x01C001C0, a, 0xEA;
+        shl.b32 a, q, 4;
+        and.b32 a, a, 0x80008000;
+        shr.b32 $1, q, 2;
+        lop3.b32 $1, $1, 0x01C001C0, a, 0xEA;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r",
+        [pairs],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _int4_int8(pairs):
+    # A nibble in the upper half of a byte, its highest bit turned, is 16 (code - 8).
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a;
+        shl.b32 a, $2, 4;
+        lop3.b32 $0, a, 0xF0F0F0F0, 0x80808080, 0x6A;
+        lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
+        }
+        """,
+        "=&r,=&r,r",
+        [pairs],
+        dtype=(tl.int8, tl.int8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _e2m1_int8(pairs):
+    # Nibbles select from tables of eight bytes, one of positive and one of negative numbers.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, a, b, c, d, m;
+        and.b32 s, $2, 0x77777777;
+        shr.b32 t, s, 16;
+        prmt.b32 a, 0x03020100, 0x0C080604, s;
+        prmt.b32 b, 0x03020100, 0x0C080604, t;
+        prmt.b32 c, 0xFDFEFF00, 0xF4F8FAFC, s;
+        prmt.b32 d, 0xFDFEFF00, 0xF4F8FAFC, t;
+        prmt.b32 s, a, b, 0x6420;
+        prmt.b32 t, c, d, 0x6420;
+        prmt.b32 a, a, b, 0x7531;
+        prmt.b32 c, c, d, 0x7531;
+        prmt.b32 m, $2, 0, 0xBA98;
+        lop3.b32 $1, m, c, a, 0xCA;
+        shl.b32 d, $2, 4;
+        prmt.b32 m, d, 0, 0xBA98;
+        lop3.b32 $0, m, t, s, 0xCA;
+        }
+        """,
+        "=&r,=&r,r",
+        [pairs],
+        dtype=(tl.int8, tl.int8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _e4m3_bf16(codes):
+    # Exponent and mantissa go to bits 10 to 4, which is 2^-120 of the number.  The instruction that
+    # converts makes f16 of them, and f16 is made bf16 one at a time, at an eighth of the rate.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, m;
+        mov.b32 m, 0x7B807B80;
+        prmt.b32 $0, $2, 0, 0x1404;
+        prmt.b32 $1, $2, 0, 0x3424;
+        and.b32 a, $0, 0x80008000;
+        shr.b32 $0, $0, 4;
+        lop3.b32 $0, $0, 0x07F007F0, a, 0xEA;
+        and.b32 a, $1, 0x80008000;
+        shr.b32 $1, $1, 4;
+        lop3.b32 $1, $1, 0x07F007F0, a, 0xEA;
+        mul.bf16x2 $0, $0, m;
+        mul.bf16x2 $1, $1, m;
+        }
+        """,
+        "=&r,=&r,r",
+        [codes],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
