@@ -16,11 +16,11 @@ from hmt.kernels import reference
 from hmt.kernels.reference.pages import PagedRuns, PageEncoding, Pages
 from hmt.kernels.triton.attend_kernels import attend_kernel, merge_kernel
 from hmt.kernels.triton.pages import append_pages, page_words
-from hmt.kernels.triton.plans import Plan, front_words, plan_of
+from hmt.kernels.triton.plans import MOST_PARTS, Plan, front_words, plan_of
 from hmt.kernels.triton.runs import DeviceRuns, device_runs
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_MERGED_AT_ONCE = 16  # parts
+_MERGED_NUMBERS = 32  # of a row, in a program of `merge_kernel`
 
 
 def paged_attention(
@@ -154,10 +154,11 @@ def _launch(
         held.tables.stride(0),
         held.count,
         blocks,
+        plan.parts,
         scale,
         window,
         softcap,
-        PARTS=plan.parts,
+        SPLIT=split,
         LEAST=plan.least,
         ENCODING=int(layout.encoding),
         DTYPE=_TYPES[compute],
@@ -179,10 +180,12 @@ def _launch(
         SINKS=sinks is not None,
         LSE=lse is not None,
         STAGES=plan.stages,
+        AHEAD=plan.ahead,
         num_warps=plan.warps,
     )
     if split:
-        merge_kernel[(held.tokens, q_heads, held.count)](
+        chunks = triton.cdiv(layout.value_dim, _MERGED_NUMBERS)
+        merge_kernel[(held.tokens * chunks, q_heads, held.count)](
             out,
             lse,
             parts_out,
@@ -191,15 +194,15 @@ def _launch(
             sinks,
             tokens,
             held.count,
+            plan.parts,
             window,
-            heads=q_heads,
-            PARTS=plan.parts,
+            HEADS=q_heads,
+            CHUNKS=chunks,
             LEAST=plan.least,
             TILE=plan.tile,
             VALUE_DIM=layout.value_dim,
-            PADDED=triton.next_power_of_2(layout.value_dim),
-            PADDED_PARTS=triton.next_power_of_2(plan.parts),
-            AT_ONCE=_MERGED_AT_ONCE,
+            CHUNK=_MERGED_NUMBERS,
+            PADDED_PARTS=MOST_PARTS,
             WINDOW=window > 0,
             SINKS=sinks is not None,
             LSE=lse is not None,

@@ -135,6 +135,7 @@ def _launch(
             LAST=last,
             INTERLEAVED=interleaved,
             num_warps=4,
+            enable_fp_fusion=False,  # products are rounded before they are added
         )
 
 

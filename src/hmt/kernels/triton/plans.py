@@ -11,6 +11,7 @@ from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns
 # Programs that keep every multiprocessor of a large card busy, about twice over.
 _PROGRAMS = 264
 
+MOST_PARTS = 128  # a power of two
 _SHORT_PARTS = 66  # 8 KV heads make 528 programs of them: four for each of 132 multiprocessors
 _LATENT_PARTS = 66  # two blocks of 64 heads make 132
 
@@ -24,6 +25,7 @@ class Plan:
     parts     how many parts a context is cut into at most; 1 for a kernel that writes the result
     launched  parts that contexts of this bucket can have; the grid
     least     tokens in a part are a multiple of this
+    ahead     whether a tile is read while another is computed
     """
 
     rows: int
@@ -33,6 +35,7 @@ class Plan:
     parts: int
     launched: int
     least: int
+    ahead: bool
 
 
 def front_words(layout: PageLayout) -> tuple[int, int]:
@@ -73,7 +76,7 @@ def plan_of(
     launched = min(parts, -(-span // least))
     if launched == 1 and not short:
         parts = 1
-    return Plan(rows, tile, warps, stages, parts, launched, least)
+    return Plan(rows, tile, warps, stages, parts, launched, least, ahead=True)
 
 
 def _sizes(layout: PageLayout, rows: int, compute: torch.dtype) -> tuple[int, int, int]:

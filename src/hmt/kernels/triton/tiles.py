@@ -17,19 +17,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+# fmt: off  (kernels have many parameters, and functions here are short)
 @triton.jit
 def key_words(
-    memory,
-    table,
-    first,
-    page_stride,
-    offset,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    WORDS: tl.constexpr,
+    place, first, FIRST: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Words FIRST .. FIRST + COUNT of keys of tokens first .. first + TILE: [COUNT, TILE]."""
+    memory, table, page_stride, offset = place[0], place[1], place[2], place[3]
     token = tl.arange(0, TILE)
     word = FIRST + tl.arange(0, COUNT)
     page = tl.max_constancy(tl.load(table + first // 16 + token // 16), 16)
@@ -44,17 +39,11 @@ def key_words(
 
 @triton.jit
 def value_words(
-    memory,
-    table,
-    first,
-    page_stride,
-    offset,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    PER_WORD: tl.constexpr,
+    place, first, DIM: tl.constexpr, PADDED: tl.constexpr, PER_WORD: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Words of values of tokens first .. first + TILE: [TILE / PER_WORD, PADDED]."""
+    memory, table, page_stride, offset = place[0], place[1], place[2], place[4]
     PER_PAGE: tl.constexpr = 16 // PER_WORD
     row = tl.arange(0, TILE // PER_WORD)
     dim = tl.arange(0, PADDED)
@@ -68,8 +57,9 @@ def value_words(
 
 
 @triton.jit
-def token_scales(memory, table, first, page_stride, offset, TILE: tl.constexpr):
+def token_scales(place, first, offset, TILE: tl.constexpr):
     """f32 scales of tokens first .. first + TILE: [TILE]."""
+    memory, table, page_stride = place[0], place[1], place[2]
     token = tl.arange(0, TILE)
     page = tl.max_constancy(tl.load(table + first // 16 + token // 16), 16)
     words = tl.load(memory + page.to(tl.int64) * page_stride + offset + token % 16)
@@ -113,47 +103,31 @@ def unpacked(words, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_words(
-    memory,
-    table,
-    first,
-    page_stride,
-    key_offset,
-    value_offset,
-    KEY_WORDS: tl.constexpr,
-    KEY_FRONT: tl.constexpr,
-    KEY_BACK: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    TILE: tl.constexpr,
+    place, first, ENCODING: tl.constexpr, KEY_WORDS: tl.constexpr, KEY_FRONT: tl.constexpr,
+    KEY_BACK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    PER_WORD: tl.constexpr, TILE: tl.constexpr,
 ):
-    """The words of a tile: the front of keys, what remains of them, and values.
+    """The words of a tile: the front of keys, what remains of them, values, and INT8's scales.
 
     Numbers of dots come in powers of two: 576 are a front of 512 and 64 that remain.  Where nothing
-    remains, or values are the front of keys, that part is a scalar that is not used.
+    remains, or values are the front of keys, that part is some scalar instead.
+
+    place   memory, the run's table, words from page to page, and where in a page keys, values,
+            scales of keys and scales of values of one head begin
     """
-    front = key_words(
-        memory, table, first, page_stride, key_offset, 0, KEY_FRONT, KEY_WORDS, TILE
-    )
-    back = 0
+    front = key_words(place, first, 0, KEY_FRONT, KEY_WORDS, TILE)
+    back = first
     if KEY_BACK:
-        back = key_words(
-            memory, table, first, page_stride, key_offset, KEY_FRONT, KEY_BACK, KEY_WORDS, TILE
-        )
-    value = 0
+        back = key_words(place, first, KEY_FRONT, KEY_BACK, KEY_WORDS, TILE)
+    value = first
     if VALUE_PADDED:
-        value = value_words(
-            memory,
-            table,
-            first,
-            page_stride,
-            value_offset,
-            VALUE_DIM,
-            VALUE_PADDED,
-            PER_WORD,
-            TILE,
-        )
-    return front, back, value
+        value = value_words(place, first, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE)
+    key_scales = first
+    value_scales = first
+    if ENCODING == INT8:
+        key_scales = token_scales(place, first, place[5], TILE)
+        value_scales = token_scales(place, first, place[6], TILE)
+    return front, back, value, key_scales, value_scales
 
 
 @triton.jit
@@ -165,37 +139,19 @@ def bounded(scores, softcap):
 
 @triton.jit
 def advance(
-    mixed,
-    top,
-    total,
-    query_front,
-    query_back,
-    front,
-    back,
-    value,
-    key_scales,
-    value_scales,
-    first,
-    at,
-    lowest,
-    end,
-    scale,
-    window,
-    softcap,
-    ENCODING: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEY_BACK: tl.constexpr,
-    LATENT: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    mixed, top, total, query, words, first, rows, numbers, ENCODING: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, KEY_BACK: tl.constexpr, LATENT: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):
     """One tile more: mixed [rows, dim] and total are sums over exp2(score - top).
 
+    rows     position of each row, and the first and the end of what any of them sees
     MASKED   some row does not see some token, or pages hold fewer than the tile has
     """
+    at, lowest, end = rows
+    scale, window, softcap = numbers
+    query_front, query_back = query
+    front, back, value, key_scales, value_scales = words
     position = first + tl.arange(0, TILE)
     held = (position >= lowest) & (position < end)
     key = unpacked(front, ENCODING, DTYPE)  # [key_dim, TILE]
