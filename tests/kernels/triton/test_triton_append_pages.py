@@ -61,7 +61,9 @@ def test_rows_may_lie_apart(device):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("shape", [(32, 32, 0), (48, 32, 0), (48, 16, 32), (56, 16, 24), (22, 6, 0)])
+@pytest.mark.parametrize(
+    "shape", [(32, 32, 0), (48, 32, 0), (48, 16, 32), (56, 16, 24), (22, 6, 0)]
+)
 def test_rotation_on_the_way(device, encoding, interleaved, shape):
     dim, rot, first = shape
     if dim % (32 // encoding.bits):

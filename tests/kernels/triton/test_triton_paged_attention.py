@@ -53,9 +53,7 @@ class Scene:
         runs = runs or PagedRuns(self.runs)
         if options.get("sinks") is not None:
             options["sinks"] = options["sinks"].to(self.device)
-        found = attention.paged_attention(
-            self.on_device, 1, runs, query.to(self.device), **options
-        )
+        found = attention.paged_attention(self.on_device, 1, runs, query.to(self.device), **options)
         return tuple(x.cpu() for x in found)
 
     def exact(self, query, **options):
@@ -209,10 +207,11 @@ def test_neighbours_change_no_bit_of_a_short_run(device):
         assert all(torch.equal(a, b[rows]) for a, b in zip(alone, together, strict=True))
 
 
-def test_append_and_attend_in_one_call(device):
+@pytest.mark.parametrize("runs", [[(30, 1), (7, 12)], [(0, 20), (30, 1), (0, 9), (7, 12), (0, 3)]])
+def test_append_and_attend_in_one_call(device, runs):
     layout, dtype = PageLayout(PageEncoding.F16, 2, 32, 32), torch.float16
-    scene = Scene(device, layout, [(30, 1), (7, 12)], dtype)
-    heads = torch.randn(13, 8, 32, generator=scene.random).to(dtype)
+    scene = Scene(device, layout, runs, dtype)
+    heads = torch.randn(scene.tokens, 8, 32, generator=scene.random).to(dtype)
     expected = reference.append_attend_pages(
         scene.pages, 1, PagedRuns(scene.runs), heads, scale=0.2
     )
@@ -260,7 +259,7 @@ def test_a_captured_step_goes_on_as_contexts_grow(device, window):
     starts = [3, 250, 1015, 2000]
     scene = Scene(device, layout, [(start + 50, 1) for start in starts], dtype)
     fixed = device_tables.fixed_runs(device, count=6, tokens=1, context=4096)
-    heads = torch.zeros(4, 12, 64, dtype=dtype, device=device)
+    heads = torch.zeros(4, 12, 64, dtype=dtype, device=device)  # 8 for queries
     options = {"scale": 0.125, "window": window}
 
     def step():
@@ -276,9 +275,9 @@ def test_a_captured_step_goes_on_as_contexts_grow(device, window):
         captured = step()
     for moved in range(40):
         given = torch.randn(4, 12, 64, generator=scene.random).to(dtype)
-        chosen = [
-            PagedRun(i, 1, start + moved, scene.tables[i]) for i, start in enumerate(starts)
-        ][: 4 - moved % 2]
+        chosen = [PagedRun(i, 1, start + moved, scene.tables[i]) for i, start in enumerate(starts)][
+            : 4 - moved % 2
+        ]
         heads.copy_(given)
         device_tables.update_runs(fixed, chosen)
         captured.fill_(math.nan)

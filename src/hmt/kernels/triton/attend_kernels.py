@@ -24,15 +24,16 @@ def part_tokens(context, parts, least):
     return tl.maximum((context + parts * least - 1) // (parts * least), 1) * least
 
 
-# fmt: off  (kernels have many parameters, and functions here are short)
+# Kernels have many parameters; one on each line, functions would be too long to read.
+# fmt: off
 @triton.jit
 def sweep(
     sums, query, place, rows, numbers, low, high,
     ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LATENT: tl.constexpr,
     KEY_WORDS: tl.constexpr, KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, PER_WORD: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, AHEAD: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The sums with the tiles from low to high: (mixed, top, total).
 
@@ -46,7 +47,7 @@ def sweep(
             PER_WORD, TILE,
         )
         front, back, value, key_scales, value_scales = words
-    for first in tl.range(low, high, TILE, num_stages=STAGES):
+    for first in tl.range(low, high, TILE, num_stages=1):
         if AHEAD:
             now = (front, back, value, key_scales, value_scales)
             after = tl.minimum(first + TILE, high - TILE)
@@ -126,8 +127,7 @@ def attend_kernel(
     VALUE_DIM: tl.constexpr, LATENT: tl.constexpr, PER_WORD: tl.constexpr,
     KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, AHEAD: tl.constexpr,
 ):
     """Attention of ROWS rows, which are pairs of token and query head, to a part of their context.
 
@@ -187,18 +187,18 @@ def attend_kernel(
         sums = sweep(
             sums, (front, back), place, rows, numbers, left, tl.minimum(whole, end), ENCODING,
             DTYPE, PRECISION, LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED,
-            PER_WORD, TILE, WINDOW, SOFTCAP, 1, False, True,
+            PER_WORD, TILE, WINDOW, SOFTCAP, False, True,
         )
     ragged = tl.maximum(tl.minimum(first_at + 1, end) // TILE * TILE, whole)
     sums = sweep(
         sums, (front, back), place, rows, numbers, whole, ragged, ENCODING, DTYPE, PRECISION,
         LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE, WINDOW,
-        SOFTCAP, STAGES, AHEAD, False,
+        SOFTCAP, AHEAD, False,
     )
     sums = sweep(
         sums, (front, back), place, rows, numbers, ragged, end, ENCODING, DTYPE, PRECISION, LATENT,
         KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE, WINDOW, SOFTCAP,
-        1, False, True,
+        False, True,
     )
     result = token.to(tl.int64) * (HEADS * GROUP) + q_head
     if SPLIT:

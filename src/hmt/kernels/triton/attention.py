@@ -64,13 +64,35 @@ def paged_attention_output(
 
 
 def append_attend_pages(
-    pages: Pages, layer: int, runs: PagedRuns, heads: Tensor, **options: Any
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    heads: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `reference.append_attend_pages`: [tokens, q_heads * dim]."""
     kv_heads = pages.layout.heads
     query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     append_pages(pages, layer, runs, key, value)
-    return paged_attention_output(pages, layer, runs, query, **options).flatten(1)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    plain = not window and not softcap and sinks is None
+    if not plain or pages.layout.encoding.dtype != heads.dtype or not can_attend(pages, query):
+        return paged_attention_output(pages, layer, runs, query, **options).flatten(1)
+    # Runs that begin a sequence see nothing but their own keys, and pages keep those as they are.
+    # Torch's fused kernel reads them where they lie: 2048 tokens, 32 heads of 128 with keys of
+    # their own take 83 us on an H200; out of pages, 8 KV heads, 259 us.
+    out = _attend(pages, layer, runs, query, **options, lse=None, begun=False)
+    for held in device_runs(runs, heads.device):
+        for run in held.begun:
+            rows = slice(run.offset, run.offset + run.length)
+            out[rows] = reference.attention_output(
+                query[rows], key[rows], value[rows], start=0, scale=scale
+            )
+    return out.flatten(1)
 
 
 def can_attend(pages: Pages, query: Tensor) -> bool:
@@ -89,7 +111,9 @@ def _attend(
     softcap: float,
     sinks: Tensor | None,
     lse: Tensor | None,
+    begun: bool = True,
 ) -> Tensor:
+    """Attention of all runs, or of all but those that begin a sequence."""
     tokens, q_heads, _ = query.shape
     layout = pages.layout
     assert q_heads % layout.heads == 0 and query.shape[2] == layout.key_dim
@@ -99,6 +123,8 @@ def _attend(
         sinks = sinks.float().contiguous()
     out = query.new_empty(tokens, q_heads, layout.value_dim)
     for held in device_runs(runs, query.device):
+        if held.begun and not begun:
+            continue
         plan = plan_of(layout, q_heads // layout.heads, held, window, compute_type(pages, query))
         _launch(pages, layer, held, plan, query, out, lse, sinks, (scale, window, softcap))
     return out
@@ -179,7 +205,6 @@ def _launch(
         SOFTCAP=softcap != 0,
         SINKS=sinks is not None,
         LSE=lse is not None,
-        STAGES=plan.stages,
         AHEAD=plan.ahead,
         num_warps=plan.warps,
     )

@@ -62,9 +62,7 @@ def rope_append(
         return
     assert query.stride(2) == 1 and query.dtype == key.dtype
     cos, sin = cos.to(key.dtype), sin.to(key.dtype)
-    _launch(
-        pages, layer, runs, query, key, value, cos, sin, first=first, interleaved=interleaved
-    )
+    _launch(pages, layer, runs, query, key, value, cos, sin, first=first, interleaved=interleaved)
 
 
 def page_words(pages: Pages) -> Tensor:
@@ -128,7 +126,6 @@ def _launch(
             HEADS=layout.heads,
             KEY_DIM=layout.key_dim,
             VALUE_DIM=0 if layout.latent else layout.value_dim,
-            QUERY_DIM=queries.shape[2],
             PER_WORD=layout.per_word,
             FIRST=first,
             HALF=half,
@@ -158,7 +155,7 @@ def coded(numbers, scale):
 @triton.jit
 def rounded(numbers, DTYPE: tl.constexpr):
     """f32 numbers rounded to DTYPE, half to even, as f32."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         # By hand, as Triton's interpreter truncates.
         some = numbers.to(tl.int32, bitcast=True)
         some = (some + 0x7FFF + ((some >> 16) & 1)) & -65536
@@ -198,9 +195,13 @@ def packed(numbers, ENCODING: tl.constexpr):
     return found
 
 
+# Kernels have many parameters; one on each line, functions would be too long to read.
+# fmt: off
 @triton.jit
-def write_keys(at, slot, valid, numbers, scale, FIRST: tl.constexpr, COUNT: tl.constexpr,
-               PER_WORD: tl.constexpr, ENCODING: tl.constexpr):
+def write_keys(
+    at, slot, valid, numbers, scale, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    PER_WORD: tl.constexpr, ENCODING: tl.constexpr,
+):
     """Write numbers FIRST .. FIRST + COUNT of keys [16, padded] to words that begin `at`."""
     some = numbers
     if ENCODING == INT8:
@@ -212,6 +213,32 @@ def write_keys(at, slot, valid, numbers, scale, FIRST: tl.constexpr, COUNT: tl.c
 
 
 @triton.jit
+def write_values(
+    at, scales, slot, valid, numbers, DIM: tl.constexpr, PER_WORD: tl.constexpr,
+    ENCODING: tl.constexpr,
+):
+    """Write values f32 [16, padded] to words that begin `at`, and their scales.
+
+    Tokens of one word may come in different steps, so each writes its own part of it.
+    """
+    if ENCODING == INT8:
+        scale = tl.div_rn(magnitude(numbers), tl.full((16,), 127.0, tl.float32))
+        tl.store(scales, scale.to(tl.int32, bitcast=True), valid)
+        found = bits(coded(numbers, scale), ENCODING)
+    else:
+        found = bits(numbers, ENCODING)
+    dim = tl.arange(0, numbers.shape[1])[None, :]
+    mask = valid[:, None] & (dim < DIM)
+    index = ((slot // PER_WORD)[:, None] * DIM + dim) * PER_WORD + (slot % PER_WORD)[:, None]
+    if PER_WORD == 1:
+        tl.store(at + index, found, mask)
+    elif PER_WORD == 2:
+        tl.store(at.to(tl.pointer_type(tl.int16)) + index, found.to(tl.int16), mask)
+    else:
+        tl.store(at.to(tl.pointer_type(tl.int8)) + index, found.to(tl.int8), mask)
+
+
+@triton.jit
 def turned(first, second, cos, sin, DTYPE: tl.constexpr):
     """A pair rotated, each product and sum rounded to DTYPE."""
     left = rounded(first * cos, DTYPE) - rounded(second * sin, DTYPE)
@@ -220,9 +247,12 @@ def turned(first, second, cos, sin, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def turned_rows(rows, token, valid, cos, sin, cos_stride, sin_stride, FIRST: tl.constexpr,
-                HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr):
+def turned_rows(
+    rows, angles, token, valid, FIRST: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """Pairs FIRST .. FIRST + 2 * HALF of rows, rotated: two of f32 [16, PADDED]."""
+    cos, sin, cos_stride, sin_stride = angles
     pair = tl.arange(0, PADDED)[None, :]
     mask = valid[:, None] & (pair < HALF)
     if INTERLEAVED:
@@ -237,104 +267,49 @@ def turned_rows(rows, token, valid, cos, sin, cos_stride, sin_stride, FIRST: tl.
     return turned(first, second, angle_cos, angle_sin, rows.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["table_width", "runs"])
-def append_kernel(
-    query,
-    key,
-    value,
-    cos,
-    sin,
-    memory,
-    spans,
-    tables,
-    query_stride,
-    query_head_stride,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    cos_stride,
-    sin_stride,
-    page_stride,
-    layer_offset,
-    table_width,
-    runs,
-    ENCODING: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    QUERY_DIM: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    FIRST: tl.constexpr,
-    HALF: tl.constexpr,
-    LAST: tl.constexpr,
+@triton.jit
+def turn_query(
+    rows, angles, token, valid, HALF: tl.constexpr, PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """The tokens of one page: program (page of the run, KV head or HEADS + query head, run).
+    """Rotate the first pairs of rows [16, dim] where they are."""
+    left, right = turned_rows(rows, angles, token, valid, 0, HALF, PADDED, INTERLEAVED)
+    pair = tl.arange(0, PADDED)[None, :]
+    mask = valid[:, None] & (pair < HALF)
+    tl.debug_barrier()  # pairs that lie side by side are read by other threads than write there
+    tl.store(rows + pair, left.to(rows.dtype.element_ty), mask)
+    tl.store(rows + HALF + pair, right.to(rows.dtype.element_ty), mask)
 
-    A key is FIRST numbers as they are, HALF pairs that are rotated, and LAST numbers as they are.
-    """
-    run = tl.program_id(2)
-    offset = tl.load(spans + run)
-    length = tl.load(spans + runs + run)
-    start = tl.load(spans + 2 * runs + run)
-    number = start // 16 + tl.program_id(0)
-    if (number * 16 >= start + length) | (length == 0):
-        return
-    slot = tl.arange(0, 16)
-    position = number * 16 + slot
-    valid = (position >= start) & (position < start + length)
-    token = tl.where(valid, position - start, 0) + offset
-    far = token.to(tl.int64)[:, None]
-    HALF_PADDED: tl.constexpr = triton.next_power_of_2(HALF) if HALF > 4 else 4
-    head = tl.program_id(1)
-    if head >= HEADS:
-        rows = query + far * query_stride + (head - HEADS) * query_head_stride
-        left, right = turned_rows(
-            rows, token, valid, cos, sin, cos_stride, sin_stride, 0, HALF, HALF_PADDED, INTERLEAVED
-        )
-        pair = tl.arange(0, HALF_PADDED)[None, :]
-        mask = valid[:, None] & (pair < HALF)
-        tl.debug_barrier()  # pairs that lie side by side are read by other threads than write there
-        tl.store(rows + pair, left.to(query.dtype.element_ty), mask)
-        tl.store(rows + HALF + pair, right.to(query.dtype.element_ty), mask)
-        return
 
-    page = tl.load(tables + run.to(tl.int64) * table_width + number).to(tl.int64)
-    base = memory + page * page_stride + layer_offset
-    KEY_WORDS: tl.constexpr = KEY_DIM // PER_WORD * 16
-    VALUE_WORDS: tl.constexpr = VALUE_DIM * 16 // PER_WORD
-    scales = base + HEADS * (KEY_WORDS + VALUE_WORDS) + head * 16 + slot
+@triton.jit
+def plain_rows(rows, valid, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """Numbers FIRST .. FIRST + COUNT of rows: f32 [16, PADDED], zeros beyond."""
+    dim = tl.arange(0, PADDED)[None, :]
+    return tl.load(rows + FIRST + dim, valid[:, None] & (dim < COUNT), 0.0).to(tl.float32)
 
-    rows = key + far * key_stride + head * key_head_stride
+
+@triton.jit
+def append_keys(
+    rows, angles, at, scales, slot, token, valid, ENCODING: tl.constexpr, PER_WORD: tl.constexpr,
+    FIRST: tl.constexpr, HALF: tl.constexpr, LAST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):
+    """Write 16 keys: FIRST numbers as they are, HALF pairs rotated, LAST numbers as they are."""
     FIRST_PADDED: tl.constexpr = triton.next_power_of_2(FIRST) if FIRST > 4 else 4
+    HALF_PADDED: tl.constexpr = triton.next_power_of_2(HALF) if HALF > 4 else 4
     LAST_PADDED: tl.constexpr = triton.next_power_of_2(LAST) if LAST > 4 else 4
     scale = tl.zeros((16,), tl.float32)
     if FIRST:
-        dim = tl.arange(0, FIRST_PADDED)[None, :]
-        front = tl.load(rows + dim, valid[:, None] & (dim < FIRST), 0.0).to(tl.float32)
+        front = plain_rows(rows, valid, 0, FIRST, FIRST_PADDED)
         scale = tl.maximum(scale, magnitude(front))
     if HALF:
         left, right = turned_rows(
-            rows,
-            token,
-            valid,
-            cos,
-            sin,
-            cos_stride,
-            sin_stride,
-            FIRST,
-            HALF,
-            HALF_PADDED,
-            INTERLEAVED,
+            rows, angles, token, valid, FIRST, HALF, HALF_PADDED, INTERLEAVED
         )
         scale = tl.maximum(scale, tl.maximum(magnitude(left), magnitude(right)))
     if LAST:
-        dim = FIRST + 2 * HALF + tl.arange(0, LAST_PADDED)[None, :]
-        back = tl.load(rows + dim, valid[:, None] & (dim < KEY_DIM), 0.0).to(tl.float32)
+        back = plain_rows(rows, valid, FIRST + 2 * HALF, LAST, LAST_PADDED)
         scale = tl.maximum(scale, magnitude(back))
     scale = tl.div_rn(scale, tl.full((16,), 127.0, tl.float32))
-    at = base + head * KEY_WORDS
     if FIRST:
         write_keys(at, slot, valid, front, scale, 0, FIRST, PER_WORD, ENCODING)
     if HALF:
@@ -345,25 +320,48 @@ def append_kernel(
     if ENCODING == INT8:
         tl.store(scales, scale.to(tl.int32, bitcast=True), valid)
 
+
+@triton.jit(do_not_specialize=["table_width", "runs"])
+def append_kernel(
+    query, key, value, cos, sin, memory, spans, tables, query_stride, query_head_stride,
+    key_stride, key_head_stride, value_stride, value_head_stride, cos_stride, sin_stride,
+    page_stride, layer_offset, table_width, runs,
+    ENCODING: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PER_WORD: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr, LAST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The tokens of one page: program (page of the run, KV head or HEADS + query head, run)."""
+    run, head = tl.program_id(2), tl.program_id(1)
+    offset, length = tl.load(spans + run), tl.load(spans + runs + run)
+    start = tl.load(spans + 2 * runs + run)
+    number = start // 16 + tl.program_id(0)
+    if (number * 16 >= start + length) | (length == 0):
+        return
+    slot = tl.arange(0, 16)
+    position = number * 16 + slot
+    valid = (position >= start) & (position < start + length)
+    token = tl.where(valid, position - start, 0) + offset
+    far = token.to(tl.int64)[:, None]
+    angles = (cos, sin, cos_stride, sin_stride)
+    if head >= HEADS:
+        HALF_PADDED: tl.constexpr = triton.next_power_of_2(HALF) if HALF > 4 else 4
+        rows = query + far * query_stride + (head - HEADS) * query_head_stride
+        turn_query(rows, angles, token, valid, HALF, HALF_PADDED, INTERLEAVED)
+        return
+
+    page = tl.load(tables + run.to(tl.int64) * table_width + number).to(tl.int64)
+    base = memory + page * page_stride + layer_offset
+    KEY_WORDS: tl.constexpr = KEY_DIM // PER_WORD * 16
+    VALUE_WORDS: tl.constexpr = VALUE_DIM * 16 // PER_WORD
+    scales = base + HEADS * (KEY_WORDS + VALUE_WORDS) + head * 16 + slot
+    rows = key + far * key_stride + head * key_head_stride
+    append_keys(
+        rows, angles, base + head * KEY_WORDS, scales, slot, token, valid, ENCODING, PER_WORD,
+        FIRST, HALF, LAST, INTERLEAVED,
+    )
     if VALUE_DIM:
         PADDED: tl.constexpr = triton.next_power_of_2(VALUE_DIM)
-        dim = tl.arange(0, PADDED)[None, :]
-        mask = valid[:, None] & (dim < VALUE_DIM)
         rows = value + far * value_stride + head * value_head_stride
-        some = tl.load(rows + dim, mask, 0.0).to(tl.float32)
-        if ENCODING == INT8:
-            scale = tl.div_rn(magnitude(some), tl.full((16,), 127.0, tl.float32))
-            tl.store(scales + HEADS * 16, scale.to(tl.int32, bitcast=True), valid)
-            found = bits(coded(some, scale), ENCODING)
-        else:
-            found = bits(some, ENCODING)
-        # Tokens of one word may come in different steps, so each writes its own part of it.
+        some = plain_rows(rows, valid, 0, VALUE_DIM, PADDED)
         at = base + HEADS * KEY_WORDS + head * VALUE_WORDS
-        index = ((slot // PER_WORD)[:, None] * VALUE_DIM + dim) * PER_WORD
-        index += (slot % PER_WORD)[:, None]
-        if PER_WORD == 1:
-            tl.store(at + index, found, mask)
-        elif PER_WORD == 2:
-            tl.store(at.to(tl.pointer_type(tl.int16)) + index, found.to(tl.int16), mask)
-        else:
-            tl.store(at.to(tl.pointer_type(tl.int8)) + index, found.to(tl.int8), mask)
+        write_values(at, scales + HEADS * 16, slot, valid, some, VALUE_DIM, PER_WORD, ENCODING)

@@ -6,7 +6,7 @@ context from the device and stops when it has nothing to do.  So a captured grap
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class DeviceRuns:
     tokens    no run is longer
     context   no run ends at a later position
     known     the table that each row was filled from, so that it is not sent again
+    begun     the runs, where all of them are long and begin their sequences; else none
     """
 
     spans: Tensor
@@ -37,6 +38,7 @@ class DeviceRuns:
     tokens: int
     context: int
     known: list[tuple[Tensor, int] | None] = field(repr=False)
+    begun: tuple[PagedRun, ...] = ()
 
     @property
     def count(self) -> int:
@@ -64,27 +66,40 @@ class DeviceRuns:
         assert len(runs) <= self.count
         columns = [[run.offset, run.length, run.start] for run in runs]
         columns += [[0, 0, 0]] * (self.count - len(runs))
-        for row, run in enumerate(runs):
+        for run in runs:
             assert run.length <= self.tokens and run.start + run.length <= self.context
-            self._fill_table(row, run.table)
+        changed = [row for row, run in enumerate(runs) if not self._holds(row, run.table)]
+        if len(changed) == self.count and all(run.table.is_cpu for run in runs):
+            whole = torch.zeros(self.tables.shape, dtype=torch.int32)  # sent in one piece
+            for row, run in enumerate(runs):
+                pages = min(len(run.table), whole.shape[1])
+                whole[row, :pages] = run.table[:pages]
+            _send(whole, self.tables)
+        else:
+            for row in changed:
+                pages = min(len(runs[row].table), self.tables.shape[1])
+                _send(runs[row].table[:pages], self.tables[row, :pages])
+        for row in changed:
+            self.known[row] = (runs[row].table, runs[row].table._version)
         _send(torch.tensor(columns, dtype=torch.int32).T, self.spans)
 
-    def _fill_table(self, row: int, table: Tensor) -> None:
+    def _holds(self, row: int, table: Tensor) -> bool:
         known = self.known[row]
-        if known is not None and known[0] is table and known[1] == table._version:
-            return
-        pages = min(len(table), self.tables.shape[1])
-        _send(table[:pages], self.tables[row, :pages])
-        self.known[row] = (table, table._version)
+        return known is not None and known[0] is table and known[1] == table._version
 
 
 def device_runs(runs: PagedRuns, device: torch.device) -> tuple[DeviceRuns, ...]:
-    """The runs by length, made at the first call and kept in `runs.device`."""
+    """The runs by length, made at the first call and kept in `runs.device`.
+
+    Short ones are together, long ones that begin a sequence, and other long ones.
+    """
     if runs.device is None:
         present = [run for run in runs.runs if run.length]
         short = [run for run in present if run.length <= SHORT_TOKENS]
         long = [run for run in present if run.length > SHORT_TOKENS]
-        runs.device = tuple(_held(group, device) for group in (short, long) if group)
+        first = [run for run in long if run.start == 0]
+        later = [run for run in long if run.start]
+        runs.device = tuple(_held(group, device) for group in (short, first, later) if group)
     held: tuple[DeviceRuns, ...] = runs.device
     return held
 
@@ -111,6 +126,8 @@ def _held(runs: list[PagedRun], device: torch.device) -> DeviceRuns:
     context = max(run.start + run.length for run in runs)
     held = DeviceRuns.empty(device, len(runs), tokens, context)
     held.fill(runs)
+    if tokens > SHORT_TOKENS and not any(run.start for run in runs):
+        held = replace(held, begun=tuple(runs))
     return held
 
 

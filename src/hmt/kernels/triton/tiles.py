@@ -1,8 +1,8 @@
-"""What attention kernels are made of: tiles of keys and values out of pages, and one step of sums.
+"""What attention kernels are made of: tiles of keys and values out of pages, and a step of sums.
 
-Pages are read as words of four bytes, as they lie (`hmt.kernels.reference.pages`): a tile of keys is
-[words, tokens], a tile of values [groups of tokens, dim], both with 16 bytes a thread side by side.
-Numbers are taken out of words in registers, on the way to shared memory.
+Pages are read as words of four bytes, as they lie (`hmt.kernels.reference.pages`): a tile of keys
+is [words, tokens], a tile of values [groups of tokens, dim], both with 16 bytes a thread side by
+side.  Numbers are taken out of words in registers, on the way to shared memory.
 """
 
 import triton
@@ -17,7 +17,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-# fmt: off  (kernels have many parameters, and functions here are short)
+# Kernels have many parameters; one on each line, functions would be too long to read.
+# fmt: off
 @triton.jit
 def key_words(
     place, first, FIRST: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr,
@@ -30,11 +31,10 @@ def key_words(
     page = tl.max_constancy(tl.load(table + first // 16 + token // 16), 16)
     at = (page.to(tl.int64) * page_stride)[None, :] + (token % 16)[None, :]
     at += (offset + word * 16)[:, None]
-    if FIRST + COUNT > WORDS:
-        words = tl.load(memory + at, (word < WORDS)[:, None], 0)
+    if FIRST + COUNT <= WORDS:
+        return tl.load(memory + at)
     else:
-        words = tl.load(memory + at)
-    return words
+        return tl.load(memory + at, (word < WORDS)[:, None], 0)
 
 
 @triton.jit
@@ -49,11 +49,10 @@ def value_words(
     dim = tl.arange(0, PADDED)
     page = tl.load(table + first // 16 + row // PER_PAGE)
     at = (page.to(tl.int64) * page_stride + offset + (row % PER_PAGE) * DIM)[:, None] + dim[None, :]
-    if PADDED > DIM:
-        words = tl.load(memory + at, (dim < DIM)[None, :], 0)
+    if PADDED == DIM:
+        return tl.load(memory + at)
     else:
-        words = tl.load(memory + at)
-    return words
+        return tl.load(memory + at, (dim < DIM)[None, :], 0)
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def number(words, PLACE: tl.constexpr, ENCODING: tl.constexpr, DTYPE: tl.constex
     if ENCODING == F32:
         found = words.to(tl.float32, bitcast=True).to(DTYPE)
     elif ENCODING == BF16:
-        if DTYPE == tl.float32:
+        if tl.float32 == DTYPE:
             high = (words << 16) if PLACE == 0 else (words & -65536)
             found = high.to(tl.float32, bitcast=True)
         else:
