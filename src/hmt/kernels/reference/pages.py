@@ -106,6 +106,7 @@ class Pages:
 
     memory   uint8 [pages, layers, layout.page_bytes], each page contiguous
     native   what the compiled kernels made of it
+    device   what kernels for GPUs made of it
     """
 
     def __init__(self, layout: PageLayout, memory: Tensor) -> None:
@@ -114,6 +115,7 @@ class Pages:
         self.layout = layout
         self.memory = memory
         self.native: Any = None
+        self.device: Any = None
 
     def parts(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views of keys, values, and their scales in words, as PageLayout shows them.
@@ -162,6 +164,7 @@ class PagedRuns:
     def __init__(self, runs: Sequence[PagedRun]) -> None:
         self.runs = tuple(runs)
         self.native: Any = None  # what the compiled kernels made of it
+        self.device: Any = None  # what kernels for GPUs made of it
 
 
 def append_pages(
