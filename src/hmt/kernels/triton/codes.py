@@ -86,10 +86,12 @@ def scale_numbers(stored, factor, KIND: tl.constexpr):
 @triton.jit
 def pointers(addresses, KIND: tl.constexpr):
     """Int64 addresses, multiples of 16, as pointers to numbers of dtype KIND."""
+    # Said of the pointer: what is known of an integer is forgotten when it becomes one.
+    pointer = addresses.to(tl.pointer_type(KIND))
     if len(addresses.shape) == 3:
-        aligned = tl.multiple_of(addresses, [16, 16, 16])
+        aligned = tl.multiple_of(pointer, [16, 16, 16])
     elif len(addresses.shape) == 2:
-        aligned = tl.multiple_of(addresses, [16, 16])
+        aligned = tl.multiple_of(pointer, [16, 16])
     else:
-        aligned = tl.multiple_of(addresses, [16])
-    return aligned.to(tl.pointer_type(KIND))
+        aligned = tl.multiple_of(pointer, [16])
+    return aligned

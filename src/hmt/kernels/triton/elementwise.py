@@ -52,10 +52,10 @@ def _turn_heads(
     if INTERLEAVED:
         first = tl.load(source + 2 * pair, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + 2 * pair + 1, mask=inside, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # out may be x, and pairs move: read all before the first is written
     else:
         first = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # out may be x, and lanes that store are not those that loaded
     one = rounded(first * by_cos, kind) - rounded(second * by_sin, kind)
     two = rounded(second * by_cos, kind) + rounded(first * by_sin, kind)
     tl.store(target + pair, one.to(kind), mask=inside)

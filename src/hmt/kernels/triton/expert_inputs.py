@@ -98,17 +98,17 @@ def _inputs_kernel(
         integers, scale = split(values, PLANES)
         store_digits(numbers + row * PLANES * width + column, width, integers, inside, PLANES)
         tl.store(scales + row * (width // 16) + sixteen, scale, mask=sixteen * 16 < width)
-    if TOP > 0:
+    if TOP > 0:  # noqa: SIM102 - the one is for the compiler, the other for the card
         if part == 0:
             # An expert's place is the number of chosen ones before it.
             one = tl.arange(0, TOP_LANES)
             mine = tl.load(chosen + row * chosen_row + one, mask=one < TOP, other=1 << 40)
-            scale = tl.load(weights + row * weight_row + one, mask=one < TOP, other=0.0)
+            weight = tl.load(weights + row * weight_row + one, mask=one < TOP, other=0.0)
             place = tl.zeros((TOP_LANES,), tl.int32)
             for at in tl.static_range(TOP):
                 place += (tl.load(chosen + row * chosen_row + at) < mine).to(tl.int32)
             tl.store(slots + row * TOP + place, mine, mask=one < TOP)
-            tl.store(slot_scales + row * TOP + place, scale, mask=one < TOP)
+            tl.store(slot_scales + row * TOP + place, weight, mask=one < TOP)
 
 
 def prepare(

@@ -70,11 +70,12 @@ def _combine_kernel(
     for _ in tl.static_range(TOP):
         least = tl.min(left, axis=0)
         first = (left == least) & (least != _NOBODY)
+        exists = tl.sum(first.to(tl.int32), axis=0) > 0
         place = tl.sum(tl.where(first, slot, 0), axis=0)
         scale = tl.sum(tl.where(first, by, 0.0), axis=0)
         row = y + (token * TOP + place) * width + column
-        value = tl.load(row, mask=inside & (least != _NOBODY), other=0.0).to(tl.float32)
-        whole += tl.where(least != _NOBODY, value * scale, 0.0)
+        value = tl.load(row, mask=inside & exists, other=0.0).to(tl.float32)
+        whole += tl.where(exists, value * scale, 0.0)
         left = tl.where(left == least, _NOBODY, left)
     if KEEP:
         tl.store(total + token * width + column, whole, mask=inside)

@@ -11,7 +11,7 @@ from hmt.kernels.triton.expert_sorting import combine, sort_pairs
 from hmt.kernels.triton.expert_table import ExpertMatrix, ExpertTable
 from hmt.kernels.triton.matrix_forms import matrix_form
 from hmt.kernels.triton.scalars import activated, rounded
-from hmt.kernels.triton.tile_weights import panel_codes, panel_tile, row_tile
+from hmt.kernels.triton.tile_weights import nibble_numbers, panel_codes, panel_words, row_tile
 
 _WORKSPACE_BYTES = 256 << 20  # for activations between the matrices; more tokens come in parts
 
@@ -39,12 +39,13 @@ def _tile_dots(
         where_factor = tl.load(parts + 3 * part_stride) + at_factor
         factor = tl.load(where_factor.to(tl.pointer_type(tl.float32)))
     k = tl.arange(0, COLUMNS)
-    if PANELS:  # in the order of the words, see `tile_weights`
+    if PANELS:  # as `panel_codes`
         k = k // 32 * 32 + k // 4 % 2 * 16 + k // 8 % 4 * 4 + k % 4
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     for start in range(0, columns, COLUMNS):
-        mask = x_there[:, None] & (start + k < columns)[None, :]
-        numbers = tl.load(x + x_at[:, None] + (start + k)[None, :], mask=mask, other=0.0)
+        if CODES or not PANELS:
+            mask = x_there[:, None] & (start + k < columns)[None, :]
+            numbers = tl.load(x + x_at[:, None] + (start + k)[None, :], mask=mask, other=0.0)
         if CODES:
             if PANELS:
                 codes, by, least = panel_codes(
@@ -80,16 +81,31 @@ def _tile_dots(
                 total += product
         else:
             if PANELS:
-                weights = panel_tile(
+                WORDS: tl.constexpr = COLUMNS // 8
+                words, by, offset, high_by, high_offset = panel_words(
                     data, scales, extra, factor, first, start, rows, columns,
-                    KIND, GROUP, SCALE, EXTRA, ROWS, COLUMNS, RESULT,
+                    KIND, GROUP, SCALE, EXTRA, ROWS, WORDS,
                 )  # fmt: skip
+                word = start // 8 + tl.arange(0, WORDS)
+                mask = x_there[:, None] & (word < columns // 8)[None, :]
+                at = x + x_at[:, None] + word[None, :]
+                for nibble in tl.static_range(8):
+                    if nibble % 2 == 0:
+                        weights = nibble_numbers(words, nibble, by, offset, KIND != "int4")
+                    else:
+                        weights = nibble_numbers(
+                            words, nibble, high_by, high_offset, KIND != "int4"
+                        )
+                    numbers = tl.load(at + nibble * (columns // 8), mask=mask, other=0.0)
+                    total = tl.dot(
+                        weights.to(RESULT), tl.trans(numbers), total, input_precision="ieee"
+                    )
             else:
                 weights = row_tile(
                     data, scales, first, start, rows, columns,
                     KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, ROWS, COLUMNS, RESULT,
                 )  # fmt: skip
-            total = tl.dot(weights, tl.trans(numbers), total, input_precision="ieee")
+                total = tl.dot(weights, tl.trans(numbers), total, input_precision="ieee")
     if CODES and KIND == "int8":
         row = first + tl.arange(0, ROWS)
         total *= tl.load(pointers(scales, tl.float32) + row, mask=row < rows, other=0.0)[:, None]
@@ -100,7 +116,7 @@ def _tile_dots(
 def _gate_up_kernel(
     table, part_stride, order, begins, counts, x, x_scales, h, x_row, rows, columns,
     gate_data, gate_scales, gate_extra, gate_factor, up_data, up_scales, up_extra, up_factor,
-    TOP: tl.constexpr, ACTIVATION: tl.constexpr,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BY_NIBBLES: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -134,7 +150,10 @@ def _gate_up_kernel(
         gate = rounded(activated(rounded(gate, RESULT), ACTIVATION), RESULT)
         product = tl.trans((gate * rounded(up, RESULT)).to(RESULT))
         row = first + tl.arange(0, ROWS)[None, :]
-        to = h + at.to(tl.int64)[:, None] * rows + row
+        place = row
+        if BY_NIBBLES:
+            place = (row % 4 * 2 + row % 32 // 16) * (rows // 8) + row // 32 * 4 + row % 16 // 4
+        to = h + at.to(tl.int64)[:, None] * rows + place
         tl.store(to, product, mask=there[:, None] & (row < rows))
 
 
@@ -210,6 +229,7 @@ def _some_tokens(
     gate, down = matrix_form(table.gate), matrix_form(table.down)
     result = gate.kind_of(x.dtype)
     order, begins, counts = sort_pairs(chosen, table.experts)
+    x = by_nibbles(x) if takes_nibbles(table.gate) else x
     inputs = prepare(x, 1 if table.gate.takes_codes else 0)[0]
     numbers = inputs.numbers.view(tokens, hidden)
     h = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -219,8 +239,8 @@ def _some_tokens(
         table.addresses, table.part_stride, order, begins, counts,
         numbers, inputs.scales, h, hidden, width, hidden,
         *table.gate.offsets, *table.up.offsets,
-        TOP=top, ACTIVATION=activation, CODES=table.gate.takes_codes, ROWS=rows,
-        TOKENS=together, COLUMNS=columns, RESULT=result,
+        TOP=top, ACTIVATION=activation, BY_NIBBLES=takes_nibbles(table.down),
+        CODES=table.gate.takes_codes, ROWS=rows, TOKENS=together, COLUMNS=columns, RESULT=result,
         num_warps=warps, num_stages=stages, **gate.constants,
     )  # fmt: skip
     inputs = prepare(h, 1 if table.down.takes_codes else 0)[0]
@@ -236,6 +256,18 @@ def _some_tokens(
     combine(y, table, chosen, scales, total, out, last=last)
 
 
+def takes_nibbles(matrix: ExpertMatrix) -> bool:
+    """True where kernels of tiles take `by_nibbles`."""
+    return matrix.in_panels and not matrix.takes_codes
+
+
+def by_nibbles(x: Tensor) -> Tensor:
+    """Rows of x with the inputs of each of the eight nibbles of words side by side."""
+    rows, width = x.shape
+    split = x.reshape(rows, width // 32, 2, 4, 4)  # block, half, word, byte
+    return split.permute(0, 4, 2, 1, 3).reshape(rows, width)
+
+
 def tile_blocks(
     matrix: ExpertMatrix, tokens: int, top: int, experts: int
 ) -> tuple[int, int, int, int, int]:
@@ -245,7 +277,7 @@ def tile_blocks(
     rows = 64 if together <= 64 else 128
     warps = 4 if together <= 64 else 8
     if not matrix.takes_codes:
-        return rows, together, 128 if matrix.in_panels else 64, warps, 3
+        return rows, together, 256 if matrix.in_panels else 64, warps, 3
     if matrix.in_panels or matrix.group_size:
         return rows, together, max(32, matrix.group_size), warps, 3
     return rows, together, 128, warps, 3

@@ -1,8 +1,8 @@
 """Tiles of weights as tensor cores take them, from bytes as they lie.
 
-Tiles of 4-bit codes hold the inputs of each 32 in the order of the words they lie in: number
-8 w + 4 h + i of a row is input 32 (w / 4) + 16 h + 4 (w % 4) + i.  Activations are read in the same
-order, which costs them nothing, so weights are never moved between lanes for it.
+Nothing is moved between lanes to make numbers of 4-bit codes.  Each nibble of a tile of words is a
+tile of numbers by itself: nibble 2 i + h of word w of a row is input 32 (w / 4) + 16 h + 4 (w % 4)
++ i, so activations come with all inputs of one nibble side by side, see `by_nibbles`.
 """
 
 import triton
@@ -12,16 +12,7 @@ from hmt.kernels.triton.codes import doubled_e2m1, pointers, scale_numbers
 
 
 @triton.jit
-def joined(a, b, c, d, e, f, g, h, PANELS: tl.constexpr, WORDS: tl.constexpr):
-    """Eight [PANELS, WORDS, 16], of low nibbles 0 to 3 and high ones, as rows of [.., 8]."""
-    first = tl.join(tl.join(a, e), tl.join(c, g))
-    second = tl.join(tl.join(b, f), tl.join(d, h))
-    both = tl.permute(tl.join(first, second), (0, 2, 1, 3, 4, 5))
-    return tl.reshape(both, (PANELS * 16, WORDS * 8))
-
-
-@triton.jit
-def _float_number(words, NIBBLE: tl.constexpr, by, offset, E2M1: tl.constexpr):
+def nibble_numbers(words, NIBBLE: tl.constexpr, by, offset, E2M1: tl.constexpr):
     """The numbers of the nibble 4 * NIBBLE bits up, in f32."""
     if E2M1:
         # Its three bits as the lowest of the exponent and the highest of the mantissa of f32 are
@@ -42,22 +33,22 @@ def _float_number(words, NIBBLE: tl.constexpr, by, offset, E2M1: tl.constexpr):
 
 
 @triton.jit
-def panel_tile(
+def panel_words(
     data, scales, extra, factor, first, start, rows, columns,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, EXTRA: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` and on, inputs `start` and on, as numbers: RESULT [ROWS, COLUMNS]."""
-    WORDS: tl.constexpr = COLUMNS // 8
+    """Rows `first` and on, inputs `start` and on, not yet numbers: five of [ROWS, WORDS].
+
+    Words, and what `nibble_numbers` multiplies with and adds: of low nibbles, of high nibbles.
+    """
     e2m1: tl.constexpr = KIND != "int4"
-    panel = first // 16 + tl.arange(0, ROWS // 16)[:, None, None]
-    word = start // 8 + tl.arange(0, WORDS)[None, :, None]
-    row = tl.arange(0, 16)[None, None, :]
-    mask = (panel * 16 < rows) & (word * 8 < columns)
-    words = tl.load(
-        pointers(data, tl.int32) + (panel * (columns // 8) + word) * 16 + row, mask=mask, other=0
-    )
-    at = (panel * (columns // GROUP) + word * 8 // 32 * 32 // GROUP) * 16 + row
+    row = first + tl.arange(0, ROWS)[:, None]
+    word = start // 8 + tl.arange(0, WORDS)[None, :]
+    mask = (row // 16 * 16 < rows) & (word * 8 < columns)
+    place = (row // 16 * (columns // 8) + word) * 16 + row % 16
+    words = tl.load(pointers(data, tl.int32) + place, mask=mask, other=0)
+    at = (row // 16 * (columns // GROUP) + word // 4 * 32 // GROUP) * 16 + row % 16
     by = scale_numbers(tl.load(pointers(scales, SCALE) + at, mask=mask, other=0.0), factor, KIND)
     high_by = by
     if GROUP == 16:
@@ -83,28 +74,23 @@ def panel_tile(
                 high_offset = high_more - 16.0 * high_by
         by = 256.0 * by
         high_by = 16.0 * high_by
-    return joined(
-        _float_number(words, 0, by, offset, e2m1).to(RESULT),
-        _float_number(words, 2, by, offset, e2m1).to(RESULT),
-        _float_number(words, 4, by, offset, e2m1).to(RESULT),
-        _float_number(words, 6, by, offset, e2m1).to(RESULT),
-        _float_number(words, 1, high_by, high_offset, e2m1).to(RESULT),
-        _float_number(words, 3, high_by, high_offset, e2m1).to(RESULT),
-        _float_number(words, 5, high_by, high_offset, e2m1).to(RESULT),
-        _float_number(words, 7, high_by, high_offset, e2m1).to(RESULT),
-        ROWS // 16,
-        WORDS,
-    )
+    return words, by, offset, high_by, high_offset
+
+
+@triton.jit
+def joined(a, b, c, d, e, f, g, h, PANELS: tl.constexpr, WORDS: tl.constexpr):
+    """Eight [PANELS, WORDS, 16], of low nibbles 0 to 3 and high ones, as rows of [.., 8]."""
+    first = tl.join(tl.join(a, e), tl.join(c, g))
+    second = tl.join(tl.join(b, f), tl.join(d, h))
+    both = tl.permute(tl.join(first, second), (0, 2, 1, 3, 4, 5))
+    return tl.reshape(both, (PANELS * 16, WORDS * 8))
 
 
 @triton.jit
 def _integer(words, NIBBLE: tl.constexpr, zero, keep, E2M1: tl.constexpr):
     """The integers of a nibble as int8, 0 where not `keep`."""
     code = (words >> (4 * NIBBLE)) & 15
-    if E2M1:
-        number = doubled_e2m1(code)
-    else:
-        number = code - zero
+    number = doubled_e2m1(code) if E2M1 else code - zero
     return tl.where(keep, number, 0).to(tl.int8)
 
 
