@@ -134,10 +134,7 @@ def row_dots(
             total += product.to(tl.float32) * number
         else:
             total += product
-    out = tl.sum(total, axis=2).to(tl.float32)
+    out = tl.sum(total, axis=2, keep_dims=True).to(tl.float32)
     if KIND == "int8":
-        shape_row = panel * 16 + tl.arange(0, 16)[None, :]
-        flat = tl.reshape(inside.to(tl.int1), (inside.shape[0], 16))
-        first = tl.reshape(scales, (scales.shape[0], 1))
-        out *= tl.load(pointers(first, tl.float32) + shape_row, mask=flat, other=0.0)
-    return out
+        out *= tl.load(scale + row, mask=inside, other=0.0)
+    return tl.reshape(out, (data.shape[0], 16))

@@ -180,8 +180,7 @@ def experts_by_pairs(
         out = torch.empty(tokens, hidden, dtype=x.dtype if last else torch.float32, device=x.device)
     whole = out if total is None else total
     panels = triton.cdiv(hidden, 16)
-    pairs = min(8, triton.next_power_of_2(top))
-    lanes, warps = down_blocks(down, width, panels * tokens)
+    pairs, lanes, warps = down_blocks(down, width, top)
     _down_kernel[(panels, tokens)](
         table.addresses, table.part_stride, table.experts, slots, slot_scales,
         h.numbers_for(table.down), h.scales, whole, out, hidden, width, *table.down.offsets,
@@ -216,15 +215,20 @@ def _launch_gate_up(
     )  # fmt: skip
 
 
+# Activations of a step must be fewer than lanes of the program: then the compiler reads them as the
+# codes need them, and does not move codes between lanes to where it read activations.
+
+
 def gate_up_blocks(form: MatrixForm, width: int, hidden: int, slots: int) -> tuple[int, int, int]:
     """(panels of gate and up, words or columns of a step, warps) of a program."""
     if not form.in_panels:
-        return 1, 128, 4
-    return 1, min(128, triton.next_power_of_2(hidden // 8)), 4
+        return 1, 64, 4
+    return 1, min(64, triton.next_power_of_2(hidden // 8)), 4
 
 
-def down_blocks(form: MatrixForm, width: int, programs: int) -> tuple[int, int]:
-    """(words or columns of a step, warps) of a program."""
+def down_blocks(form: MatrixForm, width: int, top: int) -> tuple[int, int, int]:
+    """(experts together, words or columns of a step, warps) of a program."""
+    pairs = min(4, triton.next_power_of_2(top))
     if not form.in_panels:
-        return 64, 4
-    return min(32, triton.next_power_of_2(width // 8)), 4
+        return pairs, 64, 4
+    return pairs, min(16, triton.next_power_of_2(width // 8)), 4
