@@ -16,44 +16,72 @@ from hmt.kernels.triton.codes import dot4, nibble_bytes, pointers, scale_numbers
 def panel_dots(
     data, scales, extra, factor, present, panel, x, x_scales, x_row, blocks, x_plane,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, EXTRA: tl.constexpr,
-    PLANES: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Rows 16 * panel to 16 * panel + 15 of matrices [m, 1, 1]: f32 [m, 16].
 
-    data, scales, extra   int64 addresses [m, 1, 1]; factor f32 or 0.0; present: where to read
+    data, scales, extra   int64 addresses [m, 1, 1]; factor f32 or 1.0; present: where to read
     x                     int8 as int32 [rows, PLANES, x_plane]; x_row [m or 1, 1, 1] or a number
     x_scales              f32 [rows, 2 * blocks], one for 16; read where PLANES > 1
+    STEP                  blocks of 32 inputs at a time
+
+    A lane has all four words of a row and block, so that what is done with a scale is done once
+    for 32 codes.
     """
     e2m1: tl.constexpr = KIND != "int4"
+    apart: tl.constexpr = GROUP == 16 or PLANES > 1  # low and high nibbles have their own scales
+    KEPT: tl.constexpr = tl.uint8 if EXTRA == "zeros" else SCALE
     row = tl.arange(0, 16)[None, None, :]
     groups = blocks * 32 // GROUP
     codes = pointers(data, tl.int32) + panel * blocks * 64 + row
     scale = pointers(scales, SCALE) + panel * groups * 16 + row
-    EXTRA_KIND: tl.constexpr = tl.uint8 if EXTRA == "zeros" else SCALE
-    added = pointers(extra, EXTRA_KIND) + panel * groups * 16 + row
+    added = pointers(extra, KEPT) + panel * groups * 16 + row
     x_words = x + x_row * PLANES * x_plane
     x_groups = x_scales + x_row * 2 * blocks
-    total = tl.zeros((data.shape[0], WORDS, 16), tl.float32)
-    ones = tl.full((1, WORDS, 1), 0x01010101, tl.int32)
-    for start in range(0, blocks * 4, WORDS):
-        word = start + tl.arange(0, WORDS)[None, :, None]
-        mask = present if EVEN else present & (word < blocks * 4)
-        there = word >= 0 if EVEN else word < blocks * 4
-        block = word // 4
-        read = tl.load(codes + word * 16, mask=mask, other=0)
-        low, high = nibble_bytes(read, e2m1, ASM)
-        low_sum = tl.zeros_like(word)
-        high_sum = tl.zeros_like(word)
-        low_dot = tl.zeros_like(read)
-        high_dot = tl.zeros_like(read)
-        for plane in tl.static_range(PLANES):
-            at = x_words + plane * x_plane + block * 8 + word % 4
-            x_low = tl.load(at, mask=there, other=0)
-            x_high = tl.load(at + 4, mask=there, other=0)
-            low_sum = dot4(x_low, ones, low_sum * 256, ASM)
-            high_sum = dot4(x_high, ones, high_sum * 256, ASM)
-            low_dot = dot4(low, x_low, low_dot * 256, ASM)
-            high_dot = dot4(high, x_high, high_dot * 256, ASM)
+    ones = tl.full((1, STEP, 1), 0x01010101, tl.int32)
+    nothing = tl.zeros((1, STEP, 1), tl.int32)
+    no_dots = tl.zeros((data.shape[0], STEP, 16), tl.int32)
+    total = tl.zeros((data.shape[0], STEP, 16), tl.float32)
+    for start in tl.range(0, blocks, STEP, num_stages=STAGES):
+        block = start + tl.arange(0, STEP)[None, :, None]
+        mask = present if EVEN else present & (block < blocks)
+        there = block < blocks
+        low_sum = nothing
+        high_sum = nothing
+        low_top_sum = nothing  # of the higher planes
+        high_top_sum = nothing
+        low_dot = no_dots
+        high_dot = no_dots
+        low_top = no_dots
+        high_top = no_dots
+        for j in tl.static_range(4):
+            read = tl.load(codes + block * 64 + j * 16, mask=mask, other=0)
+            low, high = nibble_bytes(read, e2m1, ASM)
+            for plane in tl.static_range(PLANES):
+                at = x_words + plane * x_plane + block * 8 + j
+                x_low = tl.load(at, mask=there, other=0)
+                x_high = tl.load(at + 4, mask=there, other=0)
+                if plane == PLANES - 1:
+                    low_sum = dot4(x_low, ones, low_sum, ASM)
+                    high_sum = dot4(x_high, ones, high_sum, ASM)
+                    low_dot = dot4(low, x_low, low_dot, ASM)
+                    high_dot = dot4(high, x_high, high_dot, ASM)
+                elif plane == PLANES - 2:
+                    low_top_sum = dot4(x_low, ones, low_top_sum, ASM)
+                    high_top_sum = dot4(x_high, ones, high_top_sum, ASM)
+                    low_top = dot4(low, x_low, low_top, ASM)
+                    high_top = dot4(high, x_high, high_top, ASM)
+                else:
+                    low_top_sum += dot4(x_low, ones, nothing, ASM) << 8
+                    high_top_sum += dot4(x_high, ones, nothing, ASM) << 8
+                    low_top += dot4(low, x_low, nothing, ASM) << 8
+                    high_top += dot4(high, x_high, nothing, ASM) << 8
+        if PLANES > 1:
+            low_sum += low_top_sum << 8
+            high_sum += high_top_sum << 8
+            low_dot += low_top << 8
+            high_dot += high_top << 8
         group = block * 32 // GROUP
         if EXTRA == "zeros":
             high_group = group + 1 if GROUP == 16 else group
@@ -63,27 +91,28 @@ def panel_dots(
             low_dot -= 8 * low_sum
             high_dot -= 8 * high_sum
         by = scale_numbers(tl.load(scale + group * 16, mask=mask, other=0.0), factor, KIND)
+        high_by = by
         if GROUP == 16:
             other = tl.load(scale + group * 16 + 16, mask=mask, other=0.0)
             high_by = scale_numbers(other, factor, KIND)
-        else:
-            high_by = by
-        if PLANES > 1:
-            x_low_by = tl.load(x_groups + block * 2, mask=there, other=0.0)
-            x_high_by = tl.load(x_groups + block * 2 + 1, mask=there, other=0.0)
-            low_float = low_dot.to(tl.float32) * x_low_by
-            high_float = high_dot.to(tl.float32) * x_high_by
+        if apart:
+            low_part = low_dot.to(tl.float32)
+            high_part = high_dot.to(tl.float32)
+            low_x = low_sum.to(tl.float32)
+            high_x = high_sum.to(tl.float32)
+            if PLANES > 1:
+                x_low_by = tl.load(x_groups + block * 2, mask=there, other=0.0)
+                x_high_by = tl.load(x_groups + block * 2 + 1, mask=there, other=0.0)
+                low_part *= x_low_by
+                high_part *= x_high_by
+                low_x *= x_low_by
+                high_x *= x_high_by
             if GROUP == 16:
-                total += low_float * by + high_float * high_by
+                total += low_part * by + high_part * high_by
             else:
-                total += (low_float + high_float) * by
-            low_x = low_sum.to(tl.float32) * x_low_by
-            high_x = high_sum.to(tl.float32) * x_high_by
+                total += (low_part + high_part) * by
         else:
-            if GROUP == 16:
-                total += low_dot.to(tl.float32) * by + high_dot.to(tl.float32) * high_by
-            else:
-                total += (low_dot + high_dot).to(tl.float32) * by
+            total += (low_dot + high_dot).to(tl.float32) * by
             low_x = low_sum.to(tl.float32)
             high_x = high_sum.to(tl.float32)
         if EXTRA == "minima":

@@ -28,8 +28,8 @@ def _dots(
     present, panel, x, x_scales, x_row, rows, columns,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
-    ASM: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Sixteen rows of one matrix of several experts, or of several matrices: f32 [m, 16].
 
@@ -52,12 +52,12 @@ def _dots(
         out = panel_dots(
             data, scales, extra, factor, present, panel, x, x_scales, x_row,
             columns // 32, columns // 4,
-            KIND, GROUP, SCALE, EXTRA, PLANES, LANES, EVEN, ASM,
+            KIND, GROUP, SCALE, EXTRA, PLANES, STEP, STAGES, EVEN, ASM,
         )  # fmt: skip
     else:
         out = row_dots(
             data, scales, present, panel, x, x_row, rows, columns,
-            KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES == 1, LANES,
+            KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES == 1, STEP,
         )  # fmt: skip
     return out
 
@@ -70,8 +70,8 @@ def _gate_up_kernel(
     RESULT: tl.constexpr, H_PLANES: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
-    ASM: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: HEIGHT panels; axis 1: slots.  Writes activation(gate) * up of one expert."""
     slot = tl.program_id(1).to(tl.int64)
@@ -88,8 +88,8 @@ def _gate_up_kernel(
             tl.where(is_up, up_data, gate_data), tl.where(is_up, up_scales, gate_scales),
             tl.where(is_up, up_extra, gate_extra), tl.where(is_up, up_factor, gate_factor),
             present, panel, x, x_scales, slot // TOP, rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES, LANES,
-            EVEN, ASM,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES, STEP,
+            STAGES, EVEN, ASM,
         )  # fmt: skip
         if PLANES == 1:
             out *= tl.load(x_scales + slot // TOP)
@@ -117,8 +117,8 @@ def _down_kernel(
     KEEP: tl.constexpr, LAST: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
-    ASM: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: panels; axis 1: tokens.  Adds the token's experts, PAIRS of them at a time."""
     token = tl.program_id(1).to(tl.int64)
@@ -137,8 +137,8 @@ def _down_kernel(
         result = _dots(
             table, part_stride, expert, 8, at_data, at_scales, at_extra, at_factor,
             present, tl.program_id(0), h, h_scales, tl.where(present, slot, 0), rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES, LANES,
-            EVEN, ASM,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES, STEP,
+            STAGES, EVEN, ASM,
         )  # fmt: skip
         flat = start + tl.arange(0, PAIRS)[:, None]
         here = tl.reshape(present, (PAIRS, 1))
@@ -180,13 +180,13 @@ def experts_by_pairs(
         out = torch.empty(tokens, hidden, dtype=x.dtype if last else torch.float32, device=x.device)
     whole = out if total is None else total
     panels = triton.cdiv(hidden, 16)
-    pairs, lanes, warps = down_blocks(down, width, top)
+    pairs, step, warps, stages = down_blocks(down, width, top)
     _down_kernel[(panels, tokens)](
         table.addresses, table.part_stride, table.experts, slots, slot_scales,
         h.numbers_for(table.down), h.scales, whole, out, hidden, width, *table.down.offsets,
         TOP=top, PAIRS=pairs, RESULT=gate.kind_of(x.dtype), ADD=not fresh,
         KEEP=not (fresh and last), LAST=last,
-        PLANES=h.planes, LANES=lanes, EVEN=width * 4 % (32 * lanes) == 0,
+        PLANES=h.planes, STEP=step, STAGES=stages, EVEN=width % (32 * step) == 0,
         ASM=not interpreted(), num_warps=warps, **down.constants,
     )  # fmt: skip
     return out
@@ -203,32 +203,28 @@ def _launch_gate_up(
     top: int,
 ) -> None:
     width, hidden = table.gate.shape
-    height, lanes, warps = gate_up_blocks(form, width, hidden, slots.numel())
+    height, step, warps, stages = gate_up_blocks(form, hidden)
     _gate_up_kernel[(triton.cdiv(width, 16 * height), slots.numel())](
         table.addresses, table.part_stride, table.experts, slots,
         inputs.numbers_for(table.gate), inputs.scales, h.numbers, h.scales, width, hidden,
         *table.gate.offsets, *table.up.offsets,
         TOP=top, PAIRS=1, HEIGHT=height, ACTIVATION=activation,
         RESULT=form.kind_of(x.dtype), H_PLANES=h.planes,
-        PLANES=inputs.planes, LANES=lanes, EVEN=hidden * 4 % (32 * lanes) == 0,
+        PLANES=inputs.planes, STEP=step, STAGES=stages, EVEN=hidden % (32 * step) == 0,
         ASM=not interpreted(), num_warps=warps, **form.constants,
     )  # fmt: skip
 
 
-# Activations of a step must be fewer than lanes of the program: then the compiler reads them as the
-# codes need them, and does not move codes between lanes to where it read activations.
-
-
-def gate_up_blocks(form: MatrixForm, width: int, hidden: int, slots: int) -> tuple[int, int, int]:
-    """(panels of gate and up, words or columns of a step, warps) of a program."""
+def gate_up_blocks(form: MatrixForm, hidden: int) -> tuple[int, int, int, int]:
+    """(panels of gate and up, blocks of 32 or columns of a step, warps, stages) of a program."""
     if not form.in_panels:
-        return 1, 64, 4
-    return 1, min(64, triton.next_power_of_2(hidden // 8)), 4
+        return 1, 64, 4, 1
+    return 1, min(16, triton.next_power_of_2(hidden // 32)), 4, 1
 
 
-def down_blocks(form: MatrixForm, width: int, top: int) -> tuple[int, int, int]:
-    """(experts together, words or columns of a step, warps) of a program."""
+def down_blocks(form: MatrixForm, width: int, top: int) -> tuple[int, int, int, int]:
+    """(experts together, blocks of 32 or columns of a step, warps, stages) of a program."""
     pairs = min(4, triton.next_power_of_2(top))
     if not form.in_panels:
-        return pairs, 64, 4
-    return pairs, min(16, triton.next_power_of_2(width // 8)), 4
+        return pairs, 64, 4, 1
+    return pairs, min(8, triton.next_power_of_2(width // 32)), 4, 1

@@ -22,7 +22,9 @@ def nearest(values):
 @triton.jit
 def token_codes(values, axis: tl.constexpr):
     """Rows to int8 with one scale each, as `reference.quantize_activations`: (codes, scales)."""
-    scales = tl.div_rn(tl.max(tl.abs(values), axis=axis, keep_dims=True), 127.0)
+    # The bits of NaN are above those of all others, so that it reaches the scale.
+    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), axis=axis, keep_dims=True)
+    scales = tl.div_rn(bits.to(tl.float32, bitcast=True), 127.0)
     divisors = tl.where(scales > 0, scales, 1.0)
     codes = nearest(tl.div_rn(values, divisors + tl.zeros_like(values)))
     codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
