@@ -1,0 +1,151 @@
+"""Where the experts of a layer lie, told to kernels by a table of addresses on the device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
+from hmt.kernels.reference.experts import Expert
+
+PARTS = ("data", "scales", "extra", "factor")  # of each matrix, in the order of a table's rows
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+_ALIGNMENT = 16  # bytes; kernels load as many at a time
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """One of the three matrices, the same for all experts of a layer but for its numbers.
+
+    encoding, shape, group_size, tile, activations   as in WeightTensor
+    scale_dtype    of the scales; of float encodings, None
+    extra          what `extra` holds: "zeros", "minima" or ""
+    offsets        bytes from an expert's address to data, scales, extra and factor; 0 for those
+                   that the encoding does not have.  Those of data and scales are multiples of 16
+    """
+
+    encoding: Encoding
+    shape: tuple[int, int]
+    group_size: int = 0
+    tile: tuple[int, int] = (0, 0)
+    activations: Activations = Activations.FLOAT
+    scale_dtype: torch.dtype | None = None
+    extra: str = ""
+    offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @property
+    def in_panels(self) -> bool:
+        """True for 4-bit codes."""
+        return self.encoding.packing is Packing.PANELS
+
+    @property
+    def has_kernel(self) -> bool:
+        """False where groups are of a size that kernels do not have."""
+        if not self.group_size:
+            return True
+        whole = self.shape[1] % self.group_size == 0 and self.group_size.bit_count() == 1
+        return whole and self.group_size >= (16 if self.in_panels else 32)
+
+    @property
+    def takes_codes(self) -> bool:
+        """True where it is multiplied with int8 activations."""
+        return self.activations is Activations.INT8_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTable:
+    """The experts of one layer on one device.
+
+    addresses   int64 [experts] on the device: where an expert's bytes begin, a multiple of 16, or
+                0 where it is not here.  Kernels read it when they run, so it may be changed in
+                place between replays of a CUDA graph.  Or int64 [12, experts]: the parts of gate,
+                up and down (PARTS) by themselves, to which the offsets are added as well
+    gate, up    alike but for their offsets
+    """
+
+    addresses: Tensor
+    gate: ExpertMatrix
+    up: ExpertMatrix
+    down: ExpertMatrix
+
+    def __post_init__(self) -> None:
+        """Refuses what kernels would compute wrongly."""
+        alike = replace(self.gate, offsets=(0,) * 4) == replace(self.up, offsets=(0,) * 4)
+        assert alike, "gate and up differ by more than where they lie"
+        assert all(matrix.has_kernel for matrix in (self.gate, self.down)), "no such groups"
+
+    @property
+    def experts(self) -> int:
+        """How many there are, here or not."""
+        return self.addresses.shape[-1]
+
+    @property
+    def part_stride(self) -> int:
+        """Numbers from the addresses of one part to those of the next; 0 where all are in one."""
+        return self.addresses.stride(0) if self.addresses.dim() == 2 else 0
+
+
+def describe(w: WeightTensor, base: int = 0) -> ExpertMatrix:
+    """What kernels have to know of a matrix whose expert begins at address `base`, or 0."""
+    offsets = [part.data_ptr() - base if base and part is not None else 0 for part in _parts(w)]
+    return ExpertMatrix(
+        w.encoding,
+        (w.shape[0], w.shape[1]),
+        w.group_size,
+        w.tile,
+        w.activations,
+        None if w.scales is None else w.scales.dtype,
+        "zeros" if w.zeros is not None else "minima" if w.minima is not None else "",
+        (offsets[0], offsets[1], offsets[2], offsets[3]),
+    )
+
+
+def make_table(given: Sequence[Expert], experts: int, device: torch.device) -> ExpertTable | None:
+    """A table of experts 0 to `experts` - 1, of which some are given, wherever their parts lie.
+
+    Copies addresses to the device, so it cannot be captured; keep the table.  None where kernels
+    cannot compute on them: with biases, of different encodings, or not aligned.
+    """
+    if not given:
+        return None
+    first = [describe(given[0][1][name]) for name in MATRICES]
+    if first[0] != first[1] or not all(matrix.has_kernel for matrix in first):
+        return None
+    addresses = torch.zeros(len(MATRICES) * len(PARTS), experts, dtype=torch.int64)
+    for index, params in given:
+        column = _addresses(params, first)
+        if column is None or not 0 <= index < experts:
+            return None
+        addresses[:, index] = torch.tensor(column)
+    return ExpertTable(addresses.to(device), *first)
+
+
+def block_table(addresses: Tensor, sample: Mapping[str, WeightTensor], base: int) -> ExpertTable:
+    """A table of blocks that are laid out as the one of `sample`, which begins at address `base`.
+
+    It holds `addresses` int64 [experts] itself, not a copy.
+    """
+    return ExpertTable(addresses, *(describe(sample[name], base) for name in MATRICES))
+
+
+def _parts(w: WeightTensor) -> tuple[Tensor | None, ...]:
+    return w.data, w.scales, w.zeros if w.zeros is not None else w.minima, w.factor
+
+
+def _addresses(
+    params: Mapping[str, WeightTensor], wanted: Sequence[ExpertMatrix]
+) -> list[int] | None:
+    """Of all parts of an expert, or None where it is not as `wanted` or kernels cannot read it."""
+    column = []
+    for name, matrix in zip(MATRICES, wanted, strict=True):
+        w = params[name]
+        if f"{name}_bias" in params or describe(w) != matrix:
+            return None
+        for part in _parts(w):
+            if part is not None and not part.is_contiguous():
+                return None
+            column.append(0 if part is None else part.data_ptr())
+        if any(address % _ALIGNMENT for address in column[-4:-1]):
+            return None
+    return column

@@ -1,0 +1,283 @@
+"""Experts for many tokens: sorted by expert, and each expert's multiplied on tensor cores."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hmt.kernels.triton.codes import pointers
+from hmt.kernels.triton.expert_inputs import prepare
+from hmt.kernels.triton.expert_sorting import combine, sort_pairs
+from hmt.kernels.triton.expert_table import ExpertMatrix, ExpertTable
+from hmt.kernels.triton.matrix_forms import matrix_form
+from hmt.kernels.triton.scalars import activated, rounded
+from hmt.kernels.triton.tile_weights import nibble_numbers, panel_codes, panel_words, row_tile
+
+_WORKSPACE_BYTES = 256 << 20  # for activations between the matrices; more tokens come in parts
+
+
+@triton.jit
+def _tile_dots(
+    table, part_stride, expert, first_part, at_data, at_scales, at_extra, at_factor,
+    x, x_at, x_there, first, rows, columns,
+    PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
+    EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one matrix times TOKENS rows of x, which begin at x_at: f32 [ROWS, TOKENS]."""
+    parts = table + expert + first_part * part_stride
+    data = tl.load(parts) + at_data
+    scales = data
+    if SCALE is not None:
+        scales = tl.load(parts + part_stride) + at_scales
+    extra = scales
+    if EXTRA != "":
+        extra = tl.load(parts + 2 * part_stride) + at_extra
+    factor = 1.0
+    if KIND == "nvfp4":
+        where_factor = tl.load(parts + 3 * part_stride) + at_factor
+        factor = tl.load(where_factor.to(tl.pointer_type(tl.float32)))
+    k = tl.arange(0, COLUMNS)
+    if PANELS:  # as `panel_codes`
+        k = k // 32 * 32 + k // 4 % 2 * 16 + k // 8 % 4 * 4 + k % 4
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        if CODES or not PANELS:
+            mask = x_there[:, None] & (start + k < columns)[None, :]
+            numbers = tl.load(x + x_at[:, None] + (start + k)[None, :], mask=mask, other=0.0)
+        if CODES:
+            if PANELS:
+                codes, by, least = panel_codes(
+                    data, scales, extra, factor, first, start, rows, columns, 0,
+                    KIND, GROUP, SCALE, EXTRA, ROWS, COLUMNS,
+                )  # fmt: skip
+                total += tl.dot(codes, tl.trans(numbers)).to(tl.float32) * by[:, None]
+                if GROUP == 16:
+                    if EXTRA == "minima":
+                        low = (k % 32 < 16)[None, :]
+                        sums = tl.sum(tl.where(low, numbers, 0).to(tl.int32), axis=1)
+                        total += sums.to(tl.float32)[None, :] * least[:, None]
+                        sums = tl.sum(tl.where(low, 0, numbers).to(tl.int32), axis=1)
+                    codes, by, least = panel_codes(
+                        data, scales, extra, factor, first, start, rows, columns, 1,
+                        KIND, GROUP, SCALE, EXTRA, ROWS, COLUMNS,
+                    )  # fmt: skip
+                    total += tl.dot(codes, tl.trans(numbers)).to(tl.float32) * by[:, None]
+                    if EXTRA == "minima":
+                        total += sums.to(tl.float32)[None, :] * least[:, None]
+                elif EXTRA == "minima":
+                    sums = tl.sum(numbers.to(tl.int32), axis=1)
+                    total += sums.to(tl.float32)[None, :] * least[:, None]
+            else:
+                row = first + tl.arange(0, ROWS)
+                inside = (row < rows)[:, None] & (start + k < columns)[None, :]
+                at = pointers(data, DATA) + row.to(tl.int64)[:, None] * columns
+                codes = tl.load(at + (start + k)[None, :], mask=inside, other=0)
+                product = tl.dot(codes, tl.trans(numbers)).to(tl.float32)
+                if KIND == "int8-group":
+                    at_by = pointers(scales, tl.float32) + row * (columns // GROUP) + start // GROUP
+                    product *= tl.load(at_by, mask=row < rows, other=0.0)[:, None]
+                total += product
+        else:
+            if PANELS:
+                WORDS: tl.constexpr = COLUMNS // 8
+                words, by, offset, high_by, high_offset = panel_words(
+                    data, scales, extra, factor, first, start, rows, columns,
+                    KIND, GROUP, SCALE, EXTRA, ROWS, WORDS,
+                )  # fmt: skip
+                word = start // 8 + tl.arange(0, WORDS)
+                mask = x_there[:, None] & (word < columns // 8)[None, :]
+                at = x + x_at[:, None] + word[None, :]
+                for nibble in tl.static_range(8):
+                    if nibble % 2 == 0:
+                        weights = nibble_numbers(words, nibble, by, offset, KIND != "int4")
+                    else:
+                        weights = nibble_numbers(
+                            words, nibble, high_by, high_offset, KIND != "int4"
+                        )
+                    numbers = tl.load(at + nibble * (columns // 8), mask=mask, other=0.0)
+                    total = tl.dot(
+                        weights.to(RESULT), tl.trans(numbers), total, input_precision="ieee"
+                    )
+            else:
+                weights = row_tile(
+                    data, scales, first, start, rows, columns,
+                    KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, ROWS, COLUMNS, RESULT,
+                )  # fmt: skip
+                total = tl.dot(weights, tl.trans(numbers), total, input_precision="ieee")
+    if CODES and KIND == "int8":
+        row = first + tl.arange(0, ROWS)
+        total *= tl.load(pointers(scales, tl.float32) + row, mask=row < rows, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def _gate_up_kernel(
+    table, part_stride, order, begins, counts, x, x_scales, h, x_row, rows, columns,
+    gate_data, gate_scales, gate_extra, gate_factor, up_data, up_scales, up_extra, up_factor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BY_NIBBLES: tl.constexpr,
+    PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
+    EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+):  # fmt: skip
+    """Axis 0: ROWS rows; axis 1: experts; axis 2: TOKENS of the expert's.  h is in sorted order."""
+    expert = tl.program_id(1)
+    count = tl.load(counts + expert)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    if (tl.program_id(2) * TOKENS < count) & (tl.load(table + expert) != 0):
+        there = token < count
+        at = tl.load(begins + expert) + token
+        first = tl.program_id(0) * ROWS
+        x_at = (tl.load(order + at, mask=there, other=0) // TOP).to(tl.int64)
+        gate = _tile_dots(
+            table, part_stride, expert, 0, gate_data, gate_scales, gate_extra, gate_factor,
+            x, x_at * x_row, there, first, rows, columns,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, CODES, ROWS,
+            TOKENS, COLUMNS, RESULT,
+        )  # fmt: skip
+        up = _tile_dots(
+            table, part_stride, expert, 4, up_data, up_scales, up_extra, up_factor,
+            x, x_at * x_row, there, first, rows, columns,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, CODES, ROWS,
+            TOKENS, COLUMNS, RESULT,
+        )  # fmt: skip
+        if CODES:
+            by = tl.load(x_scales + x_at, mask=there, other=0.0)[None, :]
+            gate *= by
+            up *= by
+        gate = rounded(activated(rounded(gate, RESULT), ACTIVATION), RESULT)
+        product = tl.trans((gate * rounded(up, RESULT)).to(RESULT))
+        row = first + tl.arange(0, ROWS)[None, :]
+        place = row
+        if BY_NIBBLES:
+            place = (row % 4 * 2 + row % 32 // 16) * (rows // 8) + row // 32 * 4 + row % 16 // 4
+        to = h + at.to(tl.int64)[:, None] * rows + place
+        tl.store(to, product, mask=there[:, None] & (row < rows))
+
+
+@triton.jit
+def _down_kernel(
+    table, part_stride, order, begins, counts, h, h_scales, y, rows, columns,
+    at_data, at_scales, at_extra, at_factor,
+    PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
+    EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+):  # fmt: skip
+    """Axes as above.  y is in the order of pairs, rounded, not scaled."""
+    expert = tl.program_id(1)
+    count = tl.load(counts + expert)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    if (tl.program_id(2) * TOKENS < count) & (tl.load(table + expert) != 0):
+        there = token < count
+        at = (tl.load(begins + expert) + token).to(tl.int64)
+        first = tl.program_id(0) * ROWS
+        out = _tile_dots(
+            table, part_stride, expert, 8, at_data, at_scales, at_extra, at_factor,
+            h, at * columns, there, first, rows, columns,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, CODES, ROWS,
+            TOKENS, COLUMNS, RESULT,
+        )  # fmt: skip
+        if CODES:
+            out *= tl.load(h_scales + at, mask=there, other=0.0)[None, :]
+        pair = tl.load(order + at, mask=there, other=0).to(tl.int64)
+        row = first + tl.arange(0, ROWS)[None, :]
+        to = y + pair[:, None] * rows + row
+        tl.store(to, tl.trans(out.to(RESULT)), mask=there[:, None] & (row < rows))
+
+
+def experts_by_tiles(
+    x: Tensor,
+    table: ExpertTable,
+    chosen: Tensor,
+    scales: Tensor,
+    activation: str,
+    total: Tensor | None,
+    last: bool,
+) -> Tensor:
+    """See `experts.experts_by_table`."""
+    tokens, top = chosen.shape
+    width, hidden = table.gate.shape[0], table.down.shape[0]
+    out = total
+    if last or out is None:
+        out = torch.empty(tokens, hidden, dtype=x.dtype if last else torch.float32, device=x.device)
+    part = max(64, _WORKSPACE_BYTES // (top * (width + hidden) * x.itemsize))
+    for start in range(0, tokens, part):
+        some = slice(start, start + part)
+        _some_tokens(
+            x[some], table, chosen[some], scales[some], activation,
+            None if total is None else total[some], out[some], last,
+        )  # fmt: skip
+    return out
+
+
+def _some_tokens(
+    x: Tensor,
+    table: ExpertTable,
+    chosen: Tensor,
+    scales: Tensor,
+    activation: str,
+    total: Tensor | None,
+    out: Tensor,
+    last: bool,
+) -> None:
+    tokens, top = chosen.shape
+    pairs = tokens * top
+    width, hidden = table.gate.shape
+    gate, down = matrix_form(table.gate), matrix_form(table.down)
+    result = gate.kind_of(x.dtype)
+    order, begins, counts = sort_pairs(chosen, table.experts)
+    x = by_nibbles(x) if takes_nibbles(table.gate) else x
+    inputs = prepare(x, 1 if table.gate.takes_codes else 0)[0]
+    numbers = inputs.numbers.view(tokens, hidden)
+    h = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    rows, together, columns, warps, stages = tile_blocks(table.gate, tokens, top, table.experts)
+    slices = triton.cdiv(tokens, together)  # no expert has more than all tokens
+    _gate_up_kernel[(triton.cdiv(width, rows), table.experts, slices)](
+        table.addresses, table.part_stride, order, begins, counts,
+        numbers, inputs.scales, h, hidden, width, hidden,
+        *table.gate.offsets, *table.up.offsets,
+        TOP=top, ACTIVATION=activation, BY_NIBBLES=takes_nibbles(table.down),
+        CODES=table.gate.takes_codes, ROWS=rows, TOKENS=together, COLUMNS=columns, RESULT=result,
+        num_warps=warps, num_stages=stages, **gate.constants,
+    )  # fmt: skip
+    inputs = prepare(h, 1 if table.down.takes_codes else 0)[0]
+    numbers = inputs.numbers.view(pairs, width)
+    y = torch.empty(pairs, table.down.shape[0], dtype=x.dtype, device=x.device)
+    rows, together, columns, warps, stages = tile_blocks(table.down, tokens, top, table.experts)
+    _down_kernel[(triton.cdiv(y.shape[1], rows), table.experts, slices)](
+        table.addresses, table.part_stride, order, begins, counts,
+        numbers, inputs.scales, y, y.shape[1], width, *table.down.offsets,
+        CODES=table.down.takes_codes, ROWS=rows, TOKENS=together, COLUMNS=columns,
+        RESULT=result, num_warps=warps, num_stages=stages, **down.constants,
+    )  # fmt: skip
+    combine(y, table, chosen, scales, total, out, last=last)
+
+
+def takes_nibbles(matrix: ExpertMatrix) -> bool:
+    """True where kernels of tiles take `by_nibbles`."""
+    return matrix.in_panels and not matrix.takes_codes
+
+
+def by_nibbles(x: Tensor) -> Tensor:
+    """Rows of x with the inputs of each of the eight nibbles of words side by side."""
+    rows, width = x.shape
+    split = x.reshape(rows, width // 32, 2, 4, 4)  # block, half, word, byte
+    return split.permute(0, 4, 2, 1, 3).reshape(rows, width)
+
+
+def tile_blocks(
+    matrix: ExpertMatrix, tokens: int, top: int, experts: int
+) -> tuple[int, int, int, int, int]:
+    """(rows, tokens, inputs, warps, stages) of a tile."""
+    expected = 2 * tokens * top // experts  # of the busier experts
+    together = min(128, max(16, triton.next_power_of_2(min(tokens, expected + 1))))
+    rows = 64 if together <= 64 else 128
+    warps = 4 if together <= 64 else 8
+    if not matrix.takes_codes:
+        return rows, together, 256 if matrix.in_panels else 64, warps, 3
+    if matrix.in_panels or matrix.group_size:
+        return rows, together, max(32, matrix.group_size), warps, 3
+    return rows, together, 128, warps, 3

@@ -1,0 +1,62 @@
+"""Routed experts on the GPU, through a table of where their weights lie."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hmt.kernels import reference
+from hmt.kernels.reference.experts import Expert
+from hmt.kernels.triton.elementwise import ACTIVATIONS
+from hmt.kernels.triton.expert_pairs import experts_by_pairs
+from hmt.kernels.triton.expert_table import ExpertMatrix, ExpertTable, block_table, make_table
+from hmt.kernels.triton.expert_tiles import experts_by_tiles
+
+_TOKENS_IN_PAIRS = 2
+
+__all__ = ["ExpertMatrix", "ExpertTable", "block_table", "experts", "experts_by_table"]
+
+
+def experts_by_table(
+    x: Tensor,
+    table: ExpertTable,
+    chosen: Tensor,
+    scales: Tensor,
+    activation: str,
+    total: Tensor | None = None,
+    last: bool = True,
+) -> Tensor:
+    """`reference.experts` of all experts that have an address, for x [tokens, in].
+
+    A token's experts are added in ascending order after `total`, which is changed; those without
+    an address count for nothing.  No work of the host depends on the routing, so the call can be
+    captured, and the table changed between replays.
+    """
+    compute = experts_by_pairs if x.shape[0] <= _TOKENS_IN_PAIRS else experts_by_tiles
+    chosen, scales = chosen.contiguous(), scales.contiguous()
+    return compute(x, table, chosen, scales, activation, total, last)
+
+
+def experts(
+    x: Tensor,
+    given: Sequence[Expert],
+    chosen: Tensor,
+    scales: Tensor,
+    activation: str,
+    total: Tensor | None = None,
+    *,
+    last: bool = True,
+) -> Tensor:
+    """See `reference.experts`: the sum of scaled outputs, [tokens, out].
+
+    Copies addresses to the device, so it cannot be captured: for that, keep a table.
+    """
+    count = max((index for index, _ in given), default=-1) + 1
+    table = make_table(given, count, x.device) if activation in ACTIVATIONS else None
+    if table is None or x.shape[0] == 0 or x.dtype not in _DTYPES:
+        # No experts or tokens, biases, or matrices that differ or are not aligned.
+        return reference.experts(x, given, chosen, scales, activation, total, last=last)
+    return experts_by_table(x, table, chosen, scales.float(), activation, total, last)
+
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

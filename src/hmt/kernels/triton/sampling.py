@@ -1,0 +1,97 @@
+"""Looking for the likeliest token on the GPU, in two launches that a CUDA graph can hold."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hmt.kernels.reference.sampling import Survey
+from hmt.kernels.triton.scalars import key_index, keys
+
+_PART = 4096  # logits that one program looks at
+_NO_KEY = tl.constexpr(-(1 << 63))
+
+
+@triton.jit
+def _survey_parts(
+    logits, best, peaks, sums, vocab, row_stride, parts,
+    PART: tl.constexpr, SURVEY: tl.constexpr,
+):  # fmt: skip
+    """Axis 0: parts; axis 1: rows.  Writes of each part the best key, the largest, the sum."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = part * PART + tl.arange(0, PART)
+    exists = index < vocab
+    value = tl.load(logits + row * row_stride + index, mask=exists, other=float("-inf"))
+    value = value.to(tl.float32)
+    key = tl.where(exists, keys(value, index), _NO_KEY)
+    tl.store(best + row * parts + part, tl.max(key, axis=0))
+    if SURVEY:
+        bad = tl.sum((exists & ~(tl.abs(value) < float("inf"))).to(tl.int32), axis=0)
+        peak = tl.max(value, axis=0)
+        total = tl.sum(tl.where(exists, tl.exp(value - peak), 0.0).to(tl.float64), axis=0)
+        tl.store(peaks + row * parts + part, peak)
+        tl.store(sums + row * parts + part, tl.where(bad > 0, float("nan"), total))
+
+
+@triton.jit
+def _survey_rows(
+    best, peaks, sums, ids, finite, log_sums, parts, LANES: tl.constexpr, SURVEY: tl.constexpr
+):
+    """Axis 0: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, LANES)
+    exists = part < parts
+    key = tl.max(tl.load(best + row * parts + part, mask=exists, other=_NO_KEY), axis=0)
+    tl.store(ids + row, key_index(key))
+    if SURVEY:
+        peak = tl.load(peaks + row * parts + part, mask=exists, other=float("-inf"))
+        total = tl.load(sums + row * parts + part, mask=exists, other=0.0)
+        largest = tl.max(peak, axis=0)
+        scaled = tl.where(exists, total * tl.exp((peak - largest).to(tl.float64)), 0.0)
+        everything = tl.sum(scaled, axis=0)
+        tl.store(finite + row, everything == everything)
+        tl.store(log_sums + row, largest.to(tl.float64) + tl.log(everything))
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The first of the largest of each row of logits [rows, vocab]: int64 [rows]; NaN is larger."""
+    return _look(logits, survey=False)[1]
+
+
+def survey_rows(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `Survey` says of each row of logits [rows, vocab], without waiting for the GPU.
+
+    Returns (finite bool, best int64, log_sum_exp f64), each [rows].
+    """
+    return _look(logits, survey=True)
+
+
+def survey(logits: Tensor) -> Survey:
+    """See `reference.survey`: what one look at logits [vocab] tells.  Waits for the GPU."""
+    finite, best, log_sum_exp = survey_rows(logits[None])
+    return Survey(bool(finite), int(best), float(log_sum_exp))
+
+
+def _look(logits: Tensor, *, survey: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, vocab = logits.shape
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    parts = triton.cdiv(vocab, _PART)
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    best, ids = empty(torch.int64, rows, parts), empty(torch.int64, rows)
+    extra = (rows, parts) if survey else (1, 1)
+    peaks, sums = empty(torch.float32, *extra), empty(torch.float64, *extra)
+    finite, log_sums = empty(torch.bool, rows), empty(torch.float64, rows)
+    if rows == 0:
+        return finite, ids, log_sums
+    _survey_parts[(parts, rows)](
+        logits, best, peaks, sums, vocab, logits.stride(0), parts,
+        PART=_PART, SURVEY=survey, num_warps=8,
+    )  # fmt: skip
+    _survey_rows[(rows,)](
+        best, peaks, sums, ids, finite, log_sums, parts,
+        LANES=triton.next_power_of_2(parts), SURVEY=survey, num_warps=1,
+    )  # fmt: skip
+    return finite, ids, log_sums

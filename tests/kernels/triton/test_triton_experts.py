@@ -1,0 +1,273 @@
+"""Routed experts of Triton: against the reference, wherever their weights lie."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.kernels import reference
+from hmt.quant import Format, empty_weight, pack_codes, pack_groups
+
+experts_module = pytest.importorskip("hmt.kernels.triton.experts")
+experts, experts_by_table = experts_module.experts, experts_module.experts_by_table
+
+# The interpreter computes with numpy, which warns where a GPU makes infinities and NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FLOAT, INT8 = Activations.FLOAT, Activations.INT8_TOKEN
+KINDS = [
+    (Encoding.INT4_GROUP, FLOAT, "", 32),
+    (Encoding.INT4_GROUP, FLOAT, "zeros", 16),
+    (Encoding.INT4_GROUP, FLOAT, "minima", 64),
+    (Encoding.INT4_GROUP, INT8, "", 32),
+    (Encoding.INT4_GROUP, INT8, "zeros", 64),
+    (Encoding.INT4_GROUP, INT8, "minima", 16),
+    (Encoding.NVFP4, FLOAT, "", 16),
+    (Encoding.NVFP4, INT8, "", 16),
+    (Encoding.MXFP4, FLOAT, "", 32),
+    (Encoding.MXFP4, INT8, "", 32),
+    (Encoding.INT8_CHANNEL, FLOAT, "", 0),
+    (Encoding.INT8_CHANNEL, INT8, "", 0),
+    (Encoding.INT8_GROUP, FLOAT, "", 32),
+    (Encoding.INT8_GROUP, INT8, "", 32),
+    (Encoding.FP8_BLOCK, FLOAT, "", 0),
+    (Encoding.F32, FLOAT, "", 0),
+    (Encoding.F16, FLOAT, "", 0),
+    (Encoding.BF16, FLOAT, "", 0),
+]
+FEW, MANY = 2, 9  # tokens by themselves, tokens sorted by expert
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    """Results that nobody writes are NaN."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(float("nan")) if out.is_floating_point() and out.dim() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def make_weight(kind, rows, columns, seed):
+    """Numbers of about 1 / sqrt(columns)."""
+    encoding, activations, extra, group = kind
+    random = torch.Generator().manual_seed(seed)
+    shape, size = (rows, columns), 0.7 * columns**-0.5
+
+    def spread(*sizes):
+        return (torch.rand(sizes, generator=random) + 0.2) * size
+
+    if encoding.is_float:
+        dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[encoding]
+        data = (torch.randn(shape, generator=random) * size).to(dtype)
+        return WeightTensor(encoding, shape, data)
+    if encoding is Encoding.FP8_BLOCK:
+        data = (torch.randn(shape, generator=random) * 50).to(torch.float8_e4m3fn)
+        tiles = spread(-(-rows // 32), -(-columns // 48)) / 50
+        return WeightTensor(encoding, shape, data, tiles, tile=(32, 48))
+    if not group:
+        codes = torch.randint(-128, 128, shape, generator=random, dtype=torch.int8)
+        return WeightTensor(encoding, shape, codes, spread(rows) / 64, activations=activations)
+    if encoding is Encoding.INT8_GROUP:
+        codes = torch.randint(-128, 128, shape, generator=random, dtype=torch.int8)
+        scales = spread(rows, columns // group) / 64
+        return WeightTensor(encoding, shape, codes, scales, group, activations=activations)
+    w = empty_weight(Format(encoding, group, activations=activations), shape)
+    w.data.copy_(pack_codes(torch.randint(0, 16, shape, generator=random, dtype=torch.uint8)))
+    groups = (rows, columns // group)
+    if encoding is Encoding.MXFP4:
+        powers = torch.randint(121, 124, groups, generator=random, dtype=torch.uint8)
+        w.scales.copy_(pack_groups(powers))
+    elif encoding is Encoding.NVFP4:
+        w.scales.copy_(pack_groups(torch.rand(groups, generator=random) * 400))
+        w.factor.fill_(size / 200 * (1 + seed % 3))
+    else:
+        w.scales.copy_(pack_groups(spread(*groups) / 4 * torch.randn(groups).sign()))
+    if extra == "zeros":
+        codes = torch.randint(0, 16, groups, generator=random, dtype=torch.uint8)
+        return replace(w, zeros=pack_groups(codes))
+    if extra == "minima":
+        return replace(w, minima=pack_groups(spread(*groups).to(w.scales.dtype) * -1))
+    return w
+
+
+def make_experts(kind, numbers, hidden, width, *, device, seed=0):
+    shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden)}
+    shapes["down_proj"] = (hidden, width)
+    return [
+        (
+            number,
+            {
+                name: to(make_weight(kind, *shape, seed + 10 * number + i), device)
+                for i, (name, shape) in enumerate(shapes.items())
+            },
+        )
+        for number in numbers
+    ]
+
+
+def to(w, device):
+    parts = {name: getattr(w, name) for name in ("data", "scales", "zeros", "minima", "factor")}
+    return replace(w, **{n: None if p is None else p.to(device) for n, p in parts.items()})
+
+
+def inputs(tokens, hidden, top, count, *, device, dtype=torch.float16, seed=0):
+    """(x, chosen, scales)."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=random).to(dtype)
+    chosen = torch.rand(tokens, count, generator=random).topk(top).indices
+    return x.to(device), chosen.to(device), torch.rand(tokens, top, generator=random).to(device)
+
+
+def near(found, wanted, kind, dtype):
+    assert found.isfinite().all()
+    error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+    # A last place of the activation may move an int8 code to its neighbour.
+    exact = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    assert error < (max(exact, 6e-3) if kind[1] is INT8 else exact)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join(map(str, k)))
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_every_encoding(device, kind, tokens):
+    dtypes = [torch.float16 if tokens == FEW else torch.float32]
+    if device.type == "cuda":
+        dtypes = [torch.float16, torch.float32, torch.bfloat16]
+    given = make_experts(kind, [0, 2, 3, 5], 192, 64, device=device)
+    for dtype in dtypes:
+        x, chosen, scales = inputs(tokens, 192, 3, 6, device=device, dtype=dtype)
+        wanted = reference.experts(x.float(), given, chosen, scales, "silu")
+        found = experts(x, given, chosen, scales, "silu")
+        assert found.dtype is dtype
+        near(found, wanted, kind, dtype)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[7], KINDS[11], KINDS[14]], ids=str)
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_odd_sizes(device, kind, tokens, activation):
+    hidden, width = (96, 160) if kind[0].packing == "panels" else (51, 37)
+    given = make_experts(kind, [0, 1, 2], hidden, width, device=device)
+    x, chosen, scales = inputs(tokens, hidden, 3, 3, device=device, dtype=torch.float32)
+    wanted = reference.experts(x, given, chosen, scales, activation)
+    near(experts(x, given, chosen, scales, activation), wanted, kind, torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_absent_experts_and_totals(device, tokens):
+    kind = KINDS[0]
+    given = make_experts(kind, [1, 3], 64, 32, device=device)
+    x, chosen, scales = inputs(tokens, 64, 2, 5, device=device)
+    chosen[0] = torch.tensor([0, 4])
+    out = experts(x, given, chosen, scales, "silu")
+    assert not out[0].any() and out[1:].any()
+    start = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    total = start.clone()
+    found = experts(x, given, chosen, scales, "silu", total, last=False)
+    assert found is total and torch.equal(total[0], start[0])
+    wanted = reference.experts(x, given, chosen, scales, "silu", start.clone(), last=False)
+    near(found, wanted, kind, torch.float16)
+    total = start.clone()
+    found = experts(x, given, chosen, scales, "silu", total)
+    assert found.dtype is torch.float16 and torch.equal(found, total.half())
+    alone = experts(x, given, chosen, scales, "silu", last=False)
+    assert alone.dtype is torch.float32
+    nothing = experts(x, [], chosen, scales, "silu", start.clone())
+    assert torch.equal(nothing, start.half())
+    assert experts(x[:0], given, chosen[:0], scales[:0], "silu").shape == (0, 64)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[7]], ids=str)
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_calls_that_share_the_experts_add_up(device, kind, tokens):
+    given = make_experts(kind, [0, 1, 2, 3], 64, 32, device=device)
+    x, chosen, scales = inputs(tokens, 64, 3, 4, device=device)
+    whole = experts(x, given, chosen, scales, "silu")
+    total = experts(x, given[:2], chosen, scales, "silu", last=False)
+    assert torch.equal(experts(x, given[2:], chosen, scales, "silu", total), whole)
+
+
+def test_a_token_does_not_depend_on_the_others(device):
+    given = make_experts(KINDS[0], [0, 1, 2, 3], 64, 32, device=device)
+    x, chosen, scales = inputs(MANY, 64, 3, 4, device=device)
+    whole = experts(x, given, chosen, scales, "silu")
+    some = [6, 1, 4, 0, 8]
+    found = experts(x[some], given, chosen[some], scales[some], "silu")
+    assert torch.equal(found, whole[some])
+    turned = experts(x, given, chosen.flip(1), scales.flip(1), "silu")
+    assert torch.equal(turned, whole)
+
+
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_a_table_of_blocks_may_change(device, tokens):
+    kind, first = KINDS[6], 4096
+    given = make_experts(kind, [0, 1, 2], 64, 32, device=device)
+    arena = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
+    size = 0
+    for _, params in given:  # laid out one part after the other, each at a multiple of 64
+        size = 0
+        for w in params.values():
+            for part in (w.data, w.scales, w.factor):
+                size += -(-part.nbytes // 64) * 64
+    blocks = arena[-arena.data_ptr() % 64 + first :][: 4 * size].view(4, size)
+    for block, (_, params) in zip(blocks, given, strict=False):
+        at = 0
+        for name, w in params.items():
+            parts = {}
+            for part in ("data", "scales", "factor"):
+                source = getattr(w, part)
+                room = block[at : at + source.nbytes]
+                parts[part] = room.view(source.dtype).view(source.shape).copy_(source)
+                at += -(-source.nbytes // 64) * 64
+            params[name] = replace(w, **parts)
+    base = blocks.data_ptr()
+    addresses = torch.zeros(5, dtype=torch.int64, device=device)
+    table = experts_module.block_table(addresses, given[0][1], base)
+    x, chosen, scales = inputs(tokens, 64, 3, 5, device=device)
+    assert not experts_by_table(x, table, chosen, scales, "silu").any()
+    for places in ({0: 0, 1: 1, 2: 2}, {4: 2, 1: 0}):
+        addresses.zero_()
+        for expert, block in places.items():
+            addresses[expert] = base + block * size
+        there = sorted((expert, given[block][1]) for expert, block in places.items())
+        found = experts_by_table(x, table, chosen, scales, "silu")
+        near(found, reference.experts(x.float(), there, chosen, scales, "silu"), kind, x.dtype)
+        assert torch.equal(found, experts(x, there, chosen, scales, "silu"))
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[17]], ids=str)
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_not_a_number_spreads_to_its_token_only(device, kind, tokens, bad):
+    given = make_experts(kind, [0, 1], 64, 32, device=device)
+    x, chosen, scales = inputs(tokens, 64, 2, 2, device=device, dtype=torch.float32)
+    x[1, 5] = bad
+    out = experts(x, given, chosen, scales, "silu")
+    rest = [token for token in range(tokens) if token != 1]
+    assert not out[1].isfinite().all() and out[rest].isfinite().all()
+
+
+def test_numbers_of_very_different_sizes(device):
+    given = make_experts(KINDS[0], [0, 1], 128, 64, device=device)
+    x, chosen, scales = inputs(1, 128, 2, 2, device=device, dtype=torch.float32)
+    for size in (1e-30, 1e-4, 1e4, 0.0):
+        x[0, :64] *= size
+        wanted = reference.experts(x, given, chosen, scales, "silu")
+        near(experts(x, given, chosen, scales, "silu"), wanted, KINDS[0], torch.float32)
+
+
+def test_rows_of_a_larger_matrix_and_biases(device):
+    given = make_experts(KINDS[0], [0, 1], 64, 32, device=device)
+    for tokens in (FEW, MANY):
+        x, chosen, scales = inputs(tokens, 100, 2, 2, device=device)
+        found = experts(x[:, 20:84], given, chosen, scales, "silu")
+        plain = experts(x[:, 20:84].contiguous(), given, chosen, scales, "silu")
+        assert torch.equal(found, plain)
+    bias = WeightTensor(Encoding.F32, (32,), torch.ones(32, device=device))
+    given = [(n, {**params, "up_proj_bias": bias}) for n, params in given]
+    x = x[:, :64]
+    wanted = reference.experts(x, given, chosen, scales, "silu")
+    assert torch.equal(experts(x, given, chosen, scales, "silu"), wanted)
