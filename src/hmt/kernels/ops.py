@@ -6,12 +6,15 @@ described.  `hmt.kernels.cpu.linear` says where the compiled kernels round diffe
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hmt.base import flags
+from hmt.base.log import warn_once
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.cpu import attention as cpu_attention
@@ -97,14 +100,16 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear`: x [tokens, in] -> [tokens, out] in x.dtype."""
     native = _native_for(x)
     if native is None:
-        return reference.linear(x, w, bias)
+        return _portable(x).linear(x, w, bias)
     return cpu_linear.linear(native, x, w, bias)
 
 
 def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
     """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor."""
     native = _native_for(x)
-    if native is None or not cpu_linear.linear_into(native, out, x, w):
+    if x.is_cuda and (kernels := _gpu_kernels()) is not reference:
+        kernels.linear_into(out, x, w)
+    elif native is None or not cpu_linear.linear_into(native, out, x, w):
         out.copy_(linear(x, w))
 
 
@@ -112,7 +117,7 @@ def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str,
     """See `reference.linear_many`: x [tokens, in] -> [tokens, sum of all out] in x.dtype."""
     native = _native_for(x)
     if native is None:
-        return reference.linear_many(x, params, names)
+        return _portable(x).linear_many(x, params, names)
     return cpu_linear.linear_many(native, x, params, names)
 
 
@@ -120,7 +125,7 @@ def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -
     """See `reference.dequantize`: [rows, in] in `dtype`."""
     native = _native_for(w.data)
     if native is None:
-        return reference.dequantize(w, dtype, rows)
+        return _portable(w.data).dequantize(w, dtype, rows)
     return cpu_linear.dequantize(native, w, dtype, rows)
 
 
@@ -128,7 +133,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `reference.quantize_activations`: (int8 [tokens, in], f32 [tokens])."""
     native = _native_for(x)
     if native is None:
-        return reference.quantize_activations(x)
+        return _portable(x).quantize_activations(x)
     return cpu_linear.quantize_activations(native, x)
 
 
@@ -148,11 +153,11 @@ def experts(
     """
     if given and x.device != (where := given[0][1]["down_proj"].data.device):
         moved, its_experts, its_scales = (t.to(where) for t in (x, chosen, scales))
-        out = experts(moved, given, its_experts, its_scales, activation, total, last=last)
-        return out.to(x.device) if last else out
+        there = experts(moved, given, its_experts, its_scales, activation, total, last=last)
+        return there.to(x.device) if last else there
     native = _native_for(x)
     if native is None:
-        return reference.experts(x, given, chosen, scales, activation, total, last=last)
+        return _portable(x).experts(x, given, chosen, scales, activation, total, last=last)
     out = cpu_experts.experts(native, x, given, chosen, scales, activation, total, last=last)
     if out is not None:
         return out
@@ -165,7 +170,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     """See `reference.rms_norm`: x [..., width] normed, in x.dtype."""
     native = _native_for(x)
     if native is None:
-        return reference.rms_norm(x, weight, eps, offset=offset)
+        return _portable(x).rms_norm(x, weight, eps, offset=offset)
     return elementwise.rms_norm(native, x, weight, eps, offset)
 
 
@@ -173,7 +178,7 @@ def rms_norm_inplace(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0
     """See `reference.rms_norm_inplace`: changes x [tokens, width] or [tokens, heads, dim]."""
     native = _native_for(x)
     if native is None:
-        return reference.rms_norm_inplace(x, weight, eps, offset=offset)
+        return _portable(x).rms_norm_inplace(x, weight, eps, offset=offset)
     return elementwise.rms_norm_inplace(native, x, weight, eps, offset)
 
 
@@ -183,7 +188,7 @@ def add_rms_norm(
     """See `reference.add_rms_norm`: changes `residual`, returns its norm."""
     native = _native_for(x)
     if native is None:
-        return reference.add_rms_norm(residual, x, weight, eps, offset=offset)
+        return _portable(x).add_rms_norm(residual, x, weight, eps, offset=offset)
     return elementwise.add_rms_norm(native, residual, x, weight, eps, offset)
 
 
@@ -193,7 +198,7 @@ def rms_norm_quantize(
     """See `reference.rms_norm_quantize`: the norm, its codes, scales and sums of codes."""
     native = _native_for(x)
     if native is None:
-        return reference.rms_norm_quantize(x, weight, eps, offset=offset)
+        return _portable(x).rms_norm_quantize(x, weight, eps, offset=offset)
     return elementwise.rms_norm_quantize(native, x, weight, eps, offset)
 
 
@@ -203,7 +208,7 @@ def add_rms_norm_quantize(
     """See `reference.add_rms_norm_quantize`: changes `residual`."""
     native = _native_for(x)
     if native is None:
-        return reference.add_rms_norm_quantize(residual, x, weight, eps, offset=offset)
+        return _portable(x).add_rms_norm_quantize(residual, x, weight, eps, offset=offset)
     return elementwise.rms_norm_quantize(native, x, weight, eps, offset, residual)
 
 
@@ -211,7 +216,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     """See `reference.rope`: x [tokens, heads, dim] turned, in x.dtype."""
     native = _native_for(x)
     if native is None:
-        return reference.rope(x, cos, sin, interleaved=interleaved)
+        return _portable(x).rope(x, cos, sin, interleaved=interleaved)
     return elementwise.rope(native, x, cos, sin, interleaved)
 
 
@@ -221,7 +226,7 @@ def rope_inplace(
     """See `reference.rope_inplace`: changes q and k, both [tokens, heads, dim]."""
     native = _native_for(q)
     if native is None:
-        return reference.rope_inplace(q, k, cos, sin, interleaved=interleaved)
+        return _portable(q).rope_inplace(q, k, cos, sin, interleaved=interleaved)
     return elementwise.rope_inplace(native, q, k, cos, sin, interleaved)
 
 
@@ -229,7 +234,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """See `reference.gated`: activation(gate) * up, in their dtype."""
     native = _native_for(gate)
     if native is None:
-        return reference.gated(gate, up, activation)
+        return _portable(gate).gated(gate, up, activation)
     return elementwise.gated(native, gate, up, activation)
 
 
@@ -237,7 +242,7 @@ def gated_pair(gate_up: Tensor, activation: str) -> Tensor:
     """See `reference.gated_pair`: gate_up [tokens, 2 * width] to [tokens, width]."""
     native = _native_for(gate_up)
     if native is None:
-        return reference.gated_pair(gate_up, activation)
+        return _portable(gate_up).gated_pair(gate_up, activation)
     return elementwise.gated_pair(native, gate_up, activation)
 
 
@@ -253,7 +258,7 @@ def append_pages(
     """See `reference.append_pages`: writes key and value [tokens, heads, dim] to their pages."""
     native = _native_for(pages.memory)
     if native is None:
-        reference.append_pages(pages, layer, runs, key, value)
+        _portable(pages.memory).append_pages(pages, layer, runs, key, value)
     else:
         cpu_attention.append_pages(native, pages, layer, runs, key, value)
 
@@ -276,7 +281,7 @@ def paged_attention(
     native = _native_for(query)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if native is None:
-        return reference.paged_attention(pages, layer, runs, query, **options)
+        return _portable(query).paged_attention(pages, layer, runs, query, **options)
     lse = torch.empty(query.shape[:2], device=query.device)
     out = cpu_attention.paged_attention(native, pages, layer, runs, query, **options, lse=lse)
     return out, lse
@@ -297,7 +302,7 @@ def paged_attention_output(
     native = _native_for(query)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if native is None:
-        return reference.paged_attention_output(pages, layer, runs, query, **options)
+        return _portable(query).paged_attention_output(pages, layer, runs, query, **options)
     return cpu_attention.paged_attention(native, pages, layer, runs, query, **options)
 
 
@@ -308,6 +313,9 @@ def append_attend_pages(
     native = _native_for(heads)
     if native is not None and heads.dtype in cpu_attention.DTYPES and heads.is_contiguous():
         return cpu_attention.append_attend_pages(native, pages, layer, runs, heads, **options)
+    if heads.is_cuda and (kernels := _gpu_kernels()) is not reference:
+        out: Tensor = kernels.append_attend_pages(pages, layer, runs, heads, **options)
+        return out
     return reference.append_attend_pages(pages, layer, runs, heads, _THIS, **options)
 
 
@@ -316,12 +324,15 @@ def fixed_runs(where: torch.device, tokens: int, context: int) -> PagedRuns | No
 
     None where kernels read runs from Python's own objects.  See `fill_runs`.
     """
-    return None
+    if where.type != "cuda" or (kernels := _gpu_kernels()) is reference:
+        return None
+    runs: PagedRuns = kernels.fixed_runs(where, tokens, 1, context)
+    return runs
 
 
 def fill_runs(runs: PagedRuns, given: Sequence[PagedRun]) -> None:
     """Let what `fixed_runs` made stand for `given` from now on, without waiting for the device."""
-    raise NotImplementedError
+    _gpu_kernels().update_runs(runs, given)
 
 
 def attention_inputs(
@@ -364,7 +375,7 @@ def softmax_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, 
     """See `reference.softmax_topk`: experts and scales [tokens, k]."""
     native = _native_for(logits)
     if native is None or not routing.can_route(logits, k, 1, 1):
-        return reference.softmax_topk(logits, k, renormalise=renormalise)
+        return _portable(logits).softmax_topk(logits, k, renormalise=renormalise)
     return routing.route(native, logits, None, k, 1, 1, renormalise, 1.0)
 
 
@@ -374,7 +385,7 @@ def grouped_softmax_topk(
     """See `reference.grouped_softmax_topk`: experts and scales [tokens, k]."""
     native = _native_for(logits)
     if native is None or not routing.can_route(logits, k, groups, kept_groups):
-        return reference.grouped_softmax_topk(
+        return _portable(logits).grouped_softmax_topk(
             logits, k, groups=groups, kept_groups=kept_groups, scale=scale
         )
     return routing.route(native, logits, None, k, groups, kept_groups, False, scale)
@@ -393,7 +404,7 @@ def biased_sigmoid_topk(
     """See `reference.biased_sigmoid_topk`: experts and scales [tokens, k]."""
     native = _native_for(logits)
     if native is None or not routing.can_route(logits, k, groups, kept_groups):
-        return reference.biased_sigmoid_topk(
+        return _portable(logits).biased_sigmoid_topk(
             logits,
             bias,
             k,
@@ -409,7 +420,7 @@ def biased_sigmoid_topk(
 def survey(logits: Tensor) -> Survey:
     """See `reference.survey`: what one look at logits [vocab] tells."""
     native = _native_for(logits)
-    return reference.survey(logits) if native is None else sampling.survey(native, logits)
+    return _portable(logits).survey(logits) if native is None else sampling.survey(native, logits)
 
 
 def draw(
@@ -418,7 +429,7 @@ def draw(
     """See `reference.draw`: a token by scores [vocab]."""
     native = _native_for(scores)
     if native is None:
-        return reference.draw(scores, temperature, top_k, top_p, min_p, uniform)
+        return _portable(scores).draw(scores, temperature, top_k, top_p, min_p, uniform)
     return sampling.draw(native, scores, temperature, top_k, top_p, min_p, uniform)
 
 
@@ -426,11 +437,28 @@ def largest(scores: Tensor, count: int) -> Tensor:
     """See `reference.largest`: ids of the largest scores [vocab]."""
     native = _native_for(scores)
     if native is None:
-        return reference.largest(scores, count)
+        return _portable(scores).largest(scores, count)
     return sampling.largest(native, scores, count)
 
 
 _THIS: Any = sys.modules[__name__]  # what chains of operations are made of
+
+
+def _portable(tensor: Tensor) -> Any:
+    """Operations for tensors that the compiled kernels do not take."""
+    return _gpu_kernels() if tensor.is_cuda else reference
+
+
+@cache
+def _gpu_kernels() -> Any:
+    if flags.read(flags.KERNELS) == "reference":
+        return reference
+    try:
+        from hmt.kernels.triton import operations
+    except ImportError as error:
+        warn_once("triton", f"Triton does not load ({error}): the GPU computes in plain torch")
+        return reference
+    return operations
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:

@@ -203,9 +203,7 @@ def _dequantize_rows(
 
 
 @triton.jit
-def _quantize_tokens(
-    codes, scales, x, columns, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr
-):
+def _quantize_tokens(codes, scales, x, columns, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     row = x + token * x_stride

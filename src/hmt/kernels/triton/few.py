@@ -210,7 +210,17 @@ def _sum_of_blocks(
         else:
             pairs = tl.load(code_at + start * 256, mask=(block + start < blocks)[:, None])
         scale = _group_numbers(
-            scales, start, first_panel, panels, blocks, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS
+            scales,
+            start,
+            first_panel,
+            panels,
+            blocks,
+            GROUP_BLOCKS,
+            DOTS,
+            BLOCKS,
+            PAIRS,
+            SPLIT,
+            TOKENS,
         )
         mask = x_mask if EVEN else x_mask & (x_block + start < blocks)
         values = tl.load(x_at + start * 32, mask=mask[:, None], other=0)
@@ -322,10 +332,10 @@ def _operand(
     Columns come in the order (block, j, half, i), rows in the order (pair, row of four, panel, q):
     so eight neighbours are of one thread, which is how Triton multiplies what was loaded as bytes.
     """
-    if DTYPE == tl.int8:
+    if tl.int8 == DTYPE:
         low, high = int8_codes(pairs, E2M1)
     else:
-        low, high = float_codes(pairs, E2M1, DTYPE == tl.bfloat16)
+        low, high = float_codes(pairs, E2M1, tl.bfloat16 == DTYPE)
     both = tl.reshape(tl.join(low, high), (PAIRS, BLOCKS, DOTS, 2, 4, 4, 4, 4, 2))
     # pair, block, dot, panel, quad, j, row, i, half
     both = tl.permute(both, (2, 0, 6, 3, 4, 1, 5, 8, 7))

@@ -116,7 +116,7 @@ def scale_numbers(scales):
 @triton.jit
 def byte_numbers(codes, DTYPE: tl.constexpr):
     """Codes of int8 or e4m3 in DTYPE."""
-    if ASSEMBLER and DTYPE == tl.bfloat16 and codes.dtype == tl.float8e4nv:
+    if ASSEMBLER and tl.bfloat16 == DTYPE and codes.dtype == tl.float8e4nv:
         numbers = _e4m3_bf16(codes)
     else:
         numbers = codes.to(DTYPE)

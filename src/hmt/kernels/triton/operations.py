@@ -1,0 +1,58 @@
+"""Every operation of `hmt.kernels.reference` for CUDA tensors: a kernel, or plain torch.
+
+Plain torch are chains of the others, and what a step does not wait for.
+"""
+
+from hmt.kernels.reference import draw, largest
+from hmt.kernels.triton.attention import (
+    append_attend_pages,
+    paged_attention,
+    paged_attention_output,
+)
+from hmt.kernels.triton.dequantize import dequantize, quantize_activations
+from hmt.kernels.triton.elementwise import gated, gated_pair, rope, rope_inplace
+from hmt.kernels.triton.experts import experts, experts_by_table
+from hmt.kernels.triton.linear import linear, linear_into, linear_many
+from hmt.kernels.triton.norms import (
+    add_rms_norm,
+    add_rms_norm_quantize,
+    rms_norm,
+    rms_norm_inplace,
+    rms_norm_quantize,
+)
+from hmt.kernels.triton.pages import append_pages, rope_append
+from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
+from hmt.kernels.triton.runs import fixed_runs, update_runs
+from hmt.kernels.triton.sampling import survey
+
+__all__ = [
+    "add_rms_norm",
+    "add_rms_norm_quantize",
+    "append_attend_pages",
+    "append_pages",
+    "biased_sigmoid_topk",
+    "dequantize",
+    "draw",
+    "experts",
+    "experts_by_table",
+    "fixed_runs",
+    "gated",
+    "gated_pair",
+    "grouped_softmax_topk",
+    "largest",
+    "linear",
+    "linear_into",
+    "linear_many",
+    "paged_attention",
+    "paged_attention_output",
+    "quantize_activations",
+    "rms_norm",
+    "rms_norm_inplace",
+    "rms_norm_quantize",
+    "rope",
+    "rope_append",
+    "rope_inplace",
+    "softmax_topk",
+    "survey",
+    "update_runs",
+]
