@@ -26,7 +26,7 @@ QUICK_BLOCK_BYTES, QUICK_DEPTH = 2 * MIB, 8
 _AS_GOOD = 0.94  # of the best rate: what differs by less is chance
 # A drive with less than this in flight falls idle when a computation keeps the cores.  Decoding
 # from a drive of 2.6 to 3.0 GB/s, 4 MiB in flight gave 79% of its rate, 8 MiB 93%, 16 MiB 93%, and
-# 32 MiB 97%.  Beside idle cores all of them are alike, and sweeps of 0.2 s per setting found 4, 8 or
+# 32 MiB 97%.  Beside idle cores all of them are alike; sweeps of 0.2 s per setting found 4, 8 or
 # 16 MiB the fastest by turns; so settings with enough in flight come first unless clearly slower.
 _ENOUGH_S = 6e-3
 _CLEARLY_SLOWER = 0.85
