@@ -107,15 +107,16 @@ RATES = st.builds(
 def test_the_best_is_as_fast_as_any_and_costs_others_least(results: list[DiskRate]) -> None:
     best = best_of(results)
     fastest = max(result.rate for result in results)
-    assert best.rate >= 0.93 * fastest
+    assert best.rate >= 0.79 * fastest
+    has_enough = best.in_flight_bytes >= 0.006 * fastest
+    assert has_enough or best.rate >= 0.93 * fastest
     for other in results:
         if other.rate < best.rate or other.reader != best.reader:
             continue
-        enough = [one.in_flight_bytes >= 0.006 * fastest for one in (other, best)]
-        if all(enough):
-            assert best.in_flight_bytes <= other.in_flight_bytes
-        else:
-            assert best.in_flight_bytes >= other.in_flight_bytes or enough == [False, True]
+        if other.in_flight_bytes >= 0.006 * fastest:
+            assert has_enough and best.in_flight_bytes <= other.in_flight_bytes
+        elif not has_enough:
+            assert best.in_flight_bytes >= other.in_flight_bytes
 
 
 def test_of_equally_fast_readers_the_one_that_takes_less_time_of_cpus_is_chosen() -> None:

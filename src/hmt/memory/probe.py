@@ -23,17 +23,19 @@ SWEEP_BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
 SWEEP_DEPTHS = (1, 2, 4, 8, 16)
 QUICK_BLOCK_BYTES, QUICK_DEPTH = 2 * MIB, 8
 
-# Of the best rate.  What differs by less is chance: sweeps of one idle drive found 4, 8 or 16 MiB in
-# flight the fastest, by turns.
-_AS_GOOD = 0.94
-# A drive with less than this in flight falls idle when a computation keeps the cores.  Decoding from
-# a drive of 2.6 to 3.0 GB/s, 4 MiB in flight gave 79% of its rate, 8 MiB 93%, 16 MiB 93%, 32 MiB 97%.
+_AS_GOOD = 0.94  # of the best rate: what differs by less is chance
+# A drive with less than this in flight falls idle when a computation keeps the cores.  Decoding
+# from a drive of 2.6 to 3.0 GB/s, 4 MiB in flight gave 79% of its rate, 8 MiB 93%, 16 MiB 93%, and
+# 32 MiB 97%.  Beside idle cores all of them are alike; sweeps of 0.2 s per setting found 4, 8 or
+# 16 MiB the fastest by turns; so settings with enough in flight come first unless clearly slower.
 _ENOUGH_S = 6e-3
+_CLEARLY_SLOWER = 0.85
 _WORTH_REPEATING = 0.9
 _MOST_REPEATED = 8
 
 _LEAST_FILE_BYTES = 64 * MIB  # a smaller file sits in caches of the drive and of the hypervisor
 _FIRST_ROUND_BYTES = 16 * MIB
+_ROUND = 16  # times what is in flight
 _HUGE_BUFFER_BYTES = 16 * MIB
 _CACHES = Path("/sys/devices/system/cpu")
 _ASSUMED_CACHE_BYTES = 32 * MIB
@@ -98,8 +100,10 @@ def disk_rate(file: Path, reader: str, block_bytes: int, depth: int, seconds: fl
                 for i, offset in enumerate(offsets)
             ]
             elapsed = _read_all(queue, reads)
-            # Rounds double, so the last one takes at least a quarter of the time.
-            if elapsed >= seconds / 4:
+            # Rounds double, so the last one takes at least a quarter of the time.  It is so long
+            # that its end, when less and less is in flight, is a small part: rounds of 50 ms showed
+            # 32 MiB in flight 15% slower than 4 MiB.
+            if elapsed >= seconds / 4 and count >= _ROUND * depth:
                 return DiskRate(reader, block_bytes, depth, count * block_bytes / elapsed)
             position, count = position + count, 2 * count
     finally:
@@ -153,14 +157,24 @@ def best_of(results: Sequence[DiskRate]) -> DiskRate:
     flight.
     """
     fastest = max(result.rate for result in results)
-    good = [result for result in results if result.rate >= _AS_GOOD * fastest]
+    enough = [
+        result
+        for result in results
+        if result.rate >= _CLEARLY_SLOWER * fastest and not _lacking(result, fastest)
+    ]
+    best = max(result.rate for result in enough or results)
+    good = [result for result in enough or results if result.rate >= _AS_GOOD * best]
     return min(good, key=lambda result: _cost(result, fastest))
+
+
+def _lacking(result: DiskRate, rate: float) -> float:
+    """Bytes that are missing in flight to keep a drive of `rate` busy beside a computation."""
+    return max(0.0, _ENOUGH_S * rate - result.in_flight_bytes)
 
 
 def _cost(result: DiskRate, rate: float) -> tuple[float, bool, int]:
     """Orders ways to read that are equally fast, the best one first."""
-    lacking = max(0.0, _ENOUGH_S * rate - result.in_flight_bytes)
-    return lacking, result.reader != "io_uring", result.in_flight_bytes
+    return _lacking(result, rate), result.reader != "io_uring", result.in_flight_bytes
 
 
 @contextmanager
