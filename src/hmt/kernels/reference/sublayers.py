@@ -59,6 +59,7 @@ class _Reference:
     """The operations that these are chains of."""
 
     rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
     rms_norm_inplace = staticmethod(elementwise.rms_norm_inplace)
     rope_inplace = staticmethod(elementwise.rope_inplace)
     gated_pair = staticmethod(elementwise.gated_pair)
@@ -126,9 +127,11 @@ def feed_forward(
     `x` may be None.  Uses `norm`, `gate_proj`, `up_proj`, `down_proj` with their biases, and
     `post_norm` of `params`.
     """
-    if x is not None:
-        hidden += x
-    normed = kernels.rms_norm(hidden, params["norm"].data, layer.norm.eps, offset=layer.norm.offset)
+    norm, eps, offset = params["norm"].data, layer.norm.eps, layer.norm.offset
+    if x is None:
+        normed = kernels.rms_norm(hidden, norm, eps, offset=offset)
+    else:
+        normed = kernels.add_rms_norm(hidden, x, norm, eps, offset=offset)
     inner = kernels.gated_pair(kernels.linear_many(normed, params, GATE_UP), layer.activation)
     bias = params.get("down_proj_bias")
     out = kernels.linear(inner, params["down_proj"], None if bias is None else bias.data)

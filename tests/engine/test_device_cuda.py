@@ -1,0 +1,92 @@
+"""The GPU tier on a real GPU: close to the CPU, and the same bits at every split."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hmt
+from hmt.cli.options import embedded_model
+from hmt.contracts.plan import Tier
+from hmt.engine import machine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
+TOKENS = list(range(20, 100))
+
+
+def logits(kind: str, quantization: str | None, weights_bytes: int | None) -> torch.Tensor:
+    """Of TOKENS: a prompt of 64, then one by one; with so many bytes of the GPU, or the CPU."""
+    options: dict[str, object] = {"host_memory": "256MiB", "context": 256}
+    if weights_bytes is not None:
+        taken = machine_taken() + weights_bytes
+        options |= {"gpu_memory": taken}
+    if quantization:
+        options["quantization"] = quantization
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(MODELS[kind])
+        found = model.logits(TOKENS, range(len(TOKENS)), prefill=64)
+        if weights_bytes is not None:
+            assert model.plan.device.stages
+            used = engine._device.used_bytes()
+            assert used <= options["gpu_memory"] + (64 << 20)
+            assert sum(model.plan.device.reserved.values()) <= model.plan.budgets[Tier.DEVICE]
+    return found
+
+
+def machine_taken() -> int:
+    from hmt.memory.device import open_device
+
+    return open_device("cuda:0").used_bytes()
+
+
+@pytest.fixture(autouse=True)
+def _link(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = torch.cuda.get_device_name(0)
+    monkeypatch.setitem(machine._links, name, 40e9)
+
+
+@pytest.mark.parametrize("quantization", [None, "w4a16:32", "w4a8:32", "nvfp4a16", "w8a8"])
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_the_gpu_agrees_with_the_cpu(kind: str, quantization: str | None) -> None:
+    cpu = logits(kind, quantization, None)
+    gpu = logits(kind, quantization, 1 << 30)
+    error = (gpu - cpu).norm() / cpu.norm()
+    assert error < 0.03, f"{error}"
+    agree = (gpu.argmax(-1) == cpu.argmax(-1)).float().mean()
+    assert agree > 0.9
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_copied_layers_give_the_same_bits_as_resident_ones(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = torch.cuda.get_device_name(0)
+    monkeypatch.setitem(machine._links, name, 1e15)  # nothing is left to the CPU but experts
+    everything = logits(kind, "w4a16:32", 1 << 30)
+    for share in (9 << 20, 7 << 20):
+        split = logits(kind, "w4a16:32", share)
+        if kind == "dense":
+            assert torch.equal(split, everything)
+        else:
+            assert (split - everything).norm() / everything.norm() < 0.03
+
+
+def test_decoding_is_captured_and_follows_growing_contexts() -> None:
+    with hmt.Engine(
+        host_memory="256MiB", context=2048, gpu_memory=machine_taken() + (1 << 30)
+    ) as engine:
+        model = engine.load_model(MODELS["dense"])
+        captured = model._core._executor._captured
+        request = hmt.Request(input=TOKENS, max_new_tokens=1200, ignore_eos=True)
+        answer = model.infer(request).token_ids
+        assert captured._works and len(captured._captured) == 2, "one for 1024, one for 2048"
+        forced = model.logits([*TOKENS, *answer[:-1]], range(len(TOKENS) - 1, 1279))
+        wrong = [i for i, token in enumerate(answer) if token != int(forced[i].argmax())]
+        gaps = [float(forced[i].max() - forced[i][answer[i]]) for i in wrong]
+        assert max(gaps, default=0) < 0.5, "only near ties differ from the prompt's kernels"
+        both = model.infer_batch(
+            [hmt.Request(input=TOKENS[n:], max_new_tokens=40, ignore_eos=True) for n in (0, 3)]
+        )
+        assert list(both[0].token_ids) == list(answer[:40])
