@@ -2,7 +2,8 @@
 
 Sums are f32.  Queries and pages of one 16-bit type meet in tensor cores, with weights rounded to
 that type; INT8 pages meet bf16 queries in bf16; any other pair is computed in f32, which is exact
-and slow.  A short run's result depends on its own length, start and numbers only.
+and slow.  How a short run's context is cut depends on that run alone, so the number of its
+neighbours changes no bit of it; sizes of tiles follow the longest short run.
 """
 
 from typing import Any
