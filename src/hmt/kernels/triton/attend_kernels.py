@@ -117,6 +117,50 @@ def place_of(
     return memory, table, page_stride, keys, values, key_scales, value_scales
 
 
+@triton.jit
+def sums_of(
+    query, place, numbers, at, first_at, last_at, begin, size,
+    ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LATENT: tl.constexpr,
+    KEY_WORDS: tl.constexpr, KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, PER_WORD: tl.constexpr,
+    MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, AHEAD: tl.constexpr,
+):
+    """Sums of rows at positions `at`, from first_at to last_at, over `size` tokens from `begin`."""
+    sums = (
+        tl.zeros((ROWS, MIXED), tl.float32),
+        tl.full((ROWS,), float("-inf"), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+    )
+    lowest = begin
+    if WINDOW:
+        lowest = tl.maximum(first_at - numbers[1] + 1, begin)
+    end = tl.minimum(last_at + 1, begin + size)
+    rows = (at, lowest, end)
+    # Every row sees the tiles between `whole` and `ragged`; others are seen in part by some.
+    left = lowest // TILE * TILE
+    whole = left
+    if WINDOW:
+        whole = tl.maximum(tl.cdiv(tl.maximum(last_at - numbers[1] + 1, 0), TILE) * TILE, left)
+        sums = sweep(
+            sums, query, place, rows, numbers, left, tl.minimum(whole, end), ENCODING,
+            DTYPE, PRECISION, LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED,
+            PER_WORD, TILE, WINDOW, SOFTCAP, False, True,
+        )
+    ragged = tl.maximum(tl.minimum(first_at + 1, end) // TILE * TILE, whole)
+    sums = sweep(
+        sums, query, place, rows, numbers, whole, ragged, ENCODING, DTYPE, PRECISION,
+        LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE, WINDOW,
+        SOFTCAP, AHEAD, False,
+    )
+    sums = sweep(
+        sums, query, place, rows, numbers, ragged, end, ENCODING, DTYPE, PRECISION, LATENT,
+        KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE, WINDOW, SOFTCAP,
+        False, True,
+    )
+    return sums
+
+
 # Numbers that change from step to step: a kernel for each kind of them would be compiled.
 @triton.jit(do_not_specialize=["tokens", "table_width", "runs", "blocks", "parts", "window"])
 def attend_kernel(
@@ -168,37 +212,10 @@ def attend_kernel(
         VALUE_WORDS, LATENT,
     )
 
-    sums = (
-        tl.zeros((ROWS, MIXED), tl.float32),
-        tl.full((ROWS,), float("-inf"), tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-    )
-    lowest = begin
-    if WINDOW:
-        lowest = tl.maximum(first_at - window + 1, begin)
-    end = tl.minimum(last_at + 1, begin + size)
-    rows = (start + row // GROUP, lowest, end)
-    numbers = (scale, window, softcap)
-    # Every row sees the tiles between `whole` and `ragged`; others are seen in part by some.
-    left = lowest // TILE * TILE
-    whole = left
-    if WINDOW:
-        whole = tl.maximum(tl.cdiv(tl.maximum(last_at - window + 1, 0), TILE) * TILE, left)
-        sums = sweep(
-            sums, (front, back), place, rows, numbers, left, tl.minimum(whole, end), ENCODING,
-            DTYPE, PRECISION, LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED,
-            PER_WORD, TILE, WINDOW, SOFTCAP, False, True,
-        )
-    ragged = tl.maximum(tl.minimum(first_at + 1, end) // TILE * TILE, whole)
-    sums = sweep(
-        sums, (front, back), place, rows, numbers, whole, ragged, ENCODING, DTYPE, PRECISION,
-        LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE, WINDOW,
-        SOFTCAP, AHEAD, False,
-    )
-    sums = sweep(
-        sums, (front, back), place, rows, numbers, ragged, end, ENCODING, DTYPE, PRECISION, LATENT,
-        KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE, WINDOW, SOFTCAP,
-        False, True,
+    sums = sums_of(
+        (front, back), place, (scale, window, softcap), start + row // GROUP, first_at, last_at,
+        begin, size, ENCODING, DTYPE, PRECISION, LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM,
+        VALUE_PADDED, PER_WORD, MIXED, ROWS, TILE, WINDOW, SOFTCAP, AHEAD,
     )
     result = token.to(tl.int64) * (HEADS * GROUP) + q_head
     if SPLIT:

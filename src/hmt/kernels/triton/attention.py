@@ -2,7 +2,8 @@
 
 Sums are f32.  Queries and pages of one 16-bit type meet in tensor cores, with weights rounded to
 that type; INT8 pages meet bf16 queries in bf16; any other pair is computed in f32, which is exact
-and slow.  A short run's result depends on its own length, start and numbers only.
+and slow.  How a short run's context is cut depends on that run alone, so the number of its
+neighbours changes no bit of it; sizes of tiles follow the longest short run.
 """
 
 from typing import Any
@@ -157,17 +158,17 @@ def _launch(
     compute = compute_type(pages, query)
     front, back = front_words(layout)
     value_padded = 0 if layout.latent else max(16, triton.next_power_of_2(layout.value_dim))
-    split = plan.parts > 1
-    parts_out, parts_lse = out, lse
-    if split:
-        shape = (plan.parts, tokens, q_heads)
-        parts_out = torch.empty((*shape, layout.value_dim), device=out.device)
-        parts_lse = torch.empty(shape, device=out.device)
+    parts = None
+    if plan.parts > 1:
+        shape = (plan.launched, tokens, q_heads)
+        parts = (
+            torch.empty((*shape, layout.value_dim), dtype=torch.float32, device=out.device),
+            torch.empty(shape, dtype=torch.float32, device=out.device),
+        )
     blocks = triton.cdiv(held.tokens * group, plan.rows)
     attend_kernel[(blocks * plan.launched, layout.heads, held.count)](
         query,
-        parts_out,
-        parts_lse,
+        *(parts or (out, lse)),
         words,
         held.spans,
         held.tables,
@@ -184,7 +185,7 @@ def _launch(
         scale,
         window,
         softcap,
-        SPLIT=split,
+        SPLIT=parts is not None,
         LEAST=plan.least,
         ENCODING=int(layout.encoding),
         DTYPE=_TYPES[compute],
@@ -208,27 +209,41 @@ def _launch(
         AHEAD=plan.ahead,
         num_warps=plan.warps,
     )
-    if split:
-        chunks = triton.cdiv(layout.value_dim, _MERGED_NUMBERS)
-        merge_kernel[(held.tokens * chunks, q_heads, held.count)](
-            out,
-            lse,
-            parts_out,
-            parts_lse,
-            held.spans,
-            sinks,
-            tokens,
-            held.count,
-            plan.parts,
-            window,
-            HEADS=q_heads,
-            CHUNKS=chunks,
-            LEAST=plan.least,
-            TILE=plan.tile,
-            VALUE_DIM=layout.value_dim,
-            CHUNK=_MERGED_NUMBERS,
-            PADDED_PARTS=MOST_PARTS,
-            WINDOW=window > 0,
-            SINKS=sinks is not None,
-            LSE=lse is not None,
-        )
+    if parts is not None:
+        _merge(held, plan, layout.value_dim, parts, out, lse, sinks, window)
+
+
+def _merge(
+    held: DeviceRuns,
+    plan: Plan,
+    dim: int,
+    parts: tuple[Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    window: int,
+) -> None:
+    """Write the union of parts [parts, tokens, q_heads, dim] and [parts, tokens, q_heads]."""
+    tokens, q_heads, _ = out.shape
+    chunks = triton.cdiv(dim, _MERGED_NUMBERS)
+    merge_kernel[(held.tokens * chunks, q_heads, held.count)](
+        out,
+        lse,
+        *parts,
+        held.spans,
+        sinks,
+        tokens,
+        held.count,
+        plan.parts,
+        window,
+        HEADS=q_heads,
+        CHUNKS=chunks,
+        LEAST=plan.least,
+        TILE=plan.tile,
+        VALUE_DIM=dim,
+        CHUNK=_MERGED_NUMBERS,
+        PADDED_PARTS=MOST_PARTS,
+        WINDOW=window > 0,
+        SINKS=sinks is not None,
+        LSE=lse is not None,
+    )
