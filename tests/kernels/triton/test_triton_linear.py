@@ -44,7 +44,7 @@ def random_x(tokens: int, columns: int, device: torch.device, seed: int = 1) -> 
 
 
 @ENCODED
-@pytest.mark.parametrize("tokens", [1, 2, 3, 19])
+@pytest.mark.parametrize("tokens", [1, 19])
 def test_few_tokens(device, encoding, options, tokens):
     w = random_weight(encoding, 70, 192, device=device, **options)
     bias = random_x(1, 70, device, seed=2)[0]
@@ -54,7 +54,7 @@ def test_few_tokens(device, encoding, options, tokens):
 
 
 @ENCODED
-@pytest.mark.parametrize("tokens", [1, 4, 9, 70])
+@pytest.mark.parametrize("tokens", [1, 9, 70])
 def test_int8_tokens(device, encoding, options, tokens):
     if encoding is Encoding.FP8_BLOCK:
         pytest.skip("not multiplied as integers")
@@ -89,7 +89,7 @@ def test_weights_without_scales(device, encoding):
 def test_more_inputs_than_one_step_takes(device, encoding, activations):
     for columns in (2048, 2080):
         w = random_weight(encoding, 33, columns, device=device, activations=activations)
-        for tokens in (1, 8, 17):
+        for tokens in (1, 17):
             x = random_x(tokens, columns, device).half()
             assert_is_product(kernels.linear(x, w), x, w)
 
@@ -222,3 +222,24 @@ def test_calls_can_be_captured(device, encoding, activations):
         out.fill_(math.nan)
         graph.replay()
         assert_is_product(out, x, w)
+
+
+@pytest.mark.parametrize("activations", list(Activations))
+@pytest.mark.parametrize(
+    ("encoding", "options"),
+    [
+        (Encoding.INT4_GROUP, {"group": 32}),
+        (Encoding.INT4_GROUP, {"group": 16, "offsets": "minima"}),
+        (Encoding.INT4_GROUP, {"group": 128}),
+        (Encoding.INT4_GROUP, {"group": 96, "offsets": "zeros"}),
+        (Encoding.NVFP4, {}),
+        (Encoding.INT8_GROUP, {"group": 64}),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_block_sizes_of_weights_with_many_rows(device, monkeypatch, encoding, options, activations):
+    monkeypatch.setattr(kernels, "_MANY_ROWS", 1)
+    w = random_weight(encoding, 90, 384, device=device, activations=activations, **options)
+    for tokens in (1, 3, 12):
+        x = random_x(tokens, 384, device).half()
+        assert_is_product(kernels.linear(x, w), x, w)

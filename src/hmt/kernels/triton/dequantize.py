@@ -10,7 +10,7 @@ from hmt.kernels import reference
 from hmt.kernels.triton.few import MINIMA, NO_OFFSETS, ZEROS
 from hmt.kernels.triton.unpack import float_codes, panel_integers, scale_numbers
 
-_BLOCKS = 8  # of 32 inputs, in a program that takes one panel: 2 KB of codes
+_BLOCKS = 4  # of 32 inputs, in a program that takes one panel: 1 KB of codes
 _PANEL_WARPS = 2
 _TILE = (16, 256)
 _MOST_COLUMNS_AT_ONCE = 16384
@@ -203,9 +203,7 @@ def _dequantize_rows(
 
 
 @triton.jit
-def _quantize_tokens(
-    codes, scales, x, columns, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr
-):
+def _quantize_tokens(codes, scales, x, columns, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     row = x + token * x_stride

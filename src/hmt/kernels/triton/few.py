@@ -13,12 +13,8 @@ from hmt.kernels.triton.unpack import (
     float_codes,
     int8_codes,
     large_activations,
-    prefetch,
     scale_numbers,
 )
-
-# Lines of 128 bytes that a program asks for before the kernel ahead of it has finished.
-PREFETCH = tl.constexpr(512)
 
 NO_OFFSETS = tl.constexpr(0)
 ZEROS = tl.constexpr(1)
@@ -79,7 +75,7 @@ def few_tokens(
                    each group of inputs gets columns of its own, so that scales are applied to the
                    sums of several groups at once
     TOKENS         tokens of a program; SPLIT * TOKENS is 8, 16 or 32
-    STAGES         steps whose inputs are on their way while one is computed
+    STAGES         1, or buffers in shared memory through which the inputs of following steps come
     EARLY          begin while the kernel before is still running, and let the next one begin
     EVEN           blocks are a multiple of WARPS * DEPTH * BLOCKS
     """
@@ -169,38 +165,45 @@ def _sum_of_blocks(
     EVEN: tl.constexpr,
 ):
     """f32 [32 * PAIRS, SPLIT * TOKENS]: scaled products, in units of `code_unit`."""
-    # One number per 16 bytes, lanes first: [PAIRS, BLOCKS, DOTS, panel of 2, q of 4, j of 4].  As a
-    # list, because the order in which Triton gives dimensions to lanes differs between versions.
+    # 16 bytes each: [PAIRS, BLOCKS, DOTS, panel of 2, q of 4, j of 4] where threads load what they
+    # compute on, with j before q where they take it from shared memory, so that neighbours load
+    # neighbours.  As a list, because the order in which Triton gives dimensions to lanes differs
+    # between versions.
+    DIRECT: tl.constexpr = STAGES == 1
     at = tl.arange(0, PAIRS * BLOCKS * DOTS * 32)
-    quad = at // 4 % 4
     block = at // 32 % DOTS * BLOCKS + at // (32 * DOTS) % BLOCKS
     panel = first_panel + at // (32 * DOTS * BLOCKS) * 2 + at // 16 % 2
     panel = tl.minimum(panel, panels - 1).to(tl.int64)
-    code_at = (codes + panel * (blocks * 256) + block * 256 + at % 4 * 64 + quad * 16)[:, None]
+    in_block = at % 4 * 64 + at // 4 % 4 * 16 if DIRECT else at % 16 * 16
+    code_at = (codes + panel * (blocks * 256) + block * 256 + in_block)[:, None]
     code_at += tl.arange(0, 16)[None, :]
 
-    # [columns / 8, BLOCKS, half, DOTS, column of 8, j of 4]
     COLUMNS: tl.constexpr = SPLIT * TOKENS
-    xs = tl.arange(0, 8 * COLUMNS * BLOCKS * DOTS)
-    x_column = xs // (64 * DOTS * BLOCKS) * 8 + xs // 4 % 8
-    x_token, x_half = x_column % TOKENS, xs // (32 * DOTS) % 2
-    x_in_dot = xs // (64 * DOTS) % BLOCKS
-    x_block = xs // 32 % DOTS * BLOCKS + x_in_dot
-    x_at = x + x_token.to(tl.int64) * x_stride + (x_block * 32 + x_half * 16 + xs % 4 * 4)
-    x_at = x_at[:, None] + tl.arange(0, 4)[None, :]
-    if GROUP_BLOCKS == 0:
-        x_group = x_in_dot * 2 + x_half
+    if DIRECT:
+        # Four inputs each: [columns / 8, BLOCKS, half, DOTS, column of 8, j of 4].
+        X_WIDTH: tl.constexpr = 4
+        xs = tl.arange(0, 8 * COLUMNS * BLOCKS * DOTS)
+        x_column = xs // (64 * DOTS * BLOCKS) * 8 + xs // 4 % 8
+        x_half, x_in_dot = xs // (32 * DOTS) % 2, xs // (64 * DOTS) % BLOCKS
+        x_block = xs // 32 % DOTS * BLOCKS + x_in_dot
+        x_input = x_block * 32 + x_half * 16 + xs % 4 * 4
     else:
-        x_group = x_in_dot // GROUP_BLOCKS
+        # Eight inputs each: [columns, DOTS, BLOCKS, quarter of a block].
+        X_WIDTH: tl.constexpr = 8
+        xs = tl.arange(0, 4 * COLUMNS * BLOCKS * DOTS)
+        x_column = xs // (4 * BLOCKS * DOTS)
+        x_half, x_in_dot = xs // 2 % 2, xs // 4 % BLOCKS
+        x_block = xs // 4 % (BLOCKS * DOTS)
+        x_input = xs % (4 * BLOCKS * DOTS) * 8
+    x_token = x_column % TOKENS
+    x_at = (x + x_token.to(tl.int64) * x_stride + x_input)[:, None]
+    x_at += tl.arange(0, X_WIDTH)[None, :]
     x_mask = x_token < tokens
     if SPLIT > 1:
+        x_group = x_in_dot * 2 + x_half if GROUP_BLOCKS == 0 else x_in_dot // GROUP_BLOCKS
         x_mask &= x_column // TOKENS == x_group
 
     if EARLY:
-        # Weights do not depend on the kernel before; x does.
-        lines = tl.arange(0, PREFETCH)
-        first = (codes + first_panel.to(tl.int64) * (blocks * 256)) + lines * 128
-        prefetch(first, lines < tl.minimum(2 * PAIRS, panels - first_panel) * blocks * 2)
         gdc_wait()
     total = tl.zeros((DOTS, 32 * PAIRS, COLUMNS), tl.float32)
     for start in tl.range(0, blocks, DOTS * BLOCKS, num_stages=STAGES):
@@ -210,15 +213,29 @@ def _sum_of_blocks(
         else:
             pairs = tl.load(code_at + start * 256, mask=(block + start < blocks)[:, None])
         scale = _group_numbers(
-            scales, start, first_panel, panels, blocks, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS
+            scales,
+            start,
+            first_panel,
+            panels,
+            blocks,
+            GROUP_BLOCKS,
+            DOTS,
+            BLOCKS,
+            PAIRS,
+            SPLIT,
+            TOKENS,
         )
         mask = x_mask if EVEN else x_mask & (x_block + start < blocks)
         values = tl.load(x_at + start * 32, mask=mask[:, None], other=0)
         values = large_activations(values, E2M1)
-        values = tl.reshape(values, (COLUMNS // 8, BLOCKS, 2, DOTS, 8, 4, 4))
-        values = tl.permute(values, (3, 1, 5, 2, 6, 0, 4))  # dot, block, j, half, i, column
+        if DIRECT:
+            values = tl.reshape(values, (COLUMNS // 8, BLOCKS, 2, DOTS, 8, 4, 4))
+            values = tl.permute(values, (3, 1, 5, 2, 6, 0, 4))  # dot, block, j, half, i, column
+        else:
+            values = tl.reshape(values, (COLUMNS, DOTS, BLOCKS, 2, 4, 4))
+            values = tl.permute(values, (1, 2, 4, 3, 5, 0))  # the same
         values = tl.reshape(values, (DOTS, 32 * BLOCKS, COLUMNS))
-        weights = _operand(pairs, E2M1, x.dtype.element_ty, DOTS, BLOCKS, PAIRS)
+        weights = _operand(pairs, E2M1, x.dtype.element_ty, DOTS, BLOCKS, PAIRS, DIRECT)
         product = tl.dot(weights, values, out_dtype=_sum_type(x.dtype.element_ty))
         if OFFSETS != NO_OFFSETS:
             # Sums of x, by the tensor cores too, so that they lie where they are wanted.
@@ -244,10 +261,9 @@ def _sum_of_blocks(
                 product += sums * (128 if INT8 else 8)
                 total += added.to(tl.float32) * (sums * 16 if INT8 else sums).to(tl.float32)
         total += product.to(tl.float32) * scale_numbers(scale)
-    total = tl.sum(total, 0)
     if SPLIT > 1:
-        total = tl.sum(tl.reshape(total, (32 * PAIRS, SPLIT, TOKENS)), 1)
-    return total
+        total = tl.sum(tl.reshape(total, (DOTS, 32 * PAIRS, SPLIT, TOKENS)), 2)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -284,12 +300,12 @@ def _group_numbers(
     if TOKENS == 1:
         one = _load_groups(numbers, group + 2 * thread, groups)
         two = _load_groups(numbers, group + 2 * thread + 1, groups)
-        found = tl.permute(tl.reshape(tl.join(one, two), SHAPE + (2,)), (1, 0, 5, 2, 3, 4, 6))
+        found = tl.permute(tl.reshape(tl.join(one, two), (*SHAPE, 2)), (1, 0, 5, 2, 3, 4, 6))
         found = tl.reshape(found, (DOTS, 32 * PAIRS, COLUMNS))
     elif EIGHTS > 1 and SPLIT == 2:
         one = _load_groups(numbers, group, groups)
         two = _load_groups(numbers, group + 1, groups)
-        found = tl.permute(tl.reshape(tl.join(one, two), SHAPE + (2,)), (1, 0, 5, 2, 3, 6, 4))
+        found = tl.permute(tl.reshape(tl.join(one, two), (*SHAPE, 2)), (1, 0, 5, 2, 3, 6, 4))
         found = tl.reshape(found, (DOTS, 32 * PAIRS, 2, 1, 4, 1))
         found = tl.broadcast_to(found, (DOTS, 32 * PAIRS, 2, EIGHTS // 2, 4, 2))
         found = tl.reshape(found, (DOTS, 32 * PAIRS, COLUMNS))
@@ -316,19 +332,22 @@ def _operand(
     DOTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PAIRS: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):
     """Bytes as an operand [DOTS, 32 PAIRS, 32 BLOCKS].
 
     Columns come in the order (block, j, half, i), rows in the order (pair, row of four, panel, q):
     so eight neighbours are of one thread, which is how Triton multiplies what was loaded as bytes.
     """
-    if DTYPE == tl.int8:
+    if DTYPE == tl.int8:  # noqa: SIM300
         low, high = int8_codes(pairs, E2M1)
     else:
-        low, high = float_codes(pairs, E2M1, DTYPE == tl.bfloat16)
+        low, high = float_codes(pairs, E2M1, DTYPE == tl.bfloat16)  # noqa: SIM300
     both = tl.reshape(tl.join(low, high), (PAIRS, BLOCKS, DOTS, 2, 4, 4, 4, 4, 2))
-    # pair, block, dot, panel, quad, j, row, i, half
-    both = tl.permute(both, (2, 0, 6, 3, 4, 1, 5, 8, 7))
+    if DIRECT:  # pair, block, dot, panel, quad, j, row, i, half
+        both = tl.permute(both, (2, 0, 6, 3, 4, 1, 5, 8, 7))
+    else:  # pair, block, dot, panel, j, quad, row, i, half
+        both = tl.permute(both, (2, 0, 6, 3, 5, 1, 4, 8, 7))
     return tl.reshape(both, (DOTS, 32 * PAIRS, 32 * BLOCKS))
 
 
