@@ -207,7 +207,6 @@ def _few_panels(
         EVEN=w.shape[1] // 32 % (sizes["WARPS"] * sizes["DEPTH"] * sizes["BLOCKS"]) == 0,
         num_warps=sizes["WARPS"],
         num_stages=1,
-        **({"launch_pdl": True} if sizes["EARLY"] else {}),
     )
 
 
@@ -224,7 +223,7 @@ def _panel_sizes(tokens: int, rows: int, w: WeightTensor) -> dict[str, int]:
         width = max(8, columns)
         sizes = (4, 1, blocks if width == 8 else 1, 1, 1, width, 1 if high else 4)
     names = ("WARPS", "DEPTH", "BLOCKS", "PAIRS", "SPLIT", "TOKENS", "STAGES")
-    return {**dict(zip(names, sizes, strict=True)), "EARLY": False}
+    return dict(zip(names, sizes, strict=True))
 
 
 def _few_rows(
