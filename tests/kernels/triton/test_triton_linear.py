@@ -44,7 +44,7 @@ def random_x(tokens: int, columns: int, device: torch.device, seed: int = 1) -> 
 
 
 @ENCODED
-@pytest.mark.parametrize("tokens", [1, 2, 3, 19])
+@pytest.mark.parametrize("tokens", [1, 19])
 def test_few_tokens(device, encoding, options, tokens):
     w = random_weight(encoding, 70, 192, device=device, **options)
     bias = random_x(1, 70, device, seed=2)[0]
@@ -54,7 +54,7 @@ def test_few_tokens(device, encoding, options, tokens):
 
 
 @ENCODED
-@pytest.mark.parametrize("tokens", [1, 4, 9, 70])
+@pytest.mark.parametrize("tokens", [1, 9, 70])
 def test_int8_tokens(device, encoding, options, tokens):
     if encoding is Encoding.FP8_BLOCK:
         pytest.skip("not multiplied as integers")
@@ -62,7 +62,7 @@ def test_int8_tokens(device, encoding, options, tokens):
         encoding, 45, 192, device=device, activations=Activations.INT8_TOKEN, **options
     )
     bias = random_x(1, 45, device, seed=2)[0]
-    for dtype in (*dtypes_of(device), torch.float32):
+    for dtype in (*dtypes_of(device), *([torch.float32] if tokens == 1 else [])):
         x = random_x(tokens, 192, device).to(dtype)
         assert_is_product(kernels.linear(x, w, bias), x, w, bias)
 
@@ -87,9 +87,9 @@ def test_weights_without_scales(device, encoding):
 @pytest.mark.parametrize("activations", list(Activations))
 @pytest.mark.parametrize("encoding", [Encoding.NVFP4, Encoding.INT4_GROUP, Encoding.INT8_GROUP])
 def test_more_inputs_than_one_step_takes(device, encoding, activations):
-    for columns in (2048, 2080):
+    for columns in (1024, 1056):
         w = random_weight(encoding, 33, columns, device=device, activations=activations)
-        for tokens in (1, 8, 17):
+        for tokens in (1, 17):
             x = random_x(tokens, columns, device).half()
             assert_is_product(kernels.linear(x, w), x, w)
 
@@ -109,7 +109,7 @@ def test_many_weights_side_by_side(device, names, activations):
     params["plain"] = random_weight(Encoding.F16, 9, 128, device=device)
     bias = random_x(1, 16, device, seed=3)[0].half()
     params["k_bias"] = WeightTensor(Encoding.F16, (16,), bias)
-    for tokens in (1, 5, 70):
+    for tokens in (1, 70):
         x = random_x(tokens, 128, device).half()
         found = kernels.linear_many(x, params, names)
         column = 0
@@ -222,3 +222,24 @@ def test_calls_can_be_captured(device, encoding, activations):
         out.fill_(math.nan)
         graph.replay()
         assert_is_product(out, x, w)
+
+
+@pytest.mark.parametrize("activations", list(Activations))
+@pytest.mark.parametrize(
+    ("encoding", "options"),
+    [
+        (Encoding.INT4_GROUP, {"group": 32}),
+        (Encoding.INT4_GROUP, {"group": 16, "offsets": "minima"}),
+        (Encoding.INT4_GROUP, {"group": 128}),
+        (Encoding.INT4_GROUP, {"group": 96, "offsets": "zeros"}),
+        (Encoding.NVFP4, {}),
+        (Encoding.INT8_GROUP, {"group": 64}),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_block_sizes_of_weights_with_many_rows(device, monkeypatch, encoding, options, activations):
+    monkeypatch.setattr(kernels, "_MANY_ROWS", 1)
+    w = random_weight(encoding, 90, 384, device=device, activations=activations, **options)
+    for tokens in (1, 12):
+        x = random_x(tokens, 384, device).half()
+        assert_is_product(kernels.linear(x, w), x, w)

@@ -10,7 +10,7 @@ from hmt.kernels import reference
 from hmt.kernels.triton.few import MINIMA, NO_OFFSETS, ZEROS
 from hmt.kernels.triton.unpack import float_codes, panel_integers, scale_numbers
 
-_BLOCKS = 8  # of 32 inputs, in a program that takes one panel: 2 KB of codes
+_BLOCKS = 4  # of 32 inputs, in a program that takes one panel: 1 KB of codes
 _PANEL_WARPS = 2
 _TILE = (16, 256)
 _MOST_COLUMNS_AT_ONCE = 16384

@@ -31,9 +31,42 @@ from hmt.kernels.triton.unpack import code_unit
 
 __all__ = ["dequantize", "linear", "linear_into", "linear_many", "quantize_activations"]
 
-# Above, numbers are made of the weights first.
+# Up to so many tokens weights are read as they lie; above, cuBLAS multiplies with numbers made of
+# them.  Measured on an H200: even at 64 tokens, and at 32 with groups of 16.
 _FEW_TOKENS = 64
+_FEW_TOKENS_OF_16 = 32
 _CHUNK_BYTES = 256 * MIB  # of numbers made of weights at a time
+# Block sizes of `few_tokens`, by tokens and blocks per group (0: groups of 16 inputs): of weights
+# with many rows, and of others, which have too few programs to hide the memory's latency behind
+# each other and so take inputs through shared memory.  Found by measuring on an H200.
+_MANY_ROWS = 8192
+_PANEL_SIZES = {
+    # WARPS, DEPTH, BLOCKS, PAIRS, SPLIT, TOKENS, STAGES
+    1: {
+        0: ((4, 1, 4, 1, 8, 1, 1), (4, 1, 4, 1, 8, 1, 4)),
+        1: ((4, 1, 4, 1, 4, 2, 1), (4, 1, 4, 1, 4, 2, 4)),
+    },
+    2: {
+        0: ((4, 1, 2, 1, 4, 2, 1), (4, 1, 2, 1, 4, 2, 4)),
+        1: ((4, 1, 4, 1, 4, 2, 1), (4, 1, 4, 1, 4, 2, 3)),
+    },
+    4: {
+        0: ((8, 2, 1, 1, 2, 4, 1), (4, 2, 1, 1, 2, 4, 4)),
+        1: ((4, 2, 2, 1, 2, 4, 1), (4, 1, 2, 1, 2, 4, 4)),
+    },
+    8: {
+        0: ((4, 1, 1, 2, 2, 8, 3), (4, 1, 1, 1, 2, 8, 4)),
+        1: ((8, 2, 1, 1, 1, 8, 1), (4, 1, 1, 1, 1, 8, 6)),
+    },
+    16: {
+        0: ((4, 1, 1, 1, 2, 16, 1), (4, 1, 1, 1, 2, 16, 3)),
+        1: ((4, 1, 1, 4, 1, 16, 3), (4, 2, 1, 1, 1, 16, 4)),
+    },
+    32: {
+        0: ((4, 1, 1, 2, 2, 16, 3), (4, 1, 1, 2, 2, 16, 3)),
+        1: ((4, 1, 1, 4, 1, 32, 3), (4, 1, 1, 2, 1, 32, 3)),
+    },
+}
 _TENSOR_CORE_FLOATS = (torch.float16, torch.bfloat16)
 
 
@@ -78,7 +111,7 @@ def _write(
         count = 1
         if w.activations is Activations.INT8_TOKEN and rounded is None:
             rounded = quantize_activations(x)
-        if len(x) <= _FEW_TOKENS and _in_panels(w, x.dtype):
+        if len(x) <= _few(w) and _in_panels(w, x.dtype):
             while count < 3 and at + count < len(weights) and _agree(w, weights[at + count]):
                 count += 1
         rows = sum(one.shape[0] for one in weights[at : at + count])
@@ -96,7 +129,7 @@ def _multiply_floats(
     out: Tensor, x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
 ) -> None:
     w, bias = weights[0], biases[0]
-    if len(x) <= _FEW_TOKENS and not _is_plain(x, w):
+    if len(x) <= _few(w) and not _is_plain(x, w):
         if _in_panels(w, x.dtype):
             return _few_panels(out, x, None, weights, biases)
         if _in_rows(w, x.dtype):
@@ -123,9 +156,9 @@ def _multiply_int8(
 ) -> None:
     codes, token_scales = rounded
     w, bias = weights[0], biases[0]
-    if len(x) <= _FEW_TOKENS and _in_panels(w, torch.int8):
+    if len(x) <= _few(w) and _in_panels(w, torch.int8):
         _few_panels(out, codes, token_scales, weights, biases)
-    elif len(x) <= _FEW_TOKENS and _in_rows(w, torch.int8):
+    elif len(x) <= _few(w) and _in_rows(w, torch.int8):
         _few_rows(out, codes, token_scales, w, bias)
     elif is_exact(w):
         multiply_exact(out, codes, token_scales, w, bias)
@@ -174,36 +207,23 @@ def _few_panels(
         EVEN=w.shape[1] // 32 % (sizes["WARPS"] * sizes["DEPTH"] * sizes["BLOCKS"]) == 0,
         num_warps=sizes["WARPS"],
         num_stages=1,
-        **({"launch_pdl": True} if sizes["EARLY"] else {}),
     )
 
 
 def _panel_sizes(tokens: int, rows: int, w: WeightTensor) -> dict[str, int]:
     """Block sizes of `few_tokens`."""
-    groups_per_block = 2 if w.group_size == 16 else 1
-    group_blocks = max(1, w.group_size // 32)
-    columns = 8 if tokens <= 8 else 16
-    splits = groups_per_block
-    blocks = 1
-    if group_blocks == 1:
-        # As many groups in a dot as leave columns for all tokens.
-        splits = max(splits, 8 // triton.next_power_of_2(tokens)) if tokens <= 8 else splits
-        blocks = max(1, splits // groups_per_block)
-    elif group_blocks % 4 == 0:
-        blocks, splits = 4, 1
-    elif group_blocks % 2 == 0:
-        blocks, splits = 2, 1
-    columns = max(columns, 8 if tokens * splits <= 8 else 16)
-    return {
-        "WARPS": 8,
-        "DEPTH": max(1, 4 // blocks),
-        "BLOCKS": blocks,
-        "PAIRS": 1,
-        "SPLIT": splits,
-        "TOKENS": columns // splits,
-        "STAGES": 1,
-        "EARLY": False,
-    }
+    high = rows >= _MANY_ROWS
+    columns = next(most for most in _PANEL_SIZES if tokens <= most or most == 32)
+    group_blocks = w.group_size // 32
+    if group_blocks <= 1:
+        table = _PANEL_SIZES[columns][group_blocks]
+        sizes = table[0 if high else 1]
+    else:
+        blocks = next(count for count in (4, 2, 1) if group_blocks % count == 0)
+        width = max(8, columns)
+        sizes = (4, 1, blocks if width == 8 else 1, 1, 1, width, 1 if high else 4)
+    names = ("WARPS", "DEPTH", "BLOCKS", "PAIRS", "SPLIT", "TOKENS", "STAGES")
+    return dict(zip(names, sizes, strict=True))
 
 
 def _few_rows(
@@ -212,7 +232,7 @@ def _few_rows(
     """`few_tokens_rows`."""
     rows, columns = w.shape
     tile, group = (w.tile[0], w.tile[1]) if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size)
-    sizes = _row_sizes(len(x), group)
+    sizes = _row_sizes(len(x), rows, group)
     step = 32 * sizes["WARPS"] * sizes["DEPTH"] * sizes["CHUNKS"]
     grid = (triton.cdiv(rows, 8 * sizes["EIGHTS"]), triton.cdiv(len(x), sizes["TOKENS"]))
     few_tokens_rows[grid](
@@ -237,15 +257,16 @@ def _few_rows(
     )
 
 
-def _row_sizes(tokens: int, group: int) -> dict[str, int]:
+def _row_sizes(tokens: int, rows: int, group: int) -> dict[str, int]:
     """Block sizes of `few_tokens_rows`."""
+    deep = rows < _MANY_ROWS or (tokens <= 8 and 0 < group < 128)
     return {
-        "WARPS": 4,
-        "DEPTH": 1,
+        "WARPS": 8,
+        "DEPTH": 2 if deep else 1,
         "CHUNKS": 2 if group % 64 == 0 else 1,
         "EIGHTS": 4,
         "TOKENS": 8 if tokens <= 8 else 16,
-        "STAGES": 4,
+        "STAGES": 1,
     }
 
 
@@ -289,17 +310,20 @@ def _many_int8(
 
 def _int8_sizes(tokens: int, group: int) -> dict[str, int]:
     """Block sizes of `many_tokens_int8`."""
-    step = 128
-    if group:
-        step = max(32, next(size for size in (128, 64, 32, 16) if group % size == 0))
+    step = next((size for size in (128, 64, 32) if group % size == 0), 32)
+    wide = group == 0
     return {
         "TOKENS": 64 if tokens <= 64 else 128,
-        "ROWS": 128,
+        "ROWS": 256 if wide else 64,
         "COLUMNS": step,
         "BAND": 8,
-        "num_warps": 8,
-        "num_stages": 4,
+        "num_warps": 8 if wide else 4,
+        "num_stages": 3 if wide else 4,
     }
+
+
+def _few(w: WeightTensor) -> int:
+    return _FEW_TOKENS_OF_16 if w.group_size == 16 else _FEW_TOKENS
 
 
 def _is_plain(x: Tensor, w: WeightTensor) -> bool:

@@ -9,6 +9,15 @@ import triton.language as tl
 
 from hmt.kernels.triton.unpack import byte_numbers
 
+# Scales are f32 [out / TILE_ROWS, in / GROUP]; GROUP 0 stands for one scale per row.  Others:
+#
+# DEPTH       dots that a warp takes at once
+# CHUNKS      inputs of a dot, over 32: 1 or 2; GROUP is a multiple
+# EIGHTS      rows of a program, over 8
+# TOKENS      tokens of a program: 8, 16 or 32
+# STAGES      steps whose inputs are on their way while one is computed
+# EVEN        columns are a multiple of 32 * WARPS * DEPTH * CHUNKS
+
 
 @triton.jit
 def few_tokens_rows(
@@ -34,16 +43,7 @@ def few_tokens_rows(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """x [tokens, in] times codes [out, in], int8 or e4m3.
-
-    scales      f32 [out / TILE_ROWS, in / GROUP]; GROUP 0 stands for one scale per row
-    DEPTH       dots that a warp takes at once
-    CHUNKS      inputs of a dot, over 32: 1 or 2; GROUP is a multiple
-    EIGHTS      rows of a program, over 8
-    TOKENS      tokens of a program: 8, 16 or 32
-    STAGES      steps whose inputs are on their way while one is computed
-    EVEN        columns are a multiple of 32 * WARPS * DEPTH * CHUNKS
-    """
+    """x [tokens, in] times codes [out, in], int8 or e4m3."""
     DOTS: tl.constexpr = WARPS * DEPTH
     INT8: tl.constexpr = x.dtype.element_ty == tl.int8
     first_row = tl.program_id(0) * (8 * EIGHTS)
@@ -75,24 +75,14 @@ def few_tokens_rows(
             weights = tl.load(code_at + start, mask=column + start < columns, other=0.0)
             values = tl.load(x_at + start, mask=known & (x_column + start < columns), other=0.0)
         weights = byte_numbers(weights, x.dtype.element_ty)
-        # Inputs in the order (chunk, half of eight, part, i): so Triton multiplies loaded bytes.
-        weights = tl.reshape(weights, (EIGHTS, DOTS, 8, 4, CHUNKS, 2, 4))
-        weights = tl.permute(weights, (1, 0, 2, 4, 5, 3, 6))
-        weights = tl.reshape(weights, (DOTS, 8 * EIGHTS, 32 * CHUNKS))
-        values = tl.reshape(values, (TOKENS // 8, CHUNKS, DOTS, 8, 4, 2, 4))
-        values = tl.permute(values, (2, 1, 5, 4, 6, 0, 3))
-        values = tl.reshape(values, (DOTS, 32 * CHUNKS, TOKENS))
+        weights, values = _operands(weights, values, EIGHTS, DOTS, CHUNKS, TOKENS)
         product = tl.dot(weights, values, out_dtype=SUM)
         if GROUP == 0:
             total += product
         else:
             group = start + at // 32 % DOTS * (32 * CHUNKS)
             scale = tl.load(scale_at + group // GROUP, mask=group < columns, other=0.0)
-            scale = tl.permute(tl.reshape(scale, (EIGHTS, DOTS, 8, 4)), (1, 0, 2, 3))
-            scale = tl.reshape(scale, (DOTS, 8 * EIGHTS, 1, 4, 1))
-            scale = tl.broadcast_to(scale, (DOTS, 8 * EIGHTS, TOKENS // 8, 4, 2))
-            scale = tl.reshape(scale, (DOTS, 8 * EIGHTS, TOKENS))
-            total += product.to(tl.float32) * scale
+            total += product.to(tl.float32) * _over_tokens(scale, EIGHTS, DOTS, TOKENS)
     result = tl.sum(total, 0).to(tl.float32)
     row = first_row + tl.arange(0, 8 * EIGHTS)
     inside = row < rows
@@ -107,3 +97,33 @@ def few_tokens_rows(
     tl.store(
         out_at, result.to(out.dtype.element_ty), mask=inside[:, None] & (token < tokens)[None, :]
     )
+
+
+@triton.jit
+def _operands(
+    weights,
+    values,
+    EIGHTS: tl.constexpr,
+    DOTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """What is multiplied: [DOTS, rows, inputs] and [DOTS, inputs, tokens].
+
+    Inputs come in the order (chunk, half of eight, part, i): so Triton multiplies loaded bytes.
+    """
+    weights = tl.reshape(weights, (EIGHTS, DOTS, 8, 4, CHUNKS, 2, 4))
+    weights = tl.permute(weights, (1, 0, 2, 4, 5, 3, 6))
+    weights = tl.reshape(weights, (DOTS, 8 * EIGHTS, 32 * CHUNKS))
+    values = tl.reshape(values, (TOKENS // 8, CHUNKS, DOTS, 8, 4, 2, 4))
+    values = tl.permute(values, (2, 1, 5, 4, 6, 0, 3))
+    return weights, tl.reshape(values, (DOTS, 32 * CHUNKS, TOKENS))
+
+
+@triton.jit
+def _over_tokens(scale, EIGHTS: tl.constexpr, DOTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Scales of rows, one for each thread, for all tokens: [DOTS, rows, TOKENS]."""
+    scale = tl.permute(tl.reshape(scale, (EIGHTS, DOTS, 8, 4)), (1, 0, 2, 3))
+    scale = tl.reshape(scale, (DOTS, 8 * EIGHTS, 1, 4, 1))
+    scale = tl.broadcast_to(scale, (DOTS, 8 * EIGHTS, TOKENS // 8, 4, 2))
+    return tl.reshape(scale, (DOTS, 8 * EIGHTS, TOKENS))

@@ -82,26 +82,6 @@ def large_activations(x, E2M1: tl.constexpr):
 
 
 @triton.jit
-def prefetch(at, mask):
-    """Ask for the lines at addresses `at` to be brought to the second cache."""
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        setp.ne.b32 p, $2, 0;
-        @p prefetch.global.L2 [$1];
-        mov.b32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [at.to(tl.int64), mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def scale_numbers(scales):
     """Scales as f32; bytes are exponents of two (MXFP4)."""
     if scales.dtype == tl.uint8:
@@ -116,7 +96,7 @@ def scale_numbers(scales):
 @triton.jit
 def byte_numbers(codes, DTYPE: tl.constexpr):
     """Codes of int8 or e4m3 in DTYPE."""
-    if ASSEMBLER and tl.bfloat16 == DTYPE and codes.dtype == tl.float8e4nv:
+    if ASSEMBLER and DTYPE == tl.bfloat16 and codes.dtype == tl.float8e4nv:  # noqa: SIM300
         numbers = _e4m3_bf16(codes)
     else:
         numbers = codes.to(DTYPE)
