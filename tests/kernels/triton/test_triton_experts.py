@@ -39,9 +39,17 @@ KINDS = [
 FEW, MANY = 2, 9  # tokens by themselves, tokens sorted by expert
 
 
+def make_table_of(count):
+    matrix = experts_module.ExpertMatrix(Encoding.BF16, (64, 64))
+    return experts_module.ExpertTable(torch.zeros(count, dtype=torch.int64), *[matrix] * 3)
+
+
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch):
-    """Results that nobody writes are NaN."""
+    """Results that nobody writes are NaN; many tokens are sorted, however many experts there are."""
+    few = experts_module._are_few
+    monkeypatch.setattr(experts_module, "_are_few", lambda *case: case[1] <= FEW)
+    assert few(make_table_of(256), 1, 8) and not few(make_table_of(256), 256, 8)
     empty = torch.empty
 
     def poisoned(*args, **kwargs):

@@ -233,7 +233,9 @@ def _some_tokens(
     inputs = prepare(x, 1 if table.gate.takes_codes else 0)[0]
     numbers = inputs.numbers.view(tokens, hidden)
     h = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    rows, together, columns, warps, stages = tile_blocks(table.gate, tokens, top, table.experts)
+    rows, together, columns, warps, stages = tile_blocks(
+        table.gate, x.dtype, tokens, top, table.experts
+    )
     slices = triton.cdiv(tokens, together)  # no expert has more than all tokens
     _gate_up_kernel[(triton.cdiv(width, rows), table.experts, slices)](
         table.addresses, table.part_stride, order, begins, counts,
@@ -246,7 +248,9 @@ def _some_tokens(
     inputs = prepare(h, 1 if table.down.takes_codes else 0)[0]
     numbers = inputs.numbers.view(pairs, width)
     y = torch.empty(pairs, table.down.shape[0], dtype=x.dtype, device=x.device)
-    rows, together, columns, warps, stages = tile_blocks(table.down, tokens, top, table.experts)
+    rows, together, columns, warps, stages = tile_blocks(
+        table.down, x.dtype, tokens, top, table.experts
+    )
     _down_kernel[(triton.cdiv(y.shape[1], rows), table.experts, slices)](
         table.addresses, table.part_stride, order, begins, counts,
         numbers, inputs.scales, y, y.shape[1], width, *table.down.offsets,
@@ -269,15 +273,16 @@ def by_nibbles(x: Tensor) -> Tensor:
 
 
 def tile_blocks(
-    matrix: ExpertMatrix, tokens: int, top: int, experts: int
+    matrix: ExpertMatrix, dtype: torch.dtype, tokens: int, top: int, experts: int
 ) -> tuple[int, int, int, int, int]:
-    """(rows, tokens, inputs, warps, stages) of a tile."""
+    """(rows, tokens, inputs, warps, stages) of a tile, measured on an H200."""
     expected = 2 * tokens * top // experts  # of the busier experts
     together = min(128, max(16, triton.next_power_of_2(min(tokens, expected + 1))))
-    rows = 64 if together <= 64 else 128
-    warps = 4 if together <= 64 else 8
-    if not matrix.takes_codes:
-        return rows, together, 256 if matrix.in_panels else 64, warps, 3
-    if matrix.in_panels or matrix.group_size:
-        return rows, together, max(32, matrix.group_size), warps, 3
-    return rows, together, 128, warps, 3
+    rows, warps = (64, 4) if together <= 64 else (128, 8)
+    if matrix.takes_codes:
+        by_groups = matrix.in_panels or matrix.group_size > 0
+        return rows, together, max(32, matrix.group_size) if by_groups else 128, warps, 3
+    columns, stages = (256, 3) if matrix.in_panels else (64, 3)
+    if together == 128:
+        stages = 2  # of shared memory
+    return rows, together, columns // 2 if dtype is torch.float32 else columns, warps, stages
