@@ -10,6 +10,7 @@ from hmt.kernels import reference
 from hmt.quant import Format, empty_weight, pack_codes, pack_groups
 
 experts_module = pytest.importorskip("hmt.kernels.triton.experts")
+expert_pairs = pytest.importorskip("hmt.kernels.triton.expert_pairs")
 experts, experts_by_table = experts_module.experts, experts_module.experts_by_table
 
 # The interpreter computes with numpy, which warns where a GPU makes infinities and NaN.
@@ -39,9 +40,17 @@ KINDS = [
 FEW, MANY = 2, 9  # tokens by themselves, tokens sorted by expert
 
 
+def make_table_of(count):
+    matrix = experts_module.ExpertMatrix(Encoding.BF16, (64, 64))
+    return experts_module.ExpertTable(torch.zeros(count, dtype=torch.int64), *[matrix] * 3)
+
+
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch):
-    """Results that nobody writes are NaN."""
+    """Results that nobody writes are NaN; MANY tokens are sorted, however few experts there are."""
+    few = experts_module._are_few
+    monkeypatch.setattr(experts_module, "_are_few", lambda *case: case[1] <= FEW)
+    assert few(make_table_of(256), 1, 8) and not few(make_table_of(256), 256, 8)
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -136,9 +145,9 @@ def test_every_encoding(device, kind, tokens):
     dtypes = [torch.float16 if tokens == FEW else torch.float32]
     if device.type == "cuda":
         dtypes = [torch.float16, torch.float32, torch.bfloat16]
-    given = make_experts(kind, [0, 2, 3, 5], 192, 64, device=device)
+    given = make_experts(kind, [0, 2, 3], 64, 64, device=device)
     for dtype in dtypes:
-        x, chosen, scales = inputs(tokens, 192, 3, 6, device=device, dtype=dtype)
+        x, chosen, scales = inputs(tokens, 64, 2, 4, device=device, dtype=dtype)
         wanted = reference.experts(x.float(), given, chosen, scales, "silu")
         found = experts(x, given, chosen, scales, "silu")
         assert found.dtype is dtype
@@ -147,9 +156,13 @@ def test_every_encoding(device, kind, tokens):
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[7], KINDS[11], KINDS[14]], ids=str)
 @pytest.mark.parametrize("tokens", [FEW, MANY])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_odd_sizes(device, kind, tokens, activation):
-    hidden, width = (96, 160) if kind[0].packing == "panels" else (51, 37)
+@pytest.mark.parametrize("activation", ["gelu_tanh"])
+def test_odd_sizes(device, monkeypatch, kind, tokens, activation):
+    hidden, width = (51, 37)
+    if kind[0].packing == "panels":  # in more than one step, and the last not full
+        hidden, width = (160, 96)
+        monkeypatch.setattr(expert_pairs, "gate_up_blocks", lambda *_: (2, 2, 4, 1))
+        monkeypatch.setattr(expert_pairs, "down_blocks", lambda *_: (2, 2, 4, 2))
     given = make_experts(kind, [0, 1, 2], hidden, width, device=device)
     x, chosen, scales = inputs(tokens, hidden, 3, 3, device=device, dtype=torch.float32)
     wanted = reference.experts(x, given, chosen, scales, activation)
@@ -239,8 +252,7 @@ def test_a_table_of_blocks_may_change(device, tokens):
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[17]], ids=str)
-@pytest.mark.parametrize("tokens", [FEW, MANY])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("tokens", "bad"), [(FEW, float("nan")), (MANY, float("inf"))])
 def test_not_a_number_spreads_to_its_token_only(device, kind, tokens, bad):
     given = make_experts(kind, [0, 1], 64, 32, device=device)
     x, chosen, scales = inputs(tokens, 64, 2, 2, device=device, dtype=torch.float32)

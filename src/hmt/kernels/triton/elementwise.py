@@ -135,6 +135,7 @@ def _turn(
         DIM=dim, HALF=half, LANES=lanes, REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
         HEADS=together, INTERLEAVED=interleaved, COPY=copy,
         num_warps=1 if tokens < 64 else 4,
+        enable_fp_fusion=False,  # products are rounded before they are added
     )  # fmt: skip
 
 

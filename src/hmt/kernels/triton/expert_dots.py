@@ -13,6 +13,56 @@ from hmt.kernels.triton.codes import dot4, nibble_bytes, pointers, scale_numbers
 
 
 @triton.jit
+def _word_dots(
+    codes, x_words, block, mask, there, x_plane,
+    MATRICES: tl.constexpr, STEP: tl.constexpr, E2M1: tl.constexpr, PLANES: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Low and high nibbles of four words times activations, and the sums of these activations.
+
+    Int32: two of [MATRICES, STEP, 16], two of [x rows, STEP, 1].
+    """
+    ones = tl.full((1, STEP, 1), 0x01010101, tl.int32)
+    nothing = tl.zeros((1, STEP, 1), tl.int32)
+    low_sum = nothing
+    high_sum = nothing
+    low_top_sum = nothing  # of the higher planes
+    high_top_sum = nothing
+    low_dot = tl.zeros((MATRICES, STEP, 16), tl.int32)
+    high_dot = low_dot
+    low_top = low_dot
+    high_top = low_dot
+    for j in tl.static_range(4):
+        read = tl.load(codes + block * 64 + j * 16, mask=mask, other=0)
+        low, high = nibble_bytes(read, E2M1, ASM)
+        for plane in tl.static_range(PLANES):
+            at = x_words + plane * x_plane + block * 8 + j
+            x_low = tl.load(at, mask=there, other=0)
+            x_high = tl.load(at + 4, mask=there, other=0)
+            if plane == PLANES - 1:
+                low_sum = dot4(x_low, ones, low_sum, ASM)
+                high_sum = dot4(x_high, ones, high_sum, ASM)
+                low_dot = dot4(low, x_low, low_dot, ASM)
+                high_dot = dot4(high, x_high, high_dot, ASM)
+            elif plane == PLANES - 2:
+                low_top_sum = dot4(x_low, ones, low_top_sum, ASM)
+                high_top_sum = dot4(x_high, ones, high_top_sum, ASM)
+                low_top = dot4(low, x_low, low_top, ASM)
+                high_top = dot4(high, x_high, high_top, ASM)
+            else:
+                low_top_sum += dot4(x_low, ones, nothing, ASM) << 8
+                high_top_sum += dot4(x_high, ones, nothing, ASM) << 8
+                low_top += dot4(low, x_low, nothing, ASM) << 8
+                high_top += dot4(high, x_high, nothing, ASM) << 8
+    if PLANES > 1:
+        low_sum += low_top_sum << 8
+        high_sum += high_top_sum << 8
+        low_dot += low_top << 8
+        high_dot += high_top << 8
+    return low_dot, high_dot, low_sum, high_sum
+
+
+@triton.jit
 def panel_dots(
     data, scales, extra, factor, present, panel, x, x_scales, x_row, blocks, x_plane,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, EXTRA: tl.constexpr,
@@ -29,7 +79,6 @@ def panel_dots(
     A lane has all four words of a row and block, so that what is done with a scale is done once
     for 32 codes.
     """
-    e2m1: tl.constexpr = KIND != "int4"
     apart: tl.constexpr = GROUP == 16 or PLANES > 1  # low and high nibbles have their own scales
     KEPT: tl.constexpr = tl.uint8 if EXTRA == "zeros" else SCALE
     row = tl.arange(0, 16)[None, None, :]
@@ -39,49 +88,15 @@ def panel_dots(
     added = pointers(extra, KEPT) + panel * groups * 16 + row
     x_words = x + x_row * PLANES * x_plane
     x_groups = x_scales + x_row * 2 * blocks
-    ones = tl.full((1, STEP, 1), 0x01010101, tl.int32)
-    nothing = tl.zeros((1, STEP, 1), tl.int32)
-    no_dots = tl.zeros((data.shape[0], STEP, 16), tl.int32)
     total = tl.zeros((data.shape[0], STEP, 16), tl.float32)
     for start in tl.range(0, blocks, STEP, num_stages=STAGES):
         block = start + tl.arange(0, STEP)[None, :, None]
         mask = present if EVEN else present & (block < blocks)
         there = block < blocks
-        low_sum = nothing
-        high_sum = nothing
-        low_top_sum = nothing  # of the higher planes
-        high_top_sum = nothing
-        low_dot = no_dots
-        high_dot = no_dots
-        low_top = no_dots
-        high_top = no_dots
-        for j in tl.static_range(4):
-            read = tl.load(codes + block * 64 + j * 16, mask=mask, other=0)
-            low, high = nibble_bytes(read, e2m1, ASM)
-            for plane in tl.static_range(PLANES):
-                at = x_words + plane * x_plane + block * 8 + j
-                x_low = tl.load(at, mask=there, other=0)
-                x_high = tl.load(at + 4, mask=there, other=0)
-                if plane == PLANES - 1:
-                    low_sum = dot4(x_low, ones, low_sum, ASM)
-                    high_sum = dot4(x_high, ones, high_sum, ASM)
-                    low_dot = dot4(low, x_low, low_dot, ASM)
-                    high_dot = dot4(high, x_high, high_dot, ASM)
-                elif plane == PLANES - 2:
-                    low_top_sum = dot4(x_low, ones, low_top_sum, ASM)
-                    high_top_sum = dot4(x_high, ones, high_top_sum, ASM)
-                    low_top = dot4(low, x_low, low_top, ASM)
-                    high_top = dot4(high, x_high, high_top, ASM)
-                else:
-                    low_top_sum += dot4(x_low, ones, nothing, ASM) << 8
-                    high_top_sum += dot4(x_high, ones, nothing, ASM) << 8
-                    low_top += dot4(low, x_low, nothing, ASM) << 8
-                    high_top += dot4(high, x_high, nothing, ASM) << 8
-        if PLANES > 1:
-            low_sum += low_top_sum << 8
-            high_sum += high_top_sum << 8
-            low_dot += low_top << 8
-            high_dot += high_top << 8
+        low_dot, high_dot, low_sum, high_sum = _word_dots(
+            codes, x_words, block, mask, there, x_plane,
+            data.shape[0], STEP, KIND != "int4", PLANES, ASM,
+        )  # fmt: skip
         group = block * 32 // GROUP
         if EXTRA == "zeros":
             high_group = group + 1 if GROUP == 16 else group

@@ -74,7 +74,8 @@ def _combine_kernel(
         place = tl.sum(tl.where(first, slot, 0), axis=0)
         scale = tl.sum(tl.where(first, by, 0.0), axis=0)
         row = y + (token * TOP + place) * width + column
-        value = tl.load(row, mask=inside & exists, other=0.0).to(tl.float32)
+        # After the last expert that is here: the row of the first slot again, which is cached.
+        value = tl.load(row, mask=inside, other=0.0).to(tl.float32)
         whole += tl.where(exists, value * scale, 0.0)
         left = tl.where(left == least, _NOBODY, left)
     if KEEP:

@@ -17,6 +17,87 @@ _WORKSPACE_BYTES = 256 << 20  # for activations between the matrices; more token
 
 
 @triton.jit
+def _code_dots(
+    data, scales, extra, factor, x, x_at, x_there, first, rows, columns,
+    PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
+    EXTRA: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of codes with int8 rows of x, exact in each group: f32 [ROWS, TOKENS]."""
+    row = first + tl.arange(0, ROWS)
+    k = tl.arange(0, COLUMNS)
+    if PANELS:  # as `panel_codes`
+        k = k // 32 * 32 + k // 4 % 2 * 16 + k // 8 % 4 * 4 + k % 4
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        mask = x_there[:, None] & (start + k < columns)[None, :]
+        numbers = tl.load(x + x_at[:, None] + (start + k)[None, :], mask=mask, other=0)
+        if PANELS:
+            for half in tl.static_range(2 if GROUP == 16 else 1):
+                codes, by, least = panel_codes(
+                    data, scales, extra, factor, first, start, rows, columns, half,
+                    KIND, GROUP, SCALE, EXTRA, ROWS, COLUMNS,
+                )  # fmt: skip
+                total += tl.dot(codes, tl.trans(numbers)).to(tl.float32) * by[:, None]
+                if EXTRA == "minima":
+                    mine = numbers.to(tl.int32)
+                    if GROUP == 16:
+                        mine = tl.where((k % 32 // 16 == half)[None, :], mine, 0)
+                    total += tl.sum(mine, axis=1).to(tl.float32)[None, :] * least[:, None]
+        else:
+            inside = (row < rows)[:, None] & (start + k < columns)[None, :]
+            at = pointers(data, DATA) + row.to(tl.int64)[:, None] * columns
+            codes = tl.load(at + (start + k)[None, :], mask=inside, other=0)
+            product = tl.dot(codes, tl.trans(numbers)).to(tl.float32)
+            if KIND == "int8-group":
+                at_by = pointers(scales, tl.float32) + row * (columns // GROUP) + start // GROUP
+                product *= tl.load(at_by, mask=row < rows, other=0.0)[:, None]
+            total += product
+    if KIND == "int8":
+        total *= tl.load(pointers(scales, tl.float32) + row, mask=row < rows, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def _float_dots(
+    data, scales, extra, factor, x, x_at, x_there, first, rows, columns,
+    PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
+    EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+):  # fmt: skip
+    """Of weights brought to RESULT with rows of x, `by_nibbles` for panels: f32 [ROWS, TOKENS]."""
+    WORDS: tl.constexpr = COLUMNS // 8
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        if PANELS:
+            words, by, offset, high_by, high_offset = panel_words(
+                data, scales, extra, factor, first, start, rows, columns,
+                KIND, GROUP, SCALE, EXTRA, ROWS, WORDS,
+            )  # fmt: skip
+            word = start // 8 + tl.arange(0, WORDS)
+            mask = x_there[:, None] & (word < columns // 8)[None, :]
+            at = x + x_at[:, None] + word[None, :]
+            for nibble in tl.static_range(8):
+                if nibble % 2 == 0:
+                    weights = nibble_numbers(words, nibble, by, offset, KIND != "int4")
+                else:
+                    weights = nibble_numbers(words, nibble, high_by, high_offset, KIND != "int4")
+                numbers = tl.load(at + nibble * (columns // 8), mask=mask, other=0.0)
+                total = tl.dot(weights.to(RESULT), tl.trans(numbers), total, input_precision="ieee")
+        else:
+            column = start + tl.arange(0, COLUMNS)[None, :]
+            mask = x_there[:, None] & (column < columns)
+            numbers = tl.load(x + x_at[:, None] + column, mask=mask, other=0.0)
+            weights = row_tile(
+                data, scales, first, start, rows, columns,
+                KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, ROWS, COLUMNS, RESULT,
+            )  # fmt: skip
+            total = tl.dot(weights, tl.trans(numbers), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _tile_dots(
     table, part_stride, expert, first_part, at_data, at_scales, at_extra, at_factor,
     x, x_at, x_there, first, rows, columns,
@@ -38,77 +119,17 @@ def _tile_dots(
     if KIND == "nvfp4":
         where_factor = tl.load(parts + 3 * part_stride) + at_factor
         factor = tl.load(where_factor.to(tl.pointer_type(tl.float32)))
-    k = tl.arange(0, COLUMNS)
-    if PANELS:  # as `panel_codes`
-        k = k // 32 * 32 + k // 4 % 2 * 16 + k // 8 % 4 * 4 + k % 4
-    total = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in range(0, columns, COLUMNS):
-        if CODES or not PANELS:
-            mask = x_there[:, None] & (start + k < columns)[None, :]
-            numbers = tl.load(x + x_at[:, None] + (start + k)[None, :], mask=mask, other=0.0)
-        if CODES:
-            if PANELS:
-                codes, by, least = panel_codes(
-                    data, scales, extra, factor, first, start, rows, columns, 0,
-                    KIND, GROUP, SCALE, EXTRA, ROWS, COLUMNS,
-                )  # fmt: skip
-                total += tl.dot(codes, tl.trans(numbers)).to(tl.float32) * by[:, None]
-                if GROUP == 16:
-                    if EXTRA == "minima":
-                        low = (k % 32 < 16)[None, :]
-                        sums = tl.sum(tl.where(low, numbers, 0).to(tl.int32), axis=1)
-                        total += sums.to(tl.float32)[None, :] * least[:, None]
-                        sums = tl.sum(tl.where(low, 0, numbers).to(tl.int32), axis=1)
-                    codes, by, least = panel_codes(
-                        data, scales, extra, factor, first, start, rows, columns, 1,
-                        KIND, GROUP, SCALE, EXTRA, ROWS, COLUMNS,
-                    )  # fmt: skip
-                    total += tl.dot(codes, tl.trans(numbers)).to(tl.float32) * by[:, None]
-                    if EXTRA == "minima":
-                        total += sums.to(tl.float32)[None, :] * least[:, None]
-                elif EXTRA == "minima":
-                    sums = tl.sum(numbers.to(tl.int32), axis=1)
-                    total += sums.to(tl.float32)[None, :] * least[:, None]
-            else:
-                row = first + tl.arange(0, ROWS)
-                inside = (row < rows)[:, None] & (start + k < columns)[None, :]
-                at = pointers(data, DATA) + row.to(tl.int64)[:, None] * columns
-                codes = tl.load(at + (start + k)[None, :], mask=inside, other=0)
-                product = tl.dot(codes, tl.trans(numbers)).to(tl.float32)
-                if KIND == "int8-group":
-                    at_by = pointers(scales, tl.float32) + row * (columns // GROUP) + start // GROUP
-                    product *= tl.load(at_by, mask=row < rows, other=0.0)[:, None]
-                total += product
-        else:
-            if PANELS:
-                WORDS: tl.constexpr = COLUMNS // 8
-                words, by, offset, high_by, high_offset = panel_words(
-                    data, scales, extra, factor, first, start, rows, columns,
-                    KIND, GROUP, SCALE, EXTRA, ROWS, WORDS,
-                )  # fmt: skip
-                word = start // 8 + tl.arange(0, WORDS)
-                mask = x_there[:, None] & (word < columns // 8)[None, :]
-                at = x + x_at[:, None] + word[None, :]
-                for nibble in tl.static_range(8):
-                    if nibble % 2 == 0:
-                        weights = nibble_numbers(words, nibble, by, offset, KIND != "int4")
-                    else:
-                        weights = nibble_numbers(
-                            words, nibble, high_by, high_offset, KIND != "int4"
-                        )
-                    numbers = tl.load(at + nibble * (columns // 8), mask=mask, other=0.0)
-                    total = tl.dot(
-                        weights.to(RESULT), tl.trans(numbers), total, input_precision="ieee"
-                    )
-            else:
-                weights = row_tile(
-                    data, scales, first, start, rows, columns,
-                    KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, ROWS, COLUMNS, RESULT,
-                )  # fmt: skip
-                total = tl.dot(weights, tl.trans(numbers), total, input_precision="ieee")
-    if CODES and KIND == "int8":
-        row = first + tl.arange(0, ROWS)
-        total *= tl.load(pointers(scales, tl.float32) + row, mask=row < rows, other=0.0)[:, None]
+    if CODES:
+        total = _code_dots(
+            data, scales, extra, factor, x, x_at, x_there, first, rows, columns,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, ROWS, TOKENS, COLUMNS,
+        )  # fmt: skip
+    else:
+        total = _float_dots(
+            data, scales, extra, factor, x, x_at, x_there, first, rows, columns,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ROWS, TOKENS,
+            COLUMNS, RESULT,
+        )  # fmt: skip
     return total
 
 
@@ -233,7 +254,9 @@ def _some_tokens(
     inputs = prepare(x, 1 if table.gate.takes_codes else 0)[0]
     numbers = inputs.numbers.view(tokens, hidden)
     h = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    rows, together, columns, warps, stages = tile_blocks(table.gate, tokens, top, table.experts)
+    rows, together, columns, warps, stages = tile_blocks(
+        table.gate, x.dtype, tokens, top, table.experts
+    )
     slices = triton.cdiv(tokens, together)  # no expert has more than all tokens
     _gate_up_kernel[(triton.cdiv(width, rows), table.experts, slices)](
         table.addresses, table.part_stride, order, begins, counts,
@@ -246,7 +269,9 @@ def _some_tokens(
     inputs = prepare(h, 1 if table.down.takes_codes else 0)[0]
     numbers = inputs.numbers.view(pairs, width)
     y = torch.empty(pairs, table.down.shape[0], dtype=x.dtype, device=x.device)
-    rows, together, columns, warps, stages = tile_blocks(table.down, tokens, top, table.experts)
+    rows, together, columns, warps, stages = tile_blocks(
+        table.down, x.dtype, tokens, top, table.experts
+    )
     _down_kernel[(triton.cdiv(y.shape[1], rows), table.experts, slices)](
         table.addresses, table.part_stride, order, begins, counts,
         numbers, inputs.scales, y, y.shape[1], width, *table.down.offsets,
@@ -269,15 +294,16 @@ def by_nibbles(x: Tensor) -> Tensor:
 
 
 def tile_blocks(
-    matrix: ExpertMatrix, tokens: int, top: int, experts: int
+    matrix: ExpertMatrix, dtype: torch.dtype, tokens: int, top: int, experts: int
 ) -> tuple[int, int, int, int, int]:
-    """(rows, tokens, inputs, warps, stages) of a tile."""
+    """(rows, tokens, inputs, warps, stages) of a tile, measured on an H200."""
     expected = 2 * tokens * top // experts  # of the busier experts
     together = min(128, max(16, triton.next_power_of_2(min(tokens, expected + 1))))
-    rows = 64 if together <= 64 else 128
-    warps = 4 if together <= 64 else 8
-    if not matrix.takes_codes:
-        return rows, together, 256 if matrix.in_panels else 64, warps, 3
-    if matrix.in_panels or matrix.group_size:
-        return rows, together, max(32, matrix.group_size), warps, 3
-    return rows, together, 128, warps, 3
+    rows, warps = (64, 4) if together <= 64 else (128, 8)
+    if matrix.takes_codes:
+        by_groups = matrix.in_panels or matrix.group_size > 0
+        return rows, together, max(32, matrix.group_size) if by_groups else 128, warps, 3
+    columns, stages = (256, 3) if matrix.in_panels else (64, 3)
+    if together == 128:
+        stages = 2  # of shared memory
+    return rows, together, columns // 2 if dtype is torch.float32 else columns, warps, stages
