@@ -16,9 +16,14 @@ MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets"
 TOKENS = list(range(20, 100))
 
 
-def logits(kind: str, quantization: str | None, weights_bytes: int | None) -> torch.Tensor:
-    """Of TOKENS: a prompt of 64, then one by one; with so many bytes of the GPU, or the CPU."""
-    options: dict[str, object] = {"host_memory": "256MiB", "context": 256}
+def logits(
+    kind: str, quantization: str | None, weights_bytes: int | None, dtype: str = "float32"
+) -> torch.Tensor:
+    """Of TOKENS: a prompt of 64, then one by one; with so many bytes of the GPU, or the CPU.
+
+    In float32 by default: a mixture of experts chooses others where 16 bits round differently.
+    """
+    options: dict[str, object] = {"host_memory": "256MiB", "context": 256, "dtype": dtype}
     if weights_bytes is not None:
         taken = machine_taken() + weights_bytes
         options |= {"gpu_memory": taken}
@@ -48,12 +53,19 @@ def _link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "w4a16:32", "w4a8:32", "nvfp4a16", "w8a8"])
-@pytest.mark.parametrize("kind", list(MODELS))
-def test_the_gpu_agrees_with_the_cpu(kind: str, quantization: str | None) -> None:
-    cpu = logits(kind, quantization, None)
-    gpu = logits(kind, quantization, 1 << 30)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "most"),
+    [("dense", "float32", 1e-3), ("dense", "bfloat16", 0.03), ("moe", "float32", 1e-3)],
+)
+def test_the_gpu_agrees_with_the_cpu(
+    kind: str, dtype: str, most: float, quantization: str | None
+) -> None:
+    cpu = logits(kind, quantization, None, dtype)
+    gpu = logits(kind, quantization, 1 << 30, dtype)
+    if quantization in ("w4a8:32", "w8a8"):
+        most = max(most, 0.02)  # a code may round to the other side
     error = (gpu - cpu).norm() / cpu.norm()
-    assert error < 0.03, f"{error}"
+    assert error < most, f"{error}"
     agree = (gpu.argmax(-1) == cpu.argmax(-1)).float().mean()
     assert agree > 0.9
 
@@ -70,7 +82,7 @@ def test_copied_layers_give_the_same_bits_as_resident_ones(
         if kind == "dense":
             assert torch.equal(split, everything)
         else:
-            assert (split - everything).norm() / everything.norm() < 0.03
+            assert (split - everything).norm() / everything.norm() < 1e-3
 
 
 def test_decoding_is_captured_and_follows_growing_contexts() -> None:

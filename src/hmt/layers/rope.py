@@ -43,6 +43,7 @@ class Rotary:
         self.attention_scaling = _attention_scaling(self._type, parameters, max_positions)
         frequencies = self.frequencies(max_positions)
         self._fixed = None if self._type in ("dynamic", "longrope") else frequencies
+        self._fixed_on: dict[torch.device, Tensor] = {}  # copies, where positions have been
         self._last: dict[torch.device, tuple[Step, Tensor, Tensor]] = {}
 
     def frequencies(self, context: int) -> Tensor:
@@ -58,8 +59,7 @@ class Rotary:
         device = step.positions.device
         last = self._last.get(device)
         if last is None or last[0] is not step:
-            frequencies = self._step_frequencies(step).to(device)
-            angles = step.positions.float()[:, None] * frequencies
+            angles = step.positions.float()[:, None] * self._step_frequencies(step)
             angles = torch.cat((angles, angles), dim=-1)
             cos, sin = angles.cos(), angles.sin()
             if self.attention_scaling != 1:
@@ -69,13 +69,16 @@ class Rotary:
 
     def _step_frequencies(self, step: Step) -> Tensor:
         """f32 [dim / 2], or [tokens, dim / 2] where they depend on the run."""
+        device = step.positions.device
         if self._fixed is not None:
-            return self._fixed
+            if device not in self._fixed_on:
+                self._fixed_on[device] = self._fixed.to(device)
+            return self._fixed_on[device]
         rows = [
             self.frequencies(max(run.context, run.reserved)).expand(run.length, -1)
             for run in step.runs
         ]
-        return torch.cat(rows)
+        return torch.cat(rows).to(device)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
