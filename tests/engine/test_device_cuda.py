@@ -98,7 +98,11 @@ def test_decoding_is_captured_and_follows_growing_contexts() -> None:
         wrong = [i for i, token in enumerate(answer) if token != int(forced[i].argmax())]
         gaps = [float(forced[i].max() - forced[i][answer[i]]) for i in wrong]
         assert max(gaps, default=0) < 0.5, "only near ties differ from the prompt's kernels"
-        both = model.infer_batch(
-            [hmt.Request(input=TOKENS[n:], max_new_tokens=40, ignore_eos=True) for n in (0, 3)]
-        )
-        assert list(both[0].token_ids) == list(answer[:40])
+        # Two at a time are computed by other kernels: only near ties may differ.
+        requests = [hmt.Request(input=TOKENS[n:], max_new_tokens=40, ignore_eos=True) for n in (0, 3)]
+        for n, both in zip((0, 3), model.infer_batch(requests), strict=True):
+            tokens, chosen = TOKENS[n:], both.token_ids
+            rows = range(len(tokens) - 1, len(tokens) + 39)
+            forced = model.logits([*tokens, *chosen[:-1]], rows)
+            gaps = [float(row.max() - row[token]) for row, token in zip(forced, chosen, strict=True)]
+            assert max(gaps) < 0.5

@@ -17,6 +17,7 @@ from hmt.base.units import GIB
 from hmt.bench.environment import describe
 from hmt.bench.random_model import Shape
 from hmt.bench.tiled_pack import write_tiled_pack
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
 from hmt.contracts.request import Request
 from hmt.engine import Engine, LoadedModel
@@ -110,6 +111,8 @@ def measure(
     machine = model.prepared.machine
     read = {"device": 0, "copied": 0, "host": 0}
     for block, home in plan.homes.items():
+        if block.kind is BlockKind.EMBEDDING:
+            continue  # a row per token
         where = (
             "device"
             if home is Tier.DEVICE

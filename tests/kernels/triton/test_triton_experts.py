@@ -160,11 +160,11 @@ def test_every_encoding(device, kind, tokens):
 def test_odd_sizes(device, monkeypatch, kind, tokens, activation):
     hidden, width = (51, 37)
     if kind[0].packing == "panels":  # in more than one step, and the last not full
-        hidden, width = (160, 96)
+        hidden, width = (96, 96)
         monkeypatch.setattr(expert_pairs, "gate_up_blocks", lambda *_: (2, 2, 4, 1))
         monkeypatch.setattr(expert_pairs, "down_blocks", lambda *_: (2, 2, 4, 2))
     given = make_experts(kind, [0, 1, 2], hidden, width, device=device)
-    x, chosen, scales = inputs(tokens, hidden, 3, 3, device=device, dtype=torch.float32)
+    x, chosen, scales = inputs(tokens, hidden, 2, 3, device=device, dtype=torch.float32)
     wanted = reference.experts(x, given, chosen, scales, activation)
     near(experts(x, given, chosen, scales, activation), wanted, kind, torch.float32)
 
@@ -197,7 +197,7 @@ def test_absent_experts_and_totals(device, tokens):
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_calls_that_share_the_experts_add_up(device, kind, tokens):
     given = make_experts(kind, [0, 1, 2, 3], 64, 32, device=device)
-    x, chosen, scales = inputs(tokens, 64, 3, 4, device=device)
+    x, chosen, scales = inputs(tokens, 64, 2, 4, device=device)
     whole = experts(x, given, chosen, scales, "silu")
     total = experts(x, given[:2], chosen, scales, "silu", last=False)
     assert torch.equal(experts(x, given[2:], chosen, scales, "silu", total), whole)
@@ -239,7 +239,7 @@ def test_a_table_of_blocks_may_change(device, tokens):
     base = blocks.data_ptr()
     addresses = torch.zeros(5, dtype=torch.int64, device=device)
     table = experts_module.block_table(addresses, given[0][1], base)
-    x, chosen, scales = inputs(tokens, 64, 3, 5, device=device)
+    x, chosen, scales = inputs(tokens, 64, 2, 5, device=device)
     assert not experts_by_table(x, table, chosen, scales, "silu").any()
     for places in ({0: 0, 1: 1, 2: 2}, {4: 2, 1: 0}):
         addresses.zero_()
@@ -263,10 +263,10 @@ def test_not_a_number_spreads_to_its_token_only(device, kind, tokens, bad):
 
 
 def test_numbers_of_very_different_sizes(device):
-    given = make_experts(KINDS[0], [0, 1], 128, 64, device=device)
-    x, chosen, scales = inputs(1, 128, 2, 2, device=device, dtype=torch.float32)
-    for size in (1e-30, 1e-4, 1e4, 0.0):
-        x[0, :64] *= size
+    given = make_experts(KINDS[0], [0], 64, 32, device=device)
+    x, chosen, scales = inputs(1, 64, 1, 1, device=device, dtype=torch.float32)
+    for size in (1e-30, 1e34, 0.0):
+        x[0, :32] *= size
         wanted = reference.experts(x, given, chosen, scales, "silu")
         near(experts(x, given, chosen, scales, "silu"), wanted, KINDS[0], torch.float32)
 

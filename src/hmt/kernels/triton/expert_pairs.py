@@ -203,7 +203,7 @@ def _launch_gate_up(
     top: int,
 ) -> None:
     width, hidden = table.gate.shape
-    height, step, warps, stages = gate_up_blocks(form, inputs.planes, hidden)
+    height, step, warps, stages = gate_up_blocks(form, hidden)
     _gate_up_kernel[(triton.cdiv(width, 16 * height), slots.numel())](
         table.addresses, table.part_stride, table.experts, slots,
         inputs.numbers_for(table.gate), inputs.scales, h.numbers, h.scales, width, hidden,
@@ -218,13 +218,13 @@ def _launch_gate_up(
 # Measured on an H200 with experts of 2048 x 7168 and 768 x 2048, eight of which one token chooses.
 
 
-def gate_up_blocks(form: MatrixForm, planes: int, hidden: int) -> tuple[int, int, int, int]:
+def gate_up_blocks(form: MatrixForm, hidden: int) -> tuple[int, int, int, int]:
     """(panels of gate and up, blocks of 32 or columns of a step, warps, stages) of a program."""
     if not form.in_panels:
         return 1, 64, 4, 1
     if hidden < 4096:  # few steps: more lanes for each
         return 1, min(32, triton.next_power_of_2(hidden // 32)), 8, 1
-    return 1, 16, 4, 3 if planes == 1 else 1
+    return 1, 16, 4, 1
 
 
 def down_blocks(form: MatrixForm, width: int, top: int) -> tuple[int, int, int, int]:
