@@ -99,10 +99,14 @@ def test_decoding_is_captured_and_follows_growing_contexts() -> None:
         gaps = [float(forced[i].max() - forced[i][answer[i]]) for i in wrong]
         assert max(gaps, default=0) < 0.5, "only near ties differ from the prompt's kernels"
         # Two at a time are computed by other kernels: only near ties may differ.
-        requests = [hmt.Request(input=TOKENS[n:], max_new_tokens=40, ignore_eos=True) for n in (0, 3)]
+        requests = [
+            hmt.Request(input=TOKENS[n:], max_new_tokens=40, ignore_eos=True) for n in (0, 3)
+        ]
         for n, both in zip((0, 3), model.infer_batch(requests), strict=True):
             tokens, chosen = TOKENS[n:], both.token_ids
             rows = range(len(tokens) - 1, len(tokens) + 39)
             forced = model.logits([*tokens, *chosen[:-1]], rows)
-            gaps = [float(row.max() - row[token]) for row, token in zip(forced, chosen, strict=True)]
+            gaps = [
+                float(row.max() - row[token]) for row, token in zip(forced, chosen, strict=True)
+            ]
             assert max(gaps) < 0.5
