@@ -15,7 +15,11 @@ _KERNELS = {
     "two Zen 4 cores (AVX-512)": "kernels-epyc-2-cores.json",
     "16 Xeon cores (AMX)": "kernels-xeon-amx-16-cores.json",
 }
-_BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py -->", "<!-- /figures -->"
+_LARGER = {
+    "Llama, 11 billion parameters, 6.1 GB": "bigger-than-ram-dense-epyc-2-cores.json",
+    "Qwen3-MoE, 8 of 128 experts, 8.1 GB": "bigger-than-ram-moe-epyc-2-cores.json",
+}
+_BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py {} -->", "<!-- /figures -->"
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -58,14 +62,48 @@ def kernels() -> list[str]:
     return lines
 
 
+def larger() -> list[str]:
+    """Models larger than RAM, under one hard limit."""
+    lines = [
+        "| tokens/s in 2 GiB | HMT | 8 sequences | llama.cpp, mmap | accelerate | of the drive |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, name in _LARGER.items():
+        if not (_RESULTS / name).exists():
+            continue
+        found = {result["name"]: result for result in _load(name)["results"]}
+        cells = [
+            _speed(found.get(name))
+            for name in ("hmt", "hmt, batch 8", "llama.cpp, mmap", "accelerate")
+        ]
+        own = found["hmt"]
+        cells.append(f"{own['read_share']:.0%}, overlap {own['overlap']:.0%}")
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return lines
+
+
+def _speed(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    rate, most = result["tokens_per_s"], result["at_most_tokens_per_s"]
+    return f"below {most:.3f}" if rate is None else f"{rate:.3g}"
+
+
+def _fill(text: str, name: str, lines: list[str]) -> str:
+    """`text` with `lines` between the markers called `name`."""
+    begin = _BEGIN.format(name)
+    before, rest = text.split(begin)
+    return before + "\n".join([begin, *lines, _END]) + rest.split(_END, 1)[1]
+
+
 def main() -> int:
     """Bring README up to date; 1 where `--check` finds that it is not."""
     readme = _ROOT / "README.md"
-    before, rest = readme.read_text().split(_BEGIN)
-    after = rest.split(_END)[1]
-    wanted = "\n".join([f"{before}{_BEGIN}", *peers(), "", *kernels(), f"{_END}{after}"])
+    text = readme.read_text()
+    wanted = _fill(text, "speed", [*peers(), "", *kernels()])
+    wanted = _fill(wanted, "larger", larger())
     if "--check" in sys.argv:
-        return int(wanted != readme.read_text())
+        return int(wanted != text)
     readme.write_text(wanted)
     return 0
 
