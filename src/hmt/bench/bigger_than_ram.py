@@ -160,7 +160,9 @@ def contenders(
             f"{memory_bytes} bytes are not more than Python and torch take ({PROCESS_BYTES}); "
             "give more memory"
         )
-    options: dict[str, Any] = {"host_memory": budget, "context": context}
+    # Routers of models that are made for this foresee the next layer rightly, always; real ones do
+    # not, so nothing is read on a guess.
+    options: dict[str, Any] = {"host_memory": budget, "context": context, "guesses": False}
     found = [
         Contender("hmt", "hmt", pack, options=options),
         Contender("hmt, batch 8", "hmt", pack, 8, options | {"context": 8 * context}),
