@@ -65,7 +65,7 @@ def kernels() -> list[str]:
 def larger() -> list[str]:
     """Models larger than RAM, under one hard limit."""
     lines = [
-        "| tokens/s in 2 GiB | HMT | 8 sequences | llama.cpp, mmap | accelerate | of the drive |",
+        "| tokens/s in 2 GiB | HMT | 8 sequences | llama.cpp, mmap | accelerate | HMT of the drive |",
         "|---|---|---|---|---|---|",
     ]
     for model, name in _LARGER.items():
@@ -77,7 +77,7 @@ def larger() -> list[str]:
             for name in ("hmt", "hmt, batch 8", "llama.cpp, mmap", "accelerate")
         ]
         own = found["hmt"]
-        cells.append(f"{own['read_share']:.0%}, overlap {own['overlap']:.0%}")
+        cells.append(f"{own['read_share']:.0%}")
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return lines
 
