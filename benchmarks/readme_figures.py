@@ -65,7 +65,7 @@ def kernels() -> list[str]:
 def larger() -> list[str]:
     """Models larger than RAM, under one hard limit."""
     lines = [
-        "| tokens/s in 2 GiB | HMT | 8 sequences | llama.cpp, mmap | accelerate | HMT of the drive |",
+        "| tokens/s in 2 GiB | HMT | 8 at once | llama.cpp, mmap | accelerate | HMT of the drive |",
         "|---|---|---|---|---|---|",
     ]
     for model, name in _LARGER.items():
