@@ -1,10 +1,18 @@
-"""What all tests share: measurements of the machine go to a folder of this run."""
+"""What all tests share: measurements of the machine go to a folder of this run.
+
+Triton's kernels run on the GPU where there is one, and in Triton's interpreter where not; that has
+to be said before anything imports triton, and transformers does.
+"""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,15 +1,10 @@
-"""Triton's kernels run on the GPU where there is one, and in Triton's interpreter where not."""
-
-import os
+"""Where the tensors of these tests live."""
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where tensors of these tests live."""
+    """The GPU where there is one; else Triton's interpreter takes tensors of the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
