@@ -19,9 +19,8 @@ class Tier(enum.StrEnum):
 class Machine:
     """What was measured of this machine (rates in bytes per second; 0 means not measured).
 
-    device_name, device_bytes   the GPU, and its memory; empty and 0 without one
-    device_read_rate            of its memory
-    link_rate                   from pinned host memory to it
+    device_name   the GPU; empty without one
+    link_rate     from pinned host memory to it
     """
 
     name: str
@@ -30,8 +29,6 @@ class Machine:
     ram_read_rate: float
     disk_read_rate: float
     device_name: str = ""
-    device_bytes: int = 0
-    device_read_rate: float = 0.0
     link_rate: float = 0.0
 
 

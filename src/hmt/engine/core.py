@@ -62,17 +62,17 @@ class Core:
             self._guesser = Guesser(prepared.model, store, plan, self.memory.transitions)
             observers.append(self._guesser)
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
-        own, places = self._weights, Places()
-        if (on_device := self.memory.on_device) is not None:
-            places = Places(on_device, plan.device.stages)
-        weights: Weights = ObservedWeights(own, observers) if observers else own
+        weights: Weights = ObservedWeights(self._weights, observers) if observers else self._weights
+        on_device = self.memory.on_device
+        places = Places(on_device, plan.device.stages)
         if config.executor == "plain":
             return PlainExecutor(model, weights, kv, self._tracer, places)
         ahead = _read_ahead(prepared, config, self.memory)
         captured = None
-        block_kinds = (b for b in plan.homes if b.kind is not BlockKind.EMBEDDING)
-        everything = all(plan.homes[block] is Tier.DEVICE for block in block_kinds)
-        if on_device is not None and everything:
+        homes = {
+            home for block, home in plan.homes.items() if block.kind is not BlockKind.EMBEDDING
+        }
+        if on_device is not None and homes == {Tier.DEVICE}:
             assert isinstance(kv, PagedKV), "there is but one place"
             captured = CapturedDecoding(model, weights, kv, on_device.device)
         return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places, captured)

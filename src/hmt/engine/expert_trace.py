@@ -14,7 +14,6 @@ computation:
 with a list per token, and where the engine guessed, "guess": [[7, 12], ...], what it foresaw.
 """
 
-import fcntl
 import gzip
 import json
 import zlib
@@ -27,6 +26,7 @@ import torch
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.engine.own_file import open_own_file
 
 _FORMAT, _VERSION = "hmt-experts", 1
 # What reading and parsing raise when a file is not what it should be.
@@ -97,19 +97,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: TraceHeader) -> None:
         """Replaces the file.  Raises ConfigError where it cannot, or another model writes it."""
-        try:
-            raw = path.open("ab")
-            try:
-                fcntl.flock(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                raw.truncate(0)
-            except OSError:
-                raw.close()
-                raise
-        except OSError as error:
-            raise ConfigError(
-                f"the trace of experts cannot be written to {path} ({error.strerror}): name a file "
-                "that is yours and that no other model writes"
-            ) from error
+        raw = open_own_file(path, "the trace of experts")
         self._raw = raw
         packed = gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) if path.suffix == ".gz" else raw
         self._file = cast(Any, packed)

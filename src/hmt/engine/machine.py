@@ -75,7 +75,6 @@ def with_device(machine: Machine, device: Device) -> Machine:
     return replace(
         machine,
         device_name=device.name,
-        device_bytes=device.free_bytes(),
         link_rate=_links[device.name],
     )
 

@@ -4,7 +4,6 @@ The format is Chrome's "Trace Event Format": complete events ("ph": "X") with mi
 threads that stand for tracks here.  What overlaps lies on tracks of its own.
 """
 
-import fcntl
 import gzip
 import heapq
 import json
@@ -13,9 +12,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hmt.base.errors import ConfigError
 from hmt.base.trace import Event
 from hmt.contracts.store import Priority
+from hmt.engine.own_file import open_own_file
 
 TRACED_EVENTS = 1_000_000  # the last ones; about ten minutes at a drive's full rate
 
@@ -37,19 +36,7 @@ class Timeline:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where it cannot be written, or another model writes it."""
-        try:
-            self._raw = path.open("ab")
-            try:
-                fcntl.flock(self._raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._raw.truncate(0)
-            except OSError:
-                self._raw.close()
-                raise
-        except OSError as error:
-            raise ConfigError(
-                f"the timeline cannot be written to {path} ({error.strerror}): name a file that "
-                "is yours and that no other model writes"
-            ) from error
+        self._raw = open_own_file(path, "the timeline")
         self._packed = path.suffix == ".gz"
 
     def write(self, events: Sequence[Event]) -> None:

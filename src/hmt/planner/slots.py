@@ -16,7 +16,7 @@ def slot_counts(streamed: Sequence[BlockSize], slots_bytes: int) -> Mapping[int,
     then the blocks in memory are about as many stages long, whatever their sizes.  Beside experts,
     whose number decides how often they are found, dense blocks get half of the bytes at most.
     Without that a small block takes a part of a large one's place, which then is nowhere in one
-    piece: 19% of the time went into making and giving back such places, and the drive ran at 80%.
+    piece: a sixth of the time went into making and giving back such places; the drive ran at 80%.
     """
     dense = Counter(b.slot_bytes for b in streamed if b.id.kind is not BlockKind.EXPERT)
     experts = Counter(b.slot_bytes for b in streamed if b.id.kind is BlockKind.EXPERT)

@@ -137,7 +137,7 @@ def near(found, wanted, kind, dtype):
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()
     # A last place of the activation may move an int8 code to its neighbour.
     exact = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
-    assert error < (max(exact, 1.2e-2) if kind[1] is INT8 else exact)
+    assert error < (max(exact, 6e-3) if kind[1] is INT8 else exact)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join(map(str, k)))

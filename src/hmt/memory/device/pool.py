@@ -1,6 +1,5 @@
 """A device's memory for one purpose: one arena, cut once."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -77,8 +76,3 @@ class DevicePool:
             self._memory = None
             self._free.clear()
             self.account.release(self.account.limit_bytes)
-
-
-def arena_bytes(counts: Mapping[int, int]) -> int:
-    """The arena that holds so many buffers of each size."""
-    return sum(round_up(size, ALIGNMENT) * count for size, count in counts.items())
