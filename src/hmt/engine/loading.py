@@ -13,7 +13,7 @@ from hmt.base.errors import BudgetError, MachineError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
-from hmt.contracts.blocks import BlockId
+from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
@@ -46,6 +46,7 @@ from hmt.weights import (
     Surroundings,
     WeightStore,
     inner_homes,
+    laid_out_alike,
     open_policy,
     row_span_bytes,
 )
@@ -327,4 +328,7 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         guess_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,
         row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
         parameter_bytes=sum(layout.parameter_bytes for layout in layouts.values()),
+        experts_alike=laid_out_alike(
+            [layout for b, layout in layouts.items() if b.kind is BlockKind.EXPERT]
+        ),
     )

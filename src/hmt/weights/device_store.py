@@ -4,16 +4,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing
+from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Standing
+from hmt.kernels.expert_teams import Desk, make_desk
 from hmt.memory.device import Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
+from hmt.weights.teams import HybridTeam, Teams, make_teams
 
 Params = Mapping[str, WeightTensor]
 
@@ -88,8 +93,11 @@ class DeviceWeights:
         )
         self._many = False
         self._to_stay = [block for block, home in plan.homes.items() if home is Tier.DEVICE]
+        self._plan = plan
         self._resident_pool = resident
         self._resident: dict[BlockId, Standing] = {}
+        self._resident_memory: dict[BlockId, Tensor] = {}
+        self.teams = Teams({})
         self._slots = _Slots(slots)
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
         self._leaving: list[tuple[Mark, ExitStack]] = []  # sources of copies under way
@@ -114,9 +122,28 @@ class DeviceWeights:
             self._store.forget(block)
             views = layout.views(buffer.tensor)
             self._resident[block] = Standing(views, layout.slot_bytes)
+            self._resident_memory[block] = buffer.tensor
             done += layout.slot_bytes
             if progress is not None:
                 progress(done, total)
+
+    def form_teams(self, pool: DevicePool, *, host_is_pinned: bool) -> None:
+        """Let layers' experts be computed in several places; `pool` has their slots.
+
+        Where host memory is not pinned the device cannot fetch experts from it.
+        """
+        if host_is_pinned or not self._plan.device.staging_slots:
+            self.teams = make_teams(
+                self._plan, self._layouts, self._store, self._device, pool, self._resident_memory
+            )
+
+    def open_desk(self, **sizes: Any) -> Desk | None:
+        """A desk for the teams that need the host, if they can have one; see `make_desk`."""
+        experts = self.teams.on_host()
+        desk = make_desk(self._device.where, experts, **sizes) if experts else None
+        if desk is not None:
+            self.teams.use(desk)
+        return desk
 
     def begin(self, tokens: int) -> None:
         """A step of `tokens` tokens comes next."""
@@ -153,6 +180,11 @@ class DeviceWeights:
         found = [self._resident[block] for block in blocks if block in self._resident]
         return found if len(found) == len(blocks) else None
 
+    def team(self, layer: int) -> ExpertTeam | None:
+        """See Weights: for steps of few tokens, and where all experts are there."""
+        team = self.teams.by_layer.get(layer)
+        return None if self._many and isinstance(team, HybridTeam) else team
+
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """See Weights."""
         self._store.request([b for b in blocks if b not in self._resident], priority)
@@ -173,6 +205,8 @@ class DeviceWeights:
             source.close()
         self._leaving.clear()
         self._resident.clear()
+        self._resident_memory.clear()
+        self.teams = Teams({})
         self._slots.views.clear()
 
     # Inside
