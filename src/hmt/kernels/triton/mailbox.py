@@ -107,8 +107,8 @@ def ask(box: Mailbox, x: Tensor, shares: ExpertShares, scales: Tensor) -> None:
     x, scales = x.contiguous(), scales.contiguous()
     _ask_kernel[(1,)](
         x, shares.on_host, scales, box.number, shares.left,
-        box.x, box.chosen, box.scales, box.asked, x.numel(), scales.numel(), NUMBERS=_NUMBERS, PAIRS=_PAIRS, ASM=not interpreted(),
-        num_warps=8,
+        box.x, box.chosen, box.scales, box.asked, x.numel(), scales.numel(),
+        NUMBERS=_NUMBERS, PAIRS=_PAIRS, ASM=not interpreted(), num_warps=8,
     )  # fmt: skip
 
 
