@@ -10,8 +10,10 @@ import torch
 import hmt
 from hmt.base.errors import BudgetError, ConfigError, MachineError
 from hmt.cli.options import embedded_model
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine import machine
+from hmt.weights import device_store
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 60))
@@ -88,6 +90,29 @@ def test_prompts_compute_on_the_device_what_the_cpu_computes_for_single_tokens()
         layouts = model.prepared.layouts
         each = sum(layouts[block].slot_bytes for block in on_cpu | copied)
         assert weights.counters.copied_bytes - before >= each
+
+
+def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"context": 256, "host_memory": "64MiB", "quantization": "w4a16:32"}
+    with hmt.Engine(**options) as engine:
+        wanted = engine.load_model(MODELS["moe"]).logits(TOKENS, range(40), prefill=24)
+    monkeypatch.setattr(device_store, "_MOST_EXPERTS_TOKENS", 24)
+    for memory in ("9MiB", "7MiB"):
+        with hmt.Engine(gpu_memory=memory, **GPU, **options) as engine:
+            model = engine.load_model(MODELS["moe"])
+            share, weights = model.plan.device, model._core.memory.on_device.weights
+            assert share.expert_slots and share.staging_slots and 0 < share.link_share < 1
+            found = model.logits(TOKENS, range(40), prefill=24)
+            assert torch.equal(found[:24], wanted[:24]), "prompts compute all on the device"
+            assert (found - wanted).norm() / wanted.norm() < 1e-5
+            experts = [b for b in model.plan.homes if b.kind is BlockKind.EXPERT]
+            assert weights.counters.copied_bytes >= len(experts) * weights.teams.nbytes
+            counts = weights.teams.counts()
+            layers = len({block.layer for block in experts})
+            assert all(counts) and sum(counts) == 16 * layers * model.spec.experts_per_token
+            for team in weights.teams.by_layer.values():
+                held = team.slots.holders[team.slots.holders >= 0]
+                assert len(set(held.tolist())) == len(held) <= share.expert_slots
 
 
 def test_a_step_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes
-from hmt.contracts.blocks import BlockId
+from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Standing
@@ -18,13 +18,17 @@ from hmt.kernels.expert_teams import Desk, make_desk
 from hmt.memory.device import Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
-from hmt.weights.teams import HybridTeam, Teams, make_teams
+from hmt.weights.teams import Streamed, Teams, make_teams
 
 Params = Mapping[str, WeightTensor]
 
 # From here on the CPU takes longer for a block than its copy does: an FFN of 400 MB is copied in
 # 7 ms at 55 GB/s, and computed in 0.3 ms per token at 4.7 Top/s (16 AMX cores; not yet tuned).
 _MANY_TOKENS = 32
+# From here on a step needs most of a layer's experts, and the link brings all of them sooner than
+# link and CPU together compute them: at 4.7 Top/s 256 tokens of DeepSeek-V3 take the CPU 38 ms.
+_MOST_EXPERTS_TOKENS = 256
+_FEW, _MANY, _ALL_EXPERTS = range(3)  # kinds of steps
 
 
 @dataclass(slots=True)
@@ -85,13 +89,16 @@ class DeviceWeights:
         self._layouts = layouts
         self._device = device
         self._homes = plan.homes
-        device_blocks = (plan.device.computes, plan.device.computes_prompts)
-        self._computing = device_blocks  # in steps of few tokens, and of many
-        self._orders = tuple(
-            [b for b in plan.homes if b in blocks and plan.homes[b] is not Tier.DEVICE]
-            for blocks in device_blocks
+        everything = plan.device.computes_prompts
+        no_experts = frozenset(
+            b for b in everything if b.kind is not BlockKind.EXPERT or b in plan.device.computes
         )
-        self._many = False
+        self._computing = (plan.device.computes, no_experts, everything)  # by kind of step
+        self._orders = tuple(
+            {b: n for n, b in enumerate(_copied_blocks(plan, blocks))} for blocks in self._computing
+        )
+        self._ordered = tuple(list(order) for order in self._orders)
+        self._kind = _FEW
         self._to_stay = [block for block, home in plan.homes.items() if home is Tier.DEVICE]
         self._plan = plan
         self._resident_pool = resident
@@ -134,8 +141,9 @@ class DeviceWeights:
         """
         if host_is_pinned or not self._plan.device.staging_slots:
             self.teams = make_teams(
-                self._plan, self._layouts, self._store, self._device, pool, self._resident_memory
-            )
+                self._plan, self._layouts, self._store, self._device, pool,
+                self._resident_memory, self.stream,
+            )  # fmt: skip
 
     def open_desk(self, **sizes: Any) -> Desk | None:
         """A desk for the teams that need the host, if they can have one; see `make_desk`."""
@@ -147,10 +155,12 @@ class DeviceWeights:
 
     def begin(self, tokens: int) -> None:
         """A step of `tokens` tokens comes next."""
-        many = tokens >= _MANY_TOKENS
-        if many != self._many:
-            self._many = many
-            for block in [b for b in self._copied if b not in self._computing[many]]:
+        kind = _FEW if tokens < _MANY_TOKENS else _MANY
+        if tokens >= _MOST_EXPERTS_TOKENS or (kind is _MANY and not self.teams.by_layer):
+            kind = _ALL_EXPERTS
+        if kind != self._kind:
+            self._kind = kind
+            for block in [b for b in self._copied if b not in self._computing[kind]]:
                 self._free(block)
         self._copy_ahead(0)
 
@@ -181,9 +191,30 @@ class DeviceWeights:
         return found if len(found) == len(blocks) else None
 
     def team(self, layer: int) -> ExpertTeam | None:
-        """See Weights: for steps of few tokens, and where all experts are there."""
-        team = self.teams.by_layer.get(layer)
-        return None if self._many and isinstance(team, HybridTeam) else team
+        """See Weights."""
+        if self._kind is _ALL_EXPERTS and layer in self.teams.streamed:
+            return self.teams.streamed[layer]
+        return self.teams.by_layer.get(layer)
+
+    def stream(self, blocks: Sequence[BlockId]) -> Iterator[list[Streamed]]:
+        """Blocks of one size on the device, in this order, in groups of as many as are copied.
+
+        A group stays until the next is asked for.
+        """
+        most = max(1, self._plan.device.slot_counts[self._layouts[blocks[0]].slot_bytes] // 2)
+        held: list[BlockId] = []
+        try:
+            for block in blocks:
+                if held and (len(held) == most or block not in self._copied):
+                    yield [self._streamed(b) for b in held]
+                    self._give_back(held)
+                copied = self._copied.get(block) or self._copy(block)
+                self._device.follow(copied.arrived)
+                copied.leases += 1
+                held.append(block)
+            yield [self._streamed(b) for b in held]
+        finally:
+            self._give_back(held)
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """See Weights."""
@@ -212,11 +243,11 @@ class DeviceWeights:
     # Inside
 
     def _on_host(self, block: BlockId) -> bool:
-        return block not in self._computing[self._many]
+        return block not in self._computing[self._kind]
 
     def _copy_ahead(self, position: int) -> None:
         """Copy what is used from `position` of the order on, as long as there are slots."""
-        order = self._orders[self._many]
+        order = self._ordered[self._kind]
         for number in range(len(order)):
             block = order[(position + number) % len(order)]
             if block in self._copied:
@@ -247,7 +278,22 @@ class DeviceWeights:
             # It comes again in the next step only, when all others have had the slot.
             if not copied.leases:
                 self._free(block)
-                self._copy_ahead(self._orders[self._many].index(block) + 1)
+                self._copy_ahead(self._orders[self._kind][block] + 1)
+
+    def _streamed(self, block: BlockId) -> Streamed:
+        copied = self._copied[block]
+        return block.index, copied.views, copied.slot.tensor.data_ptr()
+
+    def _give_back(self, held: list[BlockId]) -> None:
+        if not held:
+            return
+        last, used = held[-1], self._device.mark()
+        while held:
+            copied = self._copied[held[-1]]
+            copied.leases -= 1
+            copied.slot.last_use = used
+            self._free(held.pop())
+        self._copy_ahead(self._orders[self._kind][last] + 1)
 
     def _copy(self, block: BlockId) -> _Copied:
         """Copy a block that is needed now, if need be into the slot of what was asked for later."""
@@ -302,6 +348,11 @@ class DeviceWeights:
         for _, source in there:
             source.close()
         self._leaving = [left for left in self._leaving if left not in there]
+
+
+def _copied_blocks(plan: Plan, blocks: frozenset[BlockId]) -> list[BlockId]:
+    """Those of `blocks` that do not live on the device, in model order."""
+    return [b for b in plan.homes if b in blocks and plan.homes[b] is not Tier.DEVICE]
 
 
 def inner_homes(plan: Plan) -> Mapping[BlockId, Tier]:
