@@ -109,7 +109,7 @@ def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) ->
             assert weights.counters.copied_bytes >= len(experts) * weights.teams.nbytes
             counts = weights.teams.counts()
             layers = len({block.layer for block in experts})
-            assert all(counts) and sum(counts) == 16 * layers * model.spec.experts_per_token
+            assert all(counts) and sum(counts) == 16 * layers * model.prepared.model.spec.experts_per_token
             for team in weights.teams.by_layer.values():
                 held = team.slots.holders[team.slots.holders >= 0]
                 assert len(set(held.tolist())) == len(held) <= share.expert_slots
