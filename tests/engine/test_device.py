@@ -9,6 +9,7 @@ import torch
 
 import hmt
 from hmt.base.errors import BudgetError, ConfigError, MachineError
+from hmt.bench.random_model import Shape, write_random_model
 from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Plan, Tier
@@ -108,11 +109,46 @@ def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) ->
             experts = [b for b in model.plan.homes if b.kind is BlockKind.EXPERT]
             assert weights.counters.copied_bytes >= len(experts) * weights.teams.nbytes
             counts = weights.teams.counts()
-            layers = len({block.layer for block in experts})
-            assert all(counts) and sum(counts) == 16 * layers * model.prepared.model.spec.experts_per_token
+            layers, spec = len({block.layer for block in experts}), model.prepared.model.spec
+            assert all(counts) and sum(counts) == 16 * layers * spec.experts_per_token
             for team in weights.teams.by_layer.values():
                 held = team.slots.holders[team.slots.holders >= 0]
                 assert len(set(held.tolist())) == len(held) <= share.expert_slots
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_steps_begin_before_they_are_asked_for(tied: bool, tmp_path: Path) -> None:
+    path = MODELS["dense"]
+    if not tied:
+        path = tmp_path
+        write_random_model(path, Shape(3, 64, 96, 4, 2))
+    prompts = ["Once upon a time", "The dog", "She said", "In the evening"]
+
+    def requests(temperature: float, length: int = 24) -> list[hmt.Request]:
+        sampling = hmt.Sampling(temperature=temperature, seed=5)
+        return [
+            hmt.Request(input=text, sampling=sampling, max_new_tokens=length - 5 * n)
+            for n, text in enumerate(prompts)
+        ]
+
+    options = {"context": 512, "host_memory": "64MiB", "max_batch": 3}
+    answers = {}
+    for gpu in ({}, {"gpu_memory": "64MiB", **GPU}):
+        with hmt.Engine(**options, **gpu) as engine:
+            model = engine.load_model(path)
+            found = [model.infer_batch(requests(temperature)) for temperature in (0.0, 1.0)]
+            forced = model.logits(TOKENS, range(40), prefill=3)
+            found.append(model.infer_batch(requests(0.0, length=40)))
+            answers[bool(gpu)] = [[one.token_ids for one in batch] for batch in found], forced
+            guesses = model._core._executor._captured.guesses if gpu else None
+    assert answers[True][0] == answers[False][0]
+    assert torch.equal(answers[True][1], answers[False][1])
+    if tied:
+        assert not guesses.begun, "tokens are looked up on the host"
+    else:
+        assert guesses.right > 40, "of steps that go on as they were"
+        wrong = guesses.begun - guesses.right
+        assert wrong < 0.5 * guesses.right, "drawn tokens are seldom guessed"
 
 
 def test_a_step_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:

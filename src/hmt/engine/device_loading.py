@@ -87,9 +87,11 @@ def load_on_device(
     stack.callback(weights.close)
     with device.computing(), torch.inference_mode():
         weights.load_residents(progress)
-    pinned = bool(plan.device.slot_counts) and _pin(device, host, stack)
+    pinned = _pin(device, host, stack)
     with device.computing(), torch.inference_mode():
         weights.form_teams(pools["experts"], host_is_pinned=pinned)
+        if pinned:
+            weights.find_tokens()
     return OnDevice(device, weights, pools["kv"], list(accounts.values()))
 
 
@@ -113,7 +115,7 @@ def open_kv(
 def _pin(device: Device, host: HostPool, stack: ExitStack) -> bool:
     """Pin resident weights, so that copies run beside the CPU and at the link's full rate.
 
-    False where there are none, or the system refuses.
+    Kernels can read what is pinned, too.  False where there are none, or the system refuses.
     """
     if not host.account.used_bytes:
         return False

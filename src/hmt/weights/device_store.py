@@ -6,14 +6,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes
-from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Standing
+from hmt.kernels import ops
 from hmt.kernels.expert_teams import Desk, make_desk
 from hmt.memory.device import Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.layout import BlockLayout
@@ -28,6 +30,7 @@ _MANY_TOKENS = 32
 # From here on a step needs most of a layer's experts, and the link brings all of them sooner than
 # link and CPU together compute them: at 4.7 Top/s 256 tokens of DeepSeek-V3 take the CPU 38 ms.
 _MOST_EXPERTS_TOKENS = 256
+_TOKENS = BlockId(TRUNK, BlockKind.EMBEDDING)
 _FEW, _MANY, _ALL_EXPERTS = range(3)  # kinds of steps
 
 
@@ -110,7 +113,7 @@ class DeviceWeights:
         self._leaving: list[tuple[Mark, ExitStack]] = []  # sources of copies under way
         self.counters = DeviceCounters()
         self.count = store.count
-        self.rows = store.rows
+        self._table: tuple[int, int, torch.dtype] | None = None
         self.routed = store.routed
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -189,6 +192,27 @@ class DeviceWeights:
             return self._store.standing(blocks)
         found = [self._resident[block] for block in blocks if block in self._resident]
         return found if len(found) == len(blocks) else None
+
+    def find_tokens(self) -> None:
+        """Let `rows` be looked up on the device, where the table of tokens is pinned."""
+        standing = self._store.standing([_TOKENS])
+        if standing is None or "weight" not in standing[0].params:
+            return
+        table = standing[0].params["weight"].data
+        if table.is_contiguous():
+            self._table = self._device.address(table), table.shape[1], table.dtype
+
+    @property
+    def looks_up_tokens(self) -> bool:
+        """Whether `rows` takes ids that are on the device."""
+        return self._table is not None
+
+    def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
+        """See Weights.  Ids on the device are looked up there; see `looks_up_tokens`."""
+        if not ids.is_cuda:
+            return self._store.rows(block, name, ids)
+        assert self._table is not None and (block, name) == (_TOKENS, "weight")
+        return ops.rows_at(*self._table, ids)
 
     def team(self, layer: int) -> ExpertTeam | None:
         """See Weights."""
