@@ -7,8 +7,9 @@ from torch import Tensor
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels import reference
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.few import MINIMA, NO_OFFSETS, ZEROS
-from hmt.kernels.triton.unpack import float_codes, panel_integers, scale_numbers
+from hmt.kernels.triton.unpack import e2m1_halves, panel_integers, scale_numbers
 
 _BLOCKS = 4  # of 32 inputs, in a program that takes one panel: 1 KB of codes
 _PANEL_WARPS = 2
@@ -108,6 +109,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
             BLOCK=block,
             ONCE=columns <= block,
             num_warps=max(1, min(16, block // 512)),
+            **dependent(x.device),
         )
     return codes, scales
 
@@ -137,7 +139,7 @@ def _dequantize_panels(
     )
     INTEGERS: tl.constexpr = out.dtype.element_ty == tl.int8
     if E2M1 and not INTEGERS:
-        low, high = float_codes(pairs, True, False)
+        low, high = e2m1_halves(pairs)
         low, high = low.to(tl.float32) * 16384.0, high.to(tl.float32) * 16384.0
     else:
         low, high = panel_integers(pairs, E2M1)
@@ -203,7 +205,18 @@ def _dequantize_rows(
 
 
 @triton.jit
-def _quantize_tokens(codes, scales, x, columns, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr):
+def _quantize_tokens(
+    codes,
+    scales,
+    x,
+    columns,
+    x_stride,
+    BLOCK: tl.constexpr,
+    ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     row = x + token * x_stride

@@ -24,17 +24,20 @@ from hmt.kernels.triton.pages import append_pages, rope_append
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
 from hmt.kernels.triton.sampling import survey
+from hmt.kernels.triton.sublayers import attention_inputs, feed_forward
 
 __all__ = [
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "attention_inputs",
     "biased_sigmoid_topk",
     "dequantize",
     "draw",
     "experts",
     "experts_by_table",
+    "feed_forward",
     "fixed_runs",
     "gated",
     "gated_pair",

@@ -14,36 +14,85 @@ from hmt.contracts.encoding import Encoding
 INTERPRETED: bool = triton.knobs.runtime.interpret
 ASSEMBLER = tl.constexpr(not INTERPRETED)
 
-# bf16 numbers of e2m1 are made too small by 2^126, without a multiplication: their bits are those
-# of the code.  Activations are made larger by 2^64 in turn, so that products stay in f32's range.
+# bf16 numbers of codes are made without arithmetic, from their bits alone: of int4 they are 2^-133
+# of the code, of e2m1 2^-126 of the number.  Activations are made larger by 2^64 in turn, so that
+# products stay in f32's range.
 BF16_X_SCALE = tl.constexpr(2.0**64)
 
 
 def code_unit(encoding: Encoding, dtype: torch.dtype) -> float:
-    """What a product of `float_codes` or `int8_codes` with x of `dtype` is to be multiplied by."""
+    """What a product of `word_codes` or `int8_codes` with x of `dtype` is to be multiplied by."""
     if encoding is Encoding.INT4_GROUP:
-        return 0.0625 if dtype is torch.int8 else 1.0
+        return {torch.int8: 0.0625, torch.float16: 1.0, torch.bfloat16: 2.0**69}[dtype]
     return {torch.int8: 0.5, torch.float16: 2.0**14, torch.bfloat16: 2.0**62}[dtype]
 
 
 @triton.jit
-def float_codes(pairs, E2M1: tl.constexpr, BF16: tl.constexpr):
-    """Bytes of panels as numbers: low and high nibbles, both in the shape of `pairs`, f16 or bf16.
+def word_codes(words, E2M1: tl.constexpr, BF16: tl.constexpr):
+    """Words of panels as numbers, f16 or bf16: of low nibbles of bytes 0, 2, 1, 3, then of high ones.
 
-    Codes of int4 are less 8; codes of e2m1 are 2^-14 (f16) or 2^-126 (bf16) of their numbers.
+    Neighbours in a register of the tensor cores are bytes that are neighbours after a shift by 16.
+    Codes of int4 are less 8 (f16); or 2^-133 of the code, where high nibbles are 16 times as large
+    (bf16).  Codes of e2m1 are 2^-14 (f16) or 2^-126 (bf16) of their numbers.
     """
     if ASSEMBLER:
         if E2M1:
-            low, high = _e2m1_bf16(pairs) if BF16 else _e2m1_f16(pairs)
+            found = _e2m1_bf16(words) if BF16 else _e2m1_f16(words)
         else:
-            low, high = _int4_bf16(pairs) if BF16 else _int4_f16(pairs)
+            found = _int4_bf16(words) if BF16 else _int4_f16(words)
     else:
-        low, high = panel_integers(pairs, E2M1)
-        dtype: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-        if E2M1:
-            unit = 2.0**-127 if BF16 else 2.0**-15
-            low, high = low.to(tl.float32) * unit, high.to(tl.float32) * unit
-        low, high = low.to(dtype), high.to(dtype)
+        found = (
+            _plain(words, 0, E2M1, BF16),
+            _plain(words, 16, E2M1, BF16),
+            _plain(words, 8, E2M1, BF16),
+            _plain(words, 24, E2M1, BF16),
+            _plain(words, 4, E2M1, BF16),
+            _plain(words, 20, E2M1, BF16),
+            _plain(words, 12, E2M1, BF16),
+            _plain(words, 28, E2M1, BF16),
+        )
+    return found
+
+
+@triton.jit
+def _plain(words, SHIFT: tl.constexpr, E2M1: tl.constexpr, BF16: tl.constexpr):
+    codes = (words >> SHIFT) & 15
+    if E2M1:
+        unit: tl.constexpr = 2.0**-127 if BF16 else 2.0**-15
+        numbers = _integer(codes, True).to(tl.float32) * unit
+    elif BF16:
+        numbers = codes.to(tl.float32) * (2.0**-133 * (1 + SHIFT // 4 % 2 * 15))
+    else:
+        numbers = (codes - 8).to(tl.float32)
+    return numbers.to(tl.bfloat16 if BF16 else tl.float16)
+
+
+@triton.jit
+def times(x, by, KIND: tl.constexpr):
+    """x * by, f16 or bf16 of one shape."""
+    if ASSEMBLER and KIND == tl.bfloat16:  # noqa: SIM300
+        x = tl.inline_asm_elementwise(
+            "mul.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [x, by],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        x = x * by
+    return x
+
+
+@triton.jit
+def e2m1_halves(pairs):
+    """Bytes of panels as f16, low and high nibbles: 2^-14 of the numbers of e2m1."""
+    if ASSEMBLER:
+        low, high = _e2m1_f16_bytes(pairs)
+    else:
+        low, high = panel_integers(pairs, True)
+        low, high = (low.to(tl.float32) * 2.0**-15), (high.to(tl.float32) * 2.0**-15)
+        low, high = low.to(tl.float16), high.to(tl.float16)
     return low, high
 
 
@@ -61,24 +110,6 @@ def int8_codes(pairs, E2M1: tl.constexpr):
             low, high = low * 16, high * 16
         low, high = low.to(tl.int8), high.to(tl.int8)
     return low, high
-
-
-@triton.jit
-def large_activations(x, E2M1: tl.constexpr):
-    """x as `float_codes` wants it: bf16 times 2^64 where codes are e2m1."""
-    if E2M1 and x.dtype == tl.bfloat16:
-        if ASSEMBLER:
-            x = tl.inline_asm_elementwise(
-                "{ .reg .b32 m; mov.b32 m, 0x5F805F80; mul.bf16x2 $0, $1, m; }",
-                "=r,r",
-                [x],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            x = (x.to(tl.float32) * BF16_X_SCALE).to(tl.bfloat16)
-    return x
 
 
 @triton.jit
@@ -104,6 +135,46 @@ def byte_numbers(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def word_bytes(words):
+    """Words of four int8 as bf16: 2^-133 of the codes and 128, of bytes 0, 1, 2 and 3."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b;
+        xor.b32 b, $4, 0x80808080;
+        prmt.b32 a, b, 0, 0x4140;
+        prmt.b32 b, b, 0, 0x4342;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        }
+        """,
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def minus_128s(words):
+    """What -128 is where `word_bytes` makes bf16 of int8, for each of its numbers."""
+    return tl.inline_asm_elementwise(
+        """
+        mov.b16 $0, 0x8080;
+        mov.b16 $1, 0x8080;
+        mov.b16 $2, 0x8080;
+        mov.b16 $3, 0x8080;
+        """,
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def panel_integers(pairs, E2M1: tl.constexpr):
     """Low and high nibbles: codes of int4 less 8, or numbers of e2m1 doubled; int32."""
     return _integer(pairs & 15, E2M1), _integer(pairs >> 4, E2M1)
@@ -123,67 +194,160 @@ def _integer(codes, E2M1: tl.constexpr):
 
 
 @triton.jit
-def _int4_bf16(pairs):
-    # 128 + code is exact in bf16, with the code in the lowest bits.
+def _int4_bf16(words):
+    # The lowest eight bits of bf16 count in steps of 2^-133, with subnormals and above them.
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 p, q, m;
-        mov.b32 m, 0x43084308;
-        prmt.b32 p, $4, 0, 0x4140;
-        prmt.b32 q, $4, 0, 0x4342;
-        lop3.b32 $0, p, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $1, q, 0x000F000F, 0x43004300, 0xEA;
-        shr.b32 p, p, 4;
-        shr.b32 q, q, 4;
-        lop3.b32 $2, p, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $3, q, 0x000F000F, 0x43004300, 0xEA;
-        sub.bf16x2 $0, $0, m;
-        sub.bf16x2 $1, $1, m;
-        sub.bf16x2 $2, $2, m;
-        sub.bf16x2 $3, $3, m;
+        .reg .b32 a, b, c, d, u;
+        shr.b32 u, $8, 8;
+        and.b32 a, $8, 0x000F000F;
+        and.b32 b, u, 0x000F000F;
+        and.b32 c, $8, 0x00F000F0;
+        and.b32 d, u, 0x00F000F0;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
         }
         """,
-        "=&r,=&r,=&r,=&r,r",
-        [pairs],
-        dtype=(tl.bfloat16, tl.bfloat16),
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=4,
+        pack=1,
     )
 
 
 @triton.jit
-def _int4_f16(pairs):
-    # 1024 + code, as above.
+def minus_eights(words):
+    """What -8 is where `word_codes` makes bf16 of int4, for each of its numbers."""
     return tl.inline_asm_elementwise(
         """
-        {
-        .reg .b32 p, q, m;
-        mov.b32 m, 0x64086408;
-        prmt.b32 p, $4, 0, 0x4140;
-        prmt.b32 q, $4, 0, 0x4342;
-        lop3.b32 $0, p, 0x000F000F, 0x64006400, 0xEA;
-        lop3.b32 $1, q, 0x000F000F, 0x64006400, 0xEA;
-        shr.b32 p, p, 4;
-        shr.b32 q, q, 4;
-        lop3.b32 $2, p, 0x000F000F, 0x64006400, 0xEA;
-        lop3.b32 $3, q, 0x000F000F, 0x64006400, 0xEA;
-        sub.f16x2 $0, $0, m;
-        sub.f16x2 $1, $1, m;
-        sub.f16x2 $2, $2, m;
-        sub.f16x2 $3, $3, m;
-        }
+        mov.b16 $0, 0x8008;
+        mov.b16 $1, 0x8008;
+        mov.b16 $2, 0x8008;
+        mov.b16 $3, 0x8008;
+        mov.b16 $4, 0x8080;
+        mov.b16 $5, 0x8080;
+        mov.b16 $6, 0x8080;
+        mov.b16 $7, 0x8080;
         """,
-        "=&r,=&r,=&r,=&r,r",
-        [pairs],
-        dtype=(tl.float16, tl.float16),
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=4,
+        pack=1,
     )
 
 
 @triton.jit
-def _e2m1_f16(pairs):
+def _int4_f16(words):
+    # 1024 + code is exact in f16, with the code in the lowest bits, and 1024 + 16 code, too.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, d, u;
+        shr.b32 u, $8, 8;
+        lop3.b32 a, $8, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 b, u, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 c, $8, 0x00F000F0, 0x64006400, 0xEA;
+        lop3.b32 d, u, 0x00F000F0, 0x64006400, 0xEA;
+        mov.b32 u, 0x64086408;
+        sub.f16x2 a, a, u;
+        sub.f16x2 b, b, u;
+        { .reg .b32 m, n; mov.b32 m, 0x2C002C00; mov.b32 n, 0xD480D480;
+        fma.rn.f16x2 c, c, m, n;
+        fma.rn.f16x2 d, d, m, n; }
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _e2m1_bf16(words):
+    # One product moves the sign to bit 15 and exponent and mantissa to bits 8 to 6.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, d, u;
+        shr.b32 u, $8, 8;
+        and.b32 a, $8, 0x000F000F;
+        and.b32 b, u, 0x000F000F;
+        and.b32 c, $8, 0x00F000F0;
+        and.b32 d, u, 0x00F000F0;
+        mul.lo.u32 a, a, 0x1040;
+        mul.lo.u32 b, b, 0x1040;
+        mul.lo.u32 c, c, 0x0104;
+        mul.lo.u32 d, d, 0x0104;
+        and.b32 a, a, 0x81C081C0;
+        and.b32 b, b, 0x81C081C0;
+        and.b32 c, c, 0x81C081C0;
+        and.b32 d, d, 0x81C081C0;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _e2m1_f16(words):
+    # The sign goes to bit 15, exponent and mantissa to bits 11 to 9.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, d, u;
+        shr.b32 u, $8, 8;
+        { .reg .b32 s;
+        shl.b32 s, $8, 12;
+        and.b32 s, s, 0x80008000;
+        shl.b32 a, $8, 9;
+        lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+        shl.b32 s, u, 12;
+        and.b32 s, s, 0x80008000;
+        shl.b32 b, u, 9;
+        lop3.b32 b, b, 0x0E000E00, s, 0xEA;
+        shl.b32 s, $8, 8;
+        and.b32 s, s, 0x80008000;
+        shl.b32 c, $8, 5;
+        lop3.b32 c, c, 0x0E000E00, s, 0xEA;
+        shl.b32 s, u, 8;
+        and.b32 s, s, 0x80008000;
+        shl.b32 d, u, 5;
+        lop3.b32 d, d, 0x0E000E00, s, 0xEA; }
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        mov.b32 {$4, $5}, c;
+        mov.b32 {$6, $7}, d;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _e2m1_f16_bytes(pairs):
     # All bits go to the upper byte: the sign to bit 7, exponent and mantissa to bits 3 to 1.
     return tl.inline_asm_elementwise(
         """
@@ -205,39 +369,6 @@ def _e2m1_f16(pairs):
         "=&r,=&r,=&r,=&r,r",
         [pairs],
         dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _e2m1_bf16(pairs):
-    # The sign goes to bit 15, exponent and mantissa to bits 8 to 6.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 p, q, a;
-        prmt.b32 p, $4, 0, 0x1404;
-        prmt.b32 q, $4, 0, 0x3424;
-        and.b32 a, p, 0x80008000;
-        shr.b32 $2, p, 6;
-        lop3.b32 $2, $2, 0x01C001C0, a, 0xEA;
-        and.b32 a, q, 0x80008000;
-        shr.b32 $3, q, 6;
-        lop3.b32 $3, $3, 0x01C001C0, a, 0xEA;
-        shl.b32 a, p, 4;
-        and.b32 a, a, 0x80008000;
-        shr.b32 $0, p, 2;
-        lop3.b32 $0, $0, 0x01C001C0, a, 0xEA;
-        shl.b32 a, q, 4;
-        and.b32 a, a, 0x80008000;
-        shr.b32 $1, q, 2;
-        lop3.b32 $1, $1, 0x01C001C0, a, 0xEA;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r",
-        [pairs],
-        dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=4,
     )
