@@ -9,7 +9,12 @@ more of them before the inputs are there, so that the memory works while the ker
 import triton
 import triton.language as tl
 
-from hmt.kernels.triton.dependent import inputs_are_there, next_may_begin
+from hmt.kernels.triton.dependent import (
+    ask_cache_for_share,
+    inputs_are_there,
+    next_may_begin,
+    nothing_once_inputs_are_there,
+)
 from hmt.kernels.triton.few_operands import (
     ask_for_steps,
     code_addresses,
@@ -43,11 +48,14 @@ MINIMA = tl.constexpr(2)
 #                each group of inputs gets columns of its own, so that scales are applied to the
 #                sums of several groups at once
 # TOKENS         tokens of a program; SPLIT * TOKENS is 8, 16 or 32
+# STAGES         1: inputs of the next step are on their way to registers while one is computed;
+#                or buffers in shared memory through which those of following steps come
 # AHEAD          steps that the cache is asked for before they are loaded
 # ROLL           whether that goes on while steps are computed
 # EVEN           blocks are a multiple of WARPS * DEPTH * BLOCKS
 # ACTIVATION     "", or of a gate: weight 0 is a gate and weight 1 what goes through it, and
 #                activation(x w0) (x w1) is stored; PAIRS is 2 and COUNT is 1 then
+# next_*         weights that the cache is asked for, all programs together, or None
 # ADD            products are added to what lies in `out`
 
 
@@ -78,6 +86,10 @@ def few_tokens(
     blocks,
     x_stride,
     out_stride,
+    next_codes,
+    next_scales,
+    next_code_bytes,
+    next_scale_bytes,
     COUNT: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr,
     E2M1: tl.constexpr,
@@ -89,6 +101,7 @@ def few_tokens(
     PAIRS: tl.constexpr,
     SPLIT: tl.constexpr,
     TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     ROLL: tl.constexpr,
     EVEN: tl.constexpr,
@@ -124,13 +137,18 @@ def few_tokens(
         PAIRS,
         SPLIT,
         TOKENS,
+        STAGES,
         AHEAD,
         ROLL,
         EVEN,
         GATED,
         DEPENDENT,
     )
-    total *= UNIT
+    if next_codes is not None:
+        part, parts = tl.program_id(0), tl.num_programs(0)
+        ask_cache_for_share(next_codes, next_code_bytes, part, parts, DEPENDENT)
+        ask_cache_for_share(next_scales, next_scale_bytes, part, parts, DEPENDENT)
+    total = _over_groups(total, PAIRS, SPLIT, TOKENS) * UNIT
     m = tl.arange(0, 32 * HEIGHT)  # in the order of `weight_operand`
     row = tile * (32 * HEIGHT) + m // 32 * 32 + m // 4 % 2 * 16 + m % 4 * 4 + m // 8 % 4
     token = first_token + tl.arange(0, TOKENS)
@@ -200,14 +218,13 @@ def _sum_of_blocks(
     first_panel, panels, tokens, blocks, x_stride,
     GROUP_BLOCKS: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr, DOTS: tl.constexpr,
     BLOCKS: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, TOKENS: tl.constexpr,
-    AHEAD: tl.constexpr, ROLL: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, ROLL: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """f32 [32 * PAIRS, TOKENS]: scaled products, in units of `code_unit`."""
+    """f32 [DOTS, 32 PAIRS, SPLIT * TOKENS]: scaled products, in units of `code_unit`."""
     STEP: tl.constexpr = DOTS * BLOCKS
     COLUMNS: tl.constexpr = SPLIT * TOKENS
     KIND: tl.constexpr = x.dtype.element_ty
-    INT8: tl.constexpr = KIND == tl.int8  # noqa: SIM300
     TWO: tl.constexpr = TOKENS == 1 or (SPLIT == 2 and COLUMNS > 8)
     if AHEAD > 0:
         ask_for_steps(
@@ -223,34 +240,34 @@ def _sum_of_blocks(
     factors = None
     if KIND != tl.int8:  # noqa: SIM300
         factors = x_factors(KIND, E2M1, GROUP_BLOCKS, DOTS, BLOCKS, SPLIT, TOKENS)
-    if not INT8:  # bytes would be packed again for each step
-        now = load_codes(code_at, block, 0, blocks, False, EVEN)
-    one, two = _scales(
-        scales, more_scales, first_panel, panels, 0, blocks,
-        TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
-    )  # fmt: skip
-    inputs_are_there(DEPENDENT)
-    if not INT8:
+    if STAGES == 1:
+        now = load_codes(code_at, block, 0, blocks, EVEN)
+        one, two = _scales(
+            scales, more_scales, first_panel, panels, 0, blocks,
+            TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
+        )  # fmt: skip
+        inputs_are_there(DEPENDENT)
         values = load_x(x_at, x_block, known, 0, blocks, EVEN)
     total = tl.zeros((DOTS, 32 * PAIRS, COLUMNS), tl.float32)
-    for start in tl.range(0, blocks, STEP, num_stages=1):
-        following = start + STEP
+    for start in tl.range(0, blocks, STEP, num_stages=STAGES):
         if ROLL:
             ask_for_steps(
                 codes, more_codes, scales, more_scales, first_panel, panels,
                 start + AHEAD * STEP, STEP, blocks, GROUP_BLOCKS, PAIRS, GATED, DEPENDENT,
             )  # fmt: skip
         # What lies behind the last block is some code, too, and is multiplied with zeros.
-        if INT8:
-            now = load_codes(code_at, block, start, blocks, True, EVEN)
-            values = load_x(x_at, x_block, known, start, blocks, EVEN)
-        else:
-            next_codes = load_codes(code_at, block, following, blocks, False, EVEN)
-            next_values = load_x(x_at, x_block, known, following, blocks, EVEN)
+        loaded = start + (STEP if STAGES == 1 else 0)
+        next_codes = load_codes(code_at, block, loaded, blocks, EVEN)
         next_one, next_two = _scales(
-            scales, more_scales, first_panel, panels, following, blocks,
+            scales, more_scales, first_panel, panels, loaded, blocks,
             TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
         )  # fmt: skip
+        here = x_at
+        if STAGES > 1:
+            here = x_at + nothing_once_inputs_are_there(start, DEPENDENT)
+        next_values = load_x(here, x_block, known, loaded, blocks, EVEN)
+        if STAGES > 1:
+            now, one, two, values = next_codes, next_one, next_two, next_values
         inputs = x_operand(values, factors, KIND, GROUP_BLOCKS, DOTS, BLOCKS, SPLIT, TOKENS)
         weights = weight_operand(now, E2M1, KIND, DOTS, BLOCKS, PAIRS)
         added = total
@@ -260,16 +277,26 @@ def _sum_of_blocks(
                 TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
             )  # fmt: skip
             added = numbers_of_groups(one_offset, two_offset, DOTS, PAIRS, SPLIT, TOKENS)
-        product, total = _products(
+        product, missing, total = _products(
             now, weights, inputs, added, total, KIND, E2M1, OFFSETS, DOTS, BLOCKS, PAIRS, COLUMNS
         )
-        scale = numbers_of_groups(one, two, DOTS, PAIRS, SPLIT, TOKENS)
-        total += product.to(tl.float32) * scale_numbers(scale)
-        one, two = next_one, next_two
-        if not INT8:
-            now, values = next_codes, next_values
+        scale = scale_numbers(numbers_of_groups(one, two, DOTS, PAIRS, SPLIT, TOKENS))
+        total += product.to(tl.float32) * scale
+        if KIND == tl.bfloat16 and not E2M1 and OFFSETS == NO_OFFSETS:  # noqa: SIM300
+            # On its own: as one chain of the tensor cores both would take twice as long.
+            total += missing * scale
+        if STAGES == 1:
+            now, one, two, values = next_codes, next_one, next_two, next_values
+    if STAGES > 1:
+        inputs_are_there(DEPENDENT)
+    return total
+
+
+@triton.jit
+def _over_groups(total, PAIRS: tl.constexpr, SPLIT: tl.constexpr, TOKENS: tl.constexpr):
+    """Sums of all dots and of the groups in them: [32 PAIRS, TOKENS]."""
     if SPLIT > 1:
-        total = tl.sum(tl.reshape(total, (DOTS, 32 * PAIRS, SPLIT, TOKENS)), 2)
+        total = tl.sum(tl.reshape(total, (total.shape[0], 32 * PAIRS, SPLIT, TOKENS)), 2)
     return tl.sum(total, 0)
 
 
@@ -298,12 +325,13 @@ def _products(
     KIND: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr,
     DOTS: tl.constexpr, BLOCKS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Products of a step less their zeros, and the total with what minima add."""
+    """Products of a step less their zeros, what they still miss, and the total with minima."""
     SUM: tl.constexpr = tl.int32 if KIND == tl.int8 else tl.float32  # noqa: SIM300
-    RAISED: tl.constexpr = KIND == tl.bfloat16 and not E2M1  # codes are not less 8
+    RAISED: tl.constexpr = KIND == tl.bfloat16 and not E2M1  # noqa: SIM300 - codes not less 8
     product = tl.dot(weights, inputs, out_dtype=SUM)
+    missing = product
     if RAISED and OFFSETS == NO_OFFSETS:
-        product += sums_of_x(codes, inputs, KIND, E2M1, DOTS, BLOCKS, PAIRS, COLUMNS)
+        missing = sums_of_x(codes, inputs, KIND, E2M1, DOTS, BLOCKS, PAIRS, COLUMNS)
     if OFFSETS != NO_OFFSETS:
         # By the tensor cores, too, so that they lie where they are wanted.
         sums = sums_of_x(codes, inputs, KIND, E2M1, DOTS, BLOCKS, PAIRS, COLUMNS)
@@ -317,4 +345,4 @@ def _products(
         else:
             product += BIAS * sums
             total += added.to(tl.float32) * sums.to(tl.float32)
-    return product, total
+    return product, missing, total

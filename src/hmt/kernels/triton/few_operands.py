@@ -9,14 +9,8 @@ import triton
 import triton.language as tl
 
 from hmt.kernels.triton.dependent import ask_cache_for
-from hmt.kernels.triton.unpack import (
-    ASSEMBLER,
-    BF16_X_SCALE,
-    int8_codes,
-    minus_eights,
-    times,
-    word_codes,
-)
+from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, int8_codes
+from hmt.kernels.triton.unpack_words import minus_eights, times, word_codes, word_pieces
 
 
 @triton.jit
@@ -53,15 +47,11 @@ def _distance(first, second):
 
 
 @triton.jit
-def load_codes(at, block, start, blocks, INT8: tl.constexpr, EVEN: tl.constexpr):
-    """Codes of a step: bytes [units, 16] if INT8, else words [units, 4]; any behind the last."""
-    here = at + start * 256
-    if INT8:
-        place = here[:, None] + tl.arange(0, 16)[None, :]
-    else:
-        words = tl.multiple_of(here.to(tl.pointer_type(tl.int32)), 16)
-        place = words[:, None] + tl.arange(0, 4)[None, :]
+def load_codes(at, block, start, blocks, EVEN: tl.constexpr):
+    """Codes of a step, words [units, 4]; any behind the last."""
+    words = tl.multiple_of((at + start * 256).to(tl.pointer_type(tl.int32)), 16)
     last = tl.zeros_like(block) if EVEN else block
+    place = words[:, None] + tl.arange(0, 4)[None, :]
     return tl.load(place, mask=(last + start < blocks)[:, None])
 
 
@@ -122,10 +112,14 @@ def x_addresses(
 
 @triton.jit
 def load_x(at, block, known, start, blocks, EVEN: tl.constexpr):
-    """Four inputs of each unit of a step: [units, 4]."""
+    """Four inputs of each unit of a step: [units, 4], or words [units, 1] of int8."""
     last = tl.zeros_like(block) if EVEN else block
     mask = known & (last + start < blocks)
-    place = (at + start * 32)[:, None] + tl.arange(0, 4)[None, :]
+    here = at + start * 32
+    if at.dtype.element_ty == tl.int8:
+        place = tl.multiple_of(here.to(tl.pointer_type(tl.int32)), 4)[:, None]
+    else:
+        place = here[:, None] + tl.arange(0, 4)[None, :]
     return tl.load(place, mask=mask[:, None], other=0)
 
 
@@ -161,6 +155,8 @@ def x_operand(
     EIGHTS: tl.constexpr = SPLIT * TOKENS // 8
     OWN: tl.constexpr = SPLIT > 1 and KIND != tl.int8  # noqa: SIM300
     HALVES: tl.constexpr = 1 if OWN and GROUP_BLOCKS == 0 else 2
+    if KIND == tl.int8:  # noqa: SIM300
+        values = word_pieces(values).to(tl.int8)
     values = tl.reshape(values, (EIGHTS, 1 if OWN else BLOCKS, HALVES, DOTS, 8, 4, 4))
     if OWN:
         values = tl.broadcast_to(values, (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 4))
@@ -186,7 +182,7 @@ def weight_operand(
     i >= 2).
     """
     if KIND == tl.int8:  # noqa: SIM300
-        low, high = int8_codes(codes, E2M1)
+        low, high = int8_codes(word_pieces(codes).to(tl.uint8), E2M1)
         both = tl.reshape(tl.join(low, high), (PAIRS, BLOCKS, DOTS, 2, 4, 4, 4, 4, 2))
         both = tl.permute(both, (2, 0, 6, 3, 4, 1, 5, 8, 7))
     else:

@@ -74,7 +74,7 @@ def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str,
 
 
 def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> None:
-    """Adds `linear(x, w, bias)` to total [tokens, out], of x.dtype: in one launch for few tokens."""
+    """Adds `linear(x, w, bias)` to total [tokens, out]: in one launch for few tokens."""
     if total.numel() == 0:
         return
     if _is_plain(x, w) or len(x) > _few(w) or x.stride(1) != 1 or total.stride(1) != 1:
@@ -92,9 +92,16 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
 
 
 def linear_gated(
-    x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, str], activation: str
+    x: Tensor,
+    params: Mapping[str, WeightTensor],
+    names: tuple[str, str],
+    activation: str,
+    following: WeightTensor | None = None,
 ) -> Tensor:
-    """`gated_pair` of `linear_many(x, params, names)`: in one launch for few tokens."""
+    """`gated_pair` of `linear_many(x, params, names)`: in one launch for few tokens.
+
+    following   what is multiplied next, for which the cache may be asked
+    """
     weights = [params[name] for name in names]
     w = weights[0]
     few = 0 < len(x) <= _few(w) and x.stride(1) == 1
@@ -108,7 +115,7 @@ def linear_gated(
     codes, token_scales = x, None
     if w.activations is Activations.INT8_TOKEN:
         codes, token_scales = quantize_activations(x)
-    multiply_gated(out, codes, token_scales, weights, biases, activation)
+    multiply_gated(out, codes, token_scales, weights, biases, activation, following)
     return out
 
 
@@ -130,7 +137,12 @@ def _write(
         if len(x) <= _few(w) and _in_panels(w, x.dtype):
             while count < 3 and at + count < len(weights) and _agree(w, weights[at + count]):
                 count += 1
-        elif len(x) <= _few(w) and len(weights) > 1 and _in_rows(w, x.dtype) and are_chunks(weights, biases):
+        elif (
+            len(x) <= _few(w)
+            and len(weights) > 1
+            and _in_rows(w, x.dtype)
+            and are_chunks(weights, biases)
+        ):
             count = len(weights)
         rows = sum(one.shape[0] for one in weights[at : at + count])
         part = out[:, column : column + rows]

@@ -11,15 +11,10 @@ from hmt.kernels.triton.dependent import (
     ask_cache_for_rows,
     inputs_are_there,
     next_may_begin,
+    nothing_once_inputs_are_there,
 )
-from hmt.kernels.triton.unpack import (
-    ASSEMBLER,
-    BF16_X_SCALE,
-    byte_numbers,
-    minus_128s,
-    times,
-    word_bytes,
-)
+from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, byte_numbers
+from hmt.kernels.triton.unpack_words import minus_128s, times, word_bytes
 
 # Scales are f32 [out / TILE_ROWS, in / GROUP]; GROUP 0 stands for one scale per row.  Others:
 #
@@ -29,6 +24,7 @@ from hmt.kernels.triton.unpack import (
 # CHUNKS      inputs of a dot, over 32: 1 or 2; GROUP is a multiple
 # EIGHTS      rows of a program, over 8
 # TOKENS      tokens of a program: 8, 16 or 32
+# STAGES      1, or buffers in shared memory through which inputs of following steps come
 # AHEAD       steps that the cache is asked for before they are loaded
 # ROLL        whether that goes on while steps are computed
 # EVEN        columns are a multiple of 32 * WARPS * DEPTH * CHUNKS
@@ -56,6 +52,7 @@ def few_tokens_rows(
     CHUNKS: tl.constexpr,
     EIGHTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     ROLL: tl.constexpr,
     EVEN: tl.constexpr,
@@ -78,7 +75,7 @@ def few_tokens_rows(
     total = _sum_of_steps(
         x, code_rows, scale_rows, first_row - before, rows - before, columns, first_token, tokens,
         x_stride, scale_columns, TILE_ROWS, GROUP, WARPS * DEPTH, CHUNKS, EIGHTS, TOKENS,
-        AHEAD, ROLL, EVEN, DEPENDENT,
+        STAGES, AHEAD, ROLL, EVEN, DEPENDENT,
     )  # fmt: skip
     result = tl.sum(total, 0).to(tl.float32)
     token = first_token + tl.arange(0, TOKENS)
@@ -110,14 +107,15 @@ def _addresses(codes, scales, which):
 def _sum_of_steps(
     x, codes, scales, first_row, rows, columns, first_token, tokens, x_stride, scale_columns,
     TILE_ROWS: tl.constexpr, GROUP: tl.constexpr, DOTS: tl.constexpr, CHUNKS: tl.constexpr,
-    EIGHTS: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr, ROLL: tl.constexpr,
-    EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
+    EIGHTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    ROLL: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Products [DOTS, 8 EIGHTS, TOKENS], times their scales where these are of groups."""
     KIND: tl.constexpr = x.dtype.element_ty
     SUM: tl.constexpr = tl.int32 if KIND == tl.int8 else tl.float32  # noqa: SIM300
-    # Words are brought to bf16 by their bits, and are loaded a step ahead.
-    WORDS: tl.constexpr = KIND == tl.bfloat16 and codes.dtype.element_ty == tl.int8 and ASSEMBLER
+    # Words are brought to bf16 by their bits.
+    BYTES: tl.constexpr = codes.dtype.element_ty == tl.int8
+    WORDS: tl.constexpr = BYTES and KIND == tl.bfloat16 and ASSEMBLER  # noqa: SIM300
     STEP: tl.constexpr = DOTS * 32 * CHUNKS
     SIZE: tl.constexpr = codes.dtype.element_ty.primitive_bitwidth // 8
     first = codes + first_row.to(tl.int64) * columns
@@ -139,33 +137,32 @@ def _sum_of_steps(
     x_begin += xs // (32 * DOTS) % CHUNKS * 8
     x_at = x + token.to(tl.int64) * x_stride + x_begin
     known = token < tokens
-    if WORDS:
-        now = _load_codes(code_at, begin, 0, columns, CHUNKS, True, EVEN)
-    inputs_are_there(DEPENDENT)
+    if STAGES == 1:
+        inputs_are_there(DEPENDENT)
     total = tl.zeros((DOTS, 8 * EIGHTS, TOKENS), SUM if GROUP == 0 else tl.float32)
-    for start in tl.range(0, columns, STEP, num_stages=1):
+    for start in tl.range(0, columns, STEP, num_stages=STAGES):
         if ROLL:
             ahead = start + AHEAD * STEP
             size = tl.minimum(STEP, columns - ahead) * SIZE
             ask_cache_for_rows(first + ahead, columns * SIZE, count, size, DEPENDENT)
-        following = now if WORDS else 0
-        if WORDS:
-            following = _load_codes(code_at, begin, start + STEP, columns, CHUNKS, True, EVEN)
-        else:
-            now = _load_codes(code_at, begin, start, columns, CHUNKS, False, EVEN)
-        values = _load_x(x_at, x_begin, known, start, columns, EVEN)
-        values = _x_operand(values, KIND, WORDS, DOTS, CHUNKS, TOKENS)
+        now = _load_codes(code_at, begin, start, columns, CHUNKS, WORDS, EVEN)
+        here = x_at
+        if STAGES > 1:
+            here = x_at + nothing_once_inputs_are_there(start, DEPENDENT)
+        values = _load_x(here, x_begin, known, start, columns, EVEN)
+        inputs = _x_operand(values, KIND, WORDS, DOTS, CHUNKS, TOKENS)
         weights = _weight_operand(now, KIND, WORDS, DOTS, CHUNKS, EIGHTS)
-        product = tl.dot(weights, values, out_dtype=SUM)
+        product = tl.dot(weights, inputs, out_dtype=SUM)
         if WORDS:
-            product += _sums_of_x(now, values, DOTS, CHUNKS, EIGHTS, TOKENS)
-            now = following
+            product += _sums_of_x(now, inputs, DOTS, CHUNKS, EIGHTS, TOKENS)
         if GROUP == 0:
             total += product
         else:
             group = start + at // 32 % DOTS * (32 * CHUNKS)
             scale = tl.load(scale_at + group // GROUP, mask=group < columns, other=0.0)
             total += product.to(tl.float32) * _over_tokens(scale, EIGHTS, DOTS, TOKENS)
+    if STAGES > 1:
+        inputs_are_there(DEPENDENT)
     return total
 
 
@@ -191,10 +188,8 @@ def _load_codes(
 @triton.jit
 def _load_x(at, begin, known, start, columns, EVEN: tl.constexpr):
     inner = tl.arange(0, 8)[None, :]
-    if EVEN:
-        mask = known[:, None]
-    else:
-        mask = known[:, None] & ((begin + start)[:, None] + inner < columns)
+    column = (begin + start)[:, None] + inner
+    mask = known[:, None] & ((tl.zeros_like(column) + start if EVEN else column) < columns)
     return tl.load((at + start)[:, None] + inner, mask=mask, other=0.0)
 
 
