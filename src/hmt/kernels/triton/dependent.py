@@ -113,33 +113,3 @@ def ask_cache_for_rows(first, stride, count, size, DEPENDENT: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def nothing_once_inputs_are_there(step, DEPENDENT: tl.constexpr):
-    """0, int32, when `inputs_are_there`: to be added to addresses of loads that a loop does early.
-
-    Triton moves loads of a loop that has stages to before the loop, but not before their addresses.
-    What follows the loop has to be after an `inputs_are_there`.  step: int32, of the loop.
-    """
-    nothing = 0
-    if DEPENDENT:
-        nothing = tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;",
-            "=r,r",
-            [step],
-            dtype=tl.int32,
-            is_pure=True,  # the pipeliner repeats it as it likes
-            pack=1,
-        )
-    return tl.multiple_of(nothing, 64) if DEPENDENT else nothing
-
-
-@triton.jit
-def ask_cache_for_share(first, size, part, parts, DEPENDENT: tl.constexpr):
-    """Let the L2 cache fetch one of `parts` equal parts of `size` bytes from `first` on."""
-    share = tl.cdiv(tl.cdiv(size, parts), 16) * 16
-    start = part * share
-    known = tl.minimum(share, size - start) // 16 * 16
-    SIZE: tl.constexpr = first.dtype.element_ty.primitive_bitwidth // 8
-    ask_cache_for(first + start // SIZE, known, DEPENDENT)

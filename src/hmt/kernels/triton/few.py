@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from hmt.kernels.triton.dependent import (
-    ask_cache_for_share,
     inputs_are_there,
     next_may_begin,
-    nothing_once_inputs_are_there,
 )
 from hmt.kernels.triton.few_operands import (
     ask_for_steps,
@@ -48,14 +46,11 @@ MINIMA = tl.constexpr(2)
 #                each group of inputs gets columns of its own, so that scales are applied to the
 #                sums of several groups at once
 # TOKENS         tokens of a program; SPLIT * TOKENS is 8, 16 or 32
-# STAGES         1: inputs of the next step are on their way to registers while one is computed;
-#                or buffers in shared memory through which those of following steps come
 # AHEAD          steps that the cache is asked for before they are loaded
 # ROLL           whether that goes on while steps are computed
 # EVEN           blocks are a multiple of WARPS * DEPTH * BLOCKS
 # ACTIVATION     "", or of a gate: weight 0 is a gate and weight 1 what goes through it, and
 #                activation(x w0) (x w1) is stored; PAIRS is 2 and COUNT is 1 then
-# next_*         weights that the cache is asked for, all programs together, or None
 # ADD            products are added to what lies in `out`
 
 
@@ -86,10 +81,6 @@ def few_tokens(
     blocks,
     x_stride,
     out_stride,
-    next_codes,
-    next_scales,
-    next_code_bytes,
-    next_scale_bytes,
     COUNT: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr,
     E2M1: tl.constexpr,
@@ -101,7 +92,6 @@ def few_tokens(
     PAIRS: tl.constexpr,
     SPLIT: tl.constexpr,
     TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     ROLL: tl.constexpr,
     EVEN: tl.constexpr,
@@ -137,17 +127,12 @@ def few_tokens(
         PAIRS,
         SPLIT,
         TOKENS,
-        STAGES,
         AHEAD,
         ROLL,
         EVEN,
         GATED,
         DEPENDENT,
     )
-    if next_codes is not None:
-        part, parts = tl.program_id(0), tl.num_programs(0)
-        ask_cache_for_share(next_codes, next_code_bytes, part, parts, DEPENDENT)
-        ask_cache_for_share(next_scales, next_scale_bytes, part, parts, DEPENDENT)
     total = _over_groups(total, PAIRS, SPLIT, TOKENS) * UNIT
     m = tl.arange(0, 32 * HEIGHT)  # in the order of `weight_operand`
     row = tile * (32 * HEIGHT) + m // 32 * 32 + m // 4 % 2 * 16 + m % 4 * 4 + m // 8 % 4
@@ -218,7 +203,7 @@ def _sum_of_blocks(
     first_panel, panels, tokens, blocks, x_stride,
     GROUP_BLOCKS: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr, DOTS: tl.constexpr,
     BLOCKS: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, ROLL: tl.constexpr, EVEN: tl.constexpr,
+    AHEAD: tl.constexpr, ROLL: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """f32 [DOTS, 32 PAIRS, SPLIT * TOKENS]: scaled products, in units of `code_unit`."""
@@ -240,34 +225,28 @@ def _sum_of_blocks(
     factors = None
     if KIND != tl.int8:  # noqa: SIM300
         factors = x_factors(KIND, E2M1, GROUP_BLOCKS, DOTS, BLOCKS, SPLIT, TOKENS)
-    if STAGES == 1:
-        now = load_codes(code_at, block, 0, blocks, EVEN)
-        one, two = _scales(
-            scales, more_scales, first_panel, panels, 0, blocks,
-            TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
-        )  # fmt: skip
-        inputs_are_there(DEPENDENT)
-        values = load_x(x_at, x_block, known, 0, blocks, EVEN)
+    now = load_codes(code_at, block, 0, blocks, EVEN)
+    one, two = _scales(
+        scales, more_scales, first_panel, panels, 0, blocks,
+        TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
+    )  # fmt: skip
+    inputs_are_there(DEPENDENT)
+    values = load_x(x_at, x_block, known, 0, blocks, EVEN)
     total = tl.zeros((DOTS, 32 * PAIRS, COLUMNS), tl.float32)
-    for start in tl.range(0, blocks, STEP, num_stages=STAGES):
+    for start in tl.range(0, blocks, STEP, num_stages=1):
         if ROLL:
             ask_for_steps(
                 codes, more_codes, scales, more_scales, first_panel, panels,
                 start + AHEAD * STEP, STEP, blocks, GROUP_BLOCKS, PAIRS, GATED, DEPENDENT,
             )  # fmt: skip
         # What lies behind the last block is some code, too, and is multiplied with zeros.
-        loaded = start + (STEP if STAGES == 1 else 0)
-        next_codes = load_codes(code_at, block, loaded, blocks, EVEN)
+        following = start + STEP
+        next_codes = load_codes(code_at, block, following, blocks, EVEN)
         next_one, next_two = _scales(
-            scales, more_scales, first_panel, panels, loaded, blocks,
+            scales, more_scales, first_panel, panels, following, blocks,
             TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
         )  # fmt: skip
-        here = x_at
-        if STAGES > 1:
-            here = x_at + nothing_once_inputs_are_there(start, DEPENDENT)
-        next_values = load_x(here, x_block, known, loaded, blocks, EVEN)
-        if STAGES > 1:
-            now, one, two, values = next_codes, next_one, next_two, next_values
+        next_values = load_x(x_at, x_block, known, following, blocks, EVEN)
         inputs = x_operand(values, factors, KIND, GROUP_BLOCKS, DOTS, BLOCKS, SPLIT, TOKENS)
         weights = weight_operand(now, E2M1, KIND, DOTS, BLOCKS, PAIRS)
         added = total
@@ -285,10 +264,7 @@ def _sum_of_blocks(
         if KIND == tl.bfloat16 and not E2M1 and OFFSETS == NO_OFFSETS:  # noqa: SIM300
             # On its own: as one chain of the tensor cores both would take twice as long.
             total += missing * scale
-        if STAGES == 1:
-            now, one, two, values = next_codes, next_one, next_two, next_values
-    if STAGES > 1:
-        inputs_are_there(DEPENDENT)
+        now, one, two, values = next_codes, next_one, next_two, next_values
     return total
 
 

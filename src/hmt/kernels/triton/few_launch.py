@@ -7,7 +7,6 @@ import torch
 import triton
 from torch import Tensor
 
-from hmt.base.units import MIB
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels.triton.dependent import dependent
 from hmt.kernels.triton.dequantize import offset_kind, offsets_of
@@ -19,34 +18,33 @@ from hmt.kernels.triton.unpack import code_unit
 # with many rows, and of others, which have too few programs to hide the memory's latency behind
 # each other.  Found by measuring on an H200.
 MANY_ROWS = 8192
-_NAMES = ("WARPS", "DEPTH", "BLOCKS", "PAIRS", "SPLIT", "TOKENS", "STAGES", "AHEAD", "ROLL")
+_NAMES = ("WARPS", "DEPTH", "BLOCKS", "PAIRS", "SPLIT", "TOKENS", "AHEAD", "ROLL")
 _PANEL_SIZES = {
     1: {
-        0: ((4, 1, 4, 1, 8, 1, 1, 2, 1), (8, 1, 4, 1, 8, 1, 1, 2, 1)),
-        1: ((4, 1, 8, 1, 8, 1, 1, 2, 1), (8, 1, 8, 1, 8, 1, 1, 2, 1)),
+        0: ((4, 1, 4, 1, 8, 1, 2, 1), (8, 1, 4, 1, 8, 1, 2, 1)),
+        1: ((4, 1, 8, 1, 8, 1, 2, 1), (8, 1, 8, 1, 8, 1, 2, 1)),
     },
     2: {
-        0: ((4, 1, 2, 1, 4, 2, 1, 4, 1), (8, 1, 2, 1, 4, 2, 1, 4, 1)),
-        1: ((4, 1, 4, 1, 4, 2, 1, 4, 1), (8, 1, 4, 1, 4, 2, 1, 4, 1)),
+        0: ((4, 1, 2, 1, 4, 2, 4, 1), (8, 1, 2, 1, 4, 2, 4, 1)),
+        1: ((4, 1, 4, 1, 4, 2, 4, 1), (8, 1, 4, 1, 4, 2, 4, 1)),
     },
     4: {
-        0: ((4, 1, 1, 1, 2, 4, 1, 8, 1), (8, 1, 1, 1, 2, 4, 1, 8, 1)),
-        1: ((4, 1, 2, 1, 2, 4, 1, 4, 1), (8, 1, 2, 1, 2, 4, 1, 4, 1)),
+        0: ((4, 1, 1, 1, 2, 4, 8, 1), (8, 1, 1, 1, 2, 4, 8, 1)),
+        1: ((4, 1, 2, 1, 2, 4, 4, 1), (8, 1, 2, 1, 2, 4, 4, 1)),
     },
     8: {
-        0: ((4, 1, 1, 1, 2, 8, 1, 8, 1), (8, 1, 1, 1, 2, 8, 1, 8, 1)),
-        1: ((4, 2, 1, 1, 1, 8, 1, 4, 1), (8, 2, 1, 1, 1, 8, 1, 4, 1)),
+        0: ((4, 1, 1, 1, 2, 8, 8, 1), (8, 1, 1, 1, 2, 8, 8, 1)),
+        1: ((4, 2, 1, 1, 1, 8, 4, 1), (8, 2, 1, 1, 1, 8, 4, 1)),
     },
     16: {
-        0: ((4, 1, 1, 1, 2, 16, 1, 8, 1), (8, 1, 1, 1, 2, 16, 1, 8, 1)),
-        1: ((4, 1, 1, 2, 1, 16, 1, 8, 1), (8, 1, 1, 1, 1, 16, 1, 8, 1)),
+        0: ((4, 1, 1, 1, 2, 16, 8, 1), (8, 1, 1, 1, 2, 16, 8, 1)),
+        1: ((4, 1, 1, 2, 1, 16, 8, 1), (8, 1, 1, 1, 1, 16, 8, 1)),
     },
     32: {
-        0: ((4, 1, 1, 2, 2, 16, 1, 8, 1), (4, 1, 1, 2, 2, 16, 1, 8, 1)),
-        1: ((4, 1, 1, 2, 1, 32, 1, 8, 1), (4, 1, 1, 2, 1, 32, 1, 8, 1)),
+        0: ((4, 1, 1, 2, 2, 16, 8, 1), (4, 1, 1, 2, 2, 16, 8, 1)),
+        1: ((4, 1, 1, 2, 1, 32, 8, 1), (4, 1, 1, 2, 1, 32, 8, 1)),
     },
 }
-_ASKED_BYTES = 32 * MIB  # of a following weight: what the cache holds beside others
 _CHUNK_UNIT = 128  # rows; no program works on two chunks
 _ADDRESSES = "addresses"  # of `WeightTensor.derived`
 
@@ -78,16 +76,12 @@ def multiply_gated(
     weights: Sequence[WeightTensor],
     biases: Sequence[Tensor | None],
     activation: str,
-    following: WeightTensor | None = None,
 ) -> None:
-    """activation(x times gate) * (x times up) to out [tokens, rows], of weights (gate, up).
-
-    The cache is asked for the weight that is multiplied next, the `following`.
-    """
+    """activation(x times gate) * (x times up) to out [tokens, rows], of weights (gate, up)."""
     sizes = _gated_sizes(len(x), weights[0])
     tiles = triton.cdiv(weights[0].shape[0], 32)
     _launch_panels(
-        out, x, token_scales, weights, biases, sizes, tiles, following,
+        out, x, token_scales, weights, biases, sizes, tiles,
         COUNT=1, ACTIVATION=activation,
     )  # fmt: skip
 
@@ -100,7 +94,6 @@ def _launch_panels(
     biases: Sequence[Tensor | None],
     sizes: dict[str, int],
     tiles: int,
-    following: WeightTensor | None = None,
     *,
     COUNT: int,
     ACTIVATION: str = "",
@@ -123,7 +116,6 @@ def _launch_panels(
         blocks,
         x.stride(0),
         out.stride(0),
-        *_asked(following),
         COUNT=COUNT,
         GROUP_BLOCKS=w.group_size // 32,
         E2M1=w.encoding is not Encoding.INT4_GROUP,
@@ -139,13 +131,6 @@ def _launch_panels(
     )
 
 
-def _asked(following: WeightTensor | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    if following is None or following.scales is None:
-        return None, None, 0, 0
-    codes, scales = following.data, following.scales
-    return codes, scales, min(codes.nbytes, _ASKED_BYTES), min(scales.nbytes, _ASKED_BYTES // 8)
-
-
 def _panel_sizes(tokens: int, rows: int, w: WeightTensor) -> dict[str, int]:
     """Block sizes of `few_tokens`."""
     columns = next(most for most in _PANEL_SIZES if tokens <= most or most == 32)
@@ -155,7 +140,7 @@ def _panel_sizes(tokens: int, rows: int, w: WeightTensor) -> dict[str, int]:
     else:
         blocks = next(count for count in (4, 2, 1) if group_blocks % count == 0)
         width = max(8, columns)
-        sizes = (8, 1, blocks if width == 8 else 1, 1, 1, width, 1, 4, 1)
+        sizes = (8, 1, blocks if width == 8 else 1, 1, 1, width, 4, 1)
     return dict(zip(_NAMES, sizes, strict=True))
 
 

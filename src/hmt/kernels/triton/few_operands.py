@@ -143,7 +143,7 @@ def x_factors(
     if SPLIT > 1:
         factor = tl.where(column // TOKENS == group, factor, 0)
     factor = tl.reshape(factor.to(KIND), (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 1))
-    return tl.broadcast_to(factor, (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 4))
+    return tl.broadcast_to(factor, (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 2))
 
 
 @triton.jit
@@ -157,16 +157,16 @@ def x_operand(
     HALVES: tl.constexpr = 1 if OWN and GROUP_BLOCKS == 0 else 2
     if KIND == tl.int8:  # noqa: SIM300
         values = word_pieces(values).to(tl.int8)
-    values = tl.reshape(values, (EIGHTS, 1 if OWN else BLOCKS, HALVES, DOTS, 8, 4, 4))
-    if OWN:
-        values = tl.broadcast_to(values, (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 4))
-    if OWN or KIND == tl.bfloat16:  # noqa: SIM300
-        values = times(values, factors, KIND)
-    if KIND == tl.int8:  # noqa: SIM300
+        values = tl.reshape(values, (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 4))
         values = tl.permute(values, (3, 1, 5, 2, 6, 0, 4))
     else:
-        values = tl.reshape(values, (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 2, 2))
-        values = tl.permute(values, (3, 1, 2, 5, 7, 6, 0, 4))
+        # Apart, so that what becomes neighbours in a register are before they are multiplied.
+        values = tl.reshape(values, (EIGHTS, 1 if OWN else BLOCKS, HALVES, DOTS, 8, 4, 2, 2))
+        even, odd = tl.split(values)
+        if OWN or KIND == tl.bfloat16:  # noqa: SIM300
+            even = times(tl.broadcast_to(even, factors.shape), factors, KIND)
+            odd = times(tl.broadcast_to(odd, factors.shape), factors, KIND)
+        values = tl.permute(tl.join(even, odd), (3, 1, 2, 5, 7, 6, 0, 4))
     return tl.reshape(values, (DOTS, 32 * BLOCKS, SPLIT * TOKENS))
 
 

@@ -92,16 +92,9 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
 
 
 def linear_gated(
-    x: Tensor,
-    params: Mapping[str, WeightTensor],
-    names: tuple[str, str],
-    activation: str,
-    following: WeightTensor | None = None,
+    x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, str], activation: str
 ) -> Tensor:
-    """`gated_pair` of `linear_many(x, params, names)`: in one launch for few tokens.
-
-    following   what is multiplied next, for which the cache may be asked
-    """
+    """`gated_pair` of `linear_many(x, params, names)`: in one launch for few tokens."""
     weights = [params[name] for name in names]
     w = weights[0]
     few = 0 < len(x) <= _few(w) and x.stride(1) == 1
@@ -115,7 +108,7 @@ def linear_gated(
     codes, token_scales = x, None
     if w.activations is Activations.INT8_TOKEN:
         codes, token_scales = quantize_activations(x)
-    multiply_gated(out, codes, token_scales, weights, biases, activation, following)
+    multiply_gated(out, codes, token_scales, weights, biases, activation)
     return out
 
 

@@ -11,7 +11,6 @@ from hmt.kernels.triton.dependent import (
     ask_cache_for_rows,
     inputs_are_there,
     next_may_begin,
-    nothing_once_inputs_are_there,
 )
 from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, byte_numbers
 from hmt.kernels.triton.unpack_words import minus_128s, times, word_bytes
@@ -137,8 +136,7 @@ def _sum_of_steps(
     x_begin += xs // (32 * DOTS) % CHUNKS * 8
     x_at = x + token.to(tl.int64) * x_stride + x_begin
     known = token < tokens
-    if STAGES == 1:
-        inputs_are_there(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     total = tl.zeros((DOTS, 8 * EIGHTS, TOKENS), SUM if GROUP == 0 else tl.float32)
     for start in tl.range(0, columns, STEP, num_stages=STAGES):
         if ROLL:
@@ -146,10 +144,7 @@ def _sum_of_steps(
             size = tl.minimum(STEP, columns - ahead) * SIZE
             ask_cache_for_rows(first + ahead, columns * SIZE, count, size, DEPENDENT)
         now = _load_codes(code_at, begin, start, columns, CHUNKS, WORDS, EVEN)
-        here = x_at
-        if STAGES > 1:
-            here = x_at + nothing_once_inputs_are_there(start, DEPENDENT)
-        values = _load_x(here, x_begin, known, start, columns, EVEN)
+        values = _load_x(x_at, x_begin, known, start, columns, EVEN)
         inputs = _x_operand(values, KIND, WORDS, DOTS, CHUNKS, TOKENS)
         weights = _weight_operand(now, KIND, WORDS, DOTS, CHUNKS, EIGHTS)
         product = tl.dot(weights, inputs, out_dtype=SUM)
@@ -161,8 +156,6 @@ def _sum_of_steps(
             group = start + at // 32 % DOTS * (32 * CHUNKS)
             scale = tl.load(scale_at + group // GROUP, mask=group < columns, other=0.0)
             total += product.to(tl.float32) * _over_tokens(scale, EIGHTS, DOTS, TOKENS)
-    if STAGES > 1:
-        inputs_are_there(DEPENDENT)
     return total
 
 

@@ -22,7 +22,7 @@ from hmt.kernels.reference.sublayers import (
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.elementwise import rope_inplace
 from hmt.kernels.triton.linear import linear, linear_add, linear_gated, linear_many
-from hmt.kernels.triton.norms import norm_and_ask, rms_norm, rms_norm_inplace
+from hmt.kernels.triton.norms import add_rms_norm, rms_norm, rms_norm_inplace
 from hmt.kernels.triton.scalars import rounded
 
 
@@ -30,11 +30,12 @@ def feed_forward(
     hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
 ) -> None:
     """See `reference.feed_forward`: changes hidden [tokens, width]."""
-    following = [params[name] for name in GATE_UP]
-    norm, by = layer.norm, params["norm"].data
-    added, residual = (hidden, None) if x is None else (x, hidden)
-    normed = norm_and_ask(added, residual, by, norm.eps, norm.offset, following)
-    inner = linear_gated(normed, params, GATE_UP, layer.activation, params["down_proj"])
+    norm, eps, offset = params["norm"].data, layer.norm.eps, layer.norm.offset
+    if x is None:
+        normed = rms_norm(hidden, norm, eps, offset=offset)
+    else:
+        normed = add_rms_norm(hidden, x, norm, eps, offset=offset)
+    inner = linear_gated(normed, params, GATE_UP, layer.activation)
     bias = params.get("down_proj_bias")
     found = None if bias is None else bias.data
     if layer.post_norm is None:
@@ -53,10 +54,7 @@ def attention_inputs(
     sin: Tensor,
 ) -> Tensor:
     """See `reference.attention_inputs`: [tokens, heads + 2 * kv_heads, head_dim]."""
-    names = [*QUERY_KEY_VALUE, "o_proj"]
-    following = [params[name] for name in names if name in params]
-    norm = layer.norm
-    x = norm_and_ask(hidden, None, params["norm"].data, norm.eps, norm.offset, following)
+    x = rms_norm(hidden, params["norm"].data, layer.norm.eps, offset=layer.norm.offset)
     heads = linear_many(x, params, QUERY_KEY_VALUE).unflatten(1, (-1, layer.head_dim))
     turned = layer.heads + layer.kv_heads
     query, key = heads[:, : layer.heads], heads[:, layer.heads : turned]

@@ -20,10 +20,12 @@ def word_codes(words, E2M1: tl.constexpr, BF16: tl.constexpr):
     (bf16).  Codes of e2m1 are 2^-14 (f16) or 2^-126 (bf16) of their numbers.
     """
     if ASSEMBLER:
+        KIND: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
         if E2M1:
-            found = _e2m1_bf16(words) if BF16 else _e2m1_f16(words)
+            a, b, c, d = _e2m1_bf16(words) if BF16 else _e2m1_f16(words)
         else:
-            found = _int4_bf16(words) if BF16 else _int4_f16(words)
+            a, b, c, d = _int4_bf16(words) if BF16 else _int4_f16(words)
+        found = _two(a, KIND) + _two(b, KIND) + _two(c, KIND) + _two(d, KIND)
     else:
         found = (
             _plain(words, 0, E2M1, BF16),
@@ -36,6 +38,13 @@ def word_codes(words, E2M1: tl.constexpr, BF16: tl.constexpr):
             _plain(words, 28, E2M1, BF16),
         )
     return found
+
+
+@triton.jit
+def _two(pairs, KIND: tl.constexpr):
+    """The numbers in the halves of words.  LLVM sees that they stay in one register."""
+    low = pairs.to(tl.int16).to(KIND, bitcast=True)
+    return low, (pairs >> 16).to(tl.int16).to(KIND, bitcast=True)
 
 
 @triton.jit
@@ -54,32 +63,16 @@ def _plain(words, SHIFT: tl.constexpr, E2M1: tl.constexpr, BF16: tl.constexpr):
 @triton.jit
 def minus_eights(words):
     """What -8 is where `word_codes` makes bf16 of int4, for each of its numbers."""
-    return tl.inline_asm_elementwise(
-        """
-        mov.b16 $0, 0x8008;
-        mov.b16 $1, 0x8008;
-        mov.b16 $2, 0x8008;
-        mov.b16 $3, 0x8008;
-        mov.b16 $4, 0x8080;
-        mov.b16 $5, 0x8080;
-        mov.b16 $6, 0x8080;
-        mov.b16 $7, 0x8080;
-        """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+    low, high = tl.inline_asm_elementwise(
+        "mov.b32 $0, 0x80088008; mov.b32 $1, 0x80808080;",
+        "=r,=r,r",
         [words],
-        dtype=(
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-        ),
+        dtype=(tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
+    found = _two(low, tl.bfloat16) + _two(low, tl.bfloat16)
+    return found + _two(high, tl.bfloat16) + _two(high, tl.bfloat16)
 
 
 @triton.jit
@@ -96,41 +89,30 @@ def word_pieces(words):
 @triton.jit
 def word_bytes(words):
     """Words of four int8 as bf16: 2^-133 of the codes and 128, of bytes 0, 1, 2 and 3."""
-    return tl.inline_asm_elementwise(
+    low, high = tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, b;
-        xor.b32 b, $4, 0x80808080;
-        prmt.b32 a, b, 0, 0x4140;
-        prmt.b32 b, b, 0, 0x4342;
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
+        xor.b32 $1, $2, 0x80808080;
+        prmt.b32 $0, $1, 0, 0x4140;
+        prmt.b32 $1, $1, 0, 0x4342;
         }
         """,
-        "=h,=h,=h,=h,r",
+        "=&r,=&r,r",
         [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        dtype=(tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
+    return _two(low, tl.bfloat16) + _two(high, tl.bfloat16)
 
 
 @triton.jit
 def minus_128s(words):
     """What -128 is where `word_bytes` makes bf16 of int8, for each of its numbers."""
-    return tl.inline_asm_elementwise(
-        """
-        mov.b16 $0, 0x8080;
-        mov.b16 $1, 0x8080;
-        mov.b16 $2, 0x8080;
-        mov.b16 $3, 0x8080;
-        """,
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=1,
+    both = tl.inline_asm_elementwise(
+        "mov.b32 $0, 0x80808080;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
     )
+    return _two(both, tl.bfloat16) + _two(both, tl.bfloat16)
 
 
 @triton.jit
@@ -156,30 +138,17 @@ def _int4_bf16(words):
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, b, c, d, u;
-        shr.b32 u, $8, 8;
-        and.b32 a, $8, 0x000F000F;
-        and.b32 b, u, 0x000F000F;
-        and.b32 c, $8, 0x00F000F0;
-        and.b32 d, u, 0x00F000F0;
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
-        mov.b32 {$4, $5}, c;
-        mov.b32 {$6, $7}, d;
+        .reg .b32 u;
+        shr.b32 u, $4, 8;
+        and.b32 $0, $4, 0x000F000F;
+        and.b32 $1, u, 0x000F000F;
+        and.b32 $2, $4, 0x00F000F0;
+        and.b32 $3, u, 0x00F000F0;
         }
         """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        "=&r,=&r,=&r,=&r,r",
         [words],
-        dtype=(
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-        ),
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
@@ -191,36 +160,23 @@ def _int4_f16(words):
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, b, c, d, u;
-        shr.b32 u, $8, 8;
-        lop3.b32 a, $8, 0x000F000F, 0x64006400, 0xEA;
-        lop3.b32 b, u, 0x000F000F, 0x64006400, 0xEA;
-        lop3.b32 c, $8, 0x00F000F0, 0x64006400, 0xEA;
-        lop3.b32 d, u, 0x00F000F0, 0x64006400, 0xEA;
+        .reg .b32 u;
+        shr.b32 u, $4, 8;
+        lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 $1, u, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 $2, $4, 0x00F000F0, 0x64006400, 0xEA;
+        lop3.b32 $3, u, 0x00F000F0, 0x64006400, 0xEA;
         mov.b32 u, 0x64086408;
-        sub.f16x2 a, a, u;
-        sub.f16x2 b, b, u;
+        sub.f16x2 $0, $0, u;
+        sub.f16x2 $1, $1, u;
         { .reg .b32 m, n; mov.b32 m, 0x2C002C00; mov.b32 n, 0xD480D480;
-        fma.rn.f16x2 c, c, m, n;
-        fma.rn.f16x2 d, d, m, n; }
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
-        mov.b32 {$4, $5}, c;
-        mov.b32 {$6, $7}, d;
+        fma.rn.f16x2 $2, $2, m, n;
+        fma.rn.f16x2 $3, $3, m, n; }
         }
         """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        "=&r,=&r,=&r,=&r,r",
         [words],
-        dtype=(
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-        ),
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
@@ -232,38 +188,25 @@ def _e2m1_bf16(words):
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, b, c, d, u;
-        shr.b32 u, $8, 8;
-        and.b32 a, $8, 0x000F000F;
-        and.b32 b, u, 0x000F000F;
-        and.b32 c, $8, 0x00F000F0;
-        and.b32 d, u, 0x00F000F0;
-        mul.lo.u32 a, a, 0x1040;
-        mul.lo.u32 b, b, 0x1040;
-        mul.lo.u32 c, c, 0x0104;
-        mul.lo.u32 d, d, 0x0104;
-        and.b32 a, a, 0x81C081C0;
-        and.b32 b, b, 0x81C081C0;
-        and.b32 c, c, 0x81C081C0;
-        and.b32 d, d, 0x81C081C0;
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
-        mov.b32 {$4, $5}, c;
-        mov.b32 {$6, $7}, d;
+        .reg .b32 u;
+        shr.b32 u, $4, 8;
+        and.b32 $0, $4, 0x000F000F;
+        and.b32 $1, u, 0x000F000F;
+        and.b32 $2, $4, 0x00F000F0;
+        and.b32 $3, u, 0x00F000F0;
+        mul.lo.u32 $0, $0, 0x1040;
+        mul.lo.u32 $1, $1, 0x1040;
+        mul.lo.u32 $2, $2, 0x0104;
+        mul.lo.u32 $3, $3, 0x0104;
+        and.b32 $0, $0, 0x81C081C0;
+        and.b32 $1, $1, 0x81C081C0;
+        and.b32 $2, $2, 0x81C081C0;
+        and.b32 $3, $3, 0x81C081C0;
         }
         """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        "=&r,=&r,=&r,=&r,r",
         [words],
-        dtype=(
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-        ),
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
@@ -275,43 +218,30 @@ def _e2m1_f16(words):
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, b, c, d, u;
-        shr.b32 u, $8, 8;
+        .reg .b32 u;
+        shr.b32 u, $4, 8;
         { .reg .b32 s;
-        shl.b32 s, $8, 12;
+        shl.b32 s, $4, 12;
         and.b32 s, s, 0x80008000;
-        shl.b32 a, $8, 9;
-        lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+        shl.b32 $0, $4, 9;
+        lop3.b32 $0, $0, 0x0E000E00, s, 0xEA;
         shl.b32 s, u, 12;
         and.b32 s, s, 0x80008000;
-        shl.b32 b, u, 9;
-        lop3.b32 b, b, 0x0E000E00, s, 0xEA;
-        shl.b32 s, $8, 8;
+        shl.b32 $1, u, 9;
+        lop3.b32 $1, $1, 0x0E000E00, s, 0xEA;
+        shl.b32 s, $4, 8;
         and.b32 s, s, 0x80008000;
-        shl.b32 c, $8, 5;
-        lop3.b32 c, c, 0x0E000E00, s, 0xEA;
+        shl.b32 $2, $4, 5;
+        lop3.b32 $2, $2, 0x0E000E00, s, 0xEA;
         shl.b32 s, u, 8;
         and.b32 s, s, 0x80008000;
-        shl.b32 d, u, 5;
-        lop3.b32 d, d, 0x0E000E00, s, 0xEA; }
-        mov.b32 {$0, $1}, a;
-        mov.b32 {$2, $3}, b;
-        mov.b32 {$4, $5}, c;
-        mov.b32 {$6, $7}, d;
+        shl.b32 $3, u, 5;
+        lop3.b32 $3, $3, 0x0E000E00, s, 0xEA; }
         }
         """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        "=&r,=&r,=&r,=&r,r",
         [words],
-        dtype=(
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-            tl.float16,
-        ),
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
