@@ -222,16 +222,14 @@ def _quantize_tokens(
     row = x + token * x_stride
     if ONCE:
         values = tl.load(row + at, mask=at < columns, other=0.0).to(tl.float32)
-        scale = _token_scale(tl.max(tl.abs(values), 0), tl.max((values != values).to(tl.int32), 0))
+        scale = _token_scale(tl.max(_size(values), 0))
         tl.store(codes + token * columns + at, _rounded(values, scale), mask=at < columns)
     else:
-        largest = tl.zeros((BLOCK,), tl.float32)
-        strange = tl.zeros((BLOCK,), tl.int32)
+        largest = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, columns, BLOCK):
             values = tl.load(row + start + at, mask=start + at < columns, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(values))
-            strange |= (values != values).to(tl.int32)
-        scale = _token_scale(tl.max(largest, 0), tl.max(strange, 0))
+            largest = tl.maximum(largest, _size(values))
+        scale = _token_scale(tl.max(largest, 0))
         for start in range(0, columns, BLOCK):
             mask = start + at < columns
             values = tl.load(row + start + at, mask=mask, other=0.0).to(tl.float32)
@@ -240,8 +238,14 @@ def _quantize_tokens(
 
 
 @triton.jit
-def _token_scale(largest, strange):
-    return tl.where(strange > 0, float("nan"), tl.div_rn(largest, 127.0))
+def _size(values):
+    """Int32 in the order of absolute values; what is no number is above all."""
+    return tl.abs(values).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _token_scale(largest):
+    return tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
 
 
 @triton.jit

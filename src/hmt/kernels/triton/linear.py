@@ -60,16 +60,21 @@ def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
     _write(out, x, [w], [None])
 
 
-def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
+def linear_many(
+    x: Tensor,
+    params: Mapping[str, WeightTensor],
+    names: tuple[str, ...],
+    rounded: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """See `reference.linear_many`: x [tokens, in] -> [tokens, sum of all out] in x.dtype.
 
     If there are few tokens, up to three 4-bit weights of one encoding are one launch, and so are
-    all parts of one matrix of int8.
+    all parts of one matrix of int8.  rounded: `quantize_activations(x)`, where it is known.
     """
     weights = [params[name] for name in names]
     found = [params.get(f"{name}_bias") for name in names]
     out = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
-    _write(out, x, weights, [None if bias is None else bias.data for bias in found])
+    _write(out, x, weights, [None if bias is None else bias.data for bias in found], rounded)
     return out
 
 
@@ -92,35 +97,42 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
 
 
 def linear_gated(
-    x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, str], activation: str
+    x: Tensor,
+    params: Mapping[str, WeightTensor],
+    names: tuple[str, str],
+    activation: str,
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`gated_pair` of `linear_many(x, params, names)`: in one launch for few tokens."""
+    """`gated_pair` of `linear_many(x, params, names, rounded)`: in one launch for few tokens."""
     weights = [params[name] for name in names]
     w = weights[0]
     few = 0 < len(x) <= _few(w) and x.stride(1) == 1
     kind = torch.int8 if w.activations is Activations.INT8_TOKEN else x.dtype
     alike = w.shape == weights[1].shape and _agree(*weights)
     if not (few and alike and _in_panels(w, kind) and activation in ACTIVATIONS):
-        return gated_pair(linear_many(x, params, names), activation)
+        return gated_pair(linear_many(x, params, names, rounded), activation)
     found = [params.get(f"{name}_bias") for name in names]
     biases = [None if bias is None else bias.data for bias in found]
     out = x.new_empty(x.shape[0], w.shape[0])
     codes, token_scales = x, None
     if w.activations is Activations.INT8_TOKEN:
-        codes, token_scales = quantize_activations(x)
+        codes, token_scales = rounded or quantize_activations(x)
     multiply_gated(out, codes, token_scales, weights, biases, activation)
     return out
 
 
 def _write(
-    out: Tensor, x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+    out: Tensor,
+    x: Tensor,
+    weights: Sequence[WeightTensor],
+    biases: Sequence[Tensor | None],
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """x times all weights, side by side, to out [tokens, rows of all]."""
     if out.numel() == 0:
         return
     if x.stride(1) != 1:
         x = x.contiguous()
-    rounded: tuple[Tensor, Tensor] | None = None
     at = column = 0
     while at < len(weights):
         w = weights[at]

@@ -4,14 +4,14 @@ A decode step is as long as its launches are many, so what the projections make 
 it is made.  Results are rounded where those of `hmt.kernels.reference.sublayers` are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.encoding import Activations, WeightTensor
 from hmt.kernels.reference.sublayers import (
     GATE_UP,
     QUERY_KEY_VALUE,
@@ -22,7 +22,13 @@ from hmt.kernels.reference.sublayers import (
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.elementwise import rope_inplace
 from hmt.kernels.triton.linear import linear, linear_add, linear_gated, linear_many
-from hmt.kernels.triton.norms import add_rms_norm, rms_norm, rms_norm_inplace
+from hmt.kernels.triton.norms import (
+    add_rms_norm,
+    add_rms_norm_quantize,
+    rms_norm,
+    rms_norm_inplace,
+    rms_norm_quantize,
+)
 from hmt.kernels.triton.scalars import rounded
 
 
@@ -30,12 +36,8 @@ def feed_forward(
     hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
 ) -> None:
     """See `reference.feed_forward`: changes hidden [tokens, width]."""
-    norm, eps, offset = params["norm"].data, layer.norm.eps, layer.norm.offset
-    if x is None:
-        normed = rms_norm(hidden, norm, eps, offset=offset)
-    else:
-        normed = add_rms_norm(hidden, x, norm, eps, offset=offset)
-    inner = linear_gated(normed, params, GATE_UP, layer.activation)
+    normed, rounded_too = _normed_input(hidden, x, params, layer.norm, GATE_UP)
+    inner = linear_gated(normed, params, GATE_UP, layer.activation, rounded_too)
     bias = params.get("down_proj_bias")
     found = None if bias is None else bias.data
     if layer.post_norm is None:
@@ -46,6 +48,27 @@ def feed_forward(
         hidden += rms_norm(out, by, post.eps, offset=post.offset)
 
 
+def _normed_input(
+    hidden: Tensor,
+    x: Tensor | None,
+    params: Mapping[str, WeightTensor],
+    norm: NormOptions,
+    names: Sequence[str],
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The norm of hidden += x, and its `quantize_activations` where weights `names` want that."""
+    by, eps, offset = params["norm"].data, norm.eps, norm.offset
+    int8 = any(params[name].activations is Activations.INT8_TOKEN for name in names)
+    if int8 and hidden.shape[1] % 64 == 0:  # so that codes are not padded
+        if x is None:
+            normed, codes, scales, _ = rms_norm_quantize(hidden, by, eps, offset=offset)
+        else:
+            normed, codes, scales, _ = add_rms_norm_quantize(hidden, x, by, eps, offset=offset)
+        return normed, (codes, scales)
+    if x is None:
+        return rms_norm(hidden, by, eps, offset=offset), None
+    return add_rms_norm(hidden, x, by, eps, offset=offset), None
+
+
 def attention_inputs(
     hidden: Tensor,
     params: Mapping[str, WeightTensor],
@@ -54,8 +77,9 @@ def attention_inputs(
     sin: Tensor,
 ) -> Tensor:
     """See `reference.attention_inputs`: [tokens, heads + 2 * kv_heads, head_dim]."""
-    x = rms_norm(hidden, params["norm"].data, layer.norm.eps, offset=layer.norm.offset)
-    heads = linear_many(x, params, QUERY_KEY_VALUE).unflatten(1, (-1, layer.head_dim))
+    x, rounded_too = _normed_input(hidden, None, params, layer.norm, QUERY_KEY_VALUE)
+    heads = linear_many(x, params, QUERY_KEY_VALUE, rounded_too)
+    heads = heads.unflatten(1, (-1, layer.head_dim))
     turned = layer.heads + layer.kv_heads
     query, key = heads[:, : layer.heads], heads[:, layer.heads : turned]
     if layer.head_norm is None:
