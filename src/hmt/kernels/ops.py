@@ -371,6 +371,9 @@ def attention_inputs(
         heads = sublayers.attention_inputs(native, hidden, params, layer, cos, sin)
         if heads is not None:
             return heads
+    if hidden.is_cuda and (kernels := _gpu_kernels()) is not reference:
+        found: Tensor = kernels.attention_inputs(hidden, params, layer, cos, sin)
+        return found
     return reference.attention_inputs(hidden, params, layer, cos, sin, _THIS)
 
 
@@ -384,7 +387,9 @@ def feed_forward(
         hidden.copy_(moved)
         return
     native = _native_for(hidden)
-    if native is None or not sublayers.feed_forward(native, hidden, x, params, layer):
+    if hidden.is_cuda and (kernels := _gpu_kernels()) is not reference:
+        kernels.feed_forward(hidden, x, params, layer)
+    elif native is None or not sublayers.feed_forward(native, hidden, x, params, layer):
         reference.feed_forward(hidden, x, params, layer, _THIS)
 
 

@@ -8,6 +8,7 @@ from triton_weights import EPSILON, FLOATS, assert_is_product, numbers, random_w
 
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels import reference
+from hmt.kernels.triton import few_launch
 from hmt.kernels.triton import linear as kernels
 
 PANELS = [
@@ -238,7 +239,7 @@ def test_calls_can_be_captured(device, encoding, activations):
     ids=lambda value: str(value).replace(" ", ""),
 )
 def test_block_sizes_of_weights_with_many_rows(device, monkeypatch, encoding, options, activations):
-    monkeypatch.setattr(kernels, "_MANY_ROWS", 1)
+    monkeypatch.setattr(few_launch, "MANY_ROWS", 1)
     w = random_weight(encoding, 90, 384, device=device, activations=activations, **options)
     for tokens in (1, 12):
         x = random_x(tokens, 384, device).half()

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels import reference
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.few import MINIMA, NO_OFFSETS, ZEROS
-from hmt.kernels.triton.unpack import float_codes, panel_integers, scale_numbers
+from hmt.kernels.triton.unpack import e2m1_halves, panel_integers, scale_numbers
 
 _BLOCKS = 4  # of 32 inputs, in a program that takes one panel: 1 KB of codes
 _PANEL_WARPS = 2
@@ -108,6 +109,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
             BLOCK=block,
             ONCE=columns <= block,
             num_warps=max(1, min(16, block // 512)),
+            **dependent(x.device),
         )
     return codes, scales
 
@@ -137,7 +139,7 @@ def _dequantize_panels(
     )
     INTEGERS: tl.constexpr = out.dtype.element_ty == tl.int8
     if E2M1 and not INTEGERS:
-        low, high = float_codes(pairs, True, False)
+        low, high = e2m1_halves(pairs)
         low, high = low.to(tl.float32) * 16384.0, high.to(tl.float32) * 16384.0
     else:
         low, high = panel_integers(pairs, E2M1)
@@ -203,22 +205,31 @@ def _dequantize_rows(
 
 
 @triton.jit
-def _quantize_tokens(codes, scales, x, columns, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr):
+def _quantize_tokens(
+    codes,
+    scales,
+    x,
+    columns,
+    x_stride,
+    BLOCK: tl.constexpr,
+    ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     row = x + token * x_stride
     if ONCE:
         values = tl.load(row + at, mask=at < columns, other=0.0).to(tl.float32)
-        scale = _token_scale(tl.max(tl.abs(values), 0), tl.max((values != values).to(tl.int32), 0))
+        scale = _token_scale(tl.max(_size(values), 0))
         tl.store(codes + token * columns + at, _rounded(values, scale), mask=at < columns)
     else:
-        largest = tl.zeros((BLOCK,), tl.float32)
-        strange = tl.zeros((BLOCK,), tl.int32)
+        largest = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, columns, BLOCK):
             values = tl.load(row + start + at, mask=start + at < columns, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(values))
-            strange |= (values != values).to(tl.int32)
-        scale = _token_scale(tl.max(largest, 0), tl.max(strange, 0))
+            largest = tl.maximum(largest, _size(values))
+        scale = _token_scale(tl.max(largest, 0))
         for start in range(0, columns, BLOCK):
             mask = start + at < columns
             values = tl.load(row + start + at, mask=mask, other=0.0).to(tl.float32)
@@ -227,8 +238,14 @@ def _quantize_tokens(codes, scales, x, columns, x_stride, BLOCK: tl.constexpr, O
 
 
 @triton.jit
-def _token_scale(largest, strange):
-    return tl.where(strange > 0, float("nan"), tl.div_rn(largest, 127.0))
+def _size(values):
+    """Int32 in the order of absolute values; what is no number is above all."""
+    return tl.abs(values).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _token_scale(largest):
+    return tl.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hmt.base.errors import ConfigError
 from hmt.kernels import reference
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.norms import (
     add_rms_norm,
     add_rms_norm_quantize,
@@ -72,9 +73,11 @@ def _rope_kernel(
     k, k_heads, k_token, k_head,
     cos, sin, angle_token, q_blocks,
     DIM: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, COPY: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, COPY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tokens; axis 1: HEADS heads of q, then HEADS heads of k, which is turned in place."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     head = tl.arange(0, HEADS)[:, None]
@@ -135,6 +138,7 @@ def _turn(
         DIM=dim, HALF=half, LANES=lanes, REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
         HEADS=together, INTERLEAVED=interleaved, COPY=copy,
         num_warps=1 if tokens < 64 else 4,
+        **dependent(q.device),
         enable_fp_fusion=False,  # products are rounded before they are added
     )  # fmt: skip
 
@@ -142,9 +146,11 @@ def _turn(
 @triton.jit
 def _gated_kernel(
     gate, up, out, width, gate_row, up_row,
-    ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: rows; axis 1: COLUMNS columns."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     kind: tl.constexpr = gate.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -172,6 +178,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     _gated_kernel[(rows, triton.cdiv(width, columns))](
         gate, up, out, width, gate.stride(0), up.stride(0),
         ACTIVATION=activation, COLUMNS=columns, num_warps=max(1, columns // 256),
+        **dependent(gate.device),
     )  # fmt: skip
     return out.view(shape)
 

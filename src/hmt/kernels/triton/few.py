@@ -1,19 +1,33 @@
 """Products of few tokens with weights in panels: every byte of the weights is read once.
 
-The layout of panels is that of operands of tensor cores.  Of the 16 bytes at (panel, block, j, 4 q)
-a thread makes the numbers that lane (4 (panel % 2) + q, j) of a warp has to hold, for four rows; so
-nothing moves between threads until the last sum.  Each warp takes blocks of its own.
+The layout of panels is that of operands of tensor cores, see `few_operands`; so nothing moves
+between threads until the last sum.  Each warp takes blocks of its own.  Codes of a step are on
+their way to registers while those of the step before are multiplied, and the cache is asked for
+more of them before the inputs are there, so that the memory works while the kernel ahead ends.
 """
 
 import triton
 import triton.language as tl
 
-from hmt.kernels.triton.unpack import (
-    float_codes,
-    int8_codes,
-    large_activations,
-    scale_numbers,
+from hmt.kernels.triton.dependent import (
+    inputs_are_there,
+    next_may_begin,
 )
+from hmt.kernels.triton.few_operands import (
+    ask_for_steps,
+    code_addresses,
+    load_codes,
+    load_groups,
+    load_x,
+    numbers_of_groups,
+    sums_of_x,
+    weight_operand,
+    x_addresses,
+    x_factors,
+    x_operand,
+)
+from hmt.kernels.triton.scalars import activated, rounded
+from hmt.kernels.triton.unpack import scale_numbers
 
 NO_OFFSETS = tl.constexpr(0)
 ZEROS = tl.constexpr(1)
@@ -32,8 +46,12 @@ MINIMA = tl.constexpr(2)
 #                each group of inputs gets columns of its own, so that scales are applied to the
 #                sums of several groups at once
 # TOKENS         tokens of a program; SPLIT * TOKENS is 8, 16 or 32
-# STAGES         1, or buffers in shared memory through which the inputs of following steps come
+# AHEAD          steps that the cache is asked for before they are loaded
+# ROLL           whether that goes on while steps are computed
 # EVEN           blocks are a multiple of WARPS * DEPTH * BLOCKS
+# ACTIVATION     "", or of a gate: weight 0 is a gate and weight 1 what goes through it, and
+#                activation(x w0) (x w1) is stored; PAIRS is 2 and COUNT is 1 then
+# ADD            products are added to what lies in `out`
 
 
 @triton.jit
@@ -74,11 +92,18 @@ def few_tokens(
     PAIRS: tl.constexpr,
     SPLIT: tl.constexpr,
     TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ROLL: tl.constexpr,
     EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """x [tokens, in] times up to three weights, side by side."""
-    tile, column, which = _place(tl.program_id(0), rows_0, rows_1, COUNT, PAIRS)
+    next_may_begin(DEPENDENT)
+    GATED: tl.constexpr = ACTIVATION != ""
+    HEIGHT: tl.constexpr = PAIRS // 2 if GATED else PAIRS
+    tile, column, which = _place(tl.program_id(0), rows_0, rows_1, COUNT, HEIGHT)
     rows = _pick(which, rows_0, rows_1, rows_2, COUNT)
     first_token = tl.program_id(1) * TOKENS
     total = _sum_of_blocks(
@@ -86,7 +111,10 @@ def few_tokens(
         _pick(which, codes_0, codes_1, codes_2, COUNT),
         _pick(which, scales_0, scales_1, scales_2, COUNT),
         _pick(which, offsets_0, offsets_1, offsets_2, COUNT),
-        tile * (2 * PAIRS),
+        codes_1,
+        scales_1,
+        offsets_1,
+        tile * (2 * HEIGHT),
         tl.cdiv(rows, 16),
         tokens - first_token,
         blocks,
@@ -99,36 +127,52 @@ def few_tokens(
         PAIRS,
         SPLIT,
         TOKENS,
-        STAGES,
+        AHEAD,
+        ROLL,
         EVEN,
+        GATED,
+        DEPENDENT,
     )
-    total *= UNIT
-    if factor_0 is not None:
-        total *= tl.load(_pick(which, factor_0, factor_1, factor_2, COUNT))
-    m = tl.arange(0, 32 * PAIRS)  # in the order of `_operand`
-    row = tile * (32 * PAIRS) + m // 32 * 32 + m // 4 % 2 * 16 + m % 4 * 4 + m // 8 % 4
+    total = _over_groups(total, PAIRS, SPLIT, TOKENS) * UNIT
+    m = tl.arange(0, 32 * HEIGHT)  # in the order of `weight_operand`
+    row = tile * (32 * HEIGHT) + m // 32 * 32 + m // 4 % 2 * 16 + m % 4 * 4 + m // 8 % 4
     token = first_token + tl.arange(0, TOKENS)
+    inside = row < rows
     if token_scales is not None:
         total *= tl.load(token_scales + token, mask=token < tokens, other=0.0)[None, :]
-    # A bias may be missing where another weight has one.
-    total = _with_bias(total, bias_0, row, (which == 0) & (row < rows))
-    total = _with_bias(total, bias_1, row, (which == 1) & (row < rows))
-    total = _with_bias(total, bias_2, row, (which == 2) & (row < rows))
+    kind: tl.constexpr = out.dtype.element_ty
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(total, (2, 32, TOKENS)), (1, 2, 0)))
+        if factor_0 is not None:
+            gate *= tl.load(factor_0)
+            up *= tl.load(factor_1)
+        gate = rounded(_with_bias(gate, bias_0, row, inside), kind)
+        up = rounded(_with_bias(up, bias_1, row, inside), kind)
+        total = rounded(activated(gate, ACTIVATION), kind) * up
+    else:
+        if factor_0 is not None:
+            total *= tl.load(_pick(which, factor_0, factor_1, factor_2, COUNT))
+        # A bias may be missing where another weight has one.
+        total = _with_bias(total, bias_0, row, (which == 0) & inside)
+        total = _with_bias(total, bias_1, row, (which == 1) & inside)
+        total = _with_bias(total, bias_2, row, (which == 2) & inside)
     at = out + token.to(tl.int64)[None, :] * out_stride + (column + row)[:, None]
-    mask = (row < rows)[:, None] & (token < tokens)[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+    mask = inside[:, None] & (token < tokens)[None, :]
+    if ADD:
+        total = rounded(total, kind) + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, total.to(kind), mask=mask)
 
 
 @triton.jit
-def _place(tile, rows_0, rows_1, COUNT: tl.constexpr, PAIRS: tl.constexpr):
+def _place(tile, rows_0, rows_1, COUNT: tl.constexpr, HEIGHT: tl.constexpr):
     """Which weight a program works on, which of its tiles, and where its result begins."""
     column, which = 0, 0
     if COUNT > 1:
-        tiles = tl.cdiv(rows_0, 32 * PAIRS)
+        tiles = tl.cdiv(rows_0, 32 * HEIGHT)
         if tile >= tiles:
             tile, column, which = tile - tiles, rows_0, 1
     if COUNT > 2:
-        tiles = tl.cdiv(rows_1, 32 * PAIRS)
+        tiles = tl.cdiv(rows_1, 32 * HEIGHT)
         if (which == 1) & (tile >= tiles):
             tile, column, which = tile - tiles, rows_0 + rows_1, 2
     return tile, column, which
@@ -155,233 +199,126 @@ def _with_bias(total, bias, row, mask):
 
 @triton.jit
 def _sum_of_blocks(
-    x,
-    codes,
-    scales,
-    offsets,
-    first_panel,
-    panels,
-    tokens,
-    blocks,
-    x_stride,
-    GROUP_BLOCKS: tl.constexpr,
-    E2M1: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    DOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """f32 [32 * PAIRS, TOKENS]: scaled products, in units of `code_unit`."""
-    DIRECT: tl.constexpr = STAGES == 1
+    x, codes, scales, offsets, more_codes, more_scales, more_offsets,
+    first_panel, panels, tokens, blocks, x_stride,
+    GROUP_BLOCKS: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr, DOTS: tl.constexpr,
+    BLOCKS: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr, ROLL: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """f32 [DOTS, 32 PAIRS, SPLIT * TOKENS]: scaled products, in units of `code_unit`."""
+    STEP: tl.constexpr = DOTS * BLOCKS
     COLUMNS: tl.constexpr = SPLIT * TOKENS
-    INT8: tl.constexpr = x.dtype.element_ty == tl.int8
-    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
-    code_at, block = _code_addresses(
-        codes, first_panel, panels, blocks, DOTS, BLOCKS, PAIRS, DIRECT
+    KIND: tl.constexpr = x.dtype.element_ty
+    TWO: tl.constexpr = TOKENS == 1 or (SPLIT == 2 and COLUMNS > 8)
+    if AHEAD > 0:
+        ask_for_steps(
+            codes, more_codes, scales, more_scales, first_panel, panels, 0, AHEAD * STEP, blocks,
+            GROUP_BLOCKS, PAIRS, GATED, DEPENDENT,
+        )  # fmt: skip
+    code_at, block = code_addresses(
+        codes, more_codes, first_panel, panels, blocks, DOTS, BLOCKS, PAIRS, GATED
     )
-    x_at, x_block, x_mask = _x_addresses(
-        x, x_stride, tokens, GROUP_BLOCKS, DOTS, BLOCKS, SPLIT, TOKENS, DIRECT
+    x_at, x_block, known = x_addresses(
+        x, x_stride, tokens, GROUP_BLOCKS, DOTS, BLOCKS, SPLIT, TOKENS
     )
+    factors = None
+    if KIND != tl.int8:  # noqa: SIM300
+        factors = x_factors(KIND, E2M1, GROUP_BLOCKS, DOTS, BLOCKS, SPLIT, TOKENS)
+    now = load_codes(code_at, block, 0, blocks, EVEN)
+    one, two = _scales(
+        scales, more_scales, first_panel, panels, 0, blocks,
+        TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
+    )  # fmt: skip
+    inputs_are_there(DEPENDENT)
+    values = load_x(x_at, x_block, known, 0, blocks, EVEN)
     total = tl.zeros((DOTS, 32 * PAIRS, COLUMNS), tl.float32)
-    for start in tl.range(0, blocks, DOTS * BLOCKS, num_stages=STAGES):
+    for start in tl.range(0, blocks, STEP, num_stages=1):
+        if ROLL:
+            ask_for_steps(
+                codes, more_codes, scales, more_scales, first_panel, panels,
+                start + AHEAD * STEP, STEP, blocks, GROUP_BLOCKS, PAIRS, GATED, DEPENDENT,
+            )  # fmt: skip
         # What lies behind the last block is some code, too, and is multiplied with zeros.
-        if EVEN:
-            pairs = tl.load(code_at + start * 256)
-        else:
-            pairs = tl.load(code_at + start * 256, mask=(block + start < blocks)[:, None])
-        place = first_panel, panels, start, blocks
-        scale = _group_numbers(scales, place, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS)
-        mask = x_mask if EVEN else x_mask & (x_block + start < blocks)
-        values = tl.load(x_at + start * 32, mask=mask[:, None], other=0)
-        values = _x_operand(large_activations(values, E2M1), COLUMNS, DOTS, BLOCKS, DIRECT)
-        weights = _operand(pairs, E2M1, x.dtype.element_ty, DOTS, BLOCKS, PAIRS, DIRECT)
-        product = tl.dot(weights, values, out_dtype=SUM)
+        following = start + STEP
+        next_codes = load_codes(code_at, block, following, blocks, EVEN)
+        next_one, next_two = _scales(
+            scales, more_scales, first_panel, panels, following, blocks,
+            TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
+        )  # fmt: skip
+        next_values = load_x(x_at, x_block, known, following, blocks, EVEN)
+        inputs = x_operand(values, factors, KIND, GROUP_BLOCKS, DOTS, BLOCKS, SPLIT, TOKENS)
+        weights = weight_operand(now, E2M1, KIND, DOTS, BLOCKS, PAIRS)
+        added = total
         if OFFSETS != NO_OFFSETS:
-            # Sums of x, by the tensor cores too, so that they lie where they are wanted.
-            sums = tl.dot(tl.full(weights.shape, 1, weights.dtype), values, out_dtype=SUM)
-            added = _group_numbers(offsets, place, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS)
-            sums *= 16 if INT8 else 1
-            if OFFSETS == ZEROS:
-                product += (8 - added.to(SUM)) * sums
-            else:
-                product += sums * 8
-                total += added.to(tl.float32) * sums.to(tl.float32)
-        total += product.to(tl.float32) * scale_numbers(scale)
+            one_offset, two_offset = _scales(
+                offsets, more_offsets, first_panel, panels, start, blocks,
+                TWO, GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
+            )  # fmt: skip
+            added = numbers_of_groups(one_offset, two_offset, DOTS, PAIRS, SPLIT, TOKENS)
+        product, missing, total = _products(
+            now, weights, inputs, added, total, KIND, E2M1, OFFSETS, DOTS, BLOCKS, PAIRS, COLUMNS
+        )
+        scale = scale_numbers(numbers_of_groups(one, two, DOTS, PAIRS, SPLIT, TOKENS))
+        total += product.to(tl.float32) * scale
+        if KIND == tl.bfloat16 and not E2M1 and OFFSETS == NO_OFFSETS:  # noqa: SIM300
+            # On its own: as one chain of the tensor cores both would take twice as long.
+            total += missing * scale
+        now, one, two, values = next_codes, next_one, next_two, next_values
+    return total
+
+
+@triton.jit
+def _over_groups(total, PAIRS: tl.constexpr, SPLIT: tl.constexpr, TOKENS: tl.constexpr):
+    """Sums of all dots and of the groups in them: [32 PAIRS, TOKENS]."""
     if SPLIT > 1:
-        total = tl.sum(tl.reshape(total, (DOTS, 32 * PAIRS, SPLIT, TOKENS)), 2)
+        total = tl.sum(tl.reshape(total, (total.shape[0], 32 * PAIRS, SPLIT, TOKENS)), 2)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _code_addresses(
-    codes,
-    first_panel,
-    panels,
-    blocks,
-    DOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
-    """Addresses [units, 16] of the first step's codes, and the block of each unit.
-
-    Units are [PAIRS, BLOCKS, DOTS, panel of 2, q of 4, j of 4] if DIRECT: threads load what they
-    compute on.  Otherwise, from shared memory, they can take anything, so neighbours load
-    neighbours, and j comes before q.  Units are a list, because the order in which Triton gives
-    dimensions to lanes differs between versions.
-    """
-    at = tl.arange(0, PAIRS * BLOCKS * DOTS * 32)
-    block = at // 32 % DOTS * BLOCKS + at // (32 * DOTS) % BLOCKS
-    panel = first_panel + at // (32 * DOTS * BLOCKS) * 2 + at // 16 % 2
-    panel = tl.minimum(panel, panels - 1).to(tl.int64)
-    in_block = at % 4 * 64 + at // 4 % 4 * 16 if DIRECT else at % 16 * 16
-    code_at = (codes + panel * (blocks * 256) + block * 256 + in_block)[:, None]
-    return code_at + tl.arange(0, 16)[None, :], block
+def _scales(
+    numbers, more_numbers, first_panel, panels, start, blocks, TWO: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr, DOTS: tl.constexpr, BLOCKS: tl.constexpr, PAIRS: tl.constexpr,
+    SPLIT: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    one = load_groups(
+        numbers, more_numbers, first_panel, panels, start, blocks, False,
+        GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
+    )  # fmt: skip
+    two = one
+    if TWO:
+        two = load_groups(
+            numbers, more_numbers, first_panel, panels, start, blocks, True,
+            GROUP_BLOCKS, DOTS, BLOCKS, PAIRS, SPLIT, TOKENS, GATED,
+        )  # fmt: skip
+    return one, two
 
 
 @triton.jit
-def _x_addresses(
-    x,
-    x_stride,
-    tokens,
-    GROUP_BLOCKS: tl.constexpr,
-    DOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
-    """Addresses [units, width] of the first step's x, the block of each unit, and if it is wanted.
-
-    Units are [columns / 8, BLOCKS, half, DOTS, column of 8, j of 4] of four inputs if DIRECT, else
-    [columns, DOTS, BLOCKS, quarter of a block] of eight.
-    """
-    COLUMNS: tl.constexpr = SPLIT * TOKENS
-    WIDTH: tl.constexpr = 4 if DIRECT else 8
-    at = tl.arange(0, COLUMNS * DOTS * BLOCKS * (32 // WIDTH))
-    if DIRECT:
-        column = at // (64 * DOTS * BLOCKS) * 8 + at // 4 % 8
-        half, in_dot = at // (32 * DOTS) % 2, at // (64 * DOTS) % BLOCKS
-        block = at // 32 % DOTS * BLOCKS + in_dot
-        first = block * 32 + half * 16 + at % 4 * 4
-    else:
-        column = at // (4 * BLOCKS * DOTS)
-        half, in_dot = at // 2 % 2, at // 4 % BLOCKS
-        block = at // 4 % (BLOCKS * DOTS)
-        first = at % (4 * BLOCKS * DOTS) * 8
-    token = column % TOKENS
-    mask = token < tokens
-    if SPLIT > 1:
-        group = in_dot * 2 + half if GROUP_BLOCKS == 0 else in_dot // GROUP_BLOCKS
-        mask &= column // TOKENS == group
-    x_at = (x + token.to(tl.int64) * x_stride + first)[:, None] + tl.arange(0, WIDTH)[None, :]
-    return x_at, block, mask
-
-
-@triton.jit
-def _x_operand(
-    values,
-    COLUMNS: tl.constexpr,
-    DOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
-    """Activations as an operand [DOTS, 32 BLOCKS, COLUMNS], its rows as columns of `_operand`."""
-    if DIRECT:
-        values = tl.reshape(values, (COLUMNS // 8, BLOCKS, 2, DOTS, 8, 4, 4))
-        values = tl.permute(values, (3, 1, 5, 2, 6, 0, 4))
-    else:
-        values = tl.reshape(values, (COLUMNS, DOTS, BLOCKS, 2, 4, 4))
-        values = tl.permute(values, (1, 2, 4, 3, 5, 0))
-    return tl.reshape(values, (DOTS, 32 * BLOCKS, COLUMNS))
-
-
-@triton.jit
-def _group_numbers(
-    numbers,
-    place,
-    GROUP_BLOCKS: tl.constexpr,
-    DOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Numbers of groups for each element of a product: [DOTS, 32 PAIRS, SPLIT * TOKENS].
-
-    Loaded as a thread of the tensor cores' result needs them: four rows, for columns 2 t, 2 t + 1.
-    """
-    first_panel, panels, start, blocks = place
-    at = tl.arange(0, PAIRS * DOTS * 32)  # [PAIRS, DOTS, panel of 2, q of 4, t of 4]
-    quad, thread = at // 4 % 4, at % 4
-    panel = first_panel + at // (32 * DOTS) * 2 + at // 16 % 2
-    panel = tl.minimum(panel, panels - 1).to(tl.int64)
-    block = start + at // 32 % DOTS * BLOCKS
-    if GROUP_BLOCKS == 0:
-        groups, group = blocks * 2, block * 2
-    else:
-        groups, group = blocks // GROUP_BLOCKS, block // GROUP_BLOCKS
-    numbers += panel * (groups * 16) + quad * 4
-    COLUMNS: tl.constexpr = SPLIT * TOKENS
-    SHAPE: tl.constexpr = (PAIRS, DOTS, 2, 4, 4, 4)  # pair, dot, panel, q, t, row
-    EIGHTS: tl.constexpr = COLUMNS // 8
-    if TOKENS == 1:
-        one = _load_groups(numbers, group + 2 * thread, groups)
-        two = _load_groups(numbers, group + 2 * thread + 1, groups)
-        found = tl.permute(
-            tl.reshape(tl.join(one, two), (PAIRS, DOTS, 2, 4, 4, 4, 2)), (1, 0, 5, 2, 3, 4, 6)
-        )
-        found = tl.reshape(found, (DOTS, 32 * PAIRS, COLUMNS))
-    elif EIGHTS > 1 and SPLIT == 2:
-        one = _load_groups(numbers, group, groups)
-        two = _load_groups(numbers, group + 1, groups)
-        found = tl.permute(
-            tl.reshape(tl.join(one, two), (PAIRS, DOTS, 2, 4, 4, 4, 2)), (1, 0, 5, 2, 3, 6, 4)
-        )
-        found = tl.reshape(found, (DOTS, 32 * PAIRS, 2, 1, 4, 1))
-        found = tl.broadcast_to(found, (DOTS, 32 * PAIRS, 2, EIGHTS // 2, 4, 2))
-        found = tl.reshape(found, (DOTS, 32 * PAIRS, COLUMNS))
-    else:
-        one = _load_groups(numbers, group + (2 * thread // TOKENS if SPLIT > 1 else 0), groups)
-        found = tl.permute(tl.reshape(one, SHAPE), (1, 0, 5, 2, 3, 4))
-        found = tl.reshape(found, (DOTS, 32 * PAIRS, 1, 4, 1))
-        found = tl.broadcast_to(found, (DOTS, 32 * PAIRS, EIGHTS, 4, 2))
-        found = tl.reshape(found, (DOTS, 32 * PAIRS, COLUMNS))
-    return found
-
-
-@triton.jit
-def _load_groups(numbers, group, groups):
-    at = (numbers + group * 16)[:, None] + tl.arange(0, 4)[None, :]
-    return tl.load(at, mask=(group < groups)[:, None], other=0.0)
-
-
-@triton.jit
-def _operand(
-    pairs,
-    E2M1: tl.constexpr,
-    DTYPE: tl.constexpr,
-    DOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
-    """Bytes as an operand [DOTS, 32 PAIRS, 32 BLOCKS].
-
-    Columns come in the order (block, j, half, i), rows in the order (pair, row of four, panel, q):
-    so eight neighbours are of one thread, which is how Triton multiplies what was loaded as bytes.
-    """
-    if DTYPE == tl.int8:  # noqa: SIM300
-        low, high = int8_codes(pairs, E2M1)
-    else:
-        low, high = float_codes(pairs, E2M1, DTYPE == tl.bfloat16)  # noqa: SIM300
-    both = tl.reshape(tl.join(low, high), (PAIRS, BLOCKS, DOTS, 2, 4, 4, 4, 4, 2))
-    if DIRECT:  # pair, block, dot, panel, quad, j, row, i, half
-        both = tl.permute(both, (2, 0, 6, 3, 4, 1, 5, 8, 7))
-    else:  # pair, block, dot, panel, j, quad, row, i, half
-        both = tl.permute(both, (2, 0, 6, 3, 5, 1, 4, 8, 7))
-    return tl.reshape(both, (DOTS, 32 * PAIRS, 32 * BLOCKS))
+def _products(
+    codes, weights, inputs, added, total,
+    KIND: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr,
+    DOTS: tl.constexpr, BLOCKS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Products of a step less their zeros, what they still miss, and the total with minima."""
+    SUM: tl.constexpr = tl.int32 if KIND == tl.int8 else tl.float32  # noqa: SIM300
+    RAISED: tl.constexpr = KIND == tl.bfloat16 and not E2M1  # noqa: SIM300 - codes not less 8
+    product = tl.dot(weights, inputs, out_dtype=SUM)
+    missing = product
+    if RAISED and OFFSETS == NO_OFFSETS:
+        missing = sums_of_x(codes, inputs, KIND, E2M1, DOTS, BLOCKS, PAIRS, COLUMNS)
+    if OFFSETS != NO_OFFSETS:
+        # By the tensor cores, too, so that they lie where they are wanted.
+        sums = sums_of_x(codes, inputs, KIND, E2M1, DOTS, BLOCKS, PAIRS, COLUMNS)
+        if RAISED:
+            sums *= -0.125
+        elif KIND == tl.int8:  # noqa: SIM300
+            sums *= 16
+        BIAS: tl.constexpr = 0 if RAISED else 8
+        if OFFSETS == ZEROS:
+            product += (BIAS - added.to(SUM)) * sums
+        else:
+            product += BIAS * sums
+            total += added.to(tl.float32) * sums.to(tl.float32)
+    return product, missing, total

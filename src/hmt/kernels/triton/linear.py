@@ -17,56 +17,32 @@ from hmt.base.units import MIB, round_down
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.reference.packing import integer_scales, minima
-from hmt.kernels.triton.dequantize import (
-    dequantize,
-    dequantize_into,
-    offset_kind,
-    offsets_of,
-    quantize_activations,
+from hmt.kernels.triton.dequantize import dequantize, dequantize_into, quantize_activations
+from hmt.kernels.triton.elementwise import ACTIVATIONS, gated_pair
+from hmt.kernels.triton.few_launch import (
+    are_chunks,
+    multiply_chunks,
+    multiply_gated,
+    multiply_panels,
+    multiply_rows,
 )
-from hmt.kernels.triton.few import few_tokens
 from hmt.kernels.triton.gemm import is_exact, many_tokens_int8, multiply_exact
-from hmt.kernels.triton.rows import few_tokens_rows
-from hmt.kernels.triton.unpack import code_unit
 
-__all__ = ["dequantize", "linear", "linear_into", "linear_many", "quantize_activations"]
+__all__ = [
+    "dequantize",
+    "linear",
+    "linear_add",
+    "linear_gated",
+    "linear_into",
+    "linear_many",
+    "quantize_activations",
+]
 
 # Up to so many tokens weights are read as they lie; above, cuBLAS multiplies with numbers made of
 # them.  Measured on an H200: even at 64 tokens, and at 32 with groups of 16.
 _FEW_TOKENS = 64
 _FEW_TOKENS_OF_16 = 32
 _CHUNK_BYTES = 256 * MIB  # of numbers made of weights at a time
-# Block sizes of `few_tokens`, by tokens and blocks per group (0: groups of 16 inputs): of weights
-# with many rows, and of others, which have too few programs to hide the memory's latency behind
-# each other and so take inputs through shared memory.  Found by measuring on an H200.
-_MANY_ROWS = 8192
-_PANEL_SIZES = {
-    # WARPS, DEPTH, BLOCKS, PAIRS, SPLIT, TOKENS, STAGES
-    1: {
-        0: ((4, 1, 4, 1, 8, 1, 1), (4, 1, 4, 1, 8, 1, 4)),
-        1: ((4, 1, 4, 1, 4, 2, 1), (4, 1, 8, 1, 8, 1, 3)),
-    },
-    2: {
-        0: ((4, 1, 2, 1, 4, 2, 1), (4, 1, 2, 1, 4, 2, 4)),
-        1: ((4, 1, 4, 1, 4, 2, 1), (4, 1, 4, 1, 4, 2, 3)),
-    },
-    4: {
-        0: ((8, 2, 1, 1, 2, 4, 1), (4, 2, 1, 1, 2, 4, 4)),
-        1: ((4, 2, 2, 1, 2, 4, 1), (4, 1, 2, 1, 2, 4, 4)),
-    },
-    8: {
-        0: ((4, 1, 1, 2, 2, 8, 3), (4, 1, 1, 1, 2, 8, 4)),
-        1: ((8, 2, 1, 1, 1, 8, 1), (4, 1, 1, 1, 1, 8, 6)),
-    },
-    16: {
-        0: ((4, 1, 1, 1, 2, 16, 1), (4, 1, 1, 1, 2, 16, 3)),
-        1: ((4, 1, 1, 4, 1, 16, 3), (4, 2, 1, 1, 1, 16, 4)),
-    },
-    32: {
-        0: ((4, 1, 1, 2, 2, 16, 3), (4, 1, 1, 2, 2, 16, 3)),
-        1: ((4, 1, 1, 4, 1, 32, 3), (4, 1, 1, 2, 1, 32, 3)),
-    },
-}
 _TENSOR_CORE_FLOATS = (torch.float16, torch.bfloat16)
 
 
@@ -84,27 +60,79 @@ def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
     _write(out, x, [w], [None])
 
 
-def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
+def linear_many(
+    x: Tensor,
+    params: Mapping[str, WeightTensor],
+    names: tuple[str, ...],
+    rounded: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """See `reference.linear_many`: x [tokens, in] -> [tokens, sum of all out] in x.dtype.
 
-    Up to three weights of one encoding are one launch, if there are few tokens.
+    If there are few tokens, up to three 4-bit weights of one encoding are one launch, and so are
+    all parts of one matrix of int8.  rounded: `quantize_activations(x)`, where it is known.
     """
     weights = [params[name] for name in names]
     found = [params.get(f"{name}_bias") for name in names]
     out = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
-    _write(out, x, weights, [None if bias is None else bias.data for bias in found])
+    _write(out, x, weights, [None if bias is None else bias.data for bias in found], rounded)
+    return out
+
+
+def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> None:
+    """Adds `linear(x, w, bias)` to total [tokens, out]: in one launch for few tokens."""
+    if total.numel() == 0:
+        return
+    if _is_plain(x, w) or len(x) > _few(w) or x.stride(1) != 1 or total.stride(1) != 1:
+        total += linear(x, w, bias)
+        return
+    codes, token_scales = x, None
+    if w.activations is Activations.INT8_TOKEN:
+        codes, token_scales = quantize_activations(x)
+    if _in_panels(w, codes.dtype):
+        multiply_panels(total, codes, token_scales, [w], [bias], add=True)
+    elif _in_rows(w, codes.dtype):
+        multiply_rows(total, codes, token_scales, w, bias, add=True)
+    else:
+        total += linear(x, w, bias)
+
+
+def linear_gated(
+    x: Tensor,
+    params: Mapping[str, WeightTensor],
+    names: tuple[str, str],
+    activation: str,
+    rounded: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`gated_pair` of `linear_many(x, params, names, rounded)`: in one launch for few tokens."""
+    weights = [params[name] for name in names]
+    w = weights[0]
+    few = 0 < len(x) <= _few(w) and x.stride(1) == 1
+    kind = torch.int8 if w.activations is Activations.INT8_TOKEN else x.dtype
+    alike = w.shape == weights[1].shape and _agree(*weights)
+    if not (few and alike and _in_panels(w, kind) and activation in ACTIVATIONS):
+        return gated_pair(linear_many(x, params, names, rounded), activation)
+    found = [params.get(f"{name}_bias") for name in names]
+    biases = [None if bias is None else bias.data for bias in found]
+    out = x.new_empty(x.shape[0], w.shape[0])
+    codes, token_scales = x, None
+    if w.activations is Activations.INT8_TOKEN:
+        codes, token_scales = rounded or quantize_activations(x)
+    multiply_gated(out, codes, token_scales, weights, biases, activation)
     return out
 
 
 def _write(
-    out: Tensor, x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+    out: Tensor,
+    x: Tensor,
+    weights: Sequence[WeightTensor],
+    biases: Sequence[Tensor | None],
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """x times all weights, side by side, to out [tokens, rows of all]."""
     if out.numel() == 0:
         return
     if x.stride(1) != 1:
         x = x.contiguous()
-    rounded: tuple[Tensor, Tensor] | None = None
     at = column = 0
     while at < len(weights):
         w = weights[at]
@@ -114,6 +142,13 @@ def _write(
         if len(x) <= _few(w) and _in_panels(w, x.dtype):
             while count < 3 and at + count < len(weights) and _agree(w, weights[at + count]):
                 count += 1
+        elif (
+            len(x) <= _few(w)
+            and len(weights) > 1
+            and _in_rows(w, x.dtype)
+            and are_chunks(weights, biases)
+        ):
+            count = len(weights)
         rows = sum(one.shape[0] for one in weights[at : at + count])
         part = out[:, column : column + rows]
         some = weights[at : at + count], biases[at : at + count]
@@ -131,9 +166,11 @@ def _multiply_floats(
     w, bias = weights[0], biases[0]
     if len(x) <= _few(w) and not _is_plain(x, w):
         if _in_panels(w, x.dtype):
-            return _few_panels(out, x, None, weights, biases)
+            return multiply_panels(out, x, None, weights, biases)
+        if len(weights) > 1:
+            return multiply_chunks(out, x, None, weights)
         if _in_rows(w, x.dtype):
-            return _few_rows(out, x, None, w, bias)
+            return multiply_rows(out, x, None, w, bias)
     step = max(1, _CHUNK_BYTES // (x.element_size() * w.shape[1]))
     step = len(w.data) if _is_plain(x, w) else round_down(step, 16) or 16
     for start in range(0, w.shape[0], step):
@@ -157,9 +194,11 @@ def _multiply_int8(
     codes, token_scales = rounded
     w, bias = weights[0], biases[0]
     if len(x) <= _few(w) and _in_panels(w, torch.int8):
-        _few_panels(out, codes, token_scales, weights, biases)
+        multiply_panels(out, codes, token_scales, weights, biases)
+    elif len(weights) > 1:
+        multiply_chunks(out, codes, token_scales, weights)
     elif len(x) <= _few(w) and _in_rows(w, torch.int8):
-        _few_rows(out, codes, token_scales, w, bias)
+        multiply_rows(out, codes, token_scales, w, bias)
     elif is_exact(w):
         multiply_exact(out, codes, token_scales, w, bias)
     elif _has_int8_steps(w):
@@ -167,107 +206,6 @@ def _multiply_int8(
     else:
         # Groups that are neither 16 nor multiples of 32 inputs: no kernel is made for them.
         out.copy_(reference.linear(x, w, bias))
-
-
-def _few_panels(
-    out: Tensor,
-    x: Tensor,
-    token_scales: Tensor | None,
-    weights: Sequence[WeightTensor],
-    biases: Sequence[Tensor | None],
-) -> None:
-    """`few_tokens` on one to three weights."""
-    w = weights[0]
-    given: list[WeightTensor | None] = [*weights, None, None][:3]
-    with_bias = [*biases, None, None][:3]
-    rows = [0 if one is None else one.shape[0] for one in given]
-    sizes = _panel_sizes(len(x), max(rows), w)
-    pairs = sizes["PAIRS"]
-    grid = (sum(triton.cdiv(n, 32 * pairs) for n in rows), triton.cdiv(len(x), sizes["TOKENS"]))
-    few_tokens[grid](
-        out,
-        x,
-        token_scales,
-        *(None if one is None else one.data for one in given),
-        *(None if one is None else one.scales for one in given),
-        *(None if one is None else offsets_of(one) for one in given),
-        *(None if one is None else one.factor for one in given),
-        *with_bias,
-        *rows,
-        len(x),
-        w.shape[1] // 32,
-        x.stride(0),
-        out.stride(0),
-        COUNT=len(weights),
-        GROUP_BLOCKS=w.group_size // 32,
-        E2M1=w.encoding is not Encoding.INT4_GROUP,
-        OFFSETS=offset_kind(w),
-        UNIT=code_unit(w.encoding, x.dtype),
-        **sizes,
-        EVEN=w.shape[1] // 32 % (sizes["WARPS"] * sizes["DEPTH"] * sizes["BLOCKS"]) == 0,
-        num_warps=sizes["WARPS"],
-        num_stages=1,
-    )
-
-
-def _panel_sizes(tokens: int, rows: int, w: WeightTensor) -> dict[str, int]:
-    """Block sizes of `few_tokens`."""
-    high = rows >= _MANY_ROWS
-    columns = next(most for most in _PANEL_SIZES if tokens <= most or most == 32)
-    group_blocks = w.group_size // 32
-    if group_blocks <= 1:
-        table = _PANEL_SIZES[columns][group_blocks]
-        sizes = table[0 if high else 1]
-    else:
-        blocks = next(count for count in (4, 2, 1) if group_blocks % count == 0)
-        width = max(8, columns)
-        sizes = (4, 1, blocks if width == 8 else 1, 1, 1, width, 1 if high else 4)
-    names = ("WARPS", "DEPTH", "BLOCKS", "PAIRS", "SPLIT", "TOKENS", "STAGES")
-    return dict(zip(names, sizes, strict=True))
-
-
-def _few_rows(
-    out: Tensor, x: Tensor, token_scales: Tensor | None, w: WeightTensor, bias: Tensor | None
-) -> None:
-    """`few_tokens_rows`."""
-    rows, columns = w.shape
-    tile, group = (w.tile[0], w.tile[1]) if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size)
-    sizes = _row_sizes(len(x), rows, group)
-    step = 32 * sizes["WARPS"] * sizes["DEPTH"] * sizes["CHUNKS"]
-    grid = (triton.cdiv(rows, 8 * sizes["EIGHTS"]), triton.cdiv(len(x), sizes["TOKENS"]))
-    few_tokens_rows[grid](
-        out,
-        x,
-        token_scales,
-        w.data,
-        w.scales,
-        bias,
-        rows,
-        columns,
-        len(x),
-        x.stride(0),
-        out.stride(0),
-        triton.cdiv(columns, group) if group else 1,
-        TILE_ROWS=tile,
-        GROUP=group,
-        **sizes,
-        EVEN=columns % step == 0,
-        num_warps=sizes["WARPS"],
-        num_stages=1,
-    )
-
-
-def _row_sizes(tokens: int, rows: int, group: int) -> dict[str, int]:
-    """Block sizes of `few_tokens_rows`."""
-    deep = rows < _MANY_ROWS or (tokens <= 8 and 0 < group < 128)
-    return {
-        "WARPS": 8,
-        "DEPTH": 2 if deep else 1,
-        "CHUNKS": 2 if group % 64 == 0 else 1,
-        "EIGHTS": 4,
-        "TOKENS": 8 if tokens <= 8 else 16,
-        "STAGES": 1,
-    }
 
 
 def _many_int8(

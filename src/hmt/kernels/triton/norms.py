@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hmt.kernels import reference
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.scalars import rounded, token_codes
 
 _CODE_PAD = 64  # rows of codes are padded to a multiple of so many
@@ -18,14 +19,17 @@ def _norm_kernel(
     rows, heads, x_row, x_head, residual_row, out_row, out_head,
     eps, offset,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
-    ADD: tl.constexpr, GEMMA: tl.constexpr, QUANTIZE: tl.constexpr,
+    ADD: tl.constexpr, GEMMA: tl.constexpr, QUANTIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of `rows`; row r lies at (r // heads) * x_row + (r % heads) * x_head."""
+    next_may_begin(DEPENDENT)
     kind: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < WIDTH)
     at = row // heads * x_row + row % heads * x_head + column
+    by = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    inputs_are_there(DEPENDENT)
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         total = residual + row * residual_row + column
@@ -34,7 +38,6 @@ def _norm_kernel(
         tl.store(total, values.to(sum_kind), mask=inside)
     mean = tl.sum(values * values, axis=1, keep_dims=True) / WIDTH
     normed = values * tl.rsqrt(mean + eps)
-    by = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     if GEMMA:
         normed = normed * (offset + by.to(tl.float32))
     else:
@@ -151,7 +154,7 @@ def _launch(
         WIDTH=width, COLUMNS=columns, ROWS=together,
         STRIDE=16 if codes is None else codes[0].shape[1],
         ADD=residual is not None, GEMMA=offset != 0, QUANTIZE=codes is not None,
-        num_warps=_warps(columns * together),
+        num_warps=_warps(columns * together), **dependent(x.device),
     )  # fmt: skip
 
 

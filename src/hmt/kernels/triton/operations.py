@@ -24,6 +24,7 @@ from hmt.kernels.triton.pages import append_pages, rope_append
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
 from hmt.kernels.triton.sampling import greedy, survey
+from hmt.kernels.triton.sublayers import attention_inputs, feed_forward
 from hmt.kernels.triton.tables import rows_at
 
 __all__ = [
@@ -31,11 +32,13 @@ __all__ = [
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "attention_inputs",
     "biased_sigmoid_topk",
     "dequantize",
     "draw",
     "experts",
     "experts_by_table",
+    "feed_forward",
     "fixed_runs",
     "gated",
     "gated_pair",

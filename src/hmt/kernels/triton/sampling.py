@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hmt.kernels.reference.sampling import Survey
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.scalars import key_index, keys
 
 _PART = 4096  # logits that one program looks at
@@ -15,9 +16,11 @@ _NO_KEY = tl.constexpr(-(1 << 63))
 @triton.jit
 def _survey_parts(
     logits, best, peaks, sums, vocab, row_stride, parts,
-    PART: tl.constexpr, SURVEY: tl.constexpr,
+    PART: tl.constexpr, SURVEY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: parts; axis 1: rows.  Writes of each part the best key, the largest, the sum."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index = part * PART + tl.arange(0, PART)
     exists = index < vocab
@@ -35,9 +38,12 @@ def _survey_parts(
 
 @triton.jit
 def _survey_rows(
-    best, peaks, sums, ids, finite, log_sums, parts, LANES: tl.constexpr, SURVEY: tl.constexpr
-):
+    best, peaks, sums, ids, finite, log_sums, parts,
+    LANES: tl.constexpr, SURVEY: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Axis 0: rows."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, LANES)
     exists = part < parts
@@ -88,10 +94,11 @@ def _look(logits: Tensor, *, survey: bool) -> tuple[Tensor, Tensor, Tensor]:
         return finite, ids, log_sums
     _survey_parts[(parts, rows)](
         logits, best, peaks, sums, vocab, logits.stride(0), parts,
-        PART=_PART, SURVEY=survey, num_warps=8,
+        PART=_PART, SURVEY=survey, num_warps=8, **dependent(logits.device),
     )  # fmt: skip
     _survey_rows[(rows,)](
         best, peaks, sums, ids, finite, log_sums, parts,
         LANES=triton.next_power_of_2(parts), SURVEY=survey, num_warps=1,
+        **dependent(logits.device),
     )  # fmt: skip
     return finite, ids, log_sums

@@ -14,36 +14,28 @@ from hmt.contracts.encoding import Encoding
 INTERPRETED: bool = triton.knobs.runtime.interpret
 ASSEMBLER = tl.constexpr(not INTERPRETED)
 
-# bf16 numbers of e2m1 are made too small by 2^126, without a multiplication: their bits are those
-# of the code.  Activations are made larger by 2^64 in turn, so that products stay in f32's range.
+# bf16 numbers of codes are made without arithmetic, from their bits alone: of int4 they are 2^-133
+# of the code, of e2m1 2^-126 of the number.  Activations are made larger by 2^64 in turn, so that
+# products stay in f32's range.
 BF16_X_SCALE = tl.constexpr(2.0**64)
 
 
 def code_unit(encoding: Encoding, dtype: torch.dtype) -> float:
-    """What a product of `float_codes` or `int8_codes` with x of `dtype` is to be multiplied by."""
+    """What a product of `word_codes` or `int8_codes` with x of `dtype` is to be multiplied by."""
     if encoding is Encoding.INT4_GROUP:
-        return 0.0625 if dtype is torch.int8 else 1.0
+        return {torch.int8: 0.0625, torch.float16: 1.0, torch.bfloat16: 2.0**69}[dtype]
     return {torch.int8: 0.5, torch.float16: 2.0**14, torch.bfloat16: 2.0**62}[dtype]
 
 
 @triton.jit
-def float_codes(pairs, E2M1: tl.constexpr, BF16: tl.constexpr):
-    """Bytes of panels as numbers: low and high nibbles, both in the shape of `pairs`, f16 or bf16.
-
-    Codes of int4 are less 8; codes of e2m1 are 2^-14 (f16) or 2^-126 (bf16) of their numbers.
-    """
+def e2m1_halves(pairs):
+    """Bytes of panels as f16, low and high nibbles: 2^-14 of the numbers of e2m1."""
     if ASSEMBLER:
-        if E2M1:
-            low, high = _e2m1_bf16(pairs) if BF16 else _e2m1_f16(pairs)
-        else:
-            low, high = _int4_bf16(pairs) if BF16 else _int4_f16(pairs)
+        low, high = _e2m1_f16_bytes(pairs)
     else:
-        low, high = panel_integers(pairs, E2M1)
-        dtype: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-        if E2M1:
-            unit = 2.0**-127 if BF16 else 2.0**-15
-            low, high = low.to(tl.float32) * unit, high.to(tl.float32) * unit
-        low, high = low.to(dtype), high.to(dtype)
+        low, high = panel_integers(pairs, True)
+        low, high = (low.to(tl.float32) * 2.0**-15), (high.to(tl.float32) * 2.0**-15)
+        low, high = low.to(tl.float16), high.to(tl.float16)
     return low, high
 
 
@@ -61,24 +53,6 @@ def int8_codes(pairs, E2M1: tl.constexpr):
             low, high = low * 16, high * 16
         low, high = low.to(tl.int8), high.to(tl.int8)
     return low, high
-
-
-@triton.jit
-def large_activations(x, E2M1: tl.constexpr):
-    """x as `float_codes` wants it: bf16 times 2^64 where codes are e2m1."""
-    if E2M1 and x.dtype == tl.bfloat16:
-        if ASSEMBLER:
-            x = tl.inline_asm_elementwise(
-                "{ .reg .b32 m; mov.b32 m, 0x5F805F80; mul.bf16x2 $0, $1, m; }",
-                "=r,r",
-                [x],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            x = (x.to(tl.float32) * BF16_X_SCALE).to(tl.bfloat16)
-    return x
 
 
 @triton.jit
@@ -106,11 +80,11 @@ def byte_numbers(codes, DTYPE: tl.constexpr):
 @triton.jit
 def panel_integers(pairs, E2M1: tl.constexpr):
     """Low and high nibbles: codes of int4 less 8, or numbers of e2m1 doubled; int32."""
-    return _integer(pairs & 15, E2M1), _integer(pairs >> 4, E2M1)
+    return e2m1_or_int4(pairs & 15, E2M1), e2m1_or_int4(pairs >> 4, E2M1)
 
 
 @triton.jit
-def _integer(codes, E2M1: tl.constexpr):
+def e2m1_or_int4(codes, E2M1: tl.constexpr):
     """Codes of int4 less 8, or numbers of e2m1 doubled: int32."""
     numbers = codes.to(tl.int32)
     if E2M1:
@@ -123,67 +97,7 @@ def _integer(codes, E2M1: tl.constexpr):
 
 
 @triton.jit
-def _int4_bf16(pairs):
-    # 128 + code is exact in bf16, with the code in the lowest bits.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 p, q, m;
-        mov.b32 m, 0x43084308;
-        prmt.b32 p, $4, 0, 0x4140;
-        prmt.b32 q, $4, 0, 0x4342;
-        lop3.b32 $0, p, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $1, q, 0x000F000F, 0x43004300, 0xEA;
-        shr.b32 p, p, 4;
-        shr.b32 q, q, 4;
-        lop3.b32 $2, p, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $3, q, 0x000F000F, 0x43004300, 0xEA;
-        sub.bf16x2 $0, $0, m;
-        sub.bf16x2 $1, $1, m;
-        sub.bf16x2 $2, $2, m;
-        sub.bf16x2 $3, $3, m;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r",
-        [pairs],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _int4_f16(pairs):
-    # 1024 + code, as above.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 p, q, m;
-        mov.b32 m, 0x64086408;
-        prmt.b32 p, $4, 0, 0x4140;
-        prmt.b32 q, $4, 0, 0x4342;
-        lop3.b32 $0, p, 0x000F000F, 0x64006400, 0xEA;
-        lop3.b32 $1, q, 0x000F000F, 0x64006400, 0xEA;
-        shr.b32 p, p, 4;
-        shr.b32 q, q, 4;
-        lop3.b32 $2, p, 0x000F000F, 0x64006400, 0xEA;
-        lop3.b32 $3, q, 0x000F000F, 0x64006400, 0xEA;
-        sub.f16x2 $0, $0, m;
-        sub.f16x2 $1, $1, m;
-        sub.f16x2 $2, $2, m;
-        sub.f16x2 $3, $3, m;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r",
-        [pairs],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _e2m1_f16(pairs):
+def _e2m1_f16_bytes(pairs):
     # All bits go to the upper byte: the sign to bit 7, exponent and mantissa to bits 3 to 1.
     return tl.inline_asm_elementwise(
         """
@@ -205,39 +119,6 @@ def _e2m1_f16(pairs):
         "=&r,=&r,=&r,=&r,r",
         [pairs],
         dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _e2m1_bf16(pairs):
-    # The sign goes to bit 15, exponent and mantissa to bits 8 to 6.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 p, q, a;
-        prmt.b32 p, $4, 0, 0x1404;
-        prmt.b32 q, $4, 0, 0x3424;
-        and.b32 a, p, 0x80008000;
-        shr.b32 $2, p, 6;
-        lop3.b32 $2, $2, 0x01C001C0, a, 0xEA;
-        and.b32 a, q, 0x80008000;
-        shr.b32 $3, q, 6;
-        lop3.b32 $3, $3, 0x01C001C0, a, 0xEA;
-        shl.b32 a, p, 4;
-        and.b32 a, a, 0x80008000;
-        shr.b32 $0, p, 2;
-        lop3.b32 $0, $0, 0x01C001C0, a, 0xEA;
-        shl.b32 a, q, 4;
-        and.b32 a, a, 0x80008000;
-        shr.b32 $1, q, 2;
-        lop3.b32 $1, $1, 0x01C001C0, a, 0xEA;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r",
-        [pairs],
-        dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=4,
     )
