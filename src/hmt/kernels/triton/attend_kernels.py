@@ -1,4 +1,4 @@
-"""Kernels of attention over pages: sums over a part of the context, and the parts as one.
+"""The kernel of attention: sums over a part of the context, and the parts as one.
 
 Flash attention (arXiv 2205.14135) with the context split over programs (flash-decoding).
 """
@@ -6,63 +6,86 @@ Flash attention (arXiv 2205.14135) with the context split over programs (flash-d
 import triton
 import triton.language as tl
 
-from hmt.kernels.triton.tiles import LN_2, LOG2_E, advance, log_of, tile_words
-
-
-@triton.jit
-def first_tile(start, window, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Where the tile begins that holds the first token which a run sees."""
-    first = start * 0
-    if WINDOW:
-        first = tl.maximum(start - window + 1, 0) // TILE * TILE
-    return first
-
-
-@triton.jit
-def part_tokens(context, parts, least):
-    """Tokens in each part of a context: a multiple of `least`, the same whatever else is there."""
-    return tl.maximum((context + parts * least - 1) // (parts * least), 1) * least
+from hmt.kernels.triton.dependent import ask_cache, inputs_are_there, next_may_begin
+from hmt.kernels.triton.merging import count_parts, group_rows, merged, store_result
+from hmt.kernels.triton.tiles import INT8, advance, log_of, tile_rows
 
 
 # Kernels have many parameters; one on each line, functions would be too long to read.
 # fmt: off
 @triton.jit
+def token_offsets(
+    place, page, position, start, SIZE: tl.constexpr, PAGED: tl.constexpr, NEW: tl.constexpr,
+):
+    """Numbers from the beginning of memory to the rows of tokens.
+
+    place   numbers from page to page (in a plain tensor: from row to row), from the beginning of a
+            page to this head's rows, from the beginning of memory to the first new row, and from
+            one new row to the next
+    NEW     tokens from `start` on are not in pages yet; numbers in 16 bytes, which all are multiples
+            of, or 0
+    """
+    page_stride, offset, new, new_stride = place
+    if PAGED:
+        at = page.to(tl.int64) * page_stride + (offset + position % 16 * SIZE)
+        if NEW:
+            at = tl.where(position >= start, new + (position - start) * new_stride, at)
+            at = tl.multiple_of(at, NEW)
+    else:
+        at = position.to(tl.int64) * page_stride + offset
+    return at
+
+
+@triton.jit
 def sweep(
-    sums, query, place, rows, numbers, low, high,
+    sums, query, places, rows, numbers, low, high,
     ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LATENT: tl.constexpr,
-    KEY_WORDS: tl.constexpr, KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, PER_WORD: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, AHEAD: tl.constexpr,
-    MASKED: tl.constexpr,
+    PAGED: tl.constexpr, NEW: tl.constexpr, KEY_DIM: tl.constexpr, KEY_FRONT: tl.constexpr,
+    KEY_BACK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    APART: tl.constexpr, MASKED: tl.constexpr,
 ):
     """The sums with the tiles from low to high: (mixed, top, total).
 
-    AHEAD   the words of the next tile are on their way while one is computed
+    places   keys and values in memory, the run's table, and where rows of keys, of values, and
+             their scales lie
+    rows     position of each row, the first position, the first and the end of what any of them
+             sees, and the first token that is new
     """
     mixed, top, total = sums
-    if AHEAD:
-        nearest = tl.minimum(low, rows[2] - 1) // TILE * TILE
-        words = tile_words(
-            place, nearest, ENCODING, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED,
-            PER_WORD, TILE,
-        )
-        front, back, value, key_scales, value_scales = words
-    for first in tl.range(low, high, TILE, num_stages=1):
-        if AHEAD:
-            now = (front, back, value, key_scales, value_scales)
-            after = tl.minimum(first + TILE, high - TILE)
-            front, back, value, key_scales, value_scales = tile_words(
-                place, after, ENCODING, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED,
-                PER_WORD, TILE,
+    at, first_at, lowest, end, start = rows
+    keys, values, table, key_place, value_place, scales = places
+    token = tl.arange(0, TILE)
+    page = token
+    if PAGED:  # page numbers come one tile before what lies in those pages
+        page = tl.load(table + tl.minimum(low + token, end - 1) // 16)
+    for first in tl.range(low, high, TILE, num_stages=STAGES):
+        position = first + token
+        held = (position >= lowest) & (position < end)
+        key_at = keys + token_offsets(key_place, page, position, start, KEY_DIM, PAGED, NEW)
+        front = tile_rows(key_at, held, 0, KEY_DIM, KEY_FRONT, MASKED)
+        back = first
+        if KEY_BACK:
+            back = tile_rows(key_at, held, KEY_FRONT, KEY_DIM, KEY_BACK, MASKED)
+        value = first
+        if not LATENT:
+            value_at = values + token_offsets(
+                value_place, page, position, start, VALUE_DIM, PAGED, NEW
             )
-        else:
-            now = tile_words(
-                place, first, ENCODING, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED,
-                PER_WORD, TILE,
-            )
+            value = tile_rows(value_at, held, 0, VALUE_DIM, VALUE_PADDED, MASKED)
+        key_scales = first
+        value_scales = first
+        if ENCODING == INT8:
+            memory, page_stride, key_scale, value_scale = scales
+            scale_at = memory + page.to(tl.int64) * page_stride + position % 16
+            key_scales = tl.load(scale_at + key_scale, held, 0.0)
+            value_scales = tl.load(scale_at + value_scale, held, 0.0)
+        if PAGED:
+            page = tl.load(table + tl.minimum(position + TILE, end - 1) // 16)
         mixed, top, total = advance(
-            mixed, top, total, query, now, first, rows, numbers, ENCODING, DTYPE, PRECISION,
-            KEY_BACK, LATENT, TILE, WINDOW, SOFTCAP, MASKED,
+            (mixed, top, total), query, (front, back, value, key_scales, value_scales), first,
+            (at, first_at, lowest, end), numbers, ENCODING, DTYPE, PRECISION, KEY_BACK, LATENT,
+            TILE, WINDOW, SOFTCAP, MASKED, APART,
         )
     return mixed, top, total
 
@@ -76,57 +99,18 @@ def query_rows(at, real, DIM: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.const
 
 
 @triton.jit
-def store_rows(
-    sums, out, lse, sinks, result, q_head, real, VALUE_DIM: tl.constexpr, MIXED: tl.constexpr,
-    SPLIT: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-):
-    """Divide sums and write them to rows `result`."""
-    mixed, top, total = sums
-    if SINKS and not SPLIT:
-        sink = tl.load(sinks + q_head) * LOG2_E
-        above = tl.maximum(top, sink)
-        finite = tl.where(above == float("-inf"), 0.0, above)
-        fading = tl.exp2(top - finite)
-        mixed *= fading[:, None]
-        total = total * fading + tl.exp2(sink - finite)
-        top = above
-    mixed /= tl.where(total == 0, 1.0, total)[:, None]
-    log = log_of(top, total)
-    if SPLIT:
-        tl.store(lse + result, log, real)
-    elif LSE:
-        tl.store(lse + result, log * LN_2, real)
-    dim = tl.arange(0, MIXED)[None, :]
-    at = out + result[:, None] * VALUE_DIM + dim
-    tl.store(at, mixed.to(out.dtype.element_ty), real[:, None] & (dim < VALUE_DIM))
-
-
-@triton.jit
-def place_of(
-    memory, tables, run, table_width, page_stride, layer_offset, head, HEADS: tl.constexpr,
-    KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr, LATENT: tl.constexpr,
-):
-    """Where words of one head are, in pages: keys, values, scales of keys, scales of values."""
-    keys = layer_offset + head * KEY_WORDS
-    values = layer_offset + HEADS * KEY_WORDS + head * VALUE_WORDS
-    key_scales = layer_offset + HEADS * (KEY_WORDS + VALUE_WORDS) + head * 16
-    value_scales = key_scales
-    if not LATENT:
-        value_scales += HEADS * 16
-    table = tables + run.to(tl.int64) * table_width
-    return memory, table, page_stride, keys, values, key_scales, value_scales
-
-
-@triton.jit
 def sums_of(
-    query, place, numbers, at, first_at, last_at, begin, size,
+    query, places, numbers, at, first_at, last_at, begin, size, start, limit,
     ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LATENT: tl.constexpr,
-    KEY_WORDS: tl.constexpr, KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, PER_WORD: tl.constexpr,
+    PAGED: tl.constexpr, NEW: tl.constexpr, KEY_DIM: tl.constexpr, KEY_FRONT: tl.constexpr,
+    KEY_BACK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, AHEAD: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, ONE_SWEEP: tl.constexpr,
 ):
-    """Sums of rows at positions `at`, from first_at to last_at, over `size` tokens from `begin`."""
+    """Sums of rows at positions `at`, from first_at to last_at, over `size` tokens from `begin`.
+
+    ONE_SWEEP   all tiles are taken as if some row did not see some of their tokens
+    """
     sums = (
         tl.zeros((ROWS, MIXED), tl.float32),
         tl.full((ROWS,), float("-inf"), tl.float32),
@@ -135,135 +119,223 @@ def sums_of(
     lowest = begin
     if WINDOW:
         lowest = tl.maximum(first_at - numbers[1] + 1, begin)
-    end = tl.minimum(last_at + 1, begin + size)
-    rows = (at, lowest, end)
+    end = tl.minimum(tl.minimum(last_at + 1, limit), begin + size)
+    rows = (at, first_at, lowest, end, start)
     # Every row sees the tiles between `whole` and `ragged`; others are seen in part by some.
-    left = lowest // TILE * TILE
-    whole = left
-    if WINDOW:
-        whole = tl.maximum(tl.cdiv(tl.maximum(last_at - numbers[1] + 1, 0), TILE) * TILE, left)
+    ragged = lowest // TILE * TILE
+    if not ONE_SWEEP:
+        whole = ragged
+        if WINDOW:
+            above = tl.cdiv(tl.maximum(last_at - numbers[1] + 1, 0), TILE) * TILE
+            whole = tl.maximum(above, ragged)
+            sums = sweep(
+                sums, query, places, rows, numbers, ragged, tl.minimum(whole, end), ENCODING,
+                DTYPE, PRECISION, LATENT, PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM,
+                VALUE_PADDED, TILE, WINDOW, SOFTCAP, STAGES, APART, True,
+            )
+        ragged = tl.maximum(tl.minimum(first_at + 1, end) // TILE * TILE, whole)
         sums = sweep(
-            sums, query, place, rows, numbers, left, tl.minimum(whole, end), ENCODING,
-            DTYPE, PRECISION, LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED,
-            PER_WORD, TILE, WINDOW, SOFTCAP, False, True,
+            sums, query, places, rows, numbers, whole, ragged, ENCODING, DTYPE, PRECISION, LATENT,
+            PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, TILE, WINDOW,
+            SOFTCAP, STAGES, APART, False,
         )
-    ragged = tl.maximum(tl.minimum(first_at + 1, end) // TILE * TILE, whole)
-    sums = sweep(
-        sums, query, place, rows, numbers, whole, ragged, ENCODING, DTYPE, PRECISION,
-        LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE, WINDOW,
-        SOFTCAP, AHEAD, False,
+    return sweep(
+        sums, query, places, rows, numbers, ragged, end, ENCODING, DTYPE, PRECISION, LATENT, PAGED,
+        NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, TILE, WINDOW, SOFTCAP, STAGES,
+        APART, True,
     )
-    sums = sweep(
-        sums, query, place, rows, numbers, ragged, end, ENCODING, DTYPE, PRECISION, LATENT,
-        KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, PER_WORD, TILE, WINDOW, SOFTCAP,
-        False, True,
-    )
-    return sums
+
+
+@triton.jit
+def ask_for_rows(
+    at, place, table, low, end, SIZE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """Let the L2 cache fetch rows of a tile.
+
+    A hint to that cache changes no result, whoever writes there meanwhile: all read through it.
+    """
+    LINE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(SIZE, LINE))
+    position = tl.maximum(tl.minimum(low + tl.arange(0, TILE), end - 1), 0)
+    page = tl.load(table + position // 16)
+    rows = at + token_offsets(place, page, position, 0, SIZE, True, 0)
+    line = tl.minimum(tl.arange(0, LINES) * LINE, SIZE - 1)
+    ask_cache(rows[:, None] + line[None, :], DEPENDENT)
+
+
+@triton.jit
+def write_new(
+    memory, place, table, new, offset, start, low, end, stride, SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Rows of SIZE numbers of new tokens, at positions low .. end, into their pages."""
+    PADDED: tl.constexpr = triton.next_power_of_2(SIZE)
+    index = tl.arange(0, COUNT)
+    dim = tl.arange(0, PADDED)[None, :]
+    position = start + index
+    valid = (position >= low) & (position < end)
+    mask = valid[:, None] & (dim < SIZE)
+    rows = tl.load(new + (offset + index).to(tl.int64)[:, None] * stride + dim, mask, 0)
+    page = tl.load(table + position // 16, valid, 0)
+    at = memory + token_offsets(place, page, position, 0, SIZE, True, 0)
+    tl.store(at[:, None] + dim, rows, mask)
 
 
 # Numbers that change from step to step: a kernel for each kind of them would be compiled.
-@triton.jit(do_not_specialize=["tokens", "table_width", "runs", "blocks", "parts", "window"])
+@triton.jit(do_not_specialize=[
+    "tokens", "given_start", "limit", "table_width", "runs", "blocks", "launched", "few", "parts",
+    "window",
+])
 def attend_kernel(
-    query, out, lse, memory, spans, tables, sinks, tokens, query_stride, head_stride, page_stride,
-    layer_offset, table_width, runs, blocks, parts, scale, window, softcap,
-    SPLIT: tl.constexpr, LEAST: tl.constexpr, ENCODING: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, LATENT: tl.constexpr, PER_WORD: tl.constexpr,
+    query, out, lse, parts_out, parts_lse, arrived, memory, key, value, spans, tables, sinks,
+    tokens, given_start, limit, query_stride, head_stride, key_stride, key_head_stride,
+    value_stride, value_head_stride, page_stride, layer_offset, table_width, runs, blocks,
+    launched, few, parts, scale, window, softcap,
+    SPLIT: tl.constexpr, MERGE: tl.constexpr, OWN_PARTS: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr, ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGED: tl.constexpr, NEW: tl.constexpr, NEW_ROWS: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LATENT: tl.constexpr,
     KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, AHEAD: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
+    APART: tl.constexpr, ONE_SWEEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Attention of ROWS rows, which are pairs of token and query head, to a part of their context.
 
     Program (row block + blocks * part, KV head, run).  Parts are cut from the run's own context.
-    Without SPLIT, out and lse are the result.  Otherwise out f32 [parts, tokens, q_heads, dim] and
-    lse [parts, tokens, q_heads], in powers of 2, go to `merge_kernel`.
+    A context of one part is finished here.  Others go to parts_out f32 [slots, ROWS, VALUE_DIM] and
+    parts_lse [slots, ROWS], in powers of 2, for `merge_kernel`, or, with MERGE, for the program of
+    the row block that is last to arrive.
+
+    PAGED       keys and values are in pages; else key and value [limit, HEADS, dim] are one run's
+    NEW         pages do not hold the run's own tokens: they are in key and value, and the programs
+                that see them write them to their pages
+    OWN_PARTS   as many as keep `parts` programs busy with the run alone
+    arrived     int32 of zeros, one for each row block; zeros again at the end
     """
+    next_may_begin(DEPENDENT)
     run, head = tl.program_id(2), tl.program_id(1)
     # The last rows see most: they begin first.
     block, part = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    offset, length = tl.load(spans + run), tl.load(spans + runs + run)
-    start = tl.load(spans + 2 * runs + run)
-    if block * ROWS >= length * GROUP:
-        return
-    begin = first_tile(start, window, WINDOW, TILE)
-    size = start + length - begin
-    if SPLIT:
-        size = part_tokens(size, parts, LEAST)
-    begin += part * size
-    if begin >= start + length:
+    if PAGED:
+        offset, length = tl.load(spans + run), tl.load(spans + runs + run)
+        start = tl.load(spans + 2 * runs + run)
+        limit = start + length
+    else:
+        offset, length, start = run * 0, tokens, given_start
+    first, size, count = count_parts(
+        start, length, few, parts, window, OWN_PARTS, LEAST, MOST, HEADS, GROUP, ROWS, TILE, WINDOW
+    )
+    if not SPLIT:
+        size = tl.maximum(tl.minimum(start + length, limit) - first, 1)
+        count = 1
+    begin = first + part * size
+    idle = (block * ROWS >= length * GROUP) | (part >= count)
+
+    VALUE_ROW: tl.constexpr = 0 if LATENT else VALUE_DIM
+    table = tables
+    new_keys, new_values = key, value
+    if PAGED:
+        table += run.to(tl.int64) * table_width
+        key_offset = layer_offset + head * (16 * KEY_DIM)
+        value_offset = layer_offset + HEADS * (16 * KEY_DIM) + head * (16 * VALUE_ROW)
+        new_keys += head * key_head_stride
+        new_values += head * value_head_stride
+        keys, values = memory, memory
+        key_row, value_row = page_stride, page_stride
+    else:
+        key_offset, value_offset = head * key_head_stride, head * value_head_stride
+        keys, values = key, value
+        key_row, value_row = key_stride, value_stride
+    key_new, value_new = start.to(tl.int64) * 0, start.to(tl.int64) * 0
+    if NEW:
+        SIZE: tl.constexpr = memory.dtype.element_ty.primitive_bitwidth // 8
+        base = memory.to(tl.int64)
+        key_new = (new_keys.to(tl.int64) - base) // SIZE + offset.to(tl.int64) * key_stride
+        value_new = (new_values.to(tl.int64) - base) // SIZE + offset.to(tl.int64) * value_stride
+    key_place = (key_row, key_offset, key_new, key_stride)
+    value_place = (value_row, value_offset, value_new, value_stride)
+    scales = memory
+    scale_place = start
+    if ENCODING == INT8:
+        scales = memory.to(tl.pointer_type(tl.float32))
+        scale_place = (layer_offset + HEADS * 16 * (KEY_DIM + VALUE_ROW)) // 4 + head * 16
+    value_scale = scale_place
+    if not LATENT:
+        value_scale += HEADS * 16
+    places = (
+        keys, values, table, key_place, value_place,
+        (scales, page_stride // 4, scale_place, value_scale),
+    )
+    if DEPENDENT and ONE_SWEEP and PAGED:
+        if not idle:
+            for low in range(begin, tl.minimum(begin + tl.minimum(size, 4 * TILE), limit), TILE):
+                ask_for_rows(keys, key_place, table, low, limit, KEY_DIM, TILE, DEPENDENT)
+                if not LATENT:
+                    ask_for_rows(values, value_place, table, low, limit, VALUE_DIM, TILE, DEPENDENT)
+    inputs_are_there(DEPENDENT)
+    if idle:
         return
 
-    row = block * ROWS + tl.arange(0, ROWS)
+    local = tl.arange(0, ROWS)
+    row = block * ROWS + local
     first_at = start + block * ROWS // GROUP
     last_at = start + tl.minimum((block * ROWS + ROWS - 1) // GROUP, length - 1)
-    real = row // GROUP < length
-    token = tl.where(real, row // GROUP, 0) + offset
-    q_head = head * GROUP + row % GROUP
+    token, q_head, real = group_rows(row, offset, length, head, GROUP)
     at = query + token.to(tl.int64) * query_stride + q_head * head_stride
-    front = query_rows(at, real, KEY_DIM, 0, KEY_FRONT * PER_WORD, DTYPE)
+    front = query_rows(at, real, KEY_DIM, 0, KEY_FRONT, DTYPE)
     back = front
     if KEY_BACK:
-        back = query_rows(at, real, KEY_DIM, KEY_FRONT * PER_WORD, KEY_BACK * PER_WORD, DTYPE)
-    KEY_WORDS: tl.constexpr = KEY_DIM // PER_WORD
-    VALUE_WORDS: tl.constexpr = 0 if LATENT else VALUE_DIM * (16 // PER_WORD)
-    place = place_of(
-        memory, tables, run, table_width, page_stride, layer_offset, head, HEADS, KEY_WORDS * 16,
-        VALUE_WORDS, LATENT,
+        back = query_rows(at, real, KEY_DIM, KEY_FRONT, KEY_BACK, DTYPE)
+    mixed, top, total = sums_of(
+        (front, back), places, (scale, window, softcap), start + row // GROUP, first_at, last_at,
+        begin, size, start, limit, ENCODING, DTYPE, PRECISION, LATENT, PAGED, NEW, KEY_DIM,
+        KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, MIXED, ROWS, TILE, WINDOW, SOFTCAP, STAGES,
+        APART, ONE_SWEEP,
     )
+    if NEW:
+        if block == 0:
+            low, end = tl.maximum(begin, start), tl.minimum(begin + size, limit)
+            if low < end:
+                write_new(
+                    memory, key_place, table, new_keys, offset, start, low, end, key_stride,
+                    KEY_DIM, NEW_ROWS,
+                )
+                if not LATENT:
+                    write_new(
+                        memory, value_place, table, new_values, offset, start, low, end,
+                        value_stride, VALUE_DIM, NEW_ROWS,
+                    )
 
-    sums = sums_of(
-        (front, back), place, (scale, window, softcap), start + row // GROUP, first_at, last_at,
-        begin, size, ENCODING, DTYPE, PRECISION, LATENT, KEY_WORDS, KEY_FRONT, KEY_BACK, VALUE_DIM,
-        VALUE_PADDED, PER_WORD, MIXED, ROWS, TILE, WINDOW, SOFTCAP, AHEAD,
-    )
-    result = token.to(tl.int64) * (HEADS * GROUP) + q_head
-    if SPLIT:
-        result += part.to(tl.int64) * tokens * (HEADS * GROUP)
-    store_rows(sums, out, lse, sinks, result, q_head, real, VALUE_DIM, MIXED, SPLIT, SINKS, LSE)
-
-
-@triton.jit(do_not_specialize=["tokens", "runs", "parts", "window"])
-def merge_kernel(
-    out, lse, parts_out, parts_lse, spans, sinks, tokens, runs, parts, window,
-    HEADS: tl.constexpr, CHUNKS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr,
-    VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr, PADDED_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-):
-    """The parts of one row as one, in their order.
-
-    Program (chunk of numbers + CHUNKS * token of the run, query head, run).
-    """
-    run, head = tl.program_id(2), tl.program_id(1)
-    index, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
-    offset, length = tl.load(spans + run), tl.load(spans + runs + run)
-    start = tl.load(spans + 2 * runs + run)
-    if index >= length:
-        return
-    size = start + length - first_tile(start, window, WINDOW, TILE)
-    count = tl.cdiv(size, part_tokens(size, parts, LEAST))
-    row = (offset + index).to(tl.int64) * HEADS + head
-    part = tl.arange(0, PADDED_PARTS).to(tl.int64)
-    at = row + part * (tokens * HEADS)
-
-    logs = tl.load(parts_lse + at, part < count, float("-inf"))
-    top = tl.max(logs, 0)
-    if SINKS:
-        sink = tl.load(sinks + head) * LOG2_E
-        top = tl.maximum(top, sink)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logs - finite)
-    total = tl.sum(weights, 0)
-    if SINKS:
-        total += tl.exp2(sink - finite)
-
-    dim = chunk * CHUNK + tl.arange(0, CHUNK)
-    some = tl.load(
-        parts_out + at[:, None] * VALUE_DIM + dim[None, :],
-        (weights != 0)[:, None] & (dim < VALUE_DIM)[None, :],
-        0.0,
-    )
-    mixed = tl.sum(some * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
-    tl.store(out + row * VALUE_DIM + dim, mixed.to(out.dtype.element_ty), dim < VALUE_DIM)
-    if LSE and chunk == 0:
-        tl.store(lse + row, log_of(finite, total) * LN_2)
+    dim = tl.arange(0, MIXED)
+    if not SPLIT:
+        store_result(
+            out, lse, sinks, (mixed, top, total), token, q_head, real, dim, HEADS * GROUP,
+            VALUE_DIM, SINKS, LSE,
+        )
+    elif count == 1:
+        store_result(
+            out, lse, sinks, (mixed, top, total), token, q_head, real, dim, HEADS * GROUP,
+            VALUE_DIM, SINKS, LSE,
+        )
+    else:
+        group = (run * HEADS + head) * blocks + block
+        result = (group.to(tl.int64) * launched + part) * ROWS + local
+        tl.store(parts_lse + result, log_of(top, total), real)
+        mixed /= tl.where(total == 0, 1.0, total)[:, None]
+        there = parts_out + result[:, None] * VALUE_DIM + dim[None, :]
+        tl.store(there, mixed, real[:, None] & (dim < VALUE_DIM)[None, :])
+        if MERGE:
+            tl.debug_barrier()  # the count is of programs all of whose threads have written
+            before = tl.atomic_add(arrived + group, 1, sem="acq_rel", scope="gpu")
+            if before == count - 1:
+                tl.store(arrived + group, 0)
+                some = tl.arange(0, MERGE)
+                some_token, some_head, exists = group_rows(
+                    block * ROWS + some, offset, length, head, GROUP
+                )
+                merged(
+                    out, lse, parts_out, parts_lse, sinks, group.to(tl.int64) * launched, count,
+                    some, some_token, some_head, exists & (some < ROWS), dim, HEADS * GROUP,
+                    VALUE_DIM, ROWS, SINKS, LSE, 16, 8,
+                )
