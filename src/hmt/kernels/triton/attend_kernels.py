@@ -37,28 +37,33 @@ def token_offsets(
 
 
 @triton.jit
+def tile_pages(table, first, end, TILE: tl.constexpr):
+    """Page numbers of tokens first .. first + TILE; those of the last one for later ones."""
+    position = tl.minimum(first + tl.arange(0, TILE), end - 1)
+    return tl.load(table + tl.maximum(position, 0) // 16)
+
+
+@triton.jit
 def sweep(
-    sums, query, places, rows, numbers, low, high,
+    sums, query, places, rows, numbers, low, high, page,
     ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LATENT: tl.constexpr,
     PAGED: tl.constexpr, NEW: tl.constexpr, KEY_DIM: tl.constexpr, KEY_FRONT: tl.constexpr,
     KEY_BACK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-    APART: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """The sums with the tiles from low to high: (mixed, top, total).
+    """The sums with the tiles from low to high: (mixed, top, total), and the page numbers that follow.
 
+    page     of the tokens of the first tile: page numbers come one tile before what lies there
     places   keys and values in memory, the run's table, and where rows of keys, of values, and
              their scales lie
-    rows     position of each row, the first position, the first and the end of what any of them
-             sees, and the first token that is new
+    rows     position of each row, the first and the end of what any of them sees, and the first
+             token that is new
     """
     mixed, top, total = sums
-    at, first_at, lowest, end, start = rows
+    at, lowest, end, start = rows
     keys, values, table, key_place, value_place, scales = places
     token = tl.arange(0, TILE)
-    page = token
-    if PAGED:  # page numbers come one tile before what lies in those pages
-        page = tl.load(table + tl.minimum(low + token, end - 1) // 16)
     for first in tl.range(low, high, TILE, num_stages=STAGES):
         position = first + token
         held = (position >= lowest) & (position < end)
@@ -81,13 +86,13 @@ def sweep(
             key_scales = tl.load(scale_at + key_scale, held, 0.0)
             value_scales = tl.load(scale_at + value_scale, held, 0.0)
         if PAGED:
-            page = tl.load(table + tl.minimum(position + TILE, end - 1) // 16)
+            page = tile_pages(table, first + TILE, end, TILE)
         mixed, top, total = advance(
             (mixed, top, total), query, (front, back, value, key_scales, value_scales), first,
-            (at, first_at, lowest, end), numbers, ENCODING, DTYPE, PRECISION, KEY_BACK, LATENT,
-            TILE, WINDOW, SOFTCAP, MASKED, APART,
+            (at, lowest, end), numbers, ENCODING, DTYPE, PRECISION, KEY_BACK, LATENT,
+            TILE, WINDOW, SOFTCAP, MASKED,
         )
-    return mixed, top, total
+    return (mixed, top, total), page
 
 
 @triton.jit
@@ -100,12 +105,12 @@ def query_rows(at, real, DIM: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.const
 
 @triton.jit
 def sums_of(
-    query, places, numbers, at, first_at, last_at, begin, size, start, limit,
+    query, places, numbers, at, first_at, last_at, lowest, begin, size, start, limit, page,
     ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LATENT: tl.constexpr,
     PAGED: tl.constexpr, NEW: tl.constexpr, KEY_DIM: tl.constexpr, KEY_FRONT: tl.constexpr,
     KEY_BACK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, ONE_SWEEP: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ONE_SWEEP: tl.constexpr,
 ):
     """Sums of rows at positions `at`, from first_at to last_at, over `size` tokens from `begin`.
 
@@ -116,34 +121,32 @@ def sums_of(
         tl.full((ROWS,), float("-inf"), tl.float32),
         tl.zeros((ROWS,), tl.float32),
     )
-    lowest = begin
-    if WINDOW:
-        lowest = tl.maximum(first_at - numbers[1] + 1, begin)
     end = tl.minimum(tl.minimum(last_at + 1, limit), begin + size)
-    rows = (at, first_at, lowest, end, start)
+    rows = (at, lowest, end, start)
     # Every row sees the tiles between `whole` and `ragged`; others are seen in part by some.
     ragged = lowest // TILE * TILE
     if not ONE_SWEEP:
         whole = ragged
         if WINDOW:
             above = tl.cdiv(tl.maximum(last_at - numbers[1] + 1, 0), TILE) * TILE
-            whole = tl.maximum(above, ragged)
-            sums = sweep(
-                sums, query, places, rows, numbers, ragged, tl.minimum(whole, end), ENCODING,
-                DTYPE, PRECISION, LATENT, PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM,
-                VALUE_PADDED, TILE, WINDOW, SOFTCAP, STAGES, APART, True,
+            whole = tl.minimum(tl.maximum(above, ragged), end)
+            sums, page = sweep(
+                sums, query, places, rows, numbers, ragged, whole, page, ENCODING, DTYPE,
+                PRECISION, LATENT, PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM,
+                VALUE_PADDED, TILE, WINDOW, SOFTCAP, STAGES, True,
             )
         ragged = tl.maximum(tl.minimum(first_at + 1, end) // TILE * TILE, whole)
-        sums = sweep(
-            sums, query, places, rows, numbers, whole, ragged, ENCODING, DTYPE, PRECISION, LATENT,
-            PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, TILE, WINDOW,
-            SOFTCAP, STAGES, APART, False,
+        sums, page = sweep(
+            sums, query, places, rows, numbers, whole, ragged, page, ENCODING, DTYPE, PRECISION,
+            LATENT, PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, TILE,
+            WINDOW, SOFTCAP, STAGES, False,
         )
-    return sweep(
-        sums, query, places, rows, numbers, ragged, end, ENCODING, DTYPE, PRECISION, LATENT, PAGED,
-        NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, TILE, WINDOW, SOFTCAP, STAGES,
-        APART, True,
+    sums, page = sweep(
+        sums, query, places, rows, numbers, ragged, end, page, ENCODING, DTYPE, PRECISION, LATENT,
+        PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, TILE, WINDOW, SOFTCAP,
+        STAGES, True,
     )
+    return sums
 
 
 @triton.jit
@@ -198,19 +201,20 @@ def attend_kernel(
     KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    APART: tl.constexpr, ONE_SWEEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    ONE_SWEEP: tl.constexpr, ASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Attention of ROWS rows, which are pairs of token and query head, to a part of their context.
 
     Program (row block + blocks * part, KV head, run).  Parts are cut from the run's own context.
     A context of one part is finished here.  Others go to parts_out f32 [slots, ROWS, VALUE_DIM] and
-    parts_lse [slots, ROWS], in powers of 2, for `merge_kernel`, or, with MERGE, for the program of
-    the row block that is last to arrive.
+    parts_lse [slots, ROWS], in powers of 2, for `merge_kernel`, or, up to 16 of them with MERGE, for
+    the program of the row block that is last to arrive.
 
     PAGED       keys and values are in pages; else key and value [limit, HEADS, dim] are one run's
     NEW         pages do not hold the run's own tokens: they are in key and value, and the programs
                 that see them write them to their pages
     OWN_PARTS   as many as keep `parts` programs busy with the run alone
+    ASKED       tiles that the cache is asked for before the kernels ahead have ended
     arrived     int32 of zeros, one for each row block; zeros again at the end
     """
     next_may_begin(DEPENDENT)
@@ -267,9 +271,18 @@ def attend_kernel(
         keys, values, table, key_place, value_place,
         (scales, page_stride // 4, scale_place, value_scale),
     )
-    if DEPENDENT and ONE_SWEEP and PAGED:
+    row = block * ROWS + tl.arange(0, ROWS)
+    first_at = start + block * ROWS // GROUP
+    last_at = start + tl.minimum((block * ROWS + ROWS - 1) // GROUP, length - 1)
+    lowest = begin
+    if WINDOW:
+        lowest = tl.maximum(first_at - window + 1, begin)
+    page = tl.arange(0, TILE)
+    if PAGED:
+        page = tile_pages(table, tl.minimum(lowest, limit) // TILE * TILE, limit, TILE)
+    if DEPENDENT and ASKED:
         if not idle:
-            for low in range(begin, tl.minimum(begin + tl.minimum(size, 4 * TILE), limit), TILE):
+            for low in range(begin, tl.minimum(begin + tl.minimum(size, ASKED * TILE), limit), TILE):
                 ask_for_rows(keys, key_place, table, low, limit, KEY_DIM, TILE, DEPENDENT)
                 if not LATENT:
                     ask_for_rows(values, value_place, table, low, limit, VALUE_DIM, TILE, DEPENDENT)
@@ -277,10 +290,6 @@ def attend_kernel(
     if idle:
         return
 
-    local = tl.arange(0, ROWS)
-    row = block * ROWS + local
-    first_at = start + block * ROWS // GROUP
-    last_at = start + tl.minimum((block * ROWS + ROWS - 1) // GROUP, length - 1)
     token, q_head, real = group_rows(row, offset, length, head, GROUP)
     at = query + token.to(tl.int64) * query_stride + q_head * head_stride
     front = query_rows(at, real, KEY_DIM, 0, KEY_FRONT, DTYPE)
@@ -289,9 +298,9 @@ def attend_kernel(
         back = query_rows(at, real, KEY_DIM, KEY_FRONT, KEY_BACK, DTYPE)
     mixed, top, total = sums_of(
         (front, back), places, (scale, window, softcap), start + row // GROUP, first_at, last_at,
-        begin, size, start, limit, ENCODING, DTYPE, PRECISION, LATENT, PAGED, NEW, KEY_DIM,
+        lowest, begin, size, start, limit, page, ENCODING, DTYPE, PRECISION, LATENT, PAGED, NEW, KEY_DIM,
         KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, MIXED, ROWS, TILE, WINDOW, SOFTCAP, STAGES,
-        APART, ONE_SWEEP,
+        ONE_SWEEP,
     )
     if NEW:
         if block == 0:
@@ -320,22 +329,23 @@ def attend_kernel(
         )
     else:
         group = (run * HEADS + head) * blocks + block
-        result = (group.to(tl.int64) * launched + part) * ROWS + local
+        result = (group.to(tl.int64) * launched + part) * ROWS + tl.arange(0, ROWS)
         tl.store(parts_lse + result, log_of(top, total), real)
         mixed /= tl.where(total == 0, 1.0, total)[:, None]
         there = parts_out + result[:, None] * VALUE_DIM + dim[None, :]
         tl.store(there, mixed, real[:, None] & (dim < VALUE_DIM)[None, :])
         if MERGE:
-            tl.debug_barrier()  # the count is of programs all of whose threads have written
-            before = tl.atomic_add(arrived + group, 1, sem="acq_rel", scope="gpu")
-            if before == count - 1:
-                tl.store(arrived + group, 0)
-                some = tl.arange(0, MERGE)
-                some_token, some_head, exists = group_rows(
-                    block * ROWS + some, offset, length, head, GROUP
-                )
-                merged(
-                    out, lse, parts_out, parts_lse, sinks, group.to(tl.int64) * launched, count,
-                    some, some_token, some_head, exists & (some < ROWS), dim, HEADS * GROUP,
-                    VALUE_DIM, ROWS, SINKS, LSE, 16, 8,
-                )
+            if count <= 16:
+                tl.debug_barrier()  # the count is of programs all of whose threads have written
+                before = tl.atomic_add(arrived + group, 1, sem="acq_rel", scope="gpu")
+                if before == count - 1:
+                    tl.store(arrived + group, 0)
+                    some = tl.arange(0, MERGE)
+                    some_token, some_head, exists = group_rows(
+                        block * ROWS + some, offset, length, head, GROUP
+                    )
+                    merged(
+                        out, lse, parts_out, parts_lse, sinks, group.to(tl.int64) * launched,
+                        count, some, some_token, some_head, exists & (some < ROWS), dim,
+                        HEADS * GROUP, VALUE_DIM, ROWS, SINKS, LSE, 16,
+                    )

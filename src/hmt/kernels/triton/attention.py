@@ -21,7 +21,6 @@ from hmt.kernels.triton.merging import merge_kernel
 from hmt.kernels.triton.pages import append_held, append_pages, layer_numbers, page_numbers
 from hmt.kernels.triton.plans import (
     MERGED_PARTS,
-    MOST_PARTS,
     Plan,
     key_widths,
     plain_plan,
@@ -31,7 +30,12 @@ from hmt.kernels.triton.plans import (
 from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns, device_runs
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_ASKED = 2  # tiles
 _MERGED_NUMBERS = 128  # of a row, in a program of `merge_kernel`
+
+
+# out and lse, and those of parts: f32 [slots, rows, value_dim] and [slots, rows].
+_Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,54 +276,106 @@ def _attend(
     assert q_heads % layout.heads == 0 and query.shape[2] == layout.key_dim
     compute = compute_type(pages, query)
     plan = plan_of(layout, group, held, scoring.window, compute)
-    memory = page_numbers(pages)
     blocks = triton.cdiv(held.tokens * group, plan.rows)
     row_blocks = held.count * layout.heads * blocks
-    parts_out = parts_lse = arrived = None
+    results: _Results = (out, lse, None, None)
     if plan.split:
         shape = (row_blocks * plan.launched, plan.rows)
         parts_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-        parts_out = torch.empty(
-            (*shape, layout.value_dim), dtype=torch.float32, device=query.device
-        )
-        arrived = held.counters(row_blocks) if plan.merge else None
-    key, value = fresh or (memory[:, None], memory[:, None])
+        parts_out = parts_lse.new_empty(*shape, layout.value_dim)
+        results = out, lse, parts_out, parts_lse
     shapes = _Shapes(
         layout.heads, layout.key_dim, layout.value_dim, layout.encoding, layout.latent
     )
-    attend_kernel[(blocks * plan.launched, layout.heads, held.count)](
+    grid = (blocks * plan.launched, layout.heads, held.count)
+    if fresh is None and _is_for_latents(shapes, plan, query, compute, scoring):
+        _attend_latents(pages, layer, held, plan, grid, query, results, scoring.scale)
+    else:
+        memory = page_numbers(pages)
+        key, value = fresh or (memory[:, None], memory[:, None])
+        attend_kernel[grid](
+            query,
+            *results,
+            held.counters(row_blocks) if plan.split and plan.merge else None,
+            memory,
+            key,
+            value,
+            held.spans,
+            held.tables,
+            scoring.sinks,
+            len(query),
+            0,
+            0,
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            memory.stride(0),
+            layer_numbers(pages, layer),
+            held.tables.stride(0),
+            held.count,
+            blocks,
+            *_numbers(plan, scoring),
+            **_constants(shapes, plan, scoring, compute, group, wants_lse=lse is not None),
+            PAGED=True,
+            NEW=16 // layout.encoding.dtype.itemsize if fresh else 0,
+            NEW_ROWS=triton.next_power_of_2(held.tokens) if fresh else 0,
+            **dependent(query.device),
+        )
+    if plan.split and (not plan.merge or plan.launched > MERGED_PARTS):
+        _merge(held, plan, shapes, blocks, results, scoring)
+
+
+def _is_for_latents(
+    shapes: _Shapes, plan: Plan, query: Tensor, compute: torch.dtype, scoring: _Scoring
+) -> bool:
+    """Whether `latent_kernel` takes it: see there."""
+    whole = (shapes.heads, shapes.key_dim, shapes.value_dim, plan.rows) == (1, 576, 512, 64)
+    plain = not scoring.window and not scoring.softcap and scoring.sinks is None
+    short = compute.itemsize == 2 and shapes.encoding.dtype == compute
+    hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
+    return shapes.latent and whole and plain and short and hopper
+
+
+def _attend_latents(
+    pages: Pages,
+    layer: int,
+    held: DeviceRuns,
+    plan: Plan,
+    grid: tuple[int, int, int],
+    query: Tensor,
+    results: _Results,
+    scale: float,
+) -> None:
+    # What this is written in changes more often than Triton: others shall not load it.
+    from hmt.kernels.triton.latent import latent_kernel
+
+    memory = page_numbers(pages)
+    lse = results[1]
+    latent_kernel[grid](
         query,
-        out,
-        lse,
-        parts_out,
-        parts_lse,
-        arrived,
+        *results,
         memory,
-        key,
-        value,
         held.spans,
         held.tables,
-        scoring.sinks,
-        len(query),
-        0,
-        0,
         *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
         memory.stride(0),
         layer_numbers(pages, layer),
         held.tables.stride(0),
         held.count,
-        blocks,
-        *_numbers(plan, scoring),
-        **_constants(shapes, plan, scoring, compute, group, wants_lse=lse is not None),
-        PAGED=True,
-        NEW=16 // layout.encoding.dtype.itemsize if fresh else 0,
-        NEW_ROWS=triton.next_power_of_2(held.tokens) if fresh else 0,
+        grid[0] // plan.launched,
+        plan.launched,
+        plan.few,
+        plan.parts,
+        scale,
+        SPLIT=plan.split,
+        OWN_PARTS=plan.own_parts,
+        LEAST=plan.least,
+        MOST=plan.most,
+        GROUP=query.shape[1],
+        LSE=lse is not None,
+        num_warps=8,
         **dependent(query.device),
     )
-    if plan.split and not plan.merge:
-        _merge(held, plan, shapes, blocks, (parts_out, parts_lse), out, lse, scoring)
 
 
 def _numbers(plan: Plan, scoring: _Scoring) -> tuple[float, ...]:
@@ -364,8 +420,8 @@ def _constants(
         "SINKS": scoring.sinks is not None,
         "LSE": wants_lse,
         "STAGES": plan.stages,
-        "APART": plan.apart,
         "ONE_SWEEP": plan.one_sweep,
+        "ASKED": _ASKED if plan.one_sweep else 0,
         "num_warps": plan.warps,
     }
 
@@ -375,19 +431,16 @@ def _merge(
     plan: Plan,
     shapes: _Shapes,
     blocks: int,
-    parts: tuple[Tensor | None, Tensor | None],
-    out: Tensor,
-    lse: Tensor | None,
+    results: _Results,
     scoring: _Scoring,
 ) -> None:
-    """Write the union of parts [slots, rows, dim] and [slots, rows]."""
+    """Write the union of parts."""
+    out, lse, *_ = results
     group = out.shape[1] // shapes.heads
     chunks = triton.cdiv(shapes.value_dim, _MERGED_NUMBERS)
     rows = min(plan.rows, held.tokens * group)
     merge_kernel[(chunks * rows, shapes.heads * blocks, held.count)](
-        out,
-        lse,
-        *parts,
+        *results,
         held.spans,
         scoring.sinks,
         held.count,
@@ -407,11 +460,11 @@ def _merge(
         NEAR=1,
         CHUNK=_MERGED_NUMBERS,
         CHUNKS=chunks,
-        PADDED_PARTS=MERGED_PARTS if plan.launched <= MERGED_PARTS else MOST_PARTS,
-        AT_ONCE=16,
+        PADDED_PARTS=triton.next_power_of_2(plan.parts),
+        DONE=MERGED_PARTS if plan.merge else 1,
         WINDOW=scoring.window > 0,
         SINKS=scoring.sinks is not None,
         LSE=lse is not None,
-        num_warps=1,
+        num_warps=4,
         **dependent(out.device),
     )

@@ -1,8 +1,4 @@
-"""Results of attention: sums divided and written, and the parts of a context as one.
-
-Parts are added in their order, one after the other, wherever that is done, so that a row has the
-same bits however many programs a launch has room for.
-"""
+"""Results of attention: sums divided and written, and the parts of a context as one."""
 
 import triton
 import triton.language as tl
@@ -80,35 +76,27 @@ def store_result(
 def merged(
     out, lse, parts_out, parts_lse, sinks, slot, count, local, token, q_head, real, dim,
     Q_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, PADDED_PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    LSE: tl.constexpr, PADDED_PARTS: tl.constexpr,
 ):
     """Add `count` parts, from `slot` on, of rows `local` of a row block, and write them.
 
-    AT_ONCE   parts that are read before the first of them is added
+    All are read at once: one after the other, 16 parts took 2 us more on an H200.
     """
-    NEAR: tl.constexpr = local.shape[0]
-    CHUNK: tl.constexpr = dim.shape[0]
-    every = tl.arange(0, PADDED_PARTS)[None, :]
-    logs = parts_lse + (slot + every) * ROWS + local[:, None]
-    known = real[:, None] & (every < count)
-    top = tl.max(tl.load(logs, known, float("-inf"), cache_modifier=".cg"), 1)
+    part = tl.arange(0, PADDED_PARTS)[:, None]
+    at = (slot + part) * ROWS + local[None, :]
+    known = real[None, :] & (part < count)
+    logs = tl.load(parts_lse + at, known, float("-inf"), cache_modifier=".cg")
+    mask = known[:, :, None] & (dim < VALUE_DIM)[None, None, :]
+    there = parts_out + at[:, :, None] * VALUE_DIM + dim[None, None, :]
+    some = tl.load(there, mask, 0.0, cache_modifier=".cg")
+    top = tl.max(logs, 0)
     if SINKS:
         sink = tl.load(sinks + q_head) * LOG2_E
         top = tl.maximum(top, sink)
     finite = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros((NEAR,), tl.float32)
-    mixed = tl.zeros((NEAR, CHUNK), tl.float32)
-    for part in range(0, count, AT_ONCE):
-        for near in tl.static_range(AT_ONCE):
-            at = (slot + part + near) * ROWS + local
-            valid = real & (local * 0 + part + near < count)
-            log = tl.load(parts_lse + at, valid, float("-inf"), cache_modifier=".cg")
-            mask = valid[:, None] & (dim < VALUE_DIM)[None, :]
-            there = parts_out + at[:, None] * VALUE_DIM + dim[None, :]
-            some = tl.load(there, mask, 0.0, cache_modifier=".cg")
-            weight = tl.exp2(log - finite)
-            total += weight
-            mixed = tl.fma(some, tl.broadcast_to(weight[:, None], (NEAR, CHUNK)), mixed)
+    weights = tl.exp2(logs - finite[None, :])
+    total = tl.sum(weights, 0)
+    mixed = tl.sum(some * weights[:, :, None], 0)
     if SINKS:
         total += tl.exp2(sink - finite)
     mixed /= tl.where(total == 0, 1.0, total)[:, None]
@@ -123,10 +111,10 @@ def merge_kernel(
     OWN_PARTS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     NEAR: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED_PARTS: tl.constexpr,
-    AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    DONE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The parts of NEAR rows as one, CHUNK numbers of them.
+    """The parts of NEAR rows as one, CHUNK numbers of them; runs of up to DONE parts are ready.
 
     Program (chunk + CHUNKS * rows, row block + blocks * KV head, run).
     """
@@ -140,7 +128,7 @@ def merge_kernel(
         start, length, few, parts, window, OWN_PARTS, LEAST, MOST, HEADS, GROUP, ROWS, TILE, WINDOW
     )[2]
     inputs_are_there(DEPENDENT)
-    if (block * ROWS + local >= length * GROUP) | (count == 1):
+    if (block * ROWS + local >= length * GROUP) | (count <= DONE):
         return
     rows = local + tl.arange(0, NEAR)
     token, q_head, real = group_rows(block * ROWS + rows, offset, length, head, GROUP)
@@ -148,5 +136,5 @@ def merge_kernel(
     merged(
         out, lse, parts_out, parts_lse, sinks, group.to(tl.int64) * launched, count, rows, token,
         q_head, real, chunk * CHUNK + tl.arange(0, CHUNK), HEADS * GROUP, VALUE_DIM, ROWS, SINKS,
-        LSE, PADDED_PARTS, AT_ONCE,
+        LSE, PADDED_PARTS,
     )

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from hmt.kernels.reference.pages import PageEncoding, PageLayout
+from hmt.kernels.reference.pages import PageLayout
 from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns
 
 # Programs that keep the multiprocessors of a large card busy with what one alone takes.
 _PROGRAMS = 128
 _UNCUT_TOKENS = 512  # runs of more are enough work without being cut
 MOST_PARTS = 128  # a power of two
-MERGED_PARTS = 16  # that the program which comes last adds; more are another kernel's
+MERGED_PARTS = 16
 _MERGED_NUMBERS = 1024  # rows times dim that one program adds in the end
 
 _LATENT_PROGRAMS = 132
-_FEW, _MOST = 16, 256
-_PARTS = 66
+_FEW, _MOST = 16, 128
+_SLOTS = 396  # programs that fit on an H200's multiprocessors at once
 _ANY = 1 << 30
 
 
@@ -34,13 +34,13 @@ class Plan:
     tile       tokens that a program takes at once
     stages     tiles that are on their way or computed at once
     one_sweep  all tiles are masked, where few are not
-    apart      scores are computed in a branch of their own: see `tiles.advance`
     split      contexts may have more than one part
     few        a context is cut into so many parts while these have up to `most` tokens,
     parts      and into no more than these; they keep `parts` programs busy with `own_parts`
     least      tokens in a part are a multiple of this
     launched   parts that contexts of this bucket can have; the grid
-    merge      rows that the program which comes last adds; 0 where that is another kernel's work
+    merge      rows that the program which comes last adds, of up to MERGED_PARTS parts; the rest is
+               another kernel's work
     """
 
     rows: int
@@ -48,7 +48,6 @@ class Plan:
     warps: int
     stages: int
     one_sweep: bool
-    apart: bool
     split: bool = False
     own_parts: bool = False
     few: int = 1
@@ -84,10 +83,10 @@ def plan_of(
     tokens = 1 if held.tokens == 1 else SHORT_TOKENS
     rows = min(max(16, triton.next_power_of_2(tokens * group)), 64)
     tile, warps, stages = _sizes(max(layout.key_dim, layout.value_dim), rows, compute)
-    few, parts, most, merge = _FEW, _PARTS, _MOST, 0
+    blocks = -(-tokens * group // rows) * layout.heads
+    few, parts, most, merge = _FEW, min(max(_SLOTS // blocks, _FEW), MOST_PARTS), _MOST, 0
     if layout.latent:
-        blocks = -(-tokens * group // rows) * layout.heads * held.count
-        parts = few = max(1, min(_LATENT_PROGRAMS // blocks, MOST_PARTS))
+        parts = few = max(1, min(_LATENT_PROGRAMS // (blocks * held.count), MOST_PARTS))
         most = _ANY
     elif triton.next_power_of_2(tokens * group) * value_width(layout.value_dim) <= _MERGED_NUMBERS:
         merge = min(rows, triton.next_power_of_2(tokens * group))
@@ -103,24 +102,22 @@ def plan_of(
         warps,
         stages,
         one_sweep=True,
-        apart=is_apart(layout, rows, compute) and not window,
         split=launched > 1,
         few=few,
         parts=parts,
         least=least,
         most=most,
         launched=launched,
-        merge=merge if launched <= MERGED_PARTS else 0,
+        merge=merge,
     )
 
 
 def _long_plan(
     layout: PageLayout, group: int, held: DeviceRuns, window: int, compute: torch.dtype
 ) -> Plan:
-    rows = 64 if layout.latent else 128
+    rows = 64 if layout.latent or compute == torch.float32 else 128
     tile, warps, stages = _sizes(max(layout.key_dim, layout.value_dim), rows, compute)
-    apart = is_apart(layout, rows, compute) and not window
-    plan = Plan(rows, tile, warps, stages, one_sweep=False, apart=apart)
+    plan = Plan(rows, tile, warps, stages, one_sweep=False)
     if held.tokens > _UNCUT_TOKENS:
         return plan
     least = 512
@@ -132,7 +129,6 @@ def _long_plan(
         warps,
         stages,
         one_sweep=False,
-        apart=apart,
         split=launched > 1,
         own_parts=True,
         parts=_PROGRAMS,
@@ -143,21 +139,14 @@ def _long_plan(
 
 def plain_plan(key_dim: int, value_dim: int, compute: torch.dtype) -> Plan:
     """The plan for keys and values in plain tensors."""
-    rows = 128 if max(key_dim, value_dim) <= 256 else 64
+    rows = 128 if max(key_dim, value_dim) <= 256 and compute != torch.float32 else 64
     sizes = _sizes(max(key_dim, value_dim), rows, compute)
-    return Plan(rows, *sizes, one_sweep=False, apart=False)
+    return Plan(rows, *sizes, one_sweep=False)
 
 
 def _most_seen(held: DeviceRuns, window: int, tile: int) -> int:
     """Tokens from the first tile that a run sees to its end, at most."""
     return min(held.context, window + held.tokens + 2 * tile) if window else held.context
-
-
-def is_apart(layout: PageLayout, rows: int, compute: torch.dtype) -> bool:
-    """Whether scores of latent keys are computed in a branch: see `tiles.advance`."""
-    codes = layout.encoding is PageEncoding.INT8
-    wide = layout.value_dim > 256 and layout.key_dim > layout.value_dim
-    return layout.latent and wide and rows == 64 and compute != torch.float32 and not codes
 
 
 def _sizes(wide: int, rows: int, compute: torch.dtype) -> tuple[int, int, int]:
@@ -167,5 +156,5 @@ def _sizes(wide: int, rows: int, compute: torch.dtype) -> tuple[int, int, int]:
     if wide > 256:
         return (64, 8, 2) if rows >= 64 else (32, 4, 2)
     if rows > 64:
-        return 64, 8, 3 if wide <= 192 else 2
+        return (128, 8, 2) if wide <= 128 else (64, 8, 3 if wide <= 192 else 2)
     return 64, 4, 3 if wide <= 128 else 2

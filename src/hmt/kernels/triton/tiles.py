@@ -46,48 +46,33 @@ def bounded(scores, softcap):
 def advance(
     sums, query, tile, first, rows, numbers, ENCODING: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, KEY_BACK: tl.constexpr, LATENT: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, APART: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):
     """One tile more: mixed [rows, dim] and total are sums over exp2(score - top).
 
     tile     the front of keys, what remains of them, values, and INT8's scales; rows of tokens that
              nobody sees are zeros
-    rows     position of each row, the first position, and the first and the end of what any sees
+    rows     position of each row, and the first and the end of what any of them sees
     MASKED   some row does not see some token
-    APART    Triton lets every warpgroup compute all scores of 64 rows when it sees that they go
-             into another product; it does not look out of a branch.  For 128 heads of 576 / 512
-             that is half of the products.
     """
     mixed, top, total = sums
-    at, first_at, lowest, end = rows
+    at, lowest, end = rows
     scale, window, softcap = numbers
     query_front, query_back = query
     front, back, value, key_scales, value_scales = tile
     key = front.to(DTYPE)
-    position = first + tl.arange(0, TILE)
-    if APART:
-        if (first >= lowest) & (first + TILE <= tl.minimum(first_at + 1, end)):
-            scores = tl.dot(query_front, tl.trans(key), input_precision=PRECISION)
-            more = tl.dot(query_back, tl.trans(back.to(DTYPE)), input_precision=PRECISION)
-        else:
-            scores = tl.dot(query_front, tl.trans(key), input_precision=PRECISION)
-            more = tl.dot(query_back, tl.trans(back.to(DTYPE)), input_precision=PRECISION)
-            held = (position >= lowest) & (position < end)
-            seen = held[None, :] & (position[None, :] <= at[:, None])
-            more = tl.where(seen, more, float("-inf"))
-        scores += more
-    else:
-        scores = tl.dot(query_front, tl.trans(key), input_precision=PRECISION)
-        if KEY_BACK:
-            rest = tl.trans(back.to(DTYPE))
-            scores = tl.dot(query_back, rest, scores, input_precision=PRECISION)
+    scores = tl.dot(query_front, tl.trans(key), input_precision=PRECISION)
+    if KEY_BACK:
+        rest = tl.trans(back.to(DTYPE))
+        scores = tl.dot(query_back, rest, scores, input_precision=PRECISION)
     if ENCODING == INT8:
         scores *= key_scales[None, :]
     unit = scale * LOG2_E  # not negative: the largest score is the largest in any unit
     if SOFTCAP:
         scores = bounded(scores * scale, softcap)
         unit = LOG2_E
-    if MASKED and (SOFTCAP or not APART):
+    if MASKED:
+        position = first + tl.arange(0, TILE)
         held = (position >= lowest) & (position < end)
         seen = held[None, :] & (position[None, :] <= at[:, None])
         if WINDOW:
