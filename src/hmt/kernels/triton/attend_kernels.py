@@ -168,15 +168,14 @@ def ask_for_rows(
 
 @triton.jit
 def write_new(
-    memory, place, table, new, offset, start, low, end, stride, SIZE: tl.constexpr,
-    COUNT: tl.constexpr,
+    memory, place, table, new, offset, start, end, stride, SIZE: tl.constexpr, COUNT: tl.constexpr,
 ):
-    """Rows of SIZE numbers of new tokens, at positions low .. end, into their pages."""
+    """Rows of SIZE numbers of new tokens, at positions start .. end, into their pages."""
     PADDED: tl.constexpr = triton.next_power_of_2(SIZE)
     index = tl.arange(0, COUNT)
     dim = tl.arange(0, PADDED)[None, :]
     position = start + index
-    valid = (position >= low) & (position < end)
+    valid = position < end
     mask = valid[:, None] & (dim < SIZE)
     rows = tl.load(new + (offset + index).to(tl.int64)[:, None] * stride + dim, mask, 0)
     page = tl.load(table + position // 16, valid, 0)
@@ -201,7 +200,8 @@ def attend_kernel(
     KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    ONE_SWEEP: tl.constexpr, ASKED: tl.constexpr, DEPENDENT: tl.constexpr,
+    ONE_SWEEP: tl.constexpr, ASKED: tl.constexpr, AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Attention of ROWS rows, which are pairs of token and query head, to a part of their context.
 
@@ -211,8 +211,8 @@ def attend_kernel(
     the program of the row block that is last to arrive.
 
     PAGED       keys and values are in pages; else key and value [limit, HEADS, dim] are one run's
-    NEW         pages do not hold the run's own tokens: they are in key and value, and the programs
-                that see them write them to their pages
+    NEW         pages do not hold the run's own tokens: they are in key and value, and the first
+                program that has no part, or else the last one, writes them to their pages
     OWN_PARTS   as many as keep `parts` programs busy with the run alone
     ASKED       tiles that the cache is asked for before the kernels ahead have ended
     arrived     int32 of zeros, one for each row block; zeros again at the end
@@ -288,6 +288,17 @@ def attend_kernel(
                     ask_for_rows(values, value_place, table, low, limit, VALUE_DIM, TILE, DEPENDENT)
     inputs_are_there(DEPENDENT)
     if idle:
+        if NEW:
+            if (block == 0) & (part == count):
+                write_new(
+                    memory, key_place, table, new_keys, offset, start, limit, key_stride, KEY_DIM,
+                    NEW_ROWS,
+                )
+                if not LATENT:
+                    write_new(
+                        memory, value_place, table, new_values, offset, start, limit,
+                        value_stride, VALUE_DIM, NEW_ROWS,
+                    )
         return
 
     token, q_head, real = group_rows(row, offset, length, head, GROUP)
@@ -303,18 +314,16 @@ def attend_kernel(
         ONE_SWEEP,
     )
     if NEW:
-        if block == 0:
-            low, end = tl.maximum(begin, start), tl.minimum(begin + size, limit)
-            if low < end:
+        if (block == 0) & (part == launched - 1):  # else another program has written them
+            write_new(
+                memory, key_place, table, new_keys, offset, start, limit, key_stride, KEY_DIM,
+                NEW_ROWS,
+            )
+            if not LATENT:
                 write_new(
-                    memory, key_place, table, new_keys, offset, start, low, end, key_stride,
-                    KEY_DIM, NEW_ROWS,
+                    memory, value_place, table, new_values, offset, start, limit, value_stride,
+                    VALUE_DIM, NEW_ROWS,
                 )
-                if not LATENT:
-                    write_new(
-                        memory, value_place, table, new_values, offset, start, low, end,
-                        value_stride, VALUE_DIM, NEW_ROWS,
-                    )
 
     dim = tl.arange(0, MIXED)
     if not SPLIT:
@@ -347,5 +356,5 @@ def attend_kernel(
                     merged(
                         out, lse, parts_out, parts_lse, sinks, group.to(tl.int64) * launched,
                         count, some, some_token, some_head, exists & (some < ROWS), dim,
-                        HEADS * GROUP, VALUE_DIM, ROWS, SINKS, LSE, 16,
+                        HEADS * GROUP, VALUE_DIM, ROWS, SINKS, LSE, 16, AT_ONCE,
                     )

@@ -31,6 +31,8 @@ from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns, device_runs
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ASKED = 2  # tiles
+_AT_ONCE = 8  # parts
+_MERGE_AT_ONCE = 16
 _MERGED_NUMBERS = 128  # of a row, in a program of `merge_kernel`
 
 
@@ -421,6 +423,7 @@ def _constants(
         "LSE": wants_lse,
         "STAGES": plan.stages,
         "ONE_SWEEP": plan.one_sweep,
+        "AT_ONCE": _AT_ONCE,
         "ASKED": _ASKED if plan.one_sweep else 0,
         "num_warps": plan.warps,
     }
@@ -462,9 +465,10 @@ def _merge(
         CHUNKS=chunks,
         PADDED_PARTS=triton.next_power_of_2(plan.parts),
         DONE=MERGED_PARTS if plan.merge else 1,
+        AT_ONCE=_MERGE_AT_ONCE,
         WINDOW=scoring.window > 0,
         SINKS=scoring.sinks is not None,
         LSE=lse is not None,
-        num_warps=4,
+        num_warps=1,
         **dependent(out.device),
     )

@@ -4,6 +4,10 @@ All heads share a key, whose first 512 numbers are its value, so this is work fo
 for one token: 64 rows of queries and two tiles of keys fill a multiprocessor's shared memory.  In
 Gluon, as Triton copies the second tile only when it has computed the first (128 heads, 128K
 positions, on an H200: 157 us).  Two groups of four warps share each product by its columns.
+
+Within a step of the loop, scores of a tile become weights, values are mixed with them, and scores
+of the next tile are computed right behind, while the one after is copied.  No product is under way
+from one step to the next: the assembler would then run all of them one by one.
 """
 
 import triton.language as tl
@@ -54,11 +58,15 @@ def _fetch(
     shared, memory, page, first, end, page_stride, FIRST: gl.constexpr, COUNT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Begin to copy numbers FIRST .. FIRST + COUNT of a tile's keys; the last key for later ones."""
+    """Begin to copy numbers FIRST .. FIRST + COUNT of a tile's keys; the last key for later ones.
+
+    Nothing of a tile that begins after the end.
+    """
     position = gl.minimum(first + gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT)), end - 1)
     rows = page.to(gl.int64) * page_stride + position % 16 * KEY_DIM + FIRST
     dim = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
-    _copy(shared, memory + rows[:, None] + dim[None, :])
+    at = memory + rows[:, None] + dim[None, :]
+    _copy(shared, at, mask=gl.full([TILE, COUNT], first, gl.int32, layout=LAYOUT) < end)
 
 
 @gluon.jit
@@ -136,33 +144,25 @@ def latent_kernel(
     mixed = gl.zeros([ROWS, FRONT], gl.float32, layout=_MIXED)
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, _SCORES))
-    nothing = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)
+    products = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    _barrier()
+    products = warpgroup_mma(
+        query_front, front.index(0).permute((1, 0)), products, use_acc=False, is_async=True
+    )
+    products = warpgroup_mma(
+        query_back, back.index(0).permute((1, 0)), products, is_async=True
+    )
+    _fetch(front.index(1), keys, front_page, begin + TILE, last, page_stride, 0, FRONT, _FRONT)
+    _fetch(back.index(1), keys, back_page, begin + TILE, last, page_stride, FRONT, BACK, _BACK)
+    async_copy.commit_group()
+    front_page = _tile_pages(table, begin + 2 * TILE, last, _FRONT)
+    back_page = _tile_pages(table, begin + 2 * TILE, last, _BACK)
+    products = warpgroup_mma_wait(0, deps=(products,))
     slot = 0
     for first in range(begin, end, TILE):
-        async_copy.wait_group(0)
-        fence_async_shared()
-        _barrier()  # this tile is there as a whole, and nobody reads the other
-        if first + TILE < end:
-            other = 1 - slot
-            _fetch(
-                front.index(other), keys, front_page, first + TILE, last, page_stride, 0, FRONT,
-                _FRONT,
-            )
-            _fetch(
-                back.index(other), keys, back_page, first + TILE, last, page_stride, FRONT, BACK,
-                _BACK,
-            )
-            async_copy.commit_group()
-            front_page = _tile_pages(table, first + 2 * TILE, last, _FRONT)
-            back_page = _tile_pages(table, first + 2 * TILE, last, _BACK)
-        now = front.index(slot)
-        scores = warpgroup_mma(
-            query_front, now.permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
-        scores = warpgroup_mma(
-            query_back, back.index(slot).permute((1, 0)), scores, is_async=True
-        )
-        scores = warpgroup_mma_wait(0, deps=(scores,))
+        scores = products
         if first + TILE > gl.minimum(first_at + 1, end):
             position = first + token
             seen = (position < end)[None, :] & (position[None, :] <= at[:, None])
@@ -176,10 +176,33 @@ def latent_kernel(
         weighed.store(weights.to(KIND))
         mixed = mixed * gl.convert_layout(fading, gl.SliceLayout(1, _MIXED))[:, None]
         fence_async_shared()
-        _barrier()
-        mixed = warpgroup_mma(weighed, now, mixed, is_async=True)
-        mixed = warpgroup_mma_wait(0, deps=(mixed,))
-        slot = 1 - slot
+        _barrier()  # all weights are there
+        mixing = warpgroup_mma(weighed, front.index(slot), mixed, is_async=True)
+        other = 1 - slot
+        async_copy.wait_group(0)
+        fence_async_shared()
+        _barrier()  # the next tile is there
+        scoring = warpgroup_mma(
+            query_front, front.index(other).permute((1, 0)), products, use_acc=False, is_async=True
+        )
+        scoring = warpgroup_mma(
+            query_back, back.index(other).permute((1, 0)), scoring, is_async=True
+        )
+        mixed = warpgroup_mma_wait(2, deps=(mixing,))
+        _barrier()  # nobody reads this tile any more, nor its weights
+        _fetch(
+            front.index(slot), keys, front_page, first + 2 * TILE, last, page_stride, 0, FRONT,
+            _FRONT,
+        )
+        _fetch(
+            back.index(slot), keys, back_page, first + 2 * TILE, last, page_stride, FRONT, BACK,
+            _BACK,
+        )
+        async_copy.commit_group()
+        front_page = _tile_pages(table, first + 3 * TILE, last, _FRONT)
+        back_page = _tile_pages(table, first + 3 * TILE, last, _BACK)
+        products, mixed = warpgroup_mma_wait(0, deps=(scoring, mixed))
+        slot = other
     async_copy.wait_group(0)
 
     divisor = gl.where(total == 0, 1.0, total)

@@ -76,27 +76,35 @@ def store_result(
 def merged(
     out, lse, parts_out, parts_lse, sinks, slot, count, local, token, q_head, real, dim,
     Q_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, PADDED_PARTS: tl.constexpr,
+    LSE: tl.constexpr, PADDED_PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """Add `count` parts, from `slot` on, of rows `local` of a row block, and write them.
 
-    All are read at once: one after the other, 16 parts took 2 us more on an H200.
+    In their order, AT_ONCE on their way.  (All parts as one tensor took 2 us more on an H200.)
     """
-    part = tl.arange(0, PADDED_PARTS)[:, None]
-    at = (slot + part) * ROWS + local[None, :]
-    known = real[None, :] & (part < count)
-    logs = tl.load(parts_lse + at, known, float("-inf"), cache_modifier=".cg")
-    mask = known[:, :, None] & (dim < VALUE_DIM)[None, None, :]
-    there = parts_out + at[:, :, None] * VALUE_DIM + dim[None, None, :]
-    some = tl.load(there, mask, 0.0, cache_modifier=".cg")
-    top = tl.max(logs, 0)
+    NEAR: tl.constexpr = local.shape[0]
+    CHUNK: tl.constexpr = dim.shape[0]
+    every = tl.arange(0, PADDED_PARTS)[None, :]
+    logs = parts_lse + (slot + every) * ROWS + local[:, None]
+    known = real[:, None] & (every < count)
+    top = tl.max(tl.load(logs, known, float("-inf"), cache_modifier=".cg"), 1)
     if SINKS:
         sink = tl.load(sinks + q_head) * LOG2_E
         top = tl.maximum(top, sink)
     finite = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logs - finite[None, :])
-    total = tl.sum(weights, 0)
-    mixed = tl.sum(some * weights[:, :, None], 0)
+    total = tl.zeros((NEAR,), tl.float32)
+    mixed = tl.zeros((NEAR, CHUNK), tl.float32)
+    for part in range(0, count, AT_ONCE):
+        for near in tl.static_range(AT_ONCE):
+            at = (slot + part + near) * ROWS + local
+            valid = real & (local * 0 + part + near < count)
+            log = tl.load(parts_lse + at, valid, float("-inf"), cache_modifier=".cg")
+            mask = valid[:, None] & (dim < VALUE_DIM)[None, :]
+            there = parts_out + at[:, None] * VALUE_DIM + dim[None, :]
+            some = tl.load(there, mask, 0.0, cache_modifier=".cg")
+            weight = tl.exp2(log - finite)
+            total += weight
+            mixed += some * weight[:, None]
     if SINKS:
         total += tl.exp2(sink - finite)
     mixed /= tl.where(total == 0, 1.0, total)[:, None]
@@ -111,7 +119,7 @@ def merge_kernel(
     OWN_PARTS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     NEAR: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED_PARTS: tl.constexpr,
-    DONE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    DONE: tl.constexpr, AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """The parts of NEAR rows as one, CHUNK numbers of them; runs of up to DONE parts are ready.
@@ -136,5 +144,5 @@ def merge_kernel(
     merged(
         out, lse, parts_out, parts_lse, sinks, group.to(tl.int64) * launched, count, rows, token,
         q_head, real, chunk * CHUNK + tl.arange(0, CHUNK), HEADS * GROUP, VALUE_DIM, ROWS, SINKS,
-        LSE, PADDED_PARTS,
+        LSE, PADDED_PARTS, AT_ONCE,
     )

@@ -1,8 +1,8 @@
 """Which sizes attention kernels are launched with: a table by shape, found by measuring.
 
-How a run's context is cut into parts depends on that run and on the shape of the model; that of
-latent keys also on how many runs there are.  So a run has the same bits in every launch that has
-room for it.
+How a run's context is cut into parts depends on that run, on the shape of the model, and, for runs
+of few tokens, on how many runs there are room for.  So it has the same bits in every launch for as
+many runs, however long contexts may become there.
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,9 @@ def plan_of(
     rows = min(max(16, triton.next_power_of_2(tokens * group)), 64)
     tile, warps, stages = _sizes(max(layout.key_dim, layout.value_dim), rows, compute)
     blocks = -(-tokens * group // rows) * layout.heads
-    few, parts, most, merge = _FEW, min(max(_SLOTS // blocks, _FEW), MOST_PARTS), _MOST, 0
+    parts, merge = min(max(_SLOTS // blocks, _FEW), MOST_PARTS), 0
+    few = max(1, min(_SLOTS // (blocks * held.count), _FEW))
+    most = _MOST * min(max(1, _FEW // few), 4)
     if layout.latent:
         parts = few = max(1, min(_LATENT_PROGRAMS // (blocks * held.count), MOST_PARTS))
         most = _ANY
@@ -96,6 +98,7 @@ def plan_of(
     launched = min(parts, -(-seen // least))
     if not layout.latent:
         launched = min(few, launched) if seen <= few * most else min(parts, -(-seen // most))
+        launched = max(launched, 1)
     return Plan(
         rows,
         tile,
