@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from hmt.kernels.triton.dependent import ask_cache, inputs_are_there, next_may_begin
-from hmt.kernels.triton.merging import count_parts, group_rows, merged, store_result
+from hmt.kernels.triton.merging import count_parts, group_rows, merged_by_last, store_result
 from hmt.kernels.triton.tiles import INT8, advance, log_of, tile_rows
 
 
@@ -22,8 +22,8 @@ def token_offsets(
     place   numbers from page to page (in a plain tensor: from row to row), from the beginning of a
             page to this head's rows, from the beginning of memory to the first new row, and from
             one new row to the next
-    NEW     tokens from `start` on are not in pages yet; numbers in 16 bytes, which all are multiples
-            of, or 0
+    NEW     tokens from `start` on are not in pages yet: numbers in 16 bytes, which all these are
+            multiples of, or 0
     """
     page_stride, offset, new, new_stride = place
     if PAGED:
@@ -52,7 +52,7 @@ def sweep(
     TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The sums with the tiles from low to high: (mixed, top, total), and the page numbers that follow.
+    """The sums with the tiles from low to high, and the page numbers that follow.
 
     page     of the tokens of the first tile: page numbers come one tile before what lies there
     places   keys and values in memory, the run's table, and where rows of keys, of values, and
@@ -167,10 +167,11 @@ def ask_for_rows(
 
 
 @triton.jit
-def write_new(
-    memory, place, table, new, offset, start, end, stride, SIZE: tl.constexpr, COUNT: tl.constexpr,
+def write_rows(
+    memory, place, table, new, span, stride, SIZE: tl.constexpr, COUNT: tl.constexpr,
 ):
-    """Rows of SIZE numbers of new tokens, at positions start .. end, into their pages."""
+    """Rows of SIZE numbers of new tokens into their pages."""
+    offset, start, end = span
     PADDED: tl.constexpr = triton.next_power_of_2(SIZE)
     index = tl.arange(0, COUNT)
     dim = tl.arange(0, PADDED)[None, :]
@@ -181,6 +182,21 @@ def write_new(
     page = tl.load(table + position // 16, valid, 0)
     at = memory + token_offsets(place, page, position, 0, SIZE, True, 0)
     tl.store(at[:, None] + dim, rows, mask)
+
+
+@triton.jit
+def write_new(
+    here, memory, table, span, places, new, strides, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, COUNT: tl.constexpr,
+):
+    """New keys and values of one head into their pages, if `here`.
+
+    span   of the run: its offset among new tokens, its start and its end
+    """
+    if here:
+        write_rows(memory, places[0], table, new[0], span, strides[0], KEY_DIM, COUNT)
+        if VALUE_DIM:
+            write_rows(memory, places[1], table, new[1], span, strides[1], VALUE_DIM, COUNT)
 
 
 # Numbers that change from step to step: a kernel for each kind of them would be compiled.
@@ -207,8 +223,8 @@ def attend_kernel(
 
     Program (row block + blocks * part, KV head, run).  Parts are cut from the run's own context.
     A context of one part is finished here.  Others go to parts_out f32 [slots, ROWS, VALUE_DIM] and
-    parts_lse [slots, ROWS], in powers of 2, for `merge_kernel`, or, up to 16 of them with MERGE, for
-    the program of the row block that is last to arrive.
+    parts_lse [slots, ROWS], in powers of 2, for `merge_kernel`, or, up to 16 of them with MERGE,
+    for the program of the row block that is last to arrive.
 
     PAGED       keys and values are in pages; else key and value [limit, HEADS, dim] are one run's
     NEW         pages do not hold the run's own tokens: they are in key and value, and the first
@@ -281,24 +297,19 @@ def attend_kernel(
     if PAGED:
         page = tile_pages(table, tl.minimum(lowest, limit) // TILE * TILE, limit, TILE)
     if DEPENDENT and ASKED:
-        if not idle:
-            for low in range(begin, tl.minimum(begin + tl.minimum(size, ASKED * TILE), limit), TILE):
-                ask_for_rows(keys, key_place, table, low, limit, KEY_DIM, TILE, DEPENDENT)
-                if not LATENT:
-                    ask_for_rows(values, value_place, table, low, limit, VALUE_DIM, TILE, DEPENDENT)
+        asked = tl.minimum(begin + tl.minimum(size, ASKED * TILE), limit)
+        for low in range(begin, tl.where(idle, begin, asked), TILE):
+            ask_for_rows(keys, key_place, table, low, limit, KEY_DIM, TILE, DEPENDENT)
+            if not LATENT:
+                ask_for_rows(values, value_place, table, low, limit, VALUE_DIM, TILE, DEPENDENT)
     inputs_are_there(DEPENDENT)
     if idle:
         if NEW:
-            if (block == 0) & (part == count):
-                write_new(
-                    memory, key_place, table, new_keys, offset, start, limit, key_stride, KEY_DIM,
-                    NEW_ROWS,
-                )
-                if not LATENT:
-                    write_new(
-                        memory, value_place, table, new_values, offset, start, limit,
-                        value_stride, VALUE_DIM, NEW_ROWS,
-                    )
+            write_new(
+                (block == 0) & (part == count), memory, table, (offset, start, limit),
+                (key_place, value_place), (new_keys, new_values), (key_stride, value_stride),
+                KEY_DIM, VALUE_ROW, NEW_ROWS,
+            )
         return
 
     token, q_head, real = group_rows(row, offset, length, head, GROUP)
@@ -309,29 +320,19 @@ def attend_kernel(
         back = query_rows(at, real, KEY_DIM, KEY_FRONT, KEY_BACK, DTYPE)
     mixed, top, total = sums_of(
         (front, back), places, (scale, window, softcap), start + row // GROUP, first_at, last_at,
-        lowest, begin, size, start, limit, page, ENCODING, DTYPE, PRECISION, LATENT, PAGED, NEW, KEY_DIM,
-        KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, MIXED, ROWS, TILE, WINDOW, SOFTCAP, STAGES,
-        ONE_SWEEP,
+        lowest, begin, size, start, limit, page, ENCODING, DTYPE, PRECISION, LATENT, PAGED, NEW,
+        KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, MIXED, ROWS, TILE, WINDOW, SOFTCAP,
+        STAGES, ONE_SWEEP,
     )
-    if NEW:
-        if (block == 0) & (part == launched - 1):  # else another program has written them
-            write_new(
-                memory, key_place, table, new_keys, offset, start, limit, key_stride, KEY_DIM,
-                NEW_ROWS,
-            )
-            if not LATENT:
-                write_new(
-                    memory, value_place, table, new_values, offset, start, limit, value_stride,
-                    VALUE_DIM, NEW_ROWS,
-                )
+    if NEW:  # where another program has nothing else to do, it writes them
+        write_new(
+            (block == 0) & (part == launched - 1), memory, table, (offset, start, limit),
+            (key_place, value_place), (new_keys, new_values), (key_stride, value_stride),
+            KEY_DIM, VALUE_ROW, NEW_ROWS,
+        )
 
     dim = tl.arange(0, MIXED)
-    if not SPLIT:
-        store_result(
-            out, lse, sinks, (mixed, top, total), token, q_head, real, dim, HEADS * GROUP,
-            VALUE_DIM, SINKS, LSE,
-        )
-    elif count == 1:
+    if count == 1:
         store_result(
             out, lse, sinks, (mixed, top, total), token, q_head, real, dim, HEADS * GROUP,
             VALUE_DIM, SINKS, LSE,
@@ -344,17 +345,12 @@ def attend_kernel(
         there = parts_out + result[:, None] * VALUE_DIM + dim[None, :]
         tl.store(there, mixed, real[:, None] & (dim < VALUE_DIM)[None, :])
         if MERGE:
-            if count <= 16:
-                tl.debug_barrier()  # the count is of programs all of whose threads have written
-                before = tl.atomic_add(arrived + group, 1, sem="acq_rel", scope="gpu")
-                if before == count - 1:
-                    tl.store(arrived + group, 0)
-                    some = tl.arange(0, MERGE)
-                    some_token, some_head, exists = group_rows(
-                        block * ROWS + some, offset, length, head, GROUP
-                    )
-                    merged(
-                        out, lse, parts_out, parts_lse, sinks, group.to(tl.int64) * launched,
-                        count, some, some_token, some_head, exists & (some < ROWS), dim,
-                        HEADS * GROUP, VALUE_DIM, ROWS, SINKS, LSE, 16, AT_ONCE,
-                    )
+            some = tl.arange(0, MERGE)
+            some_token, some_head, exists = group_rows(
+                block * ROWS + some, offset, length, head, GROUP
+            )
+            merged_by_last(
+                out, lse, parts_out, parts_lse, sinks, arrived, group, launched, count, some,
+                some_token, some_head, exists & (some < ROWS), dim, HEADS * GROUP, VALUE_DIM, ROWS,
+                SINKS, LSE, AT_ONCE,
+            )

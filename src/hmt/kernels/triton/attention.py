@@ -286,9 +286,7 @@ def _attend(
         parts_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
         parts_out = parts_lse.new_empty(*shape, layout.value_dim)
         results = out, lse, parts_out, parts_lse
-    shapes = _Shapes(
-        layout.heads, layout.key_dim, layout.value_dim, layout.encoding, layout.latent
-    )
+    shapes = _Shapes(layout.heads, layout.key_dim, layout.value_dim, layout.encoding, layout.latent)
     grid = (blocks * plan.launched, layout.heads, held.count)
     if fresh is None and _is_for_latents(shapes, plan, query, compute, scoring):
         _attend_latents(pages, layer, held, plan, grid, query, results, scoring.scale)

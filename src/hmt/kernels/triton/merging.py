@@ -6,6 +6,7 @@ import triton.language as tl
 from hmt.kernels.triton.dependent import inputs_are_there, next_may_begin
 from hmt.kernels.triton.tiles import LN_2, LOG2_E, log_of
 
+
 # Kernels have many parameters; one on each line, functions would be too long to read.
 # fmt: off
 @triton.jit
@@ -113,14 +114,35 @@ def merged(
     )
 
 
+@triton.jit
+def merged_by_last(
+    out, lse, parts_out, parts_lse, sinks, arrived, group, launched, count, local, token, q_head,
+    real, dim, Q_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, AT_ONCE: tl.constexpr,
+):
+    """`merged`, by the program of row block `group` that is last to arrive here.
+
+    Up to 16 parts; more are left to `merge_kernel`.  The count of programs becomes zero again.
+    """
+    if count <= 16:
+        tl.debug_barrier()  # the count is of programs all of whose threads have written
+        before = tl.atomic_add(arrived + group, 1, sem="acq_rel", scope="gpu")
+        if before == count - 1:
+            tl.store(arrived + group, 0)
+            merged(
+                out, lse, parts_out, parts_lse, sinks, group.to(tl.int64) * launched, count, local,
+                token, q_head, real, dim, Q_HEADS, VALUE_DIM, ROWS, SINKS, LSE, 16, AT_ONCE,
+            )
+
+
 @triton.jit(do_not_specialize=["runs", "blocks", "launched", "few", "parts", "window"])
 def merge_kernel(
     out, lse, parts_out, parts_lse, spans, sinks, runs, blocks, launched, few, parts, window,
     OWN_PARTS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     NEAR: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED_PARTS: tl.constexpr,
-    DONE: tl.constexpr, AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DONE: tl.constexpr, AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """The parts of NEAR rows as one, CHUNK numbers of them; runs of up to DONE parts are ready.
 

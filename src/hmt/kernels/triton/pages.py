@@ -3,14 +3,13 @@
 A program takes the tokens of one page and one head.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import reference
-from hmt.kernels.reference.pages import PagedRuns, PageEncoding, Pages
+from hmt.kernels.reference.pages import PagedRuns, Pages
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.runs import DeviceRuns, device_runs
 from hmt.kernels.triton.tiles import BF16, F32, INT8

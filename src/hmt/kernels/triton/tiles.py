@@ -87,10 +87,7 @@ def advance(
     mixed = mixed * fading[:, None]
     if ENCODING == INT8:
         weights *= value_scales[None, :]
-    if LATENT:
-        values = key
-    else:
-        values = value.to(DTYPE)
+    values = key if LATENT else value.to(DTYPE)
     mixed = tl.dot(weights.to(DTYPE), values, mixed, input_precision=PRECISION)
     return mixed, above, total
 
