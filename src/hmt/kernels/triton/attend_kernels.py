@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from hmt.kernels.triton.dependent import ask_cache, inputs_are_there, next_may_begin
-from hmt.kernels.triton.merging import count_parts, group_rows, merged_by_last, store_result
+from hmt.kernels.triton.merging import count_parts, group_rows, store_result
 from hmt.kernels.triton.tiles import INT8, advance, log_of, tile_rows
 
 
@@ -205,33 +205,31 @@ def write_new(
     "window",
 ])
 def attend_kernel(
-    query, out, lse, parts_out, parts_lse, arrived, memory, key, value, spans, tables, sinks,
+    query, out, lse, parts_out, parts_lse, memory, key, value, spans, tables, sinks,
     tokens, given_start, limit, query_stride, head_stride, key_stride, key_head_stride,
     value_stride, value_head_stride, page_stride, layer_offset, table_width, runs, blocks,
     launched, few, parts, scale, window, softcap,
-    SPLIT: tl.constexpr, MERGE: tl.constexpr, OWN_PARTS: tl.constexpr, LEAST: tl.constexpr,
+    SPLIT: tl.constexpr, OWN_PARTS: tl.constexpr, LEAST: tl.constexpr,
     MOST: tl.constexpr, ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     PAGED: tl.constexpr, NEW: tl.constexpr, NEW_ROWS: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LATENT: tl.constexpr,
     KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    ONE_SWEEP: tl.constexpr, ASKED: tl.constexpr, AT_ONCE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ONE_SWEEP: tl.constexpr, ASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Attention of ROWS rows, which are pairs of token and query head, to a part of their context.
 
     Program (row block + blocks * part, KV head, run).  Parts are cut from the run's own context.
     A context of one part is finished here.  Others go to parts_out f32 [slots, ROWS, VALUE_DIM] and
-    parts_lse [slots, ROWS], in powers of 2, for `merge_kernel`, or, up to 16 of them with MERGE,
-    for the program of the row block that is last to arrive.
+    parts_lse [slots, ROWS], in powers of 2, for `merge_kernel`.  (Added by the program that is last
+    to arrive, 16 parts took 1.5 us more on an H200.)
 
     PAGED       keys and values are in pages; else key and value [limit, HEADS, dim] are one run's
     NEW         pages do not hold the run's own tokens: they are in key and value, and the first
                 program that has no part, or else the last one, writes them to their pages
     OWN_PARTS   as many as keep `parts` programs busy with the run alone
     ASKED       tiles that the cache is asked for before the kernels ahead have ended
-    arrived     int32 of zeros, one for each row block; zeros again at the end
     """
     next_may_begin(DEPENDENT)
     run, head = tl.program_id(2), tl.program_id(1)
@@ -337,20 +335,10 @@ def attend_kernel(
             out, lse, sinks, (mixed, top, total), token, q_head, real, dim, HEADS * GROUP,
             VALUE_DIM, SINKS, LSE,
         )
-    else:
+    elif SPLIT:
         group = (run * HEADS + head) * blocks + block
         result = (group.to(tl.int64) * launched + part) * ROWS + tl.arange(0, ROWS)
         tl.store(parts_lse + result, log_of(top, total), real)
         mixed /= tl.where(total == 0, 1.0, total)[:, None]
         there = parts_out + result[:, None] * VALUE_DIM + dim[None, :]
         tl.store(there, mixed, real[:, None] & (dim < VALUE_DIM)[None, :])
-        if MERGE:
-            some = tl.arange(0, MERGE)
-            some_token, some_head, exists = group_rows(
-                block * ROWS + some, offset, length, head, GROUP
-            )
-            merged_by_last(
-                out, lse, parts_out, parts_lse, sinks, arrived, group, launched, count, some,
-                some_token, some_head, exists & (some < ROWS), dim, HEADS * GROUP, VALUE_DIM, ROWS,
-                SINKS, LSE, AT_ONCE,
-            )

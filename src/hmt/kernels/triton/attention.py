@@ -20,7 +20,6 @@ from hmt.kernels.triton.dependent import dependent
 from hmt.kernels.triton.merging import merge_kernel
 from hmt.kernels.triton.pages import append_held, append_pages, layer_numbers, page_numbers
 from hmt.kernels.triton.plans import (
-    MERGED_PARTS,
     Plan,
     key_widths,
     plain_plan,
@@ -31,8 +30,6 @@ from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns, device_runs
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ASKED = 2  # tiles
-_AT_ONCE = 8  # parts
-_MERGE_AT_ONCE = 16
 _MERGED_NUMBERS = 128  # of a row, in a program of `merge_kernel`
 
 
@@ -101,7 +98,6 @@ def attention(
         query,
         out,
         lse,
-        None,
         None,
         None,
         key,
@@ -279,10 +275,9 @@ def _attend(
     compute = compute_type(pages, query)
     plan = plan_of(layout, group, held, scoring.window, compute)
     blocks = triton.cdiv(held.tokens * group, plan.rows)
-    row_blocks = held.count * layout.heads * blocks
     results: _Results = (out, lse, None, None)
     if plan.split:
-        shape = (row_blocks * plan.launched, plan.rows)
+        shape = (held.count * layout.heads * blocks * plan.launched, plan.rows)
         parts_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
         parts_out = parts_lse.new_empty(*shape, layout.value_dim)
         results = out, lse, parts_out, parts_lse
@@ -296,7 +291,6 @@ def _attend(
         attend_kernel[grid](
             query,
             *results,
-            held.counters(row_blocks) if plan.split and plan.merge else None,
             memory,
             key,
             value,
@@ -321,7 +315,7 @@ def _attend(
             NEW_ROWS=triton.next_power_of_2(held.tokens) if fresh else 0,
             **dependent(query.device),
         )
-    if plan.split and (not plan.merge or plan.launched > MERGED_PARTS):
+    if plan.split:
         _merge(held, plan, shapes, blocks, results, scoring)
 
 
@@ -397,7 +391,6 @@ def _constants(
     value_padded = 0 if shapes.latent else value_width(shapes.value_dim)
     return {
         "SPLIT": plan.split,
-        "MERGE": plan.merge if plan.split else 0,
         "OWN_PARTS": plan.own_parts,
         "LEAST": plan.least,
         "MOST": plan.most,
@@ -421,7 +414,6 @@ def _constants(
         "LSE": wants_lse,
         "STAGES": plan.stages,
         "ONE_SWEEP": plan.one_sweep,
-        "AT_ONCE": _AT_ONCE,
         "ASKED": _ASKED if plan.one_sweep else 0,
         "num_warps": plan.warps,
     }
@@ -458,12 +450,10 @@ def _merge(
         VALUE_DIM=shapes.value_dim,
         ROWS=plan.rows,
         TILE=plan.tile,
-        NEAR=1,
         CHUNK=_MERGED_NUMBERS,
         CHUNKS=chunks,
         PADDED_PARTS=triton.next_power_of_2(plan.parts),
-        DONE=MERGED_PARTS if plan.merge else 1,
-        AT_ONCE=_MERGE_AT_ONCE,
+        AT_ONCE=16 if plan.launched <= 16 else 32,
         WINDOW=scoring.window > 0,
         SINKS=scoring.sinks is not None,
         LSE=lse is not None,

@@ -143,7 +143,7 @@ def latent_kernel(
     unit = scale * LOG2_E
     mixed = gl.zeros([ROWS, FRONT], gl.float32, layout=_MIXED)
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
-    total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, _SCORES))
+    sums = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)  # of weights, by column of a tile
     products = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)
     async_copy.wait_group(0)
     fence_async_shared()
@@ -171,7 +171,7 @@ def latent_kernel(
         finite = gl.where(above == float("-inf"), 0.0, above)
         weights = gl.exp2(scores * unit - finite[:, None])
         fading = gl.exp2(top - finite)
-        total = total * fading + gl.sum(weights, 1)
+        sums = sums * fading[:, None] + weights
         top = above
         weighed.store(weights.to(KIND))
         mixed = mixed * gl.convert_layout(fading, gl.SliceLayout(1, _MIXED))[:, None]
@@ -205,6 +205,7 @@ def latent_kernel(
         slot = other
     async_copy.wait_group(0)
 
+    total = gl.sum(sums, 1)
     divisor = gl.where(total == 0, 1.0, total)
     log = gl.where(total == 0, float("-inf"), top + gl.log2(divisor))
     mixed = mixed / gl.convert_layout(divisor, gl.SliceLayout(1, _MIXED))[:, None]

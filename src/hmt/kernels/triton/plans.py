@@ -17,8 +17,6 @@ from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns
 _PROGRAMS = 128
 _UNCUT_TOKENS = 512  # runs of more are enough work without being cut
 MOST_PARTS = 128  # a power of two
-MERGED_PARTS = 16
-_MERGED_NUMBERS = 1024  # rows times dim that one program adds in the end
 
 _LATENT_PROGRAMS = 132
 _FEW, _MOST = 16, 128
@@ -39,8 +37,6 @@ class Plan:
     parts      and into no more than these; they keep `parts` programs busy with `own_parts`
     least      tokens in a part are a multiple of this
     launched   parts that contexts of this bucket can have; the grid
-    merge      rows that the program which comes last adds, of up to MERGED_PARTS parts; the rest is
-               another kernel's work
     """
 
     rows: int
@@ -55,7 +51,6 @@ class Plan:
     least: int = 1
     most: int = _ANY
     launched: int = 1
-    merge: int = 0
 
 
 def key_widths(key_dim: int, in_front: int = 0) -> tuple[int, int]:
@@ -84,14 +79,12 @@ def plan_of(
     rows = min(max(16, triton.next_power_of_2(tokens * group)), 64)
     tile, warps, stages = _sizes(max(layout.key_dim, layout.value_dim), rows, compute)
     blocks = -(-tokens * group // rows) * layout.heads
-    parts, merge = min(max(_SLOTS // blocks, _FEW), MOST_PARTS), 0
+    parts = min(max(_SLOTS // blocks, _FEW), MOST_PARTS)
     few = max(1, min(_SLOTS // (blocks * held.count), _FEW))
     most = _MOST * min(max(1, _FEW // few), 4)
     if layout.latent:
         parts = few = max(1, min(_LATENT_PROGRAMS // (blocks * held.count), MOST_PARTS))
         most = _ANY
-    elif triton.next_power_of_2(tokens * group) * value_width(layout.value_dim) <= _MERGED_NUMBERS:
-        merge = min(rows, triton.next_power_of_2(tokens * group))
     least = max(tile, 64)
     seen = _most_seen(held, window, tile)
     # Contexts of up to few * most tokens make up to `few` parts, longer ones parts of `most`.
@@ -111,7 +104,6 @@ def plan_of(
         least=least,
         most=most,
         launched=launched,
-        merge=merge,
     )
 
 

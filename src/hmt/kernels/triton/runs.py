@@ -34,7 +34,6 @@ class DeviceRuns:
     context   no run ends at a later position
     known     the table that each row was filled from, so that it is not sent again
     begun     the runs, where all of them are long and begin their sequences; else none
-    arrived   the counters of programs that kernels ask for, all zero between kernels
     """
 
     spans: Tensor
@@ -44,7 +43,6 @@ class DeviceRuns:
     known: list[tuple[Tensor, int] | None] = field(repr=False)
     fewest: int = 1
     begun: tuple[PagedRun, ...] = ()
-    arrived: list[Tensor] = field(default_factory=list, repr=False)
 
     @property
     def count(self) -> int:
@@ -63,12 +61,6 @@ class DeviceRuns:
             context=context,
             known=[None] * count,
         )
-
-    def counters(self, count: int) -> Tensor:
-        """int32 zeros, at least `count`, which kernels leave as zeros; for one kernel at a time."""
-        if not self.arrived or len(self.arrived[0]) < count:
-            self.arrived[:] = [torch.zeros(count, dtype=torch.int32, device=self.spans.device)]
-        return self.arrived[0]
 
     def fill(self, runs: Sequence[PagedRun]) -> None:
         """Hold `runs` instead, without waiting for the device.
