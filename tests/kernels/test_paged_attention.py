@@ -1,6 +1,7 @@
 """Attention over pages against its definition in float64, on every instruction set."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -342,3 +343,32 @@ def test_the_reference_is_the_definition():
 def test_keys_must_fill_words():
     with pytest.raises(ValueError, match="do not fill words"):
         PageLayout(PageEncoding.INT4, 1, 36, 36)
+
+
+@pytest.mark.parametrize("encoding", [x for x in ENCODINGS if x is not PageEncoding.INT4])
+@pytest.mark.parametrize("latent", [False, True])
+def test_plain_rows_hold_what_words_hold(encoding, latent):
+    layout = PageLayout(encoding, 2, 24, 24 if latent else 13, latent)
+    in_rows = replace(layout, rows=True)
+    assert in_rows.page_bytes == layout.page_bytes
+    key, value = torch.randn(45, 2, 24), None if latent else torch.randn(45, 2, 13)
+    table = torch.tensor([3, 0, 4])
+    found = []
+    for each in (layout, in_rows):
+        memory = torch.full((5, 2, layout.page_bytes), 0xFF, dtype=torch.uint8)
+        pages = Pages(each, memory)
+        for first, end in ((0, 21), (21, 22), (22, 45)):
+            run = PagedRun(first, end - first, first, table)
+            reference.append_pages(pages, 1, PagedRuns([run]), key, value)
+        assert memory[[1, 2]].eq(0xFF).all() and memory[:, 0].eq(0xFF).all()
+        found.append(reference.read_pages(pages, 1, table, 45))
+        if each.rows and encoding.bits > 8:
+            keys = pages.parts(1)[0]  # [pages, heads, 16, dim]
+            assert torch.equal(keys[0, 1, 5], key[21, 1].to(encoding.dtype))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_plain_rows_hold_no_int4():
+    with pytest.raises(ValueError, match="no INT4"):
+        PageLayout(PageEncoding.INT4, 1, 32, 32, rows=True)
+    assert PageLayout(PageEncoding.BF16, 1, 33, 32, rows=True).page_bytes == 2 * 16 * 65

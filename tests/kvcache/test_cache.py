@@ -11,6 +11,7 @@ from hmt.contracts.plan import Tier
 from hmt.contracts.step import Step
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV, page_bytes
+from hmt.kvcache.pages import layout_of
 from hmt.memory import HostPool, Ledger
 
 LAYERS = (
@@ -96,3 +97,13 @@ def test_pages_are_neither_shared_nor_lost(sizes: list[int], random) -> None:
         assert cache.free_tokens == cache.capacity_tokens - used
         owned = [page for s in open_sequences for page in cache._sequences[s].pages]
         assert len(owned) == len(set(owned))
+
+
+def test_pages_lie_in_words_for_the_host_and_in_rows_for_a_device() -> None:
+    for layer in LAYERS:
+        in_words = layout_of(layer, torch.bfloat16, torch.device("cpu"))
+        in_rows = layout_of(layer, torch.bfloat16, torch.device("cuda", 0))
+        assert not in_words.rows and in_rows.rows
+        assert in_words.page_bytes == in_rows.page_bytes
+    cache = make_cache(100)
+    assert not any(cache.kernel_pages(index)[0].layout.rows for index in range(len(LAYERS)))

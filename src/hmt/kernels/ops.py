@@ -30,7 +30,6 @@ from hmt.kernels.reference import (
     FeedForward,
     NormOptions,
     Survey,
-    attention,
     attention_output,
     merge_attention,
 )
@@ -253,6 +252,12 @@ def kernel_seconds() -> float:
     """Time that the calling thread has spent inside compiled kernels since it began."""
     native = extension.load()
     return 0.0 if native is None else native.kernel_seconds()
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """See `reference.attention`: out [queries, q_heads, value_dim] and lse [queries, q_heads]."""
+    found: tuple[Tensor, Tensor] = _portable(query).attention(query, key, value, **options)
+    return found
 
 
 def append_pages(

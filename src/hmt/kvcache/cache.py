@@ -75,7 +75,7 @@ class PagedKV:
         self._layers: dict[int, _Kept] = {}
         start = 0
         for layer, members in kinds_of(layers):
-            layout = layout_of(layer, dtype)
+            layout = layout_of(layer, dtype, memory.device)
             nbytes = pages * len(members) * layout.page_bytes
             extents = memory[start : start + nbytes].view(pages, len(members), layout.page_bytes)
             start += nbytes

@@ -27,7 +27,7 @@ def steps():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("latent", [False, True])
 def test_pages_are_written_as_the_reference_writes_them(device, encoding, dtype, latent):
-    layout = PageLayout(encoding, 2, 80, 80 if latent else 45, latent)
+    layout = PageLayout(encoding, 2, 80, 80 if latent else 45, latent, rows=True)
     random = torch.Generator().manual_seed(3)
     key, value = (torch.randn(50, 2, dim, generator=random) for dim in (80, 45))
     key[3] = 0
@@ -48,7 +48,7 @@ def test_pages_are_written_as_the_reference_writes_them(device, encoding, dtype,
 
 
 def test_rows_may_lie_apart(device):
-    layout = PageLayout(PageEncoding.BF16, 2, 32, 32)
+    layout = PageLayout(PageEncoding.BF16, 2, 32, 32, rows=True)
     packed = torch.randn(41, 8, 32).bfloat16()  # queries, keys and values of a fused product
     _, key, value = packed.split((4, 2, 2), dim=1)
     _, key_there, value_there = packed.to(device).split((4, 2, 2), dim=1)
@@ -57,41 +57,3 @@ def test_rows_may_lie_apart(device):
         reference.append_pages(expected, 1, PagedRuns(step), key, value)
         written.append_pages(found, 1, PagedRuns(step), key_there, value_there)
     assert torch.equal(found.memory.cpu(), expected.memory)
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    "shape", [(32, 32, 0), (48, 32, 0), (48, 16, 32), (56, 16, 24), (22, 6, 0)]
-)
-def test_rotation_on_the_way(device, encoding, interleaved, shape):
-    dim, rot, first = shape
-    if dim % (32 // encoding.bits):
-        dim = 24
-    layout = PageLayout(encoding, 2, dim, 32)
-    random = torch.Generator().manual_seed(4)
-    dtype = encoding.dtype if encoding is not PageEncoding.INT8 else torch.bfloat16
-    query, key, value, cos, sin = (
-        torch.randn(*size, generator=random).to(dtype)
-        for size in ((41, 3, dim), (41, 2, dim), (41, 2, 32), (41, rot), (41, rot))
-    )
-    cos, sin = cos.float(), sin.float()
-    found, expected = empty_pages(layout, 6, device), empty_pages(layout, 6)
-    turned = reference.rope(key[..., first:], cos, sin, interleaved=interleaved)
-    turned = torch.cat((key[..., :first], turned), dim=-1)
-    query_there = query.clone().to(device)
-    there = [x.to(device) for x in (key, value, cos, sin)]
-    options = {"interleaved": interleaved, "first": first}
-    table = torch.tensor([4, 0, 2, 5])
-    runs = PagedRuns([PagedRun(1, 40, 9, table), PagedRun(0, 1, 3, torch.tensor([3]))])
-    reference.append_pages(expected, 1, runs, turned, value)
-    written.rope_append(found, 1, runs, query_there, *there, **options)
-    rotated = reference.rope(query, cos, sin, interleaved=interleaved)
-    if dtype == torch.float32:  # where products may be added before they are rounded
-        torch.testing.assert_close(query_there.cpu(), rotated)
-        pair = (Pages(layout, found.memory.cpu()), expected)
-        for one, other in zip(*(reference.read_pages(x, 1, table, 49) for x in pair), strict=True):
-            torch.testing.assert_close(one, other)
-    else:
-        assert torch.equal(query_there.cpu(), rotated)
-        assert torch.equal(found.memory.cpu(), expected.memory)

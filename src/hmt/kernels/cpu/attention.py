@@ -123,6 +123,7 @@ def native_pages(native: ModuleType, pages: Pages) -> Any:
     if pages.native is not None:
         return pages.native
     layout, memory = pages.layout, pages.memory
+    assert not layout.rows, "compiled kernels take words"
     pages.native = native.make_pages(
         int(layout.encoding),
         layout.heads,

@@ -1,6 +1,8 @@
 """Pages of 16 tokens of keys and values: how they lie, and how they are written and read.
 
-`csrc/attention/pages.h` describes the same layout and is what compiled kernels go by.
+`csrc/attention/pages.h` describes the layout in words, which is what compiled kernels go by.
+Kernels for GPUs take plain rows, which are copied to shared memory, and read there by tensor cores,
+as they are.
 """
 
 import enum
@@ -63,6 +65,8 @@ class PageLayout:
     scales   of keys, then of values: INT8 f32 [heads, 16], INT4 bf16 [heads, groups, 16]
 
     latent   the value of a token is the first value_dim numbers of its key
+    rows     keys are [heads, 16, key_dim] and values [heads, 16, value_dim] instead, all else being
+             the same; not in INT4
     """
 
     encoding: PageEncoding
@@ -70,9 +74,12 @@ class PageLayout:
     key_dim: int
     value_dim: int
     latent: bool = False
+    rows: bool = False
 
     def __post_init__(self) -> None:
-        if self.key_dim % self.per_word:
+        if self.rows and self.encoding is PageEncoding.INT4:
+            raise ValueError("pages of plain rows hold no INT4")
+        if not self.rows and self.key_dim % self.per_word:
             raise ValueError(f"keys of {self.key_dim} numbers do not fill words of {self.per_word}")
 
     @property
@@ -118,22 +125,24 @@ class Pages:
         self.device: Any = None
 
     def parts(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views of keys, values, and their scales in words, as PageLayout shows them.
+        """Views of keys, values, and their scales, as PageLayout shows them.
 
         keys [pages, heads, key_dim / u, 16, u]; values [pages, heads, 16 / u, value_dim, u]; in
         INT4 the last dimension is 4 bytes, byte i with number i in its low half and i + 4 in its
-        high one.  Empty where there are none.
+        high one.  In plain rows [pages, heads, 16, dim].  Empty where there are none.
         """
         layout, encoding = self.layout, self.layout.encoding
         per_word = layout.per_word
         extents = self.memory[:, layer].split(layout._part_bytes, dim=1)
         in_word = 4 if encoding is PageEncoding.INT4 else per_word
-        keys = extents[0].view(encoding.dtype)
-        keys = keys.unflatten(1, (layout.heads, -1, PAGE_TOKENS, in_word))
-        values = extents[1].view(encoding.dtype)
+        keys, values = (extent.view(encoding.dtype) for extent in extents[:2])
+        key_tail: tuple[int, ...] = (-1, PAGE_TOKENS, in_word)
+        value_tail: tuple[int, ...] = (PAGE_TOKENS // per_word, layout.value_dim, in_word)
+        if layout.rows:
+            key_tail, value_tail = (PAGE_TOKENS, layout.key_dim), (PAGE_TOKENS, layout.value_dim)
+        keys = keys.unflatten(1, (layout.heads, *key_tail))
         if not layout.latent:
-            tail = (PAGE_TOKENS // per_word, layout.value_dim, in_word)
-            values = values.unflatten(1, (layout.heads, *tail))
+            values = values.unflatten(1, (layout.heads, *value_tail))
         scale_type = torch.bfloat16 if encoding is PageEncoding.INT4 else torch.float32
         scales = [extent.view(scale_type) for extent in extents[2:]]
         key_scales, value_scales = (
@@ -179,6 +188,11 @@ def append_pages(
         positions = torch.arange(start, start + length, device=table.device)
         where = table[positions // PAGE_TOKENS], positions % PAGE_TOKENS
         tokens = slice(offset, offset + length)
+        if pages.layout.rows:
+            _write_rows(pages.layout, keys, key_scales, where, key[tokens])
+            if value is not None and not pages.layout.latent:
+                _write_rows(pages.layout, values, value_scales, where, value[tokens])
+            continue
         _write_keys(pages.layout, keys, key_scales, where, key[tokens])
         if not pages.layout.latent:
             assert value is not None
@@ -193,12 +207,18 @@ def read_pages(pages: Pages, layer: int, table: Tensor, tokens: int) -> tuple[Te
     layout = pages.layout
     keys, values, key_scales, value_scales = pages.parts(layer)
     found = _numbers(layout, keys[table])  # [pages, heads, words, 16, u]
-    key = found.permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)[:tokens]
+    if layout.rows:
+        key = found.transpose(1, 2).flatten(0, 1)[:tokens]
+    else:
+        key = found.permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)[:tokens]
     key = _scaled(layout, key, key_scales, table)
     if layout.latent:
         return key, key[..., : layout.value_dim]
     found = _numbers(layout, values[table])  # [pages, heads, words, value_dim, u]
-    value = found.permute(0, 2, 4, 1, 3).flatten(0, 2)[:tokens]
+    if layout.rows:
+        value = found.transpose(1, 2).flatten(0, 1)[:tokens]
+    else:
+        value = found.permute(0, 2, 4, 1, 3).flatten(0, 2)[:tokens]
     return key, _scaled(layout, value, value_scales, table)
 
 
@@ -219,6 +239,16 @@ def encode_rows(encoding: PageEncoding, rows: Tensor) -> tuple[Tensor, Tensor]:
     divisors = scales.float().masked_fill(scales == 0, 1)[..., None]
     codes = (groups / divisors).round().clamp(-8, 7).masked_fill((scales == 0)[..., None], 0)
     return (codes.flatten(-2)[..., :dim] + 8).to(torch.int8), scales
+
+
+def _write_rows(
+    layout: PageLayout, held: Tensor, scales: Tensor, where: tuple[Tensor, Tensor], rows: Tensor
+) -> None:
+    numbers, slots = where
+    if layout.encoding is PageEncoding.INT8:
+        rows, row_scales = encode_rows(layout.encoding, rows)
+        scales[numbers, :, :, slots] = row_scales
+    held[numbers, :, slots] = rows.to(held.dtype)
 
 
 def _write_keys(

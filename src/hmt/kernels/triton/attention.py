@@ -1,11 +1,11 @@
-"""Attention over pages on the GPU: `reference.paged_attention` and what goes with it.
+"""Attention on the GPU: `reference.paged_attention` and what goes with it.
 
-Sums are f32.  Queries and pages of one 16-bit type meet in tensor cores, with weights rounded to
+Sums are f32.  Queries and keys of one 16-bit type meet in tensor cores, with weights rounded to
 that type; INT8 pages meet bf16 queries in bf16; any other pair is computed in f32, which is exact
-and slow.  How a short run's context is cut depends on that run alone, so the number of its
-neighbours changes no bit of it; sizes of tiles follow the longest short run.
+and slow.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +15,116 @@ from torch import Tensor
 
 from hmt.kernels import reference
 from hmt.kernels.reference.pages import PagedRuns, PageEncoding, Pages
-from hmt.kernels.triton.attend_kernels import attend_kernel, merge_kernel
-from hmt.kernels.triton.pages import append_pages, page_words
-from hmt.kernels.triton.plans import MOST_PARTS, Plan, front_words, plan_of
-from hmt.kernels.triton.runs import DeviceRuns, device_runs
+from hmt.kernels.triton.attend_kernels import attend_kernel
+from hmt.kernels.triton.dependent import dependent
+from hmt.kernels.triton.merging import merge_kernel
+from hmt.kernels.triton.pages import append_held, append_pages, layer_numbers, page_numbers
+from hmt.kernels.triton.plans import (
+    Plan,
+    key_widths,
+    plain_plan,
+    plan_of,
+    value_width,
+)
+from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns, device_runs
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_MERGED_NUMBERS = 32  # of a row, in a program of `merge_kernel`
+_ASKED = 2  # tiles
+_MERGED_NUMBERS = 128  # of a row, in a program of `merge_kernel`
+
+
+# out and lse, and those of parts: f32 [slots, rows, value_dim] and [slots, rows].
+_Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """What scores are made with; see `reference.attention`."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sinks is not None:
+            object.__setattr__(self, "sinks", self.sinks.float().contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """Of keys and values: sizes, how numbers are kept, and where values lie."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    encoding: PageEncoding
+    latent: bool = False
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    start: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.attention`: out in query.dtype, lse f32 [queries, q_heads].
+
+    Queries are rounded to a 16-bit type of keys: f32 ones that were made of it change nothing.
+    """
+    if query.dtype not in _TYPES or key.dtype not in _TYPES or key.dtype != value.dtype:
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+        return reference.attention(query, key, value, start=start, scale=scale, **options)
+    query, scale = _forward(query, scale)
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    queries, q_heads, key_dim = query.shape
+    context, heads, value_dim = value.shape
+    assert q_heads % heads == 0 and key.shape == (context, heads, key_dim)
+    out = query.new_empty(queries, q_heads, value_dim)
+    lse = torch.empty(queries, q_heads, dtype=torch.float32, device=query.device)
+    if not queries:
+        return out, lse
+    shapes = _Shapes(heads, key_dim, value_dim, PageEncoding.of(key.dtype))
+    plan = plain_plan(key_dim, value_dim, key.dtype)
+    scoring = _Scoring(scale, window, softcap, sinks)
+    group = q_heads // heads
+    blocks = triton.cdiv(queries * group, plan.rows)
+    attend_kernel[(blocks, heads, 1)](
+        query,
+        out,
+        lse,
+        None,
+        None,
+        key,
+        key,
+        value,
+        None,
+        key,
+        scoring.sinks,
+        queries,
+        start,
+        context,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        0,
+        0,
+        0,
+        1,
+        blocks,
+        *_numbers(plan, scoring),
+        **_constants(shapes, plan, scoring, key.dtype, group, wants_lse=True),
+        PAGED=False,
+        NEW=0,
+        NEW_ROWS=0,
+        **dependent(query.device),
+    )
+    return out, lse
 
 
 def paged_attention(
@@ -43,7 +146,7 @@ def paged_attention(
     if not can_attend(pages, query):
         return reference.paged_attention(pages, layer, runs, query, **options)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    return _attend(pages, layer, runs, query, **options, lse=lse), lse
+    return _attend_all(pages, layer, runs, query, lse, **options), lse
 
 
 def paged_attention_output(
@@ -61,7 +164,7 @@ def paged_attention_output(
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if not can_attend(pages, query):
         return reference.paged_attention_output(pages, layer, runs, query, **options)
-    return _attend(pages, layer, runs, query, **options, lse=None)
+    return _attend_all(pages, layer, runs, query, None, **options)
 
 
 def append_attend_pages(
@@ -75,19 +178,30 @@ def append_attend_pages(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.append_attend_pages`: [tokens, q_heads * dim]."""
+    """See `reference.append_attend_pages`: [tokens, q_heads * dim].
+
+    Runs of few tokens are appended by the kernel that attends to them.
+    """
     kv_heads = pages.layout.heads
     query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    append_pages(pages, layer, runs, key, value)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-    plain = not window and not softcap and sinks is None
-    if not plain or pages.layout.encoding.dtype != heads.dtype or not can_attend(pages, query):
+    if not can_attend(pages, query):
+        append_pages(pages, layer, runs, key, value)
         return paged_attention_output(pages, layer, runs, query, **options).flatten(1)
-    # Runs that begin a sequence see nothing but their own keys, and pages keep those as they are.
-    # Torch's fused kernel reads them where they lie: 2048 tokens, 32 heads of 128 with keys of
-    # their own take 83 us on an H200; out of pages, 8 KV heads, 259 us.
-    out = _attend(pages, layer, runs, query, **options, lse=None, begun=False)
+    same = pages.layout.encoding.dtype == heads.dtype
+    plain = same and not window and not softcap and sinks is None
+    turned, positive = _forward(query, scale)
+    scoring = _Scoring(positive, window, softcap, sinks)
+    out = query.new_empty(len(query), query.shape[1], pages.layout.value_dim)
     for held in device_runs(runs, heads.device):
+        fresh = (key, value) if held.tokens <= SHORT_TOKENS and _is_aligned(pages, key) else None
+        if fresh is None:
+            append_held(pages, layer, held, key, value)
+        if not held.begun or not plain:
+            _attend(pages, layer, held, turned, out, None, scoring, fresh)
+            continue
+        # Runs that begin a sequence see nothing but their own keys, and pages keep those as they
+        # are.  Torch's fused kernel reads them where they lie.
         for run in held.begun:
             rows = slice(run.offset, run.offset + run.length)
             out[rows] = reference.attention_output(
@@ -97,37 +211,41 @@ def append_attend_pages(
 
 
 def can_attend(pages: Pages, query: Tensor) -> bool:
-    """Whether there is a kernel: INT4 has none, nor have queries of other types than floats."""
-    return pages.layout.encoding is not PageEncoding.INT4 and query.dtype in _TYPES
+    """Whether there is a kernel: pages in words have none, nor queries of other types."""
+    return pages.layout.rows and query.dtype in _TYPES
 
 
-def _attend(
+def _forward(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries with numbers side by side, and a scale that is not negative, for the same scores."""
+    query = query if scale >= 0 else -query
+    return query if query.stride(2) == 1 else query.contiguous(), abs(scale)
+
+
+def _is_aligned(pages: Pages, key: Tensor) -> bool:
+    """Whether new rows, keys with values behind them, are read like those of pages."""
+    layout, size = pages.layout, key.element_size()
+    distances = (key.data_ptr(), *(x * size for x in (*key.stride()[:2], layout.key_dim)))
+    whole = key.stride(2) == 1 and all(distance % 16 == 0 for distance in distances)
+    return whole and layout.encoding.dtype == key.dtype
+
+
+def _attend_all(
     pages: Pages,
     layer: int,
     runs: PagedRuns,
     query: Tensor,
+    lse: Tensor | None,
     *,
     scale: float,
     window: int,
     softcap: float,
     sinks: Tensor | None,
-    lse: Tensor | None,
-    begun: bool = True,
 ) -> Tensor:
-    """Attention of all runs, or of all but those that begin a sequence."""
-    tokens, q_heads, _ = query.shape
-    layout = pages.layout
-    assert q_heads % layout.heads == 0 and query.shape[2] == layout.key_dim
-    if query.stride(2) != 1:
-        query = query.contiguous()
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    out = query.new_empty(tokens, q_heads, layout.value_dim)
+    query, scale = _forward(query, scale)
+    scoring = _Scoring(scale, window, softcap, sinks)
+    out = query.new_empty(*query.shape[:2], pages.layout.value_dim)
     for held in device_runs(runs, query.device):
-        if held.begun and not begun:
-            continue
-        plan = plan_of(layout, q_heads // layout.heads, held, window, compute_type(pages, query))
-        _launch(pages, layer, held, plan, query, out, lse, sinks, (scale, window, softcap))
+        _attend(pages, layer, held, query, out, lse, scoring, None)
     return out
 
 
@@ -139,111 +257,206 @@ def compute_type(pages: Pages, query: Tensor) -> torch.dtype:
     return query.dtype if same or codes else torch.float32
 
 
-def _launch(
+def _attend(
+    pages: Pages,
+    layer: int,
+    held: DeviceRuns,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scoring: _Scoring,
+    fresh: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Attention of runs of similar length; `fresh` are keys and values to append."""
+    layout = pages.layout
+    q_heads = query.shape[1]
+    group = q_heads // layout.heads
+    assert q_heads % layout.heads == 0 and query.shape[2] == layout.key_dim
+    compute = compute_type(pages, query)
+    plan = plan_of(layout, group, held, scoring.window, compute)
+    blocks = triton.cdiv(held.tokens * group, plan.rows)
+    results: _Results = (out, lse, None, None)
+    if plan.split:
+        shape = (held.count * layout.heads * blocks * plan.launched, plan.rows)
+        parts_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+        parts_out = parts_lse.new_empty(*shape, layout.value_dim)
+        results = out, lse, parts_out, parts_lse
+    shapes = _Shapes(layout.heads, layout.key_dim, layout.value_dim, layout.encoding, layout.latent)
+    grid = (blocks * plan.launched, layout.heads, held.count)
+    if fresh is None and _is_for_latents(shapes, plan, query, compute, scoring):
+        _attend_latents(pages, layer, held, plan, grid, query, results, scoring.scale)
+    else:
+        memory = page_numbers(pages)
+        key, value = fresh or (memory[:, None], memory[:, None])
+        attend_kernel[grid](
+            query,
+            *results,
+            memory,
+            key,
+            value,
+            held.spans,
+            held.tables,
+            scoring.sinks,
+            len(query),
+            0,
+            0,
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            memory.stride(0),
+            layer_numbers(pages, layer),
+            held.tables.stride(0),
+            held.count,
+            blocks,
+            *_numbers(plan, scoring),
+            **_constants(shapes, plan, scoring, compute, group, wants_lse=lse is not None),
+            PAGED=True,
+            NEW=16 // layout.encoding.dtype.itemsize if fresh else 0,
+            NEW_ROWS=triton.next_power_of_2(held.tokens) if fresh else 0,
+            **dependent(query.device),
+        )
+    if plan.split:
+        _merge(held, plan, shapes, blocks, results, scoring)
+
+
+def _is_for_latents(
+    shapes: _Shapes, plan: Plan, query: Tensor, compute: torch.dtype, scoring: _Scoring
+) -> bool:
+    """Whether `latent_kernel` takes it: see there."""
+    whole = (shapes.heads, shapes.key_dim, shapes.value_dim, plan.rows) == (1, 576, 512, 64)
+    plain = not scoring.window and not scoring.softcap and scoring.sinks is None
+    short = compute.itemsize == 2 and shapes.encoding.dtype == compute
+    hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
+    return shapes.latent and whole and plain and short and hopper
+
+
+def _attend_latents(
     pages: Pages,
     layer: int,
     held: DeviceRuns,
     plan: Plan,
+    grid: tuple[int, int, int],
     query: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    numbers: tuple[float, int, float],
+    results: _Results,
+    scale: float,
 ) -> None:
-    layout = pages.layout
-    tokens, q_heads, _ = query.shape
-    group = q_heads // layout.heads
-    scale, window, softcap = numbers
-    words = page_words(pages)
-    compute = compute_type(pages, query)
-    front, back = front_words(layout)
-    value_padded = 0 if layout.latent else max(16, triton.next_power_of_2(layout.value_dim))
-    parts = None
-    if plan.parts > 1:
-        shape = (plan.launched, tokens, q_heads)
-        parts = (
-            torch.empty((*shape, layout.value_dim), dtype=torch.float32, device=out.device),
-            torch.empty(shape, dtype=torch.float32, device=out.device),
-        )
-    blocks = triton.cdiv(held.tokens * group, plan.rows)
-    attend_kernel[(blocks * plan.launched, layout.heads, held.count)](
+    # What this is written in changes more often than Triton: others shall not load it.
+    from hmt.kernels.triton.latent import latent_kernel
+
+    memory = page_numbers(pages)
+    lse = results[1]
+    latent_kernel[grid](
         query,
-        *(parts or (out, lse)),
-        words,
+        *results,
+        memory,
         held.spans,
         held.tables,
-        sinks,
-        tokens,
-        query.stride(0),
-        query.stride(1),
-        words.stride(0),
-        layer * (layout.page_bytes // 4),
+        *query.stride()[:2],
+        memory.stride(0),
+        layer_numbers(pages, layer),
         held.tables.stride(0),
         held.count,
-        blocks,
+        grid[0] // plan.launched,
+        plan.launched,
+        plan.few,
         plan.parts,
         scale,
-        window,
-        softcap,
-        SPLIT=parts is not None,
+        SPLIT=plan.split,
+        OWN_PARTS=plan.own_parts,
         LEAST=plan.least,
-        ENCODING=int(layout.encoding),
-        DTYPE=_TYPES[compute],
-        PRECISION="ieee" if compute == torch.float32 else "tf32",
-        HEADS=layout.heads,
-        GROUP=group,
-        KEY_DIM=layout.key_dim,
-        VALUE_DIM=layout.value_dim,
-        LATENT=layout.latent,
-        PER_WORD=layout.per_word,
-        KEY_FRONT=front,
-        KEY_BACK=back,
-        VALUE_PADDED=value_padded,
-        MIXED=value_padded or front * layout.per_word,
-        ROWS=plan.rows,
-        TILE=plan.tile,
-        WINDOW=window > 0,
-        SOFTCAP=softcap != 0,
-        SINKS=sinks is not None,
+        MOST=plan.most,
+        GROUP=query.shape[1],
         LSE=lse is not None,
-        AHEAD=plan.ahead,
-        num_warps=plan.warps,
+        num_warps=8,
+        **dependent(query.device),
     )
-    if parts is not None:
-        _merge(held, plan, layout.value_dim, parts, out, lse, sinks, window)
+
+
+def _numbers(plan: Plan, scoring: _Scoring) -> tuple[float, ...]:
+    """Arguments of `attend_kernel` that follow `blocks`."""
+    return plan.launched, plan.few, plan.parts, scoring.scale, scoring.window, scoring.softcap
+
+
+def _constants(
+    shapes: _Shapes,
+    plan: Plan,
+    scoring: _Scoring,
+    compute: torch.dtype,
+    group: int,
+    *,
+    wants_lse: bool,
+) -> dict[str, Any]:
+    """What `attend_kernel` is compiled for, but for how keys are reached."""
+    front, back = key_widths(shapes.key_dim, shapes.value_dim if shapes.latent else 0)
+    value_padded = 0 if shapes.latent else value_width(shapes.value_dim)
+    return {
+        "SPLIT": plan.split,
+        "OWN_PARTS": plan.own_parts,
+        "LEAST": plan.least,
+        "MOST": plan.most,
+        "ENCODING": int(shapes.encoding),
+        "DTYPE": _TYPES[compute],
+        "PRECISION": "ieee" if compute == torch.float32 else "tf32",
+        "HEADS": shapes.heads,
+        "GROUP": group,
+        "KEY_DIM": shapes.key_dim,
+        "VALUE_DIM": shapes.value_dim,
+        "LATENT": shapes.latent,
+        "KEY_FRONT": front,
+        "KEY_BACK": back,
+        "VALUE_PADDED": value_padded,
+        "MIXED": value_padded or front,
+        "ROWS": plan.rows,
+        "TILE": plan.tile,
+        "WINDOW": scoring.window > 0,
+        "SOFTCAP": scoring.softcap != 0,
+        "SINKS": scoring.sinks is not None,
+        "LSE": wants_lse,
+        "STAGES": plan.stages,
+        "ONE_SWEEP": plan.one_sweep,
+        "ASKED": _ASKED if plan.one_sweep else 0,
+        "num_warps": plan.warps,
+    }
 
 
 def _merge(
     held: DeviceRuns,
     plan: Plan,
-    dim: int,
-    parts: tuple[Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    window: int,
+    shapes: _Shapes,
+    blocks: int,
+    results: _Results,
+    scoring: _Scoring,
 ) -> None:
-    """Write the union of parts [parts, tokens, q_heads, dim] and [parts, tokens, q_heads]."""
-    tokens, q_heads, _ = out.shape
-    chunks = triton.cdiv(dim, _MERGED_NUMBERS)
-    merge_kernel[(held.tokens * chunks, q_heads, held.count)](
-        out,
-        lse,
-        *parts,
+    """Write the union of parts."""
+    out, lse, *_ = results
+    group = out.shape[1] // shapes.heads
+    chunks = triton.cdiv(shapes.value_dim, _MERGED_NUMBERS)
+    rows = min(plan.rows, held.tokens * group)
+    merge_kernel[(chunks * rows, shapes.heads * blocks, held.count)](
+        *results,
         held.spans,
-        sinks,
-        tokens,
+        scoring.sinks,
         held.count,
+        blocks,
+        plan.launched,
+        plan.few,
         plan.parts,
-        window,
-        HEADS=q_heads,
-        CHUNKS=chunks,
+        scoring.window,
+        OWN_PARTS=plan.own_parts,
         LEAST=plan.least,
+        MOST=plan.most,
+        HEADS=shapes.heads,
+        GROUP=group,
+        VALUE_DIM=shapes.value_dim,
+        ROWS=plan.rows,
         TILE=plan.tile,
-        VALUE_DIM=dim,
         CHUNK=_MERGED_NUMBERS,
-        PADDED_PARTS=MOST_PARTS,
-        WINDOW=window > 0,
-        SINKS=sinks is not None,
+        CHUNKS=chunks,
+        PADDED_PARTS=triton.next_power_of_2(plan.parts),
+        AT_ONCE=16 if plan.launched <= 16 else 32,
+        WINDOW=scoring.window > 0,
+        SINKS=scoring.sinks is not None,
         LSE=lse is not None,
+        num_warps=1,
+        **dependent(out.device),
     )

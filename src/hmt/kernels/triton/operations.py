@@ -6,6 +6,7 @@ Plain torch are chains of the others, and what a step does not wait for.
 from hmt.kernels.reference import draw, largest
 from hmt.kernels.triton.attention import (
     append_attend_pages,
+    attention,
     paged_attention,
     paged_attention_output,
 )
@@ -20,7 +21,7 @@ from hmt.kernels.triton.norms import (
     rms_norm_inplace,
     rms_norm_quantize,
 )
-from hmt.kernels.triton.pages import append_pages, rope_append
+from hmt.kernels.triton.pages import append_pages
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
 from hmt.kernels.triton.sampling import greedy, survey
@@ -32,6 +33,7 @@ __all__ = [
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "attention",
     "attention_inputs",
     "biased_sigmoid_topk",
     "dequantize",
@@ -55,7 +57,6 @@ __all__ = [
     "rms_norm_inplace",
     "rms_norm_quantize",
     "rope",
-    "rope_append",
     "rope_inplace",
     "rows_at",
     "softmax_topk",

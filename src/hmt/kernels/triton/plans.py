@@ -1,102 +1,155 @@
-"""Which sizes attention kernels are launched with: a table by shape, found by measuring."""
+"""Which sizes attention kernels are launched with: a table by shape, found by measuring.
+
+How a run's context is cut into parts depends on that run, on the shape of the model, and, for runs
+of few tokens, on how many runs there are room for.  So it has the same bits in every launch for as
+many runs, however long contexts may become there.
+"""
 
 from dataclasses import dataclass
 
 import torch
 import triton
 
-from hmt.kernels.reference.pages import PageEncoding, PageLayout
+from hmt.kernels.reference.pages import PageLayout
 from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns
 
-# Programs that keep every multiprocessor of a large card busy, about twice over.
-_PROGRAMS = 264
-
+# Programs that keep the multiprocessors of a large card busy with what one alone takes.
+_PROGRAMS = 128
+_UNCUT_TOKENS = 512  # runs of more are enough work without being cut
 MOST_PARTS = 128  # a power of two
-# On an H200, of 128K positions: 8 KV heads make 528 programs of 66 parts, four for each of 132
-# multiprocessors (176 us, with 128 parts 181 us); INT8 takes 171 us with 128 parts and 217 with 66;
-# latent keys are taken by two blocks of 64 heads, which make 132 programs.
-_PARTS = 66
-_INT8_PARTS = 128
+
+_LATENT_PROGRAMS = 132
+_FEW, _MOST = 16, 128
+_SLOTS = 396  # programs that fit on an H200's multiprocessors at once
+_ANY = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Sizes of one launch.
 
-    rows      pairs of token and query head in a program
-    tile      tokens that a program takes at once
-    parts     how many parts a context is cut into at most; 1 for a kernel that writes the result
-    launched  parts that contexts of this bucket can have; the grid
-    least     tokens in a part are a multiple of this
-    ahead     whether a tile is read while another is computed
+    rows       pairs of token and query head in a program
+    tile       tokens that a program takes at once
+    stages     tiles that are on their way or computed at once
+    one_sweep  all tiles are masked, where few are not
+    split      contexts may have more than one part
+    few        a context is cut into so many parts while these have up to `most` tokens,
+    parts      and into no more than these; they keep `parts` programs busy with `own_parts`
+    least      tokens in a part are a multiple of this
+    launched   parts that contexts of this bucket can have; the grid
     """
 
     rows: int
     tile: int
     warps: int
-    parts: int
-    launched: int
-    least: int
-    ahead: bool
+    stages: int
+    one_sweep: bool
+    split: bool = False
+    own_parts: bool = False
+    few: int = 1
+    parts: int = 1
+    least: int = 1
+    most: int = _ANY
+    launched: int = 1
 
 
-def front_words(layout: PageLayout) -> tuple[int, int]:
-    """Words of a key in two powers of two: 288 (576 numbers of two bytes) are 256 and 32.
-
-    The front of latent keys holds their values.
-    """
-    words = layout.key_dim // layout.per_word
-    if layout.latent:
-        front = triton.next_power_of_2(-(-layout.value_dim // layout.per_word))
-    else:
-        above = triton.next_power_of_2(words)
-        front = above if above == words else above // 2
-    least = max(16 // layout.per_word, 8)  # of a dot product
-    front = max(front, least)
-    back = max(triton.next_power_of_2(words - front), least) if words > front else 0
+def key_widths(key_dim: int, in_front: int = 0) -> tuple[int, int]:
+    """A key's front, of at least `in_front` numbers, and what remains of it."""
+    above = triton.next_power_of_2(key_dim)
+    front = above if above == key_dim else above // 2
+    if in_front:
+        front = triton.next_power_of_2(in_front)
+    front = max(front, 16)  # of a dot product
+    back = max(triton.next_power_of_2(key_dim - front), 16) if key_dim > front else 0
     return front, back
+
+
+def value_width(value_dim: int) -> int:
+    """Of values, in a power of two."""
+    return max(16, triton.next_power_of_2(value_dim))
 
 
 def plan_of(
     layout: PageLayout, group: int, held: DeviceRuns, window: int, compute: torch.dtype
 ) -> Plan:
     """The plan for runs of similar length; what it depends on is known to the host."""
-    rows_each = held.tokens * group
-    short = held.tokens <= SHORT_TOKENS
-    rows = min(max(16, triton.next_power_of_2(rows_each)), 64 if short or layout.latent else 128)
-    tile, warps, ahead = _sizes(layout, rows, compute)
-    span = min(held.context, window + held.tokens + 2 * tile) if window else held.context
-    if short:
-        # By the run alone, so that a row's bits do not depend on who else is in the batch.
-        parts = _INT8_PARTS if layout.encoding is PageEncoding.INT8 else _PARTS
-        least = max(tile, 128 if layout.latent else 256)
-    else:
-        blocks = -(-rows_each // rows) * layout.heads * held.count
-        parts = max(1, min(_PROGRAMS // blocks, _PARTS))
-        least = max(tile, 512)
-    launched = min(parts, -(-span // least))
-    if launched == 1 and not short:
-        parts = 1
-    return Plan(rows, tile, warps, parts, launched, least, ahead)
+    if held.tokens > SHORT_TOKENS:
+        return _long_plan(layout, group, held, window, compute)
+    tokens = 1 if held.tokens == 1 else SHORT_TOKENS
+    rows = min(max(16, triton.next_power_of_2(tokens * group)), 64)
+    tile, warps, stages = _sizes(max(layout.key_dim, layout.value_dim), rows, compute)
+    blocks = -(-tokens * group // rows) * layout.heads
+    parts = min(max(_SLOTS // blocks, _FEW), MOST_PARTS)
+    few = max(1, min(_SLOTS // (blocks * held.count), _FEW))
+    most = _MOST * min(max(1, _FEW // few), 4)
+    if layout.latent:
+        parts = few = max(1, min(_LATENT_PROGRAMS // (blocks * held.count), MOST_PARTS))
+        most = _ANY
+    least = max(tile, 64)
+    seen = _most_seen(held, window, tile)
+    # Contexts of up to few * most tokens make up to `few` parts, longer ones parts of `most`.
+    launched = min(parts, -(-seen // least))
+    if not layout.latent:
+        launched = min(few, launched) if seen <= few * most else min(parts, -(-seen // most))
+        launched = max(launched, 1)
+    return Plan(
+        rows,
+        tile,
+        warps,
+        stages,
+        one_sweep=True,
+        split=launched > 1,
+        few=few,
+        parts=parts,
+        least=least,
+        most=most,
+        launched=launched,
+    )
 
 
-def _sizes(layout: PageLayout, rows: int, compute: torch.dtype) -> tuple[int, int, bool]:
-    """Tile, warps, and whether a tile is read ahead.
+def _long_plan(
+    layout: PageLayout, group: int, held: DeviceRuns, window: int, compute: torch.dtype
+) -> Plan:
+    rows = 64 if layout.latent or compute == torch.float32 else 128
+    tile, warps, stages = _sizes(max(layout.key_dim, layout.value_dim), rows, compute)
+    plan = Plan(rows, tile, warps, stages, one_sweep=False)
+    if held.tokens > _UNCUT_TOKENS:
+        return plan
+    least = 512
+    blocks = -(-held.fewest * group // rows) * layout.heads
+    launched = min(max(_PROGRAMS // blocks, 1), -(-_most_seen(held, window, tile) // least))
+    return Plan(
+        rows,
+        tile,
+        warps,
+        stages,
+        one_sweep=False,
+        split=launched > 1,
+        own_parts=True,
+        parts=_PROGRAMS,
+        least=least,
+        launched=launched,
+    )
 
-    Measured on an H200 with bf16 queries (read: 4.64 TB/s, matmul: 792 TFLOP/s).  One query of 32
-    heads, 8 KV heads of 128, 128K positions in bf16, by tile, warps and ahead: 128, 4, no 176 us;
-    64, 4, no 201; 64, 8, no 207; 128, 8, no 244; 32, 2, yes 332; 64, 4, yes 576.  The same in INT8:
-    64, 4, no 217; 128, 8, no 232; 128, 4, yes 403.  128 heads of 576 / 512 in 64 rows: 64, 8, no
-    292; 32, 8, no 324; in 32 rows 566, in 16 rows 637.  2048 tokens at once in 128 rows: 32, 8, yes
-    259; 64, 8, yes 267; 64, 8, no 300; 128, 8, no 338; in 64 rows 398.
-    """
-    wide = max(layout.key_dim, layout.value_dim)
+
+def plain_plan(key_dim: int, value_dim: int, compute: torch.dtype) -> Plan:
+    """The plan for keys and values in plain tensors."""
+    rows = 128 if max(key_dim, value_dim) <= 256 and compute != torch.float32 else 64
+    sizes = _sizes(max(key_dim, value_dim), rows, compute)
+    return Plan(rows, *sizes, one_sweep=False)
+
+
+def _most_seen(held: DeviceRuns, window: int, tile: int) -> int:
+    """Tokens from the first tile that a run sees to its end, at most."""
+    return min(held.context, window + held.tokens + 2 * tile) if window else held.context
+
+
+def _sizes(wide: int, rows: int, compute: torch.dtype) -> tuple[int, int, int]:
+    """Tile, warps and stages."""
     if compute == torch.float32:  # without tensor cores; shared memory holds little
-        return (16 if wide > 256 else 32), 4 if rows <= 32 else 8, False
+        return (16 if wide > 256 else 32), 4 if rows <= 32 else 8, 1
     if wide > 256:
-        return (64, 8, False) if rows >= 64 else (32, 4, False)
+        return (64, 8, 2) if rows >= 64 else (32, 4, 2)
     if rows > 64:
-        return 32, 8, True
-    if rows > 32:
-        return 64, 4, False
-    return (64 if layout.encoding is PageEncoding.INT8 or wide > 128 else 128), 4, False
+        return (128, 8, 2) if wide <= 128 else (64, 8, 3 if wide <= 192 else 2)
+    return 64, 4, 3 if wide <= 128 else 2

@@ -5,6 +5,7 @@ context from the device and stops when it has nothing to do.  So a captured grap
 `update_runs` writes other runs into the same tensors between replays.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,7 @@ from hmt.kernels.reference.pages import PagedRun, PagedRuns
 # Runs of up to this many tokens are attended together: their grids are as long as the longest, and
 # a prompt among them would make thousands of programs that find nothing to do.
 SHORT_TOKENS = 8
+_LENGTHS = (1, SHORT_TOKENS, 32, 128, 512)  # the longest runs of groups
 
 TABLE_MULTIPLE = 16  # pages; tables end at a multiple of the largest tile, which is 256 tokens
 
@@ -28,6 +30,7 @@ class DeviceRuns:
     spans     int32 [3, count]: offset, length and start of each run; length 0 for none
     tables    int32 [count, width]: page numbers, then zeros (a page that may be read)
     tokens    no run is longer
+    fewest    no run is shorter, but for those of length 0
     context   no run ends at a later position
     known     the table that each row was filled from, so that it is not sent again
     begun     the runs, where all of them are long and begin their sequences; else none
@@ -38,6 +41,7 @@ class DeviceRuns:
     tokens: int
     context: int
     known: list[tuple[Tensor, int] | None] = field(repr=False)
+    fewest: int = 1
     begun: tuple[PagedRun, ...] = ()
 
     @property
@@ -91,15 +95,16 @@ class DeviceRuns:
 def device_runs(runs: PagedRuns, device: torch.device) -> tuple[DeviceRuns, ...]:
     """The runs by length, made at the first call and kept in `runs.device`.
 
-    Short ones are together, long ones that begin a sequence, and other long ones.
+    Single tokens are together, up to 8, 32, 128, 512 and more, and long ones that begin a sequence.
+    Grids and workspaces are for the longest of a group, and a run's bits are the same whoever else
+    is in the step.
     """
     if runs.device is None:
-        present = [run for run in runs.runs if run.length]
-        short = [run for run in present if run.length <= SHORT_TOKENS]
-        long = [run for run in present if run.length > SHORT_TOKENS]
-        first = [run for run in long if run.start == 0]
-        later = [run for run in long if run.start]
-        runs.device = tuple(_held(group, device) for group in (short, first, later) if group)
+        groups: dict[int, list[PagedRun]] = {}
+        for run in runs.runs:
+            if run.length:
+                groups.setdefault(_group_of(run), []).append(run)
+        runs.device = tuple(_held(groups[kind], device) for kind in sorted(groups))
     held: tuple[DeviceRuns, ...] = runs.device
     return held
 
@@ -121,11 +126,18 @@ def update_runs(fixed: PagedRuns, runs: Sequence[PagedRun]) -> None:
     held.fill(runs)
 
 
+def _group_of(run: PagedRun) -> int:
+    if run.length > SHORT_TOKENS and run.start == 0:
+        return len(_LENGTHS) + 1
+    return bisect_left(_LENGTHS, run.length)
+
+
 def _held(runs: list[PagedRun], device: torch.device) -> DeviceRuns:
     tokens = max(run.length for run in runs)
     context = max(run.start + run.length for run in runs)
     held = DeviceRuns.empty(device, len(runs), tokens, context)
     held.fill(runs)
+    held = replace(held, fewest=min(run.length for run in runs))
     if tokens > SHORT_TOKENS and not any(run.start for run in runs):
         held = replace(held, begun=tuple(runs))
     return held
