@@ -29,6 +29,7 @@ from hmt.engine.summary import Phase
 from hmt.engine.trial import Verdict
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV
+from hmt.weights import DeviceCounters
 
 
 class Core:
@@ -204,6 +205,7 @@ class _Meter:
         self._counters = memory.weights.counters
         self._drive_counters = memory.weights.drive_counters
         self._guesses = memory.weights.guesses
+        self._on_device = None if memory.on_device is None else memory.on_device.weights
         self._guesser = guesser
         self._tracer = tracer
         self._last = self._read()
@@ -222,9 +224,11 @@ class _Meter:
             drive_s=now.drive_s - before.drive_s,
             converted_s=now.converted_s - before.converted_s,
             kernel_s=now.kernel_s - before.kernel_s,
+            link_s=now.link_s - before.link_s,
             disk_bytes=now.disk_bytes - before.disk_bytes,
             useful_bytes=now.useful_bytes - before.useful_bytes,
             host_bytes=now.host_bytes - before.host_bytes,
+            link_bytes=now.link_bytes - before.link_bytes,
             hits=now.hits - before.hits,
             pending=now.pending - before.pending,
             misses=now.misses - before.misses,
@@ -236,14 +240,17 @@ class _Meter:
 
     def _read(self) -> Phase:
         counters, guesses, drive = self._counters, self._guesses, self._drive_counters()
+        link = DeviceCounters() if self._on_device is None else self._on_device.counters
         return Phase(
             waited_s=counters.waited_s,
             drive_s=drive.busy_s,
             converted_s=self._tracer.total("convert", "host").seconds,
             kernel_s=ops.kernel_seconds(),
+            link_s=link.link_s,
             disk_bytes=drive.read_bytes,
             useful_bytes=drive.useful_bytes,
             host_bytes=counters.host_bytes,
+            link_bytes=link.copied_bytes,
             hits=counters.hits,
             pending=counters.pending,
             misses=counters.misses,

@@ -1,6 +1,6 @@
 """Weights for a device that computes beside the CPU: what stays there, and what is copied there."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing
-from hmt.memory.device import Device, DeviceBuffer, DevicePool, Mark
+from hmt.memory.device import Copy, Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
 
@@ -24,9 +24,13 @@ _MANY_TOKENS = 32
 
 @dataclass(slots=True)
 class DeviceCounters:
-    """Sums since the load.  `copied_bytes`: from host memory to the device, for steps."""
+    """Sums since the load, of copies from host memory to the device for steps.
+
+    link_s   time in which the link was at it; of those that have arrived
+    """
 
     copied_bytes: int = 0
+    link_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -93,7 +97,8 @@ class DeviceWeights:
         self._slots = _Slots(slots)
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
         self._leaving: list[tuple[Mark, ExitStack]] = []  # sources of copies under way
-        self.counters = DeviceCounters()
+        self._under_way: deque[Copy] = deque()  # not yet in `counters`
+        self._counters = DeviceCounters()
         self.count = store.count
         self.rows = store.rows
         self.routed = store.routed
@@ -126,6 +131,13 @@ class DeviceWeights:
             for block in [b for b in self._copied if b not in self._computing[many]]:
                 self._free(block)
         self._copy_ahead(0)
+
+    @property
+    def counters(self) -> DeviceCounters:
+        """What has been copied until now."""
+        while self._under_way and self._under_way[0].reached():
+            self._counters.link_s += self._under_way.popleft().took_s()
+        return self._counters
 
     # Weights
 
@@ -249,7 +261,8 @@ class DeviceWeights:
                 arrived.wait()
                 source.close()
             stack.pop_all()
-        self.counters.copied_bytes += layout.slot_bytes
+        self._under_way.append(arrived)
+        self._counters.copied_bytes += layout.slot_bytes
         copied = _Copied(slot, self._slots.views_of(slot, layout), arrived, source)
         self._copied[block] = copied
         return copied

@@ -7,7 +7,7 @@ import torch
 
 from hmt.base.errors import BudgetError, MachineError
 from hmt.base.units import format_bytes
-from hmt.memory.device.interface import Mark
+from hmt.memory.device.interface import Copy, Mark
 
 _PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -25,6 +25,18 @@ class _CudaMark:
     def wait(self) -> None:
         """See Mark."""
         self.event.synchronize()
+
+
+class _CudaCopy(_CudaMark):
+    """Implements Copy with an event at either end."""
+
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        super().__init__(end)
+        self._begin = begin
+
+    def took_s(self) -> float:
+        """See Copy."""
+        return self._begin.elapsed_time(self.event) * 1e-3
 
 
 class CudaDevice:
@@ -75,14 +87,17 @@ class CudaDevice:
         with torch.cuda.device(self.where), torch.cuda.stream(self._compute):
             yield
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         """See Device."""
         with torch.cuda.stream(self._copies):
             if after is not None:
                 assert isinstance(after, _CudaMark)
                 self._copies.wait_event(after.event)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            self._copies.record_event(begin)
             target.copy_(source, non_blocking=True)
-            return _CudaMark(self._copies.record_event())
+            self._copies.record_event(end)
+            return _CudaCopy(begin, end)
 
     def mark(self) -> Mark:
         """See Device."""

@@ -24,6 +24,14 @@ class Mark(Protocol):
         ...
 
 
+class Copy(Mark, Protocol):
+    """The end of a copy."""
+
+    def took_s(self) -> float:
+        """How long it took from its beginning, once it is reached; 0 where nobody knows."""
+        ...
+
+
 class Device(Protocol):
     """One device.  For one thread, but for `free_bytes`.
 
@@ -53,7 +61,7 @@ class Device(Protocol):
         """Kernels that are called in the body go on the compute queue."""
         ...
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         """Copy host memory to the device's, both uint8 [n]; reached when it is there.
 
         Begins when `after`, a place on the compute queue, has been reached.  `source` must stay as
