@@ -10,7 +10,7 @@ from hmt.cli.options import embedded_model
 from hmt.contracts.plan import Tier
 from hmt.engine import machine
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 100))
