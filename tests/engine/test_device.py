@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ import torch
 import hmt
 from hmt.base.errors import BudgetError, ConfigError, MachineError
 from hmt.cli.options import embedded_model
+from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.engine import machine
+from hmt.engine import machine, pieces
+from hmt.engine.pieces import DecodingInPieces
+from hmt.kernels import ops
+from hmt.memory.device import PretendedDevice
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 60))
@@ -131,3 +136,48 @@ def test_two_models_share_the_device() -> None:
         first.close()
         gc.collect()
         assert engine._ledger.reserved_bytes(Tier.DEVICE) == reserved
+
+
+def test_steps_are_captured_in_pieces_where_some_networks_are_elsewhere() -> None:
+    request = hmt.Request(input="Once upon", max_new_tokens=40, ignore_eos=True)
+    with hmt.Engine(context=256, host_memory="64MiB") as engine:
+        wanted = engine.load_model(MODELS["dense"]).infer(request).token_ids
+    with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="12MiB", **GPU) as engine:
+        model = engine.load_model(MODELS["dense"])
+        captured = model._core._executor._captured
+        assert isinstance(captured, DecodingInPieces)
+        prompts = hmt.Request(input=TOKENS, max_new_tokens=1)
+        for _ in range(2):  # prompts use the slots in another order
+            assert model.infer(request).token_ids == wanted
+            model.infer(prompts)
+        assert len(captured._captured) == 1
+        model.reset_summary()
+        model.infer(request)
+        phase = model.summary().generation
+        home, device = model.plan.homes, model.plan.device
+        copied = sum(
+            model.prepared.layouts[b].slot_bytes
+            for b in device.computes
+            if home[b] is not Tier.DEVICE
+        )
+        assert copied and abs(phase.link_bytes - copied * phase.steps) <= device.reserved["slots"]
+
+
+def test_hidden_states_go_to_the_cpu_and_back() -> None:
+    device, like = PretendedDevice(), torch.randn(3, 32)
+    params = {
+        name: WeightTensor(Encoding.F32, shape, torch.randn(shape))
+        for name, shape in (("gate_proj", (64, 32)), ("up_proj", (64, 32)), ("down_proj", (32, 64)))
+    }
+    params["norm"] = WeightTensor(Encoding.F32, (32,), torch.ones(32))
+    layer = ops.FeedForward("silu", ops.NormOptions(1e-6))
+    counted: list[int] = []
+    weights = SimpleNamespace(waited=lambda seconds: None, count=counted.append)
+    handover = pieces._Handover(device, weights, like)
+    for x in (None, torch.randn(3, 32)):
+        hidden, wanted = like.clone(), like.clone()
+        ops.feed_forward(wanted, None if x is None else x.clone(), params, layer)
+        handover.feed_forward(lambda work: work(), hidden, x, params, layer)
+        assert torch.equal(hidden, wanted)
+    nbytes = 4 * (3 * 64 * 32 + 32)
+    assert counted == [nbytes, nbytes]

@@ -5,6 +5,7 @@ each gives alone, and it is that which a model larger than the GPU is measured a
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from statistics import median
@@ -18,11 +19,10 @@ from hmt.bench.contenders import copy_of_weight, formats, random_weight
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import HostBuffer, cache_bytes
-from hmt.memory.device import Device, Mark
+from hmt.memory.device import Device, Link, link_rate, rates_at_once
 
 _DEVICE_BYTES = 4 * GIB
 _COPY_BYTES = 256 * MIB
-_COPIES_AHEAD = 4
 _ROUNDS = 3
 _ROUND_S = 0.3
 _ROWS, _COLUMNS = 28672, 8192  # of the same FFN
@@ -64,9 +64,9 @@ def measure_rates(device: Device, encoding: str) -> Rates:
     pinned = device.pin(host.tensor)
     try:
         with computing_with(usable_threads()):
-            link, cpu = _Link(device, target, host.tensor), _Products(encoding)
-            alone = [(_run(link, None)[0], _run(None, cpu)[1]) for _ in range(_ROUNDS)]
-            both = [_run(link, cpu) for _ in range(_ROUNDS)]
+            link, read = Link(device, target, host.tensor), _Products(encoding).compute
+            alone = [(link_rate(link, _ROUND_S), _alone(read)) for _ in range(_ROUNDS)]
+            both = [rates_at_once(link, read, _ROUND_S) for _ in range(_ROUNDS)]
     finally:
         device.synchronize()
         if pinned:
@@ -98,33 +98,6 @@ def device_read_rate() -> float:
     return max(rates)
 
 
-class _Link:
-    """Copies to the device, some of them always under way."""
-
-    def __init__(self, device: Device, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._device, self._target, self._source = device, target, source
-        self._under_way: list[Mark] = []
-        self.copied_bytes = 0
-
-    def keep_busy(self) -> None:
-        """Count what has arrived, and begin as much anew."""
-        while self._under_way and self._under_way[0].reached():
-            self._under_way.pop(0)
-            self.copied_bytes += self._source.nbytes
-        while len(self._under_way) < _COPIES_AHEAD:
-            self._under_way.append(self._device.copy(self._target, self._source))
-
-    def wait(self) -> None:
-        """Let the first copy arrive."""
-        self._under_way[0].wait()
-
-    def settle(self) -> None:
-        """Wait for all copies, and count from zero."""
-        while self._under_way:
-            self._under_way.pop().wait()
-        self.copied_bytes = 0
-
-
 class _Products:
     """Products of one token with weights that no cache holds together."""
 
@@ -135,40 +108,16 @@ class _Products:
         copies = [copy_of_weight(first) for _ in range(wanted // first.nbytes)]
         self._weights = cycle([first, *copies])
         self._x = torch.randn(1, _COLUMNS).bfloat16()
-        self.read_bytes = 0
 
-    def compute(self) -> None:
-        """One product."""
+    def compute(self) -> int:
+        """One product; the bytes that it read."""
         weight = next(self._weights)
         ops.linear(self._x, weight)
-        self.read_bytes += weight.nbytes
+        return weight.nbytes
 
 
-def _run(link: _Link | None, cpu: _Products | None) -> tuple[float, float]:
-    """Rates of the link and of the CPU, at once where both are given."""
-    if link is not None:
-        link.keep_busy()
-    if cpu is not None:
-        for _ in range(8):  # wakes the threads
-            cpu.compute()
-        cpu.read_bytes = 0
-    if link is not None:
-        link.wait()
-        link.keep_busy()
-        link.copied_bytes = 0
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < _ROUND_S:
-        if cpu is not None:
-            cpu.compute()
-        elif link is not None:
-            link.wait()
-        if link is not None:
-            link.keep_busy()
-    seconds = time.perf_counter() - begin
-    rates = (
-        0.0 if link is None else link.copied_bytes / seconds,
-        0.0 if cpu is None else cpu.read_bytes / seconds,
-    )
-    if link is not None:
-        link.settle()
-    return rates
+def _alone(read: Callable[[], int]) -> float:
+    begin, nbytes = time.perf_counter(), 0
+    while (took := time.perf_counter() - begin) < _ROUND_S:
+        nbytes += read()
+    return nbytes / took

@@ -7,6 +7,7 @@ one takes the device.  Captured, a step is one launch.
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,7 +24,7 @@ _MOST_CAPTURES = 16
 
 
 @dataclass(slots=True)
-class _Captured:
+class Captured:
     """A capture for so many runs of one token.
 
     step    of the tensors that kernels read; its runs are those of the step that is computed now
@@ -45,7 +46,7 @@ class CapturedDecoding:
         self._weights = weights
         self._kv = kv
         self._device = device
-        self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
+        self._captured: OrderedDict[tuple[int, int], Captured] = OrderedDict()
         self._works = True
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
@@ -73,15 +74,15 @@ class CapturedDecoding:
         assert captured.replay is not None
         return captured.replay()
 
-    def _open(self, hidden: torch.Tensor, tokens: int, context: int) -> _Captured:
+    def _open(self, hidden: torch.Tensor, tokens: int, context: int) -> Captured:
         where = self._device.where
         with torch.inference_mode(False):
             own = torch.empty(hidden.shape, dtype=hidden.dtype, device=where)
             ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
         step = Step(ids, positions, (), torch.arange(tokens, device=where))
-        return _Captured(own, step, ops.fixed_runs(where, tokens, context))
+        return Captured(own, step, ops.fixed_runs(where, tokens, context))
 
-    def _send(self, captured: _Captured, hidden: torch.Tensor, step: Step) -> None:
+    def _send(self, captured: Captured, hidden: torch.Tensor, step: Step) -> None:
         captured.hidden.copy_(hidden, non_blocking=True)
         own = captured.step
         own.positions.copy_(step.positions, non_blocking=True)
@@ -90,13 +91,8 @@ class CapturedDecoding:
             ops.fill_runs(captured.runs, self._kv.paged_runs(step))
             self._kv.hold(captured.step, captured.runs)
 
-    def _capture(self, captured: _Captured, hidden: torch.Tensor, step: Step) -> bool:
-        def compute() -> torch.Tensor:
-            states = captured.hidden
-            for index in range(self._model.spec.layers):
-                states = self._model.layer(index, states, captured.step, self._weights, self._kv)
-            return self._model.head(states, self._weights)
-
+    def _capture(self, captured: Captured, hidden: torch.Tensor, step: Step) -> bool:
+        compute = partial(self._compute, captured)
         compute()  # compiles kernels, and makes what they keep
         self._send(captured, hidden, step)  # what was made for a step belongs into the capture
         try:
@@ -105,3 +101,9 @@ class CapturedDecoding:
             self._works = False
             warn_once("capture", f"steps cannot be captured ({error}): decoding will be slower")
         return self._works
+
+    def _compute(self, captured: Captured) -> torch.Tensor:
+        states = captured.hidden
+        for index in range(self._model.spec.layers):
+            states = self._model.layer(index, states, captured.step, self._weights, self._kv)
+        return self._model.head(states, self._weights)

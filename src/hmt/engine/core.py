@@ -22,6 +22,7 @@ from hmt.engine.foresight import RouterForesight
 from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
+from hmt.engine.pieces import DecodingInPieces, can_be_pieces
 from hmt.engine.prefetch import PrefetchDistance, ReadAhead, streamed_stages
 from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
@@ -76,6 +77,9 @@ class Core:
         if on_device is not None and homes == {Tier.DEVICE}:
             assert isinstance(kv, PagedKV), "there is but one place"
             captured = CapturedDecoding(model, weights, kv, on_device.device)
+        elif on_device is not None and can_be_pieces(model, plan):
+            assert isinstance(kv, PagedKV), "there is but one place"
+            captured = DecodingInPieces(model, on_device.weights, kv, on_device.device)
         return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places, captured)
 
     @property
@@ -225,6 +229,7 @@ class _Meter:
             converted_s=now.converted_s - before.converted_s,
             kernel_s=now.kernel_s - before.kernel_s,
             link_s=now.link_s - before.link_s,
+            device_s=now.device_s - before.device_s,
             disk_bytes=now.disk_bytes - before.disk_bytes,
             useful_bytes=now.useful_bytes - before.useful_bytes,
             host_bytes=now.host_bytes - before.host_bytes,
@@ -247,6 +252,7 @@ class _Meter:
             converted_s=self._tracer.total("convert", "host").seconds,
             kernel_s=ops.kernel_seconds(),
             link_s=link.link_s,
+            device_s=link.waited_s,
             disk_bytes=drive.read_bytes,
             useful_bytes=drive.useful_bytes,
             host_bytes=counters.host_bytes,

@@ -3,11 +3,9 @@
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,14 +31,14 @@ from hmt.memory import (
     ram_read_rate,
     sweep,
 )
-from hmt.memory.device import Device
+from hmt.memory.device import Device, Link, link_rate, rates_at_once
 
 _QUICK_S = 0.15  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.2
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
-_LINK_BYTES, _LINK_TRIES = 64 * MIB, 5
+_LINK_BYTES, _LINK_S = 256 * MIB, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +67,46 @@ def machine_for(path: Path) -> Machine:
 
 
 def with_device(machine: Machine, device: Device) -> Machine:
-    """The machine with a GPU and its link, measured once per process (a tenth of a second)."""
+    """The machine with a GPU and its link, measured once per process (half a second)."""
     if device.name not in _links:
-        _links[device.name] = _link_rate(device)
+        _links[device.name], _shared[device.name] = _link_rates(device)
+    shared_link, shared_ram = _shared.get(device.name, (0.0, 0.0))
     return replace(
         machine,
         device_name=device.name,
         link_rate=_links[device.name],
+        shared_link_rate=shared_link,
+        shared_ram_rate=shared_ram,
     )
 
 
 _links: dict[str, float] = {}  # bytes per second, by device
+_shared: dict[str, tuple[float, float]] = {}  # of link and memory at once
 
 
-def _link_rate(device: Device) -> float:
-    """From pinned host memory to the device, bytes per second."""
-    host = HostBuffer(_LINK_BYTES)
-    host.tensor.fill_(1)
-    target = device.allocate(_LINK_BYTES)
+def _link_rates(device: Device) -> tuple[float, tuple[float, float]]:
+    """From pinned host memory to the device, alone; and while the CPU reads, with its rate."""
+    size = round_down(min(_LINK_BYTES, available_host_bytes() // 8), PAGE_BYTES)
+    host, own = HostBuffer(size), HostBuffer(round_down(max(size, 2 * cache_bytes()), PAGE_BYTES))
+    for buffer in (host, own):
+        buffer.tensor.fill_(1)
+    target = device.allocate(size)
     pinned = device.pin(host.tensor)
+    read, restore = _reader()
+
+    def read_all() -> int:
+        read(own.tensor)
+        return own.nbytes
+
     try:
-        best_s = math.inf
-        for _ in range(_LINK_TRIES):
-            begin = time.perf_counter()
-            device.copy(target, host.tensor).wait()
-            best_s = min(best_s, time.perf_counter() - begin)
-        return _LINK_BYTES / best_s
+        link = Link(device, target, host.tensor)
+        return link_rate(link, _LINK_S), rates_at_once(link, read_all, _LINK_S)
     finally:
+        restore()
         if pinned:
             device.unpin(host.tensor)
         host.discard()
+        own.discard()
 
 
 def measure(

@@ -8,7 +8,10 @@ from hmt.memory import PoolStats
 
 _WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
 
-_SHARED_S = ("seconds", "waited_s", "drive_s", "converted_s", "kernel_s", "link_s", "guess_saved_s")
+_SHARED_S = (
+    *("seconds", "waited_s", "drive_s", "converted_s", "kernel_s", "link_s", "device_s"),
+    "guess_saved_s",
+)
 _SHARED_COUNTS = (
     *("disk_bytes", "useful_bytes", "host_bytes", "link_bytes", "hits", "pending", "misses"),
     *("guesses", "guess_hits", "guess_unneeded_bytes"),
@@ -25,6 +28,7 @@ class Phase:
     converted_s  time that disk workers spent converting blocks to the wanted encoding
     kernel_s     of `seconds`, time inside compiled kernels; 0 where there are none
     link_s       time in which weights were on their way to a GPU
+    device_s     of `seconds`, time in which the CPU waited for a GPU before it computed
     disk_bytes   read from the drive while these steps ran
     useful_bytes   of them, bytes of parameters: no padding, no gaps
     host_bytes   bytes of weight blocks that the kernels were given
@@ -43,6 +47,7 @@ class Phase:
     converted_s: float = 0.0
     kernel_s: float = 0.0
     link_s: float = 0.0
+    device_s: float = 0.0
     disk_bytes: int = 0
     useful_bytes: int = 0
     host_bytes: int = 0

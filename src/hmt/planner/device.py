@@ -152,7 +152,8 @@ def _layer_kv(demand: Demand) -> list[int]:
 
 def _copied_share(machine: Machine) -> float:
     """Of the bytes that do not stay on the device, those that are copied there in every step."""
-    link, memory = machine.link_rate, machine.ram_read_rate
+    link = machine.shared_link_rate or machine.link_rate
+    memory = machine.shared_ram_rate or machine.ram_read_rate
     return link / (link + memory) if link and memory else 0.0
 
 
@@ -172,9 +173,17 @@ def _split(layers: list[_Layer], staying: int, share: float) -> _Choice:
     kept = {layer.index for layer in stay}
     away = [layer for layer in layers if layer.index not in kept]
     may_be = [layer for layer in away if layer.may_be_copied]
-    copied = _spread(may_be, round(len(may_be) * share))
+    copied = _spread(may_be, _in_turns(round(len(may_be) * share)))
     those = {layer.index for layer in copied}
     return _Choice(stay, copied, [layer for layer in away if layer.index not in those])
+
+
+def _in_turns(count: int) -> int:
+    """About so many, such that slots take turns from one step to the next, too.
+
+    Else the first block of a step would wait for the slot of the last one of the step before.
+    """
+    return count // _SLOTS * _SLOTS or count
 
 
 def _spread(layers: list[_Layer], count: int) -> list[_Layer]:

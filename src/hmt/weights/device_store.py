@@ -1,9 +1,9 @@
 """Weights for a device that computes beside the CPU: what stays there, and what is copied there."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes
@@ -26,11 +26,21 @@ _MANY_TOKENS = 32
 class DeviceCounters:
     """Sums since the load, of copies from host memory to the device for steps.
 
-    link_s   time in which the link was at it; of those that have arrived
+    link_s     time in which the link was at it; of those that have arrived
+    waited_s   time in which the CPU waited for the device before it computed
     """
 
     copied_bytes: int = 0
     link_s: float = 0.0
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The slot that a block always has, and its views there."""
+
+    slot: DeviceBuffer
+    views: Params
 
 
 @dataclass(slots=True)
@@ -40,25 +50,10 @@ class _Copied:
     source   holds the host's copy where it is until the device has it
     """
 
-    slot: DeviceBuffer
-    views: Params
+    place: _Place
     arrived: Mark
     source: ExitStack
     leases: int = 0
-
-
-@dataclass(slots=True)
-class _Slots:
-    """Slots by what lies in them, and the views of blocks that have lain there."""
-
-    pool: DevicePool
-    views: dict[tuple[int, BlockId], Params] = field(default_factory=dict)
-
-    def views_of(self, slot: DeviceBuffer, layout: BlockLayout) -> Params:
-        key = (slot.tensor.data_ptr(), layout.id)
-        if key not in self.views:
-            self.views[key] = layout.views(slot.tensor)
-        return self.views[key]
 
 
 class DeviceWeights:
@@ -66,8 +61,9 @@ class DeviceWeights:
 
     Blocks that compute on the CPU come from `store` as they do without a device.  The others stay
     on the device, or are copied into a slot there, in the order in which a step uses them, as soon
-    as there is one: the first ones of the next step while the last ones of this one compute.  A
-    slot is written again when the kernels that read it have ended.
+    as it is free: the first ones of the next step while the last ones of this one compute.  A slot
+    is written again when the kernels that read it have ended.  Slots take turns, so a block always
+    comes to the same one, and what is captured can read it there.
     """
 
     def __init__(
@@ -94,7 +90,12 @@ class DeviceWeights:
         self._to_stay = [block for block, home in plan.homes.items() if home is Tier.DEVICE]
         self._resident_pool = resident
         self._resident: dict[BlockId, Standing] = {}
-        self._slots = _Slots(slots)
+        free = {
+            size: [slots.allocate(size) for _ in range(count)]
+            for size, count in plan.device.slot_counts.items()
+        }
+        self._places = tuple(self._take_turns(order, free) for order in self._orders)
+        self._taken: dict[DeviceBuffer, BlockId] = {}
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
         self._leaving: list[tuple[Mark, ExitStack]] = []  # sources of copies under way
         self._under_way: deque[Copy] = deque()  # not yet in `counters`
@@ -128,8 +129,10 @@ class DeviceWeights:
         many = tokens >= _MANY_TOKENS
         if many != self._many:
             self._many = many
-            for block in [b for b in self._copied if b not in self._computing[many]]:
-                self._free(block)
+            places = self._places[many]
+            for block, copied in list(self._copied.items()):
+                if copied.place is not places.get(block):
+                    self._free(block)
         self._copy_ahead(0)
 
     @property
@@ -185,9 +188,48 @@ class DeviceWeights:
             source.close()
         self._leaving.clear()
         self._resident.clear()
-        self._slots.views.clear()
+
+    # For steps that are captured: what `lease` does, by its parts
+
+    def place(self, block: BlockId) -> Params | None:
+        """Where a block that is copied will lie in steps like this; None for others."""
+        place = self._places[self._many].get(block)
+        return None if place is None else place.views
+
+    def arrive(self, block: BlockId) -> None:
+        """What comes next on the compute queue waits for a block that is copied."""
+        copied = self._copied.get(block) or self._copy(block)
+        self._device.follow(copied.arrived)
+        copied.leases += 1
+
+    def leave(self, block: BlockId) -> None:
+        """What is on the compute queue was the last to read it in this step."""
+        copied = self._copied[block]
+        copied.leases -= 1
+        copied.place.slot.last_use = self._device.mark()
+        # It comes again in the next step only, when all others have had the slot.
+        if not copied.leases:
+            self._free(block)
+            self._copy_ahead(self._orders[self._many].index(block) + 1)
+
+    def waited(self, seconds: float) -> None:
+        """Count time in which the CPU waited for the device."""
+        self._counters.waited_s += seconds
 
     # Inside
+
+    def _take_turns(
+        self, order: Sequence[BlockId], slots: Mapping[int, Sequence[DeviceBuffer]]
+    ) -> dict[BlockId, _Place]:
+        places = {}
+        taken: Counter[int] = Counter()
+        for block in order:
+            layout = self._layouts[block]
+            same = slots[layout.slot_bytes]
+            slot = same[taken[layout.slot_bytes] % len(same)]
+            taken[layout.slot_bytes] += 1
+            places[block] = _Place(slot, layout.views(slot.tensor))
+        return places
 
     def _on_host(self, block: BlockId) -> bool:
         return block not in self._computing[self._many]
@@ -199,7 +241,7 @@ class DeviceWeights:
             block = order[(position + number) % len(order)]
             if block in self._copied:
                 continue
-            # Later blocks must not take the slot that this one waits for.
+            # What comes first goes over the link first.
             if self._store.presence(block) is not Presence.HIT or not self._try_to_copy(block):
                 return
 
@@ -214,44 +256,34 @@ class DeviceWeights:
 
     @contextmanager
     def _lease_copied(self, block: BlockId) -> Iterator[Params]:
-        copied = self._copied.get(block) or self._copy(block)
-        self._device.follow(copied.arrived)
-        copied.leases += 1
+        self.arrive(block)
         try:
-            yield copied.views
+            yield self._copied[block].place.views
         finally:
-            copied.leases -= 1
-            copied.slot.last_use = self._device.mark()
-            # It comes again in the next step only, when all others have had the slot.
-            if not copied.leases:
-                self._free(block)
-                self._copy_ahead(self._orders[self._many].index(block) + 1)
+            self.leave(block)
 
     def _copy(self, block: BlockId) -> _Copied:
         """Copy a block that is needed now, if need be into the slot of what was asked for later."""
-        size = self._layouts[block].slot_bytes
-        while (copied := self._try_to_copy(block)) is None:
-            later = [
-                other
-                for other, there in self._copied.items()
-                if not there.leases and there.slot.nbytes == size
-            ]
-            if not later:
+        later = self._taken.get(self._places[self._many][block].slot)
+        if later is not None:
+            if self._copied[later].leases:
+                size = format_bytes(self._layouts[block].slot_bytes)
                 raise BudgetError(
-                    f"{block} takes {format_bytes(size)} of GPU memory, and its slots are in use: "
+                    f"{block} takes {size} of GPU memory, and its slot is in use: "
                     "raise --gpu-memory"
                 )
-            self._free(later[-1])
+            self._free(later)
+        copied = self._try_to_copy(block)
+        assert copied is not None, "the slot is free"
         return copied
 
     def _try_to_copy(self, block: BlockId) -> _Copied | None:
-        layout = self._layouts[block]
-        slot = self._slots.pool.try_allocate(layout.slot_bytes)
-        if slot is None:
+        place = self._places[self._many][block]
+        slot = place.slot
+        if slot in self._taken:
             return None
         self._let_go()
         with ExitStack() as stack:
-            stack.callback(self._slots.pool.free, slot)
             source = ExitStack()
             host_bytes = source.enter_context(self._store.lease_bytes(block))
             stack.enter_context(source)
@@ -262,14 +294,14 @@ class DeviceWeights:
                 source.close()
             stack.pop_all()
         self._under_way.append(arrived)
-        self._counters.copied_bytes += layout.slot_bytes
-        copied = _Copied(slot, self._slots.views_of(slot, layout), arrived, source)
-        self._copied[block] = copied
+        self._counters.copied_bytes += slot.nbytes
+        copied = self._copied[block] = _Copied(place, arrived, source)
+        self._taken[slot] = block
         return copied
 
     def _free(self, block: BlockId) -> None:
         copied = self._copied.pop(block)
-        self._slots.pool.free(copied.slot)
+        del self._taken[copied.place.slot]
         self._leaving.append((copied.arrived, copied.source))
 
     def _let_go(self) -> None:

@@ -1,14 +1,16 @@
 """A CUDA device, through torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from hmt.base.errors import BudgetError, MachineError
-from hmt.base.units import format_bytes
-from hmt.memory.device.interface import Copy, Mark
+from hmt.base.units import MIB, format_bytes
+from hmt.memory.device.interface import Copy, Cut, Mark
 
+# The engine that copies takes one copy after the other: a small one of a step waits for a part.
+_PART = 32 * MIB
 _PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
@@ -95,7 +97,8 @@ class CudaDevice:
                 self._copies.wait_event(after.event)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             self._copies.record_event(begin)
-            target.copy_(source, non_blocking=True)
+            for to, given in zip(target.split(_PART), source.split(_PART), strict=True):
+                to.copy_(given, non_blocking=True)
             self._copies.record_event(end)
             return _CudaCopy(begin, end)
 
@@ -121,6 +124,44 @@ class CudaDevice:
             return result
 
         return replay
+
+    def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See Device."""
+        parts: list[Callable[[], None]] = []
+
+        def begin() -> torch.cuda.CUDAGraph:
+            # One pool for all: what one piece leaves for the next stays where it is meanwhile.
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._graphs)
+            return graph
+
+        self._compute.synchronize()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._compute):
+            graph = begin()
+
+            def cut(work: Callable[[], None]) -> None:
+                nonlocal graph
+                graph.capture_end()
+                parts.extend((graph.replay, work))
+                graph = begin()
+
+            try:
+                result = compute(cut)
+            finally:
+                graph.capture_end()
+        parts.append(graph.replay)
+
+        def replay() -> torch.Tensor:
+            for part in parts:
+                part()
+            return result
+
+        return replay
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See Device."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def synchronize(self) -> None:
         """See Device."""

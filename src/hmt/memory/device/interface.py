@@ -5,11 +5,13 @@ for kernels, and `copies`, for what comes from host memory.  A mark is a place i
 other queue can be made to wait for it without the CPU waiting.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+
+Cut = Callable[[Callable[[], None]], None]
 
 
 class Mark(Protocol):
@@ -83,6 +85,18 @@ class Device(Protocol):
         `compute` has been called before, waits for nothing, and reads and writes tensors that stay
         where they are; what it returns is written anew by each call of the result.
         """
+        ...
+
+    def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Like `capture`, of work in which the CPU has a part.
+
+        `compute` calls what it is given with that part, at its place among what is captured.  It is
+        not done now, but each time when what is before it has been put on the queue.
+        """
+        ...
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the device's kernels can read and write."""
         ...
 
     def synchronize(self) -> None:

@@ -5,12 +5,12 @@ are late on purpose: their bytes arrive when somebody follows or waits for their
 then the target holds NaN, so that what is used too early shows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from hmt.memory.device.interface import Copy, Mark
+from hmt.memory.device.interface import Copy, Cut, Mark
 
 POISON = 0xFF  # NaN in every float dtype
 
@@ -90,6 +90,14 @@ class PretendedDevice:
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See Device: the work itself, every time."""
         return compute
+
+    def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See Device: all of it, every time."""
+        return lambda: compute(lambda work: work())
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See Device."""
+        return torch.empty(shape, dtype=dtype)
 
     def synchronize(self) -> None:
         """See Device."""
