@@ -123,7 +123,7 @@ def run(
     rates = measure_rates(device, quantization)
     pack = folder / f"{shape}-{quantization.replace(':', '-')}"
     if not pack.exists():
-        write_tiled_pack(pack, SHAPES[shape], quantization, progress=progress)
+        write_tiled_pack(pack, SHAPES[shape], quantization, written_layers=1, progress=progress)
     options = {"host_memory": host_memory, "gpu_id": gpu}
     results = [
         _with_budget(pack / "pack", SHAPES[shape], memory, task, rates, options, peer, progress)
@@ -167,11 +167,14 @@ def _with_budget(
             prefill_chunk=task.prompt or None,
             check_weights=False,
             verify_reads="never",
+            disk_reader="buffered",  # the pack is small: only its first layers come from the drive
         )
         model = stack.enter_context(engine).load_model(pack)
         loaded_s = time.perf_counter() - begin
+        for batch in task.batches:
+            decode_rate(model, batch, 4)  # captures
         assert engine._device is not None
-        used = engine._device.used_bytes()
+        used = engine._device.used_bytes()  # before a peer takes its own
         read = read_bytes(model.plan, model.prepared.layouts)
         rival: Peer | None = None
         told: dict[str, str] = {}
