@@ -1,6 +1,7 @@
 """The GPU tier on a pretended device: placing, copying and slots never change a result."""
 
 import gc
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,3 +182,22 @@ def test_hidden_states_go_to_the_cpu_and_back() -> None:
         assert torch.equal(hidden, wanted)
     nbytes = 4 * (3 * 64 * 32 + 32)
     assert counted == [nbytes, nbytes]
+
+
+@pytest.mark.parametrize("gpu", ["9MiB", "12MiB"])
+def test_steps_of_all_sizes_find_their_weights_in_the_slots(gpu: str) -> None:
+    """Prompts and single tokens use the same slots in different orders."""
+    rng = random.Random(7)
+    calls = []
+    for _ in range(10):
+        tokens = [rng.randrange(20, 400) for _ in range(rng.randrange(1, 90))]
+        calls.append((tokens, rng.randrange(max(0, len(tokens) - 6), len(tokens) + 1)))
+    found = []
+    for options in ({}, {"gpu_memory": gpu, **GPU}):
+        with hmt.Engine(context=256, host_memory="64MiB", prefill_chunk=48, **options) as engine:
+            model = engine.load_model(MODELS["dense"])
+            found.append([model.logits(t, range(len(t)), prefill=p) for t, p in calls])
+            if options:
+                weights = model._core.memory.on_device.weights
+                assert weights.counters.copied_bytes and len(weights._taken) <= 2
+    assert all(map(torch.equal, *found))
