@@ -14,6 +14,7 @@ from hmt.bench.offloaded_peer import resident_layers
 from hmt.bench.random_model import Shape
 from hmt.bench.torch_llama import TorchLlama, Weights, random_weights
 from hmt.engine import Phase, machine
+from hmt.engine.link_rates import LinkRates
 from hmt.memory.device import PretendedDevice
 
 RATES = Rates(4e12, 50e9, 150e9, 40e9, 120e9, "w4a8:32")
@@ -40,7 +41,7 @@ class FakePeer:
 
 def test_a_run_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "measure_rates", lambda device, encoding: RATES)
-    monkeypatch.setitem(machine._links, "a pretended device", 40e9)
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
     peers = []
 
     def peer(shape: Shape, gpu_bytes: int, fits: bool) -> FakePeer:

@@ -15,6 +15,7 @@ from hmt.cli.options import embedded_model
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine import machine, pieces
+from hmt.engine.link_rates import LinkRates
 from hmt.engine.pieces import DecodingInPieces
 from hmt.kernels import ops
 from hmt.memory.device import PretendedDevice
@@ -28,7 +29,7 @@ GPU = {"gpu_id": "pretended"}
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HMT_POISON", "on")
     # Beside what the memory gives: so that some layers are copied, and some compute on the CPU.
-    monkeypatch.setitem(machine._links, "a pretended device", 40e9)
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
     yield
 
 

@@ -10,6 +10,7 @@ from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
 from hmt.engine import machine
+from hmt.engine.link_rates import LinkRates
 from hmt.engine.pieces import DecodingInPieces
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +52,7 @@ def machine_taken() -> int:
 @pytest.fixture(autouse=True)
 def _link(monkeypatch: pytest.MonkeyPatch) -> None:
     name = torch.cuda.get_device_name(0)
-    monkeypatch.setitem(machine._links, name, 40e9)
+    monkeypatch.setitem(machine._links, name, LinkRates(40e9))
 
 
 @pytest.mark.parametrize("quantization", [None, "w4a16:32", "w4a8:32", "nvfp4a16", "w8a8"])
@@ -77,7 +78,9 @@ def test_copied_layers_give_the_same_bits_as_resident_ones(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = torch.cuda.get_device_name(0)
-    monkeypatch.setitem(machine._links, name, 1e15)  # nothing is left to the CPU but experts
+    monkeypatch.setitem(
+        machine._links, name, LinkRates(1e15)
+    )  # nothing is left to the CPU but experts
     everything = logits(kind, "w4a16:32", 1 << 30)
     for share in (9 << 20, 7 << 20):
         split = logits(kind, "w4a16:32", share)

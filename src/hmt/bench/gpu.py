@@ -173,6 +173,8 @@ def _with_budget(
         loaded_s = time.perf_counter() - begin
         for batch in task.batches:
             decode_rate(model, batch, 4)  # captures
+        if task.prompt:
+            prompt_rate(model, task.prompt)
         assert engine._device is not None
         used = engine._device.used_bytes()  # before a peer takes its own
         read = read_bytes(model.plan, model.prepared.layouts)

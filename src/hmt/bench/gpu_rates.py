@@ -7,7 +7,6 @@ each gives alone, and it is that which a model larger than the GPU is measured a
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 from statistics import median
 
 import torch
@@ -16,7 +15,7 @@ from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import GIB, MIB
 from hmt.bench.ceilings import computing_with
 from hmt.bench.contenders import copy_of_weight, formats, random_weight
-from hmt.kernels import ops
+from hmt.engine.link_rates import Products
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import HostBuffer, cache_bytes
 from hmt.memory.device import Device, Link, link_rate, rates_at_once
@@ -64,7 +63,7 @@ def measure_rates(device: Device, encoding: str) -> Rates:
     pinned = device.pin(host.tensor)
     try:
         with computing_with(usable_threads()):
-            link, read = Link(device, target, host.tensor), _Products(encoding).compute
+            link, read = Link(device, target, host.tensor), _products(encoding).compute
             alone = [(link_rate(link, _ROUND_S), _alone(read)) for _ in range(_ROUNDS)]
             both = [rates_at_once(link, read, _ROUND_S) for _ in range(_ROUNDS)]
     finally:
@@ -98,22 +97,10 @@ def device_read_rate() -> float:
     return max(rates)
 
 
-class _Products:
-    """Products of one token with weights that no cache holds together."""
-
-    def __init__(self, encoding: str) -> None:
-        form = formats()[encoding]
-        wanted = min(max(_LEAST_WEIGHTS_BYTES, 4 * cache_bytes()), _MOST_WEIGHTS_BYTES)
-        first = random_weight(form, (_ROWS, _COLUMNS))
-        copies = [copy_of_weight(first) for _ in range(wanted // first.nbytes)]
-        self._weights = cycle([first, *copies])
-        self._x = torch.randn(1, _COLUMNS).bfloat16()
-
-    def compute(self) -> int:
-        """One product; the bytes that it read."""
-        weight = next(self._weights)
-        ops.linear(self._x, weight)
-        return weight.nbytes
+def _products(encoding: str) -> Products:
+    wanted = min(max(_LEAST_WEIGHTS_BYTES, 4 * cache_bytes()), _MOST_WEIGHTS_BYTES)
+    first = random_weight(formats()[encoding], (_ROWS, _COLUMNS))
+    return Products([first, *(copy_of_weight(first) for _ in range(wanted // first.nbytes))])
 
 
 def _alone(read: Callable[[], int]) -> float:

@@ -21,7 +21,8 @@ class Machine:
 
     device_name   the GPU; empty without one
     link_rate     from pinned host memory to it
-    shared_link_rate, shared_ram_rate   of the link and of the CPU when both read memory at once
+    shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
+                                        model's usual format, at once
     """
 
     name: str
@@ -32,7 +33,7 @@ class Machine:
     device_name: str = ""
     link_rate: float = 0.0
     shared_link_rate: float = 0.0
-    shared_ram_rate: float = 0.0
+    shared_cpu_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

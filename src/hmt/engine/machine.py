@@ -18,12 +18,12 @@ from hmt.base import flags
 from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.plan import Machine
+from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
     PAGE_BYTES,
     DiskRate,
-    HostBuffer,
     available_host_bytes,
     cache_bytes,
     file_to_read,
@@ -31,14 +31,14 @@ from hmt.memory import (
     ram_read_rate,
     sweep,
 )
-from hmt.memory.device import Device, Link, link_rate, rates_at_once
+from hmt.memory.device import Device
+from hmt.quant import Format
 
 _QUICK_S = 0.15  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.2
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
-_LINK_BYTES, _LINK_S = 256 * MIB, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,47 +66,22 @@ def machine_for(path: Path) -> Machine:
     return _machine(found)
 
 
-def with_device(machine: Machine, device: Device) -> Machine:
-    """The machine with a GPU and its link, measured once per process (half a second)."""
-    if device.name not in _links:
-        _links[device.name], _shared[device.name] = _link_rates(device)
-    shared_link, shared_ram = _shared.get(device.name, (0.0, 0.0))
+def with_device(machine: Machine, device: Device, form: Format | None = None) -> Machine:
+    """The machine with a GPU and its link, measured once per process (half a second).
+
+    `form` is that of most weights which the CPU may compute with meanwhile.
+    """
+    rates = _links.get(device.name) or link_rates(device, form)
     return replace(
         machine,
         device_name=device.name,
-        link_rate=_links[device.name],
-        shared_link_rate=shared_link,
-        shared_ram_rate=shared_ram,
+        link_rate=rates.link,
+        shared_link_rate=rates.shared_link,
+        shared_cpu_rate=rates.shared_cpu,
     )
 
 
-_links: dict[str, float] = {}  # bytes per second, by device
-_shared: dict[str, tuple[float, float]] = {}  # of link and memory at once
-
-
-def _link_rates(device: Device) -> tuple[float, tuple[float, float]]:
-    """From pinned host memory to the device, alone; and while the CPU reads, with its rate."""
-    size = round_down(min(_LINK_BYTES, available_host_bytes() // 8), PAGE_BYTES)
-    host, own = HostBuffer(size), HostBuffer(round_down(max(size, 2 * cache_bytes()), PAGE_BYTES))
-    for buffer in (host, own):
-        buffer.tensor.fill_(1)
-    target = device.allocate(size)
-    pinned = device.pin(host.tensor)
-    read, restore = _reader()
-
-    def read_all() -> int:
-        read(own.tensor)
-        return own.nbytes
-
-    try:
-        link = Link(device, target, host.tensor)
-        return link_rate(link, _LINK_S), rates_at_once(link, read_all, _LINK_S)
-    finally:
-        restore()
-        if pinned:
-            device.unpin(host.tensor)
-        host.discard()
-        own.discard()
+_links: dict[str, LinkRates] = {}  # by device, where they need not be measured
 
 
 def measure(

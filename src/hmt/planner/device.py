@@ -153,7 +153,7 @@ def _layer_kv(demand: Demand) -> list[int]:
 def _copied_share(machine: Machine) -> float:
     """Of the bytes that do not stay on the device, those that are copied there in every step."""
     link = machine.shared_link_rate or machine.link_rate
-    memory = machine.shared_ram_rate or machine.ram_read_rate
+    memory = machine.shared_cpu_rate or machine.ram_read_rate
     return link / (link + memory) if link and memory else 0.0
 
 
