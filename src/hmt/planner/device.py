@@ -5,13 +5,14 @@ for every token, and long contexts are where the CPU falls behind.  Of the rest 
 networks, experts) it keeps what fits.  What does not fit is read from host memory in every step, by
 the CPU, which computes with it, or by the link, which copies it to the device.  Layers come one
 after the other, but copying goes on all the time; so the copied share is what the link carries
-while the CPU reads the rest: link / (link + memory) of the bytes.  Copied blocks are spread among
+while the CPU reads the rest: link / (link + CPU) of the bytes, by the rates that both have at once.  Copied blocks are spread among
 the CPU's, where there is time to copy them.  In steps of many tokens the CPU would compute for
 longer than the copy takes: then all dense blocks are copied.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes, round_up
@@ -173,17 +174,10 @@ def _split(layers: list[_Layer], staying: int, share: float) -> _Choice:
     kept = {layer.index for layer in stay}
     away = [layer for layer in layers if layer.index not in kept]
     may_be = [layer for layer in away if layer.may_be_copied]
-    copied = _spread(may_be, _in_turns(round(len(may_be) * share)))
+    # Rounded up: the link also copies while the device computes and the CPU waits.
+    copied = _spread(may_be, ceil(len(may_be) * share))
     those = {layer.index for layer in copied}
     return _Choice(stay, copied, [layer for layer in away if layer.index not in those])
-
-
-def _in_turns(count: int) -> int:
-    """About so many, such that slots take turns from one step to the next, too.
-
-    Else the first block of a step would wait for the slot of the last one of the step before.
-    """
-    return count // _SLOTS * _SLOTS or count
 
 
 def _spread(layers: list[_Layer], count: int) -> list[_Layer]:
