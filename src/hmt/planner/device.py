@@ -5,9 +5,9 @@ for every token, and long contexts are where the CPU falls behind.  Of the rest 
 networks, experts) it keeps what fits.  What does not fit is read from host memory in every step, by
 the CPU, which computes with it, or by the link, which copies it to the device.  Layers come one
 after the other, but copying goes on all the time; so the copied share is what the link carries
-while the CPU reads the rest: link / (link + CPU) of the bytes, by the rates that both have at once.  Copied blocks are spread among
-the CPU's, where there is time to copy them.  In steps of many tokens the CPU would compute for
-longer than the copy takes: then all dense blocks are copied.
+while the CPU reads the rest: link / (link + CPU) of the bytes, by the rates that both have at once.
+Copied blocks are spread among the CPU's, where there is time to copy them.  In steps of many tokens
+the CPU would compute for longer than the copy takes: then all dense blocks are copied.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
