@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 import hmt
+from hmt.bench.random_deepseek import DeepSeekShape
 from hmt.bench.random_model import Shape
-from hmt.bench.tiled_pack import write_tiled_pack
+from hmt.bench.tiled_pack import write_tiled_deepseek, write_tiled_pack
 from hmt.engine import EngineConfig
 from hmt.engine.packs import verify
 
@@ -26,3 +27,23 @@ def test_a_tiled_pack_is_a_model_of_all_its_layers(tmp_path: Path) -> None:
             found.append(model.logits(list(range(20)), range(20)))
     assert torch.equal(*found) and found[0].isfinite().all()
     assert not verify(tmp_path / "pack", EngineConfig.resolve()).damages
+
+
+def test_a_tiled_deepseek_has_one_kind_of_dense_layers_and_one_of_sparse_ones(
+    tmp_path: Path,
+) -> None:
+    shape = DeepSeekShape(
+        layers=5, dense_layers=2, hidden_size=128, intermediate_size=96,
+        moe_intermediate_size=64, heads=4, experts=16, experts_per_token=4, groups=4,
+        kept_groups=2, q_rank=64, kv_rank=32, nope_dim=16, rope_dim=16, value_dim=16,
+        vocab_size=None,
+    )  # fmt: skip
+    write_tiled_deepseek(tmp_path, shape, "w4a8:32")
+    found = []
+    for memory in ("64MiB", "2MiB"):
+        with hmt.Engine(host_memory=memory, context=64, prefill_chunk=16) as engine:
+            model = engine.load_model(tmp_path / "pack")
+            kinds = {b.layer: b.kind for b in model.plan.homes if b.index == 0 and b.layer >= 0}
+            assert [kinds[layer].value for layer in range(5)] == ["ffn"] * 2 + ["expert"] * 3
+            found.append(model.logits(list(range(20)), range(20)))
+    assert torch.equal(*found) and found[0].isfinite().all() and found[0].std() > 0

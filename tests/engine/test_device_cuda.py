@@ -122,6 +122,34 @@ def test_pieces_compute_what_layer_by_layer_computes(batch: int) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
+@pytest.mark.parametrize("quantization", ["w4a16:32", "w4a8:32", "nvfp4a16", "int8"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_experts_are_cached_brought_and_asked_for(quantization: str, batch: int) -> None:
+    """Captured steps that ask the CPU, against the same tokens on the CPU alone."""
+    prompts = [TOKENS[n : n + 30] for n in range(batch)]
+    requests = [hmt.Request(input=ids, max_new_tokens=40, ignore_eos=True) for ids in prompts]
+    options: dict[str, object] = {"host_memory": "256MiB", "dtype": "float32", "context": 512}
+    options["quantization"] = quantization
+    size = 9 << 20 if quantization != "int8" else 13 << 20
+    with hmt.Engine(gpu_memory=machine_taken() + size, max_batch=4, **options) as engine:
+        model = engine.load_model(MODELS["moe"])
+        assert model.plan.device.expert_slots and model.plan.device.staging_slots
+        answers = [one.token_ids for one in model.infer_batch(requests)]
+        captured = model._core._executor._captured
+        assert captured is not None and captured._works
+        assert captured.served.experts > 0
+        found, brought, left = model._core.memory.on_device.weights.teams.counts()
+        assert found and brought and left >= captured.served.experts
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(MODELS["moe"])
+        for ids, chosen in zip(prompts, answers, strict=True):
+            rows = range(len(ids) - 1, len(ids) + 39)
+            forced = model.logits([*ids, *chosen[:-1]], rows)
+            pairs = zip(forced, chosen, strict=True)
+            gaps = [float(row.max() - row[token]) for row, token in pairs]
+            assert max(gaps) < (0.05 if quantization != "w4a8:32" else 1.0)
+
+
 def test_decoding_is_captured_and_follows_growing_contexts() -> None:
     with hmt.Engine(
         host_memory="256MiB", context=2048, gpu_memory=machine_taken() + (1 << 30)

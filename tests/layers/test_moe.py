@@ -160,6 +160,9 @@ class Experts:
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requests.append((list(blocks), priority))
 
+    def team(self, layer: int) -> None:
+        return None
+
     def routed(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
     ) -> None:

@@ -79,6 +79,9 @@ class ResidentWeights:
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requested.append((tuple(blocks), priority))
 
+    def team(self, layer: int) -> None:
+        return None
+
     def routed(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
     ) -> None:

@@ -10,7 +10,7 @@ from importlib.resources import as_file, files
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -46,6 +46,26 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
 
+    def config(self, known_tokens: int) -> dict[str, Any]:
+        """See RandomShape."""
+        return _config(self, known_tokens)
+
+    def tensors(self, config: dict[str, Any]) -> Iterator[Tensor]:
+        """See RandomShape."""
+        return _tensors(config)
+
+
+class RandomShape(Protocol):
+    """A decoder that random weights can be written for."""
+
+    def config(self, known_tokens: int) -> dict[str, Any]:
+        """What config.json says; `known_tokens` are in the tokenizer."""
+        ...
+
+    def tensors(self, config: dict[str, Any]) -> Iterator[Tensor]:
+        """Names and shapes in the order of use."""
+        ...
+
 
 SHAPES = {
     # TinyLlama: 1.1 billion parameters.
@@ -74,7 +94,7 @@ def write_random_llama(
 
 def write_random_model(
     folder: Path,
-    shape: Shape,
+    shape: RandomShape,
     *,
     four_bits: bool = False,
     seed: int = 0,
@@ -98,9 +118,9 @@ def write_random_model(
         for name in _TOKENIZER_FILES:
             shutil.copyfile(embedded / name, folder / name)
         known_tokens = json.loads((embedded / "config.json").read_text())["vocab_size"]
-    config = _config(shape, known_tokens)
+    config = shape.config(known_tokens)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    shards = list(_shards(_tensors(config), shard_bytes))
+    shards = list(_shards(shape.tensors(config), shard_bytes))
     generator = torch.Generator().manual_seed(seed)
     noise = _four_bit_noise(generator) if four_bits else _noise(generator)
     block = noise.to(torch.bfloat16).view(torch.uint8).numpy().data

@@ -44,8 +44,12 @@ class DeviceShare:
                  in every step
     computes_prompts   the same in steps of many tokens
     stages       layers whose attention computes there, and with their number the head
-    reserved     of the device's budget, by purpose: "resident", "slots", "kv", "activations"
+    reserved     of the device's budget, by purpose: "resident", "slots", "experts", "kv",
+                 "activations"
     slot_counts  slots by size in bytes, for blocks that are copied
+    expert_slots   of each layer whose experts live in host memory: experts that are cached there
+    staging_slots  for experts that are brought for one step; 0: the CPU computes all of them
+    link_share   of the experts that a step needs and that are not cached, those that are brought
     """
 
     computes: frozenset[BlockId] = frozenset()
@@ -53,6 +57,9 @@ class DeviceShare:
     stages: frozenset[int] = frozenset()
     reserved: Mapping[str, int] = field(default_factory=dict)
     slot_counts: Mapping[int, int] = field(default_factory=dict)
+    expert_slots: int = 0
+    staging_slots: int = 0
+    link_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,19 @@ class Standing:
     nbytes: int
 
 
+class ExpertTeam(Protocol):
+    """Computes a layer's routed experts wherever they are, in several places at once."""
+
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, scales: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        """Scaled outputs of the chosen experts, added up in f32: [tokens, hidden] in x.dtype.
+
+        x [tokens, hidden]; chosen int64 and scales f32 [tokens, top_k].
+        """
+        ...
+
+
 class Weights(Protocol):
     """A model's parameters by block, wherever they lie."""
 
@@ -86,6 +99,10 @@ class Weights(Protocol):
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """Say that `blocks` will be leased soon.  Never waits, never fails, may be ignored."""
+        ...
+
+    def team(self, layer: int) -> ExpertTeam | None:
+        """Who computes the layer's experts in this step; None: whoever leases them."""
         ...
 
     def routed(

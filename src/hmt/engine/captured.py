@@ -1,13 +1,13 @@
-"""Decoding steps of a model that is on the device as a whole, captured once and then replayed.
+"""Decoding steps that compute on the device, captured once and then replayed.
 
 A step of one token launches ten kernels a layer, and to launch one takes the CPU as long as a small
-one takes the device.  Captured, a step is one launch.
+one takes the device.  Captured, a step is one launch.  What the CPU has to add, experts that are
+not on the device, it is asked for at a desk while the step runs.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -16,6 +16,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import Weights
 from hmt.kernels import ops
+from hmt.kernels.expert_teams import Desk, Served
 from hmt.kvcache import PagedKV
 from hmt.memory.device import Device
 
@@ -27,36 +28,53 @@ _MOST_CAPTURES = 16
 class Captured:
     """A capture for so many runs of one token.
 
+    hidden  what the step begins with
     step    of the tensors that kernels read; its runs are those of the step that is computed now
     runs    where tokens lie, in tensors that stay where they are; None where kernels read `step`
+    logits  the result in host memory
     """
 
     hidden: torch.Tensor
     step: Step
     runs: ops.PagedRuns | None
     replay: Callable[[], torch.Tensor] | None = None
+    logits: torch.Tensor | None = None
 
 
 class CapturedDecoding:
     """Computes logits of steps of one token per run.  For one thread."""
 
-    def __init__(self, model: Model, weights: Weights, kv: PagedKV, device: Device) -> None:
-        """All blocks of layers and head stay on `device`, and the keys and values are there."""
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        kv: PagedKV,
+        device: Device,
+        desk: Desk | None = None,
+    ) -> None:
+        """All blocks of layers and head stay on `device`, and the keys and values are there.
+
+        desk   where teams ask for what other experts there are
+        """
         self._model = model
         self._weights = weights
         self._kv = kv
         self._device = device
+        self._desk = desk
+        self.served = Served(0, 0.0, 0.0)
         self._captured: OrderedDict[tuple[int, int], Captured] = OrderedDict()
         self._works = True
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Logits [tokens, vocab] on the device, valid until the next call; None for other steps.
+        """Logits [tokens, vocab] in host memory, valid until the next call; None for other steps.
 
         hidden [tokens, hidden_size] is in host memory, and so are the tensors of `step`.
         """
         tokens = len(hidden)
         decodes = all(run.length == 1 for run in step.runs)
         if not self._works or not decodes or len(step.logit_rows) != tokens:
+            return None
+        if self._desk is not None and tokens > self._desk.tokens:
             return None
         longest = max(run.context for run in step.runs)
         key = tokens, max(_SHORTEST, 1 << (longest - 1).bit_length())
@@ -71,8 +89,22 @@ class CapturedDecoding:
             if not self._capture(captured, hidden, step):
                 return None
             self._send(captured, hidden, step)  # computing has changed the hidden states
+        return self._replay(captured)
+
+    def _replay(self, captured: Captured) -> torch.Tensor:
         assert captured.replay is not None
-        return captured.replay()
+        if self._desk is not None:
+            self._desk.begin()
+        logits = captured.replay()
+        if captured.logits is None:
+            pinned = logits.is_cuda
+            captured.logits = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=pinned)
+        captured.logits.copy_(logits, non_blocking=True)
+        arrived = self._device.mark()
+        if self._desk is not None:
+            self.served = self.served + self._desk.serve(len(logits))
+        arrived.wait()
+        return captured.logits
 
     def _open(self, hidden: torch.Tensor, tokens: int, context: int) -> Captured:
         where = self._device.where
@@ -92,18 +124,25 @@ class CapturedDecoding:
             self._kv.hold(captured.step, captured.runs)
 
     def _capture(self, captured: Captured, hidden: torch.Tensor, step: Step) -> bool:
-        compute = partial(self._compute, captured)
-        compute()  # compiles kernels, and makes what they keep
-        self._send(captured, hidden, step)  # what was made for a step belongs into the capture
+        if self._desk is not None:
+            self._desk.is_open = True  # nobody waits yet: all has been answered
         try:
-            captured.replay = self._device.capture(compute)
+            self._compute(captured, self._weights)  # compiles kernels, and makes what they keep
+            self._send(captured, hidden, step)  # what was made for a step belongs into the capture
+            captured.replay = self._record(captured)
         except RuntimeError as error:
             self._works = False
             warn_once("capture", f"steps cannot be captured ({error}): decoding will be slower")
+        finally:
+            if self._desk is not None:
+                self._desk.is_open = False
         return self._works
 
-    def _compute(self, captured: Captured) -> torch.Tensor:
+    def _record(self, captured: Captured) -> Callable[[], torch.Tensor]:
+        return self._device.capture(lambda: self._compute(captured, self._weights))
+
+    def _compute(self, captured: Captured, weights: Weights) -> torch.Tensor:
         states = captured.hidden
         for index in range(self._model.spec.layers):
-            states = self._model.layer(index, states, captured.step, self._weights, self._kv)
-        return self._model.head(states, self._weights)
+            states = self._model.layer(index, states, captured.step, weights, self._kv)
+        return self._model.head(states, weights)

@@ -11,11 +11,12 @@ from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import Model
-from hmt.contracts.plan import Tier
+from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import Weights
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.config import EngineConfig
+from hmt.engine.device_loading import OnDevice
 from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecutor
 from hmt.engine.expert_recorder import ExpertRecorder
 from hmt.engine.foresight import RouterForesight
@@ -31,6 +32,9 @@ from hmt.engine.trial import Verdict
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV
 from hmt.weights import DeviceCounters
+
+# Tokens of a step for which the device asks the CPU for experts while it runs.
+_MOST_ASKED = 32
 
 
 class Core:
@@ -71,16 +75,42 @@ class Core:
             return PlainExecutor(model, weights, kv, self._tracer, places)
         ahead = _read_ahead(prepared, config, self.memory)
         captured = None
-        homes = {
-            home for block, home in plan.homes.items() if block.kind is not BlockKind.EMBEDDING
-        }
-        if on_device is not None and homes == {Tier.DEVICE}:
-            assert isinstance(kv, PagedKV), "there is but one place"
-            captured = CapturedDecoding(model, weights, kv, on_device.device)
-        elif on_device is not None and can_be_pieces(model, plan):
-            assert isinstance(kv, PagedKV), "there is but one place"
-            captured = DecodingInPieces(model, on_device.weights, kv, on_device.device)
+        if on_device is not None:
+            captured = self._capture(model, weights, plan, on_device, config.max_batch)
         return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places, captured)
+
+    def _capture(
+        self, model: Model, weights: Weights, plan: Plan, on_device: OnDevice, batch: int
+    ) -> CapturedDecoding | None:
+        """Captured steps, where all but embedding and experts is on the device.
+
+        Experts may be elsewhere if the device can ask for them.  So may feed-forward networks of a
+        model without experts: those steps are captured in pieces.
+        """
+        seldom = (BlockKind.EMBEDDING, BlockKind.EXPERT)
+        in_pieces = can_be_pieces(model, plan)
+        homes = {home for block, home in plan.homes.items() if block.kind not in seldom}
+        if homes != {Tier.DEVICE} and not in_pieces:
+            return None
+        kv, device = self.memory.kv, on_device.device
+        assert isinstance(kv, PagedKV), "there is but one place"
+        if homes != {Tier.DEVICE}:
+            return DecodingInPieces(model, on_device.weights, kv, device)
+        experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
+        away = {b.layer for b in experts if plan.homes[b] is not Tier.DEVICE}
+        if not away:
+            return CapturedDecoding(model, weights, kv, device)
+        if any(weights.team(layer) is None for layer in away):
+            return None
+        desk = on_device.weights.open_desk(
+            tokens=min(batch, _MOST_ASKED),
+            hidden=model.spec.hidden_size,
+            top_k=model.spec.experts_per_token,
+            dtype=model.dtype,
+        )
+        if desk is None:
+            return None
+        return CapturedDecoding(model, weights, kv, device, desk)
 
     @property
     def guessing(self) -> Verdict | None:
@@ -173,7 +203,7 @@ class Core:
         )
         begin = time.perf_counter()
         try:
-            return self._executor.run(step)
+            return self._executor.run(step).clone()
         finally:
             phase.add(self._meter.lap(time.perf_counter() - begin), len(tokens), len(tokens))
 

@@ -77,7 +77,8 @@ def load_on_device(
     activations.charge(activations.limit_bytes)
     stack.callback(activations.release, activations.limit_bytes)
     stack.callback(device.close)
-    pools = {name: DevicePool(device, accounts[name]) for name in ("resident", "slots", "kv")}
+    names = ("resident", "slots", "experts", "kv")
+    pools = {name: DevicePool(device, accounts[name]) for name in names}
     for pool in pools.values():
         stack.callback(pool.close)
     weights = DeviceWeights(
@@ -86,8 +87,9 @@ def load_on_device(
     stack.callback(weights.close)
     with device.computing(), torch.inference_mode():
         weights.load_residents(progress)
-    if plan.device.slot_counts:
-        _pin(device, host, stack)
+    pinned = bool(plan.device.slot_counts) and _pin(device, host, stack)
+    with device.computing(), torch.inference_mode():
+        weights.form_teams(pools["experts"], host_is_pinned=pinned)
     return OnDevice(device, weights, pools["kv"], list(accounts.values()))
 
 
@@ -108,8 +110,13 @@ def open_kv(
     return caches[0] if len(caches) == 1 else PlacedKV(caches[0], caches[1], there)
 
 
-def _pin(device: Device, host: HostPool, stack: ExitStack) -> None:
-    """Pin resident weights, so that copies run beside the CPU and at the link's full rate."""
+def _pin(device: Device, host: HostPool, stack: ExitStack) -> bool:
+    """Pin resident weights, so that copies run beside the CPU and at the link's full rate.
+
+    False where there are none, or the system refuses.
+    """
+    if not host.account.used_bytes:
+        return False
     pinned: list[torch.Tensor] = []
 
     def unpin() -> None:
@@ -120,8 +127,9 @@ def _pin(device: Device, host: HostPool, stack: ExitStack) -> None:
     if device.pin(memory):
         pinned.append(memory)
         stack.callback(unpin)
-        return
+        return True
     logger.warning(
         "the system refuses to pin %s of host memory (ulimit -l): copies to the GPU will be slower",
         format_bytes(memory.nbytes),
     )
+    return False

@@ -16,7 +16,7 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, LeasedGroup, Priority, Weights
+from hmt.contracts.store import ExpertTeam, KVCache, LeasedGroup, Priority, Weights
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.device_loading import OnDevice
 from hmt.engine.prefetch import ReadAhead
@@ -26,7 +26,9 @@ class Executor(Protocol):
     """Runs steps."""
 
     def run(self, step: Step) -> torch.Tensor:
-        """Logits f32 [rows, vocab] of the step's logit rows.  Appends the step's tokens to the KV.
+        """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
+
+        Appends the step's tokens to the KV.
 
         Raises DiskReadError or NumericsError of a block that could not be loaded; the KV of the
         step's sequences is then incomplete.
@@ -53,6 +55,9 @@ class _OnDemand:
 
     def count(self, nbytes: int) -> None:
         pass
+
+    def team(self, layer: int) -> ExpertTeam | None:
+        return self._weights.team(layer)
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         pass
@@ -220,7 +225,6 @@ class OverlappedExecutor:
         if self._captured is not None:
             logits = self._captured(hidden, step)
             if logits is not None:
-                logits = logits.cpu()
                 self._stages.ended(None)
                 ahead.step_ends()
                 return logits

@@ -48,6 +48,7 @@ from hmt.weights import (
     Surroundings,
     WeightStore,
     inner_homes,
+    laid_out_alike,
     open_policy,
     row_span_bytes,
 )
@@ -341,4 +342,7 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         guess_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,
         row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
         parameter_bytes=sum(layout.parameter_bytes for layout in layouts.values()),
+        experts_alike=laid_out_alike(
+            [layout for b, layout in layouts.items() if b.kind is BlockKind.EXPERT]
+        ),
     )

@@ -8,7 +8,7 @@ import torch
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import Model, ResidentLayers
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Weights
+from hmt.contracts.store import ExpertTeam, KVCache, Weights
 
 
 class Observer(Protocol):
@@ -41,6 +41,10 @@ class ObservedWeights:
         self.count = weights.count
         self.request = weights.request
         self.rows = weights.rows
+
+    def team(self, layer: int) -> ExpertTeam | None:
+        """See Weights.  None: observers would have to wait for what routers chose."""
+        return None
 
     def routed(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor

@@ -12,12 +12,10 @@ from functools import partial
 
 from torch import Tensor
 
-from hmt.base.log import warn_once
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.step import Step
 from hmt.contracts.store import LeasedGroup, Priority, Standing
 from hmt.engine.captured import Captured, CapturedDecoding
 from hmt.kernels import ops
@@ -47,24 +45,14 @@ class DecodingInPieces(CapturedDecoding):
         super().__init__(model, weights, kv, device)
         self._placed = weights
 
-    def _capture(self, captured: Captured, hidden: Tensor, step: Step) -> bool:
-        self._compute(captured)  # compiles kernels, and makes what they keep
-        self._send(captured, hidden, step)  # what was made for a step belongs into the capture
+    def _record(self, captured: Captured) -> Callable[[], Tensor]:
         handover = _Handover(self._device, self._placed, captured.hidden)
 
         def compute(cut: Cut) -> Tensor:
-            states, weights = captured.hidden, _CutWeights(self._placed, cut)
             with ops.feed_forward_elsewhere(partial(handover.feed_forward, cut)):
-                for index in range(self._model.spec.layers):
-                    states = self._model.layer(index, states, captured.step, weights, self._kv)
-            return self._model.head(states, weights)
+                return self._compute(captured, _CutWeights(self._placed, cut))
 
-        try:
-            captured.replay = self._device.capture_pieces(compute)
-        except RuntimeError as error:
-            self._works = False
-            warn_once("capture", f"steps cannot be captured ({error}): decoding will be slower")
-        return self._works
+        return self._device.capture_pieces(compute)
 
 
 class _Handover:
@@ -121,6 +109,9 @@ class _CutWeights:
         self, blocks: Sequence[BlockId]
     ) -> AbstractContextManager[Iterator[LeasedGroup]]:
         raise AssertionError("only experts are leased so")
+
+    def team(self, layer: int) -> None:
+        return None
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """Nothing is read in these steps."""

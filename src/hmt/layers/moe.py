@@ -147,8 +147,10 @@ class BiasedSigmoidRouter:
 def request_experts(routing: Routing, hidden: Tensor, layer: int, weights: Weights) -> None:
     """Ask for all chosen experts at once, as soon as they are known.
 
-    hidden [tokens, hidden_size] is what the router saw, before its norm.
+    hidden [tokens, hidden_size] is what the router saw, before its norm.  A team knows by itself.
     """
+    if weights.team(layer) is not None:
+        return
     weights.request(routing.blocks(layer), Priority.NEED)
     weights.routed(layer, hidden, routing.experts, routing.scales)
 
@@ -159,9 +161,13 @@ def routed_experts(
     """The chosen experts' outputs for x [tokens, hidden_size], scaled and added up; in x.dtype.
 
     Leases only chosen experts, always in ascending order, as many at a time as are there: the sum,
-    kept in f32, does not depend on which expert arrived first.
+    kept in f32, does not depend on which expert arrived first.  A team adds up what each of its
+    places has computed.
     """
     assert not expert.prefix
+    team = weights.team(layer)
+    if team is not None:
+        return team(x, routing.experts, routing.scales, expert.activation)
     blocks = routing.blocks(layer)
     total = None
     done = 0

@@ -7,7 +7,10 @@ the CPU, which computes with it, or by the link, which copies it to the device. 
 after the other, but copying goes on all the time; so the copied share is what the link carries
 while the CPU reads the rest: link / (link + CPU) of the bytes, by the rates that both have at once.
 Copied blocks are spread among the CPU's, where there is time to copy them.  In steps of many tokens
-the CPU would compute for longer than the copy takes: then all dense blocks are copied.
+the CPU would compute for longer than the copy takes: then all blocks are copied.
+
+Experts stay on the device all or not at all.  If not, each layer gets a cache of as many as fit
+beside everything else, and a step brings the link's share of those that are missing.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,6 +25,9 @@ from hmt.planner.footprint import Demand, activation_bytes, kv_bytes
 
 _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used
+_EXPERT_COPIES = 8  # slots for experts of prompts: some megabytes each, they are used up quickly
+_LINK_SHARE = 0.25  # of missing experts, where rates are unknown
+_LEAST_SHARE_OF_CACHE = 0.85  # of the room for experts, against that for bringing them
 _WIDE = (BlockKind.FFN, BlockKind.EXPERT)
 
 
@@ -43,39 +49,55 @@ class _Layer:
         return _bytes(self.core) + self.kv_bytes
 
     @property
-    def may_be_copied(self) -> bool:
-        """A layer's experts are not: a step needs few of them."""
-        return all(block.id.kind is BlockKind.FFN for block in self.wide)
+    def sparse(self) -> bool:
+        """Whether a step of few tokens needs few of its wide blocks."""
+        return any(block.id.kind is BlockKind.EXPERT for block in self.wide)
 
 
 @dataclass(slots=True)
 class _Choice:
-    """Layers whose core is on the device, by what happens to the rest of them."""
+    """Layers whose core is on the device, by what happens to the rest of them.
+
+    sparse          experts that do not stay: `expert_slots` of each layer are cached
+    staging_slots   for all of these layers together
+    """
 
     stay: list[_Layer]
     copied: list[_Layer]
     on_cpu: list[_Layer]
+    sparse: list[_Layer] = field(default_factory=list)
+    expert_slots: int = 0
+    staging_slots: int = 0
 
     @property
     def layers(self) -> list[_Layer]:
-        return [*self.stay, *self.copied, *self.on_cpu]
+        return [*self.stay, *self.copied, *self.on_cpu, *self.sparse]
 
     @property
     def in_prompts(self) -> list[_Layer]:
         """Those whose rest is copied in steps of many tokens."""
-        return [*self.copied, *(layer for layer in self.on_cpu if layer.may_be_copied)]
+        return [*self.copied, *self.on_cpu, *(self.sparse if self.staging_slots else ())]
 
     @property
     def slot_counts(self) -> dict[int, int]:
-        wide = [block for layer in self.in_prompts for block in layer.wide]
-        sizes = [block.slot_bytes for block in wide]
-        return {size: min(_SLOTS, sizes.count(size)) for size in dict.fromkeys(sizes)}
+        found: dict[int, int] = {}
+        for layers, most in ((self.copied + self.on_cpu, _SLOTS), (self.sparse, _EXPERT_COPIES)):
+            wanted = [layer for layer in layers if layer in self.in_prompts]
+            sizes = [block.slot_bytes for layer in wanted for block in layer.wide]
+            found |= {size: min(most, sizes.count(size)) for size in dict.fromkeys(sizes)}
+        return found
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the caches, and of the slots of those that are brought."""
+        return (self.expert_slots * len(self.sparse) + self.staging_slots) * _largest(self.sparse)
 
     @property
     def nbytes(self) -> int:
         """On the device, slots included."""
         stays = sum(_bytes(layer.wide) for layer in self.stay)
-        return sum(layer.core_bytes for layer in self.layers) + stays + _slot_bytes(self)
+        cores = sum(layer.core_bytes for layer in self.layers)
+        return cores + stays + _slot_bytes(self) + self.expert_bytes
 
 
 def share_of_device(
@@ -88,10 +110,11 @@ def share_of_device(
     layers, head = _layers(demand, context)
     activations = activation_bytes(demand, chunk, context)
     room = device_bytes - activations
-    choice = _choose(layers, room - _bytes(head), _copied_share(machine))
+    share, brought = _copied_share(machine), _brought(demand, machine)
+    choice = _choose(layers, room - _bytes(head), share, brought)
     if not choice.layers or choice.nbytes + _bytes(head) > room:
         head = []
-        choice = _choose(layers, room, _copied_share(machine))
+        choice = _choose(layers, room, share, brought)
     if not choice.layers:
         least = min(layer.core_bytes for layer in layers) + activations
         raise BudgetError(
@@ -104,7 +127,7 @@ def share_of_device(
     stays += [block for layer in choice.stay for block in layer.wide]
     copied = _ids(block for layer in choice.copied for block in layer.wide)
     in_prompts = _ids(block for layer in choice.in_prompts for block in layer.wide)
-    share = DeviceShare(
+    found = DeviceShare(
         computes=_ids(stays) | copied,
         computes_prompts=_ids(stays) | copied | in_prompts,
         stages=frozenset(
@@ -113,12 +136,16 @@ def share_of_device(
         reserved={
             "resident": _bytes(stays),
             "slots": _slot_bytes(choice),
+            "experts": choice.expert_bytes,
             "kv": sum(layer.kv_bytes for layer in choice.layers),
             "activations": activations,
         },
         slot_counts=choice.slot_counts,
+        expert_slots=choice.expert_slots,
+        staging_slots=choice.staging_slots,
+        link_share=(share or _LINK_SHARE) if choice.staging_slots else 0.0,
     )
-    return share, [block.id for block in stays]
+    return found, [block.id for block in stays]
 
 
 def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
@@ -158,13 +185,27 @@ def _copied_share(machine: Machine) -> float:
     return link / (link + memory) if link and memory else 0.0
 
 
-def _choose(layers: list[_Layer], room: int, share: float) -> _Choice:
+def _brought(demand: Demand, machine: Machine) -> int:
+    """The most experts of a layer that a decoding step brings; 0 where it cannot bring any."""
+    if not demand.experts_alike:
+        return 0
+    wanted = demand.spec.experts_per_token * demand.batch
+    return max(1, ceil(wanted * (_copied_share(machine) or _LINK_SHARE)))
+
+
+def _choose(layers: list[_Layer], room: int, share: float, brought: int) -> _Choice:
     """As many cores as fit, and then as much else: what is left is copied or the CPU's."""
     for count in range(len(layers), 0, -1):
         chosen = _spread(layers, count)
-        for staying in range(count, -1, -1):
-            choice = _split(chosen, staying, share)
+        everything = _Choice(chosen, [], [])
+        if everything.nbytes <= room:
+            return everything
+        dense = [layer for layer in chosen if not layer.sparse]
+        for staying in range(len(dense), -1, -1):
+            choice = _split(dense, staying, share)
+            choice.sparse = [layer for layer in chosen if layer.sparse]
             if choice.nbytes <= room:
+                _cache_experts(choice, room, brought)
                 return choice
     return _Choice([], [], [])
 
@@ -173,11 +214,31 @@ def _split(layers: list[_Layer], staying: int, share: float) -> _Choice:
     stay = _spread(layers, staying)
     kept = {layer.index for layer in stay}
     away = [layer for layer in layers if layer.index not in kept]
-    may_be = [layer for layer in away if layer.may_be_copied]
     # Rounded up: the link also copies while the device computes and the CPU waits.
-    copied = _spread(may_be, ceil(len(may_be) * share))
+    copied = _spread(away, ceil(len(away) * share))
     those = {layer.index for layer in copied}
     return _Choice(stay, copied, [layer for layer in away if layer.index not in those])
+
+
+def _cache_experts(choice: _Choice, room: int, brought: int) -> None:
+    """Use what is left of `room` for slots of experts; none where not one fits to bring any."""
+    if not choice.sparse or not brought:
+        return
+    choice.staging_slots = 1
+    spare, size = room - choice.nbytes, _largest(choice.sparse)
+    if spare < 0:
+        choice.staging_slots = 0
+        return
+    most = int(spare * (1 - _LEAST_SHARE_OF_CACHE)) // size
+    choice.staging_slots += min(brought - 1, most)
+    spare = room - choice.nbytes
+    choice.expert_slots = min(spare // (size * len(choice.sparse)), len(choice.sparse[0].wide))
+
+
+def _largest(layers: Sequence[_Layer]) -> int:
+    """Bytes of a slot for any of the layers' experts."""
+    sizes = (block.slot_bytes for layer in layers for block in layer.wide)
+    return round_up(max(sizes, default=0), _ALIGNMENT)
 
 
 def _spread(layers: list[_Layer], count: int) -> list[_Layer]:

@@ -26,6 +26,7 @@ class Demand:
     score_bytes     the most that attention scores take at once
     batch           requests that run at once
     guess_bytes     statistics from which experts are guessed
+    experts_alike   whether all experts are laid out alike, so that any may take any's place
     """
 
     spec: ModelSpec
@@ -40,6 +41,7 @@ class Demand:
     row_sums_bytes: int = 0
     parameter_bytes: int | None = None
     passing_bytes: int = 0
+    experts_alike: bool = True
 
     @property
     def weight_bytes(self) -> int:

@@ -2,12 +2,13 @@
 
 from hmt.weights.binding import BoundBlock, BoundParam, FileRange, bind, published_bytes
 from hmt.weights.device_store import DeviceCounters, DeviceWeights, inner_homes
-from hmt.weights.expectations import GuessCounters
+from hmt.weights.expectations import GuessCounters, StoreCounters
 from hmt.weights.layout import BlockLayout, lay_out
 from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings, open_policy
 from hmt.weights.rows import row_span_bytes
 from hmt.weights.spill import SpillFile
-from hmt.weights.store import StoreCounters, WeightStore
+from hmt.weights.store import WeightStore
+from hmt.weights.teams import laid_out_alike
 
 __all__ = [
     "POLICIES",
@@ -25,6 +26,7 @@ __all__ = [
     "WeightStore",
     "bind",
     "inner_homes",
+    "laid_out_alike",
     "lay_out",
     "open_policy",
     "published_bytes",

@@ -4,16 +4,21 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing
+from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Standing
+from hmt.kernels.expert_teams import Desk, make_desk
 from hmt.memory.device import Copy, Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
+from hmt.weights.teams import HybridTeam, Teams, make_teams
 
 Params = Mapping[str, WeightTensor]
 
@@ -35,14 +40,6 @@ class DeviceCounters:
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The slot that a block always has, and its views there."""
-
-    slot: DeviceBuffer
-    views: Params
-
-
 @dataclass(slots=True)
 class _Copied:
     """A block in a slot of the device, or on its way there.
@@ -50,7 +47,8 @@ class _Copied:
     source   holds the host's copy where it is until the device has it
     """
 
-    place: _Place
+    slot: DeviceBuffer
+    views: Params
     arrived: Mark
     source: ExitStack
     leases: int = 0
@@ -88,13 +86,18 @@ class DeviceWeights:
         )
         self._many = False
         self._to_stay = [block for block, home in plan.homes.items() if home is Tier.DEVICE]
+        self._plan = plan
         self._resident_pool = resident
         self._resident: dict[BlockId, Standing] = {}
+        self._resident_memory: dict[BlockId, Tensor] = {}
+        self.teams = Teams({})
         free = {
             size: [slots.allocate(size) for _ in range(count)]
             for size, count in plan.device.slot_counts.items()
         }
-        self._places = tuple(self._take_turns(order, free) for order in self._orders)
+        self._slots = tuple(self._take_turns(order, free) for order in self._orders)
+        self._positions = tuple({b: n for n, b in enumerate(order)} for order in self._orders)
+        self._views: dict[tuple[int, BlockId], Params] = {}  # of blocks, by their slots' addresses
         self._taken: dict[DeviceBuffer, BlockId] = {}
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
         self._leaving: list[tuple[Mark, ExitStack]] = []  # sources of copies under way
@@ -120,18 +123,36 @@ class DeviceWeights:
             self._store.forget(block)
             views = layout.views(buffer.tensor)
             self._resident[block] = Standing(views, layout.slot_bytes)
+            self._resident_memory[block] = buffer.tensor
             done += layout.slot_bytes
             if progress is not None:
                 progress(done, total)
+
+    def form_teams(self, pool: DevicePool, *, host_is_pinned: bool) -> None:
+        """Let layers' experts be computed in several places; `pool` has their slots.
+
+        Where host memory is not pinned the device cannot fetch experts from it.
+        """
+        if host_is_pinned or not self._plan.device.staging_slots:
+            self.teams = make_teams(
+                self._plan, self._layouts, self._store, self._device, pool, self._resident_memory
+            )
+
+    def open_desk(self, **sizes: Any) -> Desk | None:
+        """A desk for the teams that need the host, if they can have one; see `make_desk`."""
+        experts = self.teams.on_host()
+        desk = make_desk(self._device.where, experts, **sizes) if experts else None
+        if desk is not None:
+            self.teams.use(desk)
+        return desk
 
     def begin(self, tokens: int) -> None:
         """A step of `tokens` tokens comes next."""
         many = tokens >= _MANY_TOKENS
         if many != self._many:
             self._many = many
-            places = self._places[many]
             for block, copied in list(self._copied.items()):
-                if copied.place is not places.get(block):
+                if copied.slot is not self._slots[many].get(block):
                     self._free(block)
         self._copy_ahead(0)
 
@@ -168,6 +189,11 @@ class DeviceWeights:
         found = [self._resident[block] for block in blocks if block in self._resident]
         return found if len(found) == len(blocks) else None
 
+    def team(self, layer: int) -> ExpertTeam | None:
+        """See Weights: for steps of few tokens, and where all experts are there."""
+        team = self.teams.by_layer.get(layer)
+        return None if self._many and isinstance(team, HybridTeam) else team
+
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """See Weights."""
         self._store.request([b for b in blocks if b not in self._resident], priority)
@@ -188,16 +214,20 @@ class DeviceWeights:
             source.close()
         self._leaving.clear()
         self._resident.clear()
+        self._resident_memory.clear()
+        self.teams = Teams({})
+        self._views.clear()
 
     # For steps that are captured: what `lease` does, by its parts
 
     def place(self, block: BlockId) -> Params | None:
         """Where a block that is copied will lie in steps like this; None for others."""
-        place = self._places[self._many].get(block)
-        return None if place is None else place.views
+        slot = self._slots[self._many].get(block)
+        return None if slot is None else self._views_in(slot, block)
 
     def arrive(self, block: BlockId) -> None:
         """What comes next on the compute queue waits for a block that is copied."""
+        self._pass_over(block)
         copied = self._copied.get(block) or self._copy(block)
         self._device.follow(copied.arrived)
         copied.leases += 1
@@ -206,11 +236,11 @@ class DeviceWeights:
         """What is on the compute queue was the last to read it in this step."""
         copied = self._copied[block]
         copied.leases -= 1
-        copied.place.slot.last_use = self._device.mark()
+        copied.slot.last_use = self._device.mark()
         # It comes again in the next step only, when all others have had the slot.
         if not copied.leases:
             self._free(block)
-            self._copy_ahead(self._orders[self._many].index(block) + 1)
+            self._copy_ahead(self._positions[self._many][block] + 1)
 
     def waited(self, seconds: float) -> None:
         """Count time in which the CPU waited for the device."""
@@ -220,16 +250,28 @@ class DeviceWeights:
 
     def _take_turns(
         self, order: Sequence[BlockId], slots: Mapping[int, Sequence[DeviceBuffer]]
-    ) -> dict[BlockId, _Place]:
-        places = {}
+    ) -> dict[BlockId, DeviceBuffer]:
+        found = {}
         taken: Counter[int] = Counter()
         for block in order:
-            layout = self._layouts[block]
-            same = slots[layout.slot_bytes]
-            slot = same[taken[layout.slot_bytes] % len(same)]
-            taken[layout.slot_bytes] += 1
-            places[block] = _Place(slot, layout.views(slot.tensor))
-        return places
+            size = self._layouts[block].slot_bytes
+            found[block] = slots[size][taken[size] % len(slots[size])]
+            taken[size] += 1
+        return found
+
+    def _views_in(self, slot: DeviceBuffer, block: BlockId) -> Params:
+        key = (slot.tensor.data_ptr(), block)
+        if key not in self._views:
+            self._views[key] = self._layouts[block].views(slot.tensor)
+        return self._views[key]
+
+    def _pass_over(self, block: BlockId) -> None:
+        """Free what was copied for a step and not used in it, now that `block` is."""
+        positions = self._positions[self._many]
+        here, half = positions[block], len(positions) // 2
+        for other, copied in list(self._copied.items()):
+            if not copied.leases and (positions[other] - here) % len(positions) > half:
+                self._free(other)
 
     def _on_host(self, block: BlockId) -> bool:
         return block not in self._computing[self._many]
@@ -258,13 +300,13 @@ class DeviceWeights:
     def _lease_copied(self, block: BlockId) -> Iterator[Params]:
         self.arrive(block)
         try:
-            yield self._copied[block].place.views
+            yield self._copied[block].views
         finally:
             self.leave(block)
 
     def _copy(self, block: BlockId) -> _Copied:
         """Copy a block that is needed now, if need be into the slot of what was asked for later."""
-        later = self._taken.get(self._places[self._many][block].slot)
+        later = self._taken.get(self._slots[self._many][block])
         if later is not None:
             if self._copied[later].leases:
                 size = format_bytes(self._layouts[block].slot_bytes)
@@ -278,8 +320,7 @@ class DeviceWeights:
         return copied
 
     def _try_to_copy(self, block: BlockId) -> _Copied | None:
-        place = self._places[self._many][block]
-        slot = place.slot
+        slot = self._slots[self._many][block]
         if slot in self._taken:
             return None
         self._let_go()
@@ -295,13 +336,13 @@ class DeviceWeights:
             stack.pop_all()
         self._under_way.append(arrived)
         self._counters.copied_bytes += slot.nbytes
-        copied = self._copied[block] = _Copied(place, arrived, source)
+        copied = self._copied[block] = _Copied(slot, self._views_in(slot, block), arrived, source)
         self._taken[slot] = block
         return copied
 
     def _free(self, block: BlockId) -> None:
         copied = self._copied.pop(block)
-        del self._taken[copied.place.slot]
+        del self._taken[copied.slot]
         self._leaving.append((copied.arrived, copied.source))
 
     def _let_go(self) -> None:

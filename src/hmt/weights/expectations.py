@@ -9,6 +9,17 @@ from hmt.weights.entry import Entry
 
 
 @dataclass(slots=True)
+class StoreCounters:
+    """What leases found, since the store was made."""
+
+    hits: int = 0
+    pending: int = 0
+    misses: int = 0
+    waited_s: float = 0.0
+    host_bytes: int = 0  # bytes of blocks that were leased, from whichever tier they had come
+
+
+@dataclass(slots=True)
 class GuessCounters:
     """Sums since the store was made.
 

@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +22,7 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing, Verify
 from hmt.memory import HostBuffer, HostPool, QueueCounters, TransferQueue
 from hmt.weights.entry import Entry, State
-from hmt.weights.expectations import Expectations, GuessCounters
+from hmt.weights.expectations import Expectations, GuessCounters, StoreCounters
 from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
 from hmt.weights.policies import LRU, DenseByScan, EvictionPolicy
@@ -31,17 +30,6 @@ from hmt.weights.rows import RowReader
 from hmt.weights.slots import Slots
 from hmt.weights.spill import SpillFile
 from hmt.weights.victims import choose_victims
-
-
-@dataclass(slots=True)
-class StoreCounters:
-    """What leases found, since the store was made."""
-
-    hits: int = 0
-    pending: int = 0
-    misses: int = 0
-    waited_s: float = 0.0
-    host_bytes: int = 0  # bytes of blocks that were leased, from whichever tier they had come
 
 
 class WeightStore:
@@ -155,6 +143,9 @@ class WeightStore:
     ) -> None:
         """See Weights."""
         self._policy.routed(layer, experts, scales)
+
+    def team(self, layer: int) -> None:
+        """See Weights: whoever computes leases."""
 
     def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
         """See Weights."""

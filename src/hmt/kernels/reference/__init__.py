@@ -19,6 +19,12 @@ from hmt.kernels.reference.elementwise import (
     rope,
     rope_inplace,
 )
+from hmt.kernels.reference.expert_cache import (
+    ExpertShares,
+    ExpertSlots,
+    divide_experts,
+    fetch_experts,
+)
 from hmt.kernels.reference.experts import Expert, experts
 from hmt.kernels.reference.matmul import (
     dequantize,
@@ -56,6 +62,8 @@ __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
     "AttentionInputs",
     "Expert",
+    "ExpertShares",
+    "ExpertSlots",
     "FeedForward",
     "NormOptions",
     "PageEncoding",
@@ -73,10 +81,12 @@ __all__ = [
     "attention_output",
     "biased_sigmoid_topk",
     "dequantize",
+    "divide_experts",
     "draw",
     "encode_rows",
     "experts",
     "feed_forward",
+    "fetch_experts",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",

@@ -1,5 +1,6 @@
 """A CUDA device, through torch."""
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -176,6 +177,17 @@ class CudaDevice:
             runtime.cudaGetLastError()  # or the next call would report it
             return False
         return True
+
+    def address(self, memory: torch.Tensor) -> int:
+        """See Device.  Raises MachineError where the driver does not know the memory."""
+        found = ctypes.c_uint64()
+        driver = ctypes.CDLL("libcuda.so.1")
+        status = driver.cuMemHostGetDevicePointer_v2(
+            ctypes.byref(found), ctypes.c_void_p(memory.data_ptr()), 0
+        )
+        if status != 0:
+            raise MachineError(f"{self.name} cannot read host memory where it is (error {status})")
+        return found.value
 
     def unpin(self, memory: torch.Tensor) -> None:
         """See Device."""

@@ -107,6 +107,10 @@ class Device(Protocol):
         """Keep host memory, uint8 [n], where it is, for copies; False where that is refused."""
         ...
 
+    def address(self, memory: torch.Tensor) -> int:
+        """Where kernels of the device find pinned host memory."""
+        ...
+
     def unpin(self, memory: torch.Tensor) -> None:
         """End what `pin` began.  No copy from it may be under way."""
         ...

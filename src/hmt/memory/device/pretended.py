@@ -108,6 +108,10 @@ class PretendedDevice:
         """See Device."""
         return True
 
+    def address(self, memory: torch.Tensor) -> int:
+        """See Device."""
+        return memory.data_ptr()
+
     def unpin(self, memory: torch.Tensor) -> None:
         """See Device."""
 

@@ -1,0 +1,83 @@
+#include "experts/service.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "base/clock.h"
+
+namespace hmt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+// Step numbers go round: `number` has come when it is not ahead of what is there.
+bool has_come(const uint32_t* flag, uint32_t number) {
+  return static_cast<int32_t>(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - number) >= 0;
+}
+
+bool await(const uint32_t* flag, uint32_t number, double patience_s) {
+  const Clock::time_point begin = Clock::now();
+  for (uint32_t tries = 1; !has_come(flag, number); ++tries) {
+#ifdef HMT_X86
+    __builtin_ia32_pause();
+#endif
+    if (tries % 4096 != 0) continue;
+    if (seconds_since(begin) > patience_s) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+}  // namespace
+
+Served ExpertService::serve(uint32_t number, size_t tokens, size_t threads,
+                            double patience_s) const {
+  Served served;
+  std::vector<Expert> wanted;
+  for (const ServedLayer& layer : layers_) {
+    const Clock::time_point begin = Clock::now();
+    if (!await(layer.mail.asked, number, patience_s)) {
+      release(number);
+      return served;
+    }
+    const Clock::time_point asked = Clock::now();
+    served.experts += answer(layer, tokens, threads, wanted);
+    __atomic_store_n(layer.mail.answered, number, __ATOMIC_RELEASE);
+    served.waited_s += std::chrono::duration<double>(asked - begin).count();
+    served.computed_s += seconds_since(asked);
+  }
+  served.complete = true;
+  return served;
+}
+
+void ExpertService::release(uint32_t number) const {
+  for (const ServedLayer& layer : layers_) {
+    __atomic_store_n(layer.mail.answered, number, __ATOMIC_RELEASE);
+  }
+}
+
+size_t ExpertService::answer(const ServedLayer& layer, size_t tokens, size_t threads,
+                             std::vector<Expert>& wanted) const {
+  const Mailbox& mail = layer.mail;
+  std::vector<int64_t> ids(mail.chosen, mail.chosen + tokens * top_k_);
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  wanted.clear();
+  for (const Expert& expert : layer.experts) {
+    if (std::binary_search(ids.begin(), ids.end(), expert.id)) wanted.push_back(expert);
+  }
+  if (wanted.empty()) return 0;  // nobody reads the answer then
+  KernelTime time;
+  routed_experts(wanted.data(), wanted.size(), {mail.chosen, mail.scales, top_k_},
+                 {mail.x, type_, tokens, columns_, columns_}, activation_,
+                 {mail.total, hidden_, true, {nullptr, DType::kF32, tokens, hidden_, hidden_}},
+                 threads);
+  return wanted.size();
+}
+
+}  // namespace hmt

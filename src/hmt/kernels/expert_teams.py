@@ -1,0 +1,244 @@
+"""A layer's experts computed on a device and on the host at once.
+
+What is done on a device is done by `kernels.triton` there, and by `kernels.reference` where the
+device is pretended.  See `reference.expert_cache`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import WeightTensor
+from hmt.kernels import ops, reference
+from hmt.kernels.cpu import extension
+from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
+from hmt.kernels.cpu.experts import native_expert
+from hmt.kernels.reference import Expert, ExpertShares, ExpertSlots
+
+__all__ = [
+    "Desk",
+    "ExpertShares",
+    "ExpertSlots",
+    "Places",
+    "Served",
+    "divide",
+    "fetch",
+    "make_desk",
+]
+
+_PATIENCE_S = 30.0  # a layer takes milliseconds
+
+
+def divide(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertShares:
+    """See `reference.divide_experts`."""
+    if chosen.is_cuda:
+        from hmt.kernels.triton import expert_cache
+
+        return expert_cache.divide_experts(slots, chosen, share)
+    return reference.divide_experts(slots, chosen, share)
+
+
+def fetch(slots: ExpertSlots, shares: ExpertShares, nbytes: int) -> None:
+    """See `reference.fetch_experts`."""
+    if shares.sources.is_cuda:
+        from hmt.kernels.triton import expert_cache
+
+        expert_cache.fetch_experts(slots, shares, nbytes)
+    else:
+        reference.fetch_experts(slots, shares, nbytes)
+
+
+class Places:
+    """Where experts that are laid out alike may lie on a device."""
+
+    def __init__(self, some: int, view: Callable[[int], Mapping[str, WeightTensor]]) -> None:
+        """`view` shows the parameters of an expert that lies at an address; `some` is one.
+
+        Raises ValueError where no kernel computes on them.
+        """
+        self._view = view
+        # Kernels keep what they made for parameters, the expert's number with it.
+        self._views: dict[tuple[int, int], Mapping[str, WeightTensor]] = {}
+        self._table: Any = None
+        sample = view(some)
+        first = sample["down_proj"].data
+        if not first.is_cuda:
+            return
+        if any(f"{name}_bias" in sample for name in ("gate_proj", "up_proj", "down_proj")):
+            raise ValueError("experts have biases")
+        from hmt.kernels.triton.experts import block_table
+
+        try:
+            self._table = block_table(first.new_zeros(1, dtype=torch.int64), sample, some)
+        except AssertionError as error:
+            raise ValueError(str(error)) from error
+
+    def compute(
+        self, x: Tensor, here: Tensor, chosen: Tensor, scales: Tensor, activation: str
+    ) -> Tensor:
+        """What experts add that have an address in `here`: f32 [tokens, hidden]."""
+        if self._table is not None:
+            from hmt.kernels.triton.experts import experts_by_table
+
+            table = replace(self._table, addresses=here)
+            return experts_by_table(x, table, chosen, scales, activation, last=False)
+        given = []
+        for expert, address in enumerate(here.tolist()):
+            if address:
+                if (expert, address) not in self._views:
+                    self._views[expert, address] = self._view(address)
+                given.append((expert, self._views[expert, address]))
+        if not given:
+            return torch.zeros(x.shape, dtype=torch.float32)
+        return ops.experts(x, given, chosen, scales, activation, last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a step's questions cost the CPU.
+
+    experts      that it computed, each once per layer
+    waited_s     for questions
+    computed_s   for answers
+    """
+
+    experts: int
+    waited_s: float
+    computed_s: float
+
+    def __add__(self, other: "Served") -> "Served":
+        return Served(
+            self.experts + other.experts,
+            self.waited_s + other.waited_s,
+            self.computed_s + other.computed_s,
+        )
+
+
+class Desk:
+    """Where a device asks the CPU for experts, layer by layer, and no call is made for it.
+
+    Open, teams ask here; closed, they call.  Between `begin` and the end of `serve` a step's
+    kernels may wait for answers, so nothing else may be waited for.
+    """
+
+    def __init__(
+        self,
+        native: ModuleType,
+        where: torch.device,
+        experts: Mapping[int, Sequence[Expert]],
+        *,
+        tokens: int,
+        hidden: int,
+        top_k: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Experts by layer, in ascending order, all in host memory where they stay.
+
+        See `make_desk`.
+        """
+        from hmt.kernels.triton.mailbox import Mailbox
+
+        self.is_open = False
+        self.tokens = tokens
+        self._native, self._experts, self._dtype = native, experts, dtype
+        self._hidden, self._top_k = hidden, top_k
+        self._step = 0
+        self._service: Any = None
+        self._number = torch.zeros(1, dtype=torch.int32, device=where)
+
+        def shared(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+        x = shared(tokens, hidden, dtype=dtype)
+        total = shared(tokens, hidden, dtype=torch.float32)
+        # Flags in lines of their own: two of one line would slow each other down.
+        flags = shared(len(experts), 2, 16, dtype=torch.int32)
+        self._boxes = {
+            layer: Mailbox(
+                x,
+                shared(tokens, top_k, dtype=torch.int64),
+                shared(tokens, top_k, dtype=torch.float32),
+                total,
+                flags[row, 0, :1],
+                flags[row, 1, :1],
+                self._number,
+            )
+            for row, layer in enumerate(experts)
+        }
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether questions for x [tokens, hidden] are asked here."""
+        return self.is_open and len(x) <= self.tokens and x.dtype == self._dtype
+
+    def ask(
+        self, layer: int, x: Tensor, shares: ExpertShares, scales: Tensor, activation: str
+    ) -> None:
+        """Ask for what `shares` leaves to the CPU, on the device's queue."""
+        from hmt.kernels.triton import mailbox
+
+        if self._service is None:
+            self._service = self._make_service(activation)
+        mailbox.ask(self._boxes[layer], x, shares, scales)
+
+    def take(self, layer: int, total: Tensor, shares: ExpertShares) -> Tensor:
+        """`total` f32 [tokens, hidden] and the answer, in the dtype of questions, on the queue."""
+        from hmt.kernels.triton import mailbox
+
+        return mailbox.take(self._boxes[layer], total, shares)
+
+    def begin(self) -> None:
+        """A step comes next on the device's queue that asks here."""
+        self._step = self._step % 0x7FFFFFFF + 1
+        self._number.fill_(self._step)
+
+    def serve(self, tokens: int) -> Served:
+        """Answer all questions of a step of `tokens` tokens.  RuntimeError where none come."""
+        try:
+            complete, experts, waited_s, computed_s = self._service.serve(
+                self._step, tokens, torch.get_num_threads(), _PATIENCE_S
+            )
+        except BaseException:
+            self._service.release(self._step)
+            raise
+        if not complete:
+            raise RuntimeError(f"the device was silent for {_PATIENCE_S:.0f} s")
+        return Served(experts, waited_s, computed_s)
+
+    def _make_service(self, activation: str) -> Any:
+        layers = []
+        for layer, given in self._experts.items():
+            box = self._boxes[layer]
+            parts = (box.x, box.chosen, box.scales, box.total, box.asked, box.answered)
+            experts = [native_expert(self._native, index, params) for index, params in given]
+            layers.append((experts, *(part.data_ptr() for part in parts)))
+        return self._native.ExpertService(
+            tuple(layers),
+            DTYPES[self._dtype],
+            self._hidden,
+            self._hidden,
+            self._top_k,
+            ACTIVATIONS[activation],
+        )
+
+
+def make_desk(
+    where: torch.device, experts: Mapping[int, Sequence[Expert]], **sizes: Any
+) -> Desk | None:
+    """A desk for `where`; None where teams have to call: no GPU, or no compiled kernel.
+
+    sizes   the most tokens of a step, hidden, top_k, and the dtype of activations
+    """
+    native = extension.load()
+    if native is None or where.type != "cuda" or sizes["dtype"] not in DTYPES:
+        return None
+    if any(
+        native_expert(native, index, params) is None
+        for given in experts.values()
+        for index, params in given
+    ):
+        return None
+    return Desk(native, where, experts, **sizes)

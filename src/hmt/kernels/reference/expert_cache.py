@@ -1,0 +1,112 @@
+"""Which of a layer's chosen experts compute where, with a cache of experts on a device.
+
+A chosen expert computes on the device if it is cached there.  Of the others the link brings a
+share, which then computes on the device as well, and the host computes the rest.  What the link has
+brought stays in the cache, in place of what has been wanted least, if it has been wanted more.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# What a step leaves of an expert's score.  After 23 steps half is left: long enough to count how
+# often an expert is chosen, short enough to follow a conversation.
+SCORE_DECAY = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlots:
+    """A layer's cache, in tensors on the device that stay where they are.
+
+    table      int64 [experts]: address of each expert there; 0: not there
+    addresses  int64 [slots], and who is in them:
+    holders    int64 [slots]: an expert, or -1
+    scores     f32 [experts]: how often, and how lately, each was chosen
+    staging    int64 [fetched]: addresses for experts that are brought and do not stay; other
+               layers use the same
+    origins    int64 [experts]: addresses in host memory that the device can read
+    counts     int64 [3]: experts found, brought, and left to the host, since the beginning
+    """
+
+    table: Tensor
+    addresses: Tensor
+    holders: Tensor
+    scores: Tensor
+    staging: Tensor
+    origins: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShares:
+    """Who computes what in one layer of one step; on the device.
+
+    here      int64 [experts]: the address of each expert that computes on the device; 0: none
+    sources   int64 [fetched]: experts to bring, -1: none
+    targets   int64 [fetched]: where to
+    on_host   int64 [tokens, top_k]: experts that the host computes, -1 where there is none
+    left      int32 [1]: how many experts these are
+    """
+
+    here: Tensor
+    sources: Tensor
+    targets: Tensor
+    on_host: Tensor
+    left: Tensor
+
+
+def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertShares:
+    """Divide the experts of `chosen` int64 [tokens, top_k]; changes tensors of `slots`.
+
+    share   f32 [1]: of the experts that are not there, those that the link brings
+
+    The link brings what has been chosen most, of equals the first; what has been chosen least goes,
+    empty slots first, but nothing that this step wants.
+    """
+    experts, places = len(slots.table), len(slots.addresses)
+    needed = torch.zeros(experts, dtype=torch.bool, device=chosen.device)
+    needed[chosen.flatten()] = True
+    slots.scores.mul_(SCORE_DECAY).add_(needed.float())
+    missing = needed & (slots.table == 0)
+    quota = int((share * missing.sum() + 0.5).floor().clamp(0, len(slots.staging)))
+    fetched = sorted(
+        missing.nonzero().flatten().tolist(), key=lambda e: (-float(slots.scores[e]), e)
+    )[:quota]
+    holders = slots.holders.tolist()
+    worth = [-1.0 if holder < 0 else float(slots.scores[holder]) for holder in holders]
+    free = [slot for slot in range(places) if holders[slot] < 0 or not needed[holders[slot]]]
+    victims = sorted(free, key=lambda slot: (worth[slot], slot))
+    here = slots.table.clone()
+    shares = ExpertShares(
+        here,
+        torch.full_like(slots.staging, -1),
+        torch.zeros_like(slots.staging),
+        torch.full_like(chosen, -1),
+        torch.zeros(1, dtype=torch.int32, device=chosen.device),
+    )
+    for number, expert in enumerate(fetched):
+        target = slots.staging[number]
+        victim = victims[number] if number < len(victims) else None
+        if victim is not None and float(slots.scores[expert]) > worth[victim]:
+            target = slots.addresses[victim]
+            if holders[victim] >= 0:
+                slots.table[holders[victim]] = 0
+            slots.table[expert] = target
+            slots.holders[victim] = expert
+        here[expert] = target
+        shares.sources[number], shares.targets[number] = expert, target
+    away = here[chosen] == 0
+    shares.on_host[away] = chosen[away]
+    shares.left[0] = int(missing.sum()) - len(fetched)
+    found = int(needed.sum()) - int(missing.sum())
+    slots.counts.add_(torch.tensor([found, len(fetched), int(shares.left)]).to(chosen.device))
+    return shares
+
+
+def fetch_experts(slots: ExpertSlots, shares: ExpertShares, nbytes: int) -> None:
+    """Copy what `shares` brings, `nbytes` of each expert.  All addresses are of host memory."""
+    for expert, target in zip(shares.sources.tolist(), shares.targets.tolist(), strict=True):
+        if expert >= 0:
+            ctypes.memmove(target, int(slots.origins[expert]), nbytes)

@@ -1,0 +1,123 @@
+"""Questions to the CPU, and its answers, without a call between them.
+
+A mailbox is pinned host memory that the GPU writes and reads where it is.  Whoever writes, writes
+the number of the step last.  csrc/experts/service.h is the other side.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hmt.kernels.reference.expert_cache import ExpertShares
+from hmt.kernels.triton.scalars import interpreted
+
+_NUMBERS = 4096  # that a program sends at a time
+_PAIRS = 64
+_TAKEN = 1024  # numbers of an answer that a program takes
+
+
+@dataclass(frozen=True, slots=True)
+class Mailbox:
+    """One layer's, for up to so many tokens; all but `number` in pinned host memory.
+
+    Layers may share `x` and `total`: both are in use only while the GPU waits for an answer.
+
+    x         [tokens, hidden]
+    chosen    int64 [tokens, top_k]: experts that are asked for, -1: none
+    scales    f32 [tokens, top_k]
+    total     f32 [tokens, hidden]: the answer
+    asked     int32 [1], and
+    answered  int32 [1]: the step whose question, or answer, is complete
+    number    int32 [1] on the device: the step
+    """
+
+    x: Tensor
+    chosen: Tensor
+    scales: Tensor
+    total: Tensor
+    asked: Tensor
+    answered: Tensor
+    number: Tensor
+
+
+@triton.jit
+def _ask_kernel(
+    x, chosen, scales, number, left, x_box, chosen_box, scales_box, asked, x_numbers, pairs,
+    NUMBERS: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One program, so that a barrier comes between the question and its number."""
+    # Where nothing is asked for, the CPU may still be with the layer before, and read its x.
+    for first in range(0, tl.where(tl.load(left) > 0, x_numbers, 0), NUMBERS):
+        at = first + tl.arange(0, NUMBERS)
+        tl.store(x_box + at, tl.load(x + at, mask=at < x_numbers), mask=at < x_numbers)
+    for first in range(0, pairs, PAIRS):
+        at = first + tl.arange(0, PAIRS)
+        tl.store(chosen_box + at, tl.load(chosen + at, mask=at < pairs), mask=at < pairs)
+        tl.store(scales_box + at, tl.load(scales + at, mask=at < pairs), mask=at < pairs)
+    tl.debug_barrier()
+    step = tl.load(number)
+    if ASM:
+        # Cumulative: what other threads wrote before the barrier is there before it, too.
+        tl.inline_asm_elementwise(
+            "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [asked, step],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(asked, step)
+
+
+@triton.jit
+def _take_kernel(
+    mine, total_box, answered, number, left, out, hidden,
+    NUMBERS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Axis 0: tokens; axis 1: parts.  out = mine + the answer, or mine if nothing was asked."""
+    row = tl.program_id(0).to(tl.int64) * hidden
+    at = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = at < hidden
+    whole = tl.load(mine + row + at, mask=inside, other=0.0)
+    if tl.load(left) > 0:
+        step = tl.load(number)
+        seen = tl.load(answered, volatile=True)
+        while seen - step < 0:
+            seen = tl.load(answered, volatile=True)
+        if ASM:
+            tl.inline_asm_elementwise(
+                "fence.acq_rel.sys; mov.u32 $0, $1;",
+                "=r,r",
+                [seen],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        whole += tl.load(total_box + row + at, mask=inside, other=0.0, volatile=True)
+    tl.store(out + row + at, whole.to(out.dtype.element_ty), mask=inside)
+
+
+def ask(box: Mailbox, x: Tensor, shares: ExpertShares, scales: Tensor) -> None:
+    """Ask the CPU for what `shares` leaves to it, for x [tokens, hidden] of the box's dtype."""
+    assert x.dtype == box.x.dtype and len(x) <= len(box.x)
+    x, scales = x.contiguous(), scales.contiguous()
+    _ask_kernel[(1,)](
+        x, shares.on_host, scales, box.number, shares.left,
+        box.x, box.chosen, box.scales, box.asked, x.numel(), scales.numel(),
+        NUMBERS=_NUMBERS, PAIRS=_PAIRS, ASM=not interpreted(), num_warps=8,
+    )  # fmt: skip
+
+
+def take(box: Mailbox, total: Tensor, shares: ExpertShares) -> Tensor:
+    """`total` f32 [tokens, hidden] plus the CPU's answer, in the box's dtype.  Waits for it."""
+    tokens, hidden = total.shape
+    out = torch.empty(total.shape, dtype=box.x.dtype, device=total.device)
+    _take_kernel[(tokens, triton.cdiv(hidden, _TAKEN))](
+        total, box.total, box.answered, box.number, shares.left, out, hidden,
+        NUMBERS=_TAKEN, ASM=not interpreted(), num_warps=4,
+    )  # fmt: skip
+    return out

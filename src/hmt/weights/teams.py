@@ -1,0 +1,244 @@
+"""Teams that compute a layer's experts: those cached on a device, those brought, and the host."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.plan import Plan, Tier
+from hmt.kernels import expert_teams, ops
+from hmt.kernels.expert_teams import Desk, ExpertSlots, Places
+from hmt.memory.device import Device, DevicePool
+from hmt.weights.layout import BlockLayout
+from hmt.weights.store import WeightStore
+
+Params = Mapping[str, WeightTensor]
+
+
+class HybridTeam:
+    """Implements ExpertTeam: a cache on a device, the link, and the host.
+
+    Sums of device and host are added last: results depend in their last digits on which experts
+    are cached.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        slots: ExpertSlots,
+        places: Places,
+        share: Tensor,
+        nbytes: int,
+        on_host: Callable[[int, list[int]], Sequence[tuple[int, Params]]],
+    ) -> None:
+        """`on_host` gives experts of a layer in host memory."""
+        self.slots = slots
+        self.desk: Desk | None = None
+        self._layer = layer
+        self._places = places
+        self._share = share
+        self._nbytes = nbytes
+        self._on_host = on_host
+
+    def __call__(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+        """See ExpertTeam."""
+        shares = expert_teams.divide(self.slots, chosen, self._share)
+        desk = self.desk if self.desk is not None and self.desk.takes(x) else None
+        if desk is not None:
+            desk.ask(self._layer, x, shares, scales, activation)
+        expert_teams.fetch(self.slots, shares, self._nbytes)
+        total = self._places.compute(x, shares.here, chosen, scales, activation)
+        if desk is not None:
+            return desk.take(self._layer, total, shares)
+        asked = shares.on_host.cpu()
+        wanted = sorted({expert for token in asked.tolist() for expert in token if expert >= 0})
+        if wanted:
+            given = self._on_host(self._layer, wanted)
+            its = ops.experts(x.cpu(), given, asked, scales.cpu(), activation, last=False)
+            total += its.to(total.device)
+        return total.to(x.dtype)
+
+    def all_on_host(self) -> list[tuple[int, Params]]:
+        """The layer's experts in host memory."""
+        return list(self._on_host(self._layer, list(range(len(self.slots.table)))))
+
+
+class ResidentTeam:
+    """Implements ExpertTeam where all of a layer's experts stay on the device."""
+
+    def __init__(self, table: Tensor, places: Places) -> None:
+        """table: int64 [experts], where each lies."""
+        self._table = table
+        self._places = places
+
+    def __call__(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+        """See ExpertTeam."""
+        total = self._places.compute(x, self._table, chosen, scales, activation)
+        return total.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Teams:
+    """Those of all layers with experts.
+
+    by_layer   None of them if it is empty
+    nbytes     of an expert
+    """
+
+    by_layer: Mapping[int, HybridTeam | ResidentTeam]
+    nbytes: int = 0
+
+    def use(self, desk: Desk) -> None:
+        """Ask at `desk` while it is open."""
+        for team in self.by_layer.values():
+            if isinstance(team, HybridTeam):
+                team.desk = desk
+
+    def on_host(self) -> dict[int, list[tuple[int, Params]]]:
+        """All experts of the layers that need the host, by layer."""
+        return {
+            layer: team.all_on_host()
+            for layer, team in self.by_layer.items()
+            if isinstance(team, HybridTeam)
+        }
+
+    def counts(self) -> tuple[int, int, int]:
+        """Experts found in the cache, brought, and left to the host; waits for the device."""
+        hybrid = [team for team in self.by_layer.values() if isinstance(team, HybridTeam)]
+        if not hybrid:
+            return (0, 0, 0)
+        found, brought, left = torch.stack([team.slots.counts for team in hybrid]).sum(0).tolist()
+        return found, brought, left
+
+
+def make_teams(
+    plan: Plan,
+    layouts: Mapping[BlockId, BlockLayout],
+    store: WeightStore,
+    device: Device,
+    pool: DevicePool,
+    resident: Mapping[BlockId, Tensor],
+) -> Teams:
+    """Teams for layers whose experts all stay on the device or all stay in host memory.
+
+    `resident` is the device's memory of blocks that live there.
+    """
+    layers: dict[int, list[BlockId]] = {}
+    for block in layouts:
+        if block.kind is BlockKind.EXPERT and block.layer in plan.device.stages:
+            layers.setdefault(block.layer, []).append(block)
+    blocks = [block for of_layer in layers.values() for block in of_layer]
+    if not blocks or not laid_out_alike([layouts[block] for block in blocks]):
+        return Teams({})
+    homes = {plan.homes[block] for block in blocks}
+    nbytes = layouts[blocks[0]].slot_bytes
+    try:
+        if homes == {Tier.DEVICE}:
+            return Teams(_resident_teams(layers, layouts, resident, device), nbytes)
+        if homes == {Tier.HOST} and plan.device.staging_slots:
+            maker = _HybridMaker(plan, layouts, store, device, pool)
+            return Teams(maker.make(layers), nbytes)
+    except ValueError:  # no kernel computes on them: the host does, or one expert after the other
+        pass
+    return Teams({})
+
+
+def _resident_teams(
+    layers: Mapping[int, list[BlockId]],
+    layouts: Mapping[BlockId, BlockLayout],
+    resident: Mapping[BlockId, Tensor],
+    device: Device,
+) -> dict[int, HybridTeam | ResidentTeam]:
+    if device.where.type != "cuda":
+        return {}  # leases give the same, to the bit
+    teams: dict[int, HybridTeam | ResidentTeam] = {}
+    for layer, blocks in layers.items():
+        first = resident[blocks[0]]
+        sample = layouts[blocks[0]].views(first)
+        places = Places(first.data_ptr(), {first.data_ptr(): sample}.__getitem__)
+        addresses = [resident[block].data_ptr() for block in blocks]
+        table = torch.tensor(addresses, dtype=torch.int64, device=device.where)
+        teams[layer] = ResidentTeam(table, places)
+    return teams
+
+
+class _HybridMaker:
+    def __init__(
+        self,
+        plan: Plan,
+        layouts: Mapping[BlockId, BlockLayout],
+        store: WeightStore,
+        device: Device,
+        pool: DevicePool,
+    ) -> None:
+        self._plan, self._layouts, self._store = plan, layouts, store
+        self._device, self._pool = device, pool
+        self._share = torch.full((1,), plan.device.link_share, device=device.where)
+
+    def make(self, layers: Mapping[int, list[BlockId]]) -> dict[int, HybridTeam | ResidentTeam]:
+        some = next(iter(layers.values()))[0]
+        layout = self._layouts[some]
+        device = self._plan.device
+        slots: dict[int, Tensor] = {}
+
+        def take(count: int) -> Tensor:
+            taken = [self._pool.allocate(layout.slot_bytes).tensor for _ in range(count)]
+            slots.update((slot.data_ptr(), slot) for slot in taken)
+            return self._tensor([slot.data_ptr() for slot in taken])
+
+        staging = take(device.staging_slots)
+        caches = {layer: take(device.expert_slots) for layer in layers}
+        places = Places(next(iter(slots)), lambda address: layout.views(slots[address]))
+        return {
+            layer: HybridTeam(
+                layer,
+                self._cache(blocks, caches[layer], staging),
+                places,
+                self._share,
+                layout.slot_bytes,
+                self._on_host,
+            )
+            for layer, blocks in layers.items()
+        }
+
+    def _cache(self, blocks: list[BlockId], addresses: Tensor, staging: Tensor) -> ExpertSlots:
+        origins = []
+        for block in blocks:
+            with self._store.lease_bytes(block) as memory:
+                origins.append(self._device.address(memory))
+        count = len(blocks)
+        return ExpertSlots(
+            self._tensor([0] * count),
+            addresses,
+            self._tensor([-1] * len(addresses)),
+            torch.zeros(count, dtype=torch.float32, device=self._device.where),
+            staging,
+            self._tensor(origins),
+            self._tensor([0] * 3),
+        )
+
+    def _tensor(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device.where)
+
+    def _on_host(self, layer: int, experts: list[int]) -> list[tuple[int, Params]]:
+        blocks = [BlockId(layer, BlockKind.EXPERT, expert) for expert in experts]
+        standing = self._store.standing(blocks)
+        assert standing is not None, "they are at home in host memory"
+        self._store.count(sum(one.nbytes for one in standing))
+        return [(expert, one.params) for expert, one in zip(experts, standing, strict=True)]
+
+
+def laid_out_alike(layouts: Sequence[BlockLayout]) -> bool:
+    """Whether one's views of a slot would show any other's parameters."""
+
+    def form(layout: BlockLayout) -> list[object]:
+        parts = [(one.param.spec.name, one.format, one.at) for one in layout.placed]
+        return [layout.slot_bytes, sorted(parts, key=lambda part: part[0])]
+
+    if not layouts:
+        return True
+    first = form(layouts[0])
+    return all(form(layout) == first for layout in layouts)

@@ -1,0 +1,124 @@
+"""Dividing, bringing and asking, against the reference and a plain model of a cache."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from hmt.kernels import reference
+from hmt.kernels.reference.expert_cache import ExpertShares, ExpertSlots
+from hmt.kernels.triton import expert_cache, mailbox
+from hmt.kernels.triton.mailbox import Mailbox
+
+EXPERTS, NBYTES = 24, 160
+
+
+def make(slots: int, staging: int, device: torch.device) -> tuple[ExpertSlots, torch.Tensor]:
+    """A cache and the memory that it is of: origins, then slots, then staging."""
+    memory = torch.zeros(EXPERTS + slots + staging, NBYTES, dtype=torch.uint8, device=device)
+    memory[:EXPERTS] = torch.arange(1, EXPERTS + 1, dtype=torch.uint8, device=device)[:, None]
+    at = torch.tensor([row.data_ptr() for row in memory], dtype=torch.int64, device=device)
+    origins, addresses, stages = at.split((EXPERTS, slots, staging))
+
+    def full(value: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count,), value, dtype=dtype, device=device)
+
+    cache = ExpertSlots(
+        full(0, EXPERTS, torch.int64),
+        addresses.clone(),
+        full(-1, slots, torch.int64),
+        full(0, EXPERTS, torch.float32),
+        stages.clone(),
+        origins.clone(),
+        full(0, 3, torch.int64),
+    )
+    return cache, memory
+
+
+def copied(cache: ExpertSlots) -> ExpertSlots:
+    return ExpertSlots(*(getattr(cache, field.name).clone() for field in fields(cache)))
+
+
+@pytest.mark.parametrize("slots, staging", [(0, 1), (1, 0), (5, 3), (16, 8), (24, 24)])
+@pytest.mark.parametrize("tokens, top", [(1, 4), (5, 3), (3, 8)])
+def test_experts_are_divided_as_the_reference_divides_them(
+    device: torch.device, slots: int, staging: int, tokens: int, top: int
+) -> None:
+    generator = torch.Generator().manual_seed(7 * slots + tokens)
+    cache, memory = make(slots, staging, device)
+    for step in range(12):
+        likely = torch.rand(tokens, EXPERTS, generator=generator) ** (1 + step % 3)
+        chosen = likely.argsort(dim=1, descending=True)[:, :top].contiguous().to(device)
+        share = torch.tensor([(0.0, 0.3, 1.0)[step % 3]], device=device)
+        wanted_cache = copied(cache)
+        wanted = reference.divide_experts(wanted_cache, chosen, share)
+        found = expert_cache.divide_experts(cache, chosen, share)
+        for one in fields(found):
+            assert torch.equal(getattr(found, one.name), getattr(wanted, one.name)), one.name
+        for one in fields(cache):
+            assert torch.equal(getattr(cache, one.name), getattr(wanted_cache, one.name)), one.name
+        expert_cache.fetch_experts(cache, found, NBYTES)
+        check_invariants(cache, found, chosen, memory)
+
+
+def check_invariants(
+    cache: ExpertSlots, shares: ExpertShares, chosen: torch.Tensor, memory: torch.Tensor
+) -> None:
+    """Every address holds the expert that it is said to hold, and every pair is computed once."""
+    rows = {row.data_ptr(): row for row in memory}
+    for table in (cache.table, shares.here):
+        for expert, address in enumerate(table.tolist()):
+            needed = table is cache.table or expert in chosen
+            if address and needed:
+                assert (rows[address] == expert + 1).all(), expert
+    held = [holder for holder in cache.holders.tolist() if holder >= 0]
+    assert len(set(held)) == len(held)
+    assert sorted(held) == cache.table.nonzero().flatten().tolist()
+    on_device = shares.here[chosen] != 0
+    assert torch.equal(on_device, shares.on_host < 0)
+    assert torch.equal(shares.on_host[~on_device], chosen[~on_device])
+    assert int(shares.left) == len(set(chosen[~on_device].tolist()))
+
+
+# Triton's interpreter cuts bfloat16 off instead of rounding it.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, hidden", [(1, 7168), (3, 40)])
+def test_questions_and_answers_pass_through_a_mailbox(
+    device: torch.device, dtype: torch.dtype, tokens: int, hidden: int
+) -> None:
+    def boxed(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, -7, dtype=dtype, pin_memory=device.type == "cuda")
+
+    box = Mailbox(
+        boxed(8, hidden, dtype=dtype),
+        boxed(8, 2, dtype=torch.int64),
+        boxed(8, 2, dtype=torch.float32),
+        boxed(8, hidden, dtype=torch.float32),
+        boxed(1, dtype=torch.int32),
+        boxed(1, dtype=torch.int32),
+        torch.tensor([5], dtype=torch.int32, device=device),
+    )
+    x = torch.randn(tokens, hidden).to(dtype).to(device)
+    scales = torch.rand(tokens, 2, device=device)
+    on_host = torch.arange(2 * tokens, device=device).view(tokens, 2)
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    left = torch.tensor([2 * tokens], dtype=torch.int32, device=device)
+    shares = ExpertShares(nothing, nothing, nothing, on_host, left)
+    mailbox.ask(box, x, shares, scales)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert int(box.asked) == 5
+    assert torch.equal(box.x[:tokens], x.cpu()) and (box.x[tokens:] == -7).all()
+    assert torch.equal(box.chosen[:tokens], on_host.cpu())
+    assert torch.equal(box.scales[:tokens], scales.cpu())
+    answer = torch.randn(tokens, hidden)
+    box.total[:tokens] = answer
+    box.answered[0] = 5
+    mine = torch.randn(tokens, hidden, device=device)
+    taken = mailbox.take(box, mine, shares)
+    assert torch.equal(taken, (mine + answer.to(device)).to(dtype))
+    left[0], box.answered[0] = 0, -1  # nobody waits where nothing was asked
+    assert torch.equal(mailbox.take(box, mine, shares), mine.to(dtype))
