@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -149,8 +149,11 @@ class CudaDevice:
 
             try:
                 result = compute(cut)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # a capture that has failed cannot end well
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         parts.append(graph.replay)
 
         def replay() -> torch.Tensor:
