@@ -45,7 +45,8 @@ class OffloadedPeer:
         places: dict[str, int | str] = {f"model.layers.{index}": "cpu" for index in range(layers)}
         for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"):
             places[name] = 0
-        self._model = dispatch_model(self._model, places, main_device=0)
+        skipped = getattr(self._model, "_skip_keys_device_placement", None)
+        self._model = dispatch_model(self._model, places, main_device=0, skip_keys=skipped)
         self._vocab_size = int(shape.vocab_size or 256)
 
     @torch.inference_mode()
