@@ -23,6 +23,7 @@ namespace {
 // Calls of a decode token follow each other within tens of microseconds; waking a worker that
 // sleeps costs about as much.
 constexpr int64_t kSpinMicroseconds = 100;
+std::atomic<int64_t> spin_microseconds{kSpinMicroseconds};
 // After so many looks a waiting thread lets others have its CPU between looks: without that, a
 // thread that it waits for, or one of torch's, could be kept off the CPU until the kernel's next
 // tick, milliseconds later.
@@ -300,7 +301,7 @@ void ThreadPool::Team::serve(Worker& me) {
       drain(me.node);
     }
     me.inside.store(0);
-    spin_until = microseconds() + kSpinMicroseconds;
+    spin_until = microseconds() + spin_microseconds.load(std::memory_order_relaxed);
   }
 }
 
@@ -314,7 +315,7 @@ ThreadPool::Team::Announced ThreadPool::Team::await(Worker& me, uint32_t served,
     if (wait.clock_is_due() && microseconds() >= spin_until) {
       sleep(me, served);
       // Somebody has work; what woke us may be over, but then more is to follow.
-      spin_until = microseconds() + kSpinMicroseconds;
+      spin_until = microseconds() + spin_microseconds.load(std::memory_order_relaxed);
       wait = Wait();
     }
   }
@@ -333,6 +334,11 @@ void ThreadPool::Team::sleep(Worker& me, uint32_t served) {
 // Neither made nor destroyed while the program runs: a thread may compute until the process ends,
 // and a fork never finds it half made.
 ThreadPool ThreadPool::the_pool;
+
+void ThreadPool::watch_for(int64_t microseconds) {
+  spin_microseconds.store(microseconds > 0 ? microseconds : kSpinMicroseconds,
+                          std::memory_order_relaxed);
+}
 
 ThreadPool& ThreadPool::instance() {
   static_assert(std::is_trivially_destructible_v<ThreadPool>);

@@ -32,6 +32,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 namespace hmt {
@@ -77,6 +78,10 @@ class ThreadPool {
   // Calls `work` on disjoint ranges of up to `grain` rows that cover [0, count), on up to `threads`
   // threads, and returns when all are done.  From inside `work`: one range, on the same thread.
   void run(std::size_t count, std::size_t grain, std::size_t threads, Work work);
+
+  // How long workers of this process watch for more work before they sleep; 0: as long as usual.
+  // For a caller whose calls come in a row with gaps of a few hundred microseconds.
+  static void watch_for(int64_t microseconds);
 
   // For the child of a fork, in which there are no workers.
   void forget_workers();

@@ -176,7 +176,8 @@ class _HybridMaker:
     ) -> None:
         self._plan, self._layouts, self._store = plan, layouts, store
         self._device, self._pool = device, pool
-        self._share = torch.full((1,), plan.device.link_share, device=device.where)
+        with torch.inference_mode(False):  # may be set later
+            self._share = torch.full((1,), plan.device.link_share, device=device.where)
 
     def make(self, layers: Mapping[int, list[BlockId]]) -> dict[int, HybridTeam | ResidentTeam]:
         some = next(iter(layers.values()))[0]

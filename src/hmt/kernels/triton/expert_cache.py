@@ -135,6 +135,7 @@ def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertS
         LANES=triton.next_power_of_2(experts),
         SLOTS=triton.next_power_of_2(max(1, len(slots.addresses))), PAIRS=_PAIRS,
         FETCHED=triton.next_power_of_2(max(1, most)), num_warps=2,
+        enable_fp_fusion=False,  # scores are rounded as the reference rounds them
     )  # fmt: skip
     return shares
 

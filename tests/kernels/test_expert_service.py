@@ -1,0 +1,113 @@
+"""Answers to a device that asks for experts through shared memory; a thread stands for it."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from encoded import random_weight
+
+from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.kernels import ops
+from hmt.kernels.cpu import extension
+from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
+from hmt.kernels.cpu.experts import native_expert
+
+NATIVE = extension.load()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="the extension was not built")
+HIDDEN, WIDTH, EXPERTS, TOP, LAYERS = 64, 48, 9, 3, 5
+Expert = tuple[int, Mapping[str, WeightTensor]]
+
+
+def make_layer(seed: int) -> list[Expert]:
+    shapes = {
+        "gate_proj": (WIDTH, HIDDEN),
+        "up_proj": (WIDTH, HIDDEN),
+        "down_proj": (HIDDEN, WIDTH),
+    }
+
+    def weight(name: str, number: int) -> WeightTensor:
+        kind = Encoding.INT8_CHANNEL
+        return random_weight(kind, *shapes[name], activations=Activations.INT8_TOKEN, seed=number)
+
+    return [
+        (expert, {name: weight(name, 31 * seed + 3 * expert + n) for n, name in enumerate(shapes)})
+        for expert in range(EXPERTS)
+    ]
+
+
+class Boxes:
+    """What both sides share."""
+
+    def __init__(self, layers: list[list[Expert]], tokens: int) -> None:
+        self.x = torch.zeros(tokens, HIDDEN)
+        self.total = torch.full((tokens, HIDDEN), float("nan"))
+        self.chosen = torch.full((LAYERS, tokens, TOP), -1)
+        self.scales = torch.zeros(LAYERS, tokens, TOP)
+        self.flags = torch.zeros(LAYERS, 2, 16, dtype=torch.int32)
+        served = []
+        for layer, experts in enumerate(layers):
+            parts = (
+                *(self.x, self.chosen[layer], self.scales[layer], self.total),
+                *(self.flags[layer, 0], self.flags[layer, 1]),
+            )
+            natives = [native_expert(NATIVE, *expert) for expert in experts]
+            served.append((natives, *(part.data_ptr() for part in parts)))
+        sizes = DTYPES[torch.float32], HIDDEN, HIDDEN, TOP, ACTIVATIONS["silu"]
+        self.service: Any = NATIVE.ExpertService(tuple(served), *sizes)  # type: ignore[union-attr]
+
+
+def beside(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_every_layer_is_answered_in_its_turn(tokens: int) -> None:
+    layers = [make_layer(seed) for seed in range(LAYERS)]
+    boxes = Boxes(layers, tokens)
+    random = torch.Generator().manual_seed(tokens)
+    for step in (1, 2, 2**31 - 1):
+        answers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        asked = 0
+        questions = []
+        for layer in range(LAYERS):
+            x = torch.randn(tokens, HIDDEN, generator=random)
+            chosen = torch.rand(tokens, EXPERTS, generator=random).argsort(1)[:, :TOP]
+            mine = torch.rand(tokens, TOP, generator=random) < (0.5, 0.0, 1.0)[layer % 3]
+            scales = torch.rand(tokens, TOP, generator=random)
+            questions.append((x, torch.where(mine, -1, chosen), scales))
+            asked += len(set(questions[-1][1].flatten().tolist()) - {-1})
+
+        def device(step: int = step, questions: list[Any] = questions) -> None:
+            for layer, (x, chosen, scales) in enumerate(questions):
+                boxes.chosen[layer], boxes.scales[layer] = chosen, scales
+                left = bool((chosen >= 0).any())
+                if left:
+                    boxes.x.copy_(x)
+                    boxes.total.fill_(float("nan"))
+                boxes.flags[layer, 0, 0] = step
+                if left:
+                    while int(boxes.flags[layer, 1, 0]) != step:
+                        pass
+                    wanted = ops.experts(x, layers[layer], chosen, scales, "silu", last=False)
+                    answers.append((boxes.total.clone(), wanted))
+
+        thread = beside(device)
+        complete, experts, waited_s, computed_s = boxes.service.serve(step, tokens, 1, 60.0)
+        thread.join()
+        assert complete and experts == asked and waited_s > 0 and computed_s >= 0
+        assert (boxes.flags[:, 1, 0] == step).all()
+        assert answers and all(torch.equal(*pair) for pair in answers)
+
+
+def test_nobody_waits_for_ever_where_a_device_falls_silent() -> None:
+    boxes = Boxes([make_layer(seed) for seed in range(LAYERS)], 1)
+    boxes.flags[:2, 0, 0] = 7  # two layers ask, and then nothing
+    complete, experts, _, _ = boxes.service.serve(7, 1, 1, 0.05)
+    assert not complete and experts == 0
+    assert (boxes.flags[:, 1, 0] == 7).all(), "kernels that wait for later layers end"
+    boxes.service.release(8)
+    assert (boxes.flags[:, 1, 0] == 8).all()
