@@ -19,6 +19,7 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Priority, Standing
 from hmt.engine.captured import Captured, CapturedDecoding
 from hmt.kernels import ops
+from hmt.kernels.cpu.threads import awake_workers
 from hmt.kvcache import PagedKV
 from hmt.memory.device import Cut, Device
 from hmt.weights import DeviceWeights
@@ -52,7 +53,13 @@ class DecodingInPieces(CapturedDecoding):
             with ops.feed_forward_elsewhere(partial(handover.feed_forward, cut)):
                 return self._compute(captured, _CutWeights(self._placed, cut))
 
-        return self._device.capture_pieces(compute)
+        replay = self._device.capture_pieces(compute)
+
+        def step() -> Tensor:
+            with awake_workers():
+                return replay()
+
+        return step
 
 
 class _Handover:
