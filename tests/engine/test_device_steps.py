@@ -13,6 +13,7 @@ import hmt
 from hmt.cli.options import embedded_model
 from hmt.contracts.plan import Tier
 from hmt.engine import machine
+from hmt.engine.link_rates import LinkRates
 
 CUDA = torch.cuda.is_available()
 STEPS = 10_000 if CUDA else 1_200  # what CI has time for
