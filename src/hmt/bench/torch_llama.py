@@ -149,8 +149,11 @@ class _Step:
         shape, where, dtype = model._shape, model._where, model._weights.head.dtype
         self._model = model
         dim = _head_dim(shape)
-        kv = (shape.layers, 2, batch, shape.kv_heads, context, dim)
-        self._caches = torch.zeros(kv, dtype=dtype, device=where)
+        kv = (batch, shape.kv_heads, context, dim)
+        # Each in memory of its own: compiled code is slow to write what is a part of other inputs.
+        self._caches = [
+            [torch.zeros(kv, dtype=dtype, device=where) for _ in "kv"] for _ in range(shape.layers)
+        ]
         self._positions = torch.arange(context, device=where)
         self.position = torch.zeros(1, dtype=torch.int64, device=where)
         self.ids = torch.ones(batch, 1, dtype=torch.int64, device=where)
@@ -163,7 +166,7 @@ class _Step:
         mask = (self._positions <= self.position)[None, None, None]
         hidden = functional.embedding(self.ids, model._weights.embedding)
         for layer, cache in zip(model._weights.layers, self._caches, strict=True):
-            place = (cache[0], cache[1], self.position, mask)
+            place = (*cache, self.position, mask)
             hidden = model._decode(hidden, layer, model._heads, cos, sin, *place)
         return model._head(hidden[:, 0])
 
