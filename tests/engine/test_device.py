@@ -11,7 +11,9 @@ import torch
 
 import hmt
 from hmt.base.errors import BudgetError, ConfigError, MachineError
+from hmt.bench.random_model import Shape, write_random_model
 from hmt.cli.options import embedded_model
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine import machine, pieces
@@ -19,6 +21,7 @@ from hmt.engine.link_rates import LinkRates
 from hmt.engine.pieces import DecodingInPieces
 from hmt.kernels import ops
 from hmt.memory.device import PretendedDevice
+from hmt.weights import device_store
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 60))
@@ -95,6 +98,64 @@ def test_prompts_compute_on_the_device_what_the_cpu_computes_for_single_tokens()
         layouts = model.prepared.layouts
         each = sum(layouts[block].slot_bytes for block in on_cpu | copied)
         assert weights.counters.copied_bytes - before >= each
+
+
+def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"context": 256, "host_memory": "64MiB", "quantization": "w4a16:32"}
+    with hmt.Engine(**options) as engine:
+        wanted = engine.load_model(MODELS["moe"]).logits(TOKENS, range(40), prefill=24)
+    monkeypatch.setattr(device_store, "_MOST_EXPERTS_TOKENS", 24)
+    for memory in ("9MiB", "7MiB"):
+        with hmt.Engine(gpu_memory=memory, **GPU, **options) as engine:
+            model = engine.load_model(MODELS["moe"])
+            share, weights = model.plan.device, model._core.memory.on_device.weights
+            assert share.expert_slots and share.staging_slots and 0 < share.link_share < 1
+            found = model.logits(TOKENS, range(40), prefill=24)
+            assert torch.equal(found[:24], wanted[:24]), "prompts compute all on the device"
+            assert (found - wanted).norm() / wanted.norm() < 1e-5
+            experts = [b for b in model.plan.homes if b.kind is BlockKind.EXPERT]
+            assert weights.counters.copied_bytes >= len(experts) * weights.teams.nbytes
+            counts = weights.teams.counts()
+            layers, spec = len({block.layer for block in experts}), model.prepared.model.spec
+            assert all(counts) and sum(counts) == 16 * layers * spec.experts_per_token
+            for team in weights.teams.by_layer.values():
+                held = team.slots.holders[team.slots.holders >= 0]
+                assert len(set(held.tolist())) == len(held) <= share.expert_slots
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_steps_begin_before_they_are_asked_for(tied: bool, tmp_path: Path) -> None:
+    path = MODELS["dense"]
+    if not tied:
+        path = tmp_path
+        write_random_model(path, Shape(3, 64, 96, 4, 2))
+    prompts = ["Once upon a time", "The dog", "She said", "In the evening"]
+
+    def requests(temperature: float, length: int = 24) -> list[hmt.Request]:
+        sampling = hmt.Sampling(temperature=temperature, seed=5)
+        return [
+            hmt.Request(input=text, sampling=sampling, max_new_tokens=length - 5 * n)
+            for n, text in enumerate(prompts)
+        ]
+
+    options = {"context": 512, "host_memory": "64MiB", "max_batch": 3}
+    answers = {}
+    for gpu in ({}, {"gpu_memory": "64MiB", **GPU}):
+        with hmt.Engine(**options, **gpu) as engine:
+            model = engine.load_model(path)
+            found = [model.infer_batch(requests(temperature)) for temperature in (0.0, 1.0)]
+            forced = model.logits(TOKENS, range(40), prefill=3)
+            found.append(model.infer_batch(requests(0.0, length=40)))
+            answers[bool(gpu)] = [[one.token_ids for one in batch] for batch in found], forced
+            guesses = model._core._executor._captured.guesses if gpu else None
+    assert answers[True][0] == answers[False][0]
+    assert torch.equal(answers[True][1], answers[False][1])
+    if tied:
+        assert not guesses.begun, "tokens are looked up on the host"
+    else:
+        assert guesses.right > 40, "of steps that go on as they were"
+        wrong = guesses.begun - guesses.right
+        assert wrong < 0.5 * guesses.right, "drawn tokens are seldom guessed"
 
 
 def test_a_step_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +236,7 @@ def test_hidden_states_go_to_the_cpu_and_back() -> None:
     layer = ops.FeedForward("silu", ops.NormOptions(1e-6))
     counted: list[int] = []
     weights = SimpleNamespace(waited=lambda seconds: None, count=counted.append)
-    handover = pieces._Handover(device, weights, like)
+    handover = pieces._Handover(device, weights, (3, 32), torch.float32)
     for x in (None, torch.randn(3, 32)):
         hidden, wanted = like.clone(), like.clone()
         ops.feed_forward(wanted, None if x is None else x.clone(), params, layer)

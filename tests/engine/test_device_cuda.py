@@ -66,7 +66,9 @@ def test_the_gpu_agrees_with_the_cpu(
     cpu = logits(kind, quantization, None, dtype)
     gpu = logits(kind, quantization, 1 << 30, dtype)
     if quantization in ("w4a8:32", "w8a8"):
-        most = max(most, 0.02)  # a code may round to the other side
+        # A code rounds to the other side, and layers make more of it: in float32 the compiled
+        # kernels of the CPU are 0.030 and 0.008 from the plain ones, and 1e-6 without codes.
+        most = max(most, 0.06)
     error = (gpu - cpu).norm() / cpu.norm()
     assert error < most, f"{error}"
     agree = (gpu.argmax(-1) == cpu.argmax(-1)).float().mean()

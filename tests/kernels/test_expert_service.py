@@ -81,7 +81,11 @@ def test_every_layer_is_answered_in_its_turn(tokens: int) -> None:
             questions.append((x, torch.where(mine, -1, chosen), scales))
             asked += len(set(questions[-1][1].flatten().tolist()) - {-1})
 
-        def device(step: int = step, questions: list[Any] = questions) -> None:
+        def device(
+            step: int = step,
+            questions: list[Any] = questions,
+            answers: list[tuple[torch.Tensor, torch.Tensor]] = answers,
+        ) -> None:
             for layer, (x, chosen, scales) in enumerate(questions):
                 boxes.chosen[layer], boxes.scales[layer] = chosen, scales
                 left = bool((chosen >= 0).any())

@@ -15,7 +15,7 @@ def device() -> Device:
 
 
 def test_copies_arrive_whole_and_tell_how_long_they_took(device: Device) -> None:
-    size = (65 << 20) + 24  # two parts and a bit
+    size = (65 << 20) + 24
     source = torch.empty(size, dtype=torch.uint8, pin_memory=True).random_(0, 256)
     target = device.allocate(size).fill_(7)
     torch.cuda.synchronize()

@@ -7,7 +7,6 @@ each gives alone, and it is that which a model larger than the GPU is measured a
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -31,7 +30,7 @@ _MOST_WEIGHTS_BYTES = 4 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second.
+    """Bytes per second, the best of some rounds.
 
     device                    the GPU reading its own memory
     link, cpu                 from pinned memory to the GPU; the CPU computing with packed weights,
@@ -70,12 +69,13 @@ def measure_rates(device: Device, encoding: str) -> Rates:
         device.synchronize()
         if pinned:
             device.unpin(host.tensor)
+    at_once = max(both, key=sum)
     return Rates(
         device=device_read_rate(),
-        link=median(rate for rate, _ in alone),
-        cpu=median(rate for _, rate in alone),
-        shared_link=median(rate for rate, _ in both),
-        shared_cpu=median(rate for _, rate in both),
+        link=max(rate for rate, _ in alone),
+        cpu=max(rate for _, rate in alone),
+        shared_link=at_once[0],
+        shared_cpu=at_once[1],
         encoding=encoding,
     )
 

@@ -3,42 +3,83 @@
 A step of one token launches ten kernels a layer, and to launch one takes the CPU as long as a small
 one takes the device.  Captured, a step is one launch.  What the CPU has to add, experts that are
 not on the device, it is asked for at a desk while the step runs.
+
+A capture ends by choosing each run's likeliest token and begins by looking tokens up, so the next
+step can begin before anybody has seen this one's logits.  It is begun on the guess that the same
+runs go on with those tokens.  Where that was wrong (another token was drawn, a run has ended or one
+has come), its result is dropped: what it wrote to the KV cache lies behind the runs, where the next
+step writes.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from hmt.base.log import warn_once
 from hmt.contracts.model import Model
-from hmt.contracts.step import Step
+from hmt.contracts.step import Run, Step
 from hmt.contracts.store import Weights
 from hmt.kernels import ops
 from hmt.kernels.expert_teams import Desk, Served
 from hmt.kvcache import PagedKV
-from hmt.memory.device import Device
+from hmt.memory.device import Device, Mark
+from hmt.weights import DeviceWeights
 
 _SHORTEST = 1024  # positions; kernels are launched for the longest context of a capture
 _MOST_CAPTURES = 16
+_MOST_SKIPPED = 64  # steps without a guess, where guesses are wrong
+
+
+@dataclass(slots=True)
+class _Result:
+    """What a replay leaves in host memory, from `arrived` on.
+
+    logits   f32 [tokens, vocab]
+    chosen   int64 [tokens]: the likeliest tokens
+    """
+
+    logits: torch.Tensor
+    chosen: torch.Tensor
+    arrived: Mark
 
 
 @dataclass(slots=True)
 class Captured:
     """A capture for so many runs of one token.
 
-    hidden  what the step begins with
-    step    of the tensors that kernels read; its runs are those of the step that is computed now
-    runs    where tokens lie, in tensors that stay where they are; None where kernels read `step`
-    logits  the result in host memory
+    context   no run may be longer
+    hidden    what the step begins with; None where the capture begins with its tokens
+    step      of the tensors that kernels read; its runs are those of the step that is computed now
+    runs      where tokens lie, in tensors that stay where they are; None where kernels read `step`
+    results   two, by turns
     """
 
-    hidden: torch.Tensor
+    context: int
+    hidden: torch.Tensor | None
     step: Step
     runs: ops.PagedRuns | None
     replay: Callable[[], torch.Tensor] | None = None
-    logits: torch.Tensor | None = None
+    results: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Guess:
+    """A step that has begun already."""
+
+    captured: Captured
+    runs: tuple[Run, ...]
+    result: _Result
+    tokens: list[int]
+
+
+@dataclass(slots=True)
+class GuessCounters:
+    """Steps that were begun early, and those of them that came."""
+
+    begun: int = 0
+    right: int = 0
 
 
 class CapturedDecoding:
@@ -47,7 +88,7 @@ class CapturedDecoding:
     def __init__(
         self,
         model: Model,
-        weights: Weights,
+        weights: DeviceWeights,
         kv: PagedKV,
         device: Device,
         desk: Desk | None = None,
@@ -61,16 +102,36 @@ class CapturedDecoding:
         self._kv = kv
         self._device = device
         self._desk = desk
-        self.served = Served(0, 0.0, 0.0)
         self._captured: OrderedDict[tuple[int, int], Captured] = OrderedDict()
         self._works = True
+        self._looks_up = weights.looks_up_tokens
+        self._guess: _Guess | None = None
+        self._skip = self._skipped = 0
+        self.served = Served(0, 0.0, 0.0)
+        self.guesses = GuessCounters()
 
-    def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
+    def __call__(self, step: Step) -> torch.Tensor | None:
         """Logits [tokens, vocab] in host memory, valid until the next call; None for other steps.
 
-        hidden [tokens, hidden_size] is in host memory, and so are the tensors of `step`.
+        The tensors of `step` are in host memory.
         """
-        tokens = len(hidden)
+        guess, self._guess = self._guess, None
+        if guess is not None and self._is_right(guess, step):
+            captured, result = guess.captured, guess.result
+        else:
+            found = self._ready(step)
+            if found is None:
+                return None
+            captured, result = found, self._start(found)
+        begun = self._begin_next(captured, step) if self._may_guess(captured, step) else None
+        result.arrived.wait()
+        if begun is not None:
+            self._guess = _Guess(captured, _next(step.runs), begun, result.chosen.tolist())
+        return result.logits
+
+    def _ready(self, step: Step) -> Captured | None:
+        """A capture with the step's tokens; None for steps that are not captured."""
+        tokens = len(step.token_ids)
         decodes = all(run.length == 1 for run in step.runs)
         if not self._works or not decodes or len(step.logit_rows) != tokens:
             return None
@@ -80,55 +141,115 @@ class CapturedDecoding:
         key = tokens, max(_SHORTEST, 1 << (longest - 1).bit_length())
         captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[key] = self._open(hidden, *key)
+            captured = self._captured[key] = self._open(*key)
             if len(self._captured) > _MOST_CAPTURES:
                 self._captured.popitem(last=False)
         self._captured.move_to_end(key)
-        self._send(captured, hidden, step)
+        self._send(captured, step)
         if captured.replay is None:
-            if not self._capture(captured, hidden, step):
+            if not self._capture(captured, step):
                 return None
-            self._send(captured, hidden, step)  # computing has changed the hidden states
-        return self._replay(captured)
+            self._send(captured, step)  # computing has changed what was sent
+        return captured
 
-    def _replay(self, captured: Captured) -> torch.Tensor:
+    # Guesses
+
+    def _is_right(self, guess: _Guess, step: Step) -> bool:
+        right = (
+            step.runs == guess.runs
+            and len(step.logit_rows) == len(guess.tokens)
+            and step.token_ids.tolist() == guess.tokens
+        )
+        self.guesses.right += right
+        self._skipped = 0 if right else min(_MOST_SKIPPED, 2 * self._skipped + 1)
+        self._skip = self._skipped
+        return right
+
+    def _may_guess(self, captured: Captured, step: Step) -> bool:
+        if self._skip:
+            self._skip -= 1
+            return False
+        # While the CPU answers at the desk, nobody is there to see that a guess was wrong.
+        return (
+            self._looks_up
+            and self._desk is None
+            and all(run.context < min(run.reserved, captured.context) for run in step.runs)
+        )
+
+    def _begin_next(self, captured: Captured, step: Step) -> _Result:
+        self.guesses.begun += 1
+        if captured.runs is None:  # a pretended device: kernels read the step
+            own = captured.step
+            runs = _next(step.runs)
+            captured.step = Step(own.token_ids, own.positions, runs, own.logit_rows)
+        return self._start(captured)
+
+    # Captures
+
+    def _start(self, captured: Captured) -> _Result:
+        """Put the step on the device's queue."""
         assert captured.replay is not None
         if self._desk is not None:
             self._desk.begin()
         logits = captured.replay()
-        if captured.logits is None:
-            pinned = logits.is_cuda
-            captured.logits = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=pinned)
-        captured.logits.copy_(logits, non_blocking=True)
+        chosen = captured.step.token_ids
+        if len(captured.results) < 2:
+            captured.results.append((_beside(logits), _beside(chosen)))
+        else:
+            captured.results.append(captured.results.pop(0))
+        there = captured.results[-1]
+        there[0].copy_(logits, non_blocking=True)
+        there[1].copy_(chosen, non_blocking=True)
         arrived = self._device.mark()
         if self._desk is not None:
             self.served = self.served + self._desk.serve(len(logits))
-        arrived.wait()
-        return captured.logits
+        return _Result(*there, arrived)
 
-    def _open(self, hidden: torch.Tensor, tokens: int, context: int) -> Captured:
-        where = self._device.where
+    def _open(self, tokens: int, context: int) -> Captured:
+        where, spec = self._device.where, self._model.spec
+        hidden = None
         with torch.inference_mode(False):
-            own = torch.empty(hidden.shape, dtype=hidden.dtype, device=where)
+            if not self._looks_up:
+                dtype = self._model.dtype
+                hidden = torch.empty(tokens, spec.hidden_size, dtype=dtype, device=where)
             ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
         step = Step(ids, positions, (), torch.arange(tokens, device=where))
-        return Captured(own, step, ops.fixed_runs(where, tokens, context))
+        return Captured(context, hidden, step, ops.fixed_runs(where, tokens, context))
 
-    def _send(self, captured: Captured, hidden: torch.Tensor, step: Step) -> None:
-        captured.hidden.copy_(hidden, non_blocking=True)
+    def _send(self, captured: Captured, step: Step) -> None:
+        if captured.hidden is not None:
+            captured.hidden.copy_(self._model.embed(step, self._weights), non_blocking=True)
         own = captured.step
+        own.token_ids.copy_(step.token_ids, non_blocking=True)
         own.positions.copy_(step.positions, non_blocking=True)
         captured.step = Step(own.token_ids, own.positions, step.runs, own.logit_rows)
         if captured.runs is not None:
             ops.fill_runs(captured.runs, self._kv.paged_runs(step))
             self._kv.hold(captured.step, captured.runs)
 
-    def _capture(self, captured: Captured, hidden: torch.Tensor, step: Step) -> bool:
+    def _record(self, captured: Captured) -> Callable[[], torch.Tensor]:
+        return self._device.capture(lambda: self._compute(captured, self._weights))
+
+    def _compute(self, captured: Captured, weights: Weights) -> torch.Tensor:
+        """The step's logits; afterwards its tensors are those of the likeliest next step."""
+        step, states = captured.step, captured.hidden
+        if states is None:
+            states = self._model.embed(step, weights)
+        for index in range(self._model.spec.layers):
+            states = self._model.layer(index, states, step, weights, self._kv)
+        logits = self._model.head(states, weights)
+        step.token_ids.copy_(ops.likeliest(logits))
+        step.positions.add_(1)
+        if captured.runs is not None:
+            ops.advance_runs(captured.runs)
+        return logits
+
+    def _capture(self, captured: Captured, step: Step) -> bool:
         if self._desk is not None:
             self._desk.is_open = True  # nobody waits yet: all has been answered
         try:
             self._compute(captured, self._weights)  # compiles kernels, and makes what they keep
-            self._send(captured, hidden, step)  # what was made for a step belongs into the capture
+            self._send(captured, step)  # what was made for a step belongs into the capture
             captured.replay = self._record(captured)
         except RuntimeError as error:
             self._works = False
@@ -138,11 +259,12 @@ class CapturedDecoding:
                 self._desk.is_open = False
         return self._works
 
-    def _record(self, captured: Captured) -> Callable[[], torch.Tensor]:
-        return self._device.capture(lambda: self._compute(captured, self._weights))
 
-    def _compute(self, captured: Captured, weights: Weights) -> torch.Tensor:
-        states = captured.hidden
-        for index in range(self._model.spec.layers):
-            states = self._model.layer(index, states, captured.step, weights, self._kv)
-        return self._model.head(states, weights)
+def _next(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """The runs of the step that follows, if all go on."""
+    return tuple(replace(run, start=run.start + 1) for run in runs)
+
+
+def _beside(tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned host memory for a copy of a device's tensor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

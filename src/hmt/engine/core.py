@@ -98,8 +98,10 @@ class Core:
             return DecodingInPieces(model, on_device.weights, kv, device)
         experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
         away = {b.layer for b in experts if plan.homes[b] is not Tier.DEVICE}
+        if experts and weights is not on_device.weights:
+            return None  # somebody listens to routers
         if not away:
-            return CapturedDecoding(model, weights, kv, device)
+            return CapturedDecoding(model, on_device.weights, kv, device)
         if any(weights.team(layer) is None for layer in away):
             return None
         desk = on_device.weights.open_desk(
@@ -110,7 +112,7 @@ class Core:
         )
         if desk is None:
             return None
-        return CapturedDecoding(model, weights, kv, device, desk)
+        return CapturedDecoding(model, on_device.weights, kv, device, desk)
 
     @property
     def guessing(self) -> Verdict | None:

@@ -220,14 +220,14 @@ class OverlappedExecutor:
         ahead.step_begins(len(step.token_ids))
         places.begin(step)
         self._stages.begin()
-        self._request(0)
-        hidden = self._model.embed(step, self._weights)
         if self._captured is not None:
-            logits = self._captured(hidden, step)
+            logits = self._captured(step)
             if logits is not None:
                 self._stages.ended(None)
                 ahead.step_ends()
                 return logits
+        self._request(0)
+        hidden = self._model.embed(step, self._weights)
         if self._together is not None and self._together(hidden, step):
             self._stages.ended(None)
         else:

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.step import Step
 from hmt.contracts.store import LeasedGroup, Priority, Standing
 from hmt.engine.captured import Captured, CapturedDecoding
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import awake_workers
-from hmt.kvcache import PagedKV
 from hmt.memory.device import Cut, Device
 from hmt.weights import DeviceWeights
 
@@ -39,19 +40,18 @@ def can_be_pieces(model: Model, plan: Plan) -> bool:
 
 
 class DecodingInPieces(CapturedDecoding):
-    """Computes logits of steps of one token per run.  For one thread."""
+    """Computes logits of steps of one token per run, of a plan that `can_be_pieces`."""
 
-    def __init__(self, model: Model, weights: DeviceWeights, kv: PagedKV, device: Device) -> None:
-        """Of a plan that `can_be_pieces`."""
-        super().__init__(model, weights, kv, device)
-        self._placed = weights
+    def _may_guess(self, captured: Captured, step: Step) -> bool:
+        return False  # this step's tokens would wait for the CPU's part in the next one
 
     def _record(self, captured: Captured) -> Callable[[], Tensor]:
-        handover = _Handover(self._device, self._placed, captured.hidden)
+        shape = len(captured.step.token_ids), self._model.spec.hidden_size
+        handover = _Handover(self._device, self._weights, shape, self._model.dtype)
 
         def compute(cut: Cut) -> Tensor:
             with ops.feed_forward_elsewhere(partial(handover.feed_forward, cut)):
-                return self._compute(captured, _CutWeights(self._placed, cut))
+                return self._compute(captured, _CutWeights(self._weights, cut))
 
         replay = self._device.capture_pieces(compute)
 
@@ -65,11 +65,17 @@ class DecodingInPieces(CapturedDecoding):
 class _Handover:
     """Hidden states on their way to the CPU and back."""
 
-    def __init__(self, device: Device, weights: DeviceWeights, like: Tensor) -> None:
+    def __init__(
+        self,
+        device: Device,
+        weights: DeviceWeights,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """`shape`, `dtype`: of hidden states."""
         self._device = device
         self._weights = weights
-        self._hidden = device.pinned(like.shape, like.dtype)
-        self._x = device.pinned(like.shape, like.dtype)
+        self._hidden, self._x = (device.pinned(shape, dtype) for _ in "ab")
 
     def feed_forward(
         self, cut: Cut, hidden: Tensor, x: Tensor | None, params: Params, layer: ops.FeedForward

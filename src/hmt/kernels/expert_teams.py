@@ -78,23 +78,32 @@ class Places:
             raise ValueError(str(error)) from error
 
     def compute(
-        self, x: Tensor, here: Tensor, chosen: Tensor, scales: Tensor, activation: str
+        self,
+        x: Tensor,
+        here: Tensor,
+        chosen: Tensor,
+        scales: Tensor,
+        activation: str,
+        total: Tensor | None = None,
     ) -> Tensor:
-        """What experts add that have an address in `here`: f32 [tokens, hidden]."""
+        """`total`, which is changed, and what experts add that have an address in `here`.
+
+        f32 [tokens, hidden]; int64 [experts].
+        """
         if self._table is not None:
             from hmt.kernels.triton.experts import experts_by_table
 
             table = replace(self._table, addresses=here)
-            return experts_by_table(x, table, chosen, scales, activation, last=False)
+            return experts_by_table(x, table, chosen, scales, activation, total, last=False)
         given = []
         for expert, address in enumerate(here.tolist()):
             if address:
                 if (expert, address) not in self._views:
                     self._views[expert, address] = self._view(address)
                 given.append((expert, self._views[expert, address]))
-        if not given:
+        if not given and total is None:
             return torch.zeros(x.shape, dtype=torch.float32)
-        return ops.experts(x, given, chosen, scales, activation, last=False)
+        return ops.experts(x, given, chosen, scales, activation, total, last=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ __all__ = [
     "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "advance_runs",
     "append_attend_pages",
     "append_pages",
     "attention",
@@ -80,6 +81,7 @@ __all__ = [
     "hand_over",
     "kernel_seconds",
     "largest",
+    "likeliest",
     "linear",
     "linear_into",
     "linear_many",
@@ -93,6 +95,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
+    "rows_at",
     "softmax_topk",
     "stack",
     "survey",
@@ -336,6 +339,26 @@ def fixed_runs(where: torch.device, tokens: int, context: int) -> PagedRuns | No
 def fill_runs(runs: PagedRuns, given: Sequence[PagedRun]) -> None:
     """Let what `fixed_runs` made stand for `given` from now on, without waiting for the device."""
     _gpu_kernels().update_runs(runs, given)
+
+
+def advance_runs(runs: PagedRuns) -> None:
+    """Let runs that `fixed_runs` made begin one token later, on the device's queue."""
+    for held in runs.device:
+        held.spans[2] += 1
+
+
+def rows_at(table: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    """Rows `ids` int64 [n] of the table that the device of `ids` finds at an address."""
+    rows: Tensor = _gpu_kernels().rows_at(table, width, dtype, ids)
+    return rows
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest of each row of logits [rows, vocab]: int64 [rows]."""
+    if logits.is_cuda and (kernels := _gpu_kernels()) is not reference:
+        best: Tensor = kernels.greedy(logits)
+        return best
+    return logits.argmax(-1)
 
 
 def attention_inputs(

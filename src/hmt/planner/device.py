@@ -25,7 +25,7 @@ from hmt.planner.footprint import Demand, activation_bytes, kv_bytes
 
 _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used
-_EXPERT_COPIES = 8  # slots for experts of prompts: some megabytes each, they are used up quickly
+_EXPERT_COPIES = 16  # slots for experts of prompts: half of them compute, half are on their way
 _LINK_SHARE = 0.25  # of missing experts, where rates are unknown
 _LEAST_SHARE_OF_CACHE = 0.85  # of the room for experts, against that for bringing them
 _WIDE = (BlockKind.FFN, BlockKind.EXPERT)

@@ -6,25 +6,32 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes
-from hmt.contracts.blocks import BlockId
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Standing
+from hmt.kernels import ops
 from hmt.kernels.expert_teams import Desk, make_desk
 from hmt.memory.device import Copy, Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
-from hmt.weights.teams import HybridTeam, Teams, make_teams
+from hmt.weights.teams import Streamed, Teams, make_teams
 
 Params = Mapping[str, WeightTensor]
 
 # From here on the CPU takes longer for a block than its copy does: an FFN of 400 MB is copied in
 # 7 ms at 55 GB/s, and computed in 0.3 ms per token at 4.7 Top/s (16 AMX cores; not yet tuned).
 _MANY_TOKENS = 32
+# From here on a step needs most of a layer's experts, and the link brings all of them sooner than
+# link and CPU together compute them: at 4.7 Top/s 256 tokens of DeepSeek-V3 take the CPU 38 ms.
+_MOST_EXPERTS_TOKENS = 256
+_TOKENS = BlockId(TRUNK, BlockKind.EMBEDDING)
+_FEW, _MANY, _ALL_EXPERTS = range(3)  # kinds of steps
 
 
 @dataclass(slots=True)
@@ -78,13 +85,16 @@ class DeviceWeights:
         self._layouts = layouts
         self._device = device
         self._homes = plan.homes
-        device_blocks = (plan.device.computes, plan.device.computes_prompts)
-        self._computing = device_blocks  # in steps of few tokens, and of many
-        self._orders = tuple(
-            [b for b in plan.homes if b in blocks and plan.homes[b] is not Tier.DEVICE]
-            for blocks in device_blocks
+        everything = plan.device.computes_prompts
+        no_experts = frozenset(
+            b for b in everything if b.kind is not BlockKind.EXPERT or b in plan.device.computes
         )
-        self._many = False
+        self._computing = (plan.device.computes, no_experts, everything)  # by kind of step
+        self._orders = tuple(
+            {b: n for n, b in enumerate(_copied_blocks(plan, blocks))} for blocks in self._computing
+        )
+        self._ordered = tuple(list(order) for order in self._orders)
+        self._kind = _FEW
         self._to_stay = [block for block, home in plan.homes.items() if home is Tier.DEVICE]
         self._plan = plan
         self._resident_pool = resident
@@ -95,8 +105,7 @@ class DeviceWeights:
             size: [slots.allocate(size) for _ in range(count)]
             for size, count in plan.device.slot_counts.items()
         }
-        self._slots = tuple(self._take_turns(order, free) for order in self._orders)
-        self._positions = tuple({b: n for n, b in enumerate(order)} for order in self._orders)
+        self._slots = tuple(self._take_turns(order, free) for order in self._ordered)
         self._views: dict[tuple[int, BlockId], Params] = {}  # of blocks, by their slots' addresses
         self._taken: dict[DeviceBuffer, BlockId] = {}
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
@@ -104,7 +113,7 @@ class DeviceWeights:
         self._under_way: deque[Copy] = deque()  # not yet in `counters`
         self._counters = DeviceCounters()
         self.count = store.count
-        self.rows = store.rows
+        self._table: tuple[int, int, torch.dtype] | None = None
         self.routed = store.routed
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -135,8 +144,9 @@ class DeviceWeights:
         """
         if host_is_pinned or not self._plan.device.staging_slots:
             self.teams = make_teams(
-                self._plan, self._layouts, self._store, self._device, pool, self._resident_memory
-            )
+                self._plan, self._layouts, self._store, self._device, pool,
+                self._resident_memory, self.stream,
+            )  # fmt: skip
 
     def open_desk(self, **sizes: Any) -> Desk | None:
         """A desk for the teams that need the host, if they can have one; see `make_desk`."""
@@ -148,11 +158,13 @@ class DeviceWeights:
 
     def begin(self, tokens: int) -> None:
         """A step of `tokens` tokens comes next."""
-        many = tokens >= _MANY_TOKENS
-        if many != self._many:
-            self._many = many
+        kind = _FEW if tokens < _MANY_TOKENS else _MANY
+        if tokens >= _MOST_EXPERTS_TOKENS or (kind is _MANY and not self.teams.by_layer):
+            kind = _ALL_EXPERTS
+        if kind != self._kind:
+            self._kind = kind
             for block, copied in list(self._copied.items()):
-                if copied.slot is not self._slots[many].get(block):
+                if copied.slot is not self._slots[kind].get(block):
                     self._free(block)
         self._copy_ahead(0)
 
@@ -189,10 +201,50 @@ class DeviceWeights:
         found = [self._resident[block] for block in blocks if block in self._resident]
         return found if len(found) == len(blocks) else None
 
+    def find_tokens(self) -> None:
+        """Let `rows` be looked up on the device, where the table of tokens is pinned."""
+        standing = self._store.standing([_TOKENS])
+        if standing is None or "weight" not in standing[0].params:
+            return
+        table = standing[0].params["weight"].data
+        if table.is_contiguous():
+            self._table = self._device.address(table), table.shape[1], table.dtype
+
+    @property
+    def looks_up_tokens(self) -> bool:
+        """Whether `rows` takes ids that are on the device."""
+        return self._table is not None
+
+    def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
+        """See Weights.  Ids on the device are looked up there; see `looks_up_tokens`."""
+        if not ids.is_cuda:
+            return self._store.rows(block, name, ids)
+        assert self._table is not None and (block, name) == (_TOKENS, "weight")
+        return ops.rows_at(*self._table, ids)
+
     def team(self, layer: int) -> ExpertTeam | None:
-        """See Weights: for steps of few tokens, and where all experts are there."""
-        team = self.teams.by_layer.get(layer)
-        return None if self._many and isinstance(team, HybridTeam) else team
+        """See Weights."""
+        if self._kind is _ALL_EXPERTS and layer in self.teams.streamed:
+            return self.teams.streamed[layer]
+        return self.teams.by_layer.get(layer)
+
+    def stream(self, blocks: Sequence[BlockId]) -> Iterator[list[Streamed]]:
+        """Blocks of one size on the device, in this order, in groups of as many as are copied.
+
+        A group stays until the next is asked for.
+        """
+        most = max(1, self._plan.device.slot_counts[self._layouts[blocks[0]].slot_bytes] // 2)
+        held: list[BlockId] = []
+        try:
+            for block in blocks:
+                if held and (len(held) == most or block not in self._copied):
+                    yield [self._streamed(b) for b in held]
+                    self._give_back(held)
+                self.arrive(block)
+                held.append(block)
+            yield [self._streamed(b) for b in held]
+        finally:
+            self._give_back(held)
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """See Weights."""
@@ -222,7 +274,7 @@ class DeviceWeights:
 
     def place(self, block: BlockId) -> Params | None:
         """Where a block that is copied will lie in steps like this; None for others."""
-        slot = self._slots[self._many].get(block)
+        slot = self._slots[self._kind].get(block)
         return None if slot is None else self._views_in(slot, block)
 
     def arrive(self, block: BlockId) -> None:
@@ -240,7 +292,7 @@ class DeviceWeights:
         # It comes again in the next step only, when all others have had the slot.
         if not copied.leases:
             self._free(block)
-            self._copy_ahead(self._positions[self._many][block] + 1)
+            self._copy_ahead(self._orders[self._kind][block] + 1)
 
     def waited(self, seconds: float) -> None:
         """Count time in which the CPU waited for the device."""
@@ -267,18 +319,18 @@ class DeviceWeights:
 
     def _pass_over(self, block: BlockId) -> None:
         """Free what was copied for a step and not used in it, now that `block` is."""
-        positions = self._positions[self._many]
+        positions = self._orders[self._kind]
         here, half = positions[block], len(positions) // 2
         for other, copied in list(self._copied.items()):
             if not copied.leases and (positions[other] - here) % len(positions) > half:
                 self._free(other)
 
     def _on_host(self, block: BlockId) -> bool:
-        return block not in self._computing[self._many]
+        return block not in self._computing[self._kind]
 
     def _copy_ahead(self, position: int) -> None:
         """Copy what is used from `position` of the order on, as long as there are slots."""
-        order = self._orders[self._many]
+        order = self._ordered[self._kind]
         for number in range(len(order)):
             block = order[(position + number) % len(order)]
             if block in self._copied:
@@ -304,9 +356,24 @@ class DeviceWeights:
         finally:
             self.leave(block)
 
+    def _streamed(self, block: BlockId) -> Streamed:
+        copied = self._copied[block]
+        return block.index, copied.views, copied.slot.tensor.data_ptr()
+
+    def _give_back(self, held: list[BlockId]) -> None:
+        if not held:
+            return
+        last, used = held[-1], self._device.mark()
+        while held:
+            copied = self._copied[held[-1]]
+            copied.leases -= 1
+            copied.slot.last_use = used
+            self._free(held.pop())
+        self._copy_ahead(self._orders[self._kind][last] + 1)
+
     def _copy(self, block: BlockId) -> _Copied:
         """Copy a block that is needed now, if need be into the slot of what was asked for later."""
-        later = self._taken.get(self._slots[self._many][block])
+        later = self._taken.get(self._slots[self._kind][block])
         if later is not None:
             if self._copied[later].leases:
                 size = format_bytes(self._layouts[block].slot_bytes)
@@ -320,7 +387,7 @@ class DeviceWeights:
         return copied
 
     def _try_to_copy(self, block: BlockId) -> _Copied | None:
-        slot = self._slots[self._many][block]
+        slot = self._slots[self._kind][block]
         if slot in self._taken:
             return None
         self._let_go()
@@ -354,6 +421,11 @@ class DeviceWeights:
         for _, source in there:
             source.close()
         self._leaving = [left for left in self._leaving if left not in there]
+
+
+def _copied_blocks(plan: Plan, blocks: frozenset[BlockId]) -> list[BlockId]:
+    """Those of `blocks` that do not live on the device, in model order."""
+    return [b for b in plan.homes if b in blocks and plan.homes[b] is not Tier.DEVICE]
 
 
 def inner_homes(plan: Plan) -> Mapping[BlockId, Tier]:

@@ -1,7 +1,7 @@
 """Teams that compute a layer's experts: those cached on a device, those brought, and the host."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
 
 Params = Mapping[str, WeightTensor]
+# An expert's number, its parameters on the device, and where it begins there.
+Streamed = tuple[int, Params, int]
+Stream = Callable[[Sequence[BlockId]], Iterator[list[Streamed]]]
 
 
 class HybridTeam:
@@ -37,8 +40,8 @@ class HybridTeam:
         """`on_host` gives experts of a layer in host memory."""
         self.slots = slots
         self.desk: Desk | None = None
+        self.places = places
         self._layer = layer
-        self._places = places
         self._share = share
         self._nbytes = nbytes
         self._on_host = on_host
@@ -50,7 +53,7 @@ class HybridTeam:
         if desk is not None:
             desk.ask(self._layer, x, shares, scales, activation)
         expert_teams.fetch(self.slots, shares, self._nbytes)
-        total = self._places.compute(x, shares.here, chosen, scales, activation)
+        total = self.places.compute(x, shares.here, chosen, scales, activation)
         if desk is not None:
             return desk.take(self._layer, total, shares)
         asked = shares.on_host.cpu()
@@ -80,16 +83,48 @@ class ResidentTeam:
         return total.to(x.dtype)
 
 
+class StreamedTeam:
+    """Implements ExpertTeam for steps that need most experts: the device computes them all.
+
+    They are copied to it group by group, in ascending order, so results are those of experts that
+    stay there, to the bit.
+    """
+
+    def __init__(self, blocks: Sequence[BlockId], places: Places, stream: Stream) -> None:
+        """`blocks` are all experts of a layer."""
+        self._blocks = blocks
+        self._places = places
+        self._stream = stream
+
+    def __call__(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+        """See ExpertTeam."""
+        total: Tensor | None = None
+        for group in self._stream(self._blocks):
+            if x.is_cuda:
+                here = torch.zeros(len(self._blocks), dtype=torch.int64)
+                for index, _, address in group:
+                    here[index] = address
+                here = here.to(x.device, non_blocking=True)
+                total = self._places.compute(x, here, chosen, scales, activation, total)
+            else:
+                given = [(index, params) for index, params, _ in group]
+                total = ops.experts(x, given, chosen, scales, activation, total, last=False)
+        assert total is not None
+        return total.to(x.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Teams:
     """Those of all layers with experts.
 
     by_layer   None of them if it is empty
     nbytes     of an expert
+    streamed   for steps that need most experts
     """
 
     by_layer: Mapping[int, HybridTeam | ResidentTeam]
     nbytes: int = 0
+    streamed: Mapping[int, StreamedTeam] = field(default_factory=dict)
 
     def use(self, desk: Desk) -> None:
         """Ask at `desk` while it is open."""
@@ -121,10 +156,12 @@ def make_teams(
     device: Device,
     pool: DevicePool,
     resident: Mapping[BlockId, Tensor],
+    stream: Stream,
 ) -> Teams:
     """Teams for layers whose experts all stay on the device or all stay in host memory.
 
-    `resident` is the device's memory of blocks that live there.
+    resident   the device's memory of blocks that live there
+    stream     copies blocks to the device
     """
     layers: dict[int, list[BlockId]] = {}
     for block in layouts:
@@ -140,7 +177,12 @@ def make_teams(
             return Teams(_resident_teams(layers, layouts, resident, device), nbytes)
         if homes == {Tier.HOST} and plan.device.staging_slots:
             maker = _HybridMaker(plan, layouts, store, device, pool)
-            return Teams(maker.make(layers), nbytes)
+            teams = maker.make(layers)
+            streamed = {
+                layer: StreamedTeam(layers[layer], team.places, stream)
+                for layer, team in teams.items()
+            }
+            return Teams(teams, nbytes, streamed)
     except ValueError:  # no kernel computes on them: the host does, or one expert after the other
         pass
     return Teams({})
@@ -179,7 +221,7 @@ class _HybridMaker:
         with torch.inference_mode(False):  # may be set later
             self._share = torch.full((1,), plan.device.link_share, device=device.where)
 
-    def make(self, layers: Mapping[int, list[BlockId]]) -> dict[int, HybridTeam | ResidentTeam]:
+    def make(self, layers: Mapping[int, list[BlockId]]) -> dict[int, HybridTeam]:
         some = next(iter(layers.values()))[0]
         layout = self._layouts[some]
         device = self._plan.device

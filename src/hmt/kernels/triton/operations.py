@@ -23,7 +23,8 @@ from hmt.kernels.triton.norms import (
 from hmt.kernels.triton.pages import append_pages, rope_append
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
-from hmt.kernels.triton.sampling import survey
+from hmt.kernels.triton.sampling import greedy, survey
+from hmt.kernels.triton.tables import rows_at
 
 __all__ = [
     "add_rms_norm",
@@ -38,6 +39,7 @@ __all__ = [
     "fixed_runs",
     "gated",
     "gated_pair",
+    "greedy",
     "grouped_softmax_topk",
     "largest",
     "linear",
@@ -52,6 +54,7 @@ __all__ = [
     "rope",
     "rope_append",
     "rope_inplace",
+    "rows_at",
     "softmax_topk",
     "survey",
     "update_runs",

@@ -7,11 +7,9 @@ from contextlib import contextmanager, suppress
 import torch
 
 from hmt.base.errors import BudgetError, MachineError
-from hmt.base.units import MIB, format_bytes
+from hmt.base.units import format_bytes
 from hmt.memory.device.interface import Copy, Cut, Mark
 
-# The engine that copies takes one copy after the other: a small one of a step waits for a part.
-_PART = 32 * MIB
 _PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
@@ -98,8 +96,7 @@ class CudaDevice:
                 self._copies.wait_event(after.event)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             self._copies.record_event(begin)
-            for to, given in zip(target.split(_PART), source.split(_PART), strict=True):
-                to.copy_(given, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             self._copies.record_event(end)
             return _CudaCopy(begin, end)
 
@@ -150,8 +147,10 @@ class CudaDevice:
             try:
                 result = compute(cut)
             except BaseException:
-                with suppress(RuntimeError):  # a capture that has failed cannot end well
+                # It cannot end well, and leaves torch with a pool that takes no other capture.
+                with suppress(RuntimeError):
                     graph.capture_end()
+                self._graphs = torch.cuda.graph_pool_handle()
                 raise
             graph.capture_end()
         parts.append(graph.replay)
