@@ -18,8 +18,8 @@ from hmt.memory import Account, HostPool, Ledger
 from hmt.memory.device import Device, DevicePool, open_device
 from hmt.weights import BlockLayout, DeviceWeights, WeightStore
 
-# Of what a limit leaves: kernels' code, graphs, and what lies between torch's own buffers took 89 MB
-# of 16 GiB with a Llama of 70 billion parameters.
+# Of what a limit leaves: kernels' code, graphs, and what lies between torch's own buffers took
+# 89 MB of 16 GiB with a Llama of 70 billion parameters.
 _OURS = 0.99
 _SHARE_OF_FREE = 0.9  # of a GPU's memory, when nobody says how much
 
