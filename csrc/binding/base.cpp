@@ -63,6 +63,10 @@ void bind_threads(nb::module_& m) {
       nb::arg("threads"), Unlocked(),
       "0: as many as physical cores that the calling thread may use, or as its cgroup's quota.");
   m.def(
+      "watch_for", [](int64_t microseconds) { ThreadPool::watch_for(microseconds); },
+      nb::arg("microseconds"),
+      "How long workers watch for more work before they sleep; 0: as long as usual.");
+  m.def(
       "pin_caller", [](bool pinned) { ThreadPool::instance().pin_caller(pinned); },
       nb::arg("pinned"), Unlocked(),
       "Keep the calling thread on the core that it is on, or let it move again.");

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from hmt.bench.random_model import write_random_llama
 from hmt.cli import doctor
@@ -74,6 +75,18 @@ def measured(monkeypatch):
 
     monkeypatch.setattr(machine, "_measure_ram", lambda quick: 4e10)
     monkeypatch.setattr(machine, "_measure_disk", measure_disk)
+
+
+def test_the_gpu_is_not_measured_where_there_is_none(hmt):
+    done = hmt("bench", "gpu", "--shape", "tiny")
+    assert done.code == 2 and "8b or 70b" in done.err
+    done = hmt("bench", "gpu", "--batches", "1,x")
+    assert done.code == 2 and "such as 1,32" in done.err
+    done = hmt("bench", "gpu", "--gpu-id", "pretended")
+    assert done.code == 1 and "has no rates" in done.err
+    if not torch.cuda.is_available():
+        done = hmt("bench", "gpu", "--shape", "small")
+        assert done.code == 1 and "hmt doctor says what this machine has" in done.err
 
 
 def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypatch):

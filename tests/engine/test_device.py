@@ -1,8 +1,10 @@
 """The GPU tier on a pretended device: placing, copying and slots never change a result."""
 
 import gc
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,13 @@ from hmt.base.errors import BudgetError, ConfigError, MachineError
 from hmt.bench.random_model import Shape, write_random_model
 from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockKind
+from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.engine import machine
+from hmt.engine import machine, pieces
+from hmt.engine.link_rates import LinkRates
+from hmt.engine.pieces import DecodingInPieces
+from hmt.kernels import ops
+from hmt.memory.device import PretendedDevice
 from hmt.weights import device_store
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
@@ -25,7 +32,7 @@ GPU = {"gpu_id": "pretended"}
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HMT_POISON", "on")
     # Beside what the memory gives: so that some layers are copied, and some compute on the CPU.
-    monkeypatch.setitem(machine._links, "a pretended device", 40e9)
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
     yield
 
 
@@ -192,3 +199,67 @@ def test_two_models_share_the_device() -> None:
         first.close()
         gc.collect()
         assert engine._ledger.reserved_bytes(Tier.DEVICE) == reserved
+
+
+def test_steps_are_captured_in_pieces_where_some_networks_are_elsewhere() -> None:
+    request = hmt.Request(input="Once upon", max_new_tokens=40, ignore_eos=True)
+    with hmt.Engine(context=256, host_memory="64MiB") as engine:
+        wanted = engine.load_model(MODELS["dense"]).infer(request).token_ids
+    with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="12MiB", **GPU) as engine:
+        model = engine.load_model(MODELS["dense"])
+        captured = model._core._executor._captured
+        assert isinstance(captured, DecodingInPieces)
+        prompts = hmt.Request(input=TOKENS, max_new_tokens=1)
+        for _ in range(2):  # prompts use the slots in another order
+            assert model.infer(request).token_ids == wanted
+            model.infer(prompts)
+        assert len(captured._captured) == 1
+        model.reset_summary()
+        model.infer(request)
+        phase = model.summary().generation
+        home, device = model.plan.homes, model.plan.device
+        copied = sum(
+            model.prepared.layouts[b].slot_bytes
+            for b in device.computes
+            if home[b] is not Tier.DEVICE
+        )
+        assert copied and abs(phase.link_bytes - copied * phase.steps) <= device.reserved["slots"]
+
+
+def test_hidden_states_go_to_the_cpu_and_back() -> None:
+    device, like = PretendedDevice(), torch.randn(3, 32)
+    params = {
+        name: WeightTensor(Encoding.F32, shape, torch.randn(shape))
+        for name, shape in (("gate_proj", (64, 32)), ("up_proj", (64, 32)), ("down_proj", (32, 64)))
+    }
+    params["norm"] = WeightTensor(Encoding.F32, (32,), torch.ones(32))
+    layer = ops.FeedForward("silu", ops.NormOptions(1e-6))
+    counted: list[int] = []
+    weights = SimpleNamespace(waited=lambda seconds: None, count=counted.append)
+    handover = pieces._Handover(device, weights, (3, 32), torch.float32)
+    for x in (None, torch.randn(3, 32)):
+        hidden, wanted = like.clone(), like.clone()
+        ops.feed_forward(wanted, None if x is None else x.clone(), params, layer)
+        handover.feed_forward(lambda work: work(), hidden, x, params, layer)
+        assert torch.equal(hidden, wanted)
+    nbytes = 4 * (3 * 64 * 32 + 32)
+    assert counted == [nbytes, nbytes]
+
+
+@pytest.mark.parametrize("gpu", ["9MiB", "12MiB"])
+def test_steps_of_all_sizes_find_their_weights_in_the_slots(gpu: str) -> None:
+    """Prompts and single tokens use the same slots in different orders."""
+    rng = random.Random(7)
+    calls = []
+    for _ in range(10):
+        tokens = [rng.randrange(20, 400) for _ in range(rng.randrange(1, 90))]
+        calls.append((tokens, rng.randrange(max(0, len(tokens) - 6), len(tokens) + 1)))
+    found = []
+    for options in ({}, {"gpu_memory": gpu, **GPU}):
+        with hmt.Engine(context=256, host_memory="64MiB", prefill_chunk=48, **options) as engine:
+            model = engine.load_model(MODELS["dense"])
+            found.append([model.logits(t, range(len(t)), prefill=p) for t, p in calls])
+            if options:
+                weights = model._core.memory.on_device.weights
+                assert weights.counters.copied_bytes and len(weights._taken) <= 2
+    assert all(map(torch.equal, *found))

@@ -7,10 +7,13 @@ import torch
 
 import hmt
 from hmt.cli.options import embedded_model
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
 from hmt.engine import machine
+from hmt.engine.link_rates import LinkRates
+from hmt.engine.pieces import DecodingInPieces
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 100))
@@ -49,7 +52,7 @@ def machine_taken() -> int:
 @pytest.fixture(autouse=True)
 def _link(monkeypatch: pytest.MonkeyPatch) -> None:
     name = torch.cuda.get_device_name(0)
-    monkeypatch.setitem(machine._links, name, 40e9)
+    monkeypatch.setitem(machine._links, name, LinkRates(40e9))
 
 
 @pytest.mark.parametrize("quantization", [None, "w4a16:32", "w4a8:32", "nvfp4a16", "w8a8"])
@@ -77,7 +80,9 @@ def test_copied_layers_give_the_same_bits_as_resident_ones(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = torch.cuda.get_device_name(0)
-    monkeypatch.setitem(machine._links, name, 1e15)  # nothing is left to the CPU but experts
+    monkeypatch.setitem(
+        machine._links, name, LinkRates(1e15)
+    )  # nothing is left to the CPU but experts
     everything = logits(kind, "w4a16:32", 1 << 30)
     for share in (9 << 20, 7 << 20):
         split = logits(kind, "w4a16:32", share)
@@ -85,6 +90,38 @@ def test_copied_layers_give_the_same_bits_as_resident_ones(
             assert torch.equal(split, everything)
         else:
             assert (split - everything).norm() / everything.norm() < 1e-3
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pieces_compute_what_layer_by_layer_computes(batch: int) -> None:
+    """Networks on the GPU, copied there, and on the CPU; with graphs, and without."""
+    requests = [
+        hmt.Request(input=TOKENS[n:], max_new_tokens=60, ignore_eos=True) for n in range(batch)
+    ]
+    answers = []
+    for executor in ("overlapped", "plain"):
+        with hmt.Engine(
+            host_memory="256MiB",
+            context=1024,
+            gpu_memory=machine_taken() + (10 << 20),
+            quantization="w4a8:32",
+            executor=executor,
+        ) as engine:
+            model = engine.load_model(MODELS["dense"])
+            plan = model.plan
+            away = [b for b in plan.device.computes if plan.homes[b] is not Tier.DEVICE]
+            assert away and any(
+                b.kind is BlockKind.FFN and b not in plan.device.computes for b in plan.homes
+            )
+            for _ in range(2):
+                answers.append([one.token_ids for one in model.infer_batch(requests)])
+            if executor == "overlapped":
+                captured = model._core._executor._captured
+                assert isinstance(captured, DecodingInPieces) and captured._works
+                assert all(one.replay for one in captured._captured.values())
+                phase = model.summary().generation
+                assert phase.link_s > 0 and phase.link_bytes > 0
+    assert all(answer == answers[0] for answer in answers)
 
 
 @pytest.mark.parametrize("quantization", ["w4a16:32", "w4a8:32", "nvfp4a16", "int8"])

@@ -13,6 +13,7 @@ import hmt
 from hmt.cli.options import embedded_model
 from hmt.contracts.plan import Tier
 from hmt.engine import machine
+from hmt.engine.link_rates import LinkRates
 
 CUDA = torch.cuda.is_available()
 STEPS = 10_000 if CUDA else 1_200  # what CI has time for
@@ -26,7 +27,7 @@ OPTIONS = {"context": 128, "dtype": "float32", "quantization": "w4a16:32"}
 def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HMT_POISON", "on")
     name = torch.cuda.get_device_name(0) if CUDA else "a pretended device"
-    monkeypatch.setitem(machine._links, name, 40e9)
+    monkeypatch.setitem(machine._links, name, LinkRates(40e9))
     yield
 
 

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.kernels.cpu import extension
+from hmt.kernels.cpu.threads import awake_workers
 
 native = extension.load()
 pytestmark = pytest.mark.skipif(
@@ -86,6 +88,7 @@ _FORK = """
 import os, signal, sys, threading
 import torch
 from hmt.kernels.cpu import extension
+from hmt.kernels.cpu.threads import awake_workers
 
 native = extension.load()
 native.set_threads(3)
@@ -212,3 +215,11 @@ def test_nodes_are_numbered_as_far_as_they_are_ours(tmp_path):
 def test_quotas_of_cgroups_limit_the_threads(tmp_path, files, quota, threads):
     topology = native.Topology(write(tmp_path, files), list(range(8)))
     assert (topology.quota, topology.threads) == (quota, threads)
+
+
+def test_workers_that_stay_awake_do_what_they_are_asked():
+    with awake_workers():
+        for gap_s in (0.0, 0.001, 0.007):  # the last one longer than they watch
+            time.sleep(gap_s)
+            assert visited_once(2000, 10, 4)
+    assert visited_once(2000, 10, 4)

@@ -72,7 +72,7 @@ def linear_contenders(
         if not chosen or (form.group_size and columns % max(form.group_size, PANEL_BLOCK)):
             continue
         weight = random_weight(form, (rows, columns))
-        copies = [weight, *(_copy(weight) for _ in range(memory_bytes // weight.nbytes))]
+        copies = [weight, *(copy_of_weight(weight) for _ in range(memory_bytes // weight.nbytes))]
         calls = tuple(partial(ops.linear, x, w) for w in copies)
         peak = "int8" if form.activations is Activations.INT8_TOKEN else "bf16"
         yield Contender("hmt", name, calls, weight.nbytes, operations, peak)
@@ -192,7 +192,8 @@ def _fill(pages: Pages, tables: Tensor, context: int) -> None:
         pages.memory[table] = written[:, None]
 
 
-def _copy(weight: WeightTensor) -> WeightTensor:
+def copy_of_weight(weight: WeightTensor) -> WeightTensor:
+    """The same numbers at another place."""
     parts = ("data", "scales", "zeros", "minima", "factor")
     held = {name: getattr(weight, name) for name in parts}
     return replace(weight, **{name: t.clone() for name, t in held.items() if t is not None})

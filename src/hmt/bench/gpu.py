@@ -1,169 +1,349 @@
 """Decoding and prompts with a GPU: a model that fits on it, and models that do not.
 
 Models are tiled packs: of full size in memory, and small on the drive.  Speeds are compared with
-what the machine's own measured rates allow.
+what the machine's own measured rates allow, and with what others make of the same shape, turn by
+turn.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from hmt.base.units import GIB
+from hmt.base.errors import HMTError, MachineError
+from hmt.base.units import parse_bytes, round_up
 from hmt.bench.environment import describe
+from hmt.bench.gpu_rates import Rates, measure_rates
 from hmt.bench.random_model import Shape
 from hmt.bench.tiled_pack import write_tiled_pack
-from hmt.contracts.blocks import BlockKind
-from hmt.contracts.plan import Tier
+from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.request import Request
-from hmt.engine import Engine, LoadedModel
+from hmt.engine import Engine, LoadedModel, Phase
 from hmt.engine.machine import machine_for
+from hmt.memory.device import open_device
+from hmt.weights import BlockLayout
 
 SHAPES = {
-    # Llama-3-8B, Llama-3-70B, and Qwen3-30B-A3B.
+    # Llama-3-8B, Llama-3-70B, Qwen3-30B-A3B, and one to try the benchmark with.
     "8b": Shape(32, 4096, 14336, 32, 8, vocab_size=128256),
     "70b": Shape(80, 8192, 28672, 64, 8, vocab_size=128256),
     "30b-moe": Shape(
         48, 2048, 768, 32, 4, 128, vocab_size=151936, experts=128, experts_per_token=8
     ),
+    "small": Shape(8, 256, 512, 8, 4, vocab_size=512),
 }
 _PROMPT_TOKENS = 16
-_READ_BYTES = 4 * GIB
+_PEER_LAYERS = 6  # of a model that does not fit
 
 
-def device_read_rate() -> float:
-    """Bytes per second at which the GPU reads its memory, at its best."""
-    memory = torch.ones(_READ_BYTES // 2, dtype=torch.bfloat16, device="cuda").view(-1, 8192)
-    vector = torch.ones(8192, dtype=torch.bfloat16, device="cuda")
-    rates = []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        begin.record()
-        torch.mv(memory, vector)
-        end.record()
-        end.synchronize()
-        rates.append(memory.nbytes / (begin.elapsed_time(end) * 1e-3))
-    del memory
-    torch.cuda.empty_cache()
-    return max(rates)
+class Peer(Protocol):
+    """Another engine with a model of the same shape.
+
+    most_tokens   to decode in a run, where it takes long
+    """
+
+    name: str
+    note: str
+    most_tokens: int
+
+    def decode_rate(self, batch: int, tokens: int) -> float:
+        """Tokens per second of `batch` sequences that decode `tokens` each."""
+        ...
+
+    def prompt_rate(self, tokens: int) -> float:
+        """Tokens per second of a prompt."""
+        ...
+
+    def close(self) -> None:
+        """Give its memory back."""
+        ...
+
+
+PeerMaker = Callable[[Shape, int, bool], Peer]
+
+
+def open_peer(shape: Shape, gpu_bytes: int, fits: bool) -> Peer:
+    """Compiled torch for a model that `fits`, else accelerate's offloading.
+
+    Raises MachineError where there is none for this shape.
+    """
+    if shape.experts:
+        raise MachineError("no peer computes a mixture of experts here")
+    if fits:
+        from hmt.bench.torch_llama import TorchLlama, random_weights
+
+        return TorchLlama(shape, random_weights(shape, torch.device("cuda"), torch.bfloat16))
+    from hmt.bench.offloaded_peer import OffloadedPeer
+
+    return OffloadedPeer(shape, gpu_bytes, layers=min(_PEER_LAYERS, shape.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is timed: `runs` times `tokens` of each of `batches`, and a prompt (0: none)."""
+
+    batches: Sequence[int] = (1, 32)
+    tokens: int = 64
+    prompt: int = 2048
+    runs: int = 3
+
+    @property
+    def context(self) -> int:
+        """Positions that the largest part of it takes."""
+        each = round_up(_PROMPT_TOKENS + self.tokens + 1, PAGE_TOKENS)
+        return max(max(self.batches) * each, round_up(self.prompt + 1, PAGE_TOKENS))
 
 
 def run(
     folder: Path,
     shape: str,
     gpu_memory: Sequence[str],
+    task: Task,
     *,
     quantization: str = "w4a16:32",
     host_memory: str = "100GiB",
-    batches: Sequence[int] = (1, 32),
-    tokens: int = 64,
-    prompt: int = 2048,
+    gpu: str = "0",
+    peer: PeerMaker | None = open_peer,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Measure `shape` with each budget; the content of a benchmark file."""
-    pack = folder / shape / "pack"
+    """Measure `shape` with each budget; the content of a benchmark file.
+
+    The pack is made in `folder` unless it is there.  `peer` None leaves the others out.  Raises
+    MachineError without a GPU, and what loading raises.
+    """
+    device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
+    progress("measuring memories and the link")
+    rates = measure_rates(device, quantization)
+    pack = folder / f"{shape}-{quantization.replace(':', '-')}"
     if not pack.exists():
-        write_tiled_pack(folder / shape, SHAPES[shape], quantization, progress=progress)
-    machine = machine_for(pack)
-    rate = device_read_rate()
-    results = []
-    for memory in gpu_memory:
-        progress(f"{shape} in {memory}")
-        begin = time.perf_counter()
-        with Engine(
-            gpu_memory=memory,
-            host_memory=host_memory,
-            context=max(batches) * 256 + 2 * prompt,
-            max_batch=max(batches),
-            prefill_chunk=prompt,
-            check_weights=False,
-            verify_reads="never",
-        ) as engine:
-            model = engine.load_model(pack)
-            loaded_s = time.perf_counter() - begin
-            assert engine._device is not None
-            found = measure(model, batches, tokens, prompt, rate)
-            used = engine._device.used_bytes()
-            link = model.prepared.machine.link_rate
-        results.append({"gpu_used_bytes": used, "load_s": loaded_s, "link_rate": link, **found})
+        write_tiled_pack(pack, SHAPES[shape], quantization, written_layers=1, progress=progress)
+    options = {"host_memory": host_memory, "gpu_id": gpu}
+    results = [
+        _with_budget(pack / "pack", SHAPES[shape], memory, task, rates, options, peer, progress)
+        for memory in gpu_memory
+    ]
     return {
         "benchmark": "gpu",
-        "machine": describe(machine),
+        "machine": describe(machine_for(pack)),
+        "gpu": device.name,
         "shape": {"name": shape, **asdict(SHAPES[shape])},
         "quantization": quantization,
-        "gpu": torch.cuda.get_device_name(0),
-        "device_read_rate": rate,
-        "results": [
-            {"gpu_memory": memory, **one} for memory, one in zip(gpu_memory, results, strict=True)
-        ],
+        "rates": asdict(rates),
+        "task": asdict(task),
+        "results": results,
     }
 
 
-def measure(
-    model: LoadedModel, batches: Sequence[int], tokens: int, prompt: int, device_rate: float
+def _with_budget(
+    pack: Path,
+    shape: Shape,
+    memory: str,
+    task: Task,
+    rates: Rates,
+    options: Mapping[str, str],
+    peer: PeerMaker | None,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Speeds of a loaded model, and what its plan lets the machine read for a token."""
-    plan, layouts = model.plan, model.prepared.layouts
-    machine = model.prepared.machine
+    """The result of one budget."""
+
+    def tell(what: str) -> None:
+        progress(f"{memory} of the GPU: {what}")
+
+    with ExitStack() as stack:
+        tell("loading")
+        begin = time.perf_counter()
+        engine = Engine(
+            gpu_memory=memory,
+            **options,
+            context=task.context,
+            max_batch=max(task.batches),
+            prefill_chunk=task.prompt or None,
+            check_weights=False,
+            verify_reads="never",
+            disk_reader="buffered",  # the pack is small: only its first layers come from the drive
+        )
+        model = stack.enter_context(engine).load_model(pack)
+        loaded_s = time.perf_counter() - begin
+        for batch in task.batches:
+            decode_rate(model, batch, 4)  # captures
+        if task.prompt:
+            prompt_rate(model, task.prompt)
+        assert engine._device is not None
+        used = engine._device.used_bytes()  # before a peer takes its own
+        read = read_bytes(model.plan, model.prepared.layouts)
+        rival: Peer | None = None
+        told: dict[str, str] = {}
+        if peer is not None:
+            tell("making a peer")
+            try:
+                rival = peer(shape, parse_bytes(memory), not (read["copied"] or read["host"]))
+                stack.callback(rival.close)
+                told = {"name": rival.name, "note": rival.note}
+            except (HMTError, RuntimeError) as error:
+                told = {"failure": str(error)[:300]}
+        timed = [measure(model, rival, batch, task, tell) for batch in task.batches]
+        if task.prompt:
+            timed.append(measure(model, rival, 0, task, tell))
+    cases = [case(one, task, read, rates) for one in timed]
+    return {
+        "gpu_memory": memory,
+        "gpu_used_bytes": used,
+        "load_s": loaded_s,
+        "read_bytes": read,
+        **({"peer": told} if told else {}),
+        "cases": [asdict(one) for one in cases],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Tokens per second of each run, HMT's and a peer's, and what HMT counted meanwhile.
+
+    batch   sequences that decode; 0: a prompt
+    """
+
+    batch: int
+    own: list[float]
+    peer: list[float]
+    phases: list[Phase]
+    peer_failure: str = ""
+
+
+def measure(
+    model: LoadedModel,
+    peer: Peer | None,
+    batch: int,
+    task: Task,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Timed:
+    """Time a loaded model and its peer by turns, after a run of each that does not count."""
+    timed = Timed(batch, [], [], [])
+    name = _name(batch, task)
+    for number in range(task.runs + 1):
+        progress(f"{name}, run {number} of {task.runs}")
+        rate, phase = (
+            decode_rate(model, batch, task.tokens) if batch else prompt_rate(model, task.prompt)
+        )
+        timed.own.append(rate)
+        timed.phases.append(phase)
+        if peer is not None and not timed.peer_failure:
+            count = min(task.tokens, peer.most_tokens)
+            try:
+                rate = peer.decode_rate(batch, count) if batch else peer.prompt_rate(task.prompt)
+                timed.peer.append(rate)
+            except RuntimeError as error:
+                timed = replace(timed, peer=[], peer_failure=str(error)[:300])
+    return replace(timed, own=timed.own[1:], peer=timed.peer[1:], phases=timed.phases[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Medians of one batch that decodes, or of a prompt (batch 0).
+
+    allowed_tokens_per_s   by what a step has to read, at the rates of this machine: on the GPU, and
+                           from host memory by CPU and link together
+    share                  of it; both None for a prompt, which is bound by arithmetic or the link
+    away_share             of what the reading from host memory alone would allow
+    link_busy, cpu_busy    shares of the time in which the link copied, and CPU kernels computed
+    link_share             bytes copied, of what the link alone can copy in the time
+    ratio                  to the peer; None where none ran
+    """
+
+    name: str
+    batch: int
+    tokens_per_s: float
+    runs: tuple[float, ...]
+    allowed_tokens_per_s: float | None
+    share: float | None
+    away_share: float | None
+    link_busy: float
+    link_share: float
+    cpu_busy: float
+    peer_tokens_per_s: float | None
+    peer_runs: tuple[float, ...]
+    peer_failure: str
+    ratio: float | None
+
+
+def case(timed: Timed, task: Task, read: Mapping[str, int], rates: Rates) -> Case:
+    """What follows from the runs, the bytes that a step reads, and the machine's rates."""
+    own = median(timed.own)
+    peer = median(timed.peer) if timed.peer else None
+    away_s = (read["copied"] + read["host"]) / (rates.shared_link + rates.shared_cpu)
+    step_s = away_s + read["device"] / rates.device
+    steps = own / timed.batch if timed.batch else 0.0
+    seconds = sum(phase.seconds for phase in timed.phases) or 1.0
+    copied = sum(phase.link_bytes for phase in timed.phases)
+    return Case(
+        name=_name(timed.batch, task),
+        batch=timed.batch,
+        tokens_per_s=own,
+        runs=tuple(timed.own),
+        allowed_tokens_per_s=timed.batch / step_s if timed.batch else None,
+        share=steps * step_s if timed.batch else None,
+        away_share=steps * away_s if timed.batch and away_s else None,
+        link_busy=sum(phase.link_s for phase in timed.phases) / seconds,
+        link_share=copied / seconds / rates.link,
+        cpu_busy=sum(phase.kernel_s for phase in timed.phases) / seconds,
+        peer_tokens_per_s=peer,
+        peer_runs=tuple(timed.peer),
+        peer_failure=timed.peer_failure,
+        ratio=own / peer if peer else None,
+    )
+
+
+def read_bytes(plan: Plan, layouts: Mapping[BlockId, BlockLayout]) -> dict[str, int]:
+    """Parameter bytes that a token reads: on the device, copied there, and by the CPU.
+
+    Of a mixture of experts, as if it used all experts.
+    """
     read = {"device": 0, "copied": 0, "host": 0}
     for block, home in plan.homes.items():
         if block.kind is BlockKind.EMBEDDING:
             continue  # a row per token
-        where = (
-            "device"
-            if home is Tier.DEVICE
-            else "copied"
-            if block in plan.device.computes
-            else "host"
-        )
-        read[where] += layouts[block].parameter_bytes
-    away_s = 0.0
-    if read["copied"] or read["host"]:
-        away_s = (read["copied"] + read["host"]) / (machine.link_rate + machine.ram_read_rate)
-    allowed = 1 / (read["device"] / device_rate + away_s)
-    speeds = {batch: decode_rate(model, batch, tokens) for batch in batches}
-    return {
-        "read_bytes": read,
-        "tokens_per_s": speeds,
-        "allowed_tokens_per_s": allowed,
-        "share": speeds[batches[0]] / batches[0] / allowed,
-        "prompt_tokens_per_s": prompt_rate(model, prompt) if prompt else None,
-    }
+        where = "copied" if block in plan.device.computes else "host"
+        read["device" if home is Tier.DEVICE else where] += layouts[block].parameter_bytes
+    return read
 
 
-def decode_rate(model: LoadedModel, batch: int, tokens: int, runs: int = 3) -> float:
-    """Tokens per second of `batch` sequences that decode `tokens` each; the median of some runs."""
-    rates = []
-    for _ in range(runs + 1):
-        prompts = [[16 + 7 * n + i for i in range(_PROMPT_TOKENS)] for n in range(batch)]
-        requests = [
-            Request(input=ids, max_new_tokens=tokens + 1, ignore_eos=True) for ids in prompts
-        ]
-        streams = model.stream_batch(requests)
-        for stream in streams:
-            next(stream)
-        for stream in streams:
-            next(stream)  # the first step captures
+def decode_rate(model: LoadedModel, batch: int, tokens: int) -> tuple[float, Phase]:
+    """Tokens per second of `batch` sequences that decode `tokens` each, and their account."""
+    prompts = [[16 + 7 * n + i for i in range(_PROMPT_TOKENS)] for n in range(batch)]
+    requests = [Request(input=ids, max_new_tokens=tokens + 1, ignore_eos=True) for ids in prompts]
+    streams = model.stream_batch(requests)
+    try:
+        for _ in "ab":  # the prompt's, and of a step that may have to capture
+            for stream in streams:
+                next(stream)
+        model.reset_summary()
         begin = time.perf_counter()
         for _ in range(tokens - 1):
             for stream in streams:
                 next(stream)
-        rates.append(batch * (tokens - 1) / (time.perf_counter() - begin))
+        seconds = time.perf_counter() - begin
+        return batch * (tokens - 1) / seconds, model.summary().generation
+    finally:
         for stream in streams:
             stream.close()
-    return median(rates[1:])
 
 
-def prompt_rate(model: LoadedModel, tokens: int, runs: int = 3) -> float:
-    """Tokens per second of a prompt; the median of some runs."""
-    rates = []
-    for number in range(runs + 1):
-        ids = [16 + (number + 31 * i) % 1000 for i in range(tokens)]
-        begin = time.perf_counter()
-        model.infer(Request(input=ids, max_new_tokens=1))
-        rates.append(tokens / (time.perf_counter() - begin))
-    return median(rates[1:])
+def prompt_rate(model: LoadedModel, tokens: int) -> tuple[float, Phase]:
+    """Tokens per second of a prompt, and its account."""
+    ids = [16 + (time.perf_counter_ns() + 31 * i) % 400 for i in range(tokens)]
+    model.reset_summary()
+    begin = time.perf_counter()
+    model.infer(Request(input=ids, max_new_tokens=1))
+    return tokens / (time.perf_counter() - begin), model.summary().prompt
+
+
+def _name(batch: int, task: Task) -> str:
+    if not batch:
+        return f"prompt of {task.prompt}"
+    return f"{batch} sequence{'s' if batch > 1 else ''}, {task.tokens} tokens"

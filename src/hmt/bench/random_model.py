@@ -46,7 +46,6 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
 
-
     def config(self, known_tokens: int) -> dict[str, Any]:
         """See RandomShape."""
         return _config(self, known_tokens)

@@ -14,6 +14,7 @@ from rich.table import Table
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate
 from hmt.cli import bench_cache
+from hmt.cli.bench_gpu import gpu
 from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
@@ -24,6 +25,7 @@ app = typer.Typer(help="Measure what HMT makes of this machine.", no_args_is_hel
 app.command("cache")(bench_cache.cache)
 app.command("traces")(bench_cache.traces)
 app.command("bigger-than-ram")(bigger_than_ram)
+app.command("gpu")(gpu)
 
 
 @app.command("decode")

@@ -33,7 +33,7 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     table.add_row("weights", _homes(summary))
     table.add_row("memory", _memory(summary))
     if summary.device is not None:
-        table.add_row("GPU", _device(summary.device))
+        table.add_row("GPU", _device(summary.device, phase))
     table.add_row("per token", _traffic(phase))
     if phase.guesses or summary.guessing is not None:
         table.add_row("guesses", _guesses(phase, summary.guessing))
@@ -93,11 +93,15 @@ def _memory(summary: "RunSummary") -> Text:
     )
 
 
-def _device(device: "DeviceAccount") -> Text:
+def _device(device: "DeviceAccount", phase: "Phase") -> Text:
     used = sum(device.used_bytes.values())
     text = f"  {format_bytes(used)} used of {format_bytes(device.budget_bytes)} of {device.name}"
     if device.copied_bytes:
         text += f"; {format_bytes(device.copied_bytes)} copied there per step"
+    if phase.link_bytes and phase.seconds:
+        rate = format_rate(phase.link_bytes / phase.seconds)
+        text += f"; link busy {phase.link_s / phase.seconds:.0%} of the time, at {rate}"
+        text += f", the CPU's kernels {phase.kernel_s / phase.seconds:.0%}"
     return Text.assemble(
         _bar(used / device.budget_bytes if device.budget_bytes else 0.0, "green", "dim"), text
     )

@@ -21,6 +21,8 @@ class Machine:
 
     device_name   the GPU; empty without one
     link_rate     from pinned host memory to it
+    shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
+                                        model's usual format, at once
     """
 
     name: str
@@ -30,6 +32,8 @@ class Machine:
     disk_read_rate: float
     device_name: str = ""
     link_rate: float = 0.0
+    shared_link_rate: float = 0.0
+    shared_cpu_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import torch
 from hmt.base.log import warn_once
 from hmt.contracts.model import Model
 from hmt.contracts.step import Run, Step
+from hmt.contracts.store import Weights
 from hmt.kernels import ops
 from hmt.kernels.expert_teams import Desk, Served
 from hmt.kvcache import PagedKV
@@ -45,7 +46,7 @@ class _Result:
 
 
 @dataclass(slots=True)
-class _Captured:
+class Captured:
     """A capture for so many runs of one token.
 
     context   no run may be longer
@@ -67,7 +68,7 @@ class _Captured:
 class _Guess:
     """A step that has begun already."""
 
-    captured: _Captured
+    captured: Captured
     runs: tuple[Run, ...]
     result: _Result
     tokens: list[int]
@@ -101,7 +102,7 @@ class CapturedDecoding:
         self._kv = kv
         self._device = device
         self._desk = desk
-        self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
+        self._captured: OrderedDict[tuple[int, int], Captured] = OrderedDict()
         self._works = True
         self._looks_up = weights.looks_up_tokens
         self._guess: _Guess | None = None
@@ -128,7 +129,7 @@ class CapturedDecoding:
             self._guess = _Guess(captured, _next(step.runs), begun, result.chosen.tolist())
         return result.logits
 
-    def _ready(self, step: Step) -> _Captured | None:
+    def _ready(self, step: Step) -> Captured | None:
         """A capture with the step's tokens; None for steps that are not captured."""
         tokens = len(step.token_ids)
         decodes = all(run.length == 1 for run in step.runs)
@@ -164,7 +165,7 @@ class CapturedDecoding:
         self._skip = self._skipped
         return right
 
-    def _may_guess(self, captured: _Captured, step: Step) -> bool:
+    def _may_guess(self, captured: Captured, step: Step) -> bool:
         if self._skip:
             self._skip -= 1
             return False
@@ -175,7 +176,7 @@ class CapturedDecoding:
             and all(run.context < min(run.reserved, captured.context) for run in step.runs)
         )
 
-    def _begin_next(self, captured: _Captured, step: Step) -> _Result:
+    def _begin_next(self, captured: Captured, step: Step) -> _Result:
         self.guesses.begun += 1
         if captured.runs is None:  # a pretended device: kernels read the step
             own = captured.step
@@ -185,7 +186,7 @@ class CapturedDecoding:
 
     # Captures
 
-    def _start(self, captured: _Captured) -> _Result:
+    def _start(self, captured: Captured) -> _Result:
         """Put the step on the device's queue."""
         assert captured.replay is not None
         if self._desk is not None:
@@ -204,7 +205,7 @@ class CapturedDecoding:
             self.served = self.served + self._desk.serve(len(logits))
         return _Result(*there, arrived)
 
-    def _open(self, tokens: int, context: int) -> _Captured:
+    def _open(self, tokens: int, context: int) -> Captured:
         where, spec = self._device.where, self._model.spec
         hidden = None
         with torch.inference_mode(False):
@@ -213,9 +214,9 @@ class CapturedDecoding:
                 hidden = torch.empty(tokens, spec.hidden_size, dtype=dtype, device=where)
             ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
         step = Step(ids, positions, (), torch.arange(tokens, device=where))
-        return _Captured(context, hidden, step, ops.fixed_runs(where, tokens, context))
+        return Captured(context, hidden, step, ops.fixed_runs(where, tokens, context))
 
-    def _send(self, captured: _Captured, step: Step) -> None:
+    def _send(self, captured: Captured, step: Step) -> None:
         if captured.hidden is not None:
             captured.hidden.copy_(self._model.embed(step, self._weights), non_blocking=True)
         own = captured.step
@@ -226,27 +227,30 @@ class CapturedDecoding:
             ops.fill_runs(captured.runs, self._kv.paged_runs(step))
             self._kv.hold(captured.step, captured.runs)
 
-    def _compute(self, captured: _Captured) -> torch.Tensor:
+    def _record(self, captured: Captured) -> Callable[[], torch.Tensor]:
+        return self._device.capture(lambda: self._compute(captured, self._weights))
+
+    def _compute(self, captured: Captured, weights: Weights) -> torch.Tensor:
         """The step's logits; afterwards its tensors are those of the likeliest next step."""
         step, states = captured.step, captured.hidden
         if states is None:
-            states = self._model.embed(step, self._weights)
+            states = self._model.embed(step, weights)
         for index in range(self._model.spec.layers):
-            states = self._model.layer(index, states, step, self._weights, self._kv)
-        logits = self._model.head(states, self._weights)
+            states = self._model.layer(index, states, step, weights, self._kv)
+        logits = self._model.head(states, weights)
         step.token_ids.copy_(ops.likeliest(logits))
         step.positions.add_(1)
         if captured.runs is not None:
             ops.advance_runs(captured.runs)
         return logits
 
-    def _capture(self, captured: _Captured, step: Step) -> bool:
+    def _capture(self, captured: Captured, step: Step) -> bool:
         if self._desk is not None:
             self._desk.is_open = True  # nobody waits yet: all has been answered
         try:
-            self._compute(captured)  # compiles kernels, and makes what they keep
+            self._compute(captured, self._weights)  # compiles kernels, and makes what they keep
             self._send(captured, step)  # what was made for a step belongs into the capture
-            captured.replay = self._device.capture(lambda: self._compute(captured))
+            captured.replay = self._record(captured)
         except RuntimeError as error:
             self._works = False
             warn_once("capture", f"steps cannot be captured ({error}): decoding will be slower")

@@ -23,6 +23,7 @@ from hmt.engine.foresight import RouterForesight
 from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
+from hmt.engine.pieces import DecodingInPieces, can_be_pieces
 from hmt.engine.prefetch import PrefetchDistance, ReadAhead, streamed_stages
 from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
@@ -30,6 +31,7 @@ from hmt.engine.summary import Phase
 from hmt.engine.trial import Verdict
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV
+from hmt.weights import DeviceCounters
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MOST_ASKED = 32
@@ -82,13 +84,18 @@ class Core:
     ) -> CapturedDecoding | None:
         """Captured steps, where all but embedding and experts is on the device.
 
-        Experts may be elsewhere if the device can ask for them.
+        Experts may be elsewhere if the device can ask for them.  So may feed-forward networks of a
+        model without experts: those steps are captured in pieces.
         """
         seldom = (BlockKind.EMBEDDING, BlockKind.EXPERT)
-        if {home for b, home in plan.homes.items() if b.kind not in seldom} != {Tier.DEVICE}:
+        in_pieces = can_be_pieces(model, plan)
+        homes = {home for block, home in plan.homes.items() if block.kind not in seldom}
+        if homes != {Tier.DEVICE} and not in_pieces:
             return None
         kv, device = self.memory.kv, on_device.device
         assert isinstance(kv, PagedKV), "there is but one place"
+        if homes != {Tier.DEVICE}:
+            return DecodingInPieces(model, on_device.weights, kv, device)
         experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
         away = {b.layer for b in experts if plan.homes[b] is not Tier.DEVICE}
         if experts and weights is not on_device.weights:
@@ -234,6 +241,7 @@ class _Meter:
         self._counters = memory.weights.counters
         self._drive_counters = memory.weights.drive_counters
         self._guesses = memory.weights.guesses
+        self._on_device = None if memory.on_device is None else memory.on_device.weights
         self._guesser = guesser
         self._tracer = tracer
         self._last = self._read()
@@ -252,9 +260,12 @@ class _Meter:
             drive_s=now.drive_s - before.drive_s,
             converted_s=now.converted_s - before.converted_s,
             kernel_s=now.kernel_s - before.kernel_s,
+            link_s=now.link_s - before.link_s,
+            device_s=now.device_s - before.device_s,
             disk_bytes=now.disk_bytes - before.disk_bytes,
             useful_bytes=now.useful_bytes - before.useful_bytes,
             host_bytes=now.host_bytes - before.host_bytes,
+            link_bytes=now.link_bytes - before.link_bytes,
             hits=now.hits - before.hits,
             pending=now.pending - before.pending,
             misses=now.misses - before.misses,
@@ -266,14 +277,18 @@ class _Meter:
 
     def _read(self) -> Phase:
         counters, guesses, drive = self._counters, self._guesses, self._drive_counters()
+        link = DeviceCounters() if self._on_device is None else self._on_device.counters
         return Phase(
             waited_s=counters.waited_s,
             drive_s=drive.busy_s,
             converted_s=self._tracer.total("convert", "host").seconds,
             kernel_s=ops.kernel_seconds(),
+            link_s=link.link_s,
+            device_s=link.waited_s,
             disk_bytes=drive.read_bytes,
             useful_bytes=drive.useful_bytes,
             host_bytes=counters.host_bytes,
+            link_bytes=link.copied_bytes,
             hits=counters.hits,
             pending=counters.pending,
             misses=counters.misses,

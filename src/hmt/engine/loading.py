@@ -1,6 +1,7 @@
 """From a folder to a plan, and from a plan to memory."""
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from hmt.memory import (
 from hmt.memory.device import Device
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
+from hmt.quant import Format, component_bytes
 from hmt.weights import (
     BlockLayout,
     SpillFile,
@@ -130,10 +132,22 @@ def prepare(
     )
     machine = machine_for(path)
     if device is not None:
-        machine = with_device(machine, device)
+        machine = with_device(machine, device, _usual_format(weights.layouts))
     plan = solve(demand, options, machine)
     _check_physical(plan)
     return Prepared(source, model, weights.layouts, weights.published_bytes, demand, machine, plan)
+
+
+def _usual_format(layouts: Mapping[BlockId, BlockLayout]) -> Format | None:
+    """The format of most bytes of networks and experts, where it is one for matrices."""
+    sizes: Counter[Format] = Counter()
+    for block, layout in layouts.items():
+        if block.kind in (BlockKind.FFN, BlockKind.EXPERT):
+            for placed in layout.placed:
+                shape = placed.param.spec.shape
+                if len(shape) == 2:
+                    sizes[placed.format] += sum(component_bytes(placed.format, shape))
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def _check_physical(plan: Plan) -> None:

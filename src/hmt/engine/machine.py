@@ -3,11 +3,9 @@
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,12 +18,12 @@ from hmt.base import flags
 from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.plan import Machine
+from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
     PAGE_BYTES,
     DiskRate,
-    HostBuffer,
     available_host_bytes,
     cache_bytes,
     file_to_read,
@@ -34,13 +32,13 @@ from hmt.memory import (
     sweep,
 )
 from hmt.memory.device import Device
+from hmt.quant import Format
 
 _QUICK_S = 0.15  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.2
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
-_LINK_BYTES, _LINK_TRIES = 64 * MIB, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,37 +66,22 @@ def machine_for(path: Path) -> Machine:
     return _machine(found)
 
 
-def with_device(machine: Machine, device: Device) -> Machine:
-    """The machine with a GPU and its link, measured once per process (a tenth of a second)."""
-    if device.name not in _links:
-        _links[device.name] = _link_rate(device)
+def with_device(machine: Machine, device: Device, form: Format | None = None) -> Machine:
+    """The machine with a GPU and its link, measured once per process (half a second).
+
+    `form` is that of most weights which the CPU may compute with meanwhile.
+    """
+    rates = _links.get(device.name) or link_rates(device, form)
     return replace(
         machine,
         device_name=device.name,
-        link_rate=_links[device.name],
+        link_rate=rates.link,
+        shared_link_rate=rates.shared_link,
+        shared_cpu_rate=rates.shared_cpu,
     )
 
 
-_links: dict[str, float] = {}  # bytes per second, by device
-
-
-def _link_rate(device: Device) -> float:
-    """From pinned host memory to the device, bytes per second."""
-    host = HostBuffer(_LINK_BYTES)
-    host.tensor.fill_(1)
-    target = device.allocate(_LINK_BYTES)
-    pinned = device.pin(host.tensor)
-    try:
-        best_s = math.inf
-        for _ in range(_LINK_TRIES):
-            begin = time.perf_counter()
-            device.copy(target, host.tensor).wait()
-            best_s = min(best_s, time.perf_counter() - begin)
-        return _LINK_BYTES / best_s
-    finally:
-        if pinned:
-            device.unpin(host.tensor)
-        host.discard()
+_links: dict[str, LinkRates] = {}  # by device, where they need not be measured
 
 
 def measure(

@@ -8,9 +8,12 @@ from hmt.memory import PoolStats
 
 _WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
 
-_SHARED_S = ("seconds", "waited_s", "drive_s", "converted_s", "kernel_s", "guess_saved_s")
+_SHARED_S = (
+    *("seconds", "waited_s", "drive_s", "converted_s", "kernel_s", "link_s", "device_s"),
+    "guess_saved_s",
+)
 _SHARED_COUNTS = (
-    *("disk_bytes", "useful_bytes", "host_bytes", "hits", "pending", "misses"),
+    *("disk_bytes", "useful_bytes", "host_bytes", "link_bytes", "hits", "pending", "misses"),
     *("guesses", "guess_hits", "guess_unneeded_bytes"),
 )
 
@@ -24,9 +27,12 @@ class Phase:
     drive_s      time in which the drive had something to read
     converted_s  time that disk workers spent converting blocks to the wanted encoding
     kernel_s     of `seconds`, time inside compiled kernels; 0 where there are none
+    link_s       time in which weights were on their way to a GPU
+    device_s     of `seconds`, time in which the CPU waited for a GPU before it computed
     disk_bytes   read from the drive while these steps ran
     useful_bytes   of them, bytes of parameters: no padding, no gaps
     host_bytes   bytes of weight blocks that the kernels were given
+    link_bytes   of weights that were copied to a GPU
     hits, pending, misses   leases of blocks that do not live in memory
     guesses, guess_hits     experts read on a guess, and those of them that were needed then
     guess_unneeded_bytes    of guesses that nobody needed, less those needed after they had counted
@@ -40,9 +46,12 @@ class Phase:
     drive_s: float = 0.0
     converted_s: float = 0.0
     kernel_s: float = 0.0
+    link_s: float = 0.0
+    device_s: float = 0.0
     disk_bytes: int = 0
     useful_bytes: int = 0
     host_bytes: int = 0
+    link_bytes: int = 0
     hits: int = 0
     pending: int = 0
     misses: int = 0

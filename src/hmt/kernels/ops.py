@@ -23,6 +23,7 @@ from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
 from hmt.kernels.cpu.stack import stack as make_stack
+from hmt.kernels.elsewhere import feed_forward_elsewhere, feed_forward_handler, hand_over
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,
@@ -72,9 +73,11 @@ __all__ = [
     "draw",
     "experts",
     "feed_forward",
+    "feed_forward_elsewhere",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",
+    "hand_over",
     "kernel_seconds",
     "largest",
     "likeliest",
@@ -387,6 +390,9 @@ def feed_forward(
 ) -> None:
     """See `reference.feed_forward`: changes hidden [tokens, width].  Computed where params are."""
     if hidden.device != (where := params["down_proj"].data.device):
+        if (handler := feed_forward_handler()) is not None:
+            handler(hidden, x, params, layer)
+            return
         moved = hidden.to(where)
         feed_forward(moved, None if x is None else x.to(where), params, layer)
         hidden.copy_(moved)

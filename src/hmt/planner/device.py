@@ -5,9 +5,9 @@ for every token, and long contexts are where the CPU falls behind.  Of the rest 
 networks, experts) it keeps what fits.  What does not fit is read from host memory in every step, by
 the CPU, which computes with it, or by the link, which copies it to the device.  Layers come one
 after the other, but copying goes on all the time; so the copied share is what the link carries
-while the CPU reads the rest: link / (link + memory) of the bytes.  Copied blocks are spread among
-the CPU's, where there is time to copy them.  In steps of many tokens the CPU would compute for
-longer than the copy takes: then all blocks are copied.
+while the CPU reads the rest: link / (link + CPU) of the bytes, by the rates that both have at once.
+Copied blocks are spread among the CPU's, where there is time to copy them.  In steps of many tokens
+the CPU would compute for longer than the copy takes: then all blocks are copied.
 
 Experts stay on the device all or not at all.  If not, each layer gets a cache of as many as fit
 beside everything else, and a step brings the link's share of those that are missing.
@@ -180,7 +180,8 @@ def _layer_kv(demand: Demand) -> list[int]:
 
 def _copied_share(machine: Machine) -> float:
     """Of the bytes that do not stay on the device, those that are copied there in every step."""
-    link, memory = machine.link_rate, machine.ram_read_rate
+    link = machine.shared_link_rate or machine.link_rate
+    memory = machine.shared_cpu_rate or machine.ram_read_rate
     return link / (link + memory) if link and memory else 0.0
 
 
@@ -213,7 +214,8 @@ def _split(layers: list[_Layer], staying: int, share: float) -> _Choice:
     stay = _spread(layers, staying)
     kept = {layer.index for layer in stay}
     away = [layer for layer in layers if layer.index not in kept]
-    copied = _spread(away, round(len(away) * share))
+    # Rounded up: the link also copies while the device computes and the CPU waits.
+    copied = _spread(away, ceil(len(away) * share))
     those = {layer.index for layer in copied}
     return _Choice(stay, copied, [layer for layer in away if layer.index not in those])
 

@@ -1,9 +1,9 @@
 """Weights for a device that computes beside the CPU: what stays there, and what is copied there."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Standing
 from hmt.kernels import ops
 from hmt.kernels.expert_teams import Desk, make_desk
-from hmt.memory.device import Device, DeviceBuffer, DevicePool, Mark
+from hmt.memory.device import Copy, Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
 from hmt.weights.teams import Streamed, Teams, make_teams
@@ -36,9 +36,15 @@ _FEW, _MANY, _ALL_EXPERTS = range(3)  # kinds of steps
 
 @dataclass(slots=True)
 class DeviceCounters:
-    """Sums since the load.  `copied_bytes`: from host memory to the device, for steps."""
+    """Sums since the load, of copies from host memory to the device for steps.
+
+    link_s     time in which the link was at it; of those that have arrived
+    waited_s   time in which the CPU waited for the device before it computed
+    """
 
     copied_bytes: int = 0
+    link_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -55,27 +61,14 @@ class _Copied:
     leases: int = 0
 
 
-@dataclass(slots=True)
-class _Slots:
-    """Slots by what lies in them, and the views of blocks that have lain there."""
-
-    pool: DevicePool
-    views: dict[tuple[int, BlockId], Params] = field(default_factory=dict)
-
-    def views_of(self, slot: DeviceBuffer, layout: BlockLayout) -> Params:
-        key = (slot.tensor.data_ptr(), layout.id)
-        if key not in self.views:
-            self.views[key] = layout.views(slot.tensor)
-        return self.views[key]
-
-
 class DeviceWeights:
     """Implements Weights: each block where it computes.  For one thread.
 
     Blocks that compute on the CPU come from `store` as they do without a device.  The others stay
     on the device, or are copied into a slot there, in the order in which a step uses them, as soon
-    as there is one: the first ones of the next step while the last ones of this one compute.  A
-    slot is written again when the kernels that read it have ended.
+    as it is free: the first ones of the next step while the last ones of this one compute.  A slot
+    is written again when the kernels that read it have ended.  Slots take turns, so a block always
+    comes to the same one, and what is captured can read it there.
     """
 
     def __init__(
@@ -108,10 +101,17 @@ class DeviceWeights:
         self._resident: dict[BlockId, Standing] = {}
         self._resident_memory: dict[BlockId, Tensor] = {}
         self.teams = Teams({})
-        self._slots = _Slots(slots)
+        free = {
+            size: [slots.allocate(size) for _ in range(count)]
+            for size, count in plan.device.slot_counts.items()
+        }
+        self._slots = tuple(self._take_turns(order, free) for order in self._ordered)
+        self._views: dict[tuple[int, BlockId], Params] = {}  # of blocks, by their slots' addresses
+        self._taken: dict[DeviceBuffer, BlockId] = {}
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
         self._leaving: list[tuple[Mark, ExitStack]] = []  # sources of copies under way
-        self.counters = DeviceCounters()
+        self._under_way: deque[Copy] = deque()  # not yet in `counters`
+        self._counters = DeviceCounters()
         self.count = store.count
         self._table: tuple[int, int, torch.dtype] | None = None
         self.routed = store.routed
@@ -163,9 +163,17 @@ class DeviceWeights:
             kind = _ALL_EXPERTS
         if kind != self._kind:
             self._kind = kind
-            for block in [b for b in self._copied if b not in self._computing[kind]]:
-                self._free(block)
+            for block, copied in list(self._copied.items()):
+                if copied.slot is not self._slots[kind].get(block):
+                    self._free(block)
         self._copy_ahead(0)
+
+    @property
+    def counters(self) -> DeviceCounters:
+        """What has been copied until now."""
+        while self._under_way and self._under_way[0].reached():
+            self._counters.link_s += self._under_way.popleft().took_s()
+        return self._counters
 
     # Weights
 
@@ -232,9 +240,7 @@ class DeviceWeights:
                 if held and (len(held) == most or block not in self._copied):
                     yield [self._streamed(b) for b in held]
                     self._give_back(held)
-                copied = self._copied.get(block) or self._copy(block)
-                self._device.follow(copied.arrived)
-                copied.leases += 1
+                self.arrive(block)
                 held.append(block)
             yield [self._streamed(b) for b in held]
         finally:
@@ -262,9 +268,62 @@ class DeviceWeights:
         self._resident.clear()
         self._resident_memory.clear()
         self.teams = Teams({})
-        self._slots.views.clear()
+        self._views.clear()
+
+    # For steps that are captured: what `lease` does, by its parts
+
+    def place(self, block: BlockId) -> Params | None:
+        """Where a block that is copied will lie in steps like this; None for others."""
+        slot = self._slots[self._kind].get(block)
+        return None if slot is None else self._views_in(slot, block)
+
+    def arrive(self, block: BlockId) -> None:
+        """What comes next on the compute queue waits for a block that is copied."""
+        self._pass_over(block)
+        copied = self._copied.get(block) or self._copy(block)
+        self._device.follow(copied.arrived)
+        copied.leases += 1
+
+    def leave(self, block: BlockId) -> None:
+        """What is on the compute queue was the last to read it in this step."""
+        copied = self._copied[block]
+        copied.leases -= 1
+        copied.slot.last_use = self._device.mark()
+        # It comes again in the next step only, when all others have had the slot.
+        if not copied.leases:
+            self._free(block)
+            self._copy_ahead(self._orders[self._kind][block] + 1)
+
+    def waited(self, seconds: float) -> None:
+        """Count time in which the CPU waited for the device."""
+        self._counters.waited_s += seconds
 
     # Inside
+
+    def _take_turns(
+        self, order: Sequence[BlockId], slots: Mapping[int, Sequence[DeviceBuffer]]
+    ) -> dict[BlockId, DeviceBuffer]:
+        found = {}
+        taken: Counter[int] = Counter()
+        for block in order:
+            size = self._layouts[block].slot_bytes
+            found[block] = slots[size][taken[size] % len(slots[size])]
+            taken[size] += 1
+        return found
+
+    def _views_in(self, slot: DeviceBuffer, block: BlockId) -> Params:
+        key = (slot.tensor.data_ptr(), block)
+        if key not in self._views:
+            self._views[key] = self._layouts[block].views(slot.tensor)
+        return self._views[key]
+
+    def _pass_over(self, block: BlockId) -> None:
+        """Free what was copied for a step and not used in it, now that `block` is."""
+        positions = self._orders[self._kind]
+        here, half = positions[block], len(positions) // 2
+        for other, copied in list(self._copied.items()):
+            if not copied.leases and (positions[other] - here) % len(positions) > half:
+                self._free(other)
 
     def _on_host(self, block: BlockId) -> bool:
         return block not in self._computing[self._kind]
@@ -276,7 +335,7 @@ class DeviceWeights:
             block = order[(position + number) % len(order)]
             if block in self._copied:
                 continue
-            # Later blocks must not take the slot that this one waits for.
+            # What comes first goes over the link first.
             if self._store.presence(block) is not Presence.HIT or not self._try_to_copy(block):
                 return
 
@@ -291,18 +350,11 @@ class DeviceWeights:
 
     @contextmanager
     def _lease_copied(self, block: BlockId) -> Iterator[Params]:
-        copied = self._copied.get(block) or self._copy(block)
-        self._device.follow(copied.arrived)
-        copied.leases += 1
+        self.arrive(block)
         try:
-            yield copied.views
+            yield self._copied[block].views
         finally:
-            copied.leases -= 1
-            copied.slot.last_use = self._device.mark()
-            # It comes again in the next step only, when all others have had the slot.
-            if not copied.leases:
-                self._free(block)
-                self._copy_ahead(self._orders[self._kind][block] + 1)
+            self.leave(block)
 
     def _streamed(self, block: BlockId) -> Streamed:
         copied = self._copied[block]
@@ -321,29 +373,25 @@ class DeviceWeights:
 
     def _copy(self, block: BlockId) -> _Copied:
         """Copy a block that is needed now, if need be into the slot of what was asked for later."""
-        size = self._layouts[block].slot_bytes
-        while (copied := self._try_to_copy(block)) is None:
-            later = [
-                other
-                for other, there in self._copied.items()
-                if not there.leases and there.slot.nbytes == size
-            ]
-            if not later:
+        later = self._taken.get(self._slots[self._kind][block])
+        if later is not None:
+            if self._copied[later].leases:
+                size = format_bytes(self._layouts[block].slot_bytes)
                 raise BudgetError(
-                    f"{block} takes {format_bytes(size)} of GPU memory, and its slots are in use: "
+                    f"{block} takes {size} of GPU memory, and its slot is in use: "
                     "raise --gpu-memory"
                 )
-            self._free(later[-1])
+            self._free(later)
+        copied = self._try_to_copy(block)
+        assert copied is not None, "the slot is free"
         return copied
 
     def _try_to_copy(self, block: BlockId) -> _Copied | None:
-        layout = self._layouts[block]
-        slot = self._slots.pool.try_allocate(layout.slot_bytes)
-        if slot is None:
+        slot = self._slots[self._kind][block]
+        if slot in self._taken:
             return None
         self._let_go()
         with ExitStack() as stack:
-            stack.callback(self._slots.pool.free, slot)
             source = ExitStack()
             host_bytes = source.enter_context(self._store.lease_bytes(block))
             stack.enter_context(source)
@@ -353,14 +401,15 @@ class DeviceWeights:
                 arrived.wait()
                 source.close()
             stack.pop_all()
-        self.counters.copied_bytes += layout.slot_bytes
-        copied = _Copied(slot, self._slots.views_of(slot, layout), arrived, source)
-        self._copied[block] = copied
+        self._under_way.append(arrived)
+        self._counters.copied_bytes += slot.nbytes
+        copied = self._copied[block] = _Copied(slot, self._views_in(slot, block), arrived, source)
+        self._taken[slot] = block
         return copied
 
     def _free(self, block: BlockId) -> None:
         copied = self._copied.pop(block)
-        self._slots.pool.free(copied.slot)
+        del self._taken[copied.slot]
         self._leaving.append((copied.arrived, copied.source))
 
     def _let_go(self) -> None:

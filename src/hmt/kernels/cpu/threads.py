@@ -1,10 +1,16 @@
 """How many threads compute: one number for the extension's pool and for torch."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from hmt.kernels.cpu import extension
+
+# A device's part of a layer takes tenths of a millisecond; to wake workers that slept meanwhile
+# takes up to one more.
+_WATCH_MICROSECONDS = 5000
 
 
 def usable_threads() -> int:
@@ -31,3 +37,20 @@ def set_threads(threads: int | None) -> int:
     if native is not None:
         native.set_threads(wanted)
     return wanted
+
+
+@contextmanager
+def awake_workers() -> Iterator[None]:
+    """In the body, workers of the extension's pool stay awake between calls, for milliseconds.
+
+    For a step in which a device has its part between two of the CPU's.
+    """
+    native = extension.load()
+    if native is None:
+        yield
+        return
+    native.watch_for(_WATCH_MICROSECONDS)
+    try:
+        yield
+    finally:
+        native.watch_for(0)

@@ -1,14 +1,14 @@
 """A CUDA device, through torch."""
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
 from hmt.base.errors import BudgetError, MachineError
 from hmt.base.units import format_bytes
-from hmt.memory.device.interface import Mark
+from hmt.memory.device.interface import Copy, Cut, Mark
 
 _PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -26,6 +26,18 @@ class _CudaMark:
     def wait(self) -> None:
         """See Mark."""
         self.event.synchronize()
+
+
+class _CudaCopy(_CudaMark):
+    """Implements Copy with an event at either end."""
+
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        super().__init__(end)
+        self._begin = begin
+
+    def took_s(self) -> float:
+        """See Copy."""
+        return self._begin.elapsed_time(self.event) * 1e-3
 
 
 class CudaDevice:
@@ -76,14 +88,17 @@ class CudaDevice:
         with torch.cuda.device(self.where), torch.cuda.stream(self._compute):
             yield
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         """See Device."""
         with torch.cuda.stream(self._copies):
             if after is not None:
                 assert isinstance(after, _CudaMark)
                 self._copies.wait_event(after.event)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            self._copies.record_event(begin)
             target.copy_(source, non_blocking=True)
-            return _CudaMark(self._copies.record_event())
+            self._copies.record_event(end)
+            return _CudaCopy(begin, end)
 
     def mark(self) -> Mark:
         """See Device."""
@@ -107,6 +122,49 @@ class CudaDevice:
             return result
 
         return replay
+
+    def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See Device."""
+        parts: list[Callable[[], None]] = []
+
+        def begin() -> torch.cuda.CUDAGraph:
+            # One pool for all: what one piece leaves for the next stays where it is meanwhile.
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._graphs)
+            return graph
+
+        self._compute.synchronize()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._compute):
+            graph = begin()
+
+            def cut(work: Callable[[], None]) -> None:
+                nonlocal graph
+                graph.capture_end()
+                parts.extend((graph.replay, work))
+                graph = begin()
+
+            try:
+                result = compute(cut)
+            except BaseException:
+                # It cannot end well, and leaves torch with a pool that takes no other capture.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                self._graphs = torch.cuda.graph_pool_handle()
+                raise
+            graph.capture_end()
+        parts.append(graph.replay)
+
+        def replay() -> torch.Tensor:
+            for part in parts:
+                part()
+            return result
+
+        return replay
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See Device."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def synchronize(self) -> None:
         """See Device."""

@@ -5,11 +5,13 @@ for kernels, and `copies`, for what comes from host memory.  A mark is a place i
 other queue can be made to wait for it without the CPU waiting.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+
+Cut = Callable[[Callable[[], None]], None]
 
 
 class Mark(Protocol):
@@ -21,6 +23,14 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Let the calling thread wait until it is reached."""
+        ...
+
+
+class Copy(Mark, Protocol):
+    """The end of a copy."""
+
+    def took_s(self) -> float:
+        """How long it took from its beginning, once it is reached; 0 where nobody knows."""
         ...
 
 
@@ -53,7 +63,7 @@ class Device(Protocol):
         """Kernels that are called in the body go on the compute queue."""
         ...
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         """Copy host memory to the device's, both uint8 [n]; reached when it is there.
 
         Begins when `after`, a place on the compute queue, has been reached.  `source` must stay as
@@ -75,6 +85,18 @@ class Device(Protocol):
         `compute` has been called before, waits for nothing, and reads and writes tensors that stay
         where they are; what it returns is written anew by each call of the result.
         """
+        ...
+
+    def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Like `capture`, of work in which the CPU has a part.
+
+        `compute` calls what it is given with that part, at its place among what is captured.  It is
+        not done now, but each time when what is before it has been put on the queue.
+        """
+        ...
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the device's kernels can read and write."""
         ...
 
     def synchronize(self) -> None:

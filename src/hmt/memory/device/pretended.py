@@ -5,12 +5,12 @@ are late on purpose: their bytes arrive when somebody follows or waits for their
 then the target holds NaN, so that what is used too early shows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from hmt.memory.device.interface import Mark
+from hmt.memory.device.interface import Copy, Cut, Mark
 
 POISON = 0xFF  # NaN in every float dtype
 
@@ -30,6 +30,14 @@ class _Pretended:
         if self._work is not None:
             work, self._work = self._work, None
             work()
+
+
+class _PretendedCopy(_Pretended):
+    """Implements Copy."""
+
+    def took_s(self) -> float:
+        """See Copy."""
+        return 0.0
 
 
 class PretendedDevice:
@@ -61,13 +69,13 @@ class PretendedDevice:
         """See Device."""
         yield
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         """See Device."""
         assert after is None or after.reached(), "the pretended compute queue is never behind"
         assert target.shape == source.shape
         target.fill_(POISON)
         self._under_way = [copy for copy in self._under_way if not copy.reached()]
-        copy = _Pretended(lambda: target.copy_(source))
+        copy = _PretendedCopy(lambda: target.copy_(source))
         self._under_way.append(copy)
         return copy
 
@@ -82,6 +90,14 @@ class PretendedDevice:
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See Device: the work itself, every time."""
         return compute
+
+    def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See Device: all of it, every time."""
+        return lambda: compute(lambda work: work())
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See Device."""
+        return torch.empty(shape, dtype=dtype)
 
     def synchronize(self) -> None:
         """See Device."""

@@ -1,0 +1,118 @@
+"""`hmt bench gpu`: models that fit on a GPU and models that do not, beside others."""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hmt.base.errors import ConfigError
+from hmt.base.units import format_bytes, format_rate, parse_bytes
+from hmt.cli.console import notes
+
+_WIDTH = 120
+
+
+def gpu(
+    shape: Annotated[
+        str, typer.Option(help="Sizes of the random model: 8b, 70b, 30b-moe or small.")
+    ] = "8b",
+    memory: Annotated[
+        str, typer.Option(help="Memory of the GPU to use, one or several: 16GiB,4GiB.")
+    ] = "16GiB",
+    quant: Annotated[str, typer.Option(help="Encoding of the weights.")] = "w4a16:32",
+    host_memory: Annotated[str, typer.Option(help="Host memory to use.")] = "100GiB",
+    batches: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1,32",
+    tokens: Annotated[int, typer.Option(min=4, help="Tokens of each sequence.")] = 64,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens of a prompt; 0: none.")] = 2048,
+    runs: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 3,
+    peers: Annotated[
+        bool,
+        typer.Option(
+            help="Also time torch, compiled (models that fit), or transformers with accelerate."
+        ),
+    ] = True,
+    gpu_id: Annotated[str, typer.Option(help="Which GPU, by number.")] = "0",
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the model is kept for the next time; deleted without."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+) -> None:
+    """A model with a GPU: speeds, and their shares of what GPU, link and CPU allow."""
+    from hmt.bench.gpu import SHAPES, Task, open_peer, run
+    from hmt.cli.bench import write_json
+
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape}: choose {' or '.join(SHAPES)}")
+    budgets = memory.split(",")
+    for budget in budgets:
+        parse_bytes(budget)
+    with ExitStack() as stack:
+        status = stack.enter_context(notes().status("starting"))
+        models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        content = run(
+            models,
+            shape,
+            budgets,
+            Task(_batches(batches), tokens, prompt, runs),
+            quantization=quant,
+            host_memory=host_memory,
+            gpu=gpu_id,
+            peer=open_peer if peers else None,
+            progress=status.update,
+        )
+    _print(content)
+    write_json(content, json)
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(map(int, text.split(",")))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise ConfigError(f"--batches {text}: give a list such as 1,32")
+    return found
+
+
+def _print(content: dict[str, Any]) -> None:
+    rates = {name: rate for name, rate in content["rates"].items() if name != "encoding"}
+    table = Table(
+        title=f"{content['shape']['name']} in {content['quantization']} on {content['gpu']}\n"
+        + ", ".join(f"{name} {format_rate(rate)}" for name, rate in rates.items()),
+        title_justify="left",
+        box=None,
+    )
+    columns = ("", "tokens/s", "share", "of host's", "link busy", "of link", "CPU busy")
+    for column in (*columns, "peer", "ratio"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for result in content["results"]:
+        read = ", ".join(f"{format_bytes(n)} {where}" for where, n in result["read_bytes"].items())
+        table.add_row(f"{result['gpu_memory']}: {read}")
+        for case in result["cases"]:
+            table.add_row(
+                f"  {case['name']}",
+                f"{case['tokens_per_s']:.1f}",
+                *(_percent(case[name]) for name in ("share", "away_share")),
+                *(_percent(case[name]) for name in ("link_busy", "link_share", "cpu_busy")),
+                _number(case["peer_tokens_per_s"], 1),
+                _number(case["ratio"], 2),
+            )
+        if peer := result.get("peer"):
+            told = peer.get("failure") or f"{peer['name']}: {peer['note']}"
+            table.add_row(f"  peer: {told}")
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
+    console.print(table)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

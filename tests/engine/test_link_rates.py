@@ -1,0 +1,56 @@
+"""Rates of link and CPU: measured with weights of any format, once, and used by the planner."""
+
+from dataclasses import replace
+
+import pytest
+
+from hmt.contracts.encoding import Activations, Encoding
+from hmt.contracts.plan import Machine
+from hmt.engine import link_rates, machine
+from hmt.memory.device import PretendedDevice
+from hmt.planner.device import _copied_share
+from hmt.quant import Format
+
+MACHINE = Machine("a machine", 4, 1 << 34, 100e9, 1e9)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_rates, "_SHAPE", (128, 128))
+    monkeypatch.setattr(link_rates, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(link_rates, "_SECONDS", 0.01)
+    monkeypatch.setattr(link_rates, "cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(link_rates, "_known", {})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Format(Encoding.BF16),
+        Format(Encoding.F32),
+        Format(Encoding.FP8_BLOCK, tile=(128, 128)),
+        Format(Encoding.INT8_CHANNEL, activations=Activations.INT8_TOKEN),
+        Format(Encoding.INT4_GROUP, 32, activations=Activations.INT8_TOKEN),
+        Format(Encoding.INT4_GROUP, 32, zeros=True),
+        Format(Encoding.NVFP4, 16),
+        Format(Encoding.MXFP4, 32),
+    ],
+)
+def test_every_format_has_rates(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = machine.with_device(MACHINE, PretendedDevice(), form)
+    assert found.device_name == "a pretended device"
+    assert found.link_rate > 0 and found.shared_cpu_rate > 0
+    monkeypatch.setattr(link_rates, "_measure", None)  # not again
+    assert machine.with_device(MACHINE, PretendedDevice(), form) == found
+
+
+def test_a_model_without_networks_needs_only_the_link() -> None:
+    found = machine.with_device(MACHINE, PretendedDevice())
+    assert found.link_rate > 0 and found.shared_cpu_rate == found.shared_link_rate == 0
+
+
+def test_the_plan_divides_by_the_rates_at_once() -> None:
+    assert _copied_share(replace(MACHINE, link_rate=50e9)) == pytest.approx(1 / 3)
+    both = replace(MACHINE, link_rate=50e9, shared_link_rate=40e9, shared_cpu_rate=40e9)
+    assert _copied_share(both) == pytest.approx(0.5)
+    assert _copied_share(MACHINE) == 0.0

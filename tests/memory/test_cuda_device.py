@@ -1,0 +1,86 @@
+"""A real device: copies in parts, their times, and work that is captured in pieces."""
+
+import pytest
+import torch
+
+from hmt.memory.device import Cut, Device, open_device, rates_at_once
+from hmt.memory.device.link import Link
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return open_device("cuda:0")
+
+
+def test_copies_arrive_whole_and_tell_how_long_they_took(device: Device) -> None:
+    size = (65 << 20) + 24
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=True).random_(0, 256)
+    target = device.allocate(size).fill_(7)
+    torch.cuda.synchronize()
+    copy = device.copy(target, source)
+    copy.wait()
+    assert copy.reached() and torch.equal(target.cpu(), source)
+    rate = size / copy.took_s()
+    assert 1e8 < rate < 1e12
+
+
+def test_pieces_run_in_order_with_the_cpus_part_between_them(device: Device) -> None:
+    state = torch.zeros(1000, device=device.where)
+    there, back = (device.pinned((1000,), torch.float32) for _ in "ab")
+    done = []
+
+    def on_cpu(factor: float) -> None:
+        device.mark().wait()
+        torch.mul(there, factor, out=back)
+        done.append(float(there[0]))
+
+    def compute(cut: Cut) -> torch.Tensor:
+        kept = state + 1  # made in the first piece, read in the last one
+        for factor in (2.0, 3.0):
+            there.copy_(state, non_blocking=True)
+            cut(lambda factor=factor: on_cpu(factor))
+            state.copy_(back, non_blocking=True)
+            state.add_(1)
+        return state + kept
+
+    with device.computing():
+        replay = device.capture_pieces(compute)
+        assert not done, "nothing is computed while it is captured"
+        for start in (5.0, 11.0, -2.0):
+            state.fill_(start)
+            result = replay()
+            device.synchronize()
+            first = 2 * start + 1
+            assert done[-2:] == [start, first]
+            assert result.eq(3 * first + 1 + start + 1).all()
+
+
+def test_a_capture_that_fails_leaves_the_device_usable(device: Device) -> None:
+    state = torch.ones(10, device=device.where)
+
+    def compute(cut: Cut) -> torch.Tensor:
+        cut(lambda: None)
+        return state + state.sum().item()  # waits, which nothing captured may do
+
+    with device.computing():
+        with pytest.raises(RuntimeError):
+            device.capture_pieces(compute)
+        replay = device.capture_pieces(lambda cut: state * 3)
+        result = replay()
+    device.synchronize()
+    assert result.eq(3).all()
+
+
+def test_the_link_keeps_going_beside_the_cpu(device: Device) -> None:
+    source = torch.ones(8 << 20, dtype=torch.uint8, pin_memory=True)
+    target = device.allocate(8 << 20)
+    numbers = torch.ones(1 << 20)
+
+    def read() -> int:
+        numbers.sum()
+        return numbers.nbytes
+
+    link, cpu = rates_at_once(Link(device, target, source), read, 0.05)
+    assert link > 1e8 and cpu > 1e8
