@@ -64,6 +64,18 @@ const char* name_of(Isa isa) {
   return kNames[static_cast<std::size_t>(isa)];
 }
 
+bool reads_far_ahead() {
+#ifdef HMT_X86
+  static const bool far = [] {
+    __builtin_cpu_init();
+    return !__builtin_cpu_is("intel");
+  }();
+  return far;
+#else
+  return true;
+#endif
+}
+
 bool runs(Isa isa) {
 #ifdef HMT_FEW_ISAS
   if (isa != Isa::kPortable && isa != Isa::kAvx512Bf16) return false;

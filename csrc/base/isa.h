@@ -40,6 +40,9 @@ Isa isa();
 // Use another one; it must run.  Not while kernels run.
 void set_isa(Isa isa);
 
+// Whether this processor's own prefetching keeps up with one core that reads in order.
+bool reads_far_ahead();
+
 template <typename Table>
 using Tables = std::array<const Table*, kIsas>;
 

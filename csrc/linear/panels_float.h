@@ -173,7 +173,7 @@ struct FloatTile {
   const Weight& w;
   const Products& products;
   size_t panel;
-  bool first;  // of the call's tokens: then codes come from memory
+  bool asks;  // for codes ahead of time
   const Number* x[kTokens];
   const float* sums[kTokens];
   float totals[kTokens][16];
@@ -203,7 +203,7 @@ struct FloatTile {
     const size_t begin = group * w.tile_columns / kPanelBlock;
     F16v low[kTokens] = {}, high[kTokens] = {};
     for (size_t block = begin; block < begin + w.tile_columns / kPanelBlock; ++block) {
-      if (kTokens > 1 && first) prefetch_after(data + block * 256);
+      if (asks) prefetch_after(data + block * 256);
       HMT_UNROLL(4)
       for (size_t quad = 0; quad < 4; ++quad) {
         products.add_line(data + block * 256 + quad * 64, x, block * kPanelBlock + quad * 4, low,
@@ -218,7 +218,7 @@ struct FloatTile {
   HMT_INLINE void add_half_groups(size_t group, const uint8_t* data, const GroupNumbers& numbers) {
     F16v low[kTokens] = {}, high[kTokens] = {};
     const size_t block = group / 2;
-    if (kTokens > 1 && first) prefetch_after(data + block * 256);
+    if (asks) prefetch_after(data + block * 256);
     HMT_UNROLL(4)
     for (size_t quad = 0; quad < 4; ++quad) {
       products.add_line(data + block * 256 + quad * 64, x, block * kPanelBlock + quad * 4, low,
@@ -259,7 +259,8 @@ __attribute__((noinline)) void float_tile(const Weight& w, const Inputs& in,
                                           size_t panel, size_t rows, float* out,
                                           size_t out_stride) {
   const FloatLayout layout(w, in.bf16 != nullptr);
-  FloatTile<kNibble, Products, kTokens> tile{w, products, panel, first == 0, {}, {}, {}};
+  FloatTile<kNibble, Products, kTokens> tile{
+      w, products, panel, asks_ahead(kTokens, first == 0), {}, {}, {}};
   for (size_t t = 0; t < kTokens; ++t) {
     const size_t token = first + (t < count ? t : count - 1);
     tile.x[t] = row_of(in, layout, token, typename Products::Number{});

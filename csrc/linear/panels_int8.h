@@ -161,7 +161,7 @@ struct Int8Tile {
   const int32_t* starts[kTokens];
   const uint8_t* data;
   size_t panel;
-  bool first;  // of the call's tokens
+  bool asks;  // for codes ahead of time
   // In registers where they fit, else in L1: one load and store for eight products.
   float totals[kTokens][kPanels][16];
 
@@ -199,9 +199,8 @@ struct Int8Tile {
     }
   }
 
-  // Those of the first tokens come from memory, then they are in a cache.
   HMT_INLINE void prefetch(size_t block) const {
-    for (size_t p = 0; p < kPanels && kTokens > 1 && first; ++p) {
+    for (size_t p = 0; p < kPanels && asks; ++p) {
       prefetch_after(data + p * panel_bytes(call.w) + block * 256);
     }
   }
@@ -283,7 +282,8 @@ __attribute__((noinline)) void multiply_tile(const Int8Call& call, size_t first,
                                              size_t panel, size_t rows, float* out,
                                              size_t out_stride) {
   const uint8_t* data = static_cast<const uint8_t*>(call.w.data) + panel * panel_bytes(call.w);
-  Int8Tile<kNibble, kTokens, kPanels> tile{call, {}, {}, data, panel, first == 0, {}};
+  Int8Tile<kNibble, kTokens, kPanels> tile{call, {}, {}, data, panel,
+                                          asks_ahead(kTokens, first == 0), {}};
   for (size_t t = 0; t < kTokens; ++t) {
     const size_t token = first + (t < count ? t : count - 1);
     tile.x[t] = call.in.codes + token * call.in.stride;

@@ -185,7 +185,7 @@ def test_routed_experts_add_up(dtype: torch.dtype, seed: int, tokens: int, top_k
     scales, chosen = scores.topk(top_k)
 
     hidden = x.clone()
-    request_experts(Routing(chosen, scales), hidden, 3, experts)
+    request_experts(x, Routing(chosen, scales), hidden, 3, ffn, experts)
     got = routed_experts(x, Routing(chosen, scales), 3, ffn, experts)
 
     needed = sorted(BlockId(3, BlockKind.EXPERT, e) for e in chosen.unique().tolist())

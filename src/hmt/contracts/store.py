@@ -1,7 +1,7 @@
 """The two things that models compute from without knowing where they lie: weights and KV."""
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,12 +52,13 @@ class Standing:
 class ExpertTeam(Protocol):
     """Computes a layer's routed experts wherever they are, in several places at once."""
 
-    def __call__(
+    def begin(
         self, x: torch.Tensor, chosen: torch.Tensor, scales: torch.Tensor, activation: str
-    ) -> torch.Tensor:
-        """Scaled outputs of the chosen experts, added up in f32: [tokens, hidden] in x.dtype.
+    ) -> Callable[[], torch.Tensor]:
+        """Begin with the chosen experts; what is returned ends it, and may be called later.
 
-        x [tokens, hidden]; chosen int64 and scales f32 [tokens, top_k].
+        x [tokens, hidden]; chosen int64 and scales f32 [tokens, top_k].  The result is the scaled
+        outputs, added up in f32: [tokens, hidden] in x.dtype.
         """
         ...
 

@@ -1,5 +1,6 @@
 """Mixture of experts: choosing experts for each token, and computing only those."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,10 +20,12 @@ class Routing:
 
     experts   int64 [tokens, top_k]
     scales    f32 [tokens, top_k]: what the experts' outputs are multiplied with
+    ending    of the work that a team has begun
     """
 
     experts: Tensor
     scales: Tensor
+    ending: Callable[[], Tensor] | None = None
     _blocks: list[BlockId] = field(default_factory=list)
 
     def blocks(self, layer: int) -> list[BlockId]:
@@ -144,12 +147,16 @@ class BiasedSigmoidRouter:
         return Routing(*chosen)
 
 
-def request_experts(routing: Routing, hidden: Tensor, layer: int, weights: Weights) -> None:
-    """Ask for all chosen experts at once, as soon as they are known.
+def request_experts(
+    x: Tensor, routing: Routing, hidden: Tensor, layer: int, expert: GatedFFN, weights: Weights
+) -> None:
+    """Ask for all chosen experts at once, as soon as they are known, or let a team begin.
 
-    hidden [tokens, hidden_size] is what the router saw, before its norm.  A team knows by itself.
+    hidden [tokens, hidden_size] is what the router saw, before its norm, and x after it.
     """
-    if weights.team(layer) is not None:
+    team = weights.team(layer)
+    if team is not None:
+        routing.ending = team.begin(x, routing.experts, routing.scales, expert.activation)
         return
     weights.request(routing.blocks(layer), Priority.NEED)
     weights.routed(layer, hidden, routing.experts, routing.scales)
@@ -165,9 +172,8 @@ def routed_experts(
     places has computed.
     """
     assert not expert.prefix
-    team = weights.team(layer)
-    if team is not None:
-        return team(x, routing.experts, routing.scales, expert.activation)
+    if routing.ending is not None:
+        return routing.ending()
     blocks = routing.blocks(layer)
     total = None
     done = 0

@@ -113,7 +113,7 @@ class DeepSeek(Decoder):
             x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)
             # On their way while the shared ones compute.
-            request_experts(routing, hidden, index, weights)
+            request_experts(x, routing, hidden, index, self.expert, weights)
             shared = self.shared(x, params)
         return hidden + (routed_experts(x, routing, index, self.expert, weights) + shared)
 

@@ -66,5 +66,5 @@ class Mixtral(Decoder):
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
             x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)
-        request_experts(routing, hidden, index, weights)
+        request_experts(x, routing, hidden, index, self.expert, weights)
         return hidden + routed_experts(x, routing, index, self.expert, weights)

@@ -10,7 +10,7 @@ from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.kernels import expert_teams, ops
-from hmt.kernels.expert_teams import Desk, ExpertSlots, Places
+from hmt.kernels.expert_teams import Desk, ExpertShares, ExpertSlots, Places
 from hmt.memory.device import Device, DevicePool
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
@@ -46,16 +46,28 @@ class HybridTeam:
         self._nbytes = nbytes
         self._on_host = on_host
 
-    def __call__(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
-        """See ExpertTeam."""
+    def begin(
+        self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
+    ) -> Callable[[], Tensor]:
+        """See ExpertTeam: the host begins, and the device when the ending is called."""
         shares = expert_teams.divide(self.slots, chosen, self._share)
         desk = self.desk if self.desk is not None and self.desk.takes(x) else None
         if desk is not None:
             desk.ask(self._layer, x, shares, scales, activation)
-        expert_teams.fetch(self.slots, shares, self._nbytes)
-        total = self.places.compute(x, shares.here, chosen, scales, activation)
-        if desk is not None:
-            return desk.take(self._layer, total, shares)
+
+        def end() -> Tensor:
+            expert_teams.fetch(self.slots, shares, self._nbytes)
+            total = self.places.compute(x, shares.here, chosen, scales, activation)
+            if desk is not None:
+                return desk.take(self._layer, total, shares)
+            return self._add_host(total, x, shares, scales, activation)
+
+        return end
+
+    def _add_host(
+        self, total: Tensor, x: Tensor, shares: ExpertShares, scales: Tensor, activation: str
+    ) -> Tensor:
+        """What is asked for without a desk."""
         asked = shares.on_host.cpu()
         wanted = sorted({expert for token in asked.tolist() for expert in token if expert >= 0})
         if wanted:
@@ -77,10 +89,11 @@ class ResidentTeam:
         self._table = table
         self._places = places
 
-    def __call__(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+    def begin(
+        self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
+    ) -> Callable[[], Tensor]:
         """See ExpertTeam."""
-        total = self._places.compute(x, self._table, chosen, scales, activation)
-        return total.to(x.dtype)
+        return lambda: self._places.compute(x, self._table, chosen, scales, activation).to(x.dtype)
 
 
 class StreamedTeam:
@@ -96,8 +109,13 @@ class StreamedTeam:
         self._places = places
         self._stream = stream
 
-    def __call__(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
-        """See ExpertTeam."""
+    def begin(
+        self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
+    ) -> Callable[[], Tensor]:
+        """See ExpertTeam: copies are under way anyhow."""
+        return lambda: self._compute(x, chosen, scales, activation)
+
+    def _compute(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
         total: Tensor | None = None
         for group in self._stream(self._blocks):
             if x.is_cuda:
