@@ -66,7 +66,7 @@ def test_random_steps_with_changing_budgets() -> None:
         from hmt.memory.device import open_device
 
         taken = open_device("cuda:0").used_bytes()
-    budget = {"gpu_memory": taken + (24 << 20), "gpu_id": "0" if CUDA else "pretended"}
+    budget = {"gpu_memory": taken + (16 << 20), "gpu_id": "0" if CUDA else "pretended"}
     steps, loads, sizes = 0, 0, set()
     with hmt.Engine(host_memory="256MiB", **budget, **OPTIONS) as engine:  # type: ignore[arg-type]
         while steps < STEPS:
