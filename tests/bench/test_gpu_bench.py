@@ -13,6 +13,7 @@ from hmt.bench.gpu_rates import Rates
 from hmt.bench.offloaded_peer import resident_layers
 from hmt.bench.random_model import Shape
 from hmt.bench.torch_llama import TorchLlama, Weights, random_weights
+from hmt.cli import bench_gpu
 from hmt.engine import Phase, machine
 from hmt.engine.link_rates import LinkRates
 from hmt.memory.device import PretendedDevice
@@ -39,7 +40,9 @@ class FakePeer:
         self.closed = True
 
 
-def test_a_run_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_adds_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(gpu, "measure_rates", lambda device, encoding: RATES)
     monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
     peers = []
@@ -75,6 +78,10 @@ def test_a_run_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (one["away_share"] is None) == (result is fits)
         assert prompt["ratio"] is None and prompt["peer_failure"] == "out of memory"
         assert prompt["batch"] == 0 and prompt["share"] is None
+    bench_gpu._print(content)
+    told = capsys.readouterr().out
+    for words in ("64MiB: a token reads", "fake: says what it is told", "2 sequences, 4 tokens"):
+        assert words in told
     assert away["cases"][0]["link_share"] > 0 and fits["cases"][0]["link_share"] == 0
 
 

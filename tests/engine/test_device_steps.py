@@ -18,8 +18,9 @@ from hmt.engine.link_rates import LinkRates
 CUDA = torch.cuda.is_available()
 STEPS = 10_000 if CUDA else 1_200  # what CI has time for
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
+# Prompts and single tokens are summed in different orders, with weights of 4 bits times floats.
 # Sums of host and device are added last; a GPU's kernels add in another order altogether.
-MOST = {"dense": 2e-3 if CUDA else 0.0, "moe": 2e-3 if CUDA else 1e-5}
+MOST = {"dense": 2e-3 if CUDA else 1e-6, "moe": 2e-3 if CUDA else 1e-5}
 OPTIONS = {"context": 128, "dtype": "float32", "quantization": "w4a16:32"}
 
 
@@ -65,7 +66,7 @@ def test_random_steps_with_changing_budgets() -> None:
         from hmt.memory.device import open_device
 
         taken = open_device("cuda:0").used_bytes()
-    budget = {"gpu_memory": taken + (24 << 20), "gpu_id": "0" if CUDA else "pretended"}
+    budget = {"gpu_memory": taken + (16 << 20), "gpu_id": "0" if CUDA else "pretended"}
     steps, loads, sizes = 0, 0, set()
     with hmt.Engine(host_memory="256MiB", **budget, **OPTIONS) as engine:  # type: ignore[arg-type]
         while steps < STEPS:

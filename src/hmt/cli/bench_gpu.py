@@ -80,31 +80,32 @@ def _batches(text: str) -> tuple[int, ...]:
 
 
 def _print(content: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
     rates = {name: rate for name, rate in content["rates"].items() if name != "encoding"}
-    table = Table(
-        title=f"{content['shape']['name']} in {content['quantization']} on {content['gpu']}\n"
-        + ", ".join(f"{name} {format_rate(rate)}" for name, rate in rates.items()),
-        title_justify="left",
-        box=None,
-    )
+    console.print(f"{content['shape']['name']} in {content['quantization']} on {content['gpu']}")
+    console.print(", ".join(f"{name} {format_rate(rate)}" for name, rate in rates.items()))
+    for result in content["results"]:
+        read = ", ".join(f"{format_bytes(n)} {where}" for where, n in result["read_bytes"].items())
+        console.print(f"{result['gpu_memory']}: a token reads {read}")
+        if peer := result.get("peer"):
+            console.print("peer " + (peer.get("failure") or f"{peer['name']}: {peer['note']}"))
+        _show(result["cases"])
+
+
+def _show(cases: list[dict[str, Any]]) -> None:
+    table = Table(box=None)
     columns = ("", "tokens/s", "share", "of host's", "link busy", "of link", "CPU busy")
     for column in (*columns, "peer", "ratio"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for result in content["results"]:
-        read = ", ".join(f"{format_bytes(n)} {where}" for where, n in result["read_bytes"].items())
-        table.add_row(f"{result['gpu_memory']}: {read}")
-        for case in result["cases"]:
-            table.add_row(
-                f"  {case['name']}",
-                f"{case['tokens_per_s']:.1f}",
-                *(_percent(case[name]) for name in ("share", "away_share")),
-                *(_percent(case[name]) for name in ("link_busy", "link_share", "cpu_busy")),
-                _number(case["peer_tokens_per_s"], 1),
-                _number(case["ratio"], 2),
-            )
-        if peer := result.get("peer"):
-            told = peer.get("failure") or f"{peer['name']}: {peer['note']}"
-            table.add_row(f"  peer: {told}")
+    for case in cases:
+        table.add_row(
+            case["name"],
+            f"{case['tokens_per_s']:.1f}",
+            *(_percent(case[name]) for name in ("share", "away_share")),
+            *(_percent(case[name]) for name in ("link_busy", "link_share", "cpu_busy")),
+            _number(case["peer_tokens_per_s"], 2),
+            _number(case["ratio"], 2),
+        )
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
     console.print(table)

@@ -1,7 +1,7 @@
 """Moving a few numbers between pinned host memory and the device by a kernel.
 
-Fetching 16 KB, one kernel on them and sending 32 KB back takes 12 us as a graph on an H200, until
-the CPU knows; 24 us while weights are copied there.
+Fetching 16 KB, one kernel on them and sending 32 KB back takes a graph 15 us on an H200, until the
+CPU knows, and 27 us while weights are copied there; with copies instead of kernels 27 and 37 us.
 """
 
 import triton
