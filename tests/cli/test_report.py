@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hmt.cli.report import summary_json, summary_view
 from hmt.contracts.plan import Machine
-from hmt.engine import Phase, RunSummary, Verdict
+from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, Verdict
 
 MIB = 1 << 20
 STREAMED = RunSummary(
@@ -55,6 +55,20 @@ def shown(summary: RunSummary) -> str:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in text.splitlines())
     return text
+
+
+def test_a_run_with_a_gpu_says_who_computed_its_experts() -> None:
+    used = {"resident": 5 * MIB, "experts": 2 * MIB}
+    experts = ExpertAccount(found=30, brought=50, left=20, nbytes=25 * MIB)
+    device = DeviceAccount("a GPU", 8 * MIB, used, 5 * MIB, 0, experts)
+    text = " ".join(shown(replace(STREAMED, device=device)).split())
+    assert "30% found on the GPU, 50% brought over the link, 20% left to the CPU" in text
+    content = summary_json(replace(STREAMED, device=device))
+    assert content["device"]["experts"] == {"found": 30, "brought": 50, "left": 20} | {
+        "nbytes": 25 * MIB
+    }
+    nothing = replace(experts, found=0, brought=0, left=0)
+    assert "brought" not in shown(replace(STREAMED, device=replace(device, experts=nothing)))
 
 
 def test_a_run_that_waited_for_conversions_says_so():

@@ -118,6 +118,8 @@ def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) ->
             counts = weights.teams.counts()
             layers, spec = len({block.layer for block in experts}), model.prepared.model.spec
             assert all(counts) and sum(counts) == 16 * layers * spec.experts_per_token
+            account = model.summary().device.experts
+            assert (account.found, account.brought, account.left) == counts
             for team in weights.teams.by_layer.values():
                 held = team.slots.holders[team.slots.holders >= 0]
                 assert len(set(held.tolist())) == len(held) <= share.expert_slots

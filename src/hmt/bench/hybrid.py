@@ -86,7 +86,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     try:
         for number in range(_WARM_STEPS + steps):
             if number == _WARM_STEPS:
-                counts = teams.counts()
+                counts = teams.counts() or counts
             parts = [
                 Part(sequence, context + number, [token], 1, total)
                 for sequence, token in zip(sequences, tokens, strict=True)
@@ -103,7 +103,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
                 waited = captured.served.waited_s - served.waited_s
             times.append((elapsed, computed, waited))
         found, brought, left = (
-            (now - then) / steps for now, then in zip(teams.counts(), counts, strict=True)
+            (now - then) / steps for now, then in zip(teams.counts() or counts, counts, strict=True)
         )
     finally:
         for sequence in sequences:

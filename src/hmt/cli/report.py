@@ -10,7 +10,7 @@ from rich.text import Text
 from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from hmt.engine import Bottleneck, DeviceAccount, Phase, RunSummary, Verdict
+    from hmt.engine import Bottleneck, DeviceAccount, ExpertAccount, Phase, RunSummary, Verdict
 
 _BAR_CELLS = 16
 _SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
@@ -34,6 +34,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     table.add_row("memory", _memory(summary))
     if summary.device is not None:
         table.add_row("GPU", _device(summary.device, phase))
+        if (experts := summary.device.experts) is not None and experts.needed:
+            table.add_row("experts", _experts(experts))
     table.add_row("per token", _traffic(phase))
     if phase.guesses or summary.guessing is not None:
         table.add_row("guesses", _guesses(phase, summary.guessing))
@@ -104,6 +106,15 @@ def _device(device: "DeviceAccount", phase: "Phase") -> Text:
         text += f", the CPU's kernels {phase.kernel_s / phase.seconds:.0%}"
     return Text.assemble(
         _bar(used / device.budget_bytes if device.budget_bytes else 0.0, "green", "dim"), text
+    )
+
+
+def _experts(experts: "ExpertAccount") -> str:
+    needed = experts.needed
+    return (
+        f"{experts.found / needed:.0%} found on the GPU, {experts.brought / needed:.0%} brought "
+        f"over the link, {experts.left / needed:.0%} left to the CPU; "
+        f"{format_bytes(experts.nbytes)} each"
     )
 
 

@@ -3,7 +3,7 @@
 from hmt.engine.config import EngineConfig
 from hmt.engine.engine import Engine, LoadedModel
 from hmt.engine.loading import Prepared, prepare
-from hmt.engine.summary import Bottleneck, DeviceAccount, Phase, RunSummary
+from hmt.engine.summary import Bottleneck, DeviceAccount, ExpertAccount, Phase, RunSummary
 from hmt.engine.trial import Verdict
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DeviceAccount",
     "Engine",
     "EngineConfig",
+    "ExpertAccount",
     "LoadedModel",
     "Phase",
     "Prepared",

@@ -202,7 +202,9 @@ class CapturedDecoding:
         there[1].copy_(chosen, non_blocking=True)
         arrived = self._device.mark()
         if self._desk is not None:
-            self.served = self.served + self._desk.serve(len(logits))
+            served = self._desk.serve(len(logits))
+            self.served = self.served + served
+            self._weights.count(served.experts * self._weights.teams.nbytes)
         return _Result(*there, arrived)
 
     def _open(self, tokens: int, context: int) -> Captured:

@@ -24,7 +24,7 @@ from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.source import Source, open_source
-from hmt.engine.summary import DeviceAccount
+from hmt.engine.summary import DeviceAccount, ExpertAccount
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV, PlacedKV, page_bytes
 from hmt.memory import (
@@ -100,7 +100,14 @@ class Memory:
             used_bytes={a.purpose: a.used_bytes for a in self.on_device.accounts},
             resident_bytes=stays,
             copied_bytes=sum(sizes.values()) - stays,
+            experts=self._expert_account(),
         )
+
+    def _expert_account(self) -> ExpertAccount | None:
+        assert self.on_device is not None
+        teams = self.on_device.weights.teams
+        counts = teams.counts()
+        return None if counts is None else ExpertAccount(*counts, teams.nbytes)
 
     def close(self) -> None:
         """Free it all."""

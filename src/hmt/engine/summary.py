@@ -146,6 +146,27 @@ def bottleneck(phase: Phase, machine: Machine) -> Bottleneck | None:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertAccount:
+    """Who computed the experts that steps of few tokens needed, since the load.
+
+    found    on a GPU, which had them already
+    brought  on it, over the link
+    left     to the CPU
+    nbytes   of one
+    """
+
+    found: int
+    brought: int
+    left: int
+    nbytes: int
+
+    @property
+    def needed(self) -> int:
+        """All of them."""
+        return self.found + self.brought + self.left
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceAccount:
     """What a model has on a GPU.
 
@@ -153,6 +174,7 @@ class DeviceAccount:
     used_bytes        by purpose, of the budget
     resident_bytes    of weights that stay there
     copied_bytes      of weights that are copied there in every step
+    experts           where a layer's experts are shared out; None where they are not
     """
 
     name: str
@@ -160,6 +182,7 @@ class DeviceAccount:
     used_bytes: dict[str, int]
     resident_bytes: int
     copied_bytes: int
+    experts: ExpertAccount | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,11 +158,14 @@ class Teams:
             if isinstance(team, HybridTeam)
         }
 
-    def counts(self) -> tuple[int, int, int]:
-        """Experts found in the cache, brought, and left to the host; waits for the device."""
+    def counts(self) -> tuple[int, int, int] | None:
+        """Experts found in the cache, brought, and left to the host; waits for the device.
+
+        None where nothing is shared out.
+        """
         hybrid = [team for team in self.by_layer.values() if isinstance(team, HybridTeam)]
         if not hybrid:
-            return (0, 0, 0)
+            return None
         found, brought, left = torch.stack([team.slots.counts for team in hybrid]).sum(0).tolist()
         return found, brought, left
 
