@@ -8,7 +8,6 @@ so that threads load what they compute on and nothing moves between them.
 import triton
 import triton.language as tl
 
-from hmt.kernels.triton.dependent import ask_cache_for
 from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, int8_codes
 from hmt.kernels.triton.unpack_words import minus_eights, times, word_codes, word_pieces
 
@@ -53,28 +52,6 @@ def load_codes(at, block, start, blocks, EVEN: tl.constexpr):
     last = tl.zeros_like(block) if EVEN else block
     place = words[:, None] + tl.arange(0, 4)[None, :]
     return tl.load(place, mask=(last + start < blocks)[:, None])
-
-
-@triton.jit
-def ask_for_steps(
-    codes, more_codes, scales, more_scales, first_panel, panels, start, count, blocks,
-    GROUP_BLOCKS: tl.constexpr, PAIRS: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Let the cache fetch codes and scales of `count` blocks from `start` on."""
-    SIZE: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
-    known = tl.minimum(count, blocks - start)
-    for part in tl.static_range(2 * PAIRS):
-        panel = _panel(first_panel, panels, part // 2, part % 2, GATED)
-        its_codes, its_scales = codes, scales
-        if GATED and part // 2 % 2 == 1:
-            its_codes, its_scales = more_codes, more_scales
-        ask_cache_for(its_codes + (panel * blocks + start) * 256, known * 256, DEPENDENT)
-        if GROUP_BLOCKS == 0:
-            first, groups = panel * (blocks * 2) + start * 2, known * 2
-        else:
-            first = panel * (blocks // GROUP_BLOCKS) + start // GROUP_BLOCKS
-            groups = known // GROUP_BLOCKS
-        ask_cache_for(its_scales + first * 16, groups * (16 * SIZE), DEPENDENT)
 
 
 @triton.jit
