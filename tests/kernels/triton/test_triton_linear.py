@@ -255,3 +255,15 @@ def test_block_sizes_of_weights_with_many_rows(device, monkeypatch, encoding, op
     for tokens in (1, 12):
         x = random_x(tokens, 384, device).half()
         assert_is_product(kernels.linear(x, w), x, w)
+
+
+@pytest.mark.parametrize("limit", ["_MANY_ROWS", "_SOME_ROWS", "_MANY_INPUTS"])
+@pytest.mark.parametrize("encoding", [Encoding.NVFP4, Encoding.INT4_GROUP])
+def test_block_sizes_of_all_shapes(device, monkeypatch, encoding, limit):
+    monkeypatch.setattr(few_launch, limit, 1)
+    w = random_weight(encoding, 70, 320, device=device)
+    on_card = device.type == "cuda"
+    for tokens in (1, 2, 3, 6, 12, 30) if on_card else (1, 3, 6):
+        for dtype in dtypes_of(device):
+            x = random_x(tokens, 320, device).to(dtype)
+            assert_is_product(kernels.linear(x, w), x, w)

@@ -1,8 +1,8 @@
-"""4-bit codes in panels brought to numbers that tensor cores take.
+"""Codes brought to numbers that tensor cores take, byte for byte; see `unpack_words` for words.
 
-Four bytes of a panel lie in one register.  On the card a few logical instructions make numbers of
-all eight codes at once; Triton's own arithmetic takes three times as many.  The interpreter knows
-no assembler and takes the arithmetic.
+Four bytes lie in one register.  On the card a few logical instructions make numbers of all of them
+at once; Triton's own arithmetic takes three times as many.  The interpreter knows no assembler and
+takes the arithmetic.
 """
 
 import torch
