@@ -8,7 +8,7 @@ so that threads load what they compute on and nothing moves between them.
 import triton
 import triton.language as tl
 
-from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, int8_codes
+from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, WIDE, int8_codes
 from hmt.kernels.triton.unpack_words import minus_eights, times, word_codes, word_pieces
 
 
@@ -137,7 +137,7 @@ def x_operand(
     if KIND == tl.int8:  # noqa: SIM300
         values = word_pieces(values).to(tl.int8)
         values = tl.reshape(values, (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 4))
-        values = tl.permute(values, (3, 1, 5, 2, 6, 0, 4))
+        values = tl.permute(values, (3, 1, 5, 2, 6, 0, 4) if WIDE else (3, 1, 2, 5, 6, 0, 4))
     else:
         # Apart, so that what becomes neighbours in a register are before they are multiplied.
         values = tl.reshape(values, (EIGHTS, 1 if OWN else BLOCKS, HALVES, DOTS, 8, 4, 2, 2))
@@ -145,7 +145,8 @@ def x_operand(
         if OWN or KIND == tl.bfloat16:  # noqa: SIM300
             even = times(tl.broadcast_to(even, factors.shape), factors, KIND)
             odd = times(tl.broadcast_to(odd, factors.shape), factors, KIND)
-        values = tl.permute(tl.join(even, odd), (3, 1, 2, 5, 7, 6, 0, 4))
+        values = tl.join(even, odd)
+        values = tl.permute(values, (3, 1, 2, 5, 7, 6, 0, 4) if WIDE else (3, 1, 2, 7, 5, 6, 0, 4))
     return tl.reshape(values, (DOTS, 32 * BLOCKS, SPLIT * TOKENS))
 
 
@@ -157,13 +158,16 @@ def weight_operand(
     """Codes of a step as an operand [DOTS, 32 PAIRS, 32 BLOCKS].
 
     Rows come in the order (pair, row of four, panel, q).  Columns come in the order in which a
-    thread's numbers lie in its registers: (block, j, half, i) of int8; else (block, half, j, odd i,
-    i >= 2).
+    thread's numbers lie in its registers, see `WIDE`: (block, j, half, i) or (block, half, j, i)
+    of int8; else (block, half, j, odd i, i >= 2) or (block, half, odd i, j, i >= 2).
     """
     if KIND == tl.int8:  # noqa: SIM300
         low, high = int8_codes(word_pieces(codes).to(tl.uint8), E2M1)
         both = tl.reshape(tl.join(low, high), (PAIRS, BLOCKS, DOTS, 2, 4, 4, 4, 4, 2))
-        both = tl.permute(both, (2, 0, 6, 3, 4, 1, 5, 8, 7))
+        # pair, block, dot, panel, q, j, row, i, half
+        both = tl.permute(
+            both, (2, 0, 6, 3, 4, 1, 5, 8, 7) if WIDE else (2, 0, 6, 3, 4, 1, 8, 5, 7)
+        )
     else:
         numbers = word_codes(codes, E2M1, KIND == tl.bfloat16)  # noqa: SIM300
         both = _joined(numbers, DOTS, BLOCKS, PAIRS, 4)
@@ -178,7 +182,9 @@ def _joined(numbers, DOTS, BLOCKS, PAIRS, ROWS: tl.constexpr):
     high = tl.join(tl.join(h0, h2), tl.join(h1, h3))
     both = tl.reshape(tl.join(low, high), (PAIRS, BLOCKS, DOTS, 2, 4, 4, ROWS, 2, 2, 2))
     # pair, block, dot, panel, q, j, row, i >= 2, odd i, half
-    return tl.permute(both, (2, 0, 6, 3, 4, 1, 9, 5, 8, 7))
+    return tl.permute(
+        both, (2, 0, 6, 3, 4, 1, 9, 5, 8, 7) if WIDE else (2, 0, 6, 3, 4, 1, 9, 8, 5, 7)
+    )
 
 
 @triton.jit

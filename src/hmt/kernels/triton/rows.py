@@ -12,7 +12,7 @@ from hmt.kernels.triton.dependent import (
     inputs_are_there,
     next_may_begin,
 )
-from hmt.kernels.triton.unpack import BF16_X_SCALE, byte_numbers
+from hmt.kernels.triton.unpack import BF16_X_SCALE, WIDE, byte_numbers
 from hmt.kernels.triton.unpack_words import minus_128s, times, word_bytes
 
 # Scales are f32 [out / TILE_ROWS, in / GROUP]; GROUP 0 stands for one scale per row.  Others:
@@ -212,7 +212,7 @@ def _joined(numbers, DOTS: tl.constexpr, CHUNKS: tl.constexpr, EIGHTS: tl.conste
     zero, one, two, three = numbers
     both = tl.join(tl.join(zero, one), tl.join(two, three))  # [.., odd, i >= 2]
     both = tl.reshape(both, (EIGHTS, DOTS, 8, 4, CHUNKS, 2, 2, 2))
-    return tl.permute(both, (1, 0, 2, 4, 5, 3, 7, 6))
+    return tl.permute(both, (1, 0, 2, 4, 5, 3, 7, 6) if WIDE else (1, 0, 2, 4, 5, 7, 3, 6))
 
 
 @triton.jit
@@ -223,8 +223,12 @@ def _x_operand(
     """Activations as an operand [DOTS, inputs, tokens]."""
     if WORDS:
         values = times(values, tl.full(values.shape, BF16_X_SCALE, KIND), KIND)
-    values = tl.reshape(values, (TOKENS // 8, CHUNKS, DOTS, 8, 4, 2, 4))
-    values = tl.permute(values, (2, 1, 5, 4, 6, 0, 3))
+    if WORDS and not WIDE:
+        values = tl.reshape(values, (TOKENS // 8, CHUNKS, DOTS, 8, 4, 2, 2, 2))
+        values = tl.permute(values, (2, 1, 5, 6, 4, 7, 0, 3))
+    else:
+        values = tl.reshape(values, (TOKENS // 8, CHUNKS, DOTS, 8, 4, 2, 4))
+        values = tl.permute(values, (2, 1, 5, 4, 6, 0, 3))
     return tl.reshape(values, (DOTS, 32 * CHUNKS, TOKENS))
 
 

@@ -14,6 +14,10 @@ from hmt.contracts.encoding import Encoding
 INTERPRETED: bool = triton.knobs.runtime.interpret
 ASSEMBLER = tl.constexpr(not INTERPRETED)
 
+# How many neighbouring inputs Triton gives to a thread of the tensor cores, over those that fill a
+# register: operands are made in that order, or they would be moved between threads.
+WIDE = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8))
+
 # bf16 numbers of codes are made without arithmetic, from their bits alone: of int4 they are 2^-133
 # of the code, of e2m1 2^-126 of the number.  Activations are made larger by 2^64 in turn, so that
 # products stay in f32's range.
