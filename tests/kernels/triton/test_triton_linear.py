@@ -95,6 +95,17 @@ def test_more_inputs_than_one_step_takes(device, encoding, activations):
             assert_is_product(kernels.linear(x, w), x, w)
 
 
+@pytest.mark.parametrize("activations", list(Activations))
+def test_rows_that_begin_at_any_byte(device, activations):
+    for columns in (71, 74, 260):
+        w = random_weight(
+            Encoding.INT8_CHANNEL, 19, columns, device=device, activations=activations
+        )
+        for dtype in dtypes_of(device):
+            x = random_x(3, columns, device).to(dtype)
+            assert_is_product(kernels.linear(x, w), x, w)
+
+
 @pytest.mark.parametrize("names", [("q", "k"), ("q", "k", "v"), ("q", "k", "v", "other", "plain")])
 @pytest.mark.parametrize("activations", list(Activations))
 def test_many_weights_side_by_side(device, names, activations):
@@ -239,8 +250,20 @@ def test_calls_can_be_captured(device, encoding, activations):
     ids=lambda value: str(value).replace(" ", ""),
 )
 def test_block_sizes_of_weights_with_many_rows(device, monkeypatch, encoding, options, activations):
-    monkeypatch.setattr(few_launch, "MANY_ROWS", 1)
+    monkeypatch.setattr(few_launch, "_MANY_ROWS", 1)
     w = random_weight(encoding, 90, 384, device=device, activations=activations, **options)
     for tokens in (1, 12):
         x = random_x(tokens, 384, device).half()
         assert_is_product(kernels.linear(x, w), x, w)
+
+
+@pytest.mark.parametrize("limit", ["_MANY_ROWS", "_SOME_ROWS", "_MANY_INPUTS"])
+@pytest.mark.parametrize("encoding", [Encoding.NVFP4, Encoding.INT4_GROUP])
+def test_block_sizes_of_all_shapes(device, monkeypatch, encoding, limit):
+    monkeypatch.setattr(few_launch, limit, 1)
+    w = random_weight(encoding, 70, 320, device=device)
+    on_card = device.type == "cuda"
+    for tokens in (1, 2, 3, 6, 12, 30) if on_card else (1, 3, 6):
+        for dtype in dtypes_of(device):
+            x = random_x(tokens, 320, device).to(dtype)
+            assert_is_product(kernels.linear(x, w), x, w)

@@ -9,8 +9,8 @@ from triton_weights import EPSILON, assert_is_product, random_weight
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.reference import AttentionInputs, FeedForward, NormOptions
+from hmt.kernels.triton import few_launch, sublayers
 from hmt.kernels.triton import linear as kernels
-from hmt.kernels.triton import sublayers
 
 WIDTH, INNER = 64, 96
 KINDS = [
@@ -140,6 +140,23 @@ def test_parts_of_one_matrix(device, activations, tokens):
                 assert torch.equal(part, alone)
                 column += part.shape[1]
             assert column == found.shape[1]
+
+
+def test_four_bit_parts_have_the_bits_that_each_has_alone(device, monkeypatch):
+    monkeypatch.setattr(few_launch, "_SOME_ROWS", 100)  # so that three have other block sizes
+    weights = [
+        random_weight(Encoding.INT4_GROUP, rows, 288, device=device, seed=rows)
+        for rows in (64, 48, 32, 16)
+    ]
+    params = {str(number): w for number, w in enumerate(weights)}
+    for dtype in dtypes_of(device):
+        x = random_tensor(1, 288, device=device).to(dtype)
+        found, column = kernels.linear_many(x, params, tuple(params)), 0
+        for w in weights:
+            alone = torch.full((1, w.shape[0]), math.nan, dtype=dtype, device=device)
+            kernels.linear_into(alone, x, w)
+            assert torch.equal(found[:, column : column + w.shape[0]], alone)
+            column += w.shape[0]
 
 
 def _moved(w: WeightTensor) -> WeightTensor:

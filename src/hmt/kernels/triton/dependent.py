@@ -56,35 +56,6 @@ def ask_cache(at, DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def ask_cache_for(first, size, DEPENDENT: tl.constexpr):
-    """Let the L2 cache fetch `size` bytes, a multiple of 16, from the pointer `first` on.
-
-    One thread asks for all; nothing waits for them.  Nothing happens where size is not positive.
-    """
-    if DEPENDENT:
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred p;
-            .reg .b32 t;
-            .reg .b64 a;
-            mov.u32 t, %tid.x;
-            setp.eq.u32 p, t, 0;
-            setp.gt.and.s32 p, $2, 0, p;
-            and.b64 a, $1, -16;
-            @p cp.async.bulk.prefetch.L2.global [a], $2;
-            mov.u32 $0, 0;
-            }
-            """,
-            "=r,l,r",
-            [first, size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def ask_cache_for_rows(first, stride, count, size, DEPENDENT: tl.constexpr):
     """Let the L2 cache fetch `size` bytes of each of `count` rows, `stride` bytes apart.
 

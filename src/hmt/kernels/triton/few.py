@@ -2,8 +2,8 @@
 
 The layout of panels is that of operands of tensor cores, see `few_operands`; so nothing moves
 between threads until the last sum.  Each warp takes blocks of its own.  Codes of a step are on
-their way to registers while those of the step before are multiplied, and the cache is asked for
-more of them before the inputs are there, so that the memory works while the kernel ahead ends.
+their way to registers while those of the step before are multiplied; those of the first are asked
+for before the inputs are there.  More of them, asked for in the cache, made no step shorter.
 """
 
 import triton
@@ -14,7 +14,6 @@ from hmt.kernels.triton.dependent import (
     next_may_begin,
 )
 from hmt.kernels.triton.few_operands import (
-    ask_for_steps,
     code_addresses,
     load_codes,
     load_groups,
@@ -46,8 +45,6 @@ MINIMA = tl.constexpr(2)
 #                each group of inputs gets columns of its own, so that scales are applied to the
 #                sums of several groups at once
 # TOKENS         tokens of a program; SPLIT * TOKENS is 8, 16 or 32
-# AHEAD          steps that the cache is asked for before they are loaded
-# ROLL           whether that goes on while steps are computed
 # EVEN           blocks are a multiple of WARPS * DEPTH * BLOCKS
 # ACTIVATION     "", or of a gate: weight 0 is a gate and weight 1 what goes through it, and
 #                activation(x w0) (x w1) is stored; PAIRS is 2 and COUNT is 1 then
@@ -56,49 +53,15 @@ MINIMA = tl.constexpr(2)
 
 @triton.jit
 def few_tokens(
-    out,
-    x,
-    token_scales,
-    codes_0,
-    codes_1,
-    codes_2,
-    scales_0,
-    scales_1,
-    scales_2,
-    offsets_0,
-    offsets_1,
-    offsets_2,
-    factor_0,
-    factor_1,
-    factor_2,
-    bias_0,
-    bias_1,
-    bias_2,
-    rows_0,
-    rows_1,
-    rows_2,
-    tokens,
-    blocks,
-    x_stride,
-    out_stride,
-    COUNT: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr,
-    E2M1: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    UNIT: tl.constexpr,
-    WARPS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ROLL: tl.constexpr,
-    EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ADD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    out, x, token_scales,
+    codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, offsets_0, offsets_1, offsets_2,
+    factor_0, factor_1, factor_2, bias_0, bias_1, bias_2, rows_0, rows_1, rows_2,
+    tokens, blocks, x_stride, out_stride,
+    COUNT: tl.constexpr, GROUP_BLOCKS: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr,
+    UNIT: tl.constexpr, WARPS: tl.constexpr, DEPTH: tl.constexpr, BLOCKS: tl.constexpr,
+    PAIRS: tl.constexpr, SPLIT: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """x [tokens, in] times up to three weights, side by side."""
     next_may_begin(DEPENDENT)
     GATED: tl.constexpr = ACTIVATION != ""
@@ -111,28 +74,10 @@ def few_tokens(
         _pick(which, codes_0, codes_1, codes_2, COUNT),
         _pick(which, scales_0, scales_1, scales_2, COUNT),
         _pick(which, offsets_0, offsets_1, offsets_2, COUNT),
-        codes_1,
-        scales_1,
-        offsets_1,
-        tile * (2 * HEIGHT),
-        tl.cdiv(rows, 16),
-        tokens - first_token,
-        blocks,
-        x_stride,
-        GROUP_BLOCKS,
-        E2M1,
-        OFFSETS,
-        WARPS * DEPTH,
-        BLOCKS,
-        PAIRS,
-        SPLIT,
-        TOKENS,
-        AHEAD,
-        ROLL,
-        EVEN,
-        GATED,
-        DEPENDENT,
-    )
+        codes_1, scales_1, offsets_1, tile * (2 * HEIGHT), tl.cdiv(rows, 16),
+        tokens - first_token, blocks, x_stride, GROUP_BLOCKS, E2M1, OFFSETS, WARPS * DEPTH,
+        BLOCKS, PAIRS, SPLIT, TOKENS, EVEN, GATED, DEPENDENT,
+    )  # fmt: skip
     total = _over_groups(total, PAIRS, SPLIT, TOKENS) * UNIT
     m = tl.arange(0, 32 * HEIGHT)  # in the order of `weight_operand`
     row = tile * (32 * HEIGHT) + m // 32 * 32 + m // 4 % 2 * 16 + m % 4 * 4 + m // 8 % 4
@@ -203,19 +148,13 @@ def _sum_of_blocks(
     first_panel, panels, tokens, blocks, x_stride,
     GROUP_BLOCKS: tl.constexpr, E2M1: tl.constexpr, OFFSETS: tl.constexpr, DOTS: tl.constexpr,
     BLOCKS: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr, TOKENS: tl.constexpr,
-    AHEAD: tl.constexpr, ROLL: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """f32 [DOTS, 32 PAIRS, SPLIT * TOKENS]: scaled products, in units of `code_unit`."""
     STEP: tl.constexpr = DOTS * BLOCKS
     COLUMNS: tl.constexpr = SPLIT * TOKENS
     KIND: tl.constexpr = x.dtype.element_ty
     TWO: tl.constexpr = TOKENS == 1 or (SPLIT == 2 and COLUMNS > 8)
-    if AHEAD > 0:
-        ask_for_steps(
-            codes, more_codes, scales, more_scales, first_panel, panels, 0, AHEAD * STEP, blocks,
-            GROUP_BLOCKS, PAIRS, GATED, DEPENDENT,
-        )  # fmt: skip
     code_at, block = code_addresses(
         codes, more_codes, first_panel, panels, blocks, DOTS, BLOCKS, PAIRS, GATED
     )
@@ -234,11 +173,6 @@ def _sum_of_blocks(
     values = load_x(x_at, x_block, known, 0, blocks, EVEN)
     total = tl.zeros((DOTS, 32 * PAIRS, COLUMNS), tl.float32)
     for start in tl.range(0, blocks, STEP, num_stages=1):
-        if ROLL:
-            ask_for_steps(
-                codes, more_codes, scales, more_scales, first_panel, panels,
-                start + AHEAD * STEP, STEP, blocks, GROUP_BLOCKS, PAIRS, GATED, DEPENDENT,
-            )  # fmt: skip
         # What lies behind the last block is some code, too, and is multiplied with zeros.
         following = start + STEP
         next_codes = load_codes(code_at, block, following, blocks, EVEN)

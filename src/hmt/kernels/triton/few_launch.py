@@ -12,39 +12,45 @@ from hmt.kernels.triton.dependent import dependent
 from hmt.kernels.triton.dequantize import offset_kind, offsets_of
 from hmt.kernels.triton.few import few_tokens
 from hmt.kernels.triton.rows import few_tokens_rows
-from hmt.kernels.triton.unpack import code_unit
+from hmt.kernels.triton.unpack import INTERPRETED, code_unit
 
-# Block sizes of `few_tokens`, by tokens and blocks per group (0: groups of 16 inputs): of weights
-# with many rows, and of others, which have too few programs to hide the memory's latency behind
-# each other.  Found by measuring on an H200.
-MANY_ROWS = 8192
-_NAMES = ("WARPS", "DEPTH", "BLOCKS", "PAIRS", "SPLIT", "TOKENS", "AHEAD", "ROLL")
-_PANEL_SIZES = {
+# Block sizes of `few_tokens`, by tokens and blocks per group (0: groups of 16 inputs).  Found by
+# measuring on an H200, in graphs of many weights.  Weights with so many rows that every
+# multiprocessor has several programs do best with small ones; where each has one program at most,
+# that takes many warps, the more the more inputs there are.
+_MANY_ROWS, _SOME_ROWS, _MANY_INPUTS = 8193, 4225, 8192
+_NAMES = ("WARPS", "DEPTH", "BLOCKS", "PAIRS", "SPLIT", "TOKENS")
+_Sizes = tuple[int, int, int, int, int, int]
+_PANEL_SIZES: dict[int, dict[int, tuple[_Sizes, _Sizes, _Sizes, _Sizes]]] = {
+    # many rows; some; few; few with many inputs
     1: {
-        0: ((4, 1, 4, 1, 8, 1, 2, 1), (8, 1, 4, 1, 8, 1, 2, 1)),
-        1: ((4, 1, 8, 1, 8, 1, 2, 1), (8, 1, 8, 1, 8, 1, 2, 1)),
+        0: ((8, 1, 2, 1, 4, 2), (8, 1, 4, 1, 8, 1), (16, 1, 4, 1, 8, 1), (16, 1, 4, 1, 8, 1)),
+        1: ((8, 1, 4, 1, 4, 2), (8, 1, 8, 1, 8, 1), (8, 1, 8, 1, 8, 1), (16, 1, 8, 1, 8, 1)),
     },
     2: {
-        0: ((4, 1, 2, 1, 4, 2, 4, 1), (8, 1, 2, 1, 4, 2, 4, 1)),
-        1: ((4, 1, 4, 1, 4, 2, 4, 1), (8, 1, 4, 1, 4, 2, 4, 1)),
+        0: ((8, 1, 2, 1, 4, 2), (8, 1, 2, 1, 4, 2), (16, 1, 2, 1, 4, 2), (16, 1, 2, 1, 4, 2)),
+        1: ((8, 1, 4, 1, 4, 2), (8, 1, 4, 1, 4, 2), (16, 1, 4, 1, 4, 2), (16, 1, 4, 1, 4, 2)),
     },
     4: {
-        0: ((4, 1, 1, 1, 2, 4, 8, 1), (8, 1, 1, 1, 2, 4, 8, 1)),
-        1: ((4, 1, 2, 1, 2, 4, 4, 1), (8, 1, 2, 1, 2, 4, 4, 1)),
+        0: ((8, 1, 1, 1, 2, 4), (8, 2, 1, 1, 2, 4), (8, 2, 1, 1, 2, 4), (8, 2, 1, 1, 2, 4)),
+        1: ((4, 2, 2, 1, 2, 4), (8, 2, 2, 1, 2, 4), (8, 2, 2, 1, 2, 4), (16, 2, 2, 1, 2, 4)),
     },
     8: {
-        0: ((4, 1, 1, 1, 2, 8, 8, 1), (8, 1, 1, 1, 2, 8, 8, 1)),
-        1: ((4, 2, 1, 1, 1, 8, 4, 1), (8, 2, 1, 1, 1, 8, 4, 1)),
+        0: ((8, 1, 1, 1, 2, 8), (8, 1, 1, 1, 2, 8), (16, 1, 1, 1, 2, 8), (16, 1, 1, 1, 2, 8)),
+        1: ((4, 2, 1, 1, 1, 8), (8, 2, 1, 1, 1, 8), (8, 4, 1, 1, 1, 8), (8, 4, 1, 1, 1, 8)),
     },
     16: {
-        0: ((4, 1, 1, 1, 2, 16, 8, 1), (8, 1, 1, 1, 2, 16, 8, 1)),
-        1: ((4, 1, 1, 2, 1, 16, 8, 1), (8, 1, 1, 1, 1, 16, 8, 1)),
+        0: ((4, 1, 1, 1, 2, 16), (8, 1, 1, 1, 2, 16), (8, 1, 1, 1, 2, 16), (8, 1, 1, 1, 2, 16)),
+        1: ((4, 1, 1, 2, 1, 16), (8, 2, 1, 1, 1, 16), (8, 2, 1, 1, 1, 16), (8, 2, 1, 1, 1, 16)),
     },
     32: {
-        0: ((4, 1, 1, 2, 2, 16, 8, 1), (4, 1, 1, 2, 2, 16, 8, 1)),
-        1: ((4, 1, 1, 2, 1, 32, 8, 1), (4, 1, 1, 2, 1, 32, 8, 1)),
+        0: ((4, 1, 1, 1, 2, 16), (8, 1, 1, 1, 2, 16), (8, 1, 1, 1, 2, 16), (8, 1, 1, 1, 2, 16)),
+        1: ((4, 1, 1, 2, 1, 32), (8, 1, 1, 1, 1, 32), (8, 1, 1, 1, 1, 32), (8, 1, 1, 1, 1, 32)),
     },
 }
+# Two weights at once, of one token: two pairs of panels make a program large.
+_GATED_SIZES: dict[int, _Sizes] = {0: (4, 1, 4, 2, 8, 1), 1: (4, 1, 4, 2, 4, 2)}
+_INT8_MANY_INPUTS: _Sizes = (16, 1, 4, 1, 4, 2)  # of tokens of int8, one or two
 _CHUNK_UNIT = 128  # rows; no program works on two chunks
 _ADDRESSES = "addresses"  # of `WeightTensor.derived`
 
@@ -56,15 +62,17 @@ def multiply_panels(
     weights: Sequence[WeightTensor],
     biases: Sequence[Tensor | None],
     *,
+    alone: bool = False,
     add: bool = False,
 ) -> None:
     """x times one to three weights in panels, side by side, to out [tokens, rows of all].
 
-    With `add`, products are rounded and added to what `out` holds.
+    With `alone`, block sizes are those that each weight has alone, and so are its results.  With
+    `add`, products are rounded and added to what `out` holds.
     """
     w = weights[0]
     rows = [one.shape[0] for one in weights]
-    sizes = _panel_sizes(len(x), max(rows), w)
+    sizes = _panel_sizes(x, max(rows) if alone else sum(rows), w)
     tiles = sum(triton.cdiv(n, 32 * sizes["PAIRS"]) for n in rows)
     _launch_panels(out, x, token_scales, weights, biases, sizes, tiles, COUNT=len(weights), ADD=add)
 
@@ -78,7 +86,7 @@ def multiply_gated(
     activation: str,
 ) -> None:
     """activation(x times gate) * (x times up) to out [tokens, rows], of weights (gate, up)."""
-    sizes = _gated_sizes(len(x), weights[0])
+    sizes = _gated_sizes(x, weights[0])
     tiles = triton.cdiv(weights[0].shape[0], 32)
     _launch_panels(
         out, x, token_scales, weights, biases, sizes, tiles,
@@ -131,23 +139,30 @@ def _launch_panels(
     )
 
 
-def _panel_sizes(tokens: int, rows: int, w: WeightTensor) -> dict[str, int]:
-    """Block sizes of `few_tokens`."""
+def _panel_sizes(x: Tensor, rows: int, w: WeightTensor) -> dict[str, int]:
+    """Block sizes of `few_tokens` that multiplies x with `rows` rows in all."""
+    tokens, group_blocks = len(x), w.group_size // 32
+    place = 0 if rows >= _MANY_ROWS else 1 if rows >= _SOME_ROWS else 2
+    if place == 2 and w.shape[1] >= _MANY_INPUTS:
+        place = 3
     columns = next(most for most in _PANEL_SIZES if tokens <= most or most == 32)
-    group_blocks = w.group_size // 32
     if group_blocks <= 1:
-        sizes = _PANEL_SIZES[columns][group_blocks][0 if rows >= MANY_ROWS else 1]
+        sizes = _PANEL_SIZES[columns][group_blocks][place]
+        if place == 3 and group_blocks == 1 and tokens <= 2 and x.dtype is torch.int8:
+            sizes = _INT8_MANY_INPUTS
     else:
         blocks = next(count for count in (4, 2, 1) if group_blocks % count == 0)
         width = max(8, columns)
-        sizes = (8, 1, blocks if width == 8 else 1, 1, 1, width, 4, 1)
+        sizes = (4 if place == 0 else 8, 1, blocks if width == 8 else 1, 1, 1, width)
     return dict(zip(_NAMES, sizes, strict=True))
 
 
-def _gated_sizes(tokens: int, w: WeightTensor) -> dict[str, int]:
+def _gated_sizes(x: Tensor, w: WeightTensor) -> dict[str, int]:
     """Block sizes of `few_tokens` where it takes two weights at once."""
-    sizes = _panel_sizes(tokens, w.shape[0], w)
-    return {**sizes, "PAIRS": 2}
+    group_blocks = w.group_size // 32
+    if len(x) <= 2 - (group_blocks == 0) and group_blocks <= 1:
+        return dict(zip(_NAMES, _GATED_SIZES[group_blocks], strict=True))
+    return {**_panel_sizes(x, 2 * w.shape[0], w), "PAIRS": 2}
 
 
 def multiply_rows(
@@ -157,16 +172,20 @@ def multiply_rows(
     w: WeightTensor,
     bias: Tensor | None,
     *,
+    chunk: bool = False,
     add: bool = False,
 ) -> None:
-    """x times a weight of 8-bit codes in rows, to out [tokens, rows]; `add` as above."""
+    """x times a weight of 8-bit codes in rows, to out [tokens, rows]; `add` as above.
+
+    With `chunk`, results are those that the weight has in `multiply_chunks`.
+    """
     rows, columns = w.shape
     tile, group = (w.tile[0], w.tile[1]) if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size)
     scale_columns = triton.cdiv(columns, group) if group else 1
-    sizes = _row_sizes(len(x), rows, group)
+    sizes = _row_sizes(len(x), rows, group, chunk=chunk)
     _launch_rows(
         out, x, token_scales, w.data, w.scales, bias, rows, columns, scale_columns, sizes,
-        TILE_ROWS=tile, GROUP=group, ADD=add,
+        WORDS=_takes_words(x, w), TILE_ROWS=tile, GROUP=group, ADD=add,
     )  # fmt: skip
 
 
@@ -177,10 +196,10 @@ def multiply_chunks(
     w = weights[0]
     codes, scales = _addresses(weights)
     rows = sum(one.shape[0] for one in weights)
-    sizes = _row_sizes(len(x), w.shape[0], 0)
+    sizes = _row_sizes(len(x), w.shape[0], 0, chunk=True)
     _launch_rows(
         out, x, token_scales, codes, scales, None, rows, w.shape[1], 1, sizes,
-        CHUNK_ROWS=w.shape[0], TILE_ROWS=1, GROUP=0,
+        CHUNK_ROWS=w.shape[0], WORDS=_takes_words(x, w), TILE_ROWS=1, GROUP=0,
     )  # fmt: skip
 
 
@@ -234,6 +253,7 @@ def _launch_rows(
     scale_columns: int,
     sizes: dict[str, int],
     *,
+    WORDS: bool,
     TILE_ROWS: int,
     GROUP: int,
     CHUNK_ROWS: int = 0,
@@ -255,6 +275,7 @@ def _launch_rows(
         out.stride(0),
         scale_columns,
         CHUNK_ROWS=CHUNK_ROWS,
+        WORDS=WORDS,
         TILE_ROWS=TILE_ROWS,
         GROUP=GROUP,
         **sizes,
@@ -266,15 +287,20 @@ def _launch_rows(
     )
 
 
-def _row_sizes(tokens: int, rows: int, group: int) -> dict[str, int]:
+def _takes_words(x: Tensor, w: WeightTensor) -> bool:
+    """True where `few_tokens_rows` may load int8 codes of bf16 tokens as words."""
+    whole = w.shape[1] % 4 == 0 and w.data.data_ptr() % 16 == 0
+    return x.dtype is torch.bfloat16 and w.data.dtype is torch.int8 and whole and not INTERPRETED
+
+
+def _row_sizes(tokens: int, rows: int, group: int, *, chunk: bool) -> dict[str, int]:
     """Block sizes of `few_tokens_rows`."""
+    deep = rows < _MANY_ROWS and not chunk
     return {
-        "WARPS": 8,
-        "DEPTH": 1,
+        "WARPS": 4 if chunk and tokens <= 8 else 8,
+        "DEPTH": 2 if deep else 1,
         "CHUNKS": 2 if group % 64 == 0 else 1,
         "EIGHTS": 4,
         "TOKENS": 8 if tokens <= 8 else 16,
-        "STAGES": 4,
-        "AHEAD": 2,
-        "ROLL": 1,
+        "AHEAD": 1 if deep else 4 if chunk else 2,
     }

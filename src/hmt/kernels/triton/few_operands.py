@@ -8,8 +8,7 @@ so that threads load what they compute on and nothing moves between them.
 import triton
 import triton.language as tl
 
-from hmt.kernels.triton.dependent import ask_cache_for
-from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, int8_codes
+from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, WIDE, int8_codes
 from hmt.kernels.triton.unpack_words import minus_eights, times, word_codes, word_pieces
 
 
@@ -43,7 +42,9 @@ def _panel(first_panel, panels, pair, of_two, GATED: tl.constexpr):
 def _distance(first, second):
     """From one tensor to another, in numbers."""
     SIZE: tl.constexpr = first.dtype.element_ty.primitive_bitwidth // 8
-    return tl.multiple_of((second.to(tl.int64) - first.to(tl.int64)) // SIZE, 16 // SIZE)
+    # Said twice: what is known of a quotient by 1 is forgotten with the quotient.
+    distance = tl.multiple_of(second.to(tl.int64) - first.to(tl.int64), 16)
+    return tl.multiple_of(distance // SIZE, 16 // SIZE)
 
 
 @triton.jit
@@ -53,28 +54,6 @@ def load_codes(at, block, start, blocks, EVEN: tl.constexpr):
     last = tl.zeros_like(block) if EVEN else block
     place = words[:, None] + tl.arange(0, 4)[None, :]
     return tl.load(place, mask=(last + start < blocks)[:, None])
-
-
-@triton.jit
-def ask_for_steps(
-    codes, more_codes, scales, more_scales, first_panel, panels, start, count, blocks,
-    GROUP_BLOCKS: tl.constexpr, PAIRS: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Let the cache fetch codes and scales of `count` blocks from `start` on."""
-    SIZE: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
-    known = tl.minimum(count, blocks - start)
-    for part in tl.static_range(2 * PAIRS):
-        panel = _panel(first_panel, panels, part // 2, part % 2, GATED)
-        its_codes, its_scales = codes, scales
-        if GATED and part // 2 % 2 == 1:
-            its_codes, its_scales = more_codes, more_scales
-        ask_cache_for(its_codes + (panel * blocks + start) * 256, known * 256, DEPENDENT)
-        if GROUP_BLOCKS == 0:
-            first, groups = panel * (blocks * 2) + start * 2, known * 2
-        else:
-            first = panel * (blocks // GROUP_BLOCKS) + start // GROUP_BLOCKS
-            groups = known // GROUP_BLOCKS
-        ask_cache_for(its_scales + first * 16, groups * (16 * SIZE), DEPENDENT)
 
 
 @triton.jit
@@ -158,7 +137,7 @@ def x_operand(
     if KIND == tl.int8:  # noqa: SIM300
         values = word_pieces(values).to(tl.int8)
         values = tl.reshape(values, (EIGHTS, BLOCKS, 2, DOTS, 8, 4, 4))
-        values = tl.permute(values, (3, 1, 5, 2, 6, 0, 4))
+        values = tl.permute(values, (3, 1, 5, 2, 6, 0, 4) if WIDE else (3, 1, 2, 5, 6, 0, 4))
     else:
         # Apart, so that what becomes neighbours in a register are before they are multiplied.
         values = tl.reshape(values, (EIGHTS, 1 if OWN else BLOCKS, HALVES, DOTS, 8, 4, 2, 2))
@@ -166,7 +145,8 @@ def x_operand(
         if OWN or KIND == tl.bfloat16:  # noqa: SIM300
             even = times(tl.broadcast_to(even, factors.shape), factors, KIND)
             odd = times(tl.broadcast_to(odd, factors.shape), factors, KIND)
-        values = tl.permute(tl.join(even, odd), (3, 1, 2, 5, 7, 6, 0, 4))
+        values = tl.join(even, odd)
+        values = tl.permute(values, (3, 1, 2, 5, 7, 6, 0, 4) if WIDE else (3, 1, 2, 7, 5, 6, 0, 4))
     return tl.reshape(values, (DOTS, 32 * BLOCKS, SPLIT * TOKENS))
 
 
@@ -178,13 +158,16 @@ def weight_operand(
     """Codes of a step as an operand [DOTS, 32 PAIRS, 32 BLOCKS].
 
     Rows come in the order (pair, row of four, panel, q).  Columns come in the order in which a
-    thread's numbers lie in its registers: (block, j, half, i) of int8; else (block, half, j, odd i,
-    i >= 2).
+    thread's numbers lie in its registers, see `WIDE`: (block, j, half, i) or (block, half, j, i)
+    of int8; else (block, half, j, odd i, i >= 2) or (block, half, odd i, j, i >= 2).
     """
     if KIND == tl.int8:  # noqa: SIM300
         low, high = int8_codes(word_pieces(codes).to(tl.uint8), E2M1)
         both = tl.reshape(tl.join(low, high), (PAIRS, BLOCKS, DOTS, 2, 4, 4, 4, 4, 2))
-        both = tl.permute(both, (2, 0, 6, 3, 4, 1, 5, 8, 7))
+        # pair, block, dot, panel, q, j, row, i, half
+        both = tl.permute(
+            both, (2, 0, 6, 3, 4, 1, 5, 8, 7) if WIDE else (2, 0, 6, 3, 4, 1, 8, 5, 7)
+        )
     else:
         numbers = word_codes(codes, E2M1, KIND == tl.bfloat16)  # noqa: SIM300
         both = _joined(numbers, DOTS, BLOCKS, PAIRS, 4)
@@ -199,7 +182,9 @@ def _joined(numbers, DOTS, BLOCKS, PAIRS, ROWS: tl.constexpr):
     high = tl.join(tl.join(h0, h2), tl.join(h1, h3))
     both = tl.reshape(tl.join(low, high), (PAIRS, BLOCKS, DOTS, 2, 4, 4, ROWS, 2, 2, 2))
     # pair, block, dot, panel, q, j, row, i >= 2, odd i, half
-    return tl.permute(both, (2, 0, 6, 3, 4, 1, 9, 5, 8, 7))
+    return tl.permute(
+        both, (2, 0, 6, 3, 4, 1, 9, 5, 8, 7) if WIDE else (2, 0, 6, 3, 4, 1, 9, 8, 5, 7)
+    )
 
 
 @triton.jit

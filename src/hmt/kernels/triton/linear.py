@@ -56,8 +56,11 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
-    """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor."""
-    _write(out, x, [w], [None])
+    """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor.
+
+    As a part of a matrix, with the results that `linear_many` has for it and the others at once.
+    """
+    _write(out, x, [w], [None], chunk=True)
 
 
 def linear_many(
@@ -127,6 +130,8 @@ def _write(
     weights: Sequence[WeightTensor],
     biases: Sequence[Tensor | None],
     rounded: tuple[Tensor, Tensor] | None = None,
+    *,
+    chunk: bool = False,
 ) -> None:
     """x times all weights, side by side, to out [tokens, rows of all]."""
     if out.numel() == 0:
@@ -151,7 +156,7 @@ def _write(
             count = len(weights)
         rows = sum(one.shape[0] for one in weights[at : at + count])
         part = out[:, column : column + rows]
-        some = weights[at : at + count], biases[at : at + count]
+        some = weights[at : at + count], biases[at : at + count], chunk or len(weights) > 3
         if w.activations is Activations.INT8_TOKEN:
             assert rounded is not None
             _multiply_int8(part, x, rounded, *some)
@@ -161,16 +166,20 @@ def _write(
 
 
 def _multiply_floats(
-    out: Tensor, x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+    out: Tensor,
+    x: Tensor,
+    weights: Sequence[WeightTensor],
+    biases: Sequence[Tensor | None],
+    chunk: bool,
 ) -> None:
     w, bias = weights[0], biases[0]
     if len(x) <= _few(w) and not _is_plain(x, w):
         if _in_panels(w, x.dtype):
-            return multiply_panels(out, x, None, weights, biases)
+            return multiply_panels(out, x, None, weights, biases, alone=chunk)
         if len(weights) > 1:
             return multiply_chunks(out, x, None, weights)
         if _in_rows(w, x.dtype):
-            return multiply_rows(out, x, None, w, bias)
+            return multiply_rows(out, x, None, w, bias, chunk=chunk)
     step = max(1, _CHUNK_BYTES // (x.element_size() * w.shape[1]))
     step = len(w.data) if _is_plain(x, w) else round_down(step, 16) or 16
     for start in range(0, w.shape[0], step):
@@ -190,15 +199,16 @@ def _multiply_int8(
     rounded: tuple[Tensor, Tensor],
     weights: Sequence[WeightTensor],
     biases: Sequence[Tensor | None],
+    chunk: bool,
 ) -> None:
     codes, token_scales = rounded
     w, bias = weights[0], biases[0]
     if len(x) <= _few(w) and _in_panels(w, torch.int8):
-        multiply_panels(out, codes, token_scales, weights, biases)
+        multiply_panels(out, codes, token_scales, weights, biases, alone=chunk)
     elif len(weights) > 1:
         multiply_chunks(out, codes, token_scales, weights)
     elif len(x) <= _few(w) and _in_rows(w, torch.int8):
-        multiply_rows(out, codes, token_scales, w, bias)
+        multiply_rows(out, codes, token_scales, w, bias, chunk=chunk)
     elif is_exact(w):
         multiply_exact(out, codes, token_scales, w, bias)
     elif _has_int8_steps(w):

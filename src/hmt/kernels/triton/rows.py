@@ -12,20 +12,19 @@ from hmt.kernels.triton.dependent import (
     inputs_are_there,
     next_may_begin,
 )
-from hmt.kernels.triton.unpack import ASSEMBLER, BF16_X_SCALE, byte_numbers
+from hmt.kernels.triton.unpack import BF16_X_SCALE, WIDE, byte_numbers
 from hmt.kernels.triton.unpack_words import minus_128s, times, word_bytes
 
 # Scales are f32 [out / TILE_ROWS, in / GROUP]; GROUP 0 stands for one scale per row.  Others:
 #
 # CHUNK_ROWS  0; or rows of each of several weights (the last may have fewer), whose addresses are
 #             in `codes`, int64, those of scales in `scales`; GROUP is 0 and codes are int8 then
+# WORDS       int8 codes are loaded as words, a step ahead, and brought to bf16 by their bits
 # DEPTH       dots that a warp takes at once
 # CHUNKS      inputs of a dot, over 32: 1 or 2; GROUP is a multiple
 # EIGHTS      rows of a program, over 8
 # TOKENS      tokens of a program: 8, 16 or 32
-# STAGES      1, or buffers in shared memory through which inputs of following steps come
 # AHEAD       steps that the cache is asked for before they are loaded
-# ROLL        whether that goes on while steps are computed
 # EVEN        columns are a multiple of 32 * WARPS * DEPTH * CHUNKS
 
 
@@ -44,6 +43,7 @@ def few_tokens_rows(
     out_stride,
     scale_columns,
     CHUNK_ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     WARPS: tl.constexpr,
@@ -51,16 +51,13 @@ def few_tokens_rows(
     CHUNKS: tl.constexpr,
     EIGHTS: tl.constexpr,
     TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    ROLL: tl.constexpr,
     EVEN: tl.constexpr,
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """x [tokens, in] times codes [out, in], int8 or e4m3."""
     next_may_begin(DEPENDENT)
-    KIND: tl.constexpr = x.dtype.element_ty
     first_row = tl.program_id(0) * (8 * EIGHTS)
     first_token = tl.program_id(1) * TOKENS
     row = first_row + tl.arange(0, 8 * EIGHTS)
@@ -73,12 +70,12 @@ def few_tokens_rows(
         code_rows, scale_rows, before = codes, scales, 0
     total = _sum_of_steps(
         x, code_rows, scale_rows, first_row - before, rows - before, columns, first_token, tokens,
-        x_stride, scale_columns, TILE_ROWS, GROUP, WARPS * DEPTH, CHUNKS, EIGHTS, TOKENS,
-        STAGES, AHEAD, ROLL, EVEN, DEPENDENT,
+        x_stride, scale_columns, WORDS, TILE_ROWS, GROUP, WARPS * DEPTH, CHUNKS, EIGHTS,
+        TOKENS, AHEAD, EVEN, DEPENDENT,
     )  # fmt: skip
     result = tl.sum(total, 0).to(tl.float32)
     token = first_token + tl.arange(0, TOKENS)
-    if KIND == tl.bfloat16 and code_rows.dtype.element_ty == tl.int8 and ASSEMBLER:  # noqa: SIM300
+    if WORDS:
         result *= 2.0**69
     if GROUP == 0:
         result *= tl.load(scale_rows + (row - before), mask=inside, other=0.0)[:, None]
@@ -105,16 +102,13 @@ def _addresses(codes, scales, which):
 @triton.jit
 def _sum_of_steps(
     x, codes, scales, first_row, rows, columns, first_token, tokens, x_stride, scale_columns,
-    TILE_ROWS: tl.constexpr, GROUP: tl.constexpr, DOTS: tl.constexpr, CHUNKS: tl.constexpr,
-    EIGHTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    ROLL: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
+    WORDS: tl.constexpr, TILE_ROWS: tl.constexpr, GROUP: tl.constexpr, DOTS: tl.constexpr,
+    CHUNKS: tl.constexpr, EIGHTS: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Products [DOTS, 8 EIGHTS, TOKENS], times their scales where these are of groups."""
     KIND: tl.constexpr = x.dtype.element_ty
     SUM: tl.constexpr = tl.int32 if KIND == tl.int8 else tl.float32  # noqa: SIM300
-    # Words are brought to bf16 by their bits.
-    BYTES: tl.constexpr = codes.dtype.element_ty == tl.int8
-    WORDS: tl.constexpr = BYTES and KIND == tl.bfloat16 and ASSEMBLER  # noqa: SIM300
     STEP: tl.constexpr = DOTS * 32 * CHUNKS
     SIZE: tl.constexpr = codes.dtype.element_ty.primitive_bitwidth // 8
     first = codes + first_row.to(tl.int64) * columns
@@ -136,20 +130,22 @@ def _sum_of_steps(
     x_begin += xs // (32 * DOTS) % CHUNKS * 8
     x_at = x + token.to(tl.int64) * x_stride + x_begin
     known = token < tokens
+    if WORDS:
+        now = _load_codes(code_at, begin, 0, columns, CHUNKS, True, EVEN)
     inputs_are_there(DEPENDENT)
     total = tl.zeros((DOTS, 8 * EIGHTS, TOKENS), SUM if GROUP == 0 else tl.float32)
-    for start in tl.range(0, columns, STEP, num_stages=STAGES):
-        if ROLL:
-            ahead = start + AHEAD * STEP
-            size = tl.minimum(STEP, columns - ahead) * SIZE
-            ask_cache_for_rows(first + ahead, columns * SIZE, count, size, DEPENDENT)
-        now = _load_codes(code_at, begin, start, columns, CHUNKS, WORDS, EVEN)
+    for start in tl.range(0, columns, STEP, num_stages=1):
+        if WORDS:
+            following = _load_codes(code_at, begin, start + STEP, columns, CHUNKS, True, EVEN)
+        else:
+            now = _load_codes(code_at, begin, start, columns, CHUNKS, False, EVEN)
         values = _load_x(x_at, x_begin, known, start, columns, EVEN)
         inputs = _x_operand(values, KIND, WORDS, DOTS, CHUNKS, TOKENS)
         weights = _weight_operand(now, KIND, WORDS, DOTS, CHUNKS, EIGHTS)
         product = tl.dot(weights, inputs, out_dtype=SUM)
         if WORDS:
             product += _sums_of_x(now, inputs, DOTS, CHUNKS, EIGHTS, TOKENS)
+            now = following
         if GROUP == 0:
             total += product
         else:
@@ -174,15 +170,21 @@ def _load_codes(
     else:
         inner = tl.arange(0, 8 * CHUNKS)[None, :]
         place, column = here[:, None] + inner, (begin + start)[:, None] + inner
-    mask = (tl.zeros_like(column) + start if EVEN else column) < columns
-    return tl.load(place, mask=mask, other=0.0)
+    if EVEN and WORDS:  # of a step ahead
+        codes = tl.load(place, mask=tl.zeros_like(column) + start < columns, other=0.0)
+    elif EVEN:
+        codes = tl.load(place)
+    else:
+        codes = tl.load(place, mask=column < columns, other=0.0)
+    return codes
 
 
 @triton.jit
 def _load_x(at, begin, known, start, columns, EVEN: tl.constexpr):
     inner = tl.arange(0, 8)[None, :]
-    column = (begin + start)[:, None] + inner
-    mask = known[:, None] & ((tl.zeros_like(column) + start if EVEN else column) < columns)
+    mask = known[:, None]
+    if not EVEN:
+        mask &= (begin + start)[:, None] + inner < columns
     return tl.load((at + start)[:, None] + inner, mask=mask, other=0.0)
 
 
@@ -210,7 +212,7 @@ def _joined(numbers, DOTS: tl.constexpr, CHUNKS: tl.constexpr, EIGHTS: tl.conste
     zero, one, two, three = numbers
     both = tl.join(tl.join(zero, one), tl.join(two, three))  # [.., odd, i >= 2]
     both = tl.reshape(both, (EIGHTS, DOTS, 8, 4, CHUNKS, 2, 2, 2))
-    return tl.permute(both, (1, 0, 2, 4, 5, 3, 7, 6))
+    return tl.permute(both, (1, 0, 2, 4, 5, 3, 7, 6) if WIDE else (1, 0, 2, 4, 5, 7, 3, 6))
 
 
 @triton.jit
@@ -221,8 +223,12 @@ def _x_operand(
     """Activations as an operand [DOTS, inputs, tokens]."""
     if WORDS:
         values = times(values, tl.full(values.shape, BF16_X_SCALE, KIND), KIND)
-    values = tl.reshape(values, (TOKENS // 8, CHUNKS, DOTS, 8, 4, 2, 4))
-    values = tl.permute(values, (2, 1, 5, 4, 6, 0, 3))
+    if WORDS and not WIDE:
+        values = tl.reshape(values, (TOKENS // 8, CHUNKS, DOTS, 8, 4, 2, 2, 2))
+        values = tl.permute(values, (2, 1, 5, 6, 4, 7, 0, 3))
+    else:
+        values = tl.reshape(values, (TOKENS // 8, CHUNKS, DOTS, 8, 4, 2, 4))
+        values = tl.permute(values, (2, 1, 5, 4, 6, 0, 3))
     return tl.reshape(values, (DOTS, 32 * CHUNKS, TOKENS))
 
 

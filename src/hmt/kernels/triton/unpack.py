@@ -1,8 +1,8 @@
-"""4-bit codes in panels brought to numbers that tensor cores take.
+"""Codes brought to numbers that tensor cores take, byte for byte; see `unpack_words` for words.
 
-Four bytes of a panel lie in one register.  On the card a few logical instructions make numbers of
-all eight codes at once; Triton's own arithmetic takes three times as many.  The interpreter knows
-no assembler and takes the arithmetic.
+Four bytes lie in one register.  On the card a few logical instructions make numbers of all of them
+at once; Triton's own arithmetic takes three times as many.  The interpreter knows no assembler and
+takes the arithmetic.
 """
 
 import torch
@@ -13,6 +13,10 @@ from hmt.contracts.encoding import Encoding
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 ASSEMBLER = tl.constexpr(not INTERPRETED)
+
+# How many neighbouring inputs Triton gives to a thread of the tensor cores, over those that fill a
+# register: operands are made in that order, or they would be moved between threads.
+WIDE = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8))
 
 # bf16 numbers of codes are made without arithmetic, from their bits alone: of int4 they are 2^-133
 # of the code, of e2m1 2^-126 of the number.  Activations are made larger by 2^64 in turn, so that

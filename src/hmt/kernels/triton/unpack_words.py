@@ -1,8 +1,9 @@
 """Words of codes brought to operands of tensor cores, f16 or bf16, in a few logical instructions.
 
-A register of an operand holds two numbers.  Instructions make them where they are wanted, and the
-numbers leave the assembler one by one, so that Triton may see which is which.  The interpreter
-knows no assembler and takes arithmetic.
+A register of an operand holds two numbers, and the assembler makes both at once.  It hands them on
+as words, which are split by shifts: LLVM sees that halves of a word become neighbours again and
+leaves them in place, where numbers of 16 bits each would be moved, a fifth of all instructions.
+The interpreter knows no assembler and takes arithmetic.
 """
 
 import triton
