@@ -21,7 +21,7 @@ from hmt.base.log import warn_once
 from hmt.contracts.model import Model
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import Weights
-from hmt.kernels import ops
+from hmt.kernels import captures, ops
 from hmt.kernels.expert_teams import Desk, Served
 from hmt.kvcache import PagedKV
 from hmt.memory.device import Device, Mark
@@ -216,7 +216,7 @@ class CapturedDecoding:
                 hidden = torch.empty(tokens, spec.hidden_size, dtype=dtype, device=where)
             ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
         step = Step(ids, positions, (), torch.arange(tokens, device=where))
-        return Captured(context, hidden, step, ops.fixed_runs(where, tokens, context))
+        return Captured(context, hidden, step, captures.fixed_runs(where, tokens, context))
 
     def _send(self, captured: Captured, step: Step) -> None:
         if captured.hidden is not None:
@@ -226,7 +226,7 @@ class CapturedDecoding:
         own.positions.copy_(step.positions, non_blocking=True)
         captured.step = Step(own.token_ids, own.positions, step.runs, own.logit_rows)
         if captured.runs is not None:
-            ops.fill_runs(captured.runs, self._kv.paged_runs(step))
+            captures.fill_runs(captured.runs, self._kv.paged_runs(step))
             self._kv.hold(captured.step, captured.runs)
 
     def _record(self, captured: Captured) -> Callable[[], torch.Tensor]:
@@ -240,10 +240,10 @@ class CapturedDecoding:
         for index in range(self._model.spec.layers):
             states = self._model.layer(index, states, step, weights, self._kv)
         logits = self._model.head(states, weights)
-        step.token_ids.copy_(ops.likeliest(logits))
+        step.token_ids.copy_(captures.likeliest(logits))
         step.positions.add_(1)
         if captured.runs is not None:
-            ops.advance_runs(captured.runs)
+            captures.advance_runs(captured.runs)
         return logits
 
     def _capture(self, captured: Captured, step: Step) -> bool:

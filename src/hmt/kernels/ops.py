@@ -62,7 +62,6 @@ __all__ = [
     "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
-    "advance_runs",
     "append_attend_pages",
     "append_pages",
     "attention",
@@ -80,7 +79,6 @@ __all__ = [
     "hand_over",
     "kernel_seconds",
     "largest",
-    "likeliest",
     "linear",
     "linear_into",
     "linear_many",
@@ -94,7 +92,6 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
-    "rows_at",
     "softmax_topk",
     "stack",
     "survey",
@@ -112,7 +109,7 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
 def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
     """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor."""
     native = _native_for(x)
-    if x.is_cuda and (kernels := _gpu_kernels()) is not reference:
+    if x.is_cuda and (kernels := gpu_kernels()) is not reference:
         kernels.linear_into(out, x, w)
     elif native is None or not cpu_linear.linear_into(native, out, x, w):
         out.copy_(linear(x, w))
@@ -324,46 +321,10 @@ def append_attend_pages(
     native = _native_for(heads)
     if native is not None and heads.dtype in cpu_attention.DTYPES and heads.is_contiguous():
         return cpu_attention.append_attend_pages(native, pages, layer, runs, heads, **options)
-    if heads.is_cuda and (kernels := _gpu_kernels()) is not reference:
+    if heads.is_cuda and (kernels := gpu_kernels()) is not reference:
         out: Tensor = kernels.append_attend_pages(pages, layer, runs, heads, **options)
         return out
     return reference.append_attend_pages(pages, layer, runs, heads, _THIS, **options)
-
-
-def fixed_runs(where: torch.device, tokens: int, context: int) -> PagedRuns | None:
-    """Runs of one token each, `tokens` of them up to `context`, in tensors that stay on a device.
-
-    None where kernels read runs from Python's own objects.  See `fill_runs`.
-    """
-    if where.type != "cuda" or (kernels := _gpu_kernels()) is reference:
-        return None
-    runs: PagedRuns = kernels.fixed_runs(where, tokens, 1, context)
-    return runs
-
-
-def fill_runs(runs: PagedRuns, given: Sequence[PagedRun]) -> None:
-    """Let what `fixed_runs` made stand for `given` from now on, without waiting for the device."""
-    _gpu_kernels().update_runs(runs, given)
-
-
-def advance_runs(runs: PagedRuns) -> None:
-    """Let runs that `fixed_runs` made begin one token later, on the device's queue."""
-    for held in runs.device:
-        held.spans[2] += 1
-
-
-def rows_at(table: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """Rows `ids` int64 [n] of the table that the device of `ids` finds at an address."""
-    rows: Tensor = _gpu_kernels().rows_at(table, width, dtype, ids)
-    return rows
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest of each row of logits [rows, vocab]: int64 [rows]."""
-    if logits.is_cuda and (kernels := _gpu_kernels()) is not reference:
-        best: Tensor = kernels.greedy(logits)
-        return best
-    return logits.argmax(-1)
 
 
 def attention_inputs(
@@ -379,7 +340,7 @@ def attention_inputs(
         heads = sublayers.attention_inputs(native, hidden, params, layer, cos, sin)
         if heads is not None:
             return heads
-    if hidden.is_cuda and (kernels := _gpu_kernels()) is not reference:
+    if hidden.is_cuda and (kernels := gpu_kernels()) is not reference:
         found: Tensor = kernels.attention_inputs(hidden, params, layer, cos, sin)
         return found
     return reference.attention_inputs(hidden, params, layer, cos, sin, _THIS)
@@ -398,7 +359,7 @@ def feed_forward(
         hidden.copy_(moved)
         return
     native = _native_for(hidden)
-    if hidden.is_cuda and (kernels := _gpu_kernels()) is not reference:
+    if hidden.is_cuda and (kernels := gpu_kernels()) is not reference:
         kernels.feed_forward(hidden, x, params, layer)
     elif native is None or not sublayers.feed_forward(native, hidden, x, params, layer):
         reference.feed_forward(hidden, x, params, layer, _THIS)
@@ -485,11 +446,12 @@ _THIS: Any = sys.modules[__name__]  # what chains of operations are made of
 
 def _portable(tensor: Tensor) -> Any:
     """Operations for tensors that the compiled kernels do not take."""
-    return _gpu_kernels() if tensor.is_cuda else reference
+    return gpu_kernels() if tensor.is_cuda else reference
 
 
 @cache
-def _gpu_kernels() -> Any:
+def gpu_kernels() -> Any:
+    """The operations for tensors on a GPU; `reference` where there are none."""
     if flags.read(flags.KERNELS) == "reference":
         return reference
     try:

@@ -15,7 +15,7 @@ from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Standing
-from hmt.kernels import ops
+from hmt.kernels import captures
 from hmt.kernels.expert_teams import Desk, make_desk
 from hmt.memory.device import Copy, Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.layout import BlockLayout
@@ -220,7 +220,7 @@ class DeviceWeights:
         if not ids.is_cuda:
             return self._store.rows(block, name, ids)
         assert self._table is not None and (block, name) == (_TOKENS, "weight")
-        return ops.rows_at(*self._table, ids)
+        return captures.rows_at(*self._table, ids)
 
     def team(self, layer: int) -> ExpertTeam | None:
         """See Weights."""

@@ -1,0 +1,46 @@
+"""What captured steps need of a device besides operations: to be told tokens and runs in place."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hmt.kernels import reference
+from hmt.kernels.ops import gpu_kernels
+from hmt.kernels.reference.pages import PagedRun, PagedRuns
+
+
+def fixed_runs(where: torch.device, tokens: int, context: int) -> PagedRuns | None:
+    """Runs of one token each, `tokens` of them up to `context`, in tensors that stay on a device.
+
+    None where kernels read runs from Python's own objects.  See `fill_runs`.
+    """
+    if where.type != "cuda" or (kernels := gpu_kernels()) is reference:
+        return None
+    runs: PagedRuns = kernels.fixed_runs(where, tokens, 1, context)
+    return runs
+
+
+def fill_runs(runs: PagedRuns, given: Sequence[PagedRun]) -> None:
+    """Let what `fixed_runs` made stand for `given` from now on, without waiting for the device."""
+    gpu_kernels().update_runs(runs, given)
+
+
+def advance_runs(runs: PagedRuns) -> None:
+    """Let runs that `fixed_runs` made begin one token later, on the device's queue."""
+    for held in runs.device:
+        held.spans[2] += 1
+
+
+def rows_at(table: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    """Rows `ids` int64 [n] of the table that the device of `ids` finds at an address."""
+    rows: Tensor = gpu_kernels().rows_at(table, width, dtype, ids)
+    return rows
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest of each row of logits [rows, vocab]: int64 [rows]."""
+    if logits.is_cuda and (kernels := gpu_kernels()) is not reference:
+        best: Tensor = kernels.greedy(logits)
+        return best
+    return logits.argmax(-1)
