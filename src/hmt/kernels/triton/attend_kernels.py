@@ -72,11 +72,17 @@ def sweep(
 
 
 @triton.jit
-def query_rows(at, real, DIM: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
-               DTYPE: tl.constexpr):
-    """Numbers FIRST .. FIRST + COUNT of rows of queries that begin `at`, zeros beyond DIM."""
-    dim = FIRST + tl.arange(0, COUNT)[None, :]
-    return tl.load(at[:, None] + dim, real[:, None] & (dim < DIM), 0.0).to(DTYPE)
+def query_rows(
+    at, real, DIM: tl.constexpr, FRONT: tl.constexpr, BACK: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Rows of queries that begin `at`, in two parts, with zeros beyond DIM."""
+    dim = tl.arange(0, FRONT)[None, :]
+    front = tl.load(at[:, None] + dim, real[:, None] & (dim < DIM), 0.0).to(DTYPE)
+    back = front
+    if BACK:
+        rest = FRONT + tl.arange(0, BACK)[None, :]
+        back = tl.load(at[:, None] + rest, real[:, None] & (rest < DIM), 0.0).to(DTYPE)
+    return front, back
 
 
 @triton.jit
@@ -125,7 +131,19 @@ def sums_of(
     return sums
 
 
-# Numbers that change from step to step: a kernel for each kind of them would be compiled.
+# Parts are cut from the run's own context.  A context of one part is finished here.  Others go to
+# parts_out f32 [slots, ROWS, VALUE_DIM] and parts_lse [slots, ROWS], in powers of 2, for
+# `merge_kernel`.  (Added by the program that is last to arrive, 16 parts took 1.5 us more on an
+# H200.)
+#
+# PAGED       keys and values are in pages; else key and value [limit, HEADS, dim] are one run's
+# NEW         pages do not hold the run's own tokens: they are in key and value, and the first
+#             program that has no part, or else the last one, writes them to their pages
+# OWN_PARTS   as many as keep `parts` programs busy with the run alone
+# ASKED       tiles that the cache is asked for before the kernels ahead have ended
+#
+# Not specialized are numbers that change from step to step: a kernel for each kind of them would be
+# compiled.
 @triton.jit(do_not_specialize=[
     "tokens", "given_start", "limit", "table_width", "runs", "blocks", "launched", "few", "parts",
     "window",
@@ -135,8 +153,8 @@ def attend_kernel(
     tokens, given_start, limit, query_stride, head_stride, key_stride, key_head_stride,
     value_stride, value_head_stride, page_stride, layer_offset, table_width, runs, blocks,
     launched, few, parts, scale, window, softcap,
-    SPLIT: tl.constexpr, OWN_PARTS: tl.constexpr, LEAST: tl.constexpr,
-    MOST: tl.constexpr, ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, OWN_PARTS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    ENCODING: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     PAGED: tl.constexpr, NEW: tl.constexpr, NEW_ROWS: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LATENT: tl.constexpr,
     KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr, VALUE_PADDED: tl.constexpr,
@@ -146,16 +164,7 @@ def attend_kernel(
 ):
     """Attention of ROWS rows, which are pairs of token and query head, to a part of their context.
 
-    Program (row block + blocks * part, KV head, run).  Parts are cut from the run's own context.
-    A context of one part is finished here.  Others go to parts_out f32 [slots, ROWS, VALUE_DIM] and
-    parts_lse [slots, ROWS], in powers of 2, for `merge_kernel`.  (Added by the program that is last
-    to arrive, 16 parts took 1.5 us more on an H200.)
-
-    PAGED       keys and values are in pages; else key and value [limit, HEADS, dim] are one run's
-    NEW         pages do not hold the run's own tokens: they are in key and value, and the first
-                program that has no part, or else the last one, writes them to their pages
-    OWN_PARTS   as many as keep `parts` programs busy with the run alone
-    ASKED       tiles that the cache is asked for before the kernels ahead have ended
+    Program (row block + blocks * part, KV head, run).
     """
     next_may_begin(DEPENDENT)
     run, head = tl.program_id(2), tl.program_id(1)
@@ -175,7 +184,6 @@ def attend_kernel(
         count = 1
     begin = first + part * size
     idle = (block * ROWS >= length * GROUP) | (part >= count)
-
     VALUE_ROW: tl.constexpr = 0 if LATENT else VALUE_DIM
     strides = (key_stride, key_head_stride, value_stride, value_head_stride)
     places = places_of(
@@ -192,28 +200,21 @@ def attend_kernel(
     if PAGED:
         page = tile_pages(places[2], tl.minimum(lowest, limit) // TILE * TILE, limit, TILE)
     if DEPENDENT and ASKED:
-        asked = tl.minimum(begin + tl.minimum(size, ASKED * TILE), limit)
-        asked = tl.where(idle, begin, asked)
+        asked = tl.where(idle, 0, tl.minimum(begin + tl.minimum(size, ASKED * TILE), limit))
         ask_for_part(places, begin, asked, limit, KEY_DIM, VALUE_ROW, TILE, DEPENDENT)
     inputs_are_there(DEPENDENT)
     span = (offset, start, limit)
     if idle:
         if NEW:
-            here = (block == 0) & (part == count)
-            write_new(here, places, span, KEY_DIM, VALUE_ROW, NEW_ROWS)
+            write_new((block == 0) & (part == count), places, span, KEY_DIM, VALUE_ROW, NEW_ROWS)
         return
-
     token, q_head, real = group_rows(row, offset, length, head, GROUP)
     at = query + token.to(tl.int64) * query_stride + q_head * head_stride
-    front = query_rows(at, real, KEY_DIM, 0, KEY_FRONT, DTYPE)
-    back = front
-    if KEY_BACK:
-        back = query_rows(at, real, KEY_DIM, KEY_FRONT, KEY_BACK, DTYPE)
-    mixed, top, total = sums_of(
-        (front, back), places, (scale, window, softcap), start + row // GROUP, first_at, last_at,
-        lowest, begin, size, start, limit, page, ENCODING, DTYPE, PRECISION, LATENT, PAGED, NEW,
-        KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, MIXED, ROWS, TILE, WINDOW, SOFTCAP,
-        STAGES, ONE_SWEEP,
+    sums = sums_of(
+        query_rows(at, real, KEY_DIM, KEY_FRONT, KEY_BACK, DTYPE), places,
+        (scale, window, softcap), start + row // GROUP, first_at, last_at, lowest, begin, size,
+        start, limit, page, ENCODING, DTYPE, PRECISION, LATENT, PAGED, NEW, KEY_DIM, KEY_FRONT,
+        KEY_BACK, VALUE_DIM, VALUE_PADDED, MIXED, ROWS, TILE, WINDOW, SOFTCAP, STAGES, ONE_SWEEP,
     )
     if NEW:  # where another program has nothing else to do, it writes them
         here = (block == 0) & (part == launched - 1)
@@ -221,11 +222,8 @@ def attend_kernel(
     dim = tl.arange(0, MIXED)
     if count == 1:
         store_result(
-            out, lse, sinks, (mixed, top, total), token, q_head, real, dim, HEADS * GROUP,
-            VALUE_DIM, SINKS, LSE,
+            out, lse, sinks, sums, token, q_head, real, dim, HEADS * GROUP, VALUE_DIM, SINKS, LSE,
         )
     elif SPLIT:
         slot = ((run * HEADS + head) * blocks + block).to(tl.int64) * launched + part
-        store_part(
-            parts_out, parts_lse, (mixed, top, total), slot, real, dim, VALUE_DIM, ROWS,
-        )
+        store_part(parts_out, parts_lse, sums, slot, real, dim, VALUE_DIM, ROWS)
