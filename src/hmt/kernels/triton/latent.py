@@ -121,7 +121,7 @@ def _sums(
     token = gl.arange(0, TILE, layout=gl.SliceLayout(0, _SCORES))
     mixed = gl.zeros([ROWS, FRONT], gl.float32, layout=_MIXED)
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
-    sums = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)  # of weights, by column of a tile
+    total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, _SCORES))
     products = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)
     async_copy.wait_group(0)
     fence_async_shared()
@@ -141,7 +141,7 @@ def _sums(
         finite = gl.where(above == float("-inf"), 0.0, above)
         weights = gl.exp2(scores * unit - finite[:, None])
         fading = gl.exp2(top - finite)
-        sums = sums * fading[:, None] + weights
+        total = total * fading + gl.sum(weights, 1)
         top = above
         weighed.store(weights.to(weighed.dtype))
         mixed = mixed * gl.convert_layout(fading, gl.SliceLayout(1, _MIXED))[:, None]
@@ -164,7 +164,7 @@ def _sums(
         products, mixed = warpgroup_mma_wait(0, deps=(scoring, mixed))
         slot = other
     async_copy.wait_group(0)
-    return mixed, top, gl.sum(sums, 1)
+    return mixed, top, total
 
 
 @gluon.jit

@@ -32,7 +32,7 @@ class Plan:
     tile       tokens that a program takes at once
     stages     tiles that are on their way or computed at once
     one_sweep  all tiles are masked, where few are not
-    split      contexts may have more than one part
+    split      some context of such runs has more than one part, here or in another launch
     few        a context is cut into so many parts while these have up to `most` tokens,
     parts      and into no more than these; they keep `parts` programs busy with `own_parts`
     least      tokens in a part are a multiple of this
@@ -98,7 +98,7 @@ def plan_of(
         warps,
         stages,
         one_sweep=True,
-        split=launched > 1,
+        split=parts > 1,
         few=few,
         parts=parts,
         least=least,
@@ -124,7 +124,7 @@ def _long_plan(
         warps,
         stages,
         one_sweep=False,
-        split=launched > 1,
+        split=True,
         own_parts=True,
         parts=_PROGRAMS,
         least=least,
