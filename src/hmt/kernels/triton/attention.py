@@ -315,7 +315,7 @@ def _attend(
             NEW_ROWS=triton.next_power_of_2(held.tokens) if fresh else 0,
             **dependent(query.device),
         )
-    if plan.split:
+    if plan.split and plan.launched > 1:
         _merge(held, plan, shapes, blocks, results, scoring)
 
 
