@@ -154,7 +154,8 @@ def _sizes(wide: int, rows: int, compute: torch.dtype) -> tuple[int, int, int]:
     8 KV heads of 128, 128K positions, by tile, warps and stages, in programs that fit at once: 64,
     4, 3 134 us; 64, 4, 4 133; 32, 4, 4 136; 128, 4, 2 136; with a third more programs than fit 64,
     4, 3 174, and 128, 8, 2 206.  2048 tokens behind 6144: 128, 8, 2 610 us; 64, 8, 3 684; 64, 8, 2
-    723.  128 heads of 192 / 128, 2048 tokens on 2048: 64, 8, 3 855 us; 128, 8, 2 870; 64, 8, 2 1074.
+    723.  128 heads of 192 / 128, 2048 tokens on 2048: 64, 8, 3 855 us; 128, 8, 2 870; 64, 8, 2
+    1074.
     """
     if compute == torch.float32:  # without tensor cores; shared memory holds little
         return (16 if wide > 256 else 32), 4 if rows <= 32 else 8, 1
