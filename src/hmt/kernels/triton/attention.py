@@ -315,7 +315,7 @@ def _attend(
             NEW_ROWS=triton.next_power_of_2(held.tokens) if fresh else 0,
             **dependent(query.device),
         )
-    if plan.split:
+    if plan.split and plan.launched > 1:
         _merge(held, plan, shapes, blocks, results, scoring)
 
 
@@ -453,7 +453,7 @@ def _merge(
         CHUNK=_MERGED_NUMBERS,
         CHUNKS=chunks,
         PADDED_PARTS=triton.next_power_of_2(plan.parts),
-        AT_ONCE=16 if plan.launched <= 16 else 32,
+        AT_ONCE=32 if shapes.latent else 16,
         WINDOW=scoring.window > 0,
         SINKS=scoring.sinks is not None,
         LSE=lse is not None,

@@ -70,6 +70,28 @@ def _fetch(
 
 
 @gluon.jit
+def _fetch_tile(front, back, keys, pages, first, end, page_stride):
+    """Begin to copy a tile."""
+    _fetch(front, keys, pages[0], first, end, page_stride, 0, FRONT, _FRONT)
+    _fetch(back, keys, pages[1], first, end, page_stride, FRONT, BACK, _BACK)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _pages(table, first, end):
+    return _tile_pages(table, first, end, _FRONT), _tile_pages(table, first, end, _BACK)
+
+
+@gluon.jit
+def _products(query_front, query_back, front, back, products):
+    """Begin to multiply queries with a tile of keys; what `products` holds does not matter."""
+    found = warpgroup_mma(
+        query_front, front.permute((1, 0)), products, use_acc=False, is_async=True
+    )
+    return warpgroup_mma(query_back, back.permute((1, 0)), found, is_async=True)
+
+
+@gluon.jit
 def _keep_queries(
     shared, query, block, offset, length, query_stride, head_stride, GROUP: gl.constexpr,
     FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr,
@@ -80,6 +102,97 @@ def _keep_queries(
     at = query + token.to(gl.int64) * query_stride + row % GROUP * head_stride + FIRST
     dim = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
     shared.store(gl.load(at[:, None] + dim[None, :], mask=real[:, None], other=0.0))
+
+
+@gluon.jit
+def _sums(
+    kept, tiles, pages, start, block, begin, end, last, unit, GROUP: gl.constexpr,
+):
+    """Sums of a row block over positions begin .. end: (mixed, top, total).
+
+    kept    queries in shared memory, and room for the weights of a tile
+    tiles   shared memory for two, of which the first is under way; keys, table, and page_stride
+    pages   numbers of the second tile's
+    """
+    query_front, query_back, weighed = kept
+    front, back, keys, table, page_stride = tiles
+    at = start + (block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))) // GROUP
+    first_at = start + block * ROWS // GROUP
+    token = gl.arange(0, TILE, layout=gl.SliceLayout(0, _SCORES))
+    mixed = gl.zeros([ROWS, FRONT], gl.float32, layout=_MIXED)
+    top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
+    total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, _SCORES))
+    products = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    _barrier()
+    products = _products(query_front, query_back, front.index(0), back.index(0), products)
+    _fetch_tile(front.index(1), back.index(1), keys, pages, begin + TILE, last, page_stride)
+    pages = _pages(table, begin + 2 * TILE, last)
+    products = warpgroup_mma_wait(0, deps=(products,))
+    slot = 0
+    for first in range(begin, end, TILE):
+        scores = products
+        if first + TILE > gl.minimum(first_at + 1, end):
+            position = first + token
+            seen = (position < end)[None, :] & (position[None, :] <= at[:, None])
+            scores = gl.where(seen, scores, float("-inf"))
+        above = gl.maximum(top, gl.max(scores, 1) * unit)
+        finite = gl.where(above == float("-inf"), 0.0, above)
+        weights = gl.exp2(scores * unit - finite[:, None])
+        fading = gl.exp2(top - finite)
+        total = total * fading + gl.sum(weights, 1)
+        top = above
+        weighed.store(weights.to(weighed.dtype))
+        mixed = mixed * gl.convert_layout(fading, gl.SliceLayout(1, _MIXED))[:, None]
+        fence_async_shared()
+        _barrier()  # all weights are there
+        mixing = warpgroup_mma(weighed, front.index(slot), mixed, is_async=True)
+        other = 1 - slot
+        async_copy.wait_group(0)
+        fence_async_shared()
+        _barrier()  # the next tile is there
+        scoring = _products(
+            query_front, query_back, front.index(other), back.index(other), products
+        )
+        mixed = warpgroup_mma_wait(2, deps=(mixing,))
+        _barrier()  # nobody reads this tile any more, nor its weights
+        _fetch_tile(
+            front.index(slot), back.index(slot), keys, pages, first + 2 * TILE, last, page_stride
+        )
+        pages = _pages(table, first + 3 * TILE, last)
+        products, mixed = warpgroup_mma_wait(0, deps=(scoring, mixed))
+        slot = other
+    async_copy.wait_group(0)
+    return mixed, top, total
+
+
+@gluon.jit
+def _store(
+    results, sums, block, offset, length, count, slots, GROUP: gl.constexpr, SPLIT: gl.constexpr,
+    LSE: gl.constexpr,
+):
+    """Divide sums, and write them to the result, or to the slots of a part."""
+    out, lse, parts_out, parts_lse = results
+    mixed, top, total = sums
+    divisor = gl.where(total == 0, 1.0, total)
+    log = gl.where(total == 0, float("-inf"), top + gl.log2(divisor))
+    mixed = mixed / gl.convert_layout(divisor, gl.SliceLayout(1, _MIXED))[:, None]
+    local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))
+    local_mixed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _MIXED))
+    dim = gl.arange(0, FRONT, layout=gl.SliceLayout(0, _MIXED))[None, :]
+    real = (block * ROWS + local) // GROUP < length
+    real_mixed = ((block * ROWS + local_mixed) // GROUP < length)[:, None]
+    if count == 1:
+        begin = offset.to(gl.int64) * GROUP + block * ROWS
+        if LSE:
+            gl.store(lse + begin + local, log * LN_2, mask=real)
+        rows = out + (begin + local_mixed)[:, None] * FRONT + dim
+        gl.store(rows, mixed.to(out.dtype.element_ty), mask=real_mixed)
+    elif SPLIT:
+        gl.store(parts_lse + slots + local, log, mask=real)
+        there = parts_out + (slots + local_mixed)[:, None] * FRONT + dim
+        gl.store(there, mixed, mask=real_mixed)
 
 
 @gluon.jit(do_not_specialize=["table_width", "runs", "blocks", "launched", "few", "parts"])
@@ -97,11 +210,10 @@ def latent_kernel(
     start = gl.load(spans + 2 * runs + run)
     size, count = start + length, 1
     if SPLIT:
-        first, size, count = _count_parts(
+        _first, size, count = _count_parts(
             start, length, few, parts, 0, OWN_PARTS, LEAST, MOST, 1, GROUP, ROWS, TILE, False
         )
     begin = part * size
-    first_at = start + block * ROWS // GROUP
     last_at = start + gl.minimum((block * ROWS + ROWS - 1) // GROUP, length - 1)
     end = gl.minimum(last_at + 1, begin + size)
     table = tables + run.to(gl.int64) * table_width
@@ -120,13 +232,10 @@ def latent_kernel(
 
     # Of a part that no row sees, one key is read and none counts.
     last = gl.maximum(end, begin + 1)
-    front_page = _tile_pages(table, begin, last, _FRONT)
-    back_page = _tile_pages(table, begin, last, _BACK)
-    _fetch(front.index(0), keys, front_page, begin, last, page_stride, 0, FRONT, _FRONT)
-    _fetch(back.index(0), keys, back_page, begin, last, page_stride, FRONT, BACK, _BACK)
-    async_copy.commit_group()
-    front_page = _tile_pages(table, begin + TILE, last, _FRONT)
-    back_page = _tile_pages(table, begin + TILE, last, _BACK)
+    _fetch_tile(
+        front.index(0), back.index(0), keys, _pages(table, begin, last), begin, last, page_stride
+    )
+    pages = _pages(table, begin + TILE, last)
     _keep_queries(
         query_front, query, block, offset, length, query_stride, head_stride, GROUP, 0, FRONT,
         _FRONT,
@@ -137,93 +246,12 @@ def latent_kernel(
     )
     fence_async_shared()
 
-    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))
-    at = start + row // GROUP
-    token = gl.arange(0, TILE, layout=gl.SliceLayout(0, _SCORES))
-    unit = scale * LOG2_E
-    mixed = gl.zeros([ROWS, FRONT], gl.float32, layout=_MIXED)
-    top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
-    sums = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)  # of weights, by column of a tile
-    products = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    _barrier()
-    products = warpgroup_mma(
-        query_front, front.index(0).permute((1, 0)), products, use_acc=False, is_async=True
+    tiles = (front, back, keys, table, page_stride)
+    kept = (query_front, query_back, weighed)
+    mixed, top, total = _sums(
+        kept, tiles, pages, start, block, begin, end, last, scale * LOG2_E, GROUP
     )
-    products = warpgroup_mma(
-        query_back, back.index(0).permute((1, 0)), products, is_async=True
+    _store(
+        (out, lse, parts_out, parts_lse), (mixed, top, total), block, offset, length, count,
+        ((run * blocks + block).to(gl.int64) * launched + part) * ROWS, GROUP, SPLIT, LSE,
     )
-    _fetch(front.index(1), keys, front_page, begin + TILE, last, page_stride, 0, FRONT, _FRONT)
-    _fetch(back.index(1), keys, back_page, begin + TILE, last, page_stride, FRONT, BACK, _BACK)
-    async_copy.commit_group()
-    front_page = _tile_pages(table, begin + 2 * TILE, last, _FRONT)
-    back_page = _tile_pages(table, begin + 2 * TILE, last, _BACK)
-    products = warpgroup_mma_wait(0, deps=(products,))
-    slot = 0
-    for first in range(begin, end, TILE):
-        scores = products
-        if first + TILE > gl.minimum(first_at + 1, end):
-            position = first + token
-            seen = (position < end)[None, :] & (position[None, :] <= at[:, None])
-            scores = gl.where(seen, scores, float("-inf"))
-        above = gl.maximum(top, gl.max(scores, 1) * unit)
-        finite = gl.where(above == float("-inf"), 0.0, above)
-        weights = gl.exp2(scores * unit - finite[:, None])
-        fading = gl.exp2(top - finite)
-        sums = sums * fading[:, None] + weights
-        top = above
-        weighed.store(weights.to(KIND))
-        mixed = mixed * gl.convert_layout(fading, gl.SliceLayout(1, _MIXED))[:, None]
-        fence_async_shared()
-        _barrier()  # all weights are there
-        mixing = warpgroup_mma(weighed, front.index(slot), mixed, is_async=True)
-        other = 1 - slot
-        async_copy.wait_group(0)
-        fence_async_shared()
-        _barrier()  # the next tile is there
-        scoring = warpgroup_mma(
-            query_front, front.index(other).permute((1, 0)), products, use_acc=False, is_async=True
-        )
-        scoring = warpgroup_mma(
-            query_back, back.index(other).permute((1, 0)), scoring, is_async=True
-        )
-        mixed = warpgroup_mma_wait(2, deps=(mixing,))
-        _barrier()  # nobody reads this tile any more, nor its weights
-        _fetch(
-            front.index(slot), keys, front_page, first + 2 * TILE, last, page_stride, 0, FRONT,
-            _FRONT,
-        )
-        _fetch(
-            back.index(slot), keys, back_page, first + 2 * TILE, last, page_stride, FRONT, BACK,
-            _BACK,
-        )
-        async_copy.commit_group()
-        front_page = _tile_pages(table, first + 3 * TILE, last, _FRONT)
-        back_page = _tile_pages(table, first + 3 * TILE, last, _BACK)
-        products, mixed = warpgroup_mma_wait(0, deps=(scoring, mixed))
-        slot = other
-    async_copy.wait_group(0)
-
-    total = gl.sum(sums, 1)
-    divisor = gl.where(total == 0, 1.0, total)
-    log = gl.where(total == 0, float("-inf"), top + gl.log2(divisor))
-    mixed = mixed / gl.convert_layout(divisor, gl.SliceLayout(1, _MIXED))[:, None]
-    local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _MIXED))
-    dim = gl.arange(0, FRONT, layout=gl.SliceLayout(0, _MIXED))[None, :]
-    row_there = block * ROWS + local
-    real_there = row_there // GROUP < length
-    real = row // GROUP < length
-    result = (offset + row).to(gl.int64) * 0
-    if count == 1:
-        result = gl.where(real, row, 0).to(gl.int64) + offset.to(gl.int64) * GROUP
-        if LSE:
-            gl.store(lse + result, log * LN_2, mask=real)
-        there = gl.where(real_there, row_there, 0).to(gl.int64) + offset.to(gl.int64) * GROUP
-        at_out = out + there[:, None] * FRONT + dim
-        gl.store(at_out, mixed.to(out.dtype.element_ty), mask=real_there[:, None])
-    elif SPLIT:
-        slots = (((run * blocks + block).to(gl.int64) * launched) + part) * ROWS
-        gl.store(parts_lse + slots + (row - block * ROWS), log, mask=real)
-        at_parts = parts_out + (slots + local)[:, None] * FRONT + dim
-        gl.store(at_parts, mixed, mask=real_there[:, None])

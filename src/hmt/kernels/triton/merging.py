@@ -62,6 +62,19 @@ def store_result(
     tl.store(at, mixed.to(out.dtype.element_ty), mask)
 
 
+@triton.jit
+def store_part(
+    parts_out, parts_lse, sums, slot, real, dim, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
+):
+    """Divide the sums of a part, and write them to its slot."""
+    mixed, top, total = sums
+    result = slot * ROWS + tl.arange(0, ROWS)
+    tl.store(parts_lse + result, log_of(top, total), real)
+    mixed /= tl.where(total == 0, 1.0, total)[:, None]
+    at = parts_out + result[:, None] * VALUE_DIM + dim[None, :]
+    tl.store(at, mixed, real[:, None] & (dim < VALUE_DIM)[None, :])
+
+
 @triton.jit(do_not_specialize=["runs", "blocks", "launched", "few", "parts", "window"])
 def merge_kernel(
     out, lse, parts_out, parts_lse, spans, sinks, runs, blocks, launched, few, parts, window,
