@@ -5,15 +5,32 @@ context costs no prompt.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hmt.base.units import round_up
+from hmt.bench.environment import describe
+from hmt.bench.gpu import prompt_rate
+from hmt.bench.gpu_rates import Rates, measure_rates
+from hmt.bench.random_deepseek import DeepSeekShape
+from hmt.bench.tiled_pack import write_tiled_deepseek
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Part, Step
-from hmt.engine import LoadedModel
+from hmt.engine import Engine, LoadedModel
+from hmt.engine.machine import machine_for
+from hmt.memory.device import open_device
 
 _WARM_STEPS = 8
+
+# To try the benchmark with.
+SMALL = DeepSeekShape(
+    hidden_size=128, intermediate_size=96, moe_intermediate_size=64, heads=4, experts=32,
+    experts_per_token=4, groups=4, kept_groups=2, q_rank=64, kv_rank=32, nope_dim=16, rope_dim=16,
+    value_dim=16, vocab_size=None,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +133,122 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     )
 
 
-def set_link_share(model: LoadedModel, share: float) -> None:
-    """Bring another share of the missing experts from now on."""
-    teams = model._core.memory.on_device.weights.teams  # type: ignore[union-attr]
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is timed.
 
-    def change() -> None:
-        for team in teams.by_layer.values():
-            team._share.fill_(share)  # type: ignore[union-attr]
+    batches    decoding sequences, at the first of `contexts`
+    contexts   positions before the tokens that are decoded, of one sequence
+    steps      of each
+    prompt     tokens of a prompt; 0: none
+    """
 
-    model._loop.call(change)
+    batches: Sequence[int] = (1, 4, 16)
+    contexts: Sequence[int] = (1024, 131072)
+    steps: int = 16
+    prompt: int = 4096
+
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """Batches and contexts."""
+        others = [(1, context) for context in self.contexts[1:]]
+        return [*((batch, self.contexts[0]) for batch in self.batches), *others]
+
+    @property
+    def positions(self) -> int:
+        """That the largest case takes."""
+        more = round_up(_WARM_STEPS + self.steps + 1, PAGE_TOKENS) + PAGE_TOKENS
+        cases = [*self.cases, (1, round_up(self.prompt, PAGE_TOKENS))]
+        return max(batch * (context + more) for batch, context in cases)
 
 
-def measure(
-    model: LoadedModel, batches: Sequence[int], contexts: Sequence[int], steps: int
-) -> list[dict[str, Any]]:
-    """Steps of all batches and contexts."""
-    return [
-        asdict(decode_steps(model, batch, context, steps))
-        for batch in batches
-        for context in contexts
-    ]
+def run(
+    folder: Path,
+    shape: DeepSeekShape,
+    gpu_memory: str,
+    task: Task,
+    *,
+    quantization: str = "w4a8:32",
+    host_memory: str = "100GiB",
+    gpu: str = "0",
+    progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Measure `shape`; the content of a benchmark file.
+
+    The pack is made in `folder` unless it is there.  Raises MachineError without a GPU, and what
+    loading raises.
+    """
+    device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
+    progress("measuring memories and the link")
+    rates = measure_rates(device, quantization)
+    if not (folder / "pack").exists():
+        write_tiled_deepseek(folder, shape, quantization, progress=progress)
+    progress("loading")
+    begin = time.perf_counter()
+    with Engine(
+        gpu_memory=gpu_memory,
+        gpu_id=gpu,
+        host_memory=host_memory,
+        context=task.positions,
+        max_batch=max(task.batches),
+        prefill_chunk=task.prompt or None,
+        check_weights=False,  # all layers lie at the same place of the drive
+        verify_reads="never",
+        disk_reader="buffered",
+    ) as engine:
+        model = engine.load_model(folder / "pack")
+        loaded_s = time.perf_counter() - begin
+        fill_context(model)
+        steps = []
+        for batch, context in task.cases:
+            progress(f"{batch} sequences after {context} positions")
+            steps.append(_told(decode_steps(model, batch, context, task.steps), rates))
+        prompt = _prompt(model, task.prompt, rates) if task.prompt else None
+        share = model.plan.device
+        used = engine._device.used_bytes() if engine._device is not None else 0
+    return {
+        "benchmark": "hybrid",
+        "machine": describe(machine_for(folder)),
+        "gpu": device.name,
+        "shape": asdict(shape),
+        "quantization": quantization,
+        "rates": asdict(rates),
+        "task": asdict(task),
+        "gpu_memory": gpu_memory,
+        "gpu_used_bytes": used,
+        "load_s": loaded_s,
+        "expert_slots": share.expert_slots,
+        "staging_slots": share.staging_slots,
+        "link_share": share.link_share,
+        "reserved": dict(share.reserved),
+        "steps": steps,
+        "prompt": prompt,
+    }
+
+
+def _told(step: HybridStep, rates: Rates) -> dict[str, Any]:
+    """A case, with what follows from it."""
+    allowed_s = step.allowed_s(rates.shared_link, rates.shared_cpu)
+    return asdict(step) | {
+        "tokens_per_s": step.batch / step.step_s,
+        "allowed_s": allowed_s,
+        "share": allowed_s / step.step_s,
+        "link_s": step.brought * step.expert_bytes / rates.shared_link,
+        "host_s": max(0.0, step.step_s - step.computed_s - step.waited_s),
+        "cpu_rate": step.left * step.expert_bytes / step.computed_s if step.computed_s else None,
+        "line": step.told(),
+    }
+
+
+def _prompt(model: LoadedModel, tokens: int, rates: Rates, runs: int = 2) -> dict[str, Any]:
+    """A prompt for which all experts go over the link; the median of some."""
+    prompt_rate(model, tokens)  # compiles kernels
+    found = [prompt_rate(model, tokens) for _ in range(runs)]
+    speeds = [rate for rate, _ in found]
+    phase = found[-1][1]
+    return {
+        "tokens": tokens,
+        "tokens_per_s": median(speeds),
+        "link_busy": phase.link_s / phase.seconds if phase.seconds else 0.0,
+        "link_share": phase.link_bytes / phase.seconds / rates.link if phase.seconds else 0.0,
+    }

@@ -1,0 +1,88 @@
+"""`hmt bench hybrid`: a DeepSeek-V3 whose experts are shared out between GPU, link and CPU."""
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hmt.base.errors import ConfigError
+from hmt.base.units import format_bytes, format_rate
+from hmt.cli.console import notes
+
+
+def hybrid(
+    layers: Annotated[
+        int, typer.Option(min=2, help="Layers, the first of them dense; 61 take 380 GB of RAM.")
+    ] = 13,
+    memory: Annotated[str, typer.Option(help="Memory of the GPU to use.")] = "9GiB",
+    quant: Annotated[str, typer.Option(help="Encoding of the weights.")] = "w4a8:32",
+    host_memory: Annotated[str, typer.Option(help="Host memory to use.")] = "100GiB",
+    batches: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1,4,16",
+    contexts: Annotated[
+        str, typer.Option(help="Positions before them; all but the first with one sequence.")
+    ] = "1024,131072",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each.")] = 16,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens of a prompt; 0: none.")] = 4096,
+    small: Annotated[bool, typer.Option(help="A tiny model, to try the benchmark with.")] = False,
+    gpu_id: Annotated[str, typer.Option(help="Which GPU, by number.")] = "0",
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the model is kept for the next time; deleted without."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+) -> None:
+    """A mixture of experts that a GPU holds all of but the experts: time by who spends it."""
+    from hmt.bench.hybrid import SMALL, Task, run
+    from hmt.bench.random_deepseek import DeepSeekShape
+    from hmt.cli.bench import write_json
+
+    dense = 3 if layers > 30 else 1
+    shape = replace(SMALL if small else DeepSeekShape(), layers=layers, dense_layers=dense)
+    task = Task(_numbers("--batches", batches), _numbers("--contexts", contexts), steps, prompt)
+    with ExitStack() as stack:
+        status = stack.enter_context(notes().status("starting"))
+        models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        content = run(
+            models,
+            shape,
+            memory,
+            task,
+            quantization=quant,
+            host_memory=host_memory,
+            gpu=gpu_id,
+            progress=status.update,
+        )
+    _print(content)
+    write_json(content, json)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(map(int, text.split(",")))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise ConfigError(f"{option} {text}: give a list such as 1,16")
+    return found
+
+
+def _print(content: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    rates = content["rates"]
+    console.print(
+        f"{content['shape']['layers']} layers, {content['gpu_memory']} of {content['gpu']}: "
+        f"{content['expert_slots']} experts cached per layer; at once link "
+        f"{format_rate(rates['shared_link'])} and CPU {format_rate(rates['shared_cpu'])}"
+    )
+    for step in content["steps"]:
+        console.print(f"  {step['line']}; {step['share']:.0%} of what link and CPU allow")
+    if prompt := content["prompt"]:
+        console.print(
+            f"  prompt of {prompt['tokens']}: {prompt['tokens_per_s']:.0f} tokens/s, link busy "
+            f"{prompt['link_busy']:.0%}"
+        )
+    console.print(f"  {format_bytes(content['gpu_used_bytes'])} of GPU memory used")
