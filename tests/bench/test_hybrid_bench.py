@@ -4,13 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hmt.base.errors import ConfigError
 from hmt.bench import hybrid
 from hmt.bench.gpu_rates import Rates
+from hmt.bench.skew import recorded_frequencies, router_biases
 from hmt.cli import bench_hybrid
 from hmt.engine import machine
 from hmt.engine.link_rates import LinkRates
+from hmt.kernels import ops
 
 RATES = Rates(4e12, 50e9, 150e9, 40e9, 120e9, "w4a8:32")
 
@@ -22,9 +25,13 @@ def test_a_run_adds_up(
     monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9, 30e9, 90e9))
     shape = replace(hybrid.SMALL, layers=4, dense_layers=1)
     task = hybrid.Task(batches=(1, 3), contexts=(64, 200), steps=3, prompt=300)
-    content = hybrid.run(tmp_path, shape, "5MiB", task, host_memory="96MiB", gpu="pretended")
+    traces = sorted((Path(__file__).parents[2] / "benchmarks" / "traces").glob("*.jsonl.gz"))
+    options = {"host_memory": "96MiB", "gpu": "pretended", "traces": traces[:2]}
+    content = hybrid.run(tmp_path, shape, "5MiB", task, **options)  # type: ignore[arg-type]
     assert 0 < content["expert_slots"] < 32 and content["link_share"] == 0.25
-    assert [(s["batch"], s["context"]) for s in content["steps"]] == [(1, 64), (3, 64), (1, 200)]
+    cases = [(s["batch"], s["context"]) for s in content["steps"]]
+    assert cases == 2 * [(1, 64), (3, 64), (1, 200)]
+    assert [s["routing"] for s in content["steps"]] == 3 * ["uniform"] + 3 * ["recorded"]
     for step in content["steps"]:
         experts = step["found"] + step["brought"] + step["left"]
         assert 4 * 3 <= experts <= 4 * 3 * step["batch"], "of three layers, each once"
@@ -34,6 +41,23 @@ def test_a_run_adds_up(
     assert content["prompt"]["tokens_per_s"] > 0
     bench_hybrid._print(content)
     assert "experts cached per layer" in capsys.readouterr().out
+
+
+def test_routers_choose_as_often_as_a_trace_says() -> None:
+    shape = replace(hybrid.SMALL, layers=3, dense_layers=1)
+    traces = sorted((Path(__file__).parents[2] / "benchmarks" / "traces").glob("*.jsonl.gz"))
+    wanted = recorded_frequencies(traces, shape)
+    assert wanted.shape == (2, 32)
+    assert torch.allclose(wanted.sum(1), torch.full((2,), 4.0))
+    biases = router_biases(wanted, shape, deviation=1.5)
+    logits = 1.5 * torch.randn(4000, 32, generator=torch.Generator().manual_seed(5))
+    for bias, often in zip(biases, wanted, strict=True):
+        chosen, _ = ops.biased_sigmoid_topk(
+            logits, bias, 4, groups=4, kept_groups=2, renormalise=True, scale=1.0
+        )
+        found = torch.bincount(chosen.flatten(), minlength=32) / 4000
+        uniform = (often - 4 / 32).abs().sum()
+        assert (found - often).abs().sum() < 0.3 * uniform, "much closer than routing that is even"
 
 
 def test_lists_are_checked() -> None:

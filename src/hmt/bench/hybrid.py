@@ -11,12 +11,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hmt.base.units import round_up
 from hmt.bench.environment import describe
 from hmt.bench.gpu import prompt_rate
 from hmt.bench.gpu_rates import Rates, measure_rates
 from hmt.bench.random_deepseek import DeepSeekShape
+from hmt.bench.skew import recorded_frequencies, router_biases
 from hmt.bench.tiled_pack import write_tiled_deepseek
+from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Part, Step
 from hmt.engine import Engine, LoadedModel
@@ -171,12 +176,14 @@ def run(
     quantization: str = "w4a8:32",
     host_memory: str = "100GiB",
     gpu: str = "0",
+    traces: Sequence[Path] = (),
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Measure `shape`; the content of a benchmark file.
 
-    The pack is made in `folder` unless it is there.  Raises MachineError without a GPU, and what
-    loading raises.
+    The pack is made in `folder` unless it is there.  Its routers choose all experts alike; with
+    `traces` steps are measured once more, with experts chosen as often as there.  Raises
+    MachineError without a GPU, and what loading raises.
     """
     device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
     progress("measuring memories and the link")
@@ -199,10 +206,10 @@ def run(
         model = engine.load_model(folder / "pack")
         loaded_s = time.perf_counter() - begin
         fill_context(model)
-        steps = []
-        for batch, context in task.cases:
-            progress(f"{batch} sequences after {context} positions")
-            steps.append(_told(decode_steps(model, batch, context, task.steps), rates))
+        steps = _steps(model, task, rates, "uniform", progress)
+        if traces:
+            skew(model, shape, recorded_frequencies(traces, shape))
+            steps += _steps(model, task, rates, "recorded", progress)
         prompt = _prompt(model, task.prompt, rates) if task.prompt else None
         share = model.plan.device
         used = engine._device.used_bytes() if engine._device is not None else 0
@@ -224,6 +231,33 @@ def run(
         "steps": steps,
         "prompt": prompt,
     }
+
+
+def skew(model: LoadedModel, shape: DeepSeekShape, frequencies: Tensor) -> None:
+    """Let the model's routers choose experts so often: f32 [layers with experts, experts]."""
+    weights: Any = model._core._weights
+
+    def change() -> None:
+        with weights.lease(BlockId(shape.dense_layers, BlockKind.ROUTER)) as params:
+            # Of logits, where inputs have a mean square of 1.
+            deviation = float(params["router"].data.float().norm(dim=1).mean())
+        biases = router_biases(frequencies, shape, deviation)
+        for layer, bias in enumerate(biases, shape.dense_layers):
+            with weights.lease(BlockId(layer, BlockKind.ROUTER)) as params, torch.inference_mode():
+                params["router_bias"].data.copy_(bias)
+
+    model._loop.call(change)
+
+
+def _steps(
+    model: LoadedModel, task: Task, rates: Rates, routing: str, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    found = []
+    for batch, context in task.cases:
+        progress(f"{batch} sequences after {context} positions, {routing} routing")
+        step = decode_steps(model, batch, context, task.steps)
+        found.append({"routing": routing} | _told(step, rates))
+    return found
 
 
 def _told(step: HybridStep, rates: Rates) -> dict[str, Any]:

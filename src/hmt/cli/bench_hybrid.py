@@ -27,6 +27,10 @@ def hybrid(
     ] = "1024,131072",
     steps: Annotated[int, typer.Option(min=1, help="Steps of each.")] = 16,
     prompt: Annotated[int, typer.Option(min=0, help="Tokens of a prompt; 0: none.")] = 4096,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option(help="Recorded traces of experts, for routing with their skew as well."),
+    ] = None,
     small: Annotated[bool, typer.Option(help="A tiny model, to try the benchmark with.")] = False,
     gpu_id: Annotated[str, typer.Option(help="Which GPU, by number.")] = "0",
     folder: Annotated[
@@ -54,6 +58,7 @@ def hybrid(
             quantization=quant,
             host_memory=host_memory,
             gpu=gpu_id,
+            traces=traces or (),
             progress=status.update,
         )
     _print(content)
@@ -79,7 +84,8 @@ def _print(content: dict[str, Any]) -> None:
         f"{format_rate(rates['shared_link'])} and CPU {format_rate(rates['shared_cpu'])}"
     )
     for step in content["steps"]:
-        console.print(f"  {step['line']}; {step['share']:.0%} of what link and CPU allow")
+        share = f"{step['share']:.0%} of what link and CPU allow"
+        console.print(f"  {step['routing']:8} {step['line']}; {share}")
     if prompt := content["prompt"]:
         console.print(
             f"  prompt of {prompt['tokens']}: {prompt['tokens_per_s']:.0f} tokens/s, link busy "

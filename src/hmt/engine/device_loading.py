@@ -93,8 +93,7 @@ def load_on_device(
     pinned = _pin(device, host, stack)
     with device.computing(), torch.inference_mode():
         weights.form_teams(pools["experts"], host_is_pinned=pinned)
-        if pinned:
-            weights.find_tokens()
+        weights.find_tokens(host_is_pinned=pinned)
     return OnDevice(device, weights, pools["kv"], list(accounts.values()))
 
 

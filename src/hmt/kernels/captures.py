@@ -32,9 +32,9 @@ def advance_runs(runs: PagedRuns) -> None:
         held.spans[2] += 1
 
 
-def rows_at(table: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """Rows `ids` int64 [n] of the table that the device of `ids` finds at an address."""
-    rows: Tensor = gpu_kernels().rows_at(table, width, dtype, ids)
+def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    """Rows `ids` int64 [n] of a table of which the device finds `part_rows` at each address."""
+    rows: Tensor = gpu_kernels().rows_at(parts, part_rows, width, dtype, ids)
     return rows
 
 

@@ -18,7 +18,7 @@ from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Sta
 from hmt.kernels import captures
 from hmt.kernels.expert_teams import Desk, make_desk
 from hmt.memory.device import Copy, Device, DeviceBuffer, DevicePool, Mark
-from hmt.weights.layout import BlockLayout
+from hmt.weights.layout import BlockLayout, RowHolder
 from hmt.weights.store import WeightStore
 from hmt.weights.teams import Streamed, Teams, make_teams
 
@@ -113,7 +113,7 @@ class DeviceWeights:
         self._under_way: deque[Copy] = deque()  # not yet in `counters`
         self._counters = DeviceCounters()
         self.count = store.count
-        self._table: tuple[int, int, torch.dtype] | None = None
+        self._tokens: tuple[Tensor, int, int, torch.dtype] | None = None  # as `rows_at` wants it
         self.routed = store.routed
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -201,26 +201,43 @@ class DeviceWeights:
         found = [self._resident[block] for block in blocks if block in self._resident]
         return found if len(found) == len(blocks) else None
 
-    def find_tokens(self) -> None:
-        """Let `rows` be looked up on the device, where the table of tokens is pinned."""
-        standing = self._store.standing([_TOKENS])
-        if standing is None or "weight" not in standing[0].params:
-            return
-        table = standing[0].params["weight"].data
-        if table.is_contiguous():
-            self._table = self._device.address(table), table.shape[1], table.dtype
+    def find_tokens(self, *, host_is_pinned: bool) -> None:
+        """Let tokens be looked up on the device, where it can read their table.
+
+        The table lies on it, as the head of a model whose embeddings are tied, or in pinned memory.
+        """
+        table = self._layouts[_TOKENS].tables["weight"]
+        parts = [self._part(holder, host_is_pinned) for holder in table.holders]
+        found = [part for part in parts if part is not None]
+        rows = [holder.end - holder.first for holder in table.holders]
+        if len(found) == len(parts) and set(rows[:-1]) <= {rows[0]}:
+            addresses = [address for address, _ in found]
+            where = torch.tensor(addresses, dtype=torch.int64, device=self._device.where)
+            self._tokens = where, rows[0], table.width, found[0][1]
+
+    def _part(self, holder: RowHolder, host_is_pinned: bool) -> tuple[int, torch.dtype] | None:
+        """Where the device finds a table's part, and the dtype of its numbers."""
+        standing = self._resident.get(holder.block)
+        if standing is not None:
+            data = standing.params[holder.name].data
+            return data.data_ptr(), data.dtype
+        on_host = self._store.standing([holder.block]) if host_is_pinned else None
+        if on_host is None or holder.name not in on_host[0].params:
+            return None
+        data = on_host[0].params[holder.name].data
+        return self._device.address(data), data.dtype
 
     @property
     def looks_up_tokens(self) -> bool:
-        """Whether `rows` takes ids that are on the device."""
-        return self._table is not None
+        """Whether `rows` of the table of tokens are looked up on the device."""
+        return self._tokens is not None
 
     def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
-        """See Weights.  Ids on the device are looked up there; see `looks_up_tokens`."""
-        if not ids.is_cuda:
+        """See Weights; on the device where it can look them up."""
+        if self._tokens is None or self._device.where.type != "cuda":
             return self._store.rows(block, name, ids)
-        assert self._table is not None and (block, name) == (_TOKENS, "weight")
-        return captures.rows_at(*self._table, ids)
+        assert (block, name) == (_TOKENS, "weight")
+        return captures.rows_at(*self._tokens, ids.to(self._device.where, non_blocking=True))
 
     def team(self, layer: int) -> ExpertTeam | None:
         """See Weights."""
