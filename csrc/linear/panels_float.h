@@ -1,4 +1,4 @@
-// Panels of 4-bit codes times activations as they are.  Only for panels.isa.cpp.
+// Panels of 4-bit codes times activations as they are.  Only for panels_float.isa.cpp.
 //
 // Rows lie in lanes, as in panels_int8.h.  Codes become f32, or bf16 where x is bf16 and the
 // machine multiplies pairs of bf16; both hold them exactly.  A group's scale is applied to its sum.

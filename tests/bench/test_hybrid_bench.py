@@ -34,7 +34,7 @@ def test_a_run_adds_up(
     assert [s["routing"] for s in content["steps"]] == 3 * ["uniform"] + 3 * ["recorded"]
     for step in content["steps"]:
         experts = step["found"] + step["brought"] + step["left"]
-        assert 4 * 3 <= experts <= 4 * 3 * step["batch"], "of three layers, each once"
+        assert 4 * 3 <= round(experts, 6) <= 4 * 3 * step["batch"], "of three layers, each once"
         missing = (step["brought"] + step["left"]) * step["expert_bytes"]
         assert step["allowed_s"] == pytest.approx(missing / 160e9)
         assert step["share"] == pytest.approx(step["allowed_s"] / step["step_s"])
