@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hmt.base.errors import ConfigError
 from hmt.bench import hybrid
 from hmt.bench.gpu_rates import Rates
 from hmt.bench.skew import recorded_frequencies, router_biases
@@ -58,10 +57,3 @@ def test_routers_choose_as_often_as_a_trace_says() -> None:
         found = torch.bincount(chosen.flatten(), minlength=32) / 4000
         uniform = (often - 4 / 32).abs().sum()
         assert (found - often).abs().sum() < 0.3 * uniform, "much closer than routing that is even"
-
-
-def test_lists_are_checked() -> None:
-    assert bench_hybrid._numbers("--batches", "1,16") == (1, 16)
-    for text in ("", "a", "0,1"):
-        with pytest.raises(ConfigError, match="--batches"):
-            bench_hybrid._numbers("--batches", text)

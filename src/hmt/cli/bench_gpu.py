@@ -58,7 +58,7 @@ def gpu(
             models,
             shape,
             budgets,
-            Task(_batches(batches), tokens, prompt, runs),
+            Task(numbers("--batches", batches), tokens, prompt, runs),
             quantization=quant,
             host_memory=host_memory,
             gpu=gpu_id,
@@ -69,13 +69,14 @@ def gpu(
     write_json(content, json)
 
 
-def _batches(text: str) -> tuple[int, ...]:
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """A list of positive numbers.  Raises ConfigError for another text."""
     try:
         found = tuple(map(int, text.split(",")))
     except ValueError:
         found = (0,)
     if min(found) < 1:
-        raise ConfigError(f"--batches {text}: give a list such as 1,32")
+        raise ConfigError(f"{option} {text}: give a list such as 1,32")
     return found
 
 

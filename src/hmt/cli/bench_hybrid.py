@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate
+from hmt.cli.bench_gpu import numbers
 from hmt.cli.console import notes
 
 
@@ -46,7 +46,7 @@ def hybrid(
 
     dense = 3 if layers > 30 else 1
     shape = replace(SMALL if small else DeepSeekShape(), layers=layers, dense_layers=dense)
-    task = Task(_numbers("--batches", batches), _numbers("--contexts", contexts), steps, prompt)
+    task = Task(numbers("--batches", batches), numbers("--contexts", contexts), steps, prompt)
     with ExitStack() as stack:
         status = stack.enter_context(notes().status("starting"))
         models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -63,16 +63,6 @@ def hybrid(
         )
     _print(content)
     write_json(content, json)
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(map(int, text.split(",")))
-    except ValueError:
-        found = (0,)
-    if min(found) < 1:
-        raise ConfigError(f"{option} {text}: give a list such as 1,16")
-    return found
 
 
 def _print(content: dict[str, Any]) -> None:
