@@ -5,22 +5,11 @@
 #include <thread>
 
 #include "base/clock.h"
-#include "base/thread_pool.h"
 
 namespace hmt {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// Of a layer's part that the device computes.  Workers that slept meanwhile would take as long to
-// wake as a tenth of the answer takes.
-constexpr int64_t kWatchMicroseconds = 5000;
-
-// While it lives, workers stay awake between answers.
-struct Watching {
-  Watching() { ThreadPool::watch_for(kWatchMicroseconds); }
-  ~Watching() { ThreadPool::watch_for(0); }
-};
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -48,7 +37,6 @@ bool await(const uint32_t* flag, uint32_t number, double patience_s) {
 
 Served ExpertService::serve(uint32_t number, size_t tokens, size_t threads,
                             double patience_s) const {
-  const Watching watching;
   Served served;
   std::vector<Expert> wanted;
   for (const ServedLayer& layer : layers_) {

@@ -270,7 +270,6 @@ def _told(step: HybridStep, rates: Rates) -> dict[str, Any]:
         "link_s": step.brought * step.expert_bytes / rates.shared_link,
         "host_s": max(0.0, step.step_s - step.computed_s - step.waited_s),
         "cpu_rate": step.left * step.expert_bytes / step.computed_s if step.computed_s else None,
-        "line": step.told(),
     }
 
 

@@ -2,7 +2,7 @@
 
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +66,8 @@ def hybrid(
 
 
 def _print(content: dict[str, Any]) -> None:
+    from hmt.bench.hybrid import HybridStep
+
     console = Console(highlight=False, soft_wrap=True)
     rates = content["rates"]
     console.print(
@@ -75,7 +77,8 @@ def _print(content: dict[str, Any]) -> None:
     )
     for step in content["steps"]:
         share = f"{step['share']:.0%} of what link and CPU allow"
-        console.print(f"  {step['routing']:8} {step['line']}; {share}")
+        told = HybridStep(**{field.name: step[field.name] for field in fields(HybridStep)}).told()
+        console.print(f"  {step['routing']:8} {told}; {share}")
     if prompt := content["prompt"]:
         console.print(
             f"  prompt of {prompt['tokens']}: {prompt['tokens_per_s']:.0f} tokens/s, link busy "

@@ -10,14 +10,19 @@ from hmt.kernels.ops import gpu_kernels
 from hmt.kernels.reference.pages import PagedRun, PagedRuns
 
 
+def has_kernels(where: torch.device) -> bool:
+    """False for a GPU for which there is plain torch only: without Triton, or by HMT_KERNELS."""
+    return where.type != "cuda" or gpu_kernels() is not reference
+
+
 def fixed_runs(where: torch.device, tokens: int, context: int) -> PagedRuns | None:
     """Runs of one token each, `tokens` of them up to `context`, in tensors that stay on a device.
 
     None where kernels read runs from Python's own objects.  See `fill_runs`.
     """
-    if where.type != "cuda" or (kernels := gpu_kernels()) is reference:
+    if where.type != "cuda" or not has_kernels(where):
         return None
-    runs: PagedRuns = kernels.fixed_runs(where, tokens, 1, context)
+    runs: PagedRuns = gpu_kernels().fixed_runs(where, tokens, 1, context)
     return runs
 
 
@@ -40,7 +45,7 @@ def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: 
 
 def likeliest(logits: Tensor) -> Tensor:
     """The first of the largest of each row of logits [rows, vocab]: int64 [rows]."""
-    if logits.is_cuda and (kernels := gpu_kernels()) is not reference:
-        best: Tensor = kernels.greedy(logits)
+    if logits.is_cuda and has_kernels(logits.device):
+        best: Tensor = gpu_kernels().greedy(logits)
         return best
     return logits.argmax(-1)

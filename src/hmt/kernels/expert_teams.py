@@ -17,13 +17,14 @@ from hmt.kernels import ops, reference
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
+from hmt.kernels.cpu.threads import awake_workers
 from hmt.kernels.reference import Expert, ExpertShares, ExpertSlots
 
 __all__ = [
     "Desk",
+    "ExpertPlaces",
     "ExpertShares",
     "ExpertSlots",
-    "Places",
     "Served",
     "divide",
     "fetch",
@@ -52,7 +53,7 @@ def fetch(slots: ExpertSlots, shares: ExpertShares, nbytes: int) -> None:
         reference.fetch_experts(slots, shares, nbytes)
 
 
-class Places:
+class ExpertPlaces:
     """Where experts that are laid out alike may lie on a device."""
 
     def __init__(self, some: int, view: Callable[[int], Mapping[str, WeightTensor]]) -> None:
@@ -189,7 +190,7 @@ class Desk:
         """Ask for what `shares` leaves to the CPU, on the device's queue."""
         from hmt.kernels.triton import mailbox
 
-        if self._service is None:
+        if self._service is None:  # the first question tells the activation
             self._service = self._make_service(activation)
         mailbox.ask(self._boxes[layer], x, shares, scales)
 
@@ -207,9 +208,10 @@ class Desk:
     def serve(self, tokens: int) -> Served:
         """Answer all questions of a step of `tokens` tokens.  RuntimeError where none come."""
         try:
-            complete, experts, waited_s, computed_s = self._service.serve(
-                self._step, tokens, torch.get_num_threads(), _PATIENCE_S
-            )
+            with awake_workers():
+                complete, experts, waited_s, computed_s = self._service.serve(
+                    self._step, tokens, torch.get_num_threads(), _PATIENCE_S
+                )
         except BaseException:
             self._service.release(self._step)
             raise

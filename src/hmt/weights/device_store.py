@@ -206,6 +206,8 @@ class DeviceWeights:
 
         The table lies on it, as the head of a model whose embeddings are tied, or in pinned memory.
         """
+        if not captures.has_kernels(self._device.where):
+            return
         table = self._layouts[_TOKENS].tables["weight"]
         parts = [self._part(holder, host_is_pinned) for holder in table.holders]
         found = [part for part in parts if part is not None]

@@ -10,7 +10,8 @@ from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.kernels import expert_teams, ops
-from hmt.kernels.expert_teams import Desk, ExpertShares, ExpertSlots, Places
+from hmt.kernels.captures import has_kernels
+from hmt.kernels.expert_teams import Desk, ExpertPlaces, ExpertShares, ExpertSlots
 from hmt.memory.device import Device, DevicePool
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
@@ -32,7 +33,7 @@ class HybridTeam:
         self,
         layer: int,
         slots: ExpertSlots,
-        places: Places,
+        places: ExpertPlaces,
         share: Tensor,
         nbytes: int,
         on_host: Callable[[int, list[int]], Sequence[tuple[int, Params]]],
@@ -84,7 +85,7 @@ class HybridTeam:
 class ResidentTeam:
     """Implements ExpertTeam where all of a layer's experts stay on the device."""
 
-    def __init__(self, table: Tensor, places: Places) -> None:
+    def __init__(self, table: Tensor, places: ExpertPlaces) -> None:
         """table: int64 [experts], where each lies."""
         self._table = table
         self._places = places
@@ -103,7 +104,7 @@ class StreamedTeam:
     stay there, to the bit.
     """
 
-    def __init__(self, blocks: Sequence[BlockId], places: Places, stream: Stream) -> None:
+    def __init__(self, blocks: Sequence[BlockId], places: ExpertPlaces, stream: Stream) -> None:
         """`blocks` are all experts of a layer."""
         self._blocks = blocks
         self._places = places
@@ -189,7 +190,8 @@ def make_teams(
         if block.kind is BlockKind.EXPERT and block.layer in plan.device.stages:
             layers.setdefault(block.layer, []).append(block)
     blocks = [block for of_layer in layers.values() for block in of_layer]
-    if not blocks or not laid_out_alike([layouts[block] for block in blocks]):
+    alike = laid_out_alike([layouts[block] for block in blocks])
+    if not blocks or not alike or not has_kernels(device.where):
         return Teams({})
     homes = {plan.homes[block] for block in blocks}
     nbytes = layouts[blocks[0]].slot_bytes
@@ -221,7 +223,7 @@ def _resident_teams(
     for layer, blocks in layers.items():
         first = resident[blocks[0]]
         sample = layouts[blocks[0]].views(first)
-        places = Places(first.data_ptr(), {first.data_ptr(): sample}.__getitem__)
+        places = ExpertPlaces(first.data_ptr(), {first.data_ptr(): sample}.__getitem__)
         addresses = [resident[block].data_ptr() for block in blocks]
         table = torch.tensor(addresses, dtype=torch.int64, device=device.where)
         teams[layer] = ResidentTeam(table, places)
@@ -255,7 +257,7 @@ class _HybridMaker:
 
         staging = take(device.staging_slots)
         caches = {layer: take(device.expert_slots) for layer in layers}
-        places = Places(next(iter(slots)), lambda address: layout.views(slots[address]))
+        places = ExpertPlaces(next(iter(slots)), lambda address: layout.views(slots[address]))
         return {
             layer: HybridTeam(
                 layer,
