@@ -88,7 +88,7 @@ def plan_of(
     if layout.latent:
         parts = few = max(1, min(_LATENT_PROGRAMS // (blocks * held.count), MOST_PARTS))
         most = _ANY
-    least = max(tile, 64)
+    least = 128 if layout.latent else max(tile, 64)
     seen = _most_seen(held, window, tile)
     # Contexts of up to few * most tokens make up to `few` parts, longer ones parts of `most`.
     launched = min(parts, -(-seen // least))
