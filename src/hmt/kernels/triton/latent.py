@@ -151,6 +151,14 @@ def _scores(
 
 
 @gluon.jit
+def _seen(scores, first, at, end):
+    """Scores of a tile, -inf where a row at `at` does not see a position, or there is none."""
+    position = first + gl.arange(0, TILE, layout=gl.SliceLayout(0, _SCORES))
+    seen = (position < end)[None, :] & (position[None, :] <= at[:, None])
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
 def _attend(
     shared, bars, span, results, unit, SIDE: gl.constexpr, GROUP: gl.constexpr,
     SPLIT: gl.constexpr, LSE: gl.constexpr,
@@ -162,7 +170,6 @@ def _attend(
     start, block, begin, end, pairs, offset, length, count, slots = span
     at = start + (block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))) // GROUP
     first_at = start + block * ROWS // GROUP
-    token = gl.arange(0, TILE, layout=gl.SliceLayout(0, _SCORES))
     mixed = gl.zeros([ROWS, HALF], gl.float32, layout=_MIXED)
     own_top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, _SCORES))
@@ -193,9 +200,7 @@ def _attend(
 
         first = begin + (2 * pair + SIDE) * TILE
         if first + TILE > gl.minimum(first_at + 1, end):
-            position = first + token
-            seen = (position < end)[None, :] & (position[None, :] <= at[:, None])
-            scores = gl.where(seen, scores, float("-inf"))
+            scores = _seen(scores, first, at, end)
         above = gl.maximum(top, gl.max(scores, 1) * unit)
         tops.index(SIDE).store(above)
         _barrier()
