@@ -427,7 +427,9 @@ def _merge_sizes(shapes: _Shapes, plan: Plan) -> tuple[int, int, int]:
     """
     if not shapes.latent:
         return _MERGED_NUMBERS, 16, 1
-    parts = triton.next_power_of_2(plan.parts)
+    # Runs of many tokens have few parts each.  What is added at once decides about last digits, so
+    # it must not depend on the bucket.
+    parts = 8 if plan.own_parts else triton.next_power_of_2(plan.parts)
     return (512, parts, 4) if parts <= 32 else (64, 64, 1)
 
 
