@@ -60,7 +60,7 @@ def default_chunk(demand: Demand) -> int:
     makes logits bit-identical at every budget; nor of padding, which differs between a checkpoint
     and a pack.
     """
-    token_bytes = (demand.spec.activation_width + demand.spec.piece_width) * 4
+    token_bytes = demand.spec.activation_width * 4
     weight_bytes = demand.parameter_bytes
     if weight_bytes is None:
         weight_bytes = demand.weight_bytes
