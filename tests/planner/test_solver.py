@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSize
-from hmt.contracts.model import PAGE_TOKENS, ModelSpec
+from hmt.contracts.model import PAGE_TOKENS, PIECE_TOKENS, ModelSpec
 from hmt.contracts.plan import Machine, Tier
-from hmt.planner import Demand, PlanOptions, explain, smallest_budget, solve
+from hmt.planner import Demand, PlanOptions, activation_bytes, explain, smallest_budget, solve
 
 MACHINE = Machine("test", 2, 1 << 34, 40e9, 2e9)
 
@@ -105,3 +105,12 @@ def test_a_context_the_model_was_not_made_for_is_refused(context: int) -> None:
     demand = Demand(ModelSpec("Test", 1, 64, 10, 4096, (), (), 10), (), 0, 0, 16)
     with pytest.raises(ConfigError, match="1 to 4096"):
         solve(demand, PlanOptions(1 << 20, context=context), MACHINE)
+
+
+def test_activations_of_pieces_do_not_grow_with_the_chunk() -> None:
+    def taken(chunk: int, width: int) -> int:
+        spec = ModelSpec("Test", 1, 64, 10, 4096, (), (), 10, piece_width=width)
+        return activation_bytes(Demand(spec, (), 0, 0, 16), chunk, 0)
+
+    for chunk, piece in ((1, 1), (100, 100), (PIECE_TOKENS, PIECE_TOKENS), (4096, PIECE_TOKENS)):
+        assert taken(chunk, 7) - taken(chunk, 0) == 4 * 7 * piece

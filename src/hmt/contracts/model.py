@@ -11,6 +11,7 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 
 PAGE_TOKENS = 16  # positions of KV in one page
+PIECE_TOKENS = 256  # that layers take at once where they would need much memory for each
 
 
 class KVKind(enum.StrEnum):
@@ -46,6 +47,7 @@ class ModelSpec:
     """A model's sizes.  Pure data, derived from the configuration alone.
 
     activation_width    numbers that are alive per token at the widest point of a layer
+    piece_width         and besides for each of PIECE_TOKENS tokens, or of a shorter step
     attention_heads     query heads of a layer, each with scores for every position
     experts_per_token   routed experts that one token reads in each layer that has experts
     """
@@ -59,6 +61,7 @@ class ModelSpec:
     kv: tuple[KVLayer, ...]
     activation_width: int
     attention_heads: int = 1
+    piece_width: int = 0
     experts_per_token: int = 0
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
 

@@ -1,5 +1,6 @@
 """Multi-head latent attention: keys and values are kept compressed."""
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -7,13 +8,18 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
-from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
+from hmt.contracts.model import PIECE_TOKENS, KVKind, KVLayer
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
+
+# As many are expanded at once: enough to keep a large GPU busy with 512 tokens.
+_HEADS_AT_ONCE = 16
+_LEAST_EXPANDED = 1024  # positions; fewer would be merged more often
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,9 @@ class LatentAttention:
     expanded   make the keys and values of the whole context, heads * kv_rank * (nope_dim +
                value_dim) products per position, and attend to those: heads * (nope_dim + rope_dim
                + value_dim) products for each query and position
+
+    What is as wide as all heads' absorbed queries, or expanded keys, exists for a piece at a time:
+    for PIECE_TOKENS tokens, or for _HEADS_AT_ONCE heads.
 
     q_rank   width of the query's own compression; None where queries are projected directly
     """
@@ -53,12 +62,19 @@ class LatentAttention:
 
     @property
     def activation_width(self) -> int:
-        """Numbers alive per token: residual and input, and the wider of the two ways."""
-        latent = self.kv_rank + self.rope_dim
+        """Numbers alive per token: residual and input, queries, results, and heads expanded."""
         query = self.nope_dim + self.rope_dim
-        absorbed = query + 2 * latent + self.kv_rank
-        expanded = 2 * query + 2 * (self.nope_dim + self.value_dim) + self.value_dim
-        return 2 * self.hidden_size + latent + self.heads * max(absorbed, expanded)
+        whole = query + self.rope_dim + self.value_dim
+        expanded = 3 * query + (self.nope_dim + self.value_dim) + 3 * self.value_dim
+        heads = min(self.heads, _HEADS_AT_ONCE)
+        latent = self.kv_rank + self.rope_dim
+        return 2 * self.hidden_size + latent + self.heads * whole + heads * expanded
+
+    @property
+    def piece_width(self) -> int:
+        """Numbers alive besides per token of a piece: absorbed queries and what they find."""
+        query = self.nope_dim + self.rope_dim
+        return self.heads * (query + 3 * self.kv_rank + self.rope_dim + self.value_dim)
 
     @property
     def _longest_absorbed(self) -> float:
@@ -108,13 +124,16 @@ class LatentAttention:
 
         out = x.new_empty(len(x), self.heads, self.value_dim)
         short = [run for run in step.runs if run.length <= self._longest_absorbed]
-        if short:
-            part, rows = _only(step, short)
+        for piece in _pieces(short):
+            part, rows = _only(step, piece)
             out[rows] = self._absorbed(nope[rows], turning[rows], layer, part, params, kv)
         for run in step.runs:
             if run.length > self._longest_absorbed:
-                queries = torch.cat((nope[run.tokens], turning[run.tokens]), dim=-1)
-                out[run.tokens] = self._expanded(queries, layer, run, params, kv)
+                context, _ = kv.read(layer, run)
+                for heads in self._head_groups(params["kv_b_proj"]):
+                    some = (run.tokens, heads)
+                    queries = torch.cat((nope[some], turning[some]), dim=-1)
+                    out[some] = self._expanded(queries, context, heads, run, params)
         return project(out.flatten(1), params, "o_proj")
 
     def _query(self, x: Tensor, params: Params) -> Tensor:
@@ -138,34 +157,91 @@ class LatentAttention:
         mixed = kv.attend(layer, step, query, scale=self.scale)  # [tokens, heads, kv_rank]
         return torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
-    def _expanded(self, query: Tensor, layer: int, run: Run, params: Params, kv: KVCache) -> Tensor:
-        """Attention of query [run.length, heads, dim] to expanded keys: [length, heads, value_dim].
+    def _head_groups(self, expand: WeightTensor) -> list[slice]:
+        """Heads whose rows of kv_b_proj, [heads * (nope_dim + value_dim), kv_rank], stand alone."""
+        rows = self.nope_dim + self.value_dim
+        whole = math.lcm(rows, _rows_together(expand)) // rows  # heads
+        count = max(_HEADS_AT_ONCE // whole, 1) * whole
+        return [slice(at, min(at + count, self.heads)) for at in range(0, self.heads, count)]
 
-        The positions before the run are expanded in pieces as long as the run, so that memory grows
-        with the run and not with its context; each partial result is merged, in f32, as it comes.
+    def _expanded(
+        self, query: Tensor, context: Tensor, heads: slice, run: Run, params: Params
+    ) -> Tensor:
+        """Attention of query [length, some heads, dim] to expanded keys: [.., .., value_dim].
+
+        context   [positions, 1, kv_rank + rope_dim]
+
+        Positions before the run are expanded in pieces, so that memory does not grow with them;
+        each partial result is merged, in f32, as it comes.
         """
-        rows, _ = kv.read(layer, run)
-        edges = [*range(0, run.start, run.length), run.start, run.context]
+        rows = self.nope_dim + self.value_dim
+        expand = _rows_of(params["kv_b_proj"], heads.start * rows, heads.stop * rows)
+        edges = [*range(0, run.start, max(run.length, _LEAST_EXPANDED)), run.start, run.context]
         merged: tuple[Tensor, Tensor] | None = None
         for first, end in pairwise(edges):
-            key, value = self._expand(rows[first:end], params)
+            key, value = self._expand(context[first:end], expand)
             start = run.start - first
             part = ops.attention(query.float(), key, value, start=start, scale=self.scale)
             merged = part if merged is None else ops.merge_attention((merged, part))
         assert merged is not None
         return merged[0].to(query.dtype)
 
-    def _expand(self, rows: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """Keys and values of every head from rows [positions, 1, kv_rank + rope_dim]."""
+    def _expand(self, rows: Tensor, expand: WeightTensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some heads from rows [positions, 1, kv_rank + rope_dim]."""
         latent, shared = rows.split((self.kv_rank, self.rope_dim), dim=-1)
-        both = project(latent.flatten(1), params, "kv_b_proj").unflatten(-1, (self.heads, -1))
+        both = ops.linear(latent.flatten(1), expand)
+        both = both.unflatten(-1, (-1, self.nope_dim + self.value_dim))
         nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
-        return torch.cat((nope, shared.expand(-1, self.heads, -1)), dim=-1), value
+        return torch.cat((nope, shared.expand(-1, nope.shape[1], -1)), dim=-1), value
+
+
+def _rows_together(weight: WeightTensor) -> int:
+    """Rows that share bytes, or a scale, with others."""
+    if weight.encoding.packing is Packing.PANELS:
+        return PANEL_ROWS
+    return weight.tile[0] if weight.encoding is Encoding.FP8_BLOCK else 1
+
+
+def _rows_of(weight: WeightTensor, first: int, end: int) -> WeightTensor:
+    """Rows of a weight, without a copy; kept in `derived`, for what kernels derive in turn."""
+    if (first, end) == (0, weight.shape[0]):
+        return weight
+    found: WeightTensor | None = weight.derived.get(("rows", first, end))
+    if found is None:
+        panels = weight.encoding.packing is Packing.PANELS
+        rows = slice(first // PANEL_ROWS, -(-end // PANEL_ROWS)) if panels else slice(first, end)
+        tile = weight.tile[0] or 1
+        tiles = slice(first // tile, -(-end // tile))
+        by_tile = weight.encoding is Encoding.FP8_BLOCK
+        parts = (weight.data, weight.zeros, weight.minima)
+        data, zeros, minima = (None if part is None else part[rows] for part in parts)
+        scales = None if weight.scales is None else weight.scales[tiles if by_tile else rows]
+        shape = (end - first, *weight.shape[1:])
+        assert data is not None
+        found = replace(weight, shape=shape, data=data, scales=scales, zeros=zeros, minima=minima)
+        weight.derived["rows", first, end] = found
+    return found
+
+
+def _pieces(runs: list[Run]) -> list[list[Run]]:
+    """Runs by up to PIECE_TOKENS tokens, longer ones cut."""
+    pieces: list[list[Run]] = []
+    room = 0
+    for run in runs:
+        for at in range(0, run.length, PIECE_TOKENS):
+            length = min(PIECE_TOKENS, run.length - at)
+            if length > room:
+                pieces.append([])
+                room = PIECE_TOKENS
+            cut = replace(run, start=run.start + at, offset=run.offset + at, length=length)
+            pieces[-1].append(run if length == run.length else cut)
+            room -= length
+    return pieces
 
 
 def _only(step: Step, runs: list[Run]) -> tuple[Step, Tensor | slice]:
     """A step of some of a step's runs, and where its tokens are in the step they come from."""
-    if len(runs) == len(step.runs):
+    if runs == list(step.runs):
         return step, slice(None)
     where = step.positions.device
     tokens = [torch.arange(run.offset, run.offset + run.length, device=where) for run in runs]

@@ -34,6 +34,7 @@ class Decoder(ABC):
         norm: RMSNorm,
         kv: Sequence[KVLayer],
         activation_width: int,
+        piece_width: int = 0,
         router: Router | None = None,
         ignored: Sequence[str] = (),
     ) -> None:
@@ -61,6 +62,7 @@ class Decoder(ABC):
             ),
             kv=tuple(kv),
             activation_width=activation_width,
+            piece_width=piece_width,
             attention_heads=config.num_attention_heads,
             experts_per_token=0 if router is None else router.top_k,
             ignored=ignored,

@@ -75,6 +75,7 @@ class DeepSeek(Decoder):
             norm=self.norm,
             kv=[self.attention.kv] * config.num_hidden_layers,
             activation_width=max(part.activation_width for part in parts),
+            piece_width=self.attention.piece_width,
             router=self.router,
             ignored=_prediction_layers(config),
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockKind, BlockSize
-from hmt.contracts.model import PAGE_TOKENS, ModelSpec
+from hmt.contracts.model import PAGE_TOKENS, PIECE_TOKENS, ModelSpec
 
 _CHUNK_LIMITS = (16, 512)
 _ACTIVATION_SHARE = 16  # a prefill chunk's activations take about this fraction of the weights
@@ -76,7 +76,9 @@ def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
     from their pages.
     """
     spec, batch = demand.spec, demand.batch
-    numbers = (chunk + batch - 1) * spec.activation_width + 2 * batch * spec.vocab_size
+    tokens = chunk + batch - 1
+    numbers = tokens * spec.activation_width + min(tokens, PIECE_TOKENS) * spec.piece_width
+    numbers += 2 * batch * spec.vocab_size
     scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
     return 4 * numbers + scores + context * demand.kv_layer_bytes
 

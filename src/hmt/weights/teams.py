@@ -109,6 +109,8 @@ class StreamedTeam:
         self._blocks = blocks
         self._places = places
         self._stream = stream
+        # On the device, by experts and where they lie: they take turns in few slots.
+        self._tables: dict[tuple[tuple[int, int], ...], Tensor] = {}
 
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
@@ -120,16 +122,24 @@ class StreamedTeam:
         total: Tensor | None = None
         for group in self._stream(self._blocks):
             if x.is_cuda:
-                here = torch.zeros(len(self._blocks), dtype=torch.int64)
-                for index, _, address in group:
-                    here[index] = address
-                here = here.to(x.device, non_blocking=True)
+                here = self._table([(index, address) for index, _, address in group], x.device)
                 total = self._places.compute(x, here, chosen, scales, activation, total)
             else:
                 given = [(index, params) for index, params, _ in group]
                 total = ops.experts(x, given, chosen, scales, activation, total, last=False)
         assert total is not None
         return total.to(x.dtype)
+
+    def _table(self, group: list[tuple[int, int]], where: torch.device) -> Tensor:
+        """int64 [experts]: where each of a group lies, and 0 for others."""
+        found = self._tables.get(tuple(group))
+        if found is None:
+            addresses = [0] * len(self._blocks)
+            for index, address in group:
+                addresses[index] = address
+            found = torch.tensor(addresses, dtype=torch.int64, device=where)
+            self._tables[tuple(group)] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,7 +367,7 @@ def _attend_latents(
         MOST=plan.most,
         GROUP=query.shape[1],
         LSE=lse is not None,
-        num_warps=8,
+        num_warps=4,
         **dependent(query.device),
     )
 
@@ -419,6 +419,20 @@ def _constants(
     }
 
 
+def _merge_sizes(shapes: _Shapes, plan: Plan) -> tuple[int, int, int]:
+    """Numbers of a row in a program of `merge_kernel`, parts that it reads at once, and warps.
+
+    Latents have many rows of many parts.  With few parts whole rows, in few registers, so that all
+    programs fit at once; with many all parts of a few numbers, so that all are under way.
+    """
+    if not shapes.latent:
+        return _MERGED_NUMBERS, 16, 1
+    # Runs of many tokens have few parts each.  What is added at once decides about last digits, so
+    # it must not depend on the bucket.
+    parts = 8 if plan.own_parts else triton.next_power_of_2(plan.parts)
+    return (512, parts, 4) if parts <= 32 else (64, 64, 1)
+
+
 def _merge(
     held: DeviceRuns,
     plan: Plan,
@@ -430,7 +444,8 @@ def _merge(
     """Write the union of parts."""
     out, lse, *_ = results
     group = out.shape[1] // shapes.heads
-    chunks = triton.cdiv(shapes.value_dim, _MERGED_NUMBERS)
+    chunk, at_once, warps = _merge_sizes(shapes, plan)
+    chunks = triton.cdiv(shapes.value_dim, chunk)
     rows = min(plan.rows, held.tokens * group)
     merge_kernel[(chunks * rows, shapes.heads * blocks, held.count)](
         *results,
@@ -450,13 +465,13 @@ def _merge(
         VALUE_DIM=shapes.value_dim,
         ROWS=plan.rows,
         TILE=plan.tile,
-        CHUNK=_MERGED_NUMBERS,
+        CHUNK=chunk,
         CHUNKS=chunks,
         PADDED_PARTS=triton.next_power_of_2(plan.parts),
-        AT_ONCE=32 if shapes.latent else 16,
+        AT_ONCE=at_once,
         WINDOW=scoring.window > 0,
         SINKS=scoring.sinks is not None,
         LSE=lse is not None,
-        num_warps=1,
+        num_warps=warps,
         **dependent(out.device),
     )

@@ -63,25 +63,27 @@ def _combine_kernel(
     known = (expert >= 0) & (expert < experts)
     here = known & (tl.load(table + tl.where(known, expert, 0)) != 0)
     by = tl.load(scales + token * TOP + slot, mask=slot < TOP, other=0.0)
-    left = tl.where(here, expert, _NOBODY)
-    whole = tl.zeros((COLUMNS,), tl.float32)
-    if ADD:
-        whole = tl.load(total + token * width + column, mask=inside, other=0.0)
-    for _ in tl.static_range(TOP):
-        least = tl.min(left, axis=0)
-        first = (left == least) & (least != _NOBODY)
-        exists = tl.sum(first.to(tl.int32), axis=0) > 0
-        place = tl.sum(tl.where(first, slot, 0), axis=0)
-        scale = tl.sum(tl.where(first, by, 0.0), axis=0)
-        row = y + (token * TOP + place) * width + column
-        # After the last expert that is here: the row of the first slot again, which is cached.
-        value = tl.load(row, mask=inside, other=0.0).to(tl.float32)
-        whole += tl.where(exists, value * scale, 0.0)
-        left = tl.where(left == least, _NOBODY, left)
-    if KEEP:
-        tl.store(total + token * width + column, whole, mask=inside)
-    if LAST:
-        tl.store(out + token * width + column, whole.to(out.dtype.element_ty), mask=inside)
+    some = tl.sum(here.to(tl.int32), axis=0) > 0
+    if some | (not ADD) | LAST:  # else the total stays as it is
+        left = tl.where(here, expert, _NOBODY)
+        whole = tl.zeros((COLUMNS,), tl.float32)
+        if ADD:
+            whole = tl.load(total + token * width + column, mask=inside, other=0.0)
+        for _ in tl.static_range(TOP):
+            least = tl.min(left, axis=0)
+            first = (left == least) & (least != _NOBODY)
+            exists = tl.sum(first.to(tl.int32), axis=0) > 0
+            place = tl.sum(tl.where(first, slot, 0), axis=0)
+            scale = tl.sum(tl.where(first, by, 0.0), axis=0)
+            row = y + (token * TOP + place) * width + column
+            # After the last expert that is here: the row of the first slot again, which is cached.
+            value = tl.load(row, mask=inside, other=0.0).to(tl.float32)
+            whole += tl.where(exists, value * scale, 0.0)
+            left = tl.where(left == least, _NOBODY, left)
+        if KEEP:
+            tl.store(total + token * width + column, whole, mask=inside)
+        if LAST:
+            tl.store(out + token * width + column, whole.to(out.dtype.element_ty), mask=inside)
 
 
 def combine(

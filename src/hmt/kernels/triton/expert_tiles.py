@@ -13,7 +13,9 @@ from hmt.kernels.triton.matrix_forms import matrix_form
 from hmt.kernels.triton.scalars import activated, rounded
 from hmt.kernels.triton.tile_weights import nibble_numbers, panel_codes, panel_words, row_tile
 
-_WORKSPACE_BYTES = 256 << 20  # for activations between the matrices; more tokens come in parts
+# For activations between the matrices; more tokens come in parts.  Parts of half as many make
+# tiles of 128 half empty where an expert has few: 4096 tokens of a DeepSeek-V3 come in one.
+_WORKSPACE_BYTES = 640 << 20
 
 
 @triton.jit
@@ -134,21 +136,38 @@ def _tile_dots(
 
 
 @triton.jit
+def _tile_of(table, counts, tile, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """A tile's expert, which of its tiles it is, and whether there is such a tile.
+
+    Experts that are here have as many tiles as they need, one after the other.  With programs for
+    the most that any may need nearly all would find nothing to do, and take longer than the others.
+    """
+    each = tl.arange(0, EXPERTS)
+    count = tl.load(counts + each, mask=each < experts, other=0)
+    here = tl.load(table + each, mask=each < experts, other=0) != 0
+    tiles = tl.where(here, tl.cdiv(count, TOKENS), 0)
+    ends = tl.cumsum(tiles, axis=0)
+    past = ends <= tile
+    expert = tl.sum(past.to(tl.int32), axis=0)
+    before = tl.max(tl.where(past, ends, 0), axis=0)
+    return expert, tile - before, expert < experts
+
+
+@triton.jit
 def _gate_up_kernel(
-    table, part_stride, order, begins, counts, x, x_scales, h, x_row, rows, columns,
+    table, part_stride, experts, order, begins, counts, x, x_scales, h, x_row, rows, columns,
     gate_data, gate_scales, gate_extra, gate_factor, up_data, up_scales, up_extra, up_factor,
-    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BY_NIBBLES: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, ACTIVATION: tl.constexpr, BY_NIBBLES: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: ROWS rows; axis 1: experts; axis 2: TOKENS of the expert's.  h is in sorted order."""
-    expert = tl.program_id(1)
-    count = tl.load(counts + expert)
-    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    if (tl.program_id(2) * TOKENS < count) & (tl.load(table + expert) != 0):
-        there = token < count
+    """Axis 0: ROWS rows; axis 1: `_tile_of` TOKENS.  h is in sorted order."""
+    expert, tile, real = _tile_of(table, counts, tl.program_id(1), experts, EXPERTS, TOKENS)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    if real:
+        there = token < tl.load(counts + expert)
         at = tl.load(begins + expert) + token
         first = tl.program_id(0) * ROWS
         x_at = (tl.load(order + at, mask=there, other=0) // TOP).to(tl.int64)
@@ -180,19 +199,18 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    table, part_stride, order, begins, counts, h, h_scales, y, rows, columns,
+    table, part_stride, experts, order, begins, counts, h, h_scales, y, rows, columns,
     at_data, at_scales, at_extra, at_factor,
-    PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
-    EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr, PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr,
+    SCALE: tl.constexpr, EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Axes as above.  y is in the order of pairs, rounded, not scaled."""
-    expert = tl.program_id(1)
-    count = tl.load(counts + expert)
-    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    if (tl.program_id(2) * TOKENS < count) & (tl.load(table + expert) != 0):
-        there = token < count
+    expert, tile, real = _tile_of(table, counts, tl.program_id(1), experts, EXPERTS, TOKENS)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    if real:
+        there = token < tl.load(counts + expert)
         at = (tl.load(begins + expert) + token).to(tl.int64)
         first = tl.program_id(0) * ROWS
         out = _tile_dots(
@@ -257,12 +275,12 @@ def _some_tokens(
     rows, together, columns, warps, stages = tile_blocks(
         table.gate, x.dtype, tokens, top, table.experts
     )
-    slices = triton.cdiv(tokens, together)  # no expert has more than all tokens
-    _gate_up_kernel[(triton.cdiv(width, rows), table.experts, slices)](
-        table.addresses, table.part_stride, order, begins, counts,
+    padded = triton.next_power_of_2(table.experts)
+    _gate_up_kernel[(triton.cdiv(width, rows), _most_tiles(pairs, table.experts, together))](
+        table.addresses, table.part_stride, table.experts, order, begins, counts,
         numbers, inputs.scales, h, hidden, width, hidden,
         *table.gate.offsets, *table.up.offsets,
-        TOP=top, ACTIVATION=activation, BY_NIBBLES=takes_nibbles(table.down),
+        EXPERTS=padded, TOP=top, ACTIVATION=activation, BY_NIBBLES=takes_nibbles(table.down),
         CODES=table.gate.takes_codes, ROWS=rows, TOKENS=together, COLUMNS=columns, RESULT=result,
         num_warps=warps, num_stages=stages, **gate.constants,
     )  # fmt: skip
@@ -272,13 +290,18 @@ def _some_tokens(
     rows, together, columns, warps, stages = tile_blocks(
         table.down, x.dtype, tokens, top, table.experts
     )
-    _down_kernel[(triton.cdiv(y.shape[1], rows), table.experts, slices)](
-        table.addresses, table.part_stride, order, begins, counts,
+    _down_kernel[(triton.cdiv(y.shape[1], rows), _most_tiles(pairs, table.experts, together))](
+        table.addresses, table.part_stride, table.experts, order, begins, counts,
         numbers, inputs.scales, y, y.shape[1], width, *table.down.offsets,
-        CODES=table.down.takes_codes, ROWS=rows, TOKENS=together, COLUMNS=columns,
+        EXPERTS=padded, CODES=table.down.takes_codes, ROWS=rows, TOKENS=together, COLUMNS=columns,
         RESULT=result, num_warps=warps, num_stages=stages, **down.constants,
     )  # fmt: skip
     combine(y, table, chosen, scales, total, out, last=last)
+
+
+def _most_tiles(pairs: int, experts: int, together: int) -> int:
+    """However pairs are divided among experts."""
+    return pairs // together + min(pairs, experts)
 
 
 def takes_nibbles(matrix: ExpertMatrix) -> bool:

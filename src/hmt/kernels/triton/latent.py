@@ -2,12 +2,17 @@
 
 All heads share a key, whose first 512 numbers are its value, so this is work for tensor cores even
 for one token: 64 rows of queries and two tiles of keys fill a multiprocessor's shared memory.  In
-Gluon, as Triton copies the second tile only when it has computed the first (128 heads, 128K
-positions, on an H200: 157 us).  Two groups of four warps share each product by its columns.
+Gluon, as Triton copies the second tile only when it has computed the first.
 
-Within a step of the loop, scores of a tile become weights, values are mixed with them, and scores
-of the next tile are computed right behind, while the one after is copied.  No product is under way
-from one step to the next: the assembler would then run all of them one by one.
+Three groups of four warps work side by side.  One copies keys, piece by piece, wherever both others
+are done.  These compute the scores of every other tile each, make weights of them, and add values
+by the weights of all tiles to their own half of the numbers: while one makes weights, tensor cores
+work for the other.  A tile's last 64 numbers are needed for scores alone; its weights take their
+place.  (After FlashMLA, https://github.com/deepseek-ai/FlashMLA.)
+
+128 heads on an H200 with products at 790 TFLOP/s, parts added: one run of 131072 positions takes
+78 us, four of 65536 134 us, 16 of 32768 261 us, which is 59, 69 and 71 % of that rate.  Without the
+copies these take 1.5, without half of the scores 10, without the values 15 % less.
 """
 
 import triton.language as tl
@@ -16,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -29,8 +35,12 @@ _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 KEY_DIM = tl.constexpr(576)
 FRONT = tl.constexpr(512)
 BACK = tl.constexpr(64)
+HALF = tl.constexpr(256)
 ROWS = tl.constexpr(64)
 TILE = tl.constexpr(64)
+PIECES = tl.constexpr(4)  # of a key's front, each with a barrier of its own
+PIECE = tl.constexpr(128)
+PANEL = tl.constexpr(64)  # numbers side by side in shared memory
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -38,161 +48,233 @@ _count_parts = gluon.jit(merging.count_parts.fn)
 _next_may_begin = gluon.jit(dependent.next_may_begin.fn)
 _inputs_are_there = gluon.jit(dependent.inputs_are_there.fn)
 
-_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-_MIXED = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_MIXED = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_FRONT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
-_BACK = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_PANEL = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 # Kernels have many parameters; one on each line, functions would be too long to read.
 # fmt: off
 @gluon.jit
-def _tile_pages(table, first, end, LAYOUT: gl.constexpr):
-    position = gl.minimum(first + gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT)), end - 1)
-    return gl.load(table + position // 16)
+def _copy_panels(shared, rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Begin to copy panels FIRST .. FIRST + COUNT of rows that begin at `rows`."""
+    dim = gl.arange(0, PANEL, layout=gl.SliceLayout(0, _PANEL))
+    at = rows[:, None] + dim[None, :]
+    for panel in gl.static_range(FIRST, FIRST + COUNT):
+        _copy(shared.slice(panel * PANEL, PANEL, dim=1), at + panel * PANEL)
 
 
 @gluon.jit
-def _fetch(
-    shared, memory, page, first, end, page_stride, FIRST: gl.constexpr, COUNT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """Begin to copy numbers FIRST .. FIRST + COUNT of a tile's keys; the last key for later ones.
+def _copy_back(shared, rows):
+    dim = FRONT + gl.arange(0, PANEL, layout=gl.SliceLayout(0, _PANEL))
+    _copy(shared, rows[:, None] + dim[None, :])
 
-    Nothing of a tile that begins after the end.
+
+@gluon.jit
+def _tile_rows(keys, table, first, last, page_stride):
+    """Where the keys of a tile begin; the last key for later ones."""
+    position = gl.minimum(first + gl.arange(0, TILE, layout=gl.SliceLayout(1, _PANEL)), last - 1)
+    page = gl.load(table + position // 16)
+    return keys + (page.to(gl.int64) * page_stride + position % 16 * KEY_DIM)
+
+
+@gluon.jit
+def _bring(
+    shared, bars, asked, place, begin, last, pairs, GROUP: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """Copy queries, and tiles of keys as there is room.
+
+    asked   query, its strides, and the row block, offset and length of the run
+    place   keys, table, and page_stride
     """
-    position = gl.minimum(first + gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT)), end - 1)
-    rows = page.to(gl.int64) * page_stride + position % 16 * KEY_DIM + FIRST
-    dim = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
-    at = memory + rows[:, None] + dim[None, :]
-    _copy(shared, at, mask=gl.full([TILE, COUNT], first, gl.int32, layout=LAYOUT) < end)
+    query_front, query_back, front, back, _tops, _totals = shared
+    full, free, _top_there, _weights_there, _total_there = bars
+    query, query_stride, head_stride, block, offset, length = asked
+    keys, table, page_stride = place
+    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _PANEL))
+    row = gl.where(row // GROUP < length, row, 0)
+    token = (row // GROUP + offset).to(gl.int64)
+    queries = query + (token * query_stride + row % GROUP * head_stride)
+    rows = _tile_rows(keys, table, begin, last, page_stride)
+    _inputs_are_there(DEPENDENT)  # and so for the others, who wait for what is copied
+    # A barrier opens when all that has been asked for before it is there: queries, too.
+    for tile in range(2 * pairs):
+        slot = tile % 2
+        before = (tile // 2 + 1) & 1
+        after = _tile_rows(keys, table, begin + (tile + 1) * TILE, last, page_stride)
+        room = front.index(slot)
+        for piece in gl.static_range(PIECES):
+            if piece == 0:
+                mbarrier.wait(free.index(2 * slot), before)
+            if piece == PIECES // 2:
+                mbarrier.wait(free.index(2 * slot + 1), before)
+            if tile == 0:
+                _copy_panels(query_front.index(0), queries, 2 * piece, 2)
+                if piece == PIECES - 1:
+                    _copy_back(query_back.index(0), queries)
+            _copy_panels(room, rows, 2 * piece, 2)
+            if piece == PIECES - 1:
+                _copy_back(back.index(slot), rows)
+            async_copy.mbarrier_arrive(full.index(slot * PIECES + piece), increment_count=False)
+        rows = after
 
 
 @gluon.jit
-def _fetch_tile(front, back, keys, pages, first, end, page_stride):
-    """Begin to copy a tile."""
-    _fetch(front, keys, pages[0], first, end, page_stride, 0, FRONT, _FRONT)
-    _fetch(back, keys, pages[1], first, end, page_stride, FRONT, BACK, _BACK)
-    async_copy.commit_group()
+def _finite(top):
+    """Of rows that have seen nothing: 0."""
+    return gl.where(top == float("-inf"), 0.0, top)
 
 
 @gluon.jit
-def _pages(table, first, end):
-    return _tile_pages(table, first, end, _FRONT), _tile_pages(table, first, end, _BACK)
+def _faded(mixed, before, after):
+    """Sums over exp2(score - before) as such over exp2(score - after)."""
+    fading = gl.exp2(before - _finite(after))
+    return mixed * gl.convert_layout(fading, gl.SliceLayout(1, _MIXED))[:, None]
 
 
 @gluon.jit
-def _products(query_front, query_back, front, back, products):
-    """Begin to multiply queries with a tile of keys; what `products` holds does not matter."""
-    found = warpgroup_mma(
-        query_front, front.permute((1, 0)), products, use_acc=False, is_async=True
-    )
-    return warpgroup_mma(query_back, back.permute((1, 0)), found, is_async=True)
-
-
-@gluon.jit
-def _keep_queries(
-    shared, query, block, offset, length, query_stride, head_stride, GROUP: gl.constexpr,
-    FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr,
+def _scores(
+    query, keys, full, phase, scores, SLOT: gl.constexpr, FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
 ):
-    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    real = row // GROUP < length
-    token = gl.where(real, row // GROUP, 0) + offset
-    at = query + token.to(gl.int64) * query_stride + row % GROUP * head_stride + FIRST
-    dim = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
-    shared.store(gl.load(at[:, None] + dim[None, :], mask=real[:, None], other=0.0))
+    """Begin to multiply pieces FIRST .. FIRST + COUNT of queries and of the keys in a slot."""
+    for piece in gl.static_range(FIRST, FIRST + COUNT):
+        mbarrier.wait(full.index(SLOT * PIECES + piece), phase)
+        scores = warpgroup_mma(
+            query.slice(piece * PIECE, PIECE, dim=1),
+            keys.slice(piece * PIECE, PIECE, dim=1).permute((1, 0)),
+            scores, use_acc=piece > 0, is_async=True,
+        )
+    return scores
 
 
 @gluon.jit
-def _sums(
-    kept, tiles, pages, start, block, begin, end, last, unit, GROUP: gl.constexpr,
-):
-    """Sums of a row block over positions begin .. end: (mixed, top, total).
+def _seen(scores, first, at, end):
+    """Scores of a tile, -inf where a row at `at` does not see a position, or there is none."""
+    position = first + gl.arange(0, TILE, layout=gl.SliceLayout(0, _SCORES))
+    seen = (position < end)[None, :] & (position[None, :] <= at[:, None])
+    return gl.where(seen, scores, float("-inf"))
 
-    kept    queries in shared memory, and room for the weights of a tile
-    tiles   shared memory for two, of which the first is under way; keys, table, and page_stride
-    pages   numbers of the second tile's
-    """
-    query_front, query_back, weighed = kept
-    front, back, keys, table, page_stride = tiles
+
+@gluon.jit
+def _attend(
+    shared, bars, span, results, unit, SIDE: gl.constexpr, GROUP: gl.constexpr,
+    SPLIT: gl.constexpr, LSE: gl.constexpr,
+):
+    """Scores and weights of every other tile, from SIDE on, and half of the sums over all."""
+    OTHER: gl.constexpr = 1 - SIDE
+    query_front, query_back, front, back, tops, totals = shared
+    full, free, top_there, weights_there, total_there = bars
+    start, block, begin, end, pairs, offset, length, count, slots = span
     at = start + (block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))) // GROUP
     first_at = start + block * ROWS // GROUP
-    token = gl.arange(0, TILE, layout=gl.SliceLayout(0, _SCORES))
-    mixed = gl.zeros([ROWS, FRONT], gl.float32, layout=_MIXED)
-    top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
+    mixed = gl.zeros([ROWS, HALF], gl.float32, layout=_MIXED)
+    own_top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, _SCORES))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, _SCORES))
-    products = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    _barrier()
-    products = _products(query_front, query_back, front.index(0), back.index(0), products)
-    _fetch_tile(front.index(1), back.index(1), keys, pages, begin + TILE, last, page_stride)
-    pages = _pages(table, begin + 2 * TILE, last)
-    products = warpgroup_mma_wait(0, deps=(products,))
-    slot = 0
-    for first in range(begin, end, TILE):
-        scores = products
+    nothing = gl.zeros([ROWS, TILE], gl.float32, layout=_SCORES)
+    for pair in range(pairs):
+        phase = pair & 1
+        # The other's tile before this one; the first has none, and what it adds is not kept.
+        real = (pair > 0) | (SIDE == 1)
+        # 0, which the compiler does not know: it would keep the addresses of all operands.
+        none = pair >> 24
+        asked, keys = query_front.index(none), front.index(SIDE + none)
+        # Half of the products before the other's weights are expected, half behind them.
+        scoring = _scores(asked, keys, full, phase, nothing, SIDE, 0, PIECES // 2)
+        mbarrier.wait(top_there.index(OTHER), (pair + OTHER) & 1)
+        top = gl.where(real, tops.index(OTHER).load(gl.SliceLayout(1, _SCORES)), float("-inf"))
+        mixed = _faded(mixed, own_top, top)
+        mbarrier.wait(weights_there.index(OTHER), (pair + OTHER) & 1)
+        values = front.index(OTHER + none).slice(SIDE * HALF, HALF, dim=1)
+        mixing = warpgroup_mma(back.index(OTHER + none), values, mixed, is_async=True)
+        mixed = warpgroup_mma_wait(0, deps=(mixing,))
+        _barrier()
+        mbarrier.arrive(free.index(2 * OTHER + SIDE), pred=real)
+        scoring = _scores(asked, keys, full, phase, scoring, SIDE, PIECES // 2, PIECES // 2)
+        scoring = warpgroup_mma(
+            query_back.index(none), back.index(SIDE + none).permute((1, 0)), scoring, is_async=True
+        )
+        scores, mixed = warpgroup_mma_wait(0, deps=(scoring, mixed))
+
+        first = begin + (2 * pair + SIDE) * TILE
         if first + TILE > gl.minimum(first_at + 1, end):
-            position = first + token
-            seen = (position < end)[None, :] & (position[None, :] <= at[:, None])
-            scores = gl.where(seen, scores, float("-inf"))
+            scores = _seen(scores, first, at, end)
         above = gl.maximum(top, gl.max(scores, 1) * unit)
-        finite = gl.where(above == float("-inf"), 0.0, above)
+        tops.index(SIDE).store(above)
+        _barrier()
+        mbarrier.arrive(top_there.index(SIDE))
+        finite = _finite(above)
         weights = gl.exp2(scores * unit - finite[:, None])
-        fading = gl.exp2(top - finite)
-        total = total * fading + gl.sum(weights, 1)
-        top = above
-        weighed.store(weights.to(weighed.dtype))
-        mixed = mixed * gl.convert_layout(fading, gl.SliceLayout(1, _MIXED))[:, None]
+        back.index(SIDE).store(weights.to(back.dtype))
         fence_async_shared()
-        _barrier()  # all weights are there
-        mixing = warpgroup_mma(weighed, front.index(slot), mixed, is_async=True)
-        other = 1 - slot
-        async_copy.wait_group(0)
-        fence_async_shared()
-        _barrier()  # the next tile is there
-        scoring = _products(
-            query_front, query_back, front.index(other), back.index(other), products
-        )
-        mixed = warpgroup_mma_wait(2, deps=(mixing,))
-        _barrier()  # nobody reads this tile any more, nor its weights
-        _fetch_tile(
-            front.index(slot), back.index(slot), keys, pages, first + 2 * TILE, last, page_stride
-        )
-        pages = _pages(table, first + 3 * TILE, last)
-        products, mixed = warpgroup_mma_wait(0, deps=(scoring, mixed))
-        slot = other
-    async_copy.wait_group(0)
-    return mixed, top, total
+        _barrier()
+        mbarrier.arrive(weights_there.index(SIDE))
+        total = total * gl.exp2(own_top - finite) + gl.sum(weights, 1)
+        mixed = _faded(mixed, top, above)
+        values = front.index(SIDE + none).slice(SIDE * HALF, HALF, dim=1)
+        mixing = warpgroup_mma(back.index(SIDE + none), values, mixed, use_acc=real, is_async=True)
+        mixed = warpgroup_mma_wait(0, deps=(mixing,))
+        _barrier()
+        mbarrier.arrive(free.index(2 * SIDE + SIDE))
+        own_top = above
+    top = own_top
+    if SIDE == 0:
+        mbarrier.wait(top_there.index(OTHER), (pairs + 1) & 1)
+        top = tops.index(OTHER).load(gl.SliceLayout(1, _SCORES))
+        mixed = _faded(mixed, own_top, top)
+        mbarrier.wait(weights_there.index(OTHER), (pairs + 1) & 1)
+        values = front.index(OTHER).slice(SIDE * HALF, HALF, dim=1)
+        mixing = warpgroup_mma(back.index(OTHER), values, mixed, is_async=True)
+        total = total * gl.exp2(own_top - _finite(top))
+        mixed = warpgroup_mma_wait(0, deps=(mixing,))
+    totals.index(SIDE).store(total)
+    _barrier()
+    mbarrier.arrive(total_there.index(SIDE))
+    mbarrier.wait(total_there.index(OTHER), 0)
+    total += totals.index(OTHER).load(gl.SliceLayout(1, _SCORES))
+    _store(
+        results, (mixed, top, total), block, offset, length, count, slots, SIDE, GROUP, SPLIT, LSE
+    )
 
 
 @gluon.jit
 def _store(
-    results, sums, block, offset, length, count, slots, GROUP: gl.constexpr, SPLIT: gl.constexpr,
-    LSE: gl.constexpr,
+    results, sums, block, offset, length, count, slots, SIDE: gl.constexpr, GROUP: gl.constexpr,
+    SPLIT: gl.constexpr, LSE: gl.constexpr,
 ):
-    """Divide sums, and write them to the result, or to the slots of a part."""
+    """Divide half of the sums, and write them to the result, or to the slots of a part."""
     out, lse, parts_out, parts_lse = results
     mixed, top, total = sums
     divisor = gl.where(total == 0, 1.0, total)
     log = gl.where(total == 0, float("-inf"), top + gl.log2(divisor))
-    mixed = mixed / gl.convert_layout(divisor, gl.SliceLayout(1, _MIXED))[:, None]
+    mixed = mixed * gl.convert_layout(1 / divisor, gl.SliceLayout(1, _MIXED))[:, None]
     local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))
     local_mixed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _MIXED))
-    dim = gl.arange(0, FRONT, layout=gl.SliceLayout(0, _MIXED))[None, :]
+    dim = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, _MIXED))[None, :]
     real = (block * ROWS + local) // GROUP < length
     real_mixed = ((block * ROWS + local_mixed) // GROUP < length)[:, None]
     if count == 1:
         begin = offset.to(gl.int64) * GROUP + block * ROWS
-        if LSE:
+        if LSE and SIDE == 0:
             gl.store(lse + begin + local, log * LN_2, mask=real)
         rows = out + (begin + local_mixed)[:, None] * FRONT + dim
         gl.store(rows, mixed.to(out.dtype.element_ty), mask=real_mixed)
     elif SPLIT:
-        gl.store(parts_lse + slots + local, log, mask=real)
+        if SIDE == 0:
+            gl.store(parts_lse + slots + local, log, mask=real)
         there = parts_out + (slots + local_mixed)[:, None] * FRONT + dim
         gl.store(there, mixed, mask=real_mixed)
+
+
+@gluon.jit
+def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers that open when COUNT threads have arrived."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(NUMBER):
+        mbarrier.init(made.index(index), count=COUNT)
+    return made
 
 
 @gluon.jit(do_not_specialize=["table_width", "runs", "blocks", "launched", "few", "parts"])
@@ -202,7 +284,7 @@ def latent_kernel(
     SPLIT: gl.constexpr, OWN_PARTS: gl.constexpr, LEAST: gl.constexpr, MOST: gl.constexpr,
     GROUP: gl.constexpr, LSE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """`attend_kernel` for latent keys of 576 numbers in 16 bits: see there."""
+    """`attend_kernel` for latent keys of 576 numbers in 16 bits, in four warps: see there."""
     _next_may_begin(DEPENDENT)
     run = gl.program_id(2)
     block, part = blocks - 1 - gl.program_id(0) % blocks, gl.program_id(0) // blocks
@@ -216,42 +298,39 @@ def latent_kernel(
     begin = part * size
     last_at = start + gl.minimum((block * ROWS + ROWS - 1) // GROUP, length - 1)
     end = gl.minimum(last_at + 1, begin + size)
-    table = tables + run.to(gl.int64) * table_width
-    keys = memory + layer_offset
-    idle = (block * ROWS >= length * GROUP) | (part >= count)
-    _inputs_are_there(DEPENDENT)
-    if idle:
+    if (block * ROWS >= length * GROUP) | (part >= count):
+        _inputs_are_there(DEPENDENT)
         return
 
     KIND: gl.constexpr = memory.dtype.element_ty
-    query_front = gl.allocate_shared_memory(KIND, [ROWS, FRONT], _SHARED)
-    query_back = gl.allocate_shared_memory(KIND, [ROWS, BACK], _SHARED)
+    query_front = gl.allocate_shared_memory(KIND, [1, ROWS, FRONT], _SHARED)
+    query_back = gl.allocate_shared_memory(KIND, [1, ROWS, BACK], _SHARED)
     front = gl.allocate_shared_memory(KIND, [2, TILE, FRONT], _SHARED)
     back = gl.allocate_shared_memory(KIND, [2, TILE, BACK], _SHARED)
-    weighed = gl.allocate_shared_memory(KIND, [ROWS, TILE], _SHARED)
-
-    # Of a part that no row sees, one key is read and none counts.
-    last = gl.maximum(end, begin + 1)
-    _fetch_tile(
-        front.index(0), back.index(0), keys, _pages(table, begin, last), begin, last, page_stride
-    )
-    pages = _pages(table, begin + TILE, last)
-    _keep_queries(
-        query_front, query, block, offset, length, query_stride, head_stride, GROUP, 0, FRONT,
-        _FRONT,
-    )
-    _keep_queries(
-        query_back, query, block, offset, length, query_stride, head_stride, GROUP, FRONT, BACK,
-        _BACK,
+    tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], _NUMBERS)
+    totals = gl.allocate_shared_memory(gl.float32, [2, ROWS], _NUMBERS)
+    full = _barriers(2 * PIECES, 128)
+    free, top_there, weights_there, total_there = (
+        _barriers(4, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1)
     )
     fence_async_shared()
 
-    tiles = (front, back, keys, table, page_stride)
-    kept = (query_front, query_back, weighed)
-    mixed, top, total = _sums(
-        kept, tiles, pages, start, block, begin, end, last, scale * LOG2_E, GROUP
-    )
-    _store(
-        (out, lse, parts_out, parts_lse), (mixed, top, total), block, offset, length, count,
-        ((run * blocks + block).to(gl.int64) * launched + part) * ROWS, GROUP, SPLIT, LSE,
+    # Of a part that no row sees, one key is read and none counts.
+    last = gl.maximum(end, begin + 1)
+    pairs = gl.cdiv(last - begin, 2 * TILE)
+    slots = ((run * blocks + block).to(gl.int64) * launched + part) * ROWS
+    span = (start, block, begin, end, pairs, offset, length, count, slots)
+    shared = (query_front, query_back, front, back, tops, totals)
+    bars = (full, free, top_there, weights_there, total_there)
+    results = (out, lse, parts_out, parts_lse)
+    asked = (query, query_stride, head_stride, block, offset, length)
+    place = (memory + layer_offset, tables + run.to(gl.int64) * table_width, page_stride)
+    unit = scale * LOG2_E
+    gl.warp_specialize(
+        [
+            (_bring, (shared, bars, asked, place, begin, last, pairs, GROUP, DEPENDENT)),
+            (_attend, (shared, bars, span, results, unit, 0, GROUP, SPLIT, LSE)),
+            (_attend, (shared, bars, span, results, unit, 1, GROUP, SPLIT, LSE)),
+        ],
+        [4, 4], [216, 216],
     )

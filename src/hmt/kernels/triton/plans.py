@@ -18,7 +18,8 @@ _PROGRAMS = 128
 _UNCUT_TOKENS = 512  # runs of more are enough work without being cut
 MOST_PARTS = 128  # a power of two
 
-_LATENT_PROGRAMS = 132
+_LATENT_PROGRAMS = 132  # one fills a multiprocessor
+_LATENT_LEAST = 128  # tokens: two groups of warps take every other tile of 64
 # One token of 8 KV heads at position 1000 takes 6.5 us in 16 parts, 7.2 in 8 of twice the tile, and
 # 8 (in an older form) in 4; at position 4000 12 us in parts of 128 tokens, 14.3 in parts of 256.
 # 16 such runs of 1000 tokens take 23 us in as many parts as fit at once, 43 in 16 each.
@@ -88,7 +89,7 @@ def plan_of(
     if layout.latent:
         parts = few = max(1, min(_LATENT_PROGRAMS // (blocks * held.count), MOST_PARTS))
         most = _ANY
-    least = max(tile, 64)
+    least = _LATENT_LEAST if layout.latent else max(tile, 64)
     seen = _most_seen(held, window, tile)
     # Contexts of up to few * most tokens make up to `few` parts, longer ones parts of `most`.
     launched = min(parts, -(-seen // least))
