@@ -16,6 +16,8 @@ from hmt.memory.device import Device, DevicePool
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
 
+_MOST_TABLES = 4  # for each expert, of where groups of streamed experts lie
+
 Params = Mapping[str, WeightTensor]
 # An expert's number, its parameters on the device, and where it begins there.
 Streamed = tuple[int, Params, int]
@@ -138,6 +140,8 @@ class StreamedTeam:
             for index, address in group:
                 addresses[index] = address
             found = torch.tensor(addresses, dtype=torch.int64, device=where)
+            if len(self._tables) > _MOST_TABLES * len(self._blocks):
+                self._tables.clear()  # slots that keep changing hands
             self._tables[tuple(group)] = found
         return found
 
