@@ -219,7 +219,7 @@ def _keep(inputs, sums, values, SHAPE: gl.constexpr):
     WARPS: gl.constexpr = SHAPE[1]
     total = gl.sum(gl.reshape(gl.sum(values, 1), [STEPS * WARPS * 8, 4]), 1)
     total = gl.reshape(total, [STEPS, WARPS, 4, 2])
-    sums.store(total * (MINUS_EIGHT * X_LOW))
+    sums.store(total * MINUS_EIGHT)
     low_high = gl.reshape(values, [STEPS * WARPS * 32, 2, 4])
     scale = gl.where(gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, low_high.type.layout))) == 0, X_LOW, X_HIGH)
     scaled = low_high * gl.expand_dims(gl.expand_dims(scale, 0), 2)
