@@ -12,6 +12,7 @@ Around the product is what a layer has there: a norm of x + residual in front; b
 positions, a gate, or a sum.  Results are rounded where those of `hmt.kernels.reference` are.
 """
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -108,25 +109,42 @@ def _pick(which, first, second, third, COUNT: gl.constexpr):
     return found
 
 
+@triton.constexpr_function
+def _code_layout(warps):
+    """Four words of each thread, of [panel, warp, half of j] x 32 words."""
+    lanes = [[0, 16], [1, 0], [0, 4], [0, 8], [2 * warps, 0]]
+    others = [[2 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, others, [], [4 * warps, 32])
+
+
+@triton.constexpr_function
+def _scale_layout(warps):
+    """Scales of each thread's four rows and two columns, of [panel, warp, block] x 16 rows."""
+    lanes = [[2, 0], [4, 0], [0, 4], [0, 8], [8 * warps, 0]]
+    others = [[8 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [1, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, others, [], [16 * warps, 16])
+
+
 @gluon.jit
 def _fetch(rings, codes, scales, step, slot, WARPS: gl.constexpr, GROUP_BLOCKS: gl.constexpr):
     """Begin to copy a step of one weight; `codes` and `scales` are addresses of step 0.
 
     In one piece each: between two copies to one ring, threads would wait for each other.
     """
-    code_ring, scale_ring, four = rings
+    code_ring, scale_ring, word, number = rings
     at = gl.multiple_of(codes + step * (WARPS * 8 * 64), 16)
-    _copy(code_ring.index(slot), at[:, None] + four)
-    at = gl.multiple_of(scales + step * (WARPS * 8) // GROUP_BLOCKS * 16, 8)
-    _copy(scale_ring.index(slot), at[:, None] + four)
+    _copy(code_ring.index(slot), at[:, None] + word)
+    at = gl.multiple_of(scales + step * (WARPS * 8) // GROUP_BLOCKS * 16, 16)
+    _copy(scale_ring.index(slot), at[:, None] + number)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _words(ring, index, QUADS: gl.constexpr, THREADS: gl.constexpr, N: gl.constexpr):
+def _apart(four, QUADS: gl.constexpr, THREADS: gl.constexpr, N: gl.constexpr):
     """Four numbers of each thread."""
-    four = gl.reshape(ring.index(index).load(QUADS), [N, 2, 2])
-    even, odd = gl.split(four)
+    four = gl.convert_layout(gl.reshape(four, [N, 4]), QUADS, assert_trivial=True)
+    even, odd = gl.split(gl.reshape(four, [N, 2, 2]))
     zero, two = gl.split(even)
     one, three = gl.split(odd)
     return (
@@ -138,6 +156,22 @@ def _words(ring, index, QUADS: gl.constexpr, THREADS: gl.constexpr, N: gl.conste
 
 
 @gluon.jit
+def _codes_of(ring, index, WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr):
+    found = ring.index(index).load(_code_layout(WARPS))
+    found = gl.permute(gl.reshape(found, [2, WARPS, 2, 2, 4, 4]), (1, 0, 4, 2, 3, 5))
+    return _apart(found, QUADS, THREADS, WARPS * 32)
+
+
+@gluon.jit
+def _scales_of(ring, slot, WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr):
+    """Of four rows, in the first column of a thread and in the second."""
+    found = ring.index(slot).load(_scale_layout(WARPS)).to(gl.float32)
+    found = gl.permute(gl.reshape(found, [2, WARPS, 4, 2, 4, 4]), (1, 0, 4, 2, 5, 3))
+    one, two = gl.split(gl.reshape(found, [WARPS * 32, 4, 2]))
+    return _apart(one, QUADS, THREADS, WARPS * 32), _apart(two, QUADS, THREADS, WARPS * 32)
+
+
+@gluon.jit
 def _advance(
     totals, kept, inputs, sums, step, slot, lane_block,
     WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr, SUMS: gl.constexpr,
@@ -145,16 +179,16 @@ def _advance(
     """Totals of a thread's four rows with a step of one weight."""
     N: gl.constexpr = WARPS * 32
     code_ring, scale_ring = kept
-    x0, x1, x2, x3 = _words(inputs, step, QUADS, THREADS, N)
+    x0, x1, x2, x3 = _apart(inputs.index(step).load(QUADS), QUADS, THREADS, N)
     both = gl.expand_dims(sums.index(step).load(gl.SliceLayout(1, SUMS)), 1)
-    both = gl.reshape(gl.convert_layout(
-        gl.broadcast(both, gl.full([WARPS, 8, 4, 2], 0.0, gl.float32, SUMS))[0], SUMS), [N, 2])
-    even, odd = gl.split(both)
+    shape = gl.full([WARPS, 8, 4, 2], 0.0, gl.float32, SUMS)
+    both = gl.convert_layout(gl.broadcast(both, shape)[0], SUMS)
+    even, odd = gl.split(gl.reshape(both, [N, 2]))
     even = gl.convert_layout(even, THREADS, assert_trivial=True)
     odd = gl.convert_layout(odd, THREADS, assert_trivial=True)
     c0, c1, c2, c3, c4, c5, c6, c7 = even, odd, even, odd, even, odd, even, odd
     for block in gl.static_range(8):
-        w0, w1, w2, w3 = _words(code_ring, slot * 8 + block, QUADS, THREADS, N)
+        w0, w1, w2, w3 = _codes_of(code_ring, slot * 8 + block, WARPS, QUADS, THREADS)
         own = gl.where(lane_block == block, 0x3F803F80, 0)
         b0, b1, b2, b3 = gl.inline_asm_elementwise(
             _SELECT, "=&r,=&r,=&r,=r,r,r,r,r,r", [x0, x1, x2, x3, own],
@@ -168,13 +202,12 @@ def _advance(
                    gl.float32, gl.float32),
             is_pure=True, pack=1,
         )
-    one0, one1, one2, one3 = _words(scale_ring, slot * 2, QUADS, THREADS, N)
-    two0, two1, two2, two3 = _words(scale_ring, slot * 2 + 1, QUADS, THREADS, N)
+    one, two = _scales_of(scale_ring, slot, WARPS, QUADS, THREADS)
     t0, t1, t2, t3 = totals
-    t0 += c0 * one0.to(gl.float32) + c1 * two0.to(gl.float32)
-    t1 += c2 * one1.to(gl.float32) + c3 * two1.to(gl.float32)
-    t2 += c4 * one2.to(gl.float32) + c5 * two2.to(gl.float32)
-    t3 += c6 * one3.to(gl.float32) + c7 * two3.to(gl.float32)
+    t0 += c0 * one[0] + c1 * two[0]
+    t1 += c2 * one[1] + c3 * two[1]
+    t2 += c4 * one[2] + c5 * two[2]
+    t3 += c6 * one[3] + c7 * two[3]
     return t0, t1, t2, t3
 
 
@@ -258,9 +291,12 @@ def one_token(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     PLAIN_4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     PLAIN_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    code_ring = gl.allocate_shared_memory(gl.int32, [SLOTS, 8 * N, 4], PLAIN)
+    # Swizzled so that neither copies nor loads wait for each other's banks.  The 32 bytes that come
+    # from memory together stay together.
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 2, [1, 0])
+    code_ring = gl.allocate_shared_memory(gl.int32, [SLOTS, N, 32], SWIZZLED)
     scale_kind: gl.constexpr = scales_0.dtype.element_ty
-    scale_ring = gl.allocate_shared_memory(scale_kind, [SLOTS, 2 * N, 4], PLAIN)
+    scale_ring = gl.allocate_shared_memory(scale_kind, [SLOTS, 16 * WARPS, 16], PLAIN)
     inputs = gl.allocate_shared_memory(KIND, [PADDED * N, 8], PLAIN)
     sums = gl.allocate_shared_memory(gl.float32, [PADDED, WARPS, 4, 2], PLAIN_4)
 
@@ -276,16 +312,21 @@ def one_token(
             tile, column, which = tile - tiles, rows_0 + rows_1, 2
     panel = tile // APART * (2 * APART) + tile % APART
 
-    unit = gl.arange(0, 8 * N, layout=gl.SliceLayout(1, QUADS))
-    lane = unit % 32
-    own_panel = (panel + lane // 16 * APART).to(gl.int64)
-    block = unit % N // 32 * 8 + unit // N
-    place = own_panel * (BLOCKS * 64) + (block * 64 + lane % 4 * 16 + lane // 4 % 4 * 4)
-    unit = gl.arange(0, 2 * N, layout=gl.SliceLayout(1, QUADS))
-    lane = unit % 32
-    own_panel = (panel + lane // 16 * APART).to(gl.int64)
-    group = (unit % N // 32 * 8 + lane % 4 * 2 + unit // N) // GROUP_BLOCKS
-    scale_place = own_panel * (BLOCKS // GROUP_BLOCKS * 16) + (group * 16 + lane // 4 % 4 * 4)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, N, layout=gl.SliceLayout(1, COPY))  # block, panel, warp, half of j
+    own_panel = (panel + row // (2 * WARPS) % 2 * APART).to(gl.int64)
+    block = row % (2 * WARPS) // 2 * 8 + row // (4 * WARPS)
+    place = own_panel * (BLOCKS * 64) + (block * 64 + row % 2 * 32)
+    word = gl.arange(0, 32, layout=gl.SliceLayout(0, COPY))[None, :]
+    ACROSS: gl.constexpr = 16 * scale_kind.primitive_bitwidth // 128  # threads with 16 bytes each
+    NUMBERS: gl.constexpr = gl.BlockedLayout(
+        [1, 16 // ACROSS], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0]
+    )
+    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, NUMBERS))  # panel, block
+    own_panel = (panel + row // (8 * WARPS) * APART).to(gl.int64)
+    group = row % (8 * WARPS) // GROUP_BLOCKS
+    scale_place = own_panel * (BLOCKS // GROUP_BLOCKS * 16) + group * 16
+    number = gl.arange(0, 16, layout=gl.SliceLayout(0, NUMBERS))[None, :]
     if GATED:
         codes = (codes_0 + place, codes_1 + place)
         scales = (scales_0 + scale_place, scales_1 + scale_place)
@@ -294,8 +335,7 @@ def one_token(
         picked_scales = _pick(which, scales_0, scales_1, scales_2, COUNT) + scale_place
         codes = (picked, picked)
         scales = (picked_scales, picked_scales)
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS))[None, :]
-    rings = (code_ring, scale_ring, four)
+    rings = (code_ring, scale_ring, word, number)
     for first in gl.static_range(SLOTS):
         if first < UNITS:
             _fetch(rings, codes[first % SETS], scales[first % SETS], first // SETS, first, WARPS,
@@ -317,8 +357,8 @@ def one_token(
         values = _normed(values, by.to(gl.float32), eps, offset, BLOCKS * 32, GEMMA, KIND)
     _keep(inputs, sums, values, (PADDED, WARPS))
     kept = (
-        _seen_as(code_ring, gl.int32, [SLOTS * 8, N, 4], PLAIN),
-        _seen_as(scale_ring, scale_kind, [SLOTS * 2, N, 4], PLAIN),
+        _seen_as(code_ring, gl.int32, [SLOTS * 8, 4 * WARPS, 32], SWIZZLED),
+        scale_ring,
     )
     sums = _seen_as(sums, gl.float32, [PADDED, WARPS, 4, 2], PLAIN_3)
     words = _seen_as(inputs, gl.int32, [PADDED, N, 4], PLAIN)

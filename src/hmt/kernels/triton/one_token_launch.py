@@ -17,7 +17,7 @@ _STEP_BLOCKS = 8  # of 32 inputs, that a warp takes at once
 _ROWS = 32  # of a program
 
 # Steps that are copied ahead.  By warps: what fits beside programs of the kernels around it.
-_SLOTS = {4: 4, 8: 3}
+_SLOTS = {2: 4, 4: 4, 8: 3}
 _GATED_SLOTS = 2
 
 
@@ -59,9 +59,11 @@ def _takes(w: WeightTensor, gated: bool) -> bool:
 
 
 def _warps(columns: int, gated: bool) -> int:
-    """Warps of a program that all have as many steps; 0 for none."""
-    for warps in (4,) if gated else (8, 4):
-        if columns % (32 * _STEP_BLOCKS * warps) == 0:
+    """Warps of a program that all have as many steps, which are not few; 0 for none."""
+    for warps in (4, 2) if gated else (8, 4, 2):
+        of_step = 32 * _STEP_BLOCKS * warps
+        # With a single step Triton 3.6 stops with an assertion.
+        if columns % of_step == 0 and columns > of_step:
             return warps
     return 0
 
