@@ -27,7 +27,6 @@ _seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 _next_may_begin = gluon.jit(dependent.next_may_begin.fn)
 _inputs_are_there = gluon.jit(dependent.inputs_are_there.fn)
-_ask_cache_for_rows = gluon.jit(dependent.ask_cache_for_rows.fn)
 _activated = gluon.jit(scalars.activated.fn)
 _rounded = gluon.jit(scalars.rounded.fn)
 
@@ -38,7 +37,7 @@ X_LOW = tl.constexpr(2.0**64)
 X_HIGH = tl.constexpr(2.0**60)
 MINUS_EIGHT = tl.constexpr(-(2.0**-66))  # of a product with x of 1
 
-_LOW = tl.constexpr(
+_PRODUCT = tl.constexpr(
     """
     {
     .reg .b32 u, v, a, b, c, d;
@@ -49,7 +48,13 @@ _LOW = tl.constexpr(
     and.b32 c, u, 0x000F000F;
     and.b32 d, v, 0x000F000F;
     mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {a, b, c, d},
-        {$12, $13}, {$14, $15, $16, $17};
+        {$12, $13}, {$16, $17, $18, $19};
+    and.b32 a, $8, 0x00F000F0;
+    and.b32 b, $9, 0x00F000F0;
+    and.b32 c, u, 0x00F000F0;
+    and.b32 d, v, 0x00F000F0;
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {a, b, c, d},
+        {$14, $15}, {$0, $1, $2, $3};
     shr.b32 u, $10, 8;
     shr.b32 v, $11, 8;
     and.b32 a, $10, 0x000F000F;
@@ -57,30 +62,13 @@ _LOW = tl.constexpr(
     and.b32 c, u, 0x000F000F;
     and.b32 d, v, 0x000F000F;
     mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$4, $5, $6, $7}, {a, b, c, d},
-        {$12, $13}, {$18, $19, $20, $21};
-    }
-    """
-)
-_HIGH = tl.constexpr(
-    """
-    {
-    .reg .b32 u, v, a, b, c, d;
-    shr.b32 u, $8, 8;
-    shr.b32 v, $9, 8;
-    and.b32 a, $8, 0x00F000F0;
-    and.b32 b, $9, 0x00F000F0;
-    and.b32 c, u, 0x00F000F0;
-    and.b32 d, v, 0x00F000F0;
-    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {a, b, c, d},
-        {$12, $13}, {$14, $15, $16, $17};
-    shr.b32 u, $10, 8;
-    shr.b32 v, $11, 8;
+        {$12, $13}, {$20, $21, $22, $23};
     and.b32 a, $10, 0x00F000F0;
     and.b32 b, $11, 0x00F000F0;
     and.b32 c, u, 0x00F000F0;
     and.b32 d, v, 0x00F000F0;
     mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$4, $5, $6, $7}, {a, b, c, d},
-        {$12, $13}, {$18, $19, $20, $21};
+        {$14, $15}, {$4, $5, $6, $7};
     }
     """
 )
@@ -105,8 +93,6 @@ _SELECT = tl.constexpr(
 # GROUP_BLOCKS   blocks of 32 inputs per group
 # NORM      x is normed first, times (GEMMA: offset +) norm; ADD_FIRST: after `more` was added
 # ACTIVATION     "", or of a gate: weight 0 is a gate and weight 1 what goes through it
-# ahead_*   addresses, from which on each program asks the cache for 4 times `share_*` bytes, once all
-#           that it needs itself is on its way
 # TURN      heads of weights 0 and 1 are rotated; APART is half a head then
 # ADD       products are added to what lies in `out`, after `more` was where it is there
 
@@ -186,19 +172,6 @@ def _scales_of(ring, slot, WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl
 
 
 @gluon.jit
-def _product(CODE: gl.constexpr, words, even, odd, sums):
-    """Sums of a thread's eight elements with half a block more."""
-    return gl.inline_asm_elementwise(
-        CODE, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r,r,r,f,f,f,f,f,f,f,f",
-        [words[0], words[1], words[2], words[3], even, odd,
-         sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7]],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-               gl.float32, gl.float32),
-        is_pure=True, pack=1,
-    )
-
-
-@gluon.jit
 def _advance(
     totals, kept, inputs, sums, step, slot, lane_block,
     WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr, SUMS: gl.constexpr,
@@ -213,25 +186,28 @@ def _advance(
     even, odd = gl.split(gl.reshape(both, [N, 2]))
     even = gl.convert_layout(even, THREADS, assert_trivial=True)
     odd = gl.convert_layout(odd, THREADS, assert_trivial=True)
-    nothing = gl.full([N], 0.0, gl.float32, THREADS)
-    # Each in sums of its own: a tensor core that waits for its last sum is idle.
-    low = (even, odd, even, odd, even, odd, even, odd)
-    high = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    c0, c1, c2, c3, c4, c5, c6, c7 = even, odd, even, odd, even, odd, even, odd
     for block in gl.static_range(8):
-        words = _codes_of(code_ring, slot * 8 + block, WARPS, QUADS, THREADS)
+        w0, w1, w2, w3 = _codes_of(code_ring, slot * 8 + block, WARPS, QUADS, THREADS)
         own = gl.where(lane_block == block, 0x3F803F80, 0)
         b0, b1, b2, b3 = gl.inline_asm_elementwise(
             _SELECT, "=&r,=&r,=&r,=r,r,r,r,r,r", [x0, x1, x2, x3, own],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )
-        low = _product(_LOW, words, b0, b1, low)
-        high = _product(_HIGH, words, b2, b3, high)
+        c0, c1, c2, c3, c4, c5, c6, c7 = gl.inline_asm_elementwise(
+            _PRODUCT,
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r,f,f,f,f,f,f,f,f",
+            [w0, w1, w2, w3, b0, b1, b2, b3, c0, c1, c2, c3, c4, c5, c6, c7],
+            dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+                   gl.float32, gl.float32),
+            is_pure=True, pack=1,
+        )
     one, two = _scales_of(scale_ring, slot, WARPS, QUADS, THREADS)
     t0, t1, t2, t3 = totals
-    t0 += (low[0] + high[0]) * one[0] + (low[1] + high[1]) * two[0]
-    t1 += (low[2] + high[2]) * one[1] + (low[3] + high[3]) * two[1]
-    t2 += (low[4] + high[4]) * one[2] + (low[5] + high[5]) * two[2]
-    t3 += (low[6] + high[6]) * one[3] + (low[7] + high[7]) * two[3]
+    t0 += c0 * one[0] + c1 * two[0]
+    t1 += c2 * one[1] + c3 * two[1]
+    t2 += c4 * one[2] + c5 * two[2]
+    t3 += c6 * one[3] + c7 * two[3]
     return t0, t1, t2, t3
 
 
@@ -291,21 +267,10 @@ def _with_bias(total, bias, row, mask):
 
 
 @gluon.jit
-def _ask_ahead(aheads, shares, DEPENDENT: gl.constexpr):
-    """Let the L2 cache fetch this program's share of weights that are wanted soon."""
-    for number in gl.static_range(3):
-        size = shares[number]
-        if size > 0:
-            first = aheads[number] + gl.program_id(0).to(gl.int64) * (size * 4)
-            _ask_cache_for_rows(first, size, 4, size, DEPENDENT)
-
-
-# Addresses and shares change from weight to weight: a kernel for each kind of them would be compiled.
-@gluon.jit(do_not_specialize=["ahead_0", "ahead_1", "ahead_2", "share_0", "share_1", "share_2"])
 def one_token(
     out, x, more, norm,
     codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, bias_0, bias_1, bias_2,
-    cos, sin, ahead_0, ahead_1, ahead_2, share_0, share_1, share_2, rows_0, rows_1, eps, offset,
+    cos, sin, rows_0, rows_1, eps, offset,
     COUNT: gl.constexpr, GROUP_BLOCKS: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
     PADDED: gl.constexpr, SLOTS: gl.constexpr, APART: gl.constexpr, NORM: gl.constexpr, GEMMA: gl.constexpr,
     ACTIVATION: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr, DEPENDENT: gl.constexpr,
@@ -391,9 +356,6 @@ def one_token(
             values = _rounded(values + _load(more + at, inside, QUADS, ALL).to(gl.float32), KIND)
         values = _normed(values, by.to(gl.float32), eps, offset, BLOCKS * 32, GEMMA, KIND)
     _keep(inputs, sums, values, (PADDED, WARPS))
-    aheads, shares = (ahead_0, ahead_1, ahead_2), (share_0, share_1, share_2)
-    if SLOTS >= UNITS:
-        _ask_ahead(aheads, shares, DEPENDENT)
     kept = (
         _seen_as(code_ring, gl.int32, [SLOTS * 8, 4 * WARPS, 32], SWIZZLED),
         scale_ring,
@@ -422,8 +384,6 @@ def one_token(
                 async_copy.commit_group()
             slot = gl.where(slot == SLOTS - 1, 0, slot + 1)
 
-    if SLOTS < UNITS:
-        _ask_ahead(aheads, shares, DEPENDENT)
     total = _over_threads(totals, WARPS, ROWS)
     local = gl.arange(0, 32, layout=ROWS)
     row = (panel + local // 16 * APART) * 16 + local % 16

@@ -1,6 +1,5 @@
 """Launches of the kernel for one token, and which weights it takes."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 import triton
 from torch import Tensor
 
-from hmt.base.units import round_down
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels.reference.sublayers import NormOptions
 from hmt.kernels.triton.dependent import dependent
@@ -17,14 +15,6 @@ from hmt.kernels.triton.dequantize import offset_kind
 
 _STEP_BLOCKS = 8  # of 32 inputs, that a warp takes at once
 _ROWS = 32  # of a program
-
-# Between products, while attention has little to read, the cache is asked for what comes next: for
-# all of a small weight, and for a part of a large one: FAR bytes by the product two before it, NEAR
-# more by the one before a large one if it is small, or BEHIND if it is large.
-_SMALL_BYTES = 16 << 20
-_FAR, _NEAR, _BEHIND = 16 << 20, 4 << 20, 12 << 20
-_AFTER = "after"  # of `WeightTensor.derived`: the weights of the product that followed
-_ASKED_PIECES = 4  # of a program, each of a multiple of 16 bytes
 
 # Steps that are copied ahead.  By warps: what fits beside programs of the kernels around it.
 _SLOTS = {2: 4, 4: 4, 8: 3}
@@ -106,13 +96,7 @@ def multiply_one(
     rows = w.shape[0] if activation else sum(one.shape[0] for one in weights)
     options = NormOptions(0.0) if norm is None else norm.options
     constants: dict[str, Any] = dependent(x.device)
-    programs = rows // _ROWS
-    pieces = _ASKED_PIECES * programs
-    ahead = [(at, round_down(size // pieces, 16)) for at, size in _ahead(weights)]
-    nothing = w.data.data_ptr(), 0  # of the type of an address
-    ahead = [*ahead, nothing, nothing, nothing][:3]
-    _follow(weights)
-    one_token[(programs,)](
+    one_token[(rows // _ROWS,)](
         out,
         x,
         more,
@@ -122,8 +106,6 @@ def multiply_one(
         *[*biases, None, None][:3],
         None if turn is None else turn.cos,
         None if turn is None else turn.sin,
-        *(at for at, _ in ahead),
-        *(share for _, share in ahead),
         *(0 if one is None else one.shape[0] for one in given[:2]),
         options.eps,
         options.offset,
@@ -139,60 +121,6 @@ def multiply_one(
         num_warps=sizes["WARPS"],
         **constants,
     )
-
-
-class _Order(threading.local):
-    """What this thread multiplied with last: a model is computed by one thread."""
-
-    derived: dict[Any, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _After:
-    """What a product with a weight is followed by, where it lies: (address, bytes) of its weights.
-
-    Nothing is held by this: it is a hint for a cache.
-    """
-
-    places: tuple[tuple[int, int], ...]
-    derived: dict[Any, Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all weights."""
-        return sum(size for _, size in self.places)
-
-    def parts(self, first: int, size: int) -> list[tuple[int, int]]:
-        """`size` bytes from `first` on, as far as there are so many, of all weights alike."""
-        total, parts = self.nbytes, []
-        for at, there in self.places:
-            begin, count = (round_down(n * there // total, 128) for n in (first, size))
-            parts.append((at + begin, max(0, min(count, there - begin))))
-        return parts
-
-
-_order = _Order()
-
-
-def _follow(weights: Sequence[WeightTensor]) -> None:
-    """Note that these are multiplied after what was last."""
-    last, _order.derived = _order.derived, weights[0].derived
-    if last is not None:
-        places = tuple((w.data.data_ptr(), w.data.nbytes) for w in weights)
-        last[_AFTER] = _After(places, weights[0].derived)
-
-
-def _ahead(weights: Sequence[WeightTensor]) -> list[tuple[int, int]]:
-    """What to ask the cache for: what followed the last time; addresses and bytes."""
-    after: _After | None = weights[0].derived.get(_AFTER)
-    if after is None:
-        return []
-    if sum(w.data.nbytes for w in weights) > _SMALL_BYTES:
-        return after.parts(0, _BEHIND)
-    if after.nbytes > _SMALL_BYTES:
-        return after.parts(_FAR, _NEAR)
-    farther: _After | None = after.derived.get(_AFTER)
-    return after.parts(0, _SMALL_BYTES) + ([] if farther is None else farther.parts(0, _FAR))
 
 
 def sizes_of(columns: int, gated: bool) -> dict[str, int]:
