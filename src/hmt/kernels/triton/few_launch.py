@@ -72,7 +72,7 @@ def multiply_panels(
     `add`, products are rounded and added to what `out` holds.
     """
     w = weights[0]
-    if takes_one_token(x, weights):
+    if not alone and takes_one_token(x, weights):
         multiply_one(out, x, weights, biases, add=add)
         return
     rows = [one.shape[0] for one in weights]

@@ -25,9 +25,9 @@ _LATENT_PROGRAMS = 132
 _FEW, _MOST = 16, 128
 _SLOTS = 396  # programs that fit on an H200's multiprocessors at once
 _ANY = 1 << 30
-# Where all parts are one tile, programs take so little shared memory that they begin beside those of
-# the kernels ahead, and ask for their tiles before kernels behind ask for weights.  (Of an 8B model
-# on an H200, with tiles asked for behind 26 MB of weights, attention took 10 us instead of 5.)
+# Where all parts are one tile, programs take so little shared memory that they begin beside those
+# of the kernels ahead, and ask for their tiles before kernels behind ask for weights.  (Of an 8B
+# model on an H200, with tiles asked for behind 26 MB of weights, attention took 10 us, alone 5.)
 _ONE_TILE_STAGES = 2
 
 
