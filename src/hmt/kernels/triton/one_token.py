@@ -221,12 +221,20 @@ def _advance(
 
 
 @gluon.jit
-def _over_threads(totals, WARPS: gl.constexpr, ROWS: gl.constexpr):
-    """Sums of 32 rows, by row, from those of threads."""
-    t0, t1, t2, t3 = totals
-    both = gl.join(gl.join(t0, t2), gl.join(t1, t3))
-    both = gl.sum(gl.reshape(both, [WARPS, 8, 4, 4]), 2)
-    return gl.convert_layout(gl.reshape(gl.sum(both, 0), [32]), ROWS)
+def _over_threads(totals, others, WARPS: gl.constexpr, ROWS: gl.constexpr, TWO: gl.constexpr):
+    """Sums of 32 rows, by row, from those of threads; of TWO weights at once."""
+    both = gl.join(gl.join(totals[0], totals[2]), gl.join(totals[1], totals[3]))
+    if TWO:
+        both = gl.join(both, gl.join(gl.join(others[0], others[2]), gl.join(others[1], others[3])))
+        both = gl.sum(gl.sum(gl.reshape(both, [WARPS, 8, 4, 4, 2]), 2), 0)
+        total, other = gl.split(gl.reshape(both, [32, 2]))
+        total = gl.convert_layout(total, ROWS)
+        other = gl.convert_layout(other, ROWS)
+    else:
+        both = gl.sum(gl.sum(gl.reshape(both, [WARPS, 8, 4, 4]), 2), 0)
+        total = gl.convert_layout(gl.reshape(both, [32]), ROWS)
+        other = total
+    return total, other
 
 
 @gluon.jit
@@ -318,9 +326,36 @@ def _with_bias(total, bias, row, mask):
 
 
 @gluon.jit
+def _rows_of(panel, WARPS: gl.constexpr, APART: gl.constexpr):
+    """The rows of a program, 16 of each panel."""
+    local = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return (panel + local // 16 * APART) * 16 + local % 16
+
+
+@gluon.jit
+def _wanted_last(
+    places, angles, row, APART: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """What rows are rotated by, or added to: loaded before the products, which take longer."""
+    out, more = places
+    one = row.to(gl.float32)
+    two = one
+    if TURN:
+        cos, sin = angles
+        one = _rounded(gl.load(cos + row % (APART * 16)).to(gl.float32), KIND)
+        two = _rounded(gl.load(sin + row % (APART * 16)).to(gl.float32), KIND)
+    if ADD:
+        one = gl.load(out + row).to(gl.float32)
+        if more is not None:
+            one = _rounded(one + gl.load(more + row).to(gl.float32), KIND)
+    return one, two
+
+
+@gluon.jit
 def _turned(
-    total, cos, sin, row, which, KIND: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr,
-    PAIRS: gl.constexpr,
+    total, by_cos, by_sin, row, which, KIND: gl.constexpr, HALF: gl.constexpr,
+    ROWS: gl.constexpr, PAIRS: gl.constexpr,
 ):
     """Rows rotated, but those of weight 2; the other of a pair is 16 rows away."""
     total = _rounded(total, KIND)
@@ -328,8 +363,6 @@ def _turned(
     first, second = gl.split(both)
     turned = gl.reshape(gl.permute(gl.join(second, first), (1, 0)), [32])
     turned = gl.convert_layout(turned, ROWS)
-    by_cos = _rounded(gl.load(cos + row % HALF).to(gl.float32), KIND)
-    by_sin = _rounded(gl.load(sin + row % HALF).to(gl.float32), KIND)
     own = _rounded(total * by_cos, KIND)
     other = _rounded(turned * by_sin, KIND)
     moved = gl.where(row % (2 * HALF) < HALF, own - other, own + other)
@@ -338,21 +371,16 @@ def _turned(
 
 @gluon.jit
 def _store(
-    places, totals, others, biases, angles, panel, which, WARPS: gl.constexpr,
-    APART: gl.constexpr, ACTIVATION: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr,
-    KIND: gl.constexpr,
+    out, totals, others, biases, last, row, which, WARPS: gl.constexpr, APART: gl.constexpr,
+    ACTIVATION: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr, KIND: gl.constexpr,
 ):
-    """Results of 32 rows, 16 of each panel."""
+    """Results of a program's rows; `last` is what `_wanted_last` found."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
-    out, more = places
-    local = gl.arange(0, 32, layout=ROWS)
-    row = (panel + local // 16 * APART) * 16 + local % 16
     here = row >= 0
-    total = _over_threads(totals, WARPS, ROWS)
+    total, up = _over_threads(totals, others, WARPS, ROWS, ACTIVATION != "")
     if ACTIVATION != "":
         gate = _rounded(_with_bias(total, biases[0], row, here), KIND)
-        up = _over_threads(others, WARPS, ROWS)
         up = _rounded(_with_bias(up, biases[1], row, here), KIND)
         total = _rounded(_activated(gate, ACTIVATION), KIND) * up
     else:  # a bias may be missing where another weight has one
@@ -360,12 +388,9 @@ def _store(
         total = _with_bias(total, biases[1], row, here & (which == 1))
         total = _with_bias(total, biases[2], row, here & (which == 2))
     if TURN:
-        total = _turned(total, angles[0], angles[1], row, which, KIND, APART * 16, ROWS, PAIRS)
+        total = _turned(total, last[0], last[1], row, which, KIND, APART * 16, ROWS, PAIRS)
     if ADD:
-        already = gl.load(out + row).to(gl.float32)
-        if more is not None:
-            already = _rounded(already + gl.load(more + row).to(gl.float32), KIND)
-        total = _rounded(total, KIND) + already
+        total = _rounded(total, KIND) + last[0]
     gl.store(out + row, total.to(KIND))
 
 
@@ -429,8 +454,11 @@ def one_token(
         _seen_as(units, gl.float32, [PADDED, WARPS, 4, 2], PLAIN_3),
         _seen_as(offsets, gl.int32, [PADDED, WARPS, 4, 2], PLAIN_3),
     )
+    KIND: gl.constexpr = x.dtype.element_ty
+    row = _rows_of(panel, WARPS, APART)
+    last = _wanted_last((out + column, more), (cos, sin), row, APART, TURN, ADD, KIND)
     totals, others = _sums(kept, rings, codes, scales, WARPS, STEPS, SLOTS, SETS, GROUP_BLOCKS)
     _store(
-        (out + column, more), totals, others, (bias_0, bias_1, bias_2), (cos, sin), panel, which,
-        WARPS, APART, ACTIVATION, TURN, ADD, x.dtype.element_ty,
+        out + column, totals, others, (bias_0, bias_1, bias_2), last, row, which, WARPS, APART,
+        ACTIVATION, TURN, ADD, KIND,
     )
