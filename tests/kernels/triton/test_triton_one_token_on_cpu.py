@@ -95,10 +95,11 @@ def test_heads_that_are_rotated(dim):
     assert_close(out, expected.view(1, -1))
 
 
-def test_sizes_are_of_inputs_alone():
-    for columns in range(512, 16384, 256):
+def test_sizes_take_all_inputs_with_sums_in_one_order():
+    for columns in range(1024, 16385, 512):
         for gated in (False, True):
-            if columns % 512 == 0 and columns > 512:
-                sizes = sizes_of(columns, gated)
-                assert sizes["WARPS"] * sizes["STEPS"] * 256 == columns
-                assert sizes["STEPS"] <= sizes["PADDED"] < 2 * sizes["STEPS"]
+            sizes = sizes_of(columns, 32, gated=gated)
+            assert sizes["WARPS"] * sizes["STEPS"] * 256 == columns
+            assert sizes["STEPS"] <= sizes["PADDED"] < 2 * sizes["STEPS"]
+            others = sizes_of(columns, 128256, gated=gated)
+            assert {**sizes, "SLOTS": 0} == {**others, "SLOTS": 0}
