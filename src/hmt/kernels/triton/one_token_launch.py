@@ -129,7 +129,7 @@ def multiply_one(
 
 
 def sizes_of(columns: int, rows: int, *, gated: bool = False) -> dict[str, int]:
-    """Block sizes.  How sums are made depends on inputs alone: parts of a matrix have its results."""
+    """Block sizes.  Sums are made by inputs alone, so parts of a matrix have the results of all."""
     warps = _warps(columns, gated)
     steps = columns // (32 * _STEP_BLOCKS * warps)
     slots = min(steps, _SLOTS[warps] - (rows > _ROWS * _MULTIPROCESSORS))
