@@ -111,7 +111,7 @@ def linear_gated(
     w = weights[0]
     few = 0 < len(x) <= _few(w) and x.stride(1) == 1
     kind = torch.int8 if w.activations is Activations.INT8_TOKEN else x.dtype
-    alike = w.shape == weights[1].shape and _agree(*weights)
+    alike = w.shape == weights[1].shape and agree(*weights)
     if not (few and alike and _in_panels(w, kind) and activation in ACTIVATIONS):
         return gated_pair(linear_many(x, params, names, rounded), activation)
     found = [params.get(f"{name}_bias") for name in names]
@@ -145,7 +145,7 @@ def _write(
         if w.activations is Activations.INT8_TOKEN and rounded is None:
             rounded = quantize_activations(x)
         if len(x) <= _few(w) and _in_panels(w, x.dtype):
-            while count < 3 and at + count < len(weights) and _agree(w, weights[at + count]):
+            while count < 3 and at + count < len(weights) and agree(w, weights[at + count]):
                 count += 1
         elif (
             len(x) <= _few(w)
@@ -298,7 +298,7 @@ def _has_int8_steps(w: WeightTensor) -> bool:
     return w.group_size == 16 or w.group_size % 32 == 0
 
 
-def _agree(one: WeightTensor, other: WeightTensor) -> bool:
+def agree(one: WeightTensor, other: WeightTensor) -> bool:
     """True where both can be multiplied in one launch."""
 
     def kind(w: WeightTensor) -> tuple[Any, ...]:

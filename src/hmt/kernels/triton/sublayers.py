@@ -20,8 +20,8 @@ from hmt.kernels.reference.sublayers import (
     NormOptions,
 )
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
-from hmt.kernels.triton.elementwise import rope_inplace
-from hmt.kernels.triton.linear import linear, linear_add, linear_gated, linear_many
+from hmt.kernels.triton.elementwise import ACTIVATIONS, rope_inplace
+from hmt.kernels.triton.linear import agree, linear, linear_add, linear_gated, linear_many
 from hmt.kernels.triton.norms import (
     add_rms_norm,
     add_rms_norm_quantize,
@@ -29,6 +29,7 @@ from hmt.kernels.triton.norms import (
     rms_norm_inplace,
     rms_norm_quantize,
 )
+from hmt.kernels.triton.one_token_launch import Norm, Turn, multiply_one, takes_one_token
 from hmt.kernels.triton.scalars import rounded
 
 
@@ -36,6 +37,9 @@ def feed_forward(
     hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
 ) -> None:
     """See `reference.feed_forward`: changes hidden [tokens, width]."""
+    if _is_one_token(hidden, x, params, layer):
+        _feed_one_token(hidden, x, params, layer)
+        return
     normed, rounded_too = _normed_input(hidden, x, params, layer.norm, GATE_UP)
     inner = linear_gated(normed, params, GATE_UP, layer.activation, rounded_too)
     bias = params.get("down_proj_bias")
@@ -46,6 +50,44 @@ def feed_forward(
         out = linear(inner, params["down_proj"], found)
         post, by = layer.post_norm, params["post_norm"].data
         hidden += rms_norm(out, by, post.eps, offset=post.offset)
+
+
+def _is_one_token(
+    hidden: Tensor,
+    x: Tensor | None,
+    params: Mapping[str, WeightTensor],
+    layer: FeedForward,
+) -> bool:
+    """Whether two launches do: of gate and up, and of what goes down."""
+    alike = x is None or (x.dtype == hidden.dtype and x.shape == hidden.shape and x.stride(1) == 1)
+    gate, up = (params[name] for name in GATE_UP)
+    return (
+        layer.post_norm is None
+        and alike
+        and layer.activation in ACTIVATIONS
+        and gate.shape == up.shape
+        and takes_one_token(hidden, (gate, up), gated=True)
+        and takes_one_token(hidden, (params["down_proj"],))
+        and agree(gate, up)
+    )
+
+
+def _feed_one_token(
+    hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
+) -> None:
+    """hidden + x is computed twice, as no program of the first launch may write what all read."""
+    weights = [params[name] for name in GATE_UP]
+    biases = [_bias_of(params, name) for name in GATE_UP]
+    inner = hidden.new_empty(1, weights[0].shape[0])
+    norm = Norm(params["norm"].data, layer.norm)
+    multiply_one(inner, hidden, weights, biases, more=x, norm=norm, activation=layer.activation)
+    down = params["down_proj"]
+    multiply_one(hidden, inner, [down], [_bias_of(params, "down_proj")], more=x, add=True)
+
+
+def _bias_of(params: Mapping[str, WeightTensor], name: str) -> Tensor | None:
+    bias = params.get(f"{name}_bias")
+    return None if bias is None else bias.data
 
 
 def _normed_input(
@@ -77,9 +119,20 @@ def attention_inputs(
     sin: Tensor,
 ) -> Tensor:
     """See `reference.attention_inputs`: [tokens, heads + 2 * kv_heads, head_dim]."""
-    x, rounded_too = _normed_input(hidden, None, params, layer.norm, QUERY_KEY_VALUE)
-    heads = linear_many(x, params, QUERY_KEY_VALUE, rounded_too)
-    heads = heads.unflatten(1, (-1, layer.head_dim))
+    weights = [params[name] for name in QUERY_KEY_VALUE]
+    if takes_one_token(hidden, weights) and agree(*weights[:2]) and agree(*weights[1:]):
+        biases = [_bias_of(params, name) for name in QUERY_KEY_VALUE]
+        heads = hidden.new_empty(1, sum(w.shape[0] for w in weights))
+        turn = _turn_of(layer, cos, sin)
+        norm = Norm(params["norm"].data, layer.norm)
+        multiply_one(heads, hidden, weights, biases, norm=norm, turn=turn)
+        heads = heads.unflatten(1, (-1, layer.head_dim))
+        if turn is not None:
+            return heads
+    else:
+        x, rounded_too = _normed_input(hidden, None, params, layer.norm, QUERY_KEY_VALUE)
+        heads = linear_many(x, params, QUERY_KEY_VALUE, rounded_too)
+        heads = heads.unflatten(1, (-1, layer.head_dim))
     turned = layer.heads + layer.kv_heads
     query, key = heads[:, : layer.heads], heads[:, layer.heads : turned]
     if layer.head_norm is None:
@@ -96,6 +149,14 @@ def attention_inputs(
     rms_norm_inplace(key, by[1], eps, offset=offset)
     rope_inplace(query, key, cos, sin)
     return heads
+
+
+def _turn_of(layer: AttentionInputs, cos: Tensor, sin: Tensor) -> Turn | None:
+    """Rotary positions, where all of a head is rotated, and nothing is done to it before."""
+    whole = cos.shape[-1] == layer.head_dim and layer.head_dim % 32 == 0
+    if layer.head_norm is None and whole and cos.stride(-1) == sin.stride(-1) == 1:
+        return Turn(cos, sin)
+    return None
 
 
 def _norm_rope(
