@@ -11,8 +11,20 @@ from torch import Tensor
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels.triton.adding import add_parts
 from hmt.kernels.triton.dependent import dependent
+from hmt.kernels.triton.few_launch import chunk_addresses
 
+_FEWEST = 3
 _COLUMNS = 512  # of sums, in a program of `add_parts`
+
+
+def _several(x: Tensor) -> bool:
+    return len(x) >= _FEWEST and _is_hopper(x.device)
+
+
+def _width(x: Tensor) -> int:
+    """Tokens of a program."""
+    width: int = triton.next_power_of_2(len(x))
+    return min(max(8, width), 64)
 
 
 @cache
@@ -24,7 +36,7 @@ def takes_panels(x: Tensor, w: WeightTensor) -> bool:
     """True where `multiply_panels` multiplies x with w."""
     group = w.group_size // 32
     return (
-        _is_hopper(x.device)
+        _several(x)
         and x.dtype is torch.bfloat16
         and w.encoding is Encoding.INT4_GROUP
         and w.activations is Activations.FLOAT
@@ -61,7 +73,7 @@ def multiply_panels(
     blocks = w.shape[1] // 32
     sizes = panel_sizes(len(x), max(rows) if alone else sum(rows), blocks, activation != "")
     warps, split = sizes["WARPS"], sizes["SPLIT"]
-    tokens = min(max(8, triton.next_power_of_2(len(x))), 64)
+    tokens = _width(x)
     if activation:
         tiles = triton.cdiv(rows[0], 16 * warps)
     else:
@@ -87,7 +99,7 @@ def multiply_panels(
         TOKENS=tokens,
         EVEN=blocks % sizes["BLOCKS"] == 0,
         ACTIVATION=activation,
-        ADD=add,
+        ADD=add and split == 1,
         CODES=code_layout(sizes["BLOCKS"], warps),
         CODE_PART=code_layout(sizes["PART"], warps),
         **sizes,
@@ -121,7 +133,7 @@ def _add(
 def takes_rows(x: Tensor, w: WeightTensor) -> bool:
     """True where `multiply_rows` multiplies x, bf16 or int8 codes, with w."""
     return (
-        _is_hopper(x.device)
+        _several(x)
         and x.dtype in (torch.bfloat16, torch.int8)
         and w.encoding is Encoding.INT8_CHANNEL
         and w.shape[1] % 16 == 0
@@ -130,7 +142,13 @@ def takes_rows(x: Tensor, w: WeightTensor) -> bool:
     )
 
 
-def row_sizes(tokens: int, rows: int, columns: int, chunk: int) -> dict[str, Any]:
+def takes_chunks(x: Tensor, weights: Sequence[WeightTensor]) -> bool:
+    """True where `multiply_chunks` multiplies x with weights that `few_launch.are_chunks`."""
+    return len(weights) > 1 and takes_rows(x, weights[0])
+
+
+def row_sizes(tokens: int, rows: int, columns: int, *, chunk: bool) -> dict[str, Any]:
+    """Block sizes of `several_tokens_rows`."""
     return {"WARPS": 8, "STAGES": 3, "SPLIT": 1, "maxnreg": 128}
 
 
@@ -138,21 +156,51 @@ def multiply_rows(
     out: Tensor,
     x: Tensor,
     token_scales: Tensor | None,
+    w: WeightTensor,
+    bias: Tensor | None,
+    *,
+    chunk: bool = False,
+    add: bool = False,
+) -> None:
+    """As `few_launch.multiply_rows`, w being int8 with scales of rows."""
+    assert w.scales is not None
+    sizes = row_sizes(len(x), *w.shape, chunk=chunk)
+    _launch_rows(out, x, token_scales, w.data, w.scales, bias, w.shape, sizes, ADD=add)
+
+
+def multiply_chunks(
+    out: Tensor, x: Tensor, token_scales: Tensor | None, weights: Sequence[WeightTensor]
+) -> None:
+    """As `few_launch.multiply_chunks`."""
+    w = weights[0]
+    codes, scales = chunk_addresses(weights)
+    sizes = row_sizes(len(x), *w.shape, chunk=True)
+    if w.shape[0] % (32 * sizes["WARPS"]):
+        sizes["WARPS"] = 4  # no program works on two
+    shape = sum(one.shape[0] for one in weights), w.shape[1]
+    _launch_rows(
+        out, x, token_scales, codes, scales, None, shape, sizes, CHUNK_ROWS=w.shape[0]
+    )  # fmt: skip
+
+
+def _launch_rows(
+    out: Tensor,
+    x: Tensor,
+    token_scales: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     bias: Tensor | None,
     shape: tuple[int, int],
+    sizes: dict[str, Any],
     *,
-    chunk_rows: int = 0,
-    add: bool = False,
+    CHUNK_ROWS: int = 0,
+    ADD: bool = False,
 ) -> None:
-    """x times int8 rows, or weights whose addresses are in codes and scales, int64."""
     from hmt.kernels.triton.several_rows import several_tokens_rows, word_layout
 
     rows, columns = shape
-    sizes = row_sizes(len(x), rows, columns, chunk_rows)
     warps, split = sizes["WARPS"], sizes["SPLIT"]
-    tokens = min(max(8, triton.next_power_of_2(len(x))), 64)
+    tokens = _width(x)
     target = out
     if split > 1:
         target = torch.empty(split, len(x), rows, dtype=torch.float32, device=x.device)
@@ -169,13 +217,13 @@ def multiply_rows(
         len(x),
         x.stride(0),
         out.stride(0),
-        CHUNK_ROWS=chunk_rows,
+        CHUNK_ROWS=CHUNK_ROWS,
         TOKENS=tokens,
-        ADD=add,
+        ADD=ADD and split == 1,
         WORDS=word_layout(warps),
         **sizes,
         num_warps=warps,
         **dependent(x.device),
     )
     if split > 1:
-        _add(out, target, (bias, None, None), (rows,), add=add)
+        _add(out, target, (bias, None, None), (rows,), add=ADD)
