@@ -37,10 +37,10 @@ def along(COUNT: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr):
 def pick(which, first, second, third, COUNT: gl.constexpr):
     """One of the first COUNT."""
     found = first
-    if COUNT > 1:
+    if COUNT > 1:  # noqa: SIM102 - known when compiling, `which` when running
         if which > 0:
             found = second
-    if COUNT > 2:
+    if COUNT > 2:  # noqa: SIM102
         if which > 1:
             found = third
     return found

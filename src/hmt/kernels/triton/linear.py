@@ -5,7 +5,7 @@ brought to their dtype first, or as int8.  Calls allocate results and workspaces
 after a first call for each kind of weight they can be captured in a CUDA graph.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from hmt.base.units import MIB, round_down
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.reference.packing import integer_scales, minima
+from hmt.kernels.triton import several_launch
 from hmt.kernels.triton.dequantize import dequantize, dequantize_into, quantize_activations
 from hmt.kernels.triton.elementwise import ACTIVATIONS, gated_pair
-from hmt.kernels.triton import several_launch
 from hmt.kernels.triton.few_launch import (
     are_chunks,
     multiply_chunks,
@@ -86,14 +86,7 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
     """Adds `linear(x, w, bias)` to total [tokens, out]: in one launch for few tokens."""
     if total.numel() == 0:
         return
-    rows_apart = x.stride(1) == 1 and total.stride(1) == 1
-    floats = w.activations is Activations.FLOAT and total.dtype == x.dtype
-    if len(x) > _few(w) and rows_apart and floats and bias is None:
-        for columns, numbers in _numbers(x, [w]):
-            part = total[:, columns]
-            torch.addmm(part, x, numbers.t(), out=part)
-        return
-    if _is_plain(x, w) or len(x) > _few(w) or not rows_apart:
+    if _is_plain(x, w) or len(x) > _few(w) or x.stride(1) != 1 or total.stride(1) != 1:
         total += linear(x, w, bias)
         return
     codes, token_scales = x, None
@@ -169,10 +162,6 @@ def _write(
             and are_chunks(weights, biases)
         ):
             count = len(weights)
-        elif _becomes_numbers(x, w) and not chunk and len(weights) <= 3:
-            # Side by side, so that cuBLAS has one product to make and nothing is copied.
-            while at + count < len(weights) and _becomes_numbers(x, weights[at + count]):
-                count += 1
         rows = sum(one.shape[0] for one in weights[at : at + count])
         part = out[:, column : column + rows]
         some = weights[at : at + count], biases[at : at + count], chunk or len(weights) > 3
@@ -205,44 +194,16 @@ def _multiply_floats(
             return several_launch.multiply_rows(out, x, None, w, bias, chunk=chunk)
         if _in_rows(w, x.dtype):
             return multiply_rows(out, x, None, w, bias, chunk=chunk)
-    added = None
-    if any(bias is not None for bias in biases):
-        known = (x.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases))
-        added = torch.cat([one.to(x.dtype) for one in known])
-    for columns, numbers in _numbers(x, weights):
-        if added is None:
-            torch.mm(x, numbers.t(), out=out[:, columns])
+    step = max(1, _CHUNK_BYTES // (x.element_size() * w.shape[1]))
+    step = len(w.data) if _is_plain(x, w) else round_down(step, 16) or 16
+    for start in range(0, w.shape[0], step):
+        rows = slice(start, min(start + step, w.shape[0]))
+        numbers = dequantize(w, x.dtype, rows)
+        if bias is None:
+            torch.mm(x, numbers.t(), out=out[:, rows])  # in place, also where rows lie apart
         else:
-            out[:, columns] = functional.linear(x, numbers, added[columns])
+            out[:, rows] = functional.linear(x, numbers, bias[rows].to(x.dtype))
     return None
-
-
-def _numbers(x: Tensor, weights: Sequence[WeightTensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Weights side by side in x.dtype, up to _CHUNK_BYTES of them at once: rows, and numbers."""
-    rows = sum(w.shape[0] for w in weights)
-    if len(weights) == 1 and _is_plain(x, weights[0]):
-        yield slice(0, rows), dequantize(weights[0], x.dtype)
-        return
-    most = round_down(_CHUNK_BYTES // (x.element_size() * weights[0].shape[1]), 16) or 16
-    for begin in range(0, rows, most):
-        end = min(begin + most, rows)
-        numbers = x.new_empty(end - begin, weights[0].shape[1])
-        first = 0  # row of all where a weight begins
-        for w in weights:
-            start, stop = max(begin, first), min(end, first + w.shape[0])
-            if start < stop and w.encoding.is_float:
-                numbers[start - begin : stop - begin] = w.data[start - first : stop - first]
-            elif start < stop:
-                dequantize_into(numbers[start - begin : stop - begin], w, start - first)
-            first += w.shape[0]
-        yield slice(begin, end), numbers
-
-
-def _becomes_numbers(x: Tensor, w: WeightTensor) -> bool:
-    """True where w is converted before it is multiplied with x, many tokens of floats."""
-    return (
-        w.activations is Activations.FLOAT and not w.encoding.is_float and len(x) > _few(w)
-    )
 
 
 def _multiply_int8(

@@ -1,9 +1,9 @@
 """Products of several tokens with 4-bit weights in panels, on Hopper's tensor cores.
 
 A thread copies the codes that it makes operands of, in the order of `few_operands`: what the tensor
-cores want is in its registers, and only activations pass through shared memory, their inputs in the
-order in which nibbles come out of a word.  Weights are rounded to bf16 as the reference rounds them.
-In Gluon, as Triton would bring the weights to shared memory.
+cores want is in its registers, and no more than activations pass through shared memory, with inputs
+in the order in which nibbles come out of a word.  Weights are rounded to bf16 as the reference
+rounds them.  In Gluon, as Triton would bring the weights to shared memory.
 """
 
 from triton.experimental import gluon
@@ -45,20 +45,16 @@ def several_tokens(
     out, x, codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, bias_0, bias_1, bias_2,
     rows_0, rows_1, rows_2, tokens, blocks, x_stride, out_stride,
     COUNT: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, BLOCKS: gl.constexpr,
-    PART: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, EVEN: gl.constexpr,
-    ACTIVATION: gl.constexpr, ADD: gl.constexpr, CODES: gl.constexpr, CODE_PART: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    PART: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
+    EVEN: gl.constexpr, ACTIVATION: gl.constexpr, ADD: gl.constexpr, CODES: gl.constexpr,
+    CODE_PART: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """x bf16 [tokens, in] times up to three weights: program (tile, part of inputs, tokens)."""
     next_may_begin(DEPENDENT)
     GATED: gl.constexpr = ACTIVATION != ""
     ROWS: gl.constexpr = 16 * WARPS if GATED else 32 * WARPS
-    STEP: gl.constexpr = 32 * BLOCKS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
-    KIND: gl.constexpr = scales_0.dtype.element_ty
-    X: gl.constexpr = gl.BlockedLayout([1, 16], [16 // BLOCKS, 2 * BLOCKS], [WARPS, 1], [1, 0])
     tile, column, which = place(gl.program_id(0), rows_0, rows_1, COUNT, ROWS)
     rows = pick(which, rows_0, rows_1, rows_2, COUNT)
     first_token = gl.program_id(2) * TOKENS
@@ -77,14 +73,47 @@ def several_tokens(
     code_at = code_at + along(4, 2, CODES) * 16 + along(16, 3, CODES)
     panel = _panels(along(2 * WARPS, 1, SCALES), tile, rows, far, ROWS, WARPS, GATED)
     scale_at = scales + (panel[0] * (blocks // GROUP * 16) + panel[1]) + along(16, 2, SCALES)
-    block, scale_block = along(BLOCKS, 0, CODES), along(BLOCKS, 0, SCALES)
+    total = _sum_of_steps(
+        code_at, scale_at, x, first, last, blocks, first_token, tokens, x_stride, GROUP, BLOCKS,
+        PART, STAGES, TOKENS, WARPS, EVEN, CODES, CODE_PART, MMA, DEPENDENT,
+    )  # fmt: skip
+    total *= 18446744073709551616.0  # 2^64
+    if GATED:
+        write_gated(
+            out, total, bias_0, bias_1, tile, rows, first_token, tokens, out_stride, WARPS, TOKENS,
+            ACTIVATION,
+        )  # fmt: skip
+    else:
+        bias = pick(which, bias_0, bias_1, bias_2, COUNT) if bias_0 is not None else None
+        write_sums(
+            out, total, bias, tile, rows, column, rows_0 + rows_1 + rows_2, first_token, tokens,
+            out_stride, WARPS, TOKENS, SPLIT, ADD, MMA,
+        )  # fmt: skip
 
+
+@gluon.jit
+def _sum_of_steps(
+    code_at, scale_at, x, first, last, blocks, first_token, tokens, x_stride,
+    GROUP: gl.constexpr, BLOCKS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+    TOKENS: gl.constexpr, WARPS: gl.constexpr, EVEN: gl.constexpr, CODES: gl.constexpr,
+    CODE_PART: gl.constexpr, MMA: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """2^-64 of sums [32 WARPS, TOKENS] over steps first to last.
+
+    code_at, scale_at   of block 0: [1, panels, 4, 16] and [1, panels, 16]
+    """
+    STEP: gl.constexpr = 32 * BLOCKS
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
+    KIND: gl.constexpr = scale_at.dtype.element_ty
+    X: gl.constexpr = gl.BlockedLayout([1, 16], [16 // BLOCKS, 2 * BLOCKS], [WARPS, 1], [1, 0])
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     code_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS, 2 * WARPS, 4, 16], LINES)
     LINES_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     scale_ring = gl.allocate_shared_memory(KIND, [STAGES, BLOCKS, 2 * WARPS, 16], LINES_3)
     PAIR: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     inputs = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, STEP], PAIR)
+    block, scale_block = along(BLOCKS, 0, CODES), along(BLOCKS, 0, SCALES)
     code_at += block * 64
     scale_at += scale_block // GROUP * 16
     for ahead in gl.static_range(STAGES - 1):
@@ -107,10 +136,10 @@ def several_tokens(
     slot, half = 0, 0
     for step in range(first, last):
         following = (step + 1) * STEP
-        values = gl.load(x_at + following, mask=known & (following + k < end), other=0.0)
         async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
+        fence_async_shared()  # waits for what the thread has loaded: the next inputs come later
         barrier()
+        values = gl.load(x_at + following, mask=known & (following + k < end), other=0.0)
         free = gl.where(slot == 0, STAGES, slot) - 1  # all have left the step before
         later = (step + (STAGES - 1)) * BLOCKS
         copied = gl.where(step + (STAGES - 1) < last, blocks, 0)
@@ -130,18 +159,7 @@ def several_tokens(
         half = 1 - half
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
     async_copy.wait_group(0)
-    total *= 18446744073709551616.0  # 2^64
-    if GATED:
-        write_gated(
-            out, total, bias_0, bias_1, tile, rows, first_token, tokens, out_stride, WARPS, TOKENS,
-            ACTIVATION,
-        )  # fmt: skip
-    else:
-        bias = pick(which, bias_0, bias_1, bias_2, COUNT) if bias_0 is not None else None
-        write_sums(
-            out, total, bias, tile, rows, column, rows_0 + rows_1 + rows_2, first_token, tokens,
-            out_stride, WARPS, TOKENS, SPLIT, ADD, MMA,
-        )  # fmt: skip
+    return total
 
 
 def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
@@ -154,9 +172,7 @@ def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _panels(
-    at, tile, rows, distance, ROWS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr
-):
+def _panels(at, tile, rows, distance, ROWS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr):
     """Panels of a program, int64, none behind the last, and where their weight begins."""
     last = gl.cdiv(rows, 16) - 1
     begin = (at * 0).to(gl.int64)

@@ -13,7 +13,16 @@ from hmt.kernels.triton.adding import add_parts
 from hmt.kernels.triton.dependent import dependent
 from hmt.kernels.triton.few_launch import chunk_addresses
 
-_FEWEST = 3
+# With fewer tokens a multiprocessor takes in few words of x for a word of weights, and `few_tokens`
+# needs no shared memory and no second launch.
+_FEWEST = 5
+
+# On an H200 with 32 tokens.  A program fills most of a multiprocessor's registers and of its shared
+# memory, so there is one each, and inputs are split among programs where rows are few.  4096 rows
+# of 4096 inputs: 10 us in tiles of 128 rows and 4 parts, 13 in tiles of 256 and 8 parts.
+_PROGRAMS = 132
+_MOST_PARTS = 8
+_FEW_ROWS, _FEW_BLOCKS = 4352, 256
 _COLUMNS = 512  # of sums, in a program of `add_parts`
 
 
@@ -50,8 +59,23 @@ def takes_panels(x: Tensor, w: WeightTensor) -> bool:
     )
 
 
-def panel_sizes(tokens: int, rows: int, blocks: int, gated: bool) -> dict[str, Any]:
-    return {"WARPS": 8, "BLOCKS": 4, "PART": 4, "STAGES": 4, "SPLIT": 1, "maxnreg": 128}
+def panel_sizes(tokens: int, rows: int, blocks: int, *, gated: bool) -> dict[str, Any]:
+    """Block sizes of `several_tokens`."""
+    few_rows = rows <= _FEW_ROWS and blocks <= _FEW_BLOCKS
+    warps = 4 if few_rows and not gated else 8
+    steps = triton.cdiv(blocks, 8)
+    tiles = triton.cdiv(rows, 32 * warps)
+    most = 1 if gated else max(1, min(_PROGRAMS // tiles, _MOST_PARTS, steps))
+    # Of the longest program, and of adding what they make.
+    split = min(range(1, most + 1), key=lambda count: triton.cdiv(steps, count) + count / 4)
+    wide = tokens > 32  # sums take so many registers that smaller steps are longer ones
+    return {
+        "WARPS": warps,
+        "BLOCKS": 4 if wide else 8,
+        "PART": 2,
+        "STAGES": 4 if wide else 3,
+        "SPLIT": split,
+    }
 
 
 def multiply_panels(
@@ -71,10 +95,11 @@ def multiply_panels(
     w = weights[0]
     rows = [one.shape[0] for one in weights]
     blocks = w.shape[1] // 32
-    sizes = panel_sizes(len(x), max(rows) if alone else sum(rows), blocks, activation != "")
+    gated = activation != ""
+    sizes = panel_sizes(len(x), max(rows) if alone else sum(rows), blocks, gated=gated)
     warps, split = sizes["WARPS"], sizes["SPLIT"]
     tokens = _width(x)
-    if activation:
+    if gated:
         tiles = triton.cdiv(rows[0], 16 * warps)
     else:
         tiles = sum(triton.cdiv(n, 32 * warps) for n in rows)
@@ -94,7 +119,7 @@ def multiply_panels(
         blocks,
         x.stride(0),
         out.stride(0),
-        COUNT=1 if activation else len(weights),
+        COUNT=1 if gated else len(weights),
         GROUP=w.group_size // 32,
         TOKENS=tokens,
         EVEN=blocks % sizes["BLOCKS"] == 0,
@@ -148,8 +173,13 @@ def takes_chunks(x: Tensor, weights: Sequence[WeightTensor]) -> bool:
 
 
 def row_sizes(tokens: int, rows: int, columns: int, *, chunk: bool) -> dict[str, Any]:
-    """Block sizes of `several_tokens_rows`."""
-    return {"WARPS": 8, "STAGES": 3, "SPLIT": 1, "maxnreg": 128}
+    """Block sizes of `several_tokens_rows`; the sums of a chunk are not split."""
+    warps = 4 if tokens <= 32 else 8
+    steps = triton.cdiv(columns, 128)
+    tiles = triton.cdiv(rows, 32 * warps)
+    most = 1 if chunk else max(1, min(_PROGRAMS // tiles, _MOST_PARTS, steps))
+    split = min(range(1, most + 1), key=lambda count: triton.cdiv(steps, count) + count / 2)
+    return {"WARPS": warps, "STAGES": 3, "SPLIT": split, "maxnreg": 168 if warps == 4 else None}
 
 
 def multiply_rows(
@@ -164,8 +194,10 @@ def multiply_rows(
 ) -> None:
     """As `few_launch.multiply_rows`, w being int8 with scales of rows."""
     assert w.scales is not None
-    sizes = row_sizes(len(x), *w.shape, chunk=chunk)
-    _launch_rows(out, x, token_scales, w.data, w.scales, bias, w.shape, sizes, ADD=add)
+    sizes = row_sizes(len(x), w.shape[0], w.shape[1], chunk=chunk)
+    _launch_rows(
+        out, x, token_scales, w.data, w.scales, bias, (w.shape[0], w.shape[1]), sizes, ADD=add
+    )
 
 
 def multiply_chunks(
@@ -174,7 +206,7 @@ def multiply_chunks(
     """As `few_launch.multiply_chunks`."""
     w = weights[0]
     codes, scales = chunk_addresses(weights)
-    sizes = row_sizes(len(x), *w.shape, chunk=True)
+    sizes = row_sizes(len(x), w.shape[0], w.shape[1], chunk=True)
     if w.shape[0] % (32 * sizes["WARPS"]):
         sizes["WARPS"] = 4  # no program works on two
     shape = sum(one.shape[0] for one in weights), w.shape[1]

@@ -1,7 +1,5 @@
 """Results of the kernels for several tokens: which tile is whose, and how sums are written."""
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -13,7 +11,7 @@ _activated = gluon.jit(scalars.activated.fn)
 
 @gluon.jit
 def place(tile, rows_0, rows_1, COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """Which tile of its weight a program takes, where the results of that begin, and which it is."""
+    """Which tile of its weight a program takes, where its results begin, and which it is."""
     column, which = 0, 0
     if COUNT > 1:
         tiles = gl.cdiv(rows_0, ROWS)
@@ -64,9 +62,7 @@ def write_gated(
 ):  # fmt: skip
     """activation(gate) * up of sums in which the upper half of the warps has `up`."""
     ROWS: gl.constexpr = 16 * WARPS
-    BOTH: gl.constexpr = gl.BlockedLayout(
-        [WARPS // 2, 1, 2], [32, 1, 1], [1, WARPS, 1], [2, 0, 1]
-    )
+    BOTH: gl.constexpr = gl.BlockedLayout([WARPS // 2, 1, 2], [32, 1, 1], [1, WARPS, 1], [2, 0, 1])
     HERE: gl.constexpr = gl.SliceLayout(2, BOTH)
     kind: gl.constexpr = out.dtype.element_ty
     both = gl.reshape(total, (2, 2, WARPS // 2, 2, 2, 4, TOKENS))

@@ -39,8 +39,6 @@ def several_tokens_rows(
     next_may_begin(DEPENDENT)
     ROWS: gl.constexpr = 32 * WARPS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     tile = gl.program_id(0)
     first_token = gl.program_id(2) * TOKENS
@@ -56,9 +54,32 @@ def several_tokens_rows(
     row = gl.minimum(tile * ROWS + along(ROWS, 0, COPY), rows - 1) - before
     word = along(STEP // 4, 1, COPY)
     codes = gl.multiple_of(codes.to(gl.pointer_type(gl.int32)), 16)
-    code_at = row * (columns // 4) + word
+    total = _sum_of_steps(
+        codes, row * (columns // 4) + word, word, x, first, last, columns, first_token, tokens,
+        x_stride, STAGES, TOKENS, WARPS, WORDS, MMA, DEPENDENT,
+    )  # fmt: skip
+    its = tile * ROWS + rows_of(WARPS, MMA)
+    total *= gl.load(scales + (its - before), mask=its < rows, other=0.0) * 64
+    if token_scales is not None:
+        token = first_token + along(TOKENS, 1, MMA)
+        total *= gl.load(token_scales + token, mask=token < tokens, other=0.0)
+    write_sums(
+        out, total, bias, tile, rows, 0, rows, first_token, tokens, out_stride,
+        WARPS, TOKENS, SPLIT, ADD, MMA,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _sum_of_steps(
+    codes, code_at, word, x, first, last, columns, first_token, tokens, x_stride,
+    STAGES: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, WORDS: gl.constexpr,
+    MMA: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Sums [32 WARPS, TOKENS] over steps first to last; code_at: of words of step 0."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     LINES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    ring = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, STEP // 4], LINES)
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, 32 * WARPS, STEP // 4], LINES)
     PAIR: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     inputs = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, STEP], PAIR)
     for ahead in gl.static_range(STAGES - 1):
@@ -75,14 +96,14 @@ def several_tokens_rows(
     end = gl.minimum(columns, last * STEP)
     values = gl.load(x_at + first * STEP, mask=known & (first * STEP + k < end), other=0)
     inputs.index(0).store(_by_words(values, TOKENS))
-    total = gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA)
+    total = gl.zeros([32 * WARPS, TOKENS], gl.float32, layout=MMA)
     slot, half = 0, 0
     for step in range(first, last):
         following = (step + 1) * STEP
-        values = gl.load(x_at + following, mask=known & (following + k < end), other=0)
         async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
+        fence_async_shared()  # waits for what the thread has loaded: the next inputs come later
         barrier()
+        values = gl.load(x_at + following, mask=known & (following + k < end), other=0)
         free = gl.where(slot == 0, STAGES, slot) - 1  # all have left the step before
         later = (step + (STAGES - 1)) * (STEP // 4)
         copied = gl.where(step + (STAGES - 1) < last, columns // 4, 0)
@@ -98,15 +119,7 @@ def several_tokens_rows(
         half = 1 - half
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
     async_copy.wait_group(0)
-    its = tile * ROWS + rows_of(WARPS, MMA)
-    total *= gl.load(scales + (its - before), mask=its < rows, other=0.0) * 64
-    if token_scales is not None:
-        token = first_token + along(TOKENS, 1, MMA)
-        total *= gl.load(token_scales + token, mask=token < tokens, other=0.0)
-    write_sums(
-        out, total, bias, tile, rows, 0, rows, first_token, tokens, out_stride,
-        WARPS, TOKENS, SPLIT, ADD, MMA,
-    )  # fmt: skip
+    return total
 
 
 def word_layout(warps: int) -> gl.DistributedLinearLayout:
@@ -150,7 +163,7 @@ def _pair(word):
 
 @gluon.jit
 def _int8_numbers(words):
-    """2^-6 of bytes 0 and 1, 2 and 3, in bf16: in its lowest bits a code and 128 are 2^-133 of it."""
+    """2^-6 of bytes 0 and 1, 2 and 3, in bf16, in whose lowest bits numbers are 2^-133 of them."""
     return gl.inline_asm_elementwise(
         """
         {
