@@ -69,10 +69,11 @@ def several_tokens(
     if GATED:
         near, far = _distance(codes_0, codes_1, 4), _distance(scales_0, scales_1, 2)
     panel = _panels(along(2 * WARPS, 1, CODES), tile, rows, near, ROWS, WARPS, GATED)
-    code_at = codes + (panel[0] * (blocks * 64) + panel[1])
+    code_at = gl.multiple_of(codes + (panel[0] * (blocks * 64) + panel[1]), [16, 16, 16, 16])
     code_at = code_at + along(4, 2, CODES) * 16 + along(16, 3, CODES)
     panel = _panels(along(2 * WARPS, 1, SCALES), tile, rows, far, ROWS, WARPS, GATED)
-    scale_at = scales + (panel[0] * (blocks // GROUP * 16) + panel[1]) + along(16, 2, SCALES)
+    scale_at = scales + (panel[0] * (blocks // GROUP * 16) + panel[1])
+    scale_at = gl.multiple_of(scale_at, [16, 16, 16]) + along(16, 2, SCALES)
     total = _sum_of_steps(
         code_at, scale_at, x, first, last, blocks, first_token, tokens, x_stride, GROUP, BLOCKS,
         PART, STAGES, TOKENS, WARPS, EVEN, CODES, CODE_PART, MMA, DEPENDENT,
