@@ -50,11 +50,10 @@ def surveys(logits: Tensor) -> Tensor:
     1 where all are finite; the first of the largest; the logarithm of the sum of exponentials.
     """
     if logits.is_cuda and has_kernels(logits.device):
-        finite, best, sums = gpu_kernels().survey_rows(logits)
-    else:
-        finite, best = logits.isfinite().all(-1), logits.argmax(-1)
-        sums = logits.double().logsumexp(-1)
-    return torch.stack((finite.double(), best.double(), sums.double()))
+        found: Tensor = gpu_kernels().survey_rows(logits)
+        return found
+    finite, best = logits.isfinite().all(-1), logits.argmax(-1)
+    return torch.stack((finite.double(), best.double(), logits.double().logsumexp(-1)))
 
 
 def survey_list(found: Tensor) -> tuple[Survey, ...]:
