@@ -124,7 +124,7 @@ def test_pieces_compute_what_layer_by_layer_computes(batch: int) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
-@pytest.mark.parametrize("quantization", ["w4a16:32", "w4a8:32", "nvfp4a16", "int8"])
+@pytest.mark.parametrize("quantization", ["w4a16:32", "w4a8:32", "nvfp4a16", "w8a16"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_experts_are_cached_brought_and_asked_for(quantization: str, batch: int) -> None:
     """Captured steps that ask the CPU, against the same tokens on the CPU alone."""
@@ -132,7 +132,7 @@ def test_experts_are_cached_brought_and_asked_for(quantization: str, batch: int)
     requests = [hmt.Request(input=ids, max_new_tokens=40, ignore_eos=True) for ids in prompts]
     options: dict[str, object] = {"host_memory": "256MiB", "dtype": "float32", "context": 512}
     options["quantization"] = quantization
-    size = 9 << 20 if quantization != "int8" else 13 << 20
+    size = 9 << 20 if quantization != "w8a16" else 13 << 20
     with hmt.Engine(gpu_memory=machine_taken() + size, max_batch=4, **options) as engine:
         model = engine.load_model(MODELS["moe"])
         assert model.plan.device.expert_slots and model.plan.device.staging_slots

@@ -121,17 +121,15 @@ def run(
     device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
     progress("measuring memories and the link")
     rates = measure_rates(device, quantization)
-    pack = folder / f"{shape}-{quantization.replace(':', '-')}"
-    if not pack.exists():
-        write_tiled_pack(pack, SHAPES[shape], quantization, written_layers=1, progress=progress)
+    pack = pack_of(folder, shape, quantization, progress)
     options = {"host_memory": host_memory, "gpu_id": gpu}
     results = [
-        _with_budget(pack / "pack", SHAPES[shape], memory, task, rates, options, peer, progress)
+        _with_budget(pack, SHAPES[shape], memory, task, rates, options, peer, progress)
         for memory in gpu_memory
     ]
     return {
         "benchmark": "gpu",
-        "machine": describe(machine_for(pack)),
+        "machine": describe(machine_for(folder)),
         "gpu": device.name,
         "shape": {"name": shape, **asdict(SHAPES[shape])},
         "quantization": quantization,
@@ -139,6 +137,16 @@ def run(
         "task": asdict(task),
         "results": results,
     }
+
+
+def pack_of(
+    folder: Path, shape: str, quantization: str, progress: Callable[[str], None] = lambda what: None
+) -> Path:
+    """Where the pack of `shape` is in `folder`; made unless it is there."""
+    parent = folder / f"{shape}-{quantization.replace(':', '-')}"
+    if not (parent / "pack").exists():
+        write_tiled_pack(parent, SHAPES[shape], quantization, written_layers=1, progress=progress)
+    return parent / "pack"
 
 
 def _with_budget(

@@ -188,8 +188,7 @@ def run(
     device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
     progress("measuring memories and the link")
     rates = measure_rates(device, quantization)
-    if not (folder / "pack").exists():
-        write_tiled_deepseek(folder, shape, quantization, progress=progress)
+    pack = pack_of(folder, shape, quantization, progress)
     progress("loading")
     begin = time.perf_counter()
     with Engine(
@@ -203,7 +202,7 @@ def run(
         verify_reads="never",
         disk_reader="buffered",
     ) as engine:
-        model = engine.load_model(folder / "pack")
+        model = engine.load_model(pack)
         loaded_s = time.perf_counter() - begin
         fill_context(model)
         steps = _steps(model, task, rates, "uniform", progress)
@@ -231,6 +230,18 @@ def run(
         "steps": steps,
         "prompt": prompt,
     }
+
+
+def pack_of(
+    folder: Path,
+    shape: DeepSeekShape,
+    quantization: str,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Path:
+    """Where the pack of `shape` is in `folder`, which is for it alone; made unless it is there."""
+    if not (folder / "pack").exists():
+        write_tiled_deepseek(folder, shape, quantization, progress=progress)
+    return folder / "pack"
 
 
 def skew(model: LoadedModel, shape: DeepSeekShape, frequencies: Tensor) -> None:

@@ -40,10 +40,13 @@ def gpu(
         Path | None,
         typer.Option(help="Where the model is kept for the next time; deleted without."),
     ] = None,
+    prepare: Annotated[
+        bool, typer.Option(help="Only make the model in --folder, for another time.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
 ) -> None:
     """A model with a GPU: speeds, and their shares of what GPU, link and CPU allow."""
-    from hmt.bench.gpu import SHAPES, Task, open_peer, run
+    from hmt.bench.gpu import SHAPES, Task, open_peer, pack_of, run
     from hmt.cli.bench import write_json
 
     if shape not in SHAPES:
@@ -54,6 +57,9 @@ def gpu(
     with ExitStack() as stack:
         status = stack.enter_context(notes().status("starting"))
         models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if prepare:
+            pack_of(models, shape, quant, status.update)
+            return
         content = run(
             models,
             shape,

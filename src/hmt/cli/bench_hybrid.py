@@ -37,10 +37,13 @@ def hybrid(
         Path | None,
         typer.Option(help="Where the model is kept for the next time; deleted without."),
     ] = None,
+    prepare: Annotated[
+        bool, typer.Option(help="Only make the model in --folder, for another time.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
 ) -> None:
     """A mixture of experts that a GPU holds all of but the experts: time by who spends it."""
-    from hmt.bench.hybrid import SMALL, Task, run
+    from hmt.bench.hybrid import SMALL, Task, pack_of, run
     from hmt.bench.random_deepseek import DeepSeekShape
     from hmt.cli.bench import write_json
 
@@ -50,6 +53,9 @@ def hybrid(
     with ExitStack() as stack:
         status = stack.enter_context(notes().status("starting"))
         models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if prepare:
+            pack_of(models, shape, quant, status.update)
+            return
         content = run(
             models,
             shape,

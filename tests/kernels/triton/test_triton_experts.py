@@ -135,9 +135,10 @@ def inputs(tokens, hidden, top, count, *, device, dtype=torch.float16, seed=0):
 def near(found, wanted, kind, dtype):
     assert found.isfinite().all()
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()
-    # A last place of the activation may move an int8 code to its neighbour.
     exact = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
-    assert error < (max(exact, 6e-3) if kind[1] is INT8 else exact)
+    # A last place of the activation may move an int8 code to its neighbour.  A code's step is 1/127
+    # of the largest value, some 0.025 of the root mean square; one code in ten moved: 0.008.
+    assert error < (max(exact, 8e-3) if kind[1] is INT8 else exact)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join(map(str, k)))
