@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from reference import MINI_DENSE, MINI_MOE
 
 import hmt
@@ -82,10 +82,10 @@ def test_an_error_of_our_own_fails_one_request_only(
 ) -> None:
     choose = SamplerState.choose
 
-    def faulty(self: SamplerState, logits: torch.Tensor) -> TokenLogprob:
+    def faulty(self: SamplerState, *given: Any) -> TokenLogprob:
         if self._sampling.seed == 13:
             raise ZeroDivisionError("unlucky")
-        return choose(self, logits)
+        return choose(self, *given)
 
     monkeypatch.setattr(SamplerState, "choose", faulty)
     good = model.stream(hmt.Request(CHAT, 8))

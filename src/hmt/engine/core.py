@@ -139,9 +139,10 @@ class Core:
         else:
             for sequence, count in scheduled.advanced:
                 sequence.computed += count
-            for sequence, row in zip(scheduled.sampled, logits, strict=True):
+            known = self._executor.surveys or (None,) * len(logits)
+            for sequence, row, survey in zip(scheduled.sampled, logits, known, strict=True):
                 try:
-                    sequence.accept(row)
+                    sequence.accept(row, survey)
                 except Exception as error:
                     sequence.fail(_told(error))
         for sequence, _ in scheduled.advanced:

@@ -20,10 +20,16 @@ from hmt.contracts.store import ExpertTeam, KVCache, LeasedGroup, Priority, Weig
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.device_loading import OnDevice
 from hmt.engine.prefetch import ReadAhead
+from hmt.kernels.ops import Survey
 
 
 class Executor(Protocol):
-    """Runs steps."""
+    """Runs steps.
+
+    surveys   what is known of each row that the last step returned; none where nobody looked
+    """
+
+    surveys: Sequence[Survey]
 
     def run(self, step: Step) -> torch.Tensor:
         """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
@@ -142,6 +148,8 @@ class _Stages:
 class PlainExecutor:
     """One block after the other, nothing ahead of time."""
 
+    surveys: Sequence[Survey] = ()
+
     def __init__(
         self,
         model: Model,
@@ -198,6 +206,7 @@ class OverlappedExecutor:
         captured: CapturedDecoding | None = None,
     ) -> None:
         """`captured` computes what it can of steps after their embedding."""
+        self.surveys: Sequence[Survey] = ()
         self._model = model
         self._weights = weights
         self._kv = kv
@@ -220,9 +229,11 @@ class OverlappedExecutor:
         ahead.step_begins(len(step.token_ids))
         places.begin(step)
         self._stages.begin()
+        self.surveys = ()
         if self._captured is not None:
             logits = self._captured(step)
             if logits is not None:
+                self.surveys = self._captured.surveys
                 self._stages.ended(None)
                 ahead.step_ends()
                 return logits

@@ -42,6 +42,8 @@ def can_be_pieces(model: Model, plan: Plan) -> bool:
 class DecodingInPieces(CapturedDecoding):
     """Computes logits of steps of one token per run, of a plan that `can_be_pieces`."""
 
+    _copies_are_idle = False  # the next step's weights are brought meanwhile
+
     def _may_guess(self, captured: Captured, step: Step) -> bool:
         return False  # this step's tokens would wait for the CPU's part in the next one
 

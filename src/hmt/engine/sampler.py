@@ -37,8 +37,8 @@ class SamplerState:
         self._prompt = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
         self._output: Counter[int] = Counter()
 
-    def choose(self, logits: torch.Tensor) -> TokenLogprob:
-        """The next token by `logits` f32 [vocab], which are not changed.
+    def choose(self, logits: torch.Tensor, known: ops.Survey | None = None) -> TokenLogprob:
+        """The next token by `logits` f32 [vocab], which are not changed; `known` is their survey.
 
         Counts the token for later penalties and, where it draws, advances the random numbers by
         one.  Log-probabilities are those of the model itself: of the logits before any penalty,
@@ -46,7 +46,7 @@ class SamplerState:
         for it.  Raises NumericsError where a logit is not finite.
         """
         logits = logits.cpu()
-        found = ops.survey(logits)
+        found = known or ops.survey(logits)
         if not found.finite:
             raise _not_finite(logits)
         scores = self._penalised(logits)

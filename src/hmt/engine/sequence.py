@@ -9,6 +9,7 @@ import torch
 from hmt.base.errors import HMTError
 from hmt.contracts.request import FinishReason, Request, TokenEvent, TokenLogprob
 from hmt.engine.sampler import SamplerState
+from hmt.kernels.ops import Survey
 from hmt.text import StopStrings, TextStream
 
 _numbers = itertools.count(1)
@@ -52,12 +53,14 @@ class Sequence:
         """True once nothing more will be produced."""
         return self.finish_reason is not None
 
-    def accept(self, logits: torch.Tensor) -> None:
+    def accept(self, logits: torch.Tensor, known: Survey | None = None) -> None:
         """Choose the next token from f32 [vocab] logits and add its event.
+
+        known   what `ops.survey` says of them, where somebody has looked already
 
         Raises NumericsError where the logits are not numbers.
         """
-        chosen = self.sampler.choose(logits)
+        chosen = self.sampler.choose(logits, known)
         self.tokens.append(chosen.token_id)
         logprob = chosen if self.request.sampling.logprobs is not None else None
         if chosen.token_id in self.eos_ids and not self.request.ignore_eos:

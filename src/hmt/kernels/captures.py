@@ -8,6 +8,7 @@ from torch import Tensor
 from hmt.kernels import reference
 from hmt.kernels.ops import gpu_kernels
 from hmt.kernels.reference.pages import PagedRun, PagedRuns
+from hmt.kernels.reference.sampling import Survey
 
 
 def has_kernels(where: torch.device) -> bool:
@@ -43,9 +44,19 @@ def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: 
     return rows
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest of each row of logits [rows, vocab]: int64 [rows]."""
+def surveys(logits: Tensor) -> Tensor:
+    """What `ops.survey` says of each row of logits [rows, vocab], without waiting: f64 [3, rows].
+
+    1 where all are finite; the first of the largest; the logarithm of the sum of exponentials.
+    """
     if logits.is_cuda and has_kernels(logits.device):
-        best: Tensor = gpu_kernels().greedy(logits)
-        return best
-    return logits.argmax(-1)
+        found: Tensor = gpu_kernels().survey_rows(logits)
+        return found
+    finite, best = logits.isfinite().all(-1), logits.argmax(-1)
+    return torch.stack((finite.double(), best.double(), logits.double().logsumexp(-1)))
+
+
+def survey_list(found: Tensor) -> tuple[Survey, ...]:
+    """What `surveys` found, brought to host memory, by rows."""
+    columns = zip(*found.tolist(), strict=True)
+    return tuple(Survey(bool(finite), int(best), total) for finite, best, total in columns)

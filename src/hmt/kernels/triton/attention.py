@@ -203,6 +203,9 @@ def append_attend_pages(
         # Runs that begin a sequence see nothing but their own keys, and pages keep those as they
         # are.  Torch's fused kernel reads them where they lie.
         for run in held.begun:
+            if run.length == len(query):
+                out = reference.attention_output(query, key, value, start=0, scale=scale)
+                continue
             rows = slice(run.offset, run.offset + run.length)
             out[rows] = reference.attention_output(
                 query[rows], key[rows], value[rows], start=0, scale=scale

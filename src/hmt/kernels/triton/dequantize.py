@@ -9,7 +9,8 @@ from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.few import MINIMA, NO_OFFSETS, ZEROS
-from hmt.kernels.triton.unpack import e2m1_halves, panel_integers, scale_numbers
+from hmt.kernels.triton.unpack import INTERPRETED, e2m1_halves, panel_integers, scale_numbers
+from hmt.kernels.triton.unpack_words import word_numbers
 
 _BLOCKS = 4  # of 32 inputs, in a program that takes one panel: 1 KB of codes
 _PANEL_WARPS = 2
@@ -41,6 +42,20 @@ def dequantize_into(
         return
     if w.encoding in (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4):
         first = start // 16
+        if units is None and _is_plain_int4(out, w):
+            _dequantize_int4[(triton.cdiv(start + count, 16) - first, triton.cdiv(columns, 256))](
+                out,
+                w.data,
+                w.scales,
+                first,
+                start,
+                start + count,
+                columns // 32,
+                GROUP_BLOCKS=w.group_size // 32,
+                BLOCKS=8,
+                num_warps=1,
+            )
+            return
         grid = (triton.cdiv(start + count, 16) - first, triton.cdiv(columns, 32 * _BLOCKS))
         _dequantize_panels[grid](
             out,
@@ -76,6 +91,19 @@ def dequantize_into(
         ROWS=_TILE[0],
         COLUMNS=_TILE[1],
         num_warps=4,
+    )
+
+
+def _is_plain_int4(out: Tensor, w: WeightTensor) -> bool:
+    """True where `_dequantize_int4` makes numbers of w."""
+    assert w.scales is not None
+    return (
+        out.dtype is w.scales.dtype is torch.bfloat16
+        and w.encoding is Encoding.INT4_GROUP
+        and w.group_size % 32 == 0
+        and offset_kind(w) == NO_OFFSETS.value
+        and all(part.data_ptr() % 16 == 0 for part in (out, w.data))
+        and not INTERPRETED
     )
 
 
@@ -176,6 +204,35 @@ def _dequantize_panels(
     at = out + (row - start)[:, None] * (blocks * 32) + column[None, :]
     mask = inside & ((row >= start) & (row < stop))[:, None]
     tl.store(at, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dequantize_int4(
+    out, codes, scales, first_panel, start, stop, blocks,
+    GROUP_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """As `_dequantize_panels`, to bf16 with scales of bf16: two instructions a number, not twelve.
+
+    A prompt's weights are made numbers at the rate of memory so.
+    """
+    panel = (first_panel + tl.program_id(0)).to(tl.int64)
+    first = tl.program_id(1) * BLOCKS
+    at = tl.arange(0, BLOCKS * 64)
+    block = first + at // 64
+    words = tl.multiple_of(codes.to(tl.pointer_type(tl.int32)), 16)
+    words = tl.load(words + (panel * blocks + first) * 64 + at, mask=block < blocks, other=0)
+    scale_at = panel * (blocks // GROUP_BLOCKS * 16) + block // GROUP_BLOCKS * 16 + at % 16
+    scale = tl.load(scales + scale_at, mask=block < blocks, other=0.0)
+    a, b, c, d = word_numbers(words, scale)
+    both = tl.join(tl.join(a, b), tl.join(c, d))
+    both = tl.reshape(both, (BLOCKS, 4, 16, 2, 2))  # block, j, row, i >= 2, half
+    pairs = tl.reshape(tl.permute(both, (2, 0, 4, 1, 3)), (16, BLOCKS * 16))
+    row = panel * 16 + tl.arange(0, 16)
+    column = first * 16 + tl.arange(0, BLOCKS * 16)
+    target = tl.multiple_of(out.to(tl.pointer_type(tl.int32)), 16)
+    target = target + ((row - start) * (blocks * 16))[:, None] + column[None, :]
+    inside = (column < blocks * 16)[None, :] & ((row >= start) & (row < stop))[:, None]
+    tl.store(target, pairs, mask=inside)
 
 
 @triton.jit

@@ -201,7 +201,7 @@ def multiply_chunks(
 ) -> None:
     """x times weights that `are_chunks`, side by side, to out [tokens, rows of all]."""
     w = weights[0]
-    codes, scales = _addresses(weights)
+    codes, scales = chunk_addresses(weights)
     rows = sum(one.shape[0] for one in weights)
     sizes = _row_sizes(len(x), w.shape[0], 0, chunk=True)
     _launch_rows(
@@ -227,7 +227,7 @@ def are_chunks(weights: Sequence[WeightTensor], biases: Sequence[Tensor | None])
     return alike and fit and all(bias is None for bias in biases)
 
 
-def _addresses(weights: Sequence[WeightTensor]) -> tuple[Tensor, Tensor]:
+def chunk_addresses(weights: Sequence[WeightTensor]) -> tuple[Tensor, Tensor]:
     """Of codes and of scales, int64 [weights] on the device; kept for the next call."""
     table = _kept(weights)
     if table is None:

@@ -17,6 +17,7 @@ from hmt.base.units import MIB, round_down
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.reference.packing import integer_scales, minima
+from hmt.kernels.triton import several_launch
 from hmt.kernels.triton.dequantize import dequantize, dequantize_into, quantize_activations
 from hmt.kernels.triton.elementwise import ACTIVATIONS, gated_pair
 from hmt.kernels.triton.few_launch import (
@@ -91,8 +92,12 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
     codes, token_scales = x, None
     if w.activations is Activations.INT8_TOKEN:
         codes, token_scales = quantize_activations(x)
-    if _in_panels(w, codes.dtype):
+    if several_launch.takes_panels(codes, w):
+        several_launch.multiply_panels(total, codes, [w], [bias], add=True)
+    elif _in_panels(w, codes.dtype):
         multiply_panels(total, codes, token_scales, [w], [bias], add=True)
+    elif several_launch.takes_rows(codes, w):
+        several_launch.multiply_rows(total, codes, token_scales, w, bias, add=True)
     elif _in_rows(w, codes.dtype):
         multiply_rows(total, codes, token_scales, w, bias, add=True)
     else:
@@ -120,7 +125,10 @@ def linear_gated(
     codes, token_scales = x, None
     if w.activations is Activations.INT8_TOKEN:
         codes, token_scales = rounded or quantize_activations(x)
-    multiply_gated(out, codes, token_scales, weights, biases, activation)
+    if all(several_launch.takes_panels(codes, one) for one in weights):
+        several_launch.multiply_panels(out, codes, weights, biases, activation=activation)
+    else:
+        multiply_gated(out, codes, token_scales, weights, biases, activation)
     return out
 
 
@@ -174,22 +182,27 @@ def _multiply_floats(
 ) -> None:
     w, bias = weights[0], biases[0]
     if len(x) <= _few(w) and not _is_plain(x, w):
+        if all(several_launch.takes_panels(x, one) for one in weights):
+            return several_launch.multiply_panels(out, x, weights, biases, alone=chunk)
         if _in_panels(w, x.dtype):
             return multiply_panels(out, x, None, weights, biases, alone=chunk)
+        if several_launch.takes_chunks(x, weights):
+            return several_launch.multiply_chunks(out, x, None, weights)
         if len(weights) > 1:
             return multiply_chunks(out, x, None, weights)
+        if several_launch.takes_rows(x, w):
+            return several_launch.multiply_rows(out, x, None, w, bias, chunk=chunk)
         if _in_rows(w, x.dtype):
             return multiply_rows(out, x, None, w, bias, chunk=chunk)
     step = max(1, _CHUNK_BYTES // (x.element_size() * w.shape[1]))
     step = len(w.data) if _is_plain(x, w) else round_down(step, 16) or 16
     for start in range(0, w.shape[0], step):
         rows = slice(start, min(start + step, w.shape[0]))
-        part = None if bias is None else bias[rows].to(x.dtype)
-        # A product can be written in place only where rows follow each other.
-        if out.is_contiguous() and rows == slice(0, w.shape[0]) and part is None:
-            torch.mm(x, dequantize(w, x.dtype).t(), out=out)
+        numbers = dequantize(w, x.dtype, rows)
+        if bias is None:
+            torch.mm(x, numbers.t(), out=out[:, rows])  # in place, also where rows lie apart
         else:
-            out[:, rows] = functional.linear(x, dequantize(w, x.dtype, rows), part)
+            out[:, rows] = functional.linear(x, numbers, bias[rows].to(x.dtype))
     return None
 
 
@@ -205,8 +218,12 @@ def _multiply_int8(
     w, bias = weights[0], biases[0]
     if len(x) <= _few(w) and _in_panels(w, torch.int8):
         multiply_panels(out, codes, token_scales, weights, biases, alone=chunk)
+    elif several_launch.takes_chunks(codes, weights):
+        several_launch.multiply_chunks(out, codes, token_scales, weights)
     elif len(weights) > 1:
         multiply_chunks(out, codes, token_scales, weights)
+    elif len(x) <= _few(w) and several_launch.takes_rows(codes, w):
+        several_launch.multiply_rows(out, codes, token_scales, w, bias, chunk=chunk)
     elif len(x) <= _few(w) and _in_rows(w, torch.int8):
         multiply_rows(out, codes, token_scales, w, bias, chunk=chunk)
     elif is_exact(w):

@@ -24,7 +24,7 @@ from hmt.kernels.triton.norms import (
 from hmt.kernels.triton.pages import append_pages
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
-from hmt.kernels.triton.sampling import greedy, survey
+from hmt.kernels.triton.sampling import greedy, survey, survey_rows
 from hmt.kernels.triton.sublayers import attention_inputs, feed_forward
 from hmt.kernels.triton.tables import rows_at
 
@@ -61,5 +61,6 @@ __all__ = [
     "rows_at",
     "softmax_topk",
     "survey",
+    "survey_rows",
     "update_runs",
 ]

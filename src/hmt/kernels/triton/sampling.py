@@ -48,57 +48,60 @@ def _survey_rows(
     part = tl.arange(0, LANES)
     exists = part < parts
     key = tl.max(tl.load(best + row * parts + part, mask=exists, other=_NO_KEY), axis=0)
-    tl.store(ids + row, key_index(key))
+    tl.store(ids + row, key_index(key).to(ids.dtype.element_ty))
     if SURVEY:
         peak = tl.load(peaks + row * parts + part, mask=exists, other=float("-inf"))
         total = tl.load(sums + row * parts + part, mask=exists, other=0.0)
         largest = tl.max(peak, axis=0)
         scaled = tl.where(exists, total * tl.exp((peak - largest).to(tl.float64)), 0.0)
         everything = tl.sum(scaled, axis=0)
-        tl.store(finite + row, everything == everything)
+        tl.store(finite + row, (everything == everything).to(finite.dtype.element_ty))
         tl.store(log_sums + row, largest.to(tl.float64) + tl.log(everything))
 
 
 def greedy(logits: Tensor) -> Tensor:
     """The first of the largest of each row of logits [rows, vocab]: int64 [rows]; NaN is larger."""
-    return _look(logits, survey=False)[1]
+    ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    _look(logits, ids, None, None)
+    return ids
 
 
-def survey_rows(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def survey_rows(logits: Tensor) -> Tensor:
     """What `Survey` says of each row of logits [rows, vocab], without waiting for the GPU.
 
-    Returns (finite bool, best int64, log_sum_exp f64), each [rows].
+    f64 [3, rows]: 1 where all are finite, the best, and the logarithm of the sum of exponentials.
     """
-    return _look(logits, survey=True)
+    found = torch.empty(3, len(logits), dtype=torch.float64, device=logits.device)
+    _look(logits, found[1], found[0], found[2])
+    return found
 
 
 def survey(logits: Tensor) -> Survey:
     """See `reference.survey`: what one look at logits [vocab] tells.  Waits for the GPU."""
-    finite, best, log_sum_exp = survey_rows(logits[None])
-    return Survey(bool(finite), int(best), float(log_sum_exp))
+    finite, best, log_sum_exp = survey_rows(logits[None]).flatten().tolist()
+    return Survey(bool(finite), int(best), log_sum_exp)
 
 
-def _look(logits: Tensor, *, survey: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _look(logits: Tensor, ids: Tensor, finite: Tensor | None, log_sums: Tensor | None) -> None:
+    """Write what is wanted, numbers in the dtype of where they go."""
     rows, vocab = logits.shape
+    if rows == 0:
+        return
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     parts = triton.cdiv(vocab, _PART)
+    whole = finite is not None
 
-    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
+    def empty(dtype: torch.dtype, wanted: bool) -> Tensor:
+        return torch.empty((rows, parts) if wanted else 1, dtype=dtype, device=logits.device)
 
-    best, ids = empty(torch.int64, rows, parts), empty(torch.int64, rows)
-    extra = (rows, parts) if survey else (1, 1)
-    peaks, sums = empty(torch.float32, *extra), empty(torch.float64, *extra)
-    finite, log_sums = empty(torch.bool, rows), empty(torch.float64, rows)
-    if rows == 0:
-        return finite, ids, log_sums
+    best = empty(torch.int64, True)
+    peaks, sums = empty(torch.float32, whole), empty(torch.float64, whole)
     _survey_parts[(parts, rows)](
         logits, best, peaks, sums, vocab, logits.stride(0), parts,
-        PART=_PART, SURVEY=survey, num_warps=8, **dependent(logits.device),
+        PART=_PART, SURVEY=whole, num_warps=8, **dependent(logits.device),
     )  # fmt: skip
     _survey_rows[(rows,)](
         best, peaks, sums, ids, finite, log_sums, parts,
-        LANES=triton.next_power_of_2(parts), SURVEY=survey, num_warps=1,
+        LANES=triton.next_power_of_2(parts), SURVEY=whole, num_warps=1,
         **dependent(logits.device),
     )  # fmt: skip
-    return finite, ids, log_sums

@@ -134,6 +134,68 @@ def times(x, by, KIND: tl.constexpr):
 
 
 @triton.jit
+def word_numbers(words, scales):
+    """Codes of int4 words, less 8, times bf16 scales, as pairs of bf16 in words.
+
+    Of low nibbles of bytes 0 and 1, 2 and 3, then of high ones.  A code is brought from the lowest
+    bits to 2^-6 of itself, and its product is exact before -8 scales are added.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 p, q, m, n, s, c, k;
+        .reg .b16 a, b;
+        prmt.b32 p, $8, 0, 0x4140;
+        prmt.b32 q, $9, 0, 0x4140;
+        and.b32 $0, p, 0x000F000F;
+        and.b32 $1, q, 0x000F000F;
+        and.b32 $4, p, 0x00F000F0;
+        and.b32 $5, q, 0x00F000F0;
+        prmt.b32 p, $8, 0, 0x4342;
+        prmt.b32 q, $9, 0, 0x4342;
+        and.b32 $2, p, 0x000F000F;
+        and.b32 $3, q, 0x000F000F;
+        and.b32 $6, p, 0x00F000F0;
+        and.b32 $7, q, 0x00F000F0;
+        mov.b32 m, 0x7F007F00;
+        mov.b32 n, 0x7D007D00;
+        mul.bf16x2 $0, $0, m;
+        mul.bf16x2 $1, $1, m;
+        mul.bf16x2 $2, $2, m;
+        mul.bf16x2 $3, $3, m;
+        mul.bf16x2 $4, $4, n;
+        mul.bf16x2 $5, $5, n;
+        mul.bf16x2 $6, $6, n;
+        mul.bf16x2 $7, $7, n;
+        mov.b32 k, 0x42804280;
+        mul.bf16x2 s, $10, k;
+        mov.b32 k, 0xC100C100;
+        mul.bf16x2 c, $10, k;
+        mov.b32 {a, b}, s;
+        mov.b32 m, {a, a};
+        mov.b32 n, {b, b};
+        mov.b32 {a, b}, c;
+        mov.b32 p, {a, a};
+        mov.b32 q, {b, b};
+        fma.rn.bf16x2 $0, $0, m, p;
+        fma.rn.bf16x2 $1, $1, n, q;
+        fma.rn.bf16x2 $2, $2, m, p;
+        fma.rn.bf16x2 $3, $3, n, q;
+        fma.rn.bf16x2 $4, $4, m, p;
+        fma.rn.bf16x2 $5, $5, n, q;
+        fma.rn.bf16x2 $6, $6, m, p;
+        fma.rn.bf16x2 $7, $7, n, q;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+        [words, scales],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def _int4_bf16(words):
     # The lowest eight bits of bf16 count in steps of 2^-133, with subnormals and above them.
     return tl.inline_asm_elementwise(

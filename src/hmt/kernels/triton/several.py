@@ -1,0 +1,284 @@
+"""Products of several tokens with 4-bit weights in panels, on Hopper's tensor cores.
+
+A thread copies the codes that it makes operands of, in the order of `few_operands`: what the tensor
+cores want is in its registers, and no more than activations pass through shared memory, with inputs
+in the order in which nibbles come out of a word.  Weights are rounded to bf16 as the reference
+rounds them.  In Gluon, as Triton would bring the weights to shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from hmt.kernels.triton.gluon_names import (
+    along,
+    barrier,
+    copy_ahead,
+    inputs_are_there,
+    next_may_begin,
+    pick,
+)
+from hmt.kernels.triton.several_results import place, write_gated, write_sums
+
+# Constants of kernels for several tokens:
+#
+# COUNT       weights, up to three, side by side
+# GROUP       blocks of 32 inputs per scale; a divisor or a multiple of BLOCKS
+# SPLIT       programs that share a tile's inputs; with more than one, sums go to `out` f32
+#             [SPLIT, tokens, rows of all] for `add_parts`
+# BLOCKS      blocks of a step
+# PART        blocks of them that are made operands at once
+# STAGES      steps that are in shared memory at once, all but one on their way
+# TOKENS      of a program: 8, 16, 32 or 64
+# EVEN        blocks are a multiple of BLOCKS
+# ACTIVATION  as in `few_tokens`: half of the warps multiply with weight 0, half with weight 1
+# CODES       `code_layout` of a step, CODE_PART that of a part
+
+
+@gluon.jit
+def several_tokens(
+    out, x, codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, bias_0, bias_1, bias_2,
+    rows_0, rows_1, rows_2, tokens, blocks, x_stride, out_stride,
+    COUNT: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, BLOCKS: gl.constexpr,
+    PART: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
+    EVEN: gl.constexpr, ACTIVATION: gl.constexpr, ADD: gl.constexpr, CODES: gl.constexpr,
+    CODE_PART: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """x bf16 [tokens, in] times up to three weights: program (tile, part of inputs, tokens)."""
+    next_may_begin(DEPENDENT)
+    GATED: gl.constexpr = ACTIVATION != ""
+    ROWS: gl.constexpr = 16 * WARPS if GATED else 32 * WARPS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
+    tile, column, which = place(gl.program_id(0), rows_0, rows_1, COUNT, ROWS)
+    rows = pick(which, rows_0, rows_1, rows_2, COUNT)
+    first_token = gl.program_id(2) * TOKENS
+    steps = gl.cdiv(blocks, BLOCKS)
+    first = steps * gl.program_id(1) // SPLIT
+    last = steps * (gl.program_id(1) + 1) // SPLIT
+
+    codes = pick(which, codes_0, codes_1, codes_2, COUNT)
+    codes = gl.multiple_of(codes.to(gl.pointer_type(gl.int32)), 16)
+    scales = pick(which, scales_0, scales_1, scales_2, COUNT)
+    near, far = 0, 0
+    if GATED:
+        near, far = _distance(codes_0, codes_1, 4), _distance(scales_0, scales_1, 2)
+    panel = _panels(along(2 * WARPS, 1, CODES), tile, rows, near, ROWS, WARPS, GATED)
+    code_at = gl.multiple_of(codes + (panel[0] * (blocks * 64) + panel[1]), [16, 16, 16, 16])
+    code_at = code_at + along(4, 2, CODES) * 16 + along(16, 3, CODES)
+    panel = _panels(along(2 * WARPS, 1, SCALES), tile, rows, far, ROWS, WARPS, GATED)
+    scale_at = scales + (panel[0] * (blocks // GROUP * 16) + panel[1])
+    scale_at = gl.multiple_of(scale_at, [16, 16, 16]) + along(16, 2, SCALES)
+    total = _sum_of_steps(
+        code_at, scale_at, x, first, last, blocks, first_token, tokens, x_stride, GROUP, BLOCKS,
+        PART, STAGES, TOKENS, WARPS, EVEN, CODES, CODE_PART, MMA, DEPENDENT,
+    )  # fmt: skip
+    total *= 18446744073709551616.0  # 2^64
+    if GATED:
+        write_gated(
+            out, total, bias_0, bias_1, tile, rows, first_token, tokens, out_stride, WARPS, TOKENS,
+            ACTIVATION,
+        )  # fmt: skip
+    else:
+        bias = pick(which, bias_0, bias_1, bias_2, COUNT) if bias_0 is not None else None
+        write_sums(
+            out, total, bias, tile, rows, column, rows_0 + rows_1 + rows_2, first_token, tokens,
+            out_stride, WARPS, TOKENS, SPLIT, ADD, MMA,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _sum_of_steps(
+    code_at, scale_at, x, first, last, blocks, first_token, tokens, x_stride,
+    GROUP: gl.constexpr, BLOCKS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+    TOKENS: gl.constexpr, WARPS: gl.constexpr, EVEN: gl.constexpr, CODES: gl.constexpr,
+    CODE_PART: gl.constexpr, MMA: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """2^-64 of sums [32 WARPS, TOKENS] over steps first to last.
+
+    code_at, scale_at   of block 0: [1, panels, 4, 16] and [1, panels, 16]
+    """
+    STEP: gl.constexpr = 32 * BLOCKS
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
+    KIND: gl.constexpr = scale_at.dtype.element_ty
+    X: gl.constexpr = gl.BlockedLayout([1, 16], [16 // BLOCKS, 2 * BLOCKS], [WARPS, 1], [1, 0])
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    code_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS, 2 * WARPS, 4, 16], LINES)
+    LINES_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    scale_ring = gl.allocate_shared_memory(KIND, [STAGES, BLOCKS, 2 * WARPS, 16], LINES_3)
+    PAIR: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    inputs = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, STEP], PAIR)
+    block, scale_block = along(BLOCKS, 0, CODES), along(BLOCKS, 0, SCALES)
+    code_at += block * 64
+    scale_at += scale_block // GROUP * 16
+    for ahead in gl.static_range(STAGES - 1):
+        begin = (first + ahead) * BLOCKS
+        end = gl.where(first + ahead < last, blocks, 0)
+        _fetch(code_ring.index(ahead), code_at + begin * 64, block, begin, end, EVEN)
+        at = scale_at + begin // GROUP * 16
+        _fetch(scale_ring.index(ahead), at, scale_block, begin, end, EVEN)
+        async_copy.commit_group()
+
+    inputs_are_there(DEPENDENT)
+    token = first_token + along(TOKENS, 0, X)
+    k = along(STEP, 1, X)
+    x_at = x + token.to(gl.int64) * x_stride + k
+    known = token < tokens
+    end = gl.minimum(blocks, last * BLOCKS) * 32
+    values = gl.load(x_at + first * STEP, mask=known & (first * STEP + k < end), other=0.0)
+    inputs.index(0).store(_by_nibbles(values, TOKENS, BLOCKS))
+    total = gl.zeros([32 * WARPS, TOKENS], gl.float32, layout=MMA)
+    slot, half = 0, 0
+    for step in range(first, last):
+        following = (step + 1) * STEP
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()  # waits for what the thread has loaded: the next inputs come later
+        barrier()
+        values = gl.load(x_at + following, mask=known & (following + k < end), other=0.0)
+        free = gl.where(slot == 0, STAGES, slot) - 1  # all have left the step before
+        later = (step + (STAGES - 1)) * BLOCKS
+        copied = gl.where(step + (STAGES - 1) < last, blocks, 0)
+        _fetch(code_ring.index(free), code_at + later * 64, block, later, copied, EVEN)
+        some = scale_at + later // GROUP * 16
+        _fetch(scale_ring.index(free), some, scale_block, later, copied, EVEN)
+        async_copy.commit_group()
+        for part in gl.static_range(BLOCKS // PART):
+            words = code_ring.index(slot).slice(part * PART, PART, 0).load(CODE_PART)
+            numbers = scale_ring.index(slot).slice(part * PART, PART, 0)
+            numbers = numbers.load(gl.SliceLayout(2, CODE_PART))
+            weights = _weights(words, numbers, OPERAND, PART, WARPS)
+            there = inputs.index(half).slice(part * (32 * PART), 32 * PART, 1)
+            total = warpgroup_mma(weights, there.permute((1, 0)), total, is_async=True)
+        inputs.index(1 - half).store(_by_nibbles(values, TOKENS, BLOCKS))
+        total = warpgroup_mma_wait(0, deps=(total,))
+        half = 1 - half
+        slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
+    async_copy.wait_group(0)
+    return total
+
+
+def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
+    """Of words [blocks, panels, 4, 16]: a thread has those of four rows."""
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2]]
+    registers += [[1 << i, 0, 0, 0] for i in range(blocks.bit_length() - 1)]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 0, 4], [0, 0, 0, 8], [0, 1, 0, 0]]
+    across = [[0, 2 << i, 0, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, across, [], [blocks, 2 * warps, 4, 16])
+
+
+@gluon.jit
+def _panels(at, tile, rows, distance, ROWS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr):
+    """Panels of a program, int64, none behind the last, and where their weight begins."""
+    last = gl.cdiv(rows, 16) - 1
+    begin = (at * 0).to(gl.int64)
+    if GATED:
+        begin = gl.where(at >= WARPS, distance, begin)
+        at = at % WARPS
+    return gl.minimum(tile * (ROWS // 16) + at, last).to(gl.int64), begin
+
+
+@gluon.jit
+def _distance(first, second, SIZE: gl.constexpr):
+    """From one tensor to another, in numbers."""
+    distance = gl.multiple_of(second.to(gl.int64) - first.to(gl.int64), 16)
+    return gl.multiple_of(distance // SIZE, 16 // SIZE)
+
+
+@gluon.jit
+def _fetch(slot, at, block, begin, end, EVEN: gl.constexpr):
+    """Begin to copy what belongs to blocks from `begin` on; zeros from `end` on."""
+    at, block = gl.broadcast(at, block)
+    last = block * 0 if EVEN else block
+    copy_ahead(slot, at, mask=last + begin < end)
+
+
+@gluon.jit
+def _by_nibbles(values, TOKENS: gl.constexpr, BLOCKS: gl.constexpr):
+    """Inputs [TOKENS, 32 BLOCKS] in the order of `_weights`."""
+    # half of a block, j, i >= 2, odd i
+    values = gl.reshape(values, (TOKENS, 2 * BLOCKS, 4, 2, 2))
+    return gl.reshape(gl.permute(values, (0, 1, 4, 2, 3)), (TOKENS, 32 * BLOCKS))
+
+
+@gluon.jit
+def _weights(words, scales, OPERAND: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
+    """Words [BLOCKS, panels, 4, 16] and scales [BLOCKS, panels, 16]: [32 WARPS, 32 BLOCKS].
+
+    Rows come in the order (two rows of 64, warp, of 8, panel, q), inputs as in `_by_nibbles`.
+    """
+    words, scales = gl.broadcast(words, gl.expand_dims(scales, 2))
+    a, b, c, d = _int4_numbers(words, scales)
+    both = gl.join(gl.join(_pair(a), _pair(b)), gl.join(_pair(c), _pair(d)))
+    # block, warp, panel, j, q, two rows of 64, of 8, i >= 2, odd i, half
+    both = gl.reshape(both, (BLOCKS, WARPS, 2, 4, 4, 2, 2, 2, 2, 2))
+    both = gl.permute(both, (5, 1, 6, 2, 4, 0, 9, 8, 3, 7))
+    both = gl.reshape(both, (32 * WARPS, 32 * BLOCKS))
+    return gl.convert_layout(both, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _pair(word):
+    low = word.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, (word >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True))
+
+
+@gluon.jit
+def _int4_numbers(words, scales):
+    """Codes of words, less 8, times bf16 scales, in bf16: 2^-64 of the weights.
+
+    Pairs of low nibbles of bytes 0 and 2, 1 and 3, then of the high ones.  A code in the lowest
+    bits of bf16 is 2^-133 of itself, with subnormals and above them; its product is exact before
+    -8 scales are added.  Two rows at once, as their scales lie in one register.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 u, v, m, s, h, c, s0, s1, h0, h1, c0, c1;
+        .reg .b16 a, b;
+        mov.b32 m, 0x62006200;
+        mul.bf16x2 s, $10, m;
+        mov.b32 m, 0x60006000;
+        mul.bf16x2 h, $10, m;
+        mov.b32 m, 0xA100A100;
+        mul.bf16x2 c, $10, m;
+        mov.b32 {a, b}, s;
+        mov.b32 s0, {a, a};
+        mov.b32 s1, {b, b};
+        mov.b32 {a, b}, h;
+        mov.b32 h0, {a, a};
+        mov.b32 h1, {b, b};
+        mov.b32 {a, b}, c;
+        mov.b32 c0, {a, a};
+        mov.b32 c1, {b, b};
+        shr.b32 u, $8, 8;
+        shr.b32 v, $9, 8;
+        and.b32 $0, $8, 0x000F000F;
+        and.b32 $1, $9, 0x000F000F;
+        and.b32 $2, u, 0x000F000F;
+        and.b32 $3, v, 0x000F000F;
+        and.b32 $4, $8, 0x00F000F0;
+        and.b32 $5, $9, 0x00F000F0;
+        and.b32 $6, u, 0x00F000F0;
+        and.b32 $7, v, 0x00F000F0;
+        fma.rn.bf16x2 $0, $0, s0, c0;
+        fma.rn.bf16x2 $1, $1, s1, c1;
+        fma.rn.bf16x2 $2, $2, s0, c0;
+        fma.rn.bf16x2 $3, $3, s1, c1;
+        fma.rn.bf16x2 $4, $4, h0, c0;
+        fma.rn.bf16x2 $5, $5, h1, c1;
+        fma.rn.bf16x2 $6, $6, h0, c0;
+        fma.rn.bf16x2 $7, $7, h1, c1;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+        [words, scales],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=2,
+    )

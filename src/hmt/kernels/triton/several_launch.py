@@ -1,0 +1,261 @@
+"""Launches of the kernels for several tokens, with block sizes by shape."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.kernels.triton.adding import add_parts
+from hmt.kernels.triton.dependent import dependent
+from hmt.kernels.triton.few_launch import chunk_addresses
+
+# With fewer tokens a multiprocessor takes in few words of x for a word of weights, and `few_tokens`
+# needs no shared memory and no second launch.
+_FEWEST = 5
+
+# On an H200 with 32 tokens.  A program fills most of a multiprocessor's registers and of its shared
+# memory, so there is one each, and inputs are split among programs where rows are few.  4096 rows
+# of 4096 inputs: 10 us in tiles of 128 rows and 4 parts, 13 in tiles of 256 and 8 parts.
+_PROGRAMS = 132
+_MOST_PARTS = 8
+_FEW_ROWS, _FEW_BLOCKS = 4352, 256
+_COLUMNS = 512  # of sums, in a program of `add_parts`
+
+
+def _several(x: Tensor) -> bool:
+    return len(x) >= _FEWEST and _is_hopper(x.device)
+
+
+def _width(x: Tensor) -> int:
+    """Tokens of a program."""
+    width: int = triton.next_power_of_2(len(x))
+    return min(max(8, width), 64)
+
+
+@cache
+def _is_hopper(where: torch.device) -> bool:
+    return where.type == "cuda" and torch.cuda.get_device_capability(where)[0] == 9
+
+
+def takes_panels(x: Tensor, w: WeightTensor) -> bool:
+    """True where `multiply_panels` multiplies x with w."""
+    group = w.group_size // 32
+    return (
+        _several(x)
+        and x.dtype is torch.bfloat16
+        and w.encoding is Encoding.INT4_GROUP
+        and w.activations is Activations.FLOAT
+        and w.zeros is None
+        and w.minima is None
+        and w.scales is not None
+        and w.scales.dtype is torch.bfloat16
+        and group > 0
+        and group & (group - 1) == 0
+        and all(part.data_ptr() % 16 == 0 for part in (w.data, w.scales))
+    )
+
+
+def panel_sizes(tokens: int, rows: int, blocks: int, *, gated: bool) -> dict[str, Any]:
+    """Block sizes of `several_tokens`."""
+    few_rows = rows <= _FEW_ROWS and blocks <= _FEW_BLOCKS
+    warps = 4 if few_rows and not gated else 8
+    steps = triton.cdiv(blocks, 8)
+    tiles = triton.cdiv(rows, 32 * warps)
+    most = 1 if gated else max(1, min(_PROGRAMS // tiles, _MOST_PARTS, steps))
+    # Of the longest program, and of adding what they make.
+    split = min(range(1, most + 1), key=lambda count: triton.cdiv(steps, count) + count / 4)
+    wide = tokens > 32  # sums take so many registers that smaller steps are longer ones
+    return {
+        "WARPS": warps,
+        "BLOCKS": 4 if wide else 8,
+        "PART": 2,
+        "STAGES": 4 if wide else 3,
+        "SPLIT": split,
+    }
+
+
+def multiply_panels(
+    out: Tensor,
+    x: Tensor,
+    weights: Sequence[WeightTensor],
+    biases: Sequence[Tensor | None],
+    *,
+    alone: bool = False,
+    add: bool = False,
+    activation: str = "",
+) -> None:
+    """As `few_launch.multiply_panels`, or with an activation as `multiply_gated`."""
+    # What this is written in changes more often than Triton: others shall not load it.
+    from hmt.kernels.triton.several import code_layout, several_tokens
+
+    w = weights[0]
+    rows = [one.shape[0] for one in weights]
+    blocks = w.shape[1] // 32
+    gated = activation != ""
+    sizes = panel_sizes(len(x), max(rows) if alone else sum(rows), blocks, gated=gated)
+    warps, split = sizes["WARPS"], sizes["SPLIT"]
+    tokens = _width(x)
+    if gated:
+        tiles = triton.cdiv(rows[0], 16 * warps)
+    else:
+        tiles = sum(triton.cdiv(n, 32 * warps) for n in rows)
+    target = out
+    if split > 1:
+        target = torch.empty(split, len(x), sum(rows), dtype=torch.float32, device=x.device)
+    given: list[WeightTensor | None] = [*weights, None, None][:3]
+    known = [*biases, None, None][:3]
+    several_tokens[(tiles, split, triton.cdiv(len(x), tokens))](
+        target,
+        x,
+        *(None if one is None else one.data for one in given),
+        *(None if one is None else one.scales for one in given),
+        *known,
+        *(0 if one is None else one.shape[0] for one in given),
+        len(x),
+        blocks,
+        x.stride(0),
+        out.stride(0),
+        COUNT=1 if gated else len(weights),
+        GROUP=w.group_size // 32,
+        TOKENS=tokens,
+        EVEN=blocks % sizes["BLOCKS"] == 0,
+        ACTIVATION=activation,
+        ADD=add and split == 1,
+        CODES=code_layout(sizes["BLOCKS"], warps),
+        CODE_PART=code_layout(sizes["PART"], warps),
+        **sizes,
+        num_warps=warps,
+        **dependent(x.device),
+    )
+    if split > 1:
+        _add(out, target, known, rows, add=add)
+
+
+def _add(
+    out: Tensor, parts: Tensor, biases: Sequence[Tensor | None], rows: Sequence[int], *, add: bool
+) -> None:
+    split, tokens, all_rows = parts.shape
+    add_parts[(triton.cdiv(all_rows, _COLUMNS), tokens)](
+        out,
+        parts,
+        *biases,
+        *[*rows, 0][:2],
+        all_rows,
+        tokens,
+        out.stride(0),
+        SPLIT=split,
+        COLUMNS=_COLUMNS,
+        ADD=add,
+        num_warps=4,
+        **dependent(out.device),
+    )
+
+
+def takes_rows(x: Tensor, w: WeightTensor) -> bool:
+    """True where `multiply_rows` multiplies x, bf16 or int8 codes, with w."""
+    return (
+        _several(x)
+        and x.dtype in (torch.bfloat16, torch.int8)
+        and w.encoding is Encoding.INT8_CHANNEL
+        and w.shape[1] % 16 == 0
+        and w.data.data_ptr() % 16 == 0
+        and w.data.numel() < 1 << 33
+    )
+
+
+def takes_chunks(x: Tensor, weights: Sequence[WeightTensor]) -> bool:
+    """True where `multiply_chunks` multiplies x with weights that `few_launch.are_chunks`."""
+    return len(weights) > 1 and takes_rows(x, weights[0])
+
+
+def row_sizes(tokens: int, rows: int, columns: int, *, chunk: bool) -> dict[str, Any]:
+    """Block sizes of `several_tokens_rows`; the sums of a chunk are not split."""
+    warps = 4 if tokens <= 32 else 8
+    steps = triton.cdiv(columns, 128)
+    tiles = triton.cdiv(rows, 32 * warps)
+    most = 1 if chunk else max(1, min(_PROGRAMS // tiles, _MOST_PARTS, steps))
+    split = min(range(1, most + 1), key=lambda count: triton.cdiv(steps, count) + count / 2)
+    return {"WARPS": warps, "STAGES": 3, "SPLIT": split, "maxnreg": 168 if warps == 4 else None}
+
+
+def multiply_rows(
+    out: Tensor,
+    x: Tensor,
+    token_scales: Tensor | None,
+    w: WeightTensor,
+    bias: Tensor | None,
+    *,
+    chunk: bool = False,
+    add: bool = False,
+) -> None:
+    """As `few_launch.multiply_rows`, w being int8 with scales of rows."""
+    assert w.scales is not None
+    sizes = row_sizes(len(x), w.shape[0], w.shape[1], chunk=chunk)
+    _launch_rows(
+        out, x, token_scales, w.data, w.scales, bias, (w.shape[0], w.shape[1]), sizes, ADD=add
+    )
+
+
+def multiply_chunks(
+    out: Tensor, x: Tensor, token_scales: Tensor | None, weights: Sequence[WeightTensor]
+) -> None:
+    """As `few_launch.multiply_chunks`."""
+    w = weights[0]
+    codes, scales = chunk_addresses(weights)
+    sizes = row_sizes(len(x), w.shape[0], w.shape[1], chunk=True)
+    if w.shape[0] % (32 * sizes["WARPS"]):
+        sizes["WARPS"] = 4  # no program works on two
+    shape = sum(one.shape[0] for one in weights), w.shape[1]
+    _launch_rows(
+        out, x, token_scales, codes, scales, None, shape, sizes, CHUNK_ROWS=w.shape[0]
+    )  # fmt: skip
+
+
+def _launch_rows(
+    out: Tensor,
+    x: Tensor,
+    token_scales: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    shape: tuple[int, int],
+    sizes: dict[str, Any],
+    *,
+    CHUNK_ROWS: int = 0,
+    ADD: bool = False,
+) -> None:
+    from hmt.kernels.triton.several_rows import several_tokens_rows, word_layout
+
+    rows, columns = shape
+    warps, split = sizes["WARPS"], sizes["SPLIT"]
+    tokens = _width(x)
+    target = out
+    if split > 1:
+        target = torch.empty(split, len(x), rows, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, 32 * warps), split, triton.cdiv(len(x), tokens))
+    several_tokens_rows[grid](
+        target,
+        x,
+        token_scales,
+        codes,
+        scales,
+        bias,
+        rows,
+        columns,
+        len(x),
+        x.stride(0),
+        out.stride(0),
+        CHUNK_ROWS=CHUNK_ROWS,
+        TOKENS=tokens,
+        ADD=ADD and split == 1,
+        WORDS=word_layout(warps),
+        **sizes,
+        num_warps=warps,
+        **dependent(x.device),
+    )
+    if split > 1:
+        _add(out, target, (bias, None, None), (rows,), add=ADD)
