@@ -295,6 +295,31 @@ def paged_attention(
     return out, lse
 
 
+def attend_part(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """See `reference.attend_part`: writes f32 out [tokens, q_heads, value_dim] and lse, in part.
+
+    sinks   f32 [q_heads], contiguous
+    """
+    native = _native_for(query)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    if native is None:
+        reference.attend_part(pages, layer, runs, query, out, lse, **options)
+    else:
+        cpu_attention.attend_into(native, pages, layer, runs, query, out, lse, **options)
+
+
 def paged_attention_output(
     pages: Pages,
     layer: int,

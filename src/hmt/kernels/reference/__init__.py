@@ -2,6 +2,7 @@
 
 from hmt.kernels.reference.attend import (
     ATTENTION_WORKSPACE_BYTES,
+    attend_part,
     attention,
     attention_output,
     merge_attention,
@@ -76,6 +77,7 @@ __all__ = [
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "attend_part",
     "attention",
     "attention_inputs",
     "attention_output",
