@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import BudgetError
 from hmt.base.trace import Tracer
+from hmt.contracts.kv import Stay, least_hot_pages, ring_pages
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Step
@@ -17,10 +18,9 @@ from hmt.kernels import ops
 from hmt.kvcache import TieredKV
 from hmt.kvcache.book import Level
 from hmt.kvcache.cold import ColdPages
-from hmt.kvcache.policies import POLICIES
+from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
 from hmt.kvcache.store import PageStore
-from hmt.kvcache.tiered import least_hot_pages
 from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
 
 LAYERS = (
@@ -31,7 +31,7 @@ LAYERS = (
     KVLayer(KVKind.LATENT, 1, 16, 8),
 )
 CHUNK, SEQUENCES = 48, 4
-HOT = least_hot_pages(CHUNK, SEQUENCES)
+HOT = least_hot_pages(CHUNK, SEQUENCES, Stay())
 F32 = ops.PageEncoding.F32
 
 
@@ -55,13 +55,12 @@ class Machine:
             [
                 Rings(
                     {i: layer for i, layer in enumerate(layers) if layer.window == window},
-                    window, CHUNK, SEQUENCES, F32, self.pool,
+                    window, CHUNK, SEQUENCES * ring_pages(window, CHUNK), F32, self.pool,
                 )
                 for window in sorted(windows)
             ],
-            POLICIES[policy],
+            ORDERS[policy],
             chunk=CHUNK,
-            sequences=SEQUENCES,
             **({"clock": clock} if clock else {}),
         )  # fmt: skip
         return made
@@ -184,7 +183,7 @@ def _some_step(texts, data):
         texts.close(data.draw(st.sampled_from(sorted(texts.rows))))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ORDERS)
 def test_a_long_text_goes_through_all_levels(machine, policy):
     cache = machine.cache(warm=20, cold=6, policy=policy)
     texts = Texts(cache)

@@ -26,7 +26,7 @@ from hmt.engine.machine import cache_folder, machine_for, remembered, with_devic
 from hmt.engine.source import Source, open_source
 from hmt.engine.summary import DeviceAccount, ExpertAccount
 from hmt.kernels import ops
-from hmt.kvcache import PagedKV, PlacedKV, page_bytes
+from hmt.kvcache import AnyKV, kv_sizes, open_tiered, page_bytes
 from hmt.memory import (
     Account,
     DiskRate,
@@ -40,7 +40,7 @@ from hmt.memory import (
 )
 from hmt.memory.device import Device
 from hmt.models import open_model
-from hmt.planner import Demand, PlanOptions, solve
+from hmt.planner import Demand, KVBudgets, KVSizes, PlanOptions, solve
 from hmt.quant import Format, component_bytes
 from hmt.weights import (
     BlockLayout,
@@ -72,7 +72,7 @@ class Memory:
     """Everything that holds a model's bytes while it is loaded."""
 
     weights: WeightStore
-    kv: PagedKV | PlacedKV
+    kv: AnyKV
     accounts: list[Account]
     pools: list[HostPool]
     closing: ExitStack
@@ -136,6 +136,7 @@ def prepare(
         config.prefill_chunk,
         0 if config.executor == "plain" else config.prefetch_distance,
         device_bytes,
+        _kv_budgets(config),
     )
     machine = machine_for(path)
     if device is not None:
@@ -143,6 +144,13 @@ def prepare(
     plan = solve(demand, options, machine)
     _check_physical(plan)
     return Prepared(source, model, weights.layouts, weights.published_bytes, demand, machine, plan)
+
+
+def _kv_budgets(config: EngineConfig) -> KVBudgets | None:
+    if config.kv_device_memory_bytes is None:
+        return None
+    disk_bytes = 0 if config.kv_disk is None else config.kv_disk_memory_bytes
+    return KVBudgets(config.kv_device_memory_bytes, config.kv_host_memory_bytes, disk_bytes)
 
 
 def _usual_format(layouts: Mapping[BlockId, BlockLayout]) -> Format | None:
@@ -201,10 +209,11 @@ def allocate(
         spill = _spill_file(streamed, config)
         if spill is not None:
             stack.callback(spill.close)
+        queue = transfer_queue(config, tracer, remembered(prepared.source.path).disk)
         weights = WeightStore(
             prepared.layouts,
             replace(plan, homes=inner_homes(plan)),
-            transfer_queue(config, tracer, remembered(prepared.source.path).disk),
+            queue,
             tracer,
             resident=pools["resident"],
             slots=pools["slots"],
@@ -223,7 +232,16 @@ def allocate(
                 device, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
                 progress,
             )  # fmt: skip
-        kv = open_kv(model, plan, pools["kv"], on_device, stack)
+        if plan.kv_levels is not None:
+            tiered = open_tiered(
+                model.spec.kv, plan.kv_levels, model.dtype, near=pools["kv"], host=pools["kv"],
+                folder=config.kv_disk, queue=queue, order=config.kv_order,
+                chunk=plan.prefill_chunk,
+            )  # fmt: skip
+            stack.callback(tiered.release)
+            kv: AnyKV = tiered
+        else:
+            kv = open_kv(model, plan, pools["kv"], on_device, stack)
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         trace = None
         if config.trace_experts is not None:
@@ -352,4 +370,5 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         experts_alike=laid_out_alike(
             [layout for b, layout in layouts.items() if b.kind is BlockKind.EXPERT]
         ),
+        kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *config.kv_quant)),
     )

@@ -59,6 +59,10 @@ class PagedKV:
         """Positions in all."""
         return self._allocator.count * PAGE_TOKENS
 
+    def can_open(self, tokens: int) -> bool:
+        """Whether `open` would succeed now."""
+        return round_up(tokens, PAGE_TOKENS) <= self.free_tokens
+
     def open(self, tokens: int) -> int:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
         pages = self._allocator.take(round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS)

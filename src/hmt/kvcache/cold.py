@@ -13,7 +13,8 @@ import torch
 
 from hmt.base.errors import DiskReadError, HMTError, MachineError
 from hmt.base.units import format_bytes, round_up
-from hmt.contracts.model import PAGE_TOKENS, KVLayer
+from hmt.contracts.kv import COLD_BUFFERS, GROUP_PAGES
+from hmt.contracts.model import KVLayer
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
 from hmt.kvcache.book import GroupedSlots, Numbers
@@ -21,9 +22,7 @@ from hmt.kvcache.pages import kinds_of, layout_of
 from hmt.kvcache.store import PageStore, Pool, recode
 from hmt.memory import DiskRead, TransferQueue
 
-GROUP_PAGES = 16  # what is written and read at once, for each layer
 _STRIDE = 256  # pages begin at its multiples, so that groups begin at those of 4096
-_BUFFERS = 4  # pieces that are read ahead of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,20 @@ class _Place:
     @property
     def group_bytes(self) -> int:
         return GROUP_PAGES * self.stride
+
+
+def cold_bytes(layers: Mapping[int, KVLayer], encoding: ops.PageEncoding) -> tuple[int, int, int]:
+    """Bytes of a group of pages: of all layers, the largest of one layer, and of one kind."""
+    whole, widest, kind = 0, 0, 0
+    for layer, members in kinds_of(layers):
+        each = GROUP_PAGES * _stride(layout_of(layer, encoding, torch.device("cpu")))
+        whole += each * len(members)
+        widest, kind = max(widest, each), max(kind, each * len(members))
+    return whole, widest, kind
+
+
+def _stride(layout: ops.PageLayout) -> int:
+    return round_up(layout.page_bytes, _STRIDE)
 
 
 class ColdPages:
@@ -61,30 +74,30 @@ class ColdPages:
     ) -> None:
         """Room for `groups` times 16 pages.
 
-        `pool` gives `_BUFFERS` buffers of `piece_bytes`, at least one group of one layer each, and
-        one for a group of all layers of a kind.  Raises MachineError where there is no such room
-        on the drive, BudgetError where there is none in the pool.
+        `pool` gives `COLD_BUFFERS` buffers of `piece_bytes`, at least one group of one layer each,
+        and one for a group of all layers of a kind.  Raises MachineError where there is no such
+        room on the drive, BudgetError where there is none in the pool.
         """
         self.slots = GroupedSlots(groups, GROUP_PAGES)
         self._queue = queue
         self._pool = pool
         self._places: dict[int, _Place] = {}
         self._members: list[list[int]] = []
-        end, widest, group = 0, 0, 0
+        end = 0
         for kind, (layer, members) in enumerate(kinds_of(layers)):
             layout = layout_of(layer, encoding, torch.device("cpu"))
-            stride = round_up(layout.page_bytes, _STRIDE)
+            stride = _stride(layout)
             step = len(members) * GROUP_PAGES * stride
             for at, index in enumerate(members):
                 begin = end + at * GROUP_PAGES * stride
                 self._places[index] = _Place(layout, at, kind, begin, step, stride)
             self._members.append(members)
             end += groups * step
-            widest, group = max(widest, GROUP_PAGES * stride), max(group, step)
+        _, widest, group = cold_bytes(layers, encoding)
         self.nbytes = end
         self._file, self._path = _own_file(folder, end)
         self._bounce = pool.allocate(group)
-        self._buffers = [pool.allocate(max(piece_bytes, widest)) for _ in range(_BUFFERS)]
+        self._buffers = [pool.allocate(max(piece_bytes, widest)) for _ in range(COLD_BUFFERS)]
         self._ahead = _Ahead(self, sorted(layers))
 
     def take(self, slots: Numbers, source: PageStore, theirs: torch.Tensor) -> None:
@@ -180,7 +193,7 @@ class _Ahead:
         at = (layer, 0)
         while True:
             # One buffer is in use by whoever takes pieces.
-            while len(self._waiting) < _BUFFERS - 1:
+            while len(self._waiting) < COLD_BUFFERS - 1:
                 begin = self._after(*self._waiting[-1][:2]) if self._waiting else at
                 self._waiting.append((*begin, self._begin(*begin)))
             found, first, reading = self._waiting.pop(0)
@@ -207,7 +220,7 @@ class _Ahead:
     def _begin(self, layer: int, first: int) -> "_Reading":
         cold = self._cold
         memory = cold._buffers[self._next].tensor
-        self._next = (self._next + 1) % _BUFFERS
+        self._next = (self._next + 1) % COLD_BUFFERS
         groups = self._groups[first : first + cold._per_piece(layer)]
         return _Reading(cold._queue, cold._reads(layer, groups, memory.numpy().data), memory)
 
@@ -274,8 +287,3 @@ def _own_file(folder: Path, nbytes: int) -> tuple[int, Path]:
         return file, path
     os.close(file)
     return direct, Path(f"/proc/{os.getpid()}/fd/{direct}")
-
-
-def tokens_of(groups: int) -> int:
-    """Positions that so many groups hold."""
-    return groups * GROUP_PAGES * PAGE_TOKENS

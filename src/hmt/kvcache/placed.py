@@ -31,6 +31,10 @@ class PlacedKV:
         """Positions in all."""
         return min(cache.capacity_tokens for cache in self._caches)
 
+    def can_open(self, tokens: int) -> bool:
+        """Whether `open` would succeed now."""
+        return all(cache.can_open(tokens) for cache in self._caches)
+
     def open(self, tokens: int) -> int:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
         handles = {cache.open(tokens) for cache in self._caches}

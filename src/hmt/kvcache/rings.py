@@ -5,16 +5,12 @@ from typing import Any
 
 import torch
 
+from hmt.contracts.kv import ring_pages
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.contracts.step import Step
 from hmt.kernels import ops
 from hmt.kvcache.store import Kept, PageStore, Pool
 from hmt.memory import Bitmap
-
-
-def ring_pages(window: int, chunk: int) -> int:
-    """Pages that a window takes, when up to `chunk` tokens are appended before they are read."""
-    return -(-(window - 1 + chunk) // PAGE_TOKENS) + 1
 
 
 class Rings:
@@ -25,39 +21,44 @@ class Rings:
         layers: Mapping[int, KVLayer],
         window: int,
         chunk: int,
-        sequences: int,
+        pages: int,
         encoding: ops.PageEncoding,
         pool: Pool[Any],
     ) -> None:
-        """Room for so many `sequences` at once.  BudgetError if it is not there."""
-        self.pages = ring_pages(window, chunk)
-        self.store = PageStore(layers, self.pages * sequences, encoding, pool)
-        self._free = Bitmap(sequences)
-        self._rings: dict[int, int] = {}
+        """Room for `pages` over all sequences.  BudgetError if it is not there."""
+        self.store = PageStore(layers, pages, encoding, pool)
+        self._longest = ring_pages(window, chunk)
+        self._free = Bitmap(pages)
+        self._rings: dict[int, torch.Tensor] = {}
         self._step: Step | None = None
         self._runs = ops.PagedRuns(())
-
-    @property
-    def free(self) -> int:
-        """Sequences that can still be opened."""
-        return self._free.free
 
     @property
     def layers(self) -> Mapping[int, Kept]:
         """Where each layer's pages are."""
         return self.store.layers
 
-    def open(self, sequence: int) -> None:
-        """A ring for `sequence`."""
-        self._rings[sequence] = self._free.take(1)[0]
+    def can_open(self, pages: int) -> bool:
+        """Whether there is room for a sequence of so many pages."""
+        return min(pages, self._longest) <= self._free.free
+
+    def open(self, sequence: int, pages: int) -> None:
+        """A ring for a sequence that may have so many pages; there must be room."""
+        taken = self._free.take(min(pages, self._longest))
+        self._rings[sequence] = torch.tensor(taken, device=self.store.device)
 
     def copy(self, sequence: int, other: int) -> None:
-        """Let the ring of `other` hold what that of `sequence` holds."""
-        self.store.take(self._pages_of(other), self.store, self._pages_of(sequence))
+        """Let the ring of `other` hold what that of `sequence` holds.
+
+        A ring that is shorter than the longest has never come round, so page i of both is the ith.
+        """
+        theirs, ours = self._rings[sequence], self._rings[other]
+        count = min(len(theirs), len(ours))
+        self.store.take(ours[:count], self.store, theirs[:count])
 
     def close(self, sequence: int) -> None:
         """Give a ring back."""
-        self._free.give([self._rings.pop(sequence)])
+        self._free.give(self._rings.pop(sequence).tolist())
 
     def runs_of(self, step: Step) -> ops.PagedRuns:
         """The step's runs, the same for all layers."""
@@ -75,13 +76,8 @@ class Rings:
 
     def table(self, sequence: int, context: int) -> torch.Tensor:
         """Where the pages of `context` positions lie; only those of the window hold theirs."""
-        count = -(-context // PAGE_TOKENS)
-        turns = -(-count // self.pages)
-        return self._pages_of(sequence).repeat(turns)[:count].contiguous()
-
-    def _pages_of(self, sequence: int) -> torch.Tensor:
-        first = self._rings[sequence] * self.pages
-        return torch.arange(first, first + self.pages, device=self.store.device)
+        ring, count = self._rings[sequence], -(-context // PAGE_TOKENS)
+        return ring.repeat(-(-count // len(ring)))[:count].contiguous()
 
     def release(self) -> None:
         """Give the memory back."""

@@ -13,31 +13,20 @@ import numpy as np
 import torch
 
 from hmt.base.errors import BudgetError
+from hmt.contracts.kv import GROUP_PAGES, Stay, least_hot_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
 from hmt.kvcache.book import Level, Numbers, PageBook, Slots
-from hmt.kvcache.cold import GROUP_PAGES, ColdPages
+from hmt.kvcache.cold import ColdPages
 from hmt.kvcache.merging import Merged
 from hmt.kvcache.policies import PagePolicy
 from hmt.kvcache.rings import Rings
 from hmt.kvcache.store import Kept, PageStore, recode
 from hmt.memory import Bitmap
 
+_STAY = Stay()
 _NONE = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """Pages of a sequence that stay hot: the first `sinks`, and the `recent` last."""
-
-    sinks: int = 1
-    recent: int = 4
-
-    @property
-    def pages(self) -> int:
-        """Of one sequence."""
-        return self.sinks + self.recent
 
 
 @dataclass(slots=True)
@@ -82,17 +71,15 @@ class TieredKV:
         policy: Callable[[int], PagePolicy],
         *,
         chunk: int,
-        sequences: int,
-        stay: Stay = Stay(),
+        stay: Stay = _STAY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes over the memories, and releases them in the end.
 
-        hot         pages of all layers without a window, `least_hot_pages` at least
-        chunk       tokens that a step may append, all but one of each sequence
-        sequences   that may be open at once
+        hot     pages of all layers without a window, `least_hot_pages` of one sequence at least
+        chunk   tokens that a step may append, all but one of each sequence
         """
-        assert hot.count >= least_hot_pages(chunk, sequences, stay)
+        assert hot.count >= least_hot_pages(chunk, 1, stay)
         self._hot, self._warm, self._cold = hot, warm, cold
         self._rings = {index: rings for rings in rings for index in rings.layers}
         self._windows = tuple(rings)
@@ -101,7 +88,7 @@ class TieredKV:
         self._policy = policy(self._book.count)
         self._stay = stay
         self._clock = clock
-        self._most_sequences = sequences
+        self._chunk = chunk
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._step: Step | None = None
@@ -118,6 +105,10 @@ class TieredKV:
         """Positions that no sequence has reserved."""
         free = sum(self._book.free_at(level) for level in Level)
         return (free - sum(s.unmade for s in self._sequences.values())) * PAGE_TOKENS
+
+    def can_open(self, tokens: int) -> bool:
+        """Whether `open` would succeed now."""
+        return self._has_room(_pages_of(tokens), _pages_of(tokens))
 
     def open(self, tokens: int) -> int:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
@@ -371,28 +362,26 @@ class TieredKV:
             for pages, slot, table, _ in self._lying(layer, page):
                 recode(kept.pages, kept.slot, number, pages, slot, table)
 
-    def _open(self, pages: Numbers, unmade: int) -> int:
-        if unmade * PAGE_TOKENS > self.free_tokens or len(self._sequences) == self._most_sequences:
+    def _has_room(self, pages: int, unmade: int) -> bool:
+        """For one more sequence of `pages`, of which so many are to be made."""
+        least = least_hot_pages(self._chunk, len(self._sequences) + 1, self._stay)
+        enough = unmade * PAGE_TOKENS <= self.free_tokens and least <= self._hot.count
+        return enough and all(rings.can_open(pages) for rings in self._windows)
+
+    def _open(self, held: Numbers, unmade: int) -> int:
+        pages = len(held) + unmade
+        if not self._has_room(pages, unmade):
             raise BudgetError(
                 f"{unmade * PAGE_TOKENS} positions of KV were asked for and {self.free_tokens} of "
-                f"{self.capacity_tokens} are free, with {len(self._sequences)} of "
-                f"{self._most_sequences} sequences open; ask for a shorter context, or raise "
+                f"{self.capacity_tokens} are free, {self._hot.count * PAGE_TOKENS} of them near, "
+                f"with {len(self._sequences)} sequences open; ask for a shorter context, or raise "
                 "--kv-device-memory, --kv-host-memory or --kv-disk-memory"
             )
         self._next += 1
-        self._sequences[self._next] = _Sequence(pages, unmade)
+        self._sequences[self._next] = _Sequence(held, unmade)
         for rings in self._windows:
-            rings.open(self._next)
+            rings.open(self._next, pages)
         return self._next
-
-
-def least_hot_pages(chunk: int, sequences: int, stay: Stay = Stay()) -> int:
-    """Hot pages that a cache needs at least.
-
-    What sequences keep, what a step appends, and a group that may move away.
-    """
-    appended = -(-chunk // PAGE_TOKENS) + 2 * sequences
-    return sequences * stay.pages + appended + GROUP_PAGES
 
 
 def _over(run: Run, table: torch.Tensor) -> ops.PagedRun:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import format_bytes, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
+from hmt.contracts.kv import KVLevels
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.planner.device import kv_token_bytes, share_of_device
@@ -23,6 +24,7 @@ from hmt.planner.footprint import (
     kv_bytes,
     working_set_bytes,
 )
+from hmt.planner.levels import KVBudgets, host_bytes, near_bytes, plan_levels
 from hmt.planner.slots import slot_counts
 
 _SMALLEST_CONTEXT = 256
@@ -38,6 +40,7 @@ class PlanOptions:
     context             positions of KV over all sequences
     prefill_chunk       prompt tokens per step
     prefetch_distance   layers requested ahead
+    kv                  of keys and values that do not all lie where layers compute; None: they do
     device_bytes        of a GPU's memory that weights, KV and activations may take; 0: no GPU
     """
 
@@ -46,6 +49,7 @@ class PlanOptions:
     prefill_chunk: int | None = None
     prefetch_distance: int | None = None
     device_bytes: int = 0
+    kv: KVBudgets | None = None
 
 
 def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
@@ -54,9 +58,20 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     Raises BudgetError when even the smallest working set does not fit; it says what would.
     Raises ConfigError for a context that is longer than the model's.
     """
+    if options.kv is None:
+        plan = _with_device if options.device_bytes else _on_host
+        return plan(demand, options, machine)
+    assert demand.kv_sizes is not None
+    chunk, most = _chunk(demand, options), demand.spec.max_context * demand.batch
+    levels = plan_levels(
+        demand.kv_sizes, options.kv, context=options.context, most=most, chunk=chunk,
+        batch=demand.batch,
+    )  # fmt: skip
+    context = min(options.context or most, levels.pages * PAGE_TOKENS)
+    options = replace(options, context=context, prefill_chunk=chunk)
     if options.device_bytes:
-        return _with_device(demand, options, machine)
-    return _on_host(demand, options, machine)
+        raise ConfigError("keys and values at several levels do not work with a GPU yet")
+    return replace(_on_host(demand, options, machine, levels), kv_levels=levels)
 
 
 def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
@@ -86,11 +101,13 @@ def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan
     )
 
 
-def _on_host(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
-    needed = smallest_budget(demand, options)
+def _on_host(
+    demand: Demand, options: PlanOptions, machine: Machine, levels: KVLevels | None = None
+) -> Plan:
+    needed = smallest_budget(demand, options, levels)
     if options.host_bytes < needed:
-        raise BudgetError(_too_small(demand, options, needed))
-    fixed = _reserve(demand, options, spare=options.host_bytes - needed)
+        raise BudgetError(_too_small(demand, options, needed, levels))
+    fixed = _reserve(demand, options, options.host_bytes - needed, levels)
     left = options.host_bytes - sum(fixed.values())
     smallest = working_set_bytes(_streamable(demand))
     distance = options.prefetch_distance
@@ -110,7 +127,7 @@ def _on_host(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         reserved={"resident": resident, "slots": slots, **fixed},
         prefetch_distance=distance,
         prefill_chunk=_chunk(demand, options),
-        kv_tokens=round_down(fixed["kv"] // max(1, demand.kv_token_bytes), PAGE_TOKENS),
+        kv_tokens=_kv_tokens(demand, fixed["kv"], levels),
         host_bytes_per_token=host,
         disk_bytes_per_token=disk,
         predicted_token_s=_token_seconds(host, disk, machine),
@@ -120,13 +137,21 @@ def _on_host(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     )
 
 
-def smallest_budget(demand: Demand, options: PlanOptions) -> int:
+def _kv_tokens(demand: Demand, kv_bytes: int, levels: KVLevels | None) -> int:
+    if levels is not None:
+        return levels.pages * PAGE_TOKENS
+    return round_down(kv_bytes // max(1, demand.kv_token_bytes), PAGE_TOKENS)
+
+
+def smallest_budget(demand: Demand, options: PlanOptions, levels: KVLevels | None = None) -> int:
     """The least host memory with which `solve` succeeds for these options."""
-    fixed = _reserve(demand, options, spare=0)
+    fixed = _reserve(demand, options, 0, levels)
     return sum(fixed.values()) + working_set_bytes(_streamable(demand)) + demand.passing_bytes
 
 
-def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]:
+def _reserve(
+    demand: Demand, options: PlanOptions, spare: int, levels: KVLevels | None = None
+) -> dict[str, int]:
     """Bytes that do not hold weights, by purpose: the least that works, and part of `spare`."""
     staging, row = demand.staging_bytes, demand.row_bytes
     # A second staging buffer lets one block be read while another is converted.
@@ -138,8 +163,15 @@ def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]
         "staging": buffers * staging,
         "guesses": round_up(demand.guess_bytes, _MEMORY_PAGE_BYTES),
         "rows": rows * row + demand.row_sums_bytes,
-        "kv": round_up(kv_bytes(demand, context), _MEMORY_PAGE_BYTES),
+        "kv": round_up(_kv_bytes(demand, context, levels), _MEMORY_PAGE_BYTES),
     }
+
+
+def _kv_bytes(demand: Demand, context: int, levels: KVLevels | None) -> int:
+    if levels is None:
+        return kv_bytes(demand, context)
+    assert demand.kv_sizes is not None
+    return near_bytes(levels, demand.kv_sizes) + host_bytes(levels, demand.kv_sizes)
 
 
 def _chunk(demand: Demand, options: PlanOptions) -> int:
@@ -249,8 +281,8 @@ def _token_seconds(host: float, disk: float, machine: Machine) -> float:
     return max(host / machine.ram_read_rate, disk / machine.disk_read_rate if disk else 0.0)
 
 
-def _too_small(demand: Demand, options: PlanOptions, needed: int) -> str:
-    fixed = _reserve(demand, options, spare=0)
+def _too_small(demand: Demand, options: PlanOptions, needed: int, levels: KVLevels | None) -> str:
+    fixed = _reserve(demand, options, 0, levels)
     parts = ", ".join(f"{format_bytes(n)} {purpose}" for purpose, n in fixed.items() if n)
     blocks = working_set_bytes(_streamable(demand))
     return (

@@ -9,10 +9,10 @@ from hmt.kvcache.policies.scores import (
     LeastRecentlyUsed,
 )
 
-POLICIES: dict[str, Callable[[int], PagePolicy]] = {
+ORDERS: dict[str, Callable[[int], PagePolicy]] = {
     "a2cr": AttentionDecayed,
     "lru": LeastRecentlyUsed,
     "lfu": LeastFrequentlyUsed,
 }
 
-__all__ = ["POLICIES", "AttentionDecayed", "LeastFrequentlyUsed", "LeastRecentlyUsed", "PagePolicy"]
+__all__ = ["ORDERS", "AttentionDecayed", "LeastFrequentlyUsed", "LeastRecentlyUsed", "PagePolicy"]
