@@ -1,5 +1,6 @@
 """From a folder to a plan, and from a plan to memory."""
 
+import copy
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.kv import KVAccount
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
@@ -26,7 +28,7 @@ from hmt.engine.machine import cache_folder, machine_for, remembered, with_devic
 from hmt.engine.source import Source, open_source
 from hmt.engine.summary import DeviceAccount, ExpertAccount
 from hmt.kernels import ops
-from hmt.kvcache import AnyKV, kv_sizes, open_tiered, page_bytes
+from hmt.kvcache import AnyKV, TieredKV, kv_sizes, open_tiered, page_bytes
 from hmt.memory import (
     Account,
     DiskRate,
@@ -87,6 +89,10 @@ class Memory:
     def pool_stats(self) -> tuple[PoolStats, ...]:
         """What the pools that may hold anything hold now."""
         return tuple(pool.stats() for pool in self.pools if pool.account.limit_bytes)
+
+    def kv_account(self) -> KVAccount | None:
+        """Keys and values at several levels; None where they all lie near."""
+        return copy.deepcopy(self.kv.account) if isinstance(self.kv, TieredKV) else None
 
     def device_account(self, plan: Plan) -> DeviceAccount | None:
         """The GPU's part; None without one."""

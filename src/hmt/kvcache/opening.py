@@ -1,6 +1,7 @@
 """A tiered cache out of a plan."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +61,23 @@ def open_tiered(
     whole, windows = _by_window(layers)
     exact = ops.PageEncoding.of(dtype)
     warm = cold = None
-    if levels.warm_pages:
-        warm = PageStore(whole, levels.warm_pages, encoding_of(levels.warm, dtype), host)
-    if levels.cold_groups:
-        assert folder is not None
-        cold = ColdPages(
-            folder, whole, levels.cold_groups, encoding_of(levels.cold, dtype), host, queue,
-            piece_bytes=levels.piece_bytes,
-        )  # fmt: skip
-    rings = [
-        Rings(members, window, chunk, levels.ring_pages[window], exact, near)
-        for window, members in windows.items()
-    ]
-    hot = PageStore(whole, levels.hot_pages, exact, near)
+    with ExitStack() as made:
+        hot = PageStore(whole, levels.hot_pages, exact, near)
+        made.callback(hot.release)
+        rings = []
+        for window, members in windows.items():
+            rings.append(Rings(members, window, chunk, levels.ring_pages[window], exact, near))
+            made.callback(rings[-1].release)
+        if levels.warm_pages:
+            warm = PageStore(whole, levels.warm_pages, encoding_of(levels.warm, dtype), host)
+            made.callback(warm.release)
+        if levels.cold_groups:
+            assert folder is not None
+            cold = ColdPages(
+                folder, whole, levels.cold_groups, encoding_of(levels.cold, dtype), host, queue,
+                piece_bytes=levels.piece_bytes,
+            )  # fmt: skip
+        made.pop_all()
     return TieredKV(hot, warm, cold, rings, ORDERS[order], chunk=chunk)
 
 

@@ -6,14 +6,14 @@ policy's to say; none is ever lost.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from hmt.base.errors import BudgetError
-from hmt.contracts.kv import GROUP_PAGES, Stay, least_hot_pages
+from hmt.contracts.kv import GROUP_PAGES, KVAccount, Stay, least_hot_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
@@ -26,6 +26,7 @@ from hmt.kvcache.store import Kept, PageStore, recode
 from hmt.memory import Bitmap
 
 _STAY = Stay()
+_NAMES = ("near", "host", "drive")  # of levels, for people
 _NONE = np.zeros(0, dtype=np.int64)
 
 
@@ -35,13 +36,7 @@ class _Sequence:
 
     pages: Numbers
     unmade: int
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Pages that moved between levels, by (from, to)."""
-
-    moved: dict[tuple[Level, Level], int] = field(default_factory=dict)
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +88,7 @@ class TieredKV:
         self._next = 0
         self._step: Step | None = None
         self._where = _Where(ops.PagedRuns(()))
-        self.traffic = Traffic()
+        self.account = KVAccount({_NAMES[n]: s.count for n, s in enumerate(self._book.levels)})
 
     @property
     def capacity_tokens(self) -> int:
@@ -135,7 +130,10 @@ class TieredKV:
 
     def close(self, sequence: int) -> None:
         """Free a sequence's pages."""
-        self._book.drop(self._sequences.pop(sequence).pages)
+        ended = self._sequences.pop(sequence)
+        self._book.drop(ended.pages)
+        self.account.pages += len(ended.pages)
+        self.account.tokens += ended.tokens
         for rings in self._windows:
             rings.close(sequence)
 
@@ -249,6 +247,7 @@ class TieredKV:
             yield kept.pages, kept.slot, where.warm
         if where.cold and self._cold is not None:
             tables = [slots for _, slots in where.cold]
+            self.account.drive_bytes += self._cold.read_bytes(layer, tables)
             for pages, found in self._cold.pieces(layer, tables):
                 runs = [
                     _over(run, table)
@@ -262,8 +261,9 @@ class TieredKV:
         if self._step is not step:
             counts = {}
             for run in step.runs:
-                held = self._sequences[run.sequence].pages
-                counts[run.sequence] = _pages_of(run.context) - len(held)
+                sequence = self._sequences[run.sequence]
+                sequence.tokens = run.context
+                counts[run.sequence] = _pages_of(run.context) - len(sequence.pages)
             self._grow(counts)
             self._where = self._places_of(step)
             self._step = step
@@ -301,6 +301,7 @@ class TieredKV:
             self._policy.added(made, now)
             sequence.pages = np.concatenate((sequence.pages, made))
             sequence.unmade -= count
+        self._note_levels()
 
     def _make_room(self, pages: int) -> None:
         """Move hot pages away until `pages` are free."""
@@ -325,6 +326,12 @@ class TieredKV:
             count = min(_whole_groups(short - to_warm), self._book.free_at(Level.COLD))
             self._move(least[to_warm : to_warm + count], Level.COLD)
         assert self._book.free_at(Level.HOT) >= pages, "capacity was reserved"
+
+    def _note_levels(self) -> None:
+        for level, slots in enumerate(self._book.levels):
+            name = _NAMES[level]
+            used = slots.count - slots.free
+            self.account.most[name] = max(self.account.most.get(name, 0), used)
 
     def _movable(self) -> Numbers:
         """Hot pages that may go: neither a sequence's first nor its last."""
@@ -352,8 +359,9 @@ class TieredKV:
         else:
             assert self._cold is not None
             self._cold.take(new, source, _tensor(old).to(source.device))
-        key = came, level
-        self.traffic.moved[key] = self.traffic.moved.get(key, 0) + len(ids)
+        way = f"{_NAMES[came]} to {_NAMES[level]}"
+        self.account.moved[way] = self.account.moved.get(way, 0) + len(ids)
+        self._note_levels()
 
     def _copy_to_hot(self, page: Numbers, copy: Numbers) -> None:
         """Let hot page `copy` hold what `page` holds, wherever that is."""
