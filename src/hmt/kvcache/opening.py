@@ -27,7 +27,7 @@ def encoding_of(name: str, dtype: torch.dtype) -> ops.PageEncoding:
 
 def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str) -> dict[str, Any]:
     """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`."""
-    whole, windows = _by_window(layers)
+    whole, windows = _by_window(dict(enumerate(layers)))
     exact = ops.PageEncoding.of(dtype)
     group, layer_group, kind_group = cold_bytes(whole, encoding_of(cold, dtype))
     return {
@@ -43,7 +43,7 @@ def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str
 
 
 def open_tiered(
-    layers: Sequence[KVLayer],
+    layers: Mapping[int, KVLayer],
     levels: KVLevels,
     dtype: torch.dtype,
     *,
@@ -82,12 +82,12 @@ def open_tiered(
 
 
 def _by_window(
-    layers: Sequence[KVLayer],
+    layers: Mapping[int, KVLayer],
 ) -> tuple[Mapping[int, KVLayer], Mapping[int, Mapping[int, KVLayer]]]:
     """Layers that see everything, and by window those that do not; both by index."""
-    whole = {index: layer for index, layer in enumerate(layers) if not layer.window}
+    whole = {index: layer for index, layer in layers.items() if not layer.window}
     windows: dict[int, dict[int, KVLayer]] = {}
-    for index, layer in enumerate(layers):
+    for index, layer in layers.items():
         if layer.window:
             windows.setdefault(layer.window, {})[index] = layer
     return whole, windows

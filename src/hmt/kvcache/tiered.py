@@ -19,6 +19,7 @@ from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
 from hmt.kvcache.book import Level, Numbers, PageBook, Slots
 from hmt.kvcache.cold import ColdPages
+from hmt.kvcache.far import MANY, Query, attend_far
 from hmt.kvcache.merging import Merged
 from hmt.kvcache.policies import PagePolicy
 from hmt.kvcache.rings import Rings
@@ -175,12 +176,15 @@ class TieredKV:
             return ops.paged_attention_output(kept.pages, kept.slot, where.hot, query, **options)
         shape = *query.shape[:2], kept.pages.layout.value_dim
         merged = Merged(shape, query.device)
+        asked = Query(query)
+        if any(run.length < MANY for run in step.runs):
+            _ = asked.there  # before the device has something else to do
         ops.attend_part(
             kept.pages, kept.slot, where.hot, query, merged.out, merged.lse, sinks=sinks, **options
         )
         for pages, slot, runs in self._elsewhere(layer, where):
             part = merged.like()
-            ops.attend_part(pages, slot, runs, query, part.out, part.lse, **options)
+            attend_far(pages, slot, runs, asked, part, **options)
             merged.add(part)
         return merged.out.to(query.dtype)
 
