@@ -112,6 +112,25 @@ class EngineOptions:
             help="Which go first: those that a2cr, lru or lfu value least.", rich_help_panel=_KV
         ),
     ] = None
+    kv_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="exact attends to all of the context; select to the share --kv-share of its "
+            "pages, chosen anew for each token.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
+    kv_share: Annotated[
+        float | None,
+        typer.Option(help="What select attends to; 0.1 when left out.", rich_help_panel=_KV),
+    ] = None
+    kv_select: Annotated[
+        str | None,
+        typer.Option(
+            help="How select chooses: by a bound on scores, or by --kv-order (order).",
+            rich_help_panel=_KV,
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option(

@@ -41,6 +41,7 @@ def open_kv(
             folder=config.kv_disk,
             queue=queue,
             order=config.kv_order,
+            selection=_selection(config),
             chunk=plan.prefill_chunk,
         )
 
@@ -61,3 +62,8 @@ def open_kv(
         )
         stack.callback(caches[-1].release)
     return caches[0] if len(caches) == 1 else PlacedKV(caches[0], caches[1], there)
+
+
+def _selection(config: EngineConfig) -> tuple[str, float] | None:
+    """How decoding tokens choose pages, and the share of them; None: they attend to all."""
+    return None if config.kv_policy == "exact" else (config.kv_select, config.kv_share)

@@ -13,6 +13,7 @@ from hmt.kernels import ops
 from hmt.kvcache.cold import ColdPages, cold_bytes
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
+from hmt.kvcache.select import RANKINGS, Selection
 from hmt.kvcache.store import PageStore, Pool, store_page_bytes
 from hmt.kvcache.tiered import TieredKV
 from hmt.memory import TransferQueue
@@ -53,8 +54,12 @@ def open_tiered(
     queue: TransferQueue,
     order: str,
     chunk: int,
+    selection: tuple[str, float] | None = None,
 ) -> TieredKV:
     """The cache that `levels` plans: hot pages and rings from `near`, all else from `host`.
+
+    order       of ORDERS
+    selection   of RANKINGS, and the share of pages that decoding tokens attend to; None: to all
 
     Raises BudgetError, and MachineError where `folder` has no room.
     """
@@ -78,7 +83,11 @@ def open_tiered(
                 piece_bytes=levels.piece_bytes,
             )  # fmt: skip
         made.pop_all()
-    return TieredKV(hot, warm, cold, rings, ORDERS[order], chunk=chunk)
+    choose = None
+    if selection is not None:
+        ranking, share = RANKINGS[selection[0]], selection[1]
+        choose = lambda places: Selection(share, ranking(places))  # noqa: E731
+    return TieredKV(hot, warm, cold, rings, ORDERS[order], chunk=chunk, selection=choose)
 
 
 def _by_window(
