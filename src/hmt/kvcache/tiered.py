@@ -91,7 +91,8 @@ class TieredKV:
         self._next = 0
         self._order = sorted(hot.layers)
         self._steps = 0
-        self._step: Step | None = None
+        self._appended: Step | None = None  # of the last call of append
+        self._step: Step | None = None  # that `where` is of
         self._where = _Where(ops.PagedRuns(()))
 
     @property
@@ -156,6 +157,8 @@ class TieredKV:
         if rings := self._rings.get(layer):
             kept, runs = rings.layers[layer], rings.runs_of(step)
         else:
+            if self._appended is not step:
+                self._begin(step)
             kept, runs = self._places.hot.layers[layer], self._where_is(step).hot
         ops.append_pages(kept.pages, kept.slot, runs, key, value)
 
@@ -295,20 +298,24 @@ class TieredKV:
                 yield pages, 0, ops.PagedRuns(runs)
 
     def _where_is(self, step: Step) -> _Where:
-        """The step's runs by level; makes the pages that it appends to, first."""
+        """A step's runs by level, or those of a part of it that has been appended."""
         if self._step is not step:
-            counts = {}
-            for run in step.runs:
-                sequence = self._sequences[run.sequence]
-                sequence.tokens = run.context
-                counts[run.sequence] = pages_of(run.context) - len(sequence.pages)
-            self._steps += 1
-            if self._steps % _WEIGHED_EVERY == 1:
-                self._places.promote(self._stays())
-            self._grow(counts)
             self._where = self._places_of(step, {})
             self._step = step
         return self._where
+
+    def _begin(self, step: Step) -> None:
+        """Make the pages that a step appends to; from now on no page moves until the next one."""
+        self._appended = step
+        self._steps += 1
+        if self._steps % _WEIGHED_EVERY == 1:
+            self._places.promote(self._stays())
+        counts = {}
+        for run in step.runs:
+            sequence = self._sequences[run.sequence]
+            sequence.tokens = run.context
+            counts[run.sequence] = pages_of(run.context) - len(sequence.pages)
+        self._grow(counts)
 
     def _places_of(self, step: Step, hidden: Mapping[int, Numbers]) -> _Where:
         """A step's runs over all pages but the `hidden` ones, by sequence."""
