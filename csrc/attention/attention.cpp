@@ -92,11 +92,13 @@ class Plan {
     const size_t first = start + tile.first_row / tile.group;  // position of the first row
     const size_t seen = window != 0 && first + 1 > window ? first + 1 - window : 0;
     tile.begin = seen / kPageTokens * kPageTokens;
-    tile.end = start + (tile.first_row + tile.rows - 1) / tile.group + 1;
+    tile.end = std::min(start + (tile.first_row + tile.rows - 1) / tile.group + 1, tile.run->seen);
+    tile.begin = std::min(tile.begin, tile.end);
     const size_t span = tile.end - tile.begin;
-    const size_t wanted = std::min(most_chunks, ceil_div(span, kLeastChunk));
-    const size_t chunk = ceil_div(ceil_div(span, wanted), kBlockTokens) * kBlockTokens;
-    const size_t chunks = ceil_div(span, chunk);
+    const size_t wanted = std::max<size_t>(1, std::min(most_chunks, ceil_div(span, kLeastChunk)));
+    const size_t chunk =
+        ceil_div(std::max<size_t>(1, ceil_div(span, wanted)), kBlockTokens) * kBlockTokens;
+    const size_t chunks = std::max<size_t>(1, ceil_div(span, chunk));
     tasks_.push_back({tile, chunk, chunks, items_, nullptr, nullptr});
     items_ += chunks;
     products_ += tile.rows * span * (tile.pages->layout.key_dim + tile.pages->layout.value_dim);

@@ -10,10 +10,12 @@
 namespace hmt {
 
 // Consecutive tokens of one sequence, at `offset` in the arrays of a step.  The first one stands at
-// position `start`; position p is in page table[p / 16].
+// position `start`; position p is in page table[p / 16].  Tokens see the first `seen` positions at
+// most, for parts of a context that lie elsewhere than the tokens themselves.
 struct PagedRun {
   std::size_t offset, length, start;
   const int64_t* table;
+  std::size_t seen = static_cast<std::size_t>(-1);
 };
 
 // Numbers [tokens, heads, dim]; strides in numbers, those of a row side by side.

@@ -10,14 +10,15 @@ PageSet make_pages(int encoding, size_t heads, size_t key_dim, size_t value_dim,
            at<uint8_t>(data), stride}};
 }
 
-// items: tuples (offset, length, start, address of an int64 table)
+// items: tuples (offset, length, start, address of an int64 table, positions seen or -1)
 Runs make_runs(nb::tuple items) {
   Runs made;
   made.runs.reserve(nb::len(items));
   for (nb::handle item : items) {
     auto run = nb::borrow<nb::tuple>(item);
     made.runs.push_back({nb::cast<size_t>(run[0]), nb::cast<size_t>(run[1]),
-                         nb::cast<size_t>(run[2]), at<const int64_t>(nb::cast<Address>(run[3]))});
+                         nb::cast<size_t>(run[2]), at<const int64_t>(nb::cast<Address>(run[3])),
+                         static_cast<size_t>(nb::cast<int64_t>(run[4]))});
   }
   return made;
 }

@@ -101,8 +101,8 @@ def test_pages_are_neither_shared_nor_lost(sizes: list[int], random) -> None:
 
 def test_pages_lie_in_words_for_the_host_and_in_rows_for_a_device() -> None:
     for layer in LAYERS:
-        in_words = layout_of(layer, torch.bfloat16, torch.device("cpu"))
-        in_rows = layout_of(layer, torch.bfloat16, torch.device("cuda", 0))
+        in_words = layout_of(layer, ops.PageEncoding.BF16, torch.device("cpu"))
+        in_rows = layout_of(layer, ops.PageEncoding.BF16, torch.device("cuda", 0))
         assert not in_words.rows and in_rows.rows
         assert in_words.page_bytes == in_rows.page_bytes
     cache = make_cache(100)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hmt.contracts.blocks import BlockId
+from hmt.contracts.kv import KVLevels
 
 
 class Tier(enum.StrEnum):
@@ -78,6 +79,7 @@ class Plan:
     predicted_token_s   predicted seconds of one decoded token, or 0 when rates are unknown
     slot_counts         slots by size in bytes, for blocks on disk; empty: sizes share the memory
     device              what a GPU does; nothing without one
+    kv_levels           where keys and values lie, if not all in one place
     """
 
     homes: Mapping[BlockId, Tier]
@@ -91,6 +93,7 @@ class Plan:
     predicted_token_s: float
     slot_counts: Mapping[int, int] = field(default_factory=dict)
     device: DeviceShare = field(default_factory=DeviceShare)
+    kv_levels: KVLevels | None = None
 
     def blocks_in(self, tier: Tier) -> list[BlockId]:
         """Blocks whose home is `tier`, in model order."""

@@ -9,12 +9,14 @@ from typing import Any
 from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes
 from hmt.contracts.store import Verify
+from hmt.kvcache import ORDERS
 from hmt.memory import READERS, available_host_bytes
 from hmt.quant import Scheme, parse_scheme
 from hmt.weights import POLICIES
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 EXECUTORS = ("overlapped", "plain")
+KV_ENCODINGS = ("exact", "int8", "int4")
 
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
@@ -35,6 +37,18 @@ class EngineConfig:
     prefetch_distance   layers read ahead; None: learned while it runs, from the planner's choice
     prefill_chunk       prompt tokens per step; None: the planner's choice, by model
     max_batch           requests that run at once
+    kv_device_memory_bytes   keys and values that stay where layers compute; what does not fit goes
+                        to host memory, or to the drive; None: all of them stay
+    kv_host_memory_bytes     of host memory for those that do not; None: what is needed
+    kv_disk             folder on a fast drive for the rest; None: none goes there
+    kv_disk_memory_bytes     of that drive; None: what is needed
+    kv_quant            how those are kept that do not stay: "exact", "int8", "int4", or two of
+                        them, for host memory and for the drive: "int8,int4"
+    kv_order            whose pages go first: those that "a2cr", "lru" or "lfu" value least
+    kv_policy           "exact": attention to all of the context; "select": tokens that are decoded
+                        attend to the share `kv_share` of each text's pages, chosen anew for each
+    kv_select           which: those with the best "bound" on scores, or those that kv_order values
+                        most ("order")
     disk_path           folder on a fast drive for weights that were quantised on load and do not
                         fit in memory, in a file without a name; None: HMT's cache folder
     disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" or "mmap"; None: of the
@@ -63,6 +77,15 @@ class EngineConfig:
     prefetch_distance: int | None = None
     prefill_chunk: int | None = None
     max_batch: int = 16
+    kv_device_memory_bytes: int | None = None
+    kv_host_memory_bytes: int | None = None
+    kv_disk: Path | None = None
+    kv_disk_memory_bytes: int | None = None
+    kv_quant: tuple[str, str] = ("exact", "exact")
+    kv_order: str = "a2cr"
+    kv_policy: str = "exact"
+    kv_share: float = 0.1
+    kv_select: str = "bound"
     disk_path: Path | None = None
     disk_reader: str | None = None
     disk_depth: int | None = None
@@ -102,6 +125,11 @@ class EngineConfig:
         )
         if "gpu_memory" in values:
             values["gpu_memory_bytes"] = parse_bytes(values.pop("gpu_memory"))
+        for name in ("kv_device_memory", "kv_host_memory", "kv_disk_memory"):
+            if name in values:
+                values[f"{name}_bytes"] = parse_bytes(values.pop(name))
+        if "kv_quant" in values:
+            values["kv_quant"] = _kv_quant(values["kv_quant"])
         if "gpu_id" in values:
             values["gpu_id"] = _gpu_id(values["gpu_id"])
         if "disk_chunk" in values:
@@ -111,11 +139,22 @@ class EngineConfig:
         for name in ("trace", "trace_experts"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
-        if "disk_path" in values:
-            values["disk_path"] = _writable_folder(values["disk_path"])
+        for name in ("disk_path", "kv_disk"):
+            if name in values:
+                values[name] = _writable_folder(name, values[name])
         _check(values)
         values["verify_reads"] = Verify(values.get("verify_reads", Verify.FIRST))
         return EngineConfig(**values)
+
+
+def _kv_quant(given: object) -> tuple[str, str]:
+    names = str(given).lower().split(",")
+    if not 1 <= len(names) <= 2 or not set(names) <= {*KV_ENCODINGS}:
+        raise ConfigError(
+            f"kv_quant={given!r}; choose {', '.join(KV_ENCODINGS)}, or two of them: for host "
+            "memory and for the drive"
+        )
+    return names[0], names[-1]
 
 
 def _gpu_id(given: object) -> str:
@@ -135,6 +174,9 @@ def _check(values: dict[str, Any]) -> None:
         "executor": EXECUTORS,
         "disk_reader": READERS,
         "cache_policy": tuple(POLICIES),
+        "kv_order": tuple(ORDERS),
+        "kv_policy": ("exact", "select"),
+        "kv_select": ("bound", "order"),
         "verify_reads": tuple(Verify),
     }
     for name, allowed in choices.items():
@@ -158,6 +200,18 @@ def _check(values: dict[str, Any]) -> None:
     for name in ("check_weights", "guesses"):
         if not isinstance(values.get(name, True), bool):
             raise ConfigError(f"{name}={values[name]!r} must be True or False")
+    others = [
+        name for name in values if name.startswith("kv_") and name != "kv_device_memory_bytes"
+    ]
+    if others and "kv_device_memory_bytes" not in values:
+        raise ConfigError(
+            f"{_spoken(others[0])} is for keys and values that do not stay where layers compute: "
+            "say with kv_device_memory how much stays"
+        )
+    if not 0 < values.get("kv_share", 1) <= 1:
+        raise ConfigError(f"kv_share={values['kv_share']!r} must be above 0 and at most 1")
+    if "kv_disk_memory_bytes" in values and "kv_disk" not in values:
+        raise ConfigError("kv_disk_memory needs a folder: name one with kv_disk")
     numa = values.get("numa")
     if numa is not None and not (
         isinstance(numa, tuple) and len(numa) == 2 and all(isinstance(n, int) for n in numa)
@@ -165,8 +219,8 @@ def _check(values: dict[str, Any]) -> None:
         raise ConfigError(f"numa={numa!r} must be a pair (CPU node, memory node), such as (0, 0)")
 
 
-def _writable_folder(path: str | Path) -> Path:
+def _writable_folder(name: str, path: str | Path) -> Path:
     folder = Path(path)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"disk_path {folder} must be a folder that exists and can be written to")
+        raise ConfigError(f"{name} {folder} must be a folder that exists and can be written to")
     return folder

@@ -1,5 +1,6 @@
 """From a folder to a plan, and from a plan to memory."""
 
+import copy
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +16,20 @@ from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.kv import KVAccount
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.device_loading import OnDevice, load_on_device, open_kv
+from hmt.engine.device_loading import OnDevice, load_on_device
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
+from hmt.engine.kv_loading import open_kv
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.source import Source, open_source
 from hmt.engine.summary import DeviceAccount, ExpertAccount
 from hmt.kernels import ops
-from hmt.kvcache import PagedKV, PlacedKV, page_bytes
+from hmt.kvcache import AnyKV, PlacedKV, TieredKV, kv_sizes, page_bytes
 from hmt.memory import (
     Account,
     DiskRate,
@@ -40,7 +43,7 @@ from hmt.memory import (
 )
 from hmt.memory.device import Device
 from hmt.models import open_model
-from hmt.planner import Demand, PlanOptions, solve
+from hmt.planner import Demand, KVBudgets, KVSizes, PlanOptions, solve
 from hmt.quant import Format, component_bytes
 from hmt.weights import (
     BlockLayout,
@@ -72,7 +75,7 @@ class Memory:
     """Everything that holds a model's bytes while it is loaded."""
 
     weights: WeightStore
-    kv: PagedKV | PlacedKV
+    kv: AnyKV
     accounts: list[Account]
     pools: list[HostPool]
     closing: ExitStack
@@ -87,6 +90,11 @@ class Memory:
     def pool_stats(self) -> tuple[PoolStats, ...]:
         """What the pools that may hold anything hold now."""
         return tuple(pool.stats() for pool in self.pools if pool.account.limit_bytes)
+
+    def kv_account(self) -> KVAccount | None:
+        """Keys and values at several levels; None where they all lie near."""
+        kv = self.kv.there if isinstance(self.kv, PlacedKV) else self.kv
+        return copy.deepcopy(kv.account) if isinstance(kv, TieredKV) else None
 
     def device_account(self, plan: Plan) -> DeviceAccount | None:
         """The GPU's part; None without one."""
@@ -136,6 +144,7 @@ def prepare(
         config.prefill_chunk,
         0 if config.executor == "plain" else config.prefetch_distance,
         device_bytes,
+        _kv_budgets(config),
     )
     machine = machine_for(path)
     if device is not None:
@@ -143,6 +152,13 @@ def prepare(
     plan = solve(demand, options, machine)
     _check_physical(plan)
     return Prepared(source, model, weights.layouts, weights.published_bytes, demand, machine, plan)
+
+
+def _kv_budgets(config: EngineConfig) -> KVBudgets | None:
+    if config.kv_device_memory_bytes is None:
+        return None
+    disk_bytes = 0 if config.kv_disk is None else config.kv_disk_memory_bytes
+    return KVBudgets(config.kv_device_memory_bytes, config.kv_host_memory_bytes, disk_bytes)
 
 
 def _usual_format(layouts: Mapping[BlockId, BlockLayout]) -> Format | None:
@@ -201,10 +217,11 @@ def allocate(
         spill = _spill_file(streamed, config)
         if spill is not None:
             stack.callback(spill.close)
+        queue = transfer_queue(config, tracer, remembered(prepared.source.path).disk)
         weights = WeightStore(
             prepared.layouts,
             replace(plan, homes=inner_homes(plan)),
-            transfer_queue(config, tracer, remembered(prepared.source.path).disk),
+            queue,
             tracer,
             resident=pools["resident"],
             slots=pools["slots"],
@@ -223,7 +240,7 @@ def allocate(
                 device, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
                 progress,
             )  # fmt: skip
-        kv = open_kv(model, plan, pools["kv"], on_device, stack)
+        kv = open_kv(model, plan, config, pools["kv"], on_device, queue, stack)
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         trace = None
         if config.trace_experts is not None:
@@ -352,4 +369,5 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         experts_alike=laid_out_alike(
             [layout for b, layout in layouts.items() if b.kind is BlockKind.EXPERT]
         ),
+        kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *config.kv_quant)),
     )

@@ -7,7 +7,7 @@ from hmt.base.errors import ContextLengthError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Part, Step
 from hmt.engine.sequence import Sequence
-from hmt.kvcache import PagedKV, PlacedKV
+from hmt.kvcache import AnyKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Scheduler:
     sent back.  Only for the engine's thread.
     """
 
-    def __init__(self, kv: PagedKV | PlacedKV, *, prefill_chunk: int, max_batch: int) -> None:
+    def __init__(self, kv: AnyKV, *, prefill_chunk: int, max_batch: int) -> None:
         self._kv = kv
         self._chunk = prefill_chunk
         self._max_batch = max_batch
@@ -99,7 +99,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch:
             sequence = self._waiting[0]
-            if -(-sequence.positions // PAGE_TOKENS) * PAGE_TOKENS > self._kv.free_tokens:
+            if not self._kv.can_open(sequence.positions):
                 return
             sequence.kv = self._kv.open(sequence.positions)
             self._running.append(self._waiting.popleft())

@@ -33,6 +33,7 @@ from hmt.kernels.reference import (
     Survey,
     attention_output,
     merge_attention,
+    page_masses,
 )
 from hmt.kernels.reference.pages import (
     PagedRun,
@@ -64,6 +65,7 @@ __all__ = [
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "attend_part",
     "attention",
     "attention_inputs",
     "attention_output",
@@ -83,6 +85,7 @@ __all__ = [
     "linear_into",
     "linear_many",
     "merge_attention",
+    "page_masses",
     "paged_attention",
     "paged_attention_output",
     "quantize_activations",
@@ -293,6 +296,31 @@ def paged_attention(
     lse = torch.empty(query.shape[:2], device=query.device)
     out = cpu_attention.paged_attention(native, pages, layer, runs, query, **options, lse=lse)
     return out, lse
+
+
+def attend_part(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """See `reference.attend_part`: writes f32 out [tokens, q_heads, value_dim] and lse, in part.
+
+    sinks   f32 [q_heads], contiguous
+    """
+    native = _native_for(query)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    if native is None:
+        reference.attend_part(pages, layer, runs, query, out, lse, **options)
+    else:
+        cpu_attention.attend_into(native, pages, layer, runs, query, out, lse, **options)
 
 
 def paged_attention_output(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -10,40 +10,14 @@ from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
-from hmt.kvcache.pages import PageAllocator, kinds_of, layout_of, page_bytes
+from hmt.kvcache.pages import PageAllocator
+from hmt.kvcache.store import PageStore, Pool
 
 
 @dataclass(slots=True)
 class _Sequence:
     pages: list[int]
     table: torch.Tensor  # the same page numbers, int64
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Where a layer's pages are: those of all layers of its kind, and its own place among them."""
-
-    pages: ops.Pages
-    slot: int
-    window: int
-
-
-class _Buffer(Protocol):
-    """Memory: uint8, of at least the size that was asked for."""
-
-    @property
-    def tensor(self) -> torch.Tensor: ...
-
-
-_B = TypeVar("_B", bound=_Buffer)
-
-
-class _Pool(Protocol[_B]):
-    """Where it comes from: a HostPool or a DevicePool."""
-
-    def allocate(self, nbytes: int) -> _B: ...
-
-    def free(self, buffer: _B) -> None: ...
 
 
 class PagedKV:
@@ -59,7 +33,7 @@ class PagedKV:
         layers: Sequence[KVLayer] | Mapping[int, KVLayer],
         tokens: int,
         dtype: torch.dtype,
-        pool: _Pool[Any],
+        pool: Pool[Any],
     ) -> None:
         """Room for `tokens` positions over all sequences.  BudgetError if they do not fit.
 
@@ -68,19 +42,8 @@ class PagedKV:
         layers = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
         pages = round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS
         self._allocator = PageAllocator(pages)
-        self._pool = pool
-        nbytes = pages * page_bytes(list(layers.values()), dtype)
-        self._buffer = pool.allocate(nbytes)
-        memory = self._buffer.tensor[:nbytes]
-        self._layers: dict[int, _Kept] = {}
-        start = 0
-        for layer, members in kinds_of(layers):
-            layout = layout_of(layer, dtype, memory.device)
-            nbytes = pages * len(members) * layout.page_bytes
-            extents = memory[start : start + nbytes].view(pages, len(members), layout.page_bytes)
-            start += nbytes
-            kept = ops.Pages(layout, extents)
-            self._layers |= {index: _Kept(kept, i, layer.window) for i, index in enumerate(members)}
+        self._store = PageStore(layers, pages, ops.PageEncoding.of(dtype), pool)
+        self._layers = self._store.layers
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._step: Step | None = None  # of the last call
@@ -96,11 +59,15 @@ class PagedKV:
         """Positions in all."""
         return self._allocator.count * PAGE_TOKENS
 
+    def can_open(self, tokens: int) -> bool:
+        """Whether `open` would succeed now."""
+        return round_up(tokens, PAGE_TOKENS) <= self.free_tokens
+
     def open(self, tokens: int) -> int:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
         pages = self._allocator.take(round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS)
         self._next += 1
-        table = torch.tensor(pages, dtype=torch.int64, device=self._buffer.tensor.device)
+        table = torch.tensor(pages, dtype=torch.int64, device=self._store.device)
         self._sequences[self._next] = _Sequence(pages, table)
         return self._next
 
@@ -110,8 +77,7 @@ class PagedKV:
 
     def release(self) -> None:
         """Give the memory back to the pool.  The cache cannot be used afterwards."""
-        self._layers.clear()
-        self._pool.free(self._buffer)
+        self._store.release()
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""

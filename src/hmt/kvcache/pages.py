@@ -61,12 +61,11 @@ class PageAllocator:
         self._free.give(pages)
 
 
-def layout_of(layer: KVLayer, dtype: torch.dtype, where: torch.device) -> ops.PageLayout:
-    """How a layer's page lies that keeps numbers of `dtype`, in the memory of a host or a device.
+def layout_of(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) -> ops.PageLayout:
+    """How a layer's page lies in the memory of a host or a device.
 
     Words of 16 tokens for compiled kernels, plain rows for those of GPUs.
     """
     latent = layer.kind is KVKind.LATENT
-    encoding = ops.PageEncoding.of(dtype)
     dims = layer.heads, layer.key_dim, layer.value_dim
     return ops.PageLayout(encoding, *dims, latent, rows=where.type != "cpu")

@@ -2,10 +2,13 @@
 
 from hmt.planner.explain import explain
 from hmt.planner.footprint import Demand, activation_bytes, default_chunk, kv_bytes
+from hmt.planner.levels import KVBudgets, KVSizes
 from hmt.planner.solver import PlanOptions, smallest_budget, solve
 
 __all__ = [
     "Demand",
+    "KVBudgets",
+    "KVSizes",
     "PlanOptions",
     "activation_bytes",
     "default_chunk",

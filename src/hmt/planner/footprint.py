@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockKind, BlockSize
 from hmt.contracts.model import PAGE_TOKENS, PIECE_TOKENS, ModelSpec
+from hmt.planner.levels import KVSizes
 
 _CHUNK_LIMITS = (16, 512)
 _ACTIVATION_SHARE = 16  # a prefill chunk's activations take about this fraction of the weights
@@ -26,6 +27,7 @@ class Demand:
     score_bytes     the most that attention scores take at once
     batch           requests that run at once
     guess_bytes     statistics from which experts are guessed
+    kv_sizes        of pages at several levels; None: all are near
     experts_alike   whether all experts are laid out alike, so that any may take any's place
     """
 
@@ -42,6 +44,7 @@ class Demand:
     parameter_bytes: int | None = None
     passing_bytes: int = 0
     experts_alike: bool = True
+    kv_sizes: KVSizes | None = None
 
     @property
     def weight_bytes(self) -> int:

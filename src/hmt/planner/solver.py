@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import format_bytes, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
+from hmt.contracts.kv import KVLevels
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.planner.device import kv_token_bytes, share_of_device
@@ -23,6 +24,7 @@ from hmt.planner.footprint import (
     kv_bytes,
     working_set_bytes,
 )
+from hmt.planner.levels import KVBudgets, KVSizes, host_bytes, near_bytes, plan_levels
 from hmt.planner.slots import slot_counts
 
 _SMALLEST_CONTEXT = 256
@@ -38,6 +40,7 @@ class PlanOptions:
     context             positions of KV over all sequences
     prefill_chunk       prompt tokens per step
     prefetch_distance   layers requested ahead
+    kv                  of keys and values that do not all lie where layers compute; None: they do
     device_bytes        of a GPU's memory that weights, KV and activations may take; 0: no GPU
     """
 
@@ -46,6 +49,7 @@ class PlanOptions:
     prefill_chunk: int | None = None
     prefetch_distance: int | None = None
     device_bytes: int = 0
+    kv: KVBudgets | None = None
 
 
 def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
@@ -54,18 +58,35 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     Raises BudgetError when even the smallest working set does not fit; it says what would.
     Raises ConfigError for a context that is longer than the model's.
     """
-    if options.device_bytes:
+    if options.kv is None and options.device_bytes:
         return _with_device(demand, options, machine)
-    return _on_host(demand, options, machine)
+    if options.kv is None:
+        return _on_host(demand, options, machine)
+    assert demand.kv_sizes is not None
+    chunk, most = _chunk(demand, options), demand.spec.max_context * demand.batch
+    levels = plan_levels(
+        demand.kv_sizes, options.kv, context=options.context, most=most, chunk=chunk,
+        batch=demand.batch,
+    )  # fmt: skip
+    context = min(options.context or most, levels.pages * PAGE_TOKENS)
+    options = replace(options, context=context, prefill_chunk=chunk)
+    if options.device_bytes:
+        plan = _with_device(demand, options, machine, levels)
+    else:
+        plan = _on_host(demand, options, machine, _kv_bytes(demand.kv_sizes, levels))
+    return replace(plan, kv_tokens=levels.pages * PAGE_TOKENS, kv_levels=levels)
 
 
-def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
+def _with_device(
+    demand: Demand, options: PlanOptions, machine: Machine, levels: KVLevels | None = None
+) -> Plan:
     """The device takes what it can; the rest is planned as without it."""
     # Layers of the device need as many positions of KV there as the others have in host memory.
     context = _context(demand, options, options.host_bytes // 4)
     share, stays = share_of_device(
-        demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context
-    )
+        demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context,
+        levels=levels,
+    )  # fmt: skip
     on_host = [index for index in range(demand.spec.layers) if index not in share.stages]
     rest = replace(
         demand,
@@ -75,7 +96,11 @@ def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan
         passing_bytes=max((b.slot_bytes for b in demand.blocks if b.id in set(stays)), default=0),
     )
     options = replace(options, context=context, prefill_chunk=_chunk(demand, options))
-    plan = _on_host(rest, options, machine)
+    # Layers of the CPU keep everything in host memory, and those of the device what is not near.
+    beside = None
+    if levels is not None and demand.kv_sizes is not None:
+        beside = kv_bytes(rest, context) + host_bytes(levels, demand.kv_sizes)
+    plan = _on_host(rest, options, machine, beside)
     homes = {block.id: plan.homes.get(block.id, Tier.DEVICE) for block in demand.blocks}
     return replace(
         plan,
@@ -86,11 +111,12 @@ def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan
     )
 
 
-def _on_host(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
-    needed = smallest_budget(demand, options)
+def _on_host(demand: Demand, options: PlanOptions, machine: Machine, kv: int | None = None) -> Plan:
+    """`kv`: bytes of keys and values; None: those of the context."""
+    needed = smallest_budget(demand, options, kv)
     if options.host_bytes < needed:
-        raise BudgetError(_too_small(demand, options, needed))
-    fixed = _reserve(demand, options, spare=options.host_bytes - needed)
+        raise BudgetError(_too_small(demand, options, needed, kv))
+    fixed = _reserve(demand, options, options.host_bytes - needed, kv)
     left = options.host_bytes - sum(fixed.values())
     smallest = working_set_bytes(_streamable(demand))
     distance = options.prefetch_distance
@@ -120,13 +146,18 @@ def _on_host(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     )
 
 
-def smallest_budget(demand: Demand, options: PlanOptions) -> int:
-    """The least host memory with which `solve` succeeds for these options."""
-    fixed = _reserve(demand, options, spare=0)
+def smallest_budget(demand: Demand, options: PlanOptions, kv: int | None = None) -> int:
+    """The least host memory with which `solve` succeeds for these options.
+
+    `kv`: bytes of keys and values; None: those of the context.
+    """
+    fixed = _reserve(demand, options, 0, kv)
     return sum(fixed.values()) + working_set_bytes(_streamable(demand)) + demand.passing_bytes
 
 
-def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]:
+def _reserve(
+    demand: Demand, options: PlanOptions, spare: int, kv: int | None = None
+) -> dict[str, int]:
     """Bytes that do not hold weights, by purpose: the least that works, and part of `spare`."""
     staging, row = demand.staging_bytes, demand.row_bytes
     # A second staging buffer lets one block be read while another is converted.
@@ -138,8 +169,12 @@ def _reserve(demand: Demand, options: PlanOptions, spare: int) -> dict[str, int]
         "staging": buffers * staging,
         "guesses": round_up(demand.guess_bytes, _MEMORY_PAGE_BYTES),
         "rows": rows * row + demand.row_sums_bytes,
-        "kv": round_up(kv_bytes(demand, context), _MEMORY_PAGE_BYTES),
+        "kv": round_up(kv_bytes(demand, context) if kv is None else kv, _MEMORY_PAGE_BYTES),
     }
+
+
+def _kv_bytes(sizes: KVSizes, levels: KVLevels) -> int:
+    return near_bytes(levels, sizes) + host_bytes(levels, sizes)
 
 
 def _chunk(demand: Demand, options: PlanOptions) -> int:
@@ -249,8 +284,8 @@ def _token_seconds(host: float, disk: float, machine: Machine) -> float:
     return max(host / machine.ram_read_rate, disk / machine.disk_read_rate if disk else 0.0)
 
 
-def _too_small(demand: Demand, options: PlanOptions, needed: int) -> str:
-    fixed = _reserve(demand, options, spare=0)
+def _too_small(demand: Demand, options: PlanOptions, needed: int, kv: int | None) -> str:
+    fixed = _reserve(demand, options, 0, kv)
     parts = ", ".join(f"{format_bytes(n)} {purpose}" for purpose, n in fixed.items() if n)
     blocks = working_set_bytes(_streamable(demand))
     return (

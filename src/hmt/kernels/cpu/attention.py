@@ -54,17 +54,38 @@ def paged_attention(
     sinks   f32, contiguous
     lse     f32 [tokens, q_heads], contiguous, is written where it is given
     """
-    query = _side_by_side(query)
     tokens, heads, _ = query.shape
-    layout, dtype = pages.layout, DTYPES[query.dtype]
+    out = query.new_empty(tokens, heads, pages.layout.value_dim)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    attend_into(native, pages, layer, runs, query, out, lse, **options)
+    return out
+
+
+def attend_into(
+    native: ModuleType,
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """`reference.attend_part`; out may be of any float dtype, and lse left out."""
+    query = _side_by_side(query)
+    layout, heads = pages.layout, query.shape[1]
     assert heads % layout.heads == 0 and query.shape[2] == layout.key_dim
-    out = query.new_empty(tokens, heads, layout.value_dim)
+    assert out.is_contiguous() and (lse is None or lse.is_contiguous())
     native.attend_pages(
         native_pages(native, pages),
         layer,
         native_runs(native, runs),
         query.data_ptr(),
-        dtype,
+        DTYPES[query.dtype],
         *query.stride()[:2],
         heads,
         scale,
@@ -72,11 +93,10 @@ def paged_attention(
         softcap,
         0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
-        dtype,
+        DTYPES[out.dtype],
         0 if lse is None else lse.data_ptr(),
         torch.get_num_threads(),
     )
-    return out
 
 
 def append_attend_pages(
@@ -142,8 +162,8 @@ def native_runs(native: ModuleType, runs: PagedRuns) -> Any:
     if runs.native is not None:
         return runs.native
     items = []
-    for offset, length, start, table in runs.runs:
+    for offset, length, start, table, seen in runs.runs:
         assert table.dtype == torch.int64 and table.is_contiguous()
-        items.append((offset, length, start, table.data_ptr()))
+        items.append((offset, length, start, table.data_ptr(), -1 if seen is None else seen))
     runs.native = native.make_runs(tuple(items))
     return runs.native

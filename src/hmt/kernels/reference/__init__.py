@@ -2,9 +2,11 @@
 
 from hmt.kernels.reference.attend import (
     ATTENTION_WORKSPACE_BYTES,
+    attend_part,
     attention,
     attention_output,
     merge_attention,
+    page_masses,
     paged_attention,
     paged_attention_output,
 )
@@ -76,6 +78,7 @@ __all__ = [
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "attend_part",
     "attention",
     "attention_inputs",
     "attention_output",
@@ -95,6 +98,7 @@ __all__ = [
     "linear_by_chunks",
     "linear_many",
     "merge_attention",
+    "page_masses",
     "paged_attention",
     "paged_attention_output",
     "quantize_activations",

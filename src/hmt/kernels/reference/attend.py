@@ -126,6 +126,64 @@ def paged_attention(
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
+def attend_part(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """`attention` of each run to its own pages, into f32 out [tokens, q_heads, value_dim] and lse.
+
+    Rows of tokens that are in no run are left as they are.
+    """
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    for run, context, start in _contexts(pages, layer, runs, window):
+        rows = slice(run.offset, run.offset + run.length)
+        found, logs = attention(query[rows].float(), *context, start=start, **options)
+        out[rows], lse[rows] = found, logs
+
+
+def page_masses(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> list[Tensor]:
+    """What part of its attention each run's last token gives to each page: f32 [pages].
+
+    The mean over heads.  query [tokens, q_heads, key_dim]; lse [tokens, q_heads] of all that the
+    token sees, so that parts of a context can be asked for one by one.
+    """
+    found = []
+    for run in runs.runs:
+        row = run.offset + run.length - 1
+        masses = []
+        for first in range(0, run.context, _KEY_BLOCK):
+            count = min(_KEY_BLOCK, run.context - first)
+            begin = first // PAGE_TOKENS
+            table = run.table[begin : begin - (-count // PAGE_TOKENS)]
+            key, _ = read_pages(pages, layer, table, count)
+            scores = _scores(query[row : row + 1], key).mul_(scale)  # [kv_heads, group, 1, count]
+            if softcap:
+                scores = scores.div_(softcap).tanh_().mul_(softcap)
+            shares = (scores.flatten(0, 2) - lse[row][:, None]).exp_().mean(0)
+            padded = functional.pad(shares, (0, -count % PAGE_TOKENS))
+            masses.append(padded.view(-1, PAGE_TOKENS).sum(1))
+        found.append(torch.cat(masses))
+    return found
+
+
 def paged_attention_output(
     pages: Pages,
     layer: int,
@@ -157,9 +215,9 @@ def _contexts(
     for run in runs.runs:
         # Below the window there is nothing to read; start at the page that holds its first row.
         first = max(0, run.start - window + 1) // PAGE_TOKENS if window else 0
-        last = -(-(run.start + run.length) // PAGE_TOKENS)
+        last = -(-run.context // PAGE_TOKENS)
         begin = first * PAGE_TOKENS
-        tokens = run.start + run.length - begin
+        tokens = run.context - begin
         yield run, read_pages(pages, layer, run.table[first:last], tokens), run.start - begin
 
 

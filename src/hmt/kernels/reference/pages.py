@@ -159,12 +159,21 @@ class PagedRun(NamedTuple):
     length   number of tokens
     start    position of the first token
     table    int64 [pages]: position p lies in page table[p // 16]
+    seen     the first positions, of which the tokens see no more; None: all up to their own.  For
+             parts of a context that lie elsewhere than the tokens themselves.
     """
 
     offset: int
     length: int
     start: int
     table: Tensor
+    seen: int | None = None
+
+    @property
+    def context(self) -> int:
+        """Positions that its last token sees."""
+        end = self.start + self.length
+        return end if self.seen is None else min(end, self.seen)
 
 
 class PagedRuns:
@@ -184,7 +193,7 @@ def append_pages(
     value   None for latent layers
     """
     keys, values, key_scales, value_scales = pages.parts(layer)
-    for offset, length, start, table in runs.runs:
+    for offset, length, start, table, _ in runs.runs:
         positions = torch.arange(start, start + length, device=table.device)
         where = table[positions // PAGE_TOKENS], positions % PAGE_TOKENS
         tokens = slice(offset, offset + length)

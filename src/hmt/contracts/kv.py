@@ -1,0 +1,87 @@
+"""Sizes that the planner and the cache of keys and values agree on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hmt.contracts.model import PAGE_TOKENS
+
+GROUP_PAGES = 16  # what is written to the drive and read from it at once, for each layer
+COLD_BUFFERS = 4  # pieces of the drive's pages that are in memory at once
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Pages of a sequence that never move away: the first `sinks`, and the `recent` last."""
+
+    sinks: int = 1
+    recent: int = 4
+
+    @property
+    def pages(self) -> int:
+        """Of one sequence."""
+        return self.sinks + self.recent
+
+
+@dataclass(frozen=True, slots=True)
+class KVLevels:
+    """Where keys and values lie, if not all in one place.
+
+    hot_pages     of layers without a window, where these compute
+    warm_pages    in host memory
+    cold_groups   of `GROUP_PAGES`, on the drive
+    ring_pages    of layers with a window, by window
+    warm, cold    how numbers are kept there: "exact" (as near), "int8" or "int4"
+    piece_bytes   read from the drive at once
+    """
+
+    hot_pages: int
+    warm_pages: int = 0
+    cold_groups: int = 0
+    ring_pages: Mapping[int, int] = field(default_factory=dict)
+    warm: str = "exact"
+    cold: str = "exact"
+    piece_bytes: int = 0
+
+    @property
+    def pages(self) -> int:
+        """At all levels."""
+        return self.hot_pages + self.warm_pages + self.cold_groups * GROUP_PAGES
+
+
+@dataclass(slots=True)
+class KVAccount:
+    """What happened to keys and values that lie at several levels, since they were opened.
+
+    capacity       pages that there is room for, by level: "near", "host", "drive"
+    most           pages that were there at once
+    moved          pages that went from level to level, as "near to host"
+    drive_bytes    read from the drive for attention
+    pages, tokens  of sequences that have ended: what they took, and what they held
+    """
+
+    capacity: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    drive_bytes: int = 0
+    pages: int = 0
+    tokens: int = 0
+
+    @property
+    def fragmentation(self) -> float | None:
+        """Of the positions that ended sequences took, those that held nothing; None without any."""
+        return 1 - self.tokens / (self.pages * PAGE_TOKENS) if self.pages else None
+
+
+def least_hot_pages(chunk: int, sequences: int, stay: Stay) -> int:
+    """Hot pages that a cache of so many sequences needs at least.
+
+    What they keep, what a step appends (`chunk` tokens, and one of each sequence besides), and a
+    group that may move away.
+    """
+    appended = -(-chunk // PAGE_TOKENS) + 2 * sequences
+    return sequences * stay.pages + appended + GROUP_PAGES
+
+
+def ring_pages(window: int, chunk: int) -> int:
+    """Pages that a window takes, when up to `chunk` tokens are appended before they are read."""
+    return -(-(window - 1 + chunk) // PAGE_TOKENS) + 1

@@ -1,0 +1,163 @@
+"""Which pages there are, who shares them, and at which level each lies: numbers, no tensors."""
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hmt.memory import Bitmap
+
+Numbers = NDArray[np.int64]
+
+
+class Level(enum.IntEnum):
+    """Where a page can lie, nearest to computation first."""
+
+    HOT = 0  # where its layers compute
+    WARM = 1  # host memory, as a rule in fewer bits
+    COLD = 2  # the drive
+
+
+class Slots(Protocol):
+    """Places for pages at one level."""
+
+    @property
+    def count(self) -> int:
+        """In all."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """That can be taken."""
+        ...
+
+    def take(self, wanted: int) -> list[int]:
+        """`wanted` free places, at most `free`."""
+        ...
+
+    def give(self, numbers: Iterable[int]) -> None:
+        """Free places that were taken."""
+        ...
+
+
+class PageBook:
+    """Pages by id.  A page has one place at one level, and as many owners as share it.
+
+    A page in use may move between levels; its id stays, so that nobody's table changes.
+    """
+
+    def __init__(self, levels: Sequence[Slots]) -> None:
+        total = sum(slots.count for slots in levels)
+        self.levels = self._slots = tuple(levels)
+        self._ids = Bitmap(total)
+        self._level = np.zeros(total, dtype=np.int8)
+        self._slot = np.zeros(total, dtype=np.int64)
+        self._owners = np.zeros(total, dtype=np.int32)
+
+    @property
+    def count(self) -> int:
+        """Pages that there is room for, over all levels."""
+        return len(self._owners)
+
+    @property
+    def free(self) -> int:
+        """Pages that can still be made."""
+        return self._ids.free
+
+    def free_at(self, level: Level) -> int:
+        """Places that are free at `level`; 0 where there is no such level."""
+        return self._slots[level].free if level < len(self._slots) else 0
+
+    def new(self, count: int, level: Level = Level.HOT) -> Numbers:
+        """`count` pages at `level`, each with one owner; there must be room there."""
+        slots = self._slots[level].take(count)
+        ids = np.array(self._ids.take(count), dtype=np.int64)
+        self._level[ids] = level
+        self._slot[ids] = slots
+        self._owners[ids] = 1
+        return ids
+
+    def share(self, ids: Numbers) -> None:
+        """One more owner for each of `ids`."""
+        assert (self._owners[ids] > 0).all(), "a page that nobody owns cannot be shared"
+        np.add.at(self._owners, ids, 1)
+
+    def drop(self, ids: Numbers) -> Numbers:
+        """One owner less for each of `ids`; those that nobody owns any more, which are free now."""
+        np.subtract.at(self._owners, ids, 1)
+        assert (self._owners[ids] >= 0).all(), "a page was given back twice"
+        gone = np.unique(ids[self._owners[ids] == 0])
+        for level, slots in enumerate(self._slots):
+            if len(there := gone[self._level[gone] == level]):
+                slots.give(self._slot[there].tolist())
+        self._ids.give(gone.tolist())
+        return gone
+
+    def move(self, ids: Numbers, level: Level) -> tuple[Numbers, Numbers]:
+        """Give `ids`, all at one other level, places at `level`: (old, new) places.
+
+        Whoever calls copies what is there before the old places, which are free now, are used.
+        """
+        assert (self._level[ids] != level).all(), "they are there already"
+        left = Level(int(self._level[ids[0]]))
+        assert (self._level[ids] == left).all(), "from one level at a time"
+        new = np.array(self._slots[level].take(len(ids)), dtype=np.int64)
+        old = self._slot[ids].copy()
+        self._slots[left].give(old.tolist())
+        self._level[ids] = level
+        self._slot[ids] = new
+        return old, new
+
+    def shared(self, page: int) -> bool:
+        """Whether a page has several owners."""
+        return bool(self._owners[page] > 1)
+
+    def level_of(self, ids: Numbers) -> NDArray[np.int8]:
+        """Levels of pages."""
+        return self._level[ids]
+
+    def slots_of(self, ids: Numbers) -> Numbers:
+        """Their places at these levels."""
+        return self._slot[ids]
+
+    def at(self, level: Level) -> Numbers:
+        """All pages at `level`, by id."""
+        return np.flatnonzero((self._owners > 0) & (self._level == level))
+
+
+class GroupedSlots:
+    """Places that are written and freed by groups: what a drive reads and writes at once.
+
+    A group's places are taken in a row.  It can be used again when all of them are free; until then
+    those that were given back lie idle, and count as taken.
+    """
+
+    def __init__(self, groups: int, size: int) -> None:
+        self.count = groups * size
+        self.size = size
+        self._groups = Bitmap(groups)
+        self._used = np.zeros(groups, dtype=np.int32)  # places of a group that are in use
+
+    @property
+    def free(self) -> int:
+        """Places in groups that are free as a whole."""
+        return self._groups.free * self.size
+
+    def take(self, wanted: int) -> list[int]:
+        """`wanted` places in groups of their own; the last of them may stay unfilled."""
+        groups = self._groups.take(-(-wanted // self.size))
+        taken: list[int] = []
+        for group in groups:
+            count = min(self.size, wanted - len(taken))
+            self._used[group] = count
+            taken += range(group * self.size, group * self.size + count)
+        return taken
+
+    def give(self, numbers: Iterable[int]) -> None:
+        """Free places that were taken."""
+        groups, counts = np.unique(np.array([*numbers]) // self.size, return_counts=True)
+        self._used[groups] -= counts.astype(np.int32)
+        assert (self._used[groups] >= 0).all(), "a place was given back twice"
+        self._groups.give(groups[self._used[groups] == 0].tolist())

@@ -1,0 +1,84 @@
+"""Sliding windows: each sequence has a ring of pages that holds its window and no more."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hmt.contracts.kv import ring_pages
+from hmt.contracts.model import PAGE_TOKENS, KVLayer
+from hmt.contracts.step import Step
+from hmt.kernels import ops
+from hmt.kvcache.store import Kept, PageStore, Pool
+from hmt.memory import Bitmap
+
+
+class Rings:
+    """Pages of layers that see the last `window` positions: page i of a sequence is i modulo n."""
+
+    def __init__(
+        self,
+        layers: Mapping[int, KVLayer],
+        window: int,
+        chunk: int,
+        pages: int,
+        encoding: ops.PageEncoding,
+        pool: Pool[Any],
+    ) -> None:
+        """Room for `pages` over all sequences.  BudgetError if it is not there."""
+        self.store = PageStore(layers, pages, encoding, pool)
+        self._longest = ring_pages(window, chunk)
+        self._free = Bitmap(pages)
+        self._rings: dict[int, torch.Tensor] = {}
+        self._step: Step | None = None
+        self._runs = ops.PagedRuns(())
+
+    @property
+    def layers(self) -> Mapping[int, Kept]:
+        """Where each layer's pages are."""
+        return self.store.layers
+
+    def can_open(self, pages: int) -> bool:
+        """Whether there is room for a sequence of so many pages."""
+        return min(pages, self._longest) <= self._free.free
+
+    def open(self, sequence: int, pages: int) -> None:
+        """A ring for a sequence that may have so many pages; there must be room."""
+        taken = self._free.take(min(pages, self._longest))
+        self._rings[sequence] = torch.tensor(taken, device=self.store.device)
+
+    def copy(self, sequence: int, other: int) -> None:
+        """Let the ring of `other` hold what that of `sequence` holds.
+
+        A ring that is shorter than the longest has never come round, so page i of both is the ith.
+        """
+        theirs, ours = self._rings[sequence], self._rings[other]
+        count = min(len(theirs), len(ours))
+        self.store.take(ours[:count], self.store, theirs[:count])
+
+    def close(self, sequence: int) -> None:
+        """Give a ring back."""
+        self._free.give(self._rings.pop(sequence).tolist())
+
+    def runs_of(self, step: Step) -> ops.PagedRuns:
+        """The step's runs, the same for all layers."""
+        if self._step is not step:
+            self._step = step
+            self._runs = ops.PagedRuns(
+                [
+                    ops.PagedRun(
+                        run.offset, run.length, run.start, self.table(run.sequence, run.context)
+                    )
+                    for run in step.runs
+                ]
+            )
+        return self._runs
+
+    def table(self, sequence: int, context: int) -> torch.Tensor:
+        """Where the pages of `context` positions lie; only those of the window hold theirs."""
+        ring, count = self._rings[sequence], -(-context // PAGE_TOKENS)
+        return ring.repeat(-(-count // len(ring)))[:count].contiguous()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.store.release()

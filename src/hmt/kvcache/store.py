@@ -1,0 +1,129 @@
+"""Pages of several layers in one memory, and copies between such memories."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from hmt.contracts.model import PAGE_TOKENS, KVLayer
+from hmt.kernels import ops
+from hmt.kvcache.pages import kinds_of, layout_of
+
+
+class _Buffer(Protocol):
+    """Memory: uint8, of at least the size that was asked for."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+_B = TypeVar("_B", bound=_Buffer)
+
+
+class Pool(Protocol[_B]):
+    """Where it comes from: a HostPool or a DevicePool."""
+
+    def allocate(self, nbytes: int) -> _B:
+        """Memory of at least `nbytes`.  Raises BudgetError."""
+        ...
+
+    def free(self, buffer: _B) -> None:
+        """Take it back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where a layer's pages are: those of all layers of its kind, and its own place among them."""
+
+    pages: ops.Pages
+    slot: int
+    window: int
+
+
+class PageStore:
+    """`count` pages of some layers.  A number means the same place in the pages of every kind.
+
+    layers   by index: where each one's pages are
+    kinds    pages, with the indices of the layers that they are of
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, KVLayer],
+        count: int,
+        encoding: ops.PageEncoding,
+        pool: Pool[Any],
+    ) -> None:
+        """Take memory for them.  BudgetError if they do not fit."""
+        self.count = count
+        self._pool = pool
+        self.layers: dict[int, Kept] = {}
+        self.kinds: list[tuple[ops.Pages, list[int]]] = []
+        self.device = torch.device("cpu")
+        self._buffer = None
+        nbytes = count * store_page_bytes(layers, encoding)
+        if not nbytes:  # all layers have windows
+            return
+        self._buffer = pool.allocate(nbytes)
+        memory = self._buffer.tensor[:nbytes]
+        self.device, start = memory.device, 0
+        for layer, members in kinds_of(layers):
+            layout = layout_of(layer, encoding, memory.device)
+            nbytes = count * len(members) * layout.page_bytes
+            extents = memory[start : start + nbytes].view(count, len(members), layout.page_bytes)
+            start += nbytes
+            pages = ops.Pages(layout, extents)
+            self.kinds.append((pages, members))
+            self.layers |= {index: Kept(pages, i, layer.window) for i, index in enumerate(members)}
+
+    def take(self, numbers: torch.Tensor, source: "PageStore", theirs: torch.Tensor) -> None:
+        """Copy pages `theirs` of `source`, which has the same layers, to `numbers`.
+
+        Both int64, of whole pages.  Encoded anew where the encodings differ.
+        """
+        for (pages, members), (other, _) in zip(self.kinds, source.kinds, strict=True):
+            if pages.layout == other.layout:
+                pages.memory[numbers] = other.memory[theirs].to(self.device)
+                continue
+            for at in range(len(members)):
+                recode(pages, at, numbers, other, at, theirs)
+
+    def release(self) -> None:
+        """Give the memory back to the pool.  Nothing may be used afterwards."""
+        self.layers.clear()
+        self.kinds.clear()
+        if self._buffer is not None:
+            self._pool.free(self._buffer)
+
+
+def store_page_bytes(layers: Mapping[int, KVLayer], encoding: ops.PageEncoding) -> int:
+    """Bytes of one page of all `layers`, without what only padding takes."""
+    host = torch.device("cpu")
+    return sum(
+        len(members) * layout_of(layer, encoding, host).page_bytes
+        for layer, members in kinds_of(layers)
+    )
+
+
+def recode(
+    pages: ops.Pages,
+    at: int,
+    numbers: torch.Tensor,
+    source: ops.Pages,
+    theirs_at: int,
+    theirs: torch.Tensor,
+) -> None:
+    """Copy whole pages `theirs` of layer `theirs_at` of `source` to `numbers` of layer `at`.
+
+    In the encoding of `pages`: to the bit where it is the same.
+    """
+    if pages.layout == source.layout:
+        pages.memory[numbers, at] = source.memory[theirs, theirs_at].to(pages.memory.device)
+        return
+    tokens = PAGE_TOKENS * len(numbers)
+    runs = ops.PagedRuns([ops.PagedRun(0, tokens, 0, numbers)])
+    key, value = ops.read_pages(source, theirs_at, theirs, tokens)
+    key, value = key.to(pages.memory.device), value.to(pages.memory.device)
+    ops.append_pages(pages, at, runs, key, None if pages.layout.latent else value)

@@ -1,0 +1,122 @@
+"""How many pages of keys and values lie at each level."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hmt.base.errors import BudgetError
+from hmt.base.units import MIB, format_bytes, round_up
+from hmt.contracts.kv import (
+    COLD_BUFFERS,
+    GROUP_PAGES,
+    KVLevels,
+    Stay,
+    least_hot_pages,
+    ring_pages,
+)
+from hmt.contracts.model import PAGE_TOKENS
+
+_PIECE_BYTES = MIB  # a drive's full rate, with several of them on their way
+_MEMORY_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizes:
+    """Bytes of pages, as a cache would lay them out.
+
+    hot_page, warm_page   of all layers without a window
+    cold_group            `GROUP_PAGES` of them on the drive
+    layer_group           of the one layer whose group is largest there
+    kind_group            of the layers that are written at once
+    ring_pages            by window: of all layers that have it
+    warm, cold            how numbers are kept; see KVLevels
+    """
+
+    hot_page: int
+    warm_page: int
+    cold_group: int
+    layer_group: int
+    kind_group: int
+    ring_pages: Mapping[int, int] = field(default_factory=dict)
+    warm: str = "exact"
+    cold: str = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudgets:
+    """What the user gives for keys and values; None: what is needed.
+
+    device_bytes   where layers compute
+    host_bytes     beside it, in host memory
+    disk_bytes     on the drive; 0: there is none
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+    disk_bytes: int | None = 0
+
+
+def plan_levels(
+    sizes: KVSizes, budgets: KVBudgets, *, context: int | None, most: int, chunk: int, batch: int
+) -> KVLevels:
+    """Fill levels with the pages of `context` positions, the nearest first.
+
+    context   None: as many as the budgets hold, at most `most`
+    Raises BudgetError where they are too small, saying what would do.
+    """
+    stay = Stay()
+    rings = {window: ring_pages(window, chunk) * batch for window in sizes.ring_pages}
+    near = budgets.device_bytes
+    for window, page_bytes in sizes.ring_pages.items():
+        if context is not None:
+            rings[window] = min(rings[window], _pages(context))
+        near -= rings[window] * page_bytes
+    least = least_hot_pages(chunk, 1, stay)
+    wanted = _pages(most if context is None else context)
+    # Where all layers have windows, rings are all there is.
+    hot = max(0, near) // sizes.hot_page if sizes.hot_page else max(wanted, least)
+    if hot < least or near < 0:
+        needed = budgets.device_bytes - near + least * sizes.hot_page
+        raise BudgetError(
+            f"--kv-device-memory {format_bytes(budgets.device_bytes)} is too little for what one "
+            f"request needs near: {format_bytes(needed)} ({needed} bytes), with prompts in pieces "
+            f"of {chunk} tokens; give more, or lower --prefill-chunk"
+        )
+    hot = min(hot, max(wanted, least))
+    if not sizes.hot_page:
+        return KVLevels(hot, ring_pages=rings)
+    left = max(0, wanted - hot)
+    far = left if budgets.host_bytes is None and budgets.disk_bytes == 0 else 0
+    warm = min(left, far if budgets.host_bytes is None else budgets.host_bytes // sizes.warm_page)
+    groups = -(-(left - warm) // GROUP_PAGES)
+    if budgets.disk_bytes is not None:
+        groups = min(groups, budgets.disk_bytes // sizes.cold_group)
+    found = KVLevels(
+        hot, warm, groups, rings, sizes.warm, sizes.cold,
+        max(_PIECE_BYTES, sizes.layer_group) if groups else 0,
+    )  # fmt: skip
+    if context is not None and found.pages < wanted:
+        raise BudgetError(
+            f"a context of {context} positions was asked for, and keys and values have room for "
+            f"{found.pages * PAGE_TOKENS}: {hot * PAGE_TOKENS} near, {warm * PAGE_TOKENS} in host "
+            f"memory ({format_bytes(sizes.warm_page / PAGE_TOKENS)} each) and "
+            f"{groups * GROUP_PAGES * PAGE_TOKENS} on the drive; raise --kv-host-memory or "
+            "--kv-disk-memory, or lower --context"
+        )
+    return found
+
+
+def near_bytes(levels: KVLevels, sizes: KVSizes) -> int:
+    """Memory where layers compute."""
+    rings = [levels.ring_pages[window] * nbytes for window, nbytes in sizes.ring_pages.items()]
+    return sum(round_up(n, _MEMORY_PAGE_BYTES) for n in (levels.hot_pages * sizes.hot_page, *rings))
+
+
+def host_bytes(levels: KVLevels, sizes: KVSizes) -> int:
+    """Host memory beside it: warm pages, and what cold ones pass through."""
+    passing = [sizes.kind_group, *[levels.piece_bytes] * COLD_BUFFERS] if levels.cold_groups else []
+    parts = (levels.warm_pages * sizes.warm_page, *passing)
+    return sum(round_up(n, _MEMORY_PAGE_BYTES) for n in parts)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)
