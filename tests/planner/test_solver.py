@@ -114,3 +114,16 @@ def test_activations_of_pieces_do_not_grow_with_the_chunk() -> None:
 
     for chunk, piece in ((1, 1), (100, 100), (PIECE_TOKENS, PIECE_TOKENS), (4096, PIECE_TOKENS)):
         assert taken(chunk, 7) - taken(chunk, 0) == 4 * 7 * piece
+
+
+@given(demand=demands(), matrix=st.integers(0, 1 << 22), token=st.integers(0, 1 << 12))
+def test_a_device_keeps_room_for_what_its_kernels_take(
+    demand: Demand, matrix: int, token: int
+) -> None:
+    options = PlanOptions(1 << 30, context=64, prefill_chunk=16, device_bytes=1 << 30)
+    plans = [
+        solve(one, options, MACHINE)
+        for one in (demand, replace(demand, matrix_bytes=matrix, expert_token_bytes=token))
+    ]
+    without, with_room = (plan.device.reserved["activations"] for plan in plans)
+    assert with_room == without + matrix + 16 * token

@@ -83,8 +83,10 @@ def fill_context(model: LoadedModel) -> None:
     kv = core.memory.kv
 
     def fill() -> None:
-        for kept in {id(kept.pages): kept for kept in kv._layers.values()}.values():
-            memory = kept.pages.memory
+        layers = range(model.prepared.model.spec.layers)
+        kinds = [kv.kernel_pages(layer)[0] for layer in layers]
+        for pages in {id(pages): pages for pages in kinds}.values():
+            memory = pages.memory
             for page in memory.split(1024):
                 page.view(model.prepared.model.dtype).normal_(0, 0.5)
 

@@ -12,6 +12,10 @@ from hmt.contracts.store import KVCache, Weights
 
 PAGE_TOKENS = 16  # positions of KV in one page
 PIECE_TOKENS = 256  # that layers take at once where they would need much memory for each
+# What a device may take for activations between the matrices of experts; more tokens come in parts.
+# Parts of half as many make tiles of 128 half empty where an expert has few: 4096 tokens of a
+# DeepSeek-V3 come in one.
+EXPERT_WORKSPACE_BYTES = 640 << 20
 
 
 class KVKind(enum.StrEnum):

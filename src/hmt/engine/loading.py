@@ -3,9 +3,10 @@
 import copy
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -55,6 +56,9 @@ from hmt.weights import (
     open_policy,
     row_span_bytes,
 )
+
+# Blocks whose matrices are multiplied with all of a step's tokens at once.
+_DENSE = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,16 @@ def _usual_format(layouts: Mapping[BlockId, BlockLayout]) -> Format | None:
                 if len(shape) == 2:
                     sizes[placed.format] += sum(component_bytes(placed.format, shape))
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _matrices(
+    layouts: Mapping[BlockId, BlockLayout], *kinds: BlockKind
+) -> Iterator[tuple[int, ...]]:
+    """Shapes of the matrices of some kinds of blocks."""
+    for block, layout in layouts.items():
+        if block.kind in kinds:
+            shapes = (placed.param.spec.shape for placed in layout.placed)
+            yield from (shape for shape in shapes if len(shape) == 2)
 
 
 def _check_physical(plan: Plan) -> None:
@@ -369,5 +383,9 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         experts_alike=laid_out_alike(
             [layout for b, layout in layouts.items() if b.kind is BlockKind.EXPERT]
         ),
+        matrix_bytes=max(map(prod, _matrices(layouts, *_DENSE)), default=0) * model.dtype.itemsize,
+        expert_token_bytes=max(map(sum, _matrices(layouts, BlockKind.EXPERT)), default=0)
+        * model.spec.experts_per_token
+        * model.dtype.itemsize,
         kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *config.kv_quant)),
     )

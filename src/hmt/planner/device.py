@@ -23,7 +23,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVLevels
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import DeviceShare, Machine
-from hmt.planner.footprint import Demand, activation_bytes, kv_bytes
+from hmt.planner.footprint import Demand, activation_bytes, device_work_bytes, kv_bytes
 
 _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used
@@ -117,7 +117,7 @@ def share_of_device(
     even one layer's attention would fit.
     """
     layers, head = _layers(demand, context, levels)
-    activations = activation_bytes(demand, chunk, context)
+    activations = activation_bytes(demand, chunk, context) + device_work_bytes(demand, chunk)
     room = device_bytes - activations
     share, brought = _copied_share(machine), _brought(demand, machine)
     choice = _choose(layers, room - _bytes(head), share, brought)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockKind, BlockSize
-from hmt.contracts.model import PAGE_TOKENS, PIECE_TOKENS, ModelSpec
+from hmt.contracts.model import EXPERT_WORKSPACE_BYTES, PAGE_TOKENS, PIECE_TOKENS, ModelSpec
 from hmt.planner.levels import KVSizes
 
 _CHUNK_LIMITS = (16, 512)
@@ -27,6 +27,8 @@ class Demand:
     score_bytes     the most that attention scores take at once
     batch           requests that run at once
     guess_bytes     statistics from which experts are guessed
+    matrix_bytes    the largest matrix of a layer, unpacked, as a device multiplies many tokens
+    expert_token_bytes   activations between the matrices of one token's experts there
     kv_sizes        of pages at several levels; None: all are near
     experts_alike   whether all experts are laid out alike, so that any may take any's place
     """
@@ -44,6 +46,8 @@ class Demand:
     parameter_bytes: int | None = None
     passing_bytes: int = 0
     experts_alike: bool = True
+    matrix_bytes: int = 0
+    expert_token_bytes: int = 0
     kv_sizes: KVSizes | None = None
 
     @property
@@ -84,6 +88,12 @@ def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
     numbers += 2 * batch * spec.vocab_size
     scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
     return 4 * numbers + scores + context * demand.kv_layer_bytes
+
+
+def device_work_bytes(demand: Demand, chunk: int) -> int:
+    """What a device takes besides: a matrix unpacked, and results of experts."""
+    between = min(EXPERT_WORKSPACE_BYTES, chunk * demand.expert_token_bytes)
+    return demand.matrix_bytes + between
 
 
 def kv_bytes(demand: Demand, tokens: int) -> int:

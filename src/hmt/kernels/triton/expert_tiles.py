@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hmt.contracts.model import EXPERT_WORKSPACE_BYTES
 from hmt.kernels.triton.codes import pointers
 from hmt.kernels.triton.expert_inputs import prepare
 from hmt.kernels.triton.expert_sorting import combine, sort_pairs
@@ -12,10 +13,6 @@ from hmt.kernels.triton.expert_table import ExpertMatrix, ExpertTable
 from hmt.kernels.triton.matrix_forms import matrix_form
 from hmt.kernels.triton.scalars import activated, rounded
 from hmt.kernels.triton.tile_weights import nibble_numbers, panel_codes, panel_words, row_tile
-
-# For activations between the matrices; more tokens come in parts.  Parts of half as many make
-# tiles of 128 half empty where an expert has few: 4096 tokens of a DeepSeek-V3 come in one.
-_WORKSPACE_BYTES = 640 << 20
 
 
 @triton.jit
@@ -242,7 +239,7 @@ def experts_by_tiles(
     out = total
     if last or out is None:
         out = torch.empty(tokens, hidden, dtype=x.dtype if last else torch.float32, device=x.device)
-    part = max(64, _WORKSPACE_BYTES // (top * (width + hidden) * x.itemsize))
+    part = max(64, EXPERT_WORKSPACE_BYTES // (top * (width + hidden) * x.itemsize))
     for start in range(0, tokens, part):
         some = slice(start, start + part)
         _some_tokens(
