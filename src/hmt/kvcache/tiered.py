@@ -103,12 +103,11 @@ class TieredKV:
     @property
     def free_tokens(self) -> int:
         """Positions that no sequence has reserved."""
-        free = sum(self._book.free_at(level) for level in Level)
-        return (free - sum(s.unmade for s in self._sequences.values())) * PAGE_TOKENS
+        return self._free_pages(_NONE) * PAGE_TOKENS
 
     def can_open(self, tokens: int) -> bool:
         """Whether `open` would succeed now."""
-        return self._has_room(_pages_of(tokens), _pages_of(tokens))
+        return self._has_room(_NONE, _pages_of(tokens))
 
     def open(self, tokens: int) -> int:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
@@ -362,15 +361,20 @@ class TieredKV:
             for pages, slot, table, _ in self._lying(layer, page):
                 recode(kept.pages, kept.slot, number, pages, slot, table)
 
-    def _has_room(self, pages: int, unmade: int) -> bool:
-        """For one more sequence of `pages`, of which so many are to be made."""
+    def _free_pages(self, held: Numbers) -> int:
+        """Pages that no sequence has reserved, once somebody holds `held`."""
+        free = sum(self._book.free_at(level) for level in Level)
+        return free - sum(s.unmade for s in self._sequences.values())
+
+    def _has_room(self, held: Numbers, unmade: int) -> bool:
+        """For one more sequence of pages `held`, and so many that are to be made."""
         least = least_hot_pages(self._chunk, len(self._sequences) + 1, self._stay)
-        enough = unmade * PAGE_TOKENS <= self.free_tokens and least <= self._hot.count
-        return enough and all(rings.can_open(pages) for rings in self._windows)
+        enough = unmade <= self._free_pages(held) and least <= self._hot.count
+        return enough and all(rings.can_open(len(held) + unmade) for rings in self._windows)
 
     def _open(self, held: Numbers, unmade: int) -> int:
         pages = len(held) + unmade
-        if not self._has_room(pages, unmade):
+        if not self._has_room(held, unmade):
             raise BudgetError(
                 f"{unmade * PAGE_TOKENS} positions of KV were asked for and {self.free_tokens} of "
                 f"{self.capacity_tokens} are free, {self._hot.count * PAGE_TOKENS} of them near, "
