@@ -17,7 +17,14 @@ from hmt.contracts.step import Step
 from hmt.kernels import ops
 from hmt.kvcache.cold import ColdPages
 from hmt.kvcache.policies import ORDERS
-from hmt.kvcache.prefix import PageExtents, PrefixCache, PrefixStore, SharingKV, store_buffer_bytes
+from hmt.kvcache.prefix import (
+    PageExtents,
+    PrefixCache,
+    PrefixStore,
+    SharingKV,
+    SharingPagedKV,
+    store_buffer_bytes,
+)
 from hmt.kvcache.rings import Rings
 from hmt.kvcache.store import PageStore
 from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
@@ -31,6 +38,13 @@ CHUNK, SEQUENCES = 48, 3
 HOT = least_hot_pages(CHUNK, SEQUENCES, Stay())
 F32, INT8 = ops.PageEncoding.F32, ops.PageEncoding.INT8
 MOST = 1 << 30
+LEVELS = {
+    "hot": {},
+    "warm": {"warm": 20},
+    "cold": {"cold": 2},
+    "all": {"warm": 7, "cold": 2},
+}
+KINDS = ["paged", *LEVELS]
 BUFFERS = store_buffer_bytes(1)
 
 
@@ -54,7 +68,16 @@ class Machine:
             chunk=CHUNK,
         )
 
-    def prefixes(self, kv: SharingKV, folder: Path | None = None, encoding=F32, **options):
+    def paged(self) -> SharingPagedKV:
+        return SharingPagedKV(LAYERS, HOT * PAGE_TOKENS, torch.float32, self.pool)
+
+    def at(self, levels: str) -> SharingKV | SharingPagedKV:
+        """A cache of a kind."""
+        return self.paged() if levels == "paged" else self.kv(**LEVELS[levels])
+
+    def prefixes(
+        self, kv: SharingKV | SharingPagedKV, folder: Path | None = None, encoding=F32, **options
+    ):
         tree = kv.keep_prefixes(**options)
         if folder is None:
             return PrefixCache(kv, tree)
@@ -172,11 +195,11 @@ def prompt(system: int, user: int, length: int) -> list[int]:
     )
 
 
-@pytest.mark.parametrize(("warm", "cold"), [(0, 0), (20, 0), (0, 2), (7, 2)], ids=lambda n: str(n))
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_any_traffic_attends_to_the_right_pages(machine, warm, cold, data):
-    kv = machine.kv(warm=warm, cold=cold)
+def test_any_traffic_attends_to_the_right_pages(machine, kind, data):
+    kv = machine.at(kind)
     try:
         order = data.draw(st.sampled_from([*ORDERS]))
         most = data.draw(st.sampled_from([None, 10]))
@@ -190,8 +213,10 @@ def test_any_traffic_attends_to_the_right_pages(machine, warm, cold, data):
         text, _ = texts.open([9] * kv.capacity_tokens)
         assert not kv.can_open(1)
         texts.run(text)
-        texts.prefixes.tree.clear()
-        assert kv._book.free == kv._book.count
+        tree = texts.prefixes.tree
+        assert len(tree.alone()) == tree.held_pages > 0
+        tree.clear()
+        assert kv.free_tokens == kv.capacity_tokens
     finally:
         kv.release()
 
@@ -224,8 +249,9 @@ def _some_traffic(texts, data):
         texts.close(data.draw(st.sampled_from(sorted(texts.tokens))))
 
 
-def test_a_prompt_begins_with_what_others_computed(machine):
-    kv = machine.kv()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_begins_with_what_others_computed(machine, kind):
+    kv = machine.at(kind)
     texts = Texts(machine.prefixes(kv))
     first, held = texts.open(prompt(1, 2, 150))
     assert held == 0
@@ -244,8 +270,9 @@ def test_a_prompt_begins_with_what_others_computed(machine):
     kv.release()
 
 
-def test_shared_pages_take_room_once(machine):
-    kv = machine.kv()
+@pytest.mark.parametrize("kind", ["paged", "hot"])
+def test_shared_pages_take_room_once(machine, kind):
+    kv = machine.at(kind)
     texts = Texts(machine.prefixes(kv))
     texts.run(texts.open([3] * 160)[0])
     free = kv.free_tokens
@@ -254,23 +281,23 @@ def test_shared_pages_take_room_once(machine):
     assert free - kv.free_tokens == 160 + 2 * 16
     texts.run(a)
     texts.run(b)
-    with pytest.raises(BudgetError, match="--kv-host-memory"):
+    with pytest.raises(BudgetError, match="are free"):
         kv.open_with(kv.capacity_tokens + 1, texts.prefixes.tree.find([3] * 160))
     kv.release()
 
 
-@pytest.mark.parametrize(("warm", "cold"), [(0, 0), (20, 4)], ids=lambda n: str(n))
+@pytest.mark.parametrize("kind", ["paged", "hot", "all"])
 @pytest.mark.parametrize("encoding", [F32, INT8])
-def test_a_restart_finds_what_was_saved(machine, tmp_path, warm, cold, encoding):
+def test_a_restart_finds_what_was_saved(machine, tmp_path, kind, encoding):
     near = 1e-5 if encoding is F32 else 0.02
-    length = HOT * PAGE_TOKENS if warm else 300
-    kv = machine.kv(warm=warm, cold=cold)
+    length = (HOT + 3) * PAGE_TOKENS if kind == "all" else 300
+    kv = machine.at(kind)
     texts = Texts(machine.prefixes(kv, tmp_path, encoding), near)
     texts.run(texts.open(prompt(1, 2, length))[0])
     texts.run(texts.open(prompt(1, 3, 100))[0])
     texts.prefixes.finish()
     kv.release()
-    kv = machine.kv(warm=warm, cold=cold)
+    kv = machine.at(kind)
     prefixes = machine.prefixes(kv, tmp_path, encoding)
     texts = Texts(prefixes, near)
     second, held = texts.open(prompt(1, 3, 100))

@@ -2,6 +2,7 @@
 
 from hmt.kvcache.prefix.cache import Opened, PrefixCache
 from hmt.kvcache.prefix.extents import PageExtents
+from hmt.kvcache.prefix.paged import SharingPagedKV
 from hmt.kvcache.prefix.sharing import SharingKV
 from hmt.kvcache.prefix.store import PrefixStore, StoreCounters, store_buffer_bytes
 from hmt.kvcache.prefix.tree import PrefixCounters, PrefixTree
@@ -14,6 +15,7 @@ __all__ = [
     "PrefixStore",
     "PrefixTree",
     "SharingKV",
+    "SharingPagedKV",
     "StoreCounters",
     "store_buffer_bytes",
 ]

@@ -10,6 +10,7 @@ import torch
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kvcache.book import Numbers
 from hmt.kvcache.prefix.extents import PageExtents
+from hmt.kvcache.prefix.paged import SharingPagedKV
 from hmt.kvcache.prefix.sharing import SharingKV
 from hmt.kvcache.prefix.store import PrefixStore
 from hmt.kvcache.prefix.tree import PrefixTree, Tokens
@@ -32,7 +33,7 @@ class PrefixCache:
     Without a store prefixes live as long as the cache.  Only for the engine's thread.
     """
 
-    kv: SharingKV
+    kv: SharingKV | SharingPagedKV
     tree: PrefixTree
     store: PrefixStore | None = None
     extents: PageExtents | None = None
@@ -113,11 +114,17 @@ class PrefixCache:
         """Append what the drive has behind the first `held` pages; how many pages that is."""
         if self.store is None or self.extents is None:
             return 0
-        extents = self.extents
+        extents, loaded = self.extents, 0
+
+        def put(rows: torch.Tensor) -> None:
+            nonlocal loaded
+            self.kv.copy_in(sequence, held + loaded, extents, rows)
+            loaded += len(rows)
+
         keys = self.store.keys(known, salt)
-        if self.store.held(keys) <= held:
-            return 0
-        return self.store.load(keys, held, lambda rows: self.kv.copy_in(sequence, extents, rows))
+        if self.store.held(keys) > held:
+            self.store.load(keys, held, put)
+        return loaded
 
 
 _TREE_COUNTERS = ("lookups", "hits", "hit_tokens", "inserted", "evicted")

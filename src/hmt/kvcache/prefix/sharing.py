@@ -77,12 +77,15 @@ class SharingKV(TieredKV):
                 for source, slot, table, which in self._lying(layer, ids):
                     recode(pages, at, which, source, slot, table)
 
-    def copy_in(self, sequence: int, extents: PageExtents, memory: torch.Tensor) -> None:
-        """Append the pages of host memory [pages, page_bytes] to what a sequence holds.
+    def copy_in(
+        self, sequence: int, first: int, extents: PageExtents, memory: torch.Tensor
+    ) -> None:
+        """Let pages number `first` and on of a sequence hold host memory [pages, page_bytes].
 
-        It must hold whole pages only, and have as many left that it reserved.  May move other pages
+        It must hold what is before them and no more, and have reserved them.  May move other pages
         away; raises DiskReadError.
         """
+        assert len(self._sequences[sequence].pages) == first
         for part in memory.split(max(1, self._chunk // PAGE_TOKENS)):
             self._grow({sequence: len(part)})
             ids = self._sequences[sequence].pages[-len(part) :]
