@@ -1,5 +1,7 @@
 """A tiered cache whose sequences may begin with pages that others have computed."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -7,6 +9,7 @@ from hmt.base.errors import ConfigError
 from hmt.contracts.kv import GROUP_PAGES
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kvcache.book import Level, Numbers
+from hmt.kvcache.placement import pages_of, to_tensor
 from hmt.kvcache.prefix.extents import PageExtents
 from hmt.kvcache.prefix.tree import PrefixTree, Tokens
 from hmt.kvcache.store import recode
@@ -39,15 +42,16 @@ class SharingKV(TieredKV):
                 "this model has layers with a sliding window, whose keys and values are not kept "
                 "beyond it, so prompts cannot share them: leave the prefix cache off"
             )
-        most = self._book.count if pages is None else pages
+        book = self._places.book
+        most = book.count if pages is None else pages
         self._prefixes = PrefixTree(
-            self._book, most, order=order, max_age_s=max_age_s, clock=self._clock
+            book, most, order=order, max_age_s=max_age_s, clock=self._places.clock
         )
         return self._prefixes
 
     def can_open_with(self, tokens: int, ids: Numbers) -> bool:
         """Whether `open_with` would succeed now."""
-        return self._has_room(ids, -(-tokens // PAGE_TOKENS) - len(ids))
+        return self._has_room(ids, pages_of(tokens) - len(ids))
 
     def open_with(self, tokens: int, ids: Numbers) -> int:
         """A new sequence of `tokens` positions that begins with pages `ids`; its handle.
@@ -55,8 +59,9 @@ class SharingKV(TieredKV):
         ids   of the tree, from a call since which nothing else was asked of this cache; the
               sequence owns a share of them from now on.  Raises BudgetError.
         """
-        sequence = self._open(ids.copy(), -(-tokens // PAGE_TOKENS) - len(ids))
-        self._book.share(ids)
+        sequence = self._open(ids.copy(), pages_of(tokens) - len(ids))
+        self._places.book.share(ids)
+        self._sequences[sequence].tokens = PAGE_TOKENS * len(ids)
         return sequence
 
     def keep(self, sequence: int, tokens: Tokens, salt: str = "") -> int:
@@ -74,7 +79,7 @@ class SharingKV(TieredKV):
         """
         for pages, members in extents.kinds(memory):
             for at, layer in enumerate(members):
-                for source, slot, table, which in self._lying(layer, ids):
+                for source, slot, table, which in self._places.lying(layer, ids):
                     recode(pages, at, which, source, slot, table)
 
     def copy_in(
@@ -86,19 +91,20 @@ class SharingKV(TieredKV):
         away; raises DiskReadError.
         """
         assert len(self._sequences[sequence].pages) == first
+        hot = self._places.hot
         for part in memory.split(max(1, self._chunk // PAGE_TOKENS)):
             self._grow({sequence: len(part)})
             ids = self._sequences[sequence].pages[-len(part) :]
-            numbers = torch.from_numpy(self._book.slots_of(ids)).to(self._hot.device)
+            numbers = to_tensor(self._places.book.slots_of(ids)).to(hot.device)
             rows = torch.arange(len(part))
-            kinds = zip(self._hot.kinds, extents.kinds(part), strict=True)
+            kinds = zip(hot.kinds, extents.kinds(part), strict=True)
             for (pages, members), (source, _) in kinds:
                 for at in range(len(members)):
                     recode(pages, at, numbers, source, at, rows)
 
     def _free_pages(self, held: Numbers) -> int:
         """See TieredKV; what only the tree owns can be free."""
-        return super()._free_pages(held) + self._book.freed_by(self._idle(held))
+        return super()._free_pages(held) + self._places.book.freed_by(self._idle(held))
 
     def _idle(self, held: Numbers = _NONE) -> Numbers:
         """Pages that only the tree owns, without `held`."""
@@ -107,21 +113,25 @@ class SharingKV(TieredKV):
         alone = self._prefixes.alone()
         return np.setdiff1d(alone, held, assume_unique=True) if len(held) else alone
 
-    def _make_room(self, pages: int) -> None:
-        """See TieredKV; prefixes go where there would be too little room without.
+    def _grow(self, counts: Mapping[int, int]) -> None:
+        """See TieredKV; prefixes go where there would be too little room without."""
+        self._let_go(sum(max(0, count) for count in counts.values()))
+        super()._grow(counts)
+
+    def _let_go(self, pages: int) -> None:
+        """Evict prefixes until hot pages for so many can be made.
 
         An idle page that shares a group on the drive with one in use can no longer make room, so no
         more of them may go there than there are places to spare.
         """
-        if pages <= self._book.free_at(Level.HOT):
+        book = self._places.book
+        if self._prefixes is None or pages <= book.free_at(Level.HOT):
             return
-        while self._prefixes is not None:
-            short = pages - sum(self._book.free_at(level) for level in Level)
-            idle = self._idle()
-            near = int((self._book.level_of(idle) != Level.COLD).sum())
-            drive = self._book.free_at(Level.COLD) >= GROUP_PAGES
+        while len(idle := self._idle()):
+            short = pages - self._places.free_pages
+            near = int((book.level_of(idle) != Level.COLD).sum())
+            drive = book.free_at(Level.COLD) >= GROUP_PAGES
             lost = near - self._free_pages(_NONE) if drive else 0
-            if max(short, lost) <= 0 or not len(idle):
-                break
+            if max(short, lost) <= 0:
+                return
             self._prefixes.evict(max(short, lost))
-        super()._make_room(pages)
