@@ -93,7 +93,7 @@ def root_key(model: bytes, salt: str) -> bytes:
 
 
 def page_keys(root: bytes, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
-    """Keys of the whole pages of `tokens`: 0.8 us for each."""
+    """Keys of the whole pages of `tokens`: 1 us for each."""
     whole = len(tokens) // PAGE_TOKENS * PAGE_TOKENS
     content = np.asarray(tokens[:whole], dtype="<i8").tobytes()
     step, key, keys = 8 * PAGE_TOKENS, root, []

@@ -134,4 +134,4 @@ class SharingKV(TieredKV):
             lost = near - self._free_pages(_NONE) if drive else 0
             if max(short, lost) <= 0:
                 return
-            self._prefixes.evict(max(short, lost))
+            self._prefixes.evict(max(short, lost, GROUP_PAGES))  # some more at once, as they move
