@@ -270,6 +270,18 @@ def test_a_prompt_begins_with_what_others_computed(machine, kind):
     kv.release()
 
 
+@pytest.mark.parametrize("kind", ["cold", "all"])
+def test_idle_pages_do_not_strand_room_on_the_drive(machine, kind):
+    """Groups there are free as a whole only: none may mix what goes with what is reserved."""
+    kv = machine.at(kind)
+    texts = Texts(machine.prefixes(kv))
+    texts.run(texts.open([3] * 160)[0])
+    text, _ = texts.open([4] * kv.capacity_tokens)
+    texts.run(text)
+    assert len(texts.prefixes.tree.find([4] * kv.capacity_tokens)) > 0
+    kv.release()
+
+
 @pytest.mark.parametrize("kind", ["paged", "hot"])
 def test_shared_pages_take_room_once(machine, kind):
     kv = machine.at(kind)
