@@ -3,12 +3,9 @@
 from hmt.kvcache.cache import PagedKV
 from hmt.kvcache.opening import kv_sizes, open_tiered
 from hmt.kvcache.pages import page_bytes
-from hmt.kvcache.placed import PlacedKV
+from hmt.kvcache.placed import AnyKV, PlacedKV
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.tiered import TieredKV
-
-# Whatever keeps sequences of keys and values.
-AnyKV = PagedKV | PlacedKV | TieredKV
 
 __all__ = [
     "ORDERS",
