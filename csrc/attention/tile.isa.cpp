@@ -15,10 +15,6 @@ size_t work_bytes(const PageLayout& layout) {
   return Work().place(layout, nowhere);
 }
 
-const uint8_t* page_at(const Tile& tile, size_t page) {
-  return tile.pages->data + static_cast<size_t>(tile.run->table[page]) * tile.pages->stride;
-}
-
 // Scores of positions [base, base + 64) become weights; sums and totals follow a greater top.
 template <typename Form>
 void weigh(const Tile& tile, const Partial& partial, const Block& block, const Work& work,
@@ -123,7 +119,7 @@ void attend_as(const Tile& tile, const Partial& partial, const Work& work) {
 }
 
 void attend_tile(const Tile& tile, const Partial& partial, const Work& work) {
-  const PageLayout& layout = tile.pages->layout;
+  [[maybe_unused]] const PageLayout& layout = tile.pages->layout;
 #if defined(HMT_AVX512_BF16)
   const bool bf16 = layout.encoding == PageEncoding::kBF16;
   if (bf16 && tile.query->type == DType::kBF16) return attend_as<Bf16Pages>(tile, partial, work);

@@ -22,11 +22,12 @@ struct Work {
   uint8_t* keys;      // four pages, where they are not read where they lie
   uint8_t* values;
   // Where products are of codes:
-  float* query_row;        // [key_dim, and as many bytes twice]: a query as it is cut
+  float* query_row;        // [key_dim]
   float* query_factors;    // [rows]
   int32_t* query_starts;   // [rows, groups of keys]
   float* weight_scales;    // [rows, groups of values]
   int32_t* weight_starts;  // [rows, groups of values]
+  float* value_scales;     // [groups of values, 128], of int4
 
   // Divides up `memory`, and returns the bytes that takes.
   size_t place(const PageLayout& layout, uint8_t* memory) {
@@ -48,11 +49,12 @@ struct Work {
     take(after, kTileRows * sizeof(size_t));
     take(keys, kBlockTokens * layout.key_dim * 4);
     take(values, kBlockTokens * width * 4);
-    take(query_row, codes ? layout.key_dim * 6 : 0);
+    take(query_row, codes ? layout.key_dim * 4 : 0);
     take(query_factors, code_rows * 4);
     take(query_starts, code_rows * key_groups * 4);
     take(weight_scales, code_rows * value_groups * 4);
     take(weight_starts, code_rows * value_groups * 4);
+    take(value_scales, codes ? value_groups * kCodeTokens * 4 : 0);
     return used;
   }
 };
@@ -64,6 +66,10 @@ inline const uint8_t* query_row(const Tile& tile, size_t r) {
   const size_t bytes = query.type == DType::kF32 ? 4 : 2;
   return static_cast<const uint8_t*>(query.data) +
          (token * query.token_stride + head * query.head_stride) * bytes;
+}
+
+HMT_INLINE const uint8_t* page_at(const Tile& tile, size_t page) {
+  return tile.pages->data + static_cast<size_t>(tile.run->table[page]) * tile.pages->stride;
 }
 
 inline void begin_rows(const Tile& tile, const Partial& partial, const Work& work) {
