@@ -79,7 +79,8 @@ struct CodeBlock {
   const uint8_t* values[kCodePages];
   const uint8_t* key_scales[kCodePages];
   const uint8_t* value_scales[kCodePages];
-  // Fetched, a line for each that is read, while keys are scored, and while values are mixed.
+  // Fetched, a line for each that is read, while keys are scored, and while values are mixed: all but
+  // the last page of the former and the first of the latter, which `fetch_between` does.
   const uint8_t* ahead_of_keys[kCodePages];
   const uint8_t* ahead_of_values[kCodePages];
   size_t count;
@@ -99,7 +100,7 @@ HMT_INLINE __m512i broadcast(const uint32_t* p) {
 }
 
 // scores [kRows, kCodeTokens]; pages [page, page + kPages) of the block
-template <typename Codes, size_t kRows, size_t kPages, bool kFetch>
+template <typename Codes, size_t kRows, size_t kPages, size_t kFetched>
 HMT_INLINE void score_codes(const uint32_t* query, const int32_t* starts, const float* factors,
                             size_t dim, const CodeBlock& block, size_t page, float* scores) {
   const size_t lines = dim / Codes::kNumbers;
@@ -122,7 +123,7 @@ HMT_INLINE void score_codes(const uint32_t* query, const int32_t* starts, const 
       __m512i words[kPages];
       for (size_t c = 0; c < kPages; ++c) {
         words[c] = _mm512_loadu_si512(block.keys[page + c] + line * 64);
-        if (kFetch) fetch(block.ahead_of_keys[page + c] + line * 64);
+        if (c < kFetched) fetch(block.ahead_of_keys[page + c] + line * 64);
       }
       for (size_t part = 0; part < Codes::kParts; ++part, query += 2 * kRows) {
         __m512i bytes[kPages];
@@ -190,7 +191,7 @@ HMT_INLINE void mix_codes(const CodeWeights& weights, size_t row, const CodeBloc
     for (size_t c = 0; c < kColumns; ++c) {
       values[c] = kWhole ? _mm512_loadu_si512(line + 64 * c)
                          : _mm512_maskz_loadu_epi32(there[c], line + 64 * c);
-      if (kFetch) {
+      if (kFetch && page > 0) {
         fetch(block.ahead_of_values[page] + (column / 16 * kWords + word * kColumns + c) * 64);
       }
     }
@@ -243,19 +244,22 @@ void score_codes(const CodeQuery& query, size_t rows, size_t dim, const CodeBloc
   by_code_rows(rows, [&](auto count, size_t r) {
     constexpr size_t kRows = decltype(count)::value;
     constexpr size_t kPages = kRows <= 2 ? 4 : 2;
-    const auto pass = [&](auto pages, auto fetches, size_t page) {
-      score_codes<Codes, kRows, decltype(pages)::value, decltype(fetches)::value>(
+    const auto pass = [&](auto pages, auto fetched, size_t page) {
+      score_codes<Codes, kRows, decltype(pages)::value, decltype(fetched)::value>(
           query.words + r * dim / 2, query.starts + r * groups, query.factors + r, dim, block, page,
           scores + r * kCodeTokens);
     };
     size_t page = 0;
     for (; page + kPages <= block.count; page += kPages) {
       const auto pages = std::integral_constant<size_t, kPages>();
-      if (r == 0) pass(pages, std::true_type(), page);
-      else pass(pages, std::false_type(), page);
+      using All = std::integral_constant<size_t, kPages>;
+      using AllButOne = std::integral_constant<size_t, kPages - 1>;
+      if (r > 0) pass(pages, std::integral_constant<size_t, 0>(), page);
+      else if (page + kPages < kCodePages) pass(pages, All(), page);
+      else pass(pages, AllButOne(), page);
     }
     for (; page < block.count; ++page) {
-      pass(std::integral_constant<size_t, 1>(), std::false_type(), page);
+      pass(std::integral_constant<size_t, 1>(), std::integral_constant<size_t, 0>(), page);
     }
   });
 }

@@ -294,6 +294,14 @@ inline CodeBlock code_block(const Tile& tile, const HeadPlaces& places, size_t f
   return block;
 }
 
+// Part `r` of `rows` of what is fetched while weights are made, so that memory is never idle.
+HMT_INLINE void fetch_between(const CodeBlock& block, size_t r, size_t rows, size_t bytes) {
+  for (size_t i = r * 64; i < bytes; i += rows * 64) {
+    fetch(block.ahead_of_keys[block.count - 1] + i);
+    fetch(block.ahead_of_values[0] + i);
+  }
+}
+
 // begin_rows() has been called.
 template <typename Codes>
 void attend_codes(const Tile& tile, const Partial& partial, const Work& work) {
@@ -317,6 +325,7 @@ void attend_codes(const Tile& tile, const Partial& partial, const Work& work) {
     score_codes<Codes>(query, tile.rows, layout.key_dim, block, work.scores);
     spread_value_scales(block, Codes(), groups, tile.end - page * kPageTokens, work.value_scales);
     for (size_t r = 0; r < tile.rows; ++r) {
+      fetch_between(block, r, tile.rows, places.key_bytes);
       weigh_row(tile, partial, work, r, page * kPageTokens, count);
       for (size_t group = 0; group < groups; ++group) {
         const size_t at = r * groups + group;
