@@ -1,5 +1,4 @@
-// A tile's rows against pages of codes (int8, int4) that are read where they lie.  Only for
-// *.isa.cpp.
+// A tile's rows against pages of codes (int8, int4), read where they lie.  Only for *.isa.cpp.
 //
 // A query is rounded to 15 bits, weights with the scales of their values to 16 (to 15 and a sign
 // where scales have signs, in int4); both are cut into two rows of bytes, and products and their
@@ -198,8 +197,8 @@ HMT_INLINE void round_weights(const CodeBlock&, Int4Codes, const float* weights,
   *start = -Int4Codes::kKeyZero * _mm512_reduce_add_epi32(sum);
 }
 
-// scales [groups, 128]: those of a block's values, zeros from token `seen` on, where memory may hold
-// anything.
+// scales [groups, 128]: those of a block's values, zeros from token `seen` on, where memory may
+// hold anything.
 inline void spread_value_scales(const CodeBlock& block, Int4Codes, size_t groups, size_t seen,
                                 float* scales) {
   for (size_t group = 0; group < groups; ++group, scales += kCodeTokens) {
@@ -294,7 +293,8 @@ inline CodeBlock code_block(const Tile& tile, const HeadPlaces& places, size_t f
   return block;
 }
 
-// Part `r` of `rows` of what is fetched while weights are made, so that memory is never idle.
+// Part `r` of `rows` of what is fetched while weights are made: one core reads a fifth more where
+// memory is not idle meanwhile.
 HMT_INLINE void fetch_between(const CodeBlock& block, size_t r, size_t rows, size_t bytes) {
   for (size_t i = r * 64; i < bytes; i += rows * 64) {
     fetch(block.ahead_of_keys[block.count - 1] + i);
@@ -323,15 +323,16 @@ void attend_codes(const Tile& tile, const Partial& partial, const Work& work) {
     const size_t count = end_page - page < kCodePages ? end_page - page : kCodePages;
     const CodeBlock block = code_block(tile, places, page, count, work);
     score_codes<Codes>(query, tile.rows, layout.key_dim, block, work.scores);
-    spread_value_scales(block, Codes(), groups, tile.end - page * kPageTokens, work.value_scales);
+    const size_t seen = tile.end - page * kPageTokens;
+    spread_value_scales(block, Codes(), groups, seen, work.value_scales);
     for (size_t r = 0; r < tile.rows; ++r) {
       fetch_between(block, r, tile.rows, places.key_bytes);
       weigh_row(tile, partial, work, r, page * kPageTokens, count);
       for (size_t group = 0; group < groups; ++group) {
         const size_t at = r * groups + group;
         round_weights(block, Codes(), work.scores + r * kCodeTokens,
-                      work.value_scales + group * kCodeTokens, bytes + at * 2 * kCodeTokens, work.weight_scales + at,
-                      work.weight_starts + at);
+                      work.value_scales + group * kCodeTokens, bytes + at * 2 * kCodeTokens,
+                      work.weight_scales + at, work.weight_starts + at);
       }
     }
     mix_codes<Codes>(weights, tile.rows, block, layout.value_dim, width, partial.sums);

@@ -8,7 +8,7 @@
 
 namespace hmt::HMT_ISA {
 
-// Positions that are scored before their values are mixed, where products are of codes: eight pages.
+// Positions that are scored before their values are mixed where products are of codes: eight pages.
 constexpr size_t kCodePages = 8;
 constexpr size_t kCodeTokens = kCodePages * kPageTokens;
 
