@@ -115,7 +115,7 @@ def kernels(
     ] = "1,256,1024",
     contexts: Annotated[
         str, typer.Option(help="Sequences and positions of the attention; none when empty.")
-    ] = "1x4096,16x1024",
+    ] = "1x4096,1x32768,16x1024",
     only: Annotated[
         str | None, typer.Option(help="Names as in the table, such as w4a8:32,bf16.")
     ] = None,
