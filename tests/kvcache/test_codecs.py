@@ -292,7 +292,7 @@ LAYER = KVLayer(KVKind.FULL, 2, 64, 32)
         ("int8/fp8", "choose int8, "),
         ("int8/", "after"),
         ("int8+", "after"),
-        ("int8+more", "residual or parts"),
+        ("int8+more", "residual or parts or many-parts"),
         ("int8-static", "needs a file"),
         ("int8@scales", "nothing else takes one"),
         ("", "choose int8, "),

@@ -49,6 +49,14 @@ def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str
     }
 
 
+def page_bytes_as(name: str, layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
+    """Bytes of a page of all `layers` without a window, kept as `name` says, without padding."""
+    whole, _ = _by_window(layers)
+    if codecs := codecs_of(name, whole):
+        return sum(codec.page_bytes for codec in codecs.values())
+    return store_page_bytes(whole, encoding_of(name, dtype))
+
+
 def open_tiered(
     layers: Sequence[KVLayer],
     levels: KVLevels,

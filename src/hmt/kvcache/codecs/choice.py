@@ -28,6 +28,7 @@ _PART = 16  # numbers of a sub-channel
 RESIDUALS: dict[str, Callable[[Codec], Codec]] = {
     "residual": Residual,
     "parts": partial(Residual, width=_PART),
+    "many-parts": partial(Residual, width=_PART, share=0.04),
 }
 
 
@@ -36,7 +37,8 @@ class CodecName:
     """How keys and values are kept, as users write it: KEYS/VALUES+RESIDUAL@FILE.
 
     keys, values   in CODECS, or "int8-static"; "int8" stands for "int8/int8"
-    residual       in RESIDUALS: of rows of outliers, or of parts of them; empty: none
+    residual       in RESIDUALS: of rows of outliers, of parts of them, or of parts of many, which
+                   take 4% instead of 0.5%; empty: none
     file           with the scales of "int8-static": see Calibration
     """
 

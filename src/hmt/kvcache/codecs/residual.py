@@ -8,7 +8,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, taken_apart
 
 _SIGMAS = 3.0
-_SHARE = 0.005  # of the bytes without residuals
+_SHARE = 0.005
 _LARGEST = 7  # codes are -7 .. 7, kept as code + 8
 _BIAS = 127  # of exponents, as in an f32; 0 says that a record is not in use
 
@@ -16,22 +16,23 @@ _BIAS = 127  # of exponents, as in an f32; 0 says that a record is not in use
 class Residual(Codec):
     """Another codec's pages, with what it lost of outliers in 4 bits.
 
-    An outlier is a part of a row whose error is more than 3 sigma, sigma being the root mean square
-    of the same part's errors over the other tokens of the page.  Those with the largest errors get
-    a record each.  There are as many records as 0.5% of the page hold, and one at least, which is
-    more where pages are small: 1.6% of two heads of 64 numbers, if a row is one part.
+    An outlier is a part of a row whose error is more than 3 sigma, sigma being the median of the
+    same part's errors over the tokens of the page: outliers come several in a row, and would hide
+    each other in a mean.  Those with the largest errors get a record each.  There are as many
+    records as `share` of the page's bytes hold, and one at least, which is more where pages are
+    small: 1.6% of two heads of 64 numbers, if a row is one part.
 
     page     the other codec's, then for each record: which part of the page (one byte where 256
              suffice, else two), the exponent of its scale, and codes, two in a byte
     width    numbers of a part: a row ("token-wise") or less of it ("sub-channel")
     """
 
-    def __init__(self, base: Codec, width: int | None = None) -> None:
+    def __init__(self, base: Codec, width: int | None = None, share: float = _SHARE) -> None:
         super().__init__(base.heads, base.dim)
         self.base = base
         self.width = round_up(min(width or base.dim, base.dim), 2)
         self.parts = -(-base.dim // self.width)  # of a row
-        self.records = max(1, int(base.page_bytes * _SHARE) // self.record_bytes)
+        self.records = max(1, int(base.page_bytes * share) // self.record_bytes)
 
     @property
     def record_bytes(self) -> int:
@@ -47,8 +48,8 @@ class Residual(Codec):
         encoded = self.base._encode(rows)
         lost = self._in_parts(rows - self.base._decode(encoded))
         error = torch.linalg.vector_norm(lost, dim=-1, dtype=torch.float64).square()
-        others = (error.sum(1, keepdim=True) - error).clamp(min=0) / (PAGE_TOKENS - 1)
-        error = error.masked_fill(error <= _SIGMAS**2 * others, 0).flatten(1)
+        usual = error.median(1, keepdim=True).values
+        error = error.masked_fill(error <= _SIGMAS**2 * usual, 0).flatten(1)
         worst, places = error.topk(self.records, dim=1)
         lost = lost.flatten(1, 3).take_along_dim(places[..., None], 1)
         exponents = torch.frexp(lost.abs().amax(-1) / _LARGEST).exponent.clamp(1 - _BIAS, _BIAS)
