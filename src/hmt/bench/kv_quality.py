@@ -38,8 +38,9 @@ from hmt.bench.tasks import Corpus
 from hmt.contracts.kv import Stay, least_hot_pages, ring_pages
 from hmt.contracts.model import PAGE_TOKENS, KVKind
 from hmt.engine import Engine
+from hmt.engine.config import KV_ENCODINGS
 from hmt.kvcache import page_bytes_as
-from hmt.kvcache.codecs import STATIC, Calibration
+from hmt.kvcache.codecs import STATIC, Calibration, CodecName
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,7 @@ SETTINGS = (
 )
 _CHUNKS = (32, 64, 128, 256, 512)
 _HOST_MEMORY = "2GiB"
+_CALIBRATIONS = {"prompts", "prose"}
 _PROSE_TOKENS = 4096  # of the end of the text
 _TASKS, _RETRIEVALS = 64, 4  # that are not asked
 _RETRIEVAL_TOKENS = 2048
@@ -125,6 +127,9 @@ def run(
     """
     sizes = sizes or Sizes()
     chosen = [Setting.parse(name) for name in settings]
+    for setting in chosen:
+        if setting.cold not in (None, *KV_ENCODINGS):
+            CodecName.parse(setting.cold)
     given = {"host_memory": _HOST_MEMORY, "max_batch": 1, **(options or {})}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="hmt-kv-quality-") as name:
@@ -132,12 +137,11 @@ def run(
         with Engine(**given, context=_PROSE_TOKENS) as engine:
             loaded = engine.load_model(model)
             prepared = loaded.prepared
-            scales = {}
-            if any(STATIC in setting.name for setting in chosen):
-                progress("calibrating")
-                scales = {seen: folder / f"{seen}.safetensors" for seen in ("prompts", "prose")}
-                for seen, file in scales.items():
-                    calibrate(loaded, text, prompts=seen == "prompts").write(file)
+            wanted = {(setting.cold or "").partition("@")[2] for setting in chosen}
+            scales = {seen: folder / f"{seen}.safetensors" for seen in _CALIBRATIONS & wanted}
+            for seen, file in scales.items():
+                progress(f"calibrating on {seen}")
+                calibrate(loaded, text, prompts=seen == "prompts").write(file)
         for length, count in sizes.lengths.items():
             first = length == min(sizes.lengths)
             extent = Extent(
