@@ -45,8 +45,8 @@ def test_bytes_are_those_of_the_codec(prepared):
     row = Int8PerToken(2, 64)
     for name, far in (
         ("full", 4096.0),
-        ("warm:int8", 2 * row.page_bytes * 8 / 16),
-        ("cold:int8+parts", 2 * Residual(row, 16).page_bytes * 8 / 16),
+        ("warm:int8", 2 * row.unit_bytes * 8 / 16),
+        ("cold:int8+parts", 2 * Residual(row, 16).unit_bytes * 8 / 16),
     ):
         memory = KVMemory.of(Setting.parse(name), 8192, 0.12, prepared, {})
         assert sum(memory.pages.values()) == 512

@@ -50,7 +50,7 @@ def every_codec(heads, dim, rows):
 def round_trip(codec, rows):
     data = codec.encode(rows)
     assert data.dtype == torch.uint8
-    assert data.shape == (len(rows) // PAGE_TOKENS, codec.page_bytes)
+    assert data.shape == (len(rows) // PAGE_TOKENS // codec.pages, codec.unit_bytes)
     assert data.numel() == codec.nbytes(len(rows))
     return codec.decode(data, torch.float32)
 
@@ -144,13 +144,26 @@ def test_what_a_static_range_cuts_off_comes_back_with_a_residual():
     assert (cut - rows[7, 1]).norm() > 6 * (kept - rows[7, 1]).norm()
 
 
+def test_pages_that_share_records_give_them_to_those_that_need_them():
+    rows = rows_of(4, 2, 64, pages=32)
+    codec = static(2, 64, rows)
+    rows[40:46, :, 5] = 30  # in a row, in one page of the first unit
+    shared = Residual(codec, 16, pages=16)
+    assert shared.unit_bytes <= 16 * codec.unit_bytes * 1.005
+    assert shared.nbytes(len(rows)) == 2 * shared.unit_bytes
+    alone, together = (round_trip(c, rows) for c in (Residual(codec, 16), shared))
+    wrong = [((found - rows).abs().amax(-1) > 3).sum() for found in (alone, together)]
+    assert wrong == [11, 0]
+    assert torch.equal(together[256:], codec.decode(codec.encode(rows[256:]), torch.float32))
+
+
 @pytest.mark.parametrize(("heads", "dim"), [(2, 64), (8, 128), (1, 160)])
 def test_residuals_of_parts_take_less_than_half_a_percent(heads, dim):
     for make in (Int8PerToken, Int8PerChannel):
         base = make(heads, dim)
-        extra = Residual(base, 16).page_bytes / base.page_bytes - 1
+        extra = Residual(base, 16).unit_bytes / base.unit_bytes - 1
         assert 0 < extra < 0.005
-    assert Residual(Int8PerToken(8, 128)).page_bytes / Int8PerToken(8, 128).page_bytes < 1.005
+    assert Residual(Int8PerToken(8, 128)).unit_bytes / Int8PerToken(8, 128).unit_bytes < 1.005
 
 
 @given(seed=st.integers(0, 10**6), power=st.integers(-20, 20))
@@ -188,7 +201,7 @@ def test_zeros_stay_zeros(dim):
     for codec in every_codec(HEADS, dim, rows):
         found = round_trip(codec, rows)
         assert (found[rows == 0] == 0).all()
-        nothing = codec.decode(torch.zeros(2, codec.page_bytes, dtype=torch.uint8), torch.float32)
+        nothing = codec.decode(torch.zeros(2, codec.unit_bytes, dtype=torch.uint8), torch.float32)
         if not isinstance(getattr(codec, "base", codec), Int4):  # whose code of 0 is 8
             assert (nothing == 0).all()
         assert nothing.isfinite().all()
@@ -224,7 +237,7 @@ def test_int8_and_int4_hold_the_numbers_of_pages(dtype):
         key, value = read_pages(pages, 0, table, len(rows))
         found = codec.decode(codec.encode(rows), torch.float32)
         assert torch.equal(found, key) and torch.equal(found, value)
-        assert 2 * codec.page_bytes == layout.page_bytes
+        assert 2 * codec.unit_bytes == layout.page_bytes
 
 
 @given(seed=st.integers(0, 10**6), dim=st.sampled_from([4, 8, 12, 64]))
@@ -255,7 +268,7 @@ def test_scales_come_from_what_was_seen(tmp_path):
     codecs = layer_codecs(f"INT8-static@{tmp_path}/scales.safetensors", layers)
     for codec, key, value in ((codecs[0], keys, values), (codecs[3], latent, None)):
         data = codec.encode(key, value)
-        assert data.shape == (PAGES, codec.page_bytes)
+        assert data.shape == (PAGES, codec.unit_bytes)
         key_found, value_found = codec.decode(data, torch.float32)
         assert torch.equal(key_found, round_trip(static(*key.shape[1:], key), key))
         wanted = key_found[..., :8] if value is None else round_trip(static(2, 4, value), value)
@@ -292,7 +305,7 @@ LAYER = KVLayer(KVKind.FULL, 2, 64, 32)
         ("int8/fp8", "choose int8, "),
         ("int8/", "after"),
         ("int8+", "after"),
-        ("int8+more", "residual or parts or many-parts"),
+        ("int8+more", "residual or parts or many-parts or shared-parts"),
         ("int8-static", "needs a file"),
         ("int8@scales", "nothing else takes one"),
         ("", "choose int8, "),

@@ -6,7 +6,7 @@ from test_tiered import HOT, LAYERS, Machine, Texts
 
 from hmt.base.errors import ConfigError
 from hmt.base.trace import Tracer
-from hmt.contracts.kv import COLD_BUFFERS, GROUP_PAGES
+from hmt.contracts.kv import COLD_BUFFERS
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Step
@@ -79,8 +79,9 @@ def test_what_was_cold_is_what_the_codec_makes_of_it(machine, name, piece_bytes)
     cache.release()
 
 
-def test_attention_goes_over_what_was_decoded(machine):
-    cache, _ = coded_cache(machine, "int8+parts")
+@pytest.mark.parametrize("name", ["int8+parts", "int8+shared-parts"])
+def test_attention_goes_over_what_was_decoded(machine, name):
+    cache, _ = coded_cache(machine, name)
     texts = Texts(cache, near=0.02, layers=tuple(WHOLE.values()))
     text = texts.open(1500)
     for _ in range(30):
@@ -110,7 +111,7 @@ def test_an_empty_place_in_a_group_is_harmless(machine):
     store.release()
 
 
-@pytest.mark.parametrize("name", ["exact", "int8", *NAMES])
+@pytest.mark.parametrize("name", ["exact", "int8", "int8+shared-parts", *NAMES])
 def test_plans_count_what_codecs_take(machine, name):
     sizes = KVSizes(**kv_sizes(LAYERS, torch.float32, "exact", name))
     budgets = KVBudgets(HOT * sizes.hot_page + (1 << 20), 0, None)
@@ -137,7 +138,7 @@ def taken(cold):
 def test_groups_are_padded_once_not_for_every_page():
     codecs = layer_codecs("int8+parts", WHOLE)
     whole, _, _ = cold_bytes(WHOLE, ops.PageEncoding.F32, codecs)
-    numbers = sum(GROUP_PAGES * codec.page_bytes for codec in codecs.values())
+    numbers = sum(codec.group_bytes for codec in codecs.values())
     assert numbers <= whole < numbers + 4096 * len(WHOLE)
 
 

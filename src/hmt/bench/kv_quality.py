@@ -35,11 +35,11 @@ from hmt.bench.quality import (
     short_tasks,
 )
 from hmt.bench.tasks import Corpus
-from hmt.contracts.kv import Stay, least_hot_pages, ring_pages
+from hmt.contracts.kv import GROUP_PAGES, Stay, least_hot_pages, ring_pages
 from hmt.contracts.model import PAGE_TOKENS, KVKind
 from hmt.engine import Engine
 from hmt.engine.config import KV_ENCODINGS
-from hmt.kvcache import page_bytes_as
+from hmt.kvcache import group_bytes_as
 from hmt.kvcache.codecs import STATIC, Calibration, CodecName
 
 if TYPE_CHECKING:
@@ -61,9 +61,11 @@ SETTINGS = (
     f"cold:{STATIC}@prose",
     f"cold:{STATIC}+residual@prose",
     f"cold:{STATIC}+parts@prose",
+    f"cold:{STATIC}+shared-parts@prose",
     f"cold:{STATIC}+many-parts@prose",
     "cold:int4",
     "cold:int4+parts",
+    "cold:int4+shared-parts",
     "cold:int4+many-parts",
     "warm:int8,cold:int4",
     "cold:int8/sparse24-int8",
@@ -201,7 +203,7 @@ class KVMemory:
     chunk        tokens of a prompt's pieces
     near_bytes   of all near pages, and of rings
     pages        by level: "near", "warm", "cold"
-    page_bytes   of one of them, without what only padding takes
+    page_bytes   of one of them on average, without what only padding takes
     quant        how warm and cold pages are kept, for the engine
     """
 
@@ -210,7 +212,7 @@ class KVMemory:
     chunk: int
     near_bytes: int
     pages: Mapping[str, int]
-    page_bytes: Mapping[str, int]
+    page_bytes: Mapping[str, float]
     quant: tuple[str, str]
 
     @staticmethod
@@ -233,7 +235,7 @@ class KVMemory:
         codec, at, seen = (setting.cold or "exact").partition("@")
         cold = f"{codec}{at}{scales.get(seen, seen)}"
         quant = setting.warm or "exact", cold
-        far = [page_bytes_as(name, model.spec.kv, model.dtype) for name in quant]
+        far = [group_bytes_as(name, model.spec.kv, model.dtype) / GROUP_PAGES for name in quant]
         return KVMemory(
             setting, context, chunk, hot * sizes.hot_page + rings,
             {"near": hot, "warm": warm, "cold": pages - hot - warm},
@@ -248,7 +250,7 @@ class KVMemory:
             return options
         return options | {
             "kv_device_memory": self.near_bytes,
-            "kv_host_memory": self.pages["warm"] * self.page_bytes["warm"],
+            "kv_host_memory": int(self.pages["warm"] * self.page_bytes["warm"]),
             "kv_disk": folder,
             "kv_quant": ",".join(self.quant),
         }

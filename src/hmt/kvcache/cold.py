@@ -61,7 +61,7 @@ def cold_bytes(
 def _group_bytes(layout: ops.PageLayout, codec: LayerCodec | None = None) -> int:
     """Of one layer.  Pages that are read as they are begin where kernels like them to."""
     if codec is not None:
-        return round_up(GROUP_PAGES * codec.page_bytes, _BLOCK)
+        return round_up(codec.group_bytes, _BLOCK)
     return GROUP_PAGES * _stride(layout)
 
 
@@ -312,9 +312,10 @@ def _encode(
 
 def _decode(pages: ops.Pages, codec: LayerCodec, groups: torch.Tensor) -> None:
     """Write what groups [groups, bytes] hold to `pages`, as many."""
-    coded = groups[:, : GROUP_PAGES * codec.page_bytes].reshape(-1, codec.page_bytes)
+    coded = groups[:, : codec.group_bytes].reshape(-1, codec.unit_bytes)
     key, value = codec.decode(coded, pages.layout.encoding.dtype)
-    runs = ops.PagedRuns([ops.PagedRun(0, len(key), 0, torch.arange(len(coded)))])
+    table = torch.arange(len(groups) * GROUP_PAGES)
+    runs = ops.PagedRuns([ops.PagedRun(0, len(key), 0, table)])
     ops.append_pages(pages, 0, runs, key, None if pages.layout.latent else value)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hmt.contracts.kv import KVLevels
+from hmt.contracts.kv import GROUP_PAGES, KVLevels
 from hmt.contracts.model import KVLayer
 from hmt.kernels import ops
 from hmt.kvcache.codecs import LayerCodec, layer_codecs
@@ -49,12 +49,15 @@ def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str
     }
 
 
-def page_bytes_as(name: str, layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
-    """Bytes of a page of all `layers` without a window, kept as `name` says, without padding."""
+def group_bytes_as(name: str, layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
+    """Bytes of `GROUP_PAGES` pages of all `layers` without a window, kept as `name` says.
+
+    Without padding.  Raises ConfigError.
+    """
     whole, _ = _by_window(layers)
     if codecs := codecs_of(name, whole):
-        return sum(codec.page_bytes for codec in codecs.values())
-    return store_page_bytes(whole, encoding_of(name, dtype))
+        return sum(codec.group_bytes for codec in codecs.values())
+    return GROUP_PAGES * store_page_bytes(whole, encoding_of(name, dtype))
 
 
 def open_tiered(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hmt.base.errors import ConfigError
-from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.kv import GROUP_PAGES
+from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.kvcache.codecs.calibration import read_scales
 from hmt.kvcache.codecs.integers import Int4, Int8PerChannel, Int8PerToken, Int8Static
 from hmt.kvcache.codecs.interface import Codec
@@ -29,6 +30,7 @@ RESIDUALS: dict[str, Callable[[Codec], Codec]] = {
     "residual": Residual,
     "parts": partial(Residual, width=_PART),
     "many-parts": partial(Residual, width=_PART, share=0.04),
+    "shared-parts": partial(Residual, width=_PART, pages=GROUP_PAGES),
 }
 
 
@@ -37,8 +39,8 @@ class CodecName:
     """How keys and values are kept, as users write it: KEYS/VALUES+RESIDUAL@FILE.
 
     keys, values   in CODECS, or "int8-static"; "int8" stands for "int8/int8"
-    residual       in RESIDUALS: of rows of outliers, of parts of them, or of parts of many, which
-                   take 4% instead of 0.5%; empty: none
+    residual       in RESIDUALS: of rows of outliers, of parts of them, of parts of many, which take
+                   4% instead of 0.5%, or of parts of a group of pages; empty: none
     file           with the scales of "int8-static": see Calibration
     """
 
@@ -73,31 +75,46 @@ class CodecName:
 
 
 class LayerCodec:
-    """Pages of one layer: bytes of its keys, then of its values.
+    """Pages of one layer: bytes of keys, then of values, for each unit of `pages`.
 
     values   None where the value of a token is the first `value_dim` numbers of its key
     """
 
     def __init__(self, keys: Codec, values: Codec | None, value_dim: int) -> None:
+        assert values is None or values.pages == keys.pages
         self.keys = keys
         self.values = values
+        self.pages = keys.pages
         self._value_dim = value_dim
-        self.page_bytes = keys.page_bytes + (values.page_bytes if values is not None else 0)
+        self.unit_bytes = keys.unit_bytes + (values.unit_bytes if values is not None else 0)
+
+    @property
+    def group_bytes(self) -> int:
+        """Of `GROUP_PAGES`, which are whole units."""
+        assert GROUP_PAGES % self.pages == 0
+        return GROUP_PAGES // self.pages * self.unit_bytes
 
     def encode(self, key: Tensor, value: Tensor | None) -> Tensor:
-        """Bytes uint8 [pages, page_bytes] of key and value [16 * pages, heads, dim]."""
-        encoded = self.keys.encode(key)
+        """Bytes uint8 [units, unit_bytes] of key and value [tokens, heads, dim] of whole pages.
+
+        Pages that are missing in the last unit are filled with zeros.
+        """
+        encoded = self.keys.encode(self._filled(key))
         if self.values is None:
             return encoded
         assert value is not None
-        return torch.cat((encoded, self.values.encode(value)), dim=1)
+        return torch.cat((encoded, self.values.encode(self._filled(value))), dim=1)
 
     def decode(self, data: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Key and value [16 * pages, heads, dim] in `dtype`."""
-        key = self.keys.decode(data[:, : self.keys.page_bytes], dtype)
+        """Key and value [tokens of all units, heads, dim] in `dtype`."""
+        key = self.keys.decode(data[:, : self.keys.unit_bytes], dtype)
         if self.values is None:
             return key, key[..., : self._value_dim]
-        return key, self.values.decode(data[:, self.keys.page_bytes :], dtype)
+        return key, self.values.decode(data[:, self.keys.unit_bytes :], dtype)
+
+    def _filled(self, rows: Tensor) -> Tensor:
+        missing = -len(rows) % (self.pages * PAGE_TOKENS)
+        return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, missing)) if missing else rows
 
 
 def layer_codecs(name: str, layers: Mapping[int, KVLayer]) -> dict[int, LayerCodec]:

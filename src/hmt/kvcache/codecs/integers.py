@@ -20,7 +20,7 @@ class Int8PerToken(Codec):
     """
 
     @property
-    def page_bytes(self) -> int:
+    def unit_bytes(self) -> int:
         """See Codec."""
         return PAGE_TOKENS * self.heads * (self.dim + 4)
 
@@ -43,7 +43,7 @@ class Int8PerChannel(Codec):
     """
 
     @property
-    def page_bytes(self) -> int:
+    def unit_bytes(self) -> int:
         """See Codec."""
         return (PAGE_TOKENS + 2) * self.heads * self.dim
 
@@ -74,7 +74,7 @@ class Int8Static(Codec):
         self.scales = scales.float()
 
     @property
-    def page_bytes(self) -> int:
+    def unit_bytes(self) -> int:
         """See Codec."""
         return PAGE_TOKENS * self.heads * self.dim
 
@@ -105,7 +105,7 @@ class Int4(Codec):
     """
 
     @property
-    def page_bytes(self) -> int:
+    def unit_bytes(self) -> int:
         """See Codec."""
         return PAGE_TOKENS * self.heads * (self._even // 2 + self._groups * 2)
 

@@ -12,13 +12,15 @@ from hmt.contracts.model import PAGE_TOKENS
 class Codec(ABC):
     """Pages of keys, or of values, of one layer as bytes.
 
-    Each page takes `page_bytes` and can be read without any other.  Everything is computed over all
-    pages and heads at once, on the device that the rows are on.  Numbers have to be finite; zeros
-    stay zeros.
+    A unit of `pages`, as a rule one, takes `unit_bytes` and can be read without any other.
+    Everything is computed over all pages and heads at once, on the device that the rows are on.
+    Numbers have to be finite; zeros stay zeros.
 
     heads   rows of a token
     dim     numbers of a row
     """
+
+    pages = 1
 
     def __init__(self, heads: int, dim: int) -> None:
         self.heads = heads
@@ -26,30 +28,30 @@ class Codec(ABC):
 
     @property
     @abstractmethod
-    def page_bytes(self) -> int:
-        """Of 16 tokens."""
+    def unit_bytes(self) -> int:
+        """Of `pages` of 16 tokens."""
 
     def nbytes(self, tokens: int) -> int:
-        """Of `tokens`, a multiple of 16."""
-        assert tokens % PAGE_TOKENS == 0, "pages are encoded as a whole"
-        return tokens // PAGE_TOKENS * self.page_bytes
+        """Of `tokens` in whole units."""
+        assert tokens % (PAGE_TOKENS * self.pages) == 0, "units are encoded as a whole"
+        return tokens // (PAGE_TOKENS * self.pages) * self.unit_bytes
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Bytes of `rows`: uint8 [pages, page_bytes].
+        """Bytes of `rows`: uint8 [units, unit_bytes].
 
-        rows   float [16 * pages, heads, dim]
+        rows   float [16 * pages * units, heads, dim]
         """
         encoded = self._encode(rows.float().unflatten(0, (-1, PAGE_TOKENS)))
-        assert encoded.shape[1] == self.page_bytes
+        assert encoded.shape[1] == self.unit_bytes
         return encoded
 
     def decode(self, data: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [16 * pages, heads, dim] of uint8 [pages, page_bytes], in `dtype`."""
+        """Rows [16 * pages * units, heads, dim] of uint8 [units, unit_bytes], in `dtype`."""
         return self._decode(data).flatten(0, 1).to(dtype)
 
     @abstractmethod
     def _encode(self, rows: Tensor) -> Tensor:
-        """Bytes [pages, page_bytes] of f32 [pages, 16, heads, dim]."""
+        """Bytes [units, unit_bytes] of f32 [pages of all units, 16, heads, dim]."""
 
     @abstractmethod
     def _decode(self, data: Tensor) -> Tensor:

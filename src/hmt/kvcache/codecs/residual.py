@@ -19,20 +19,26 @@ class Residual(Codec):
     An outlier is a part of a row whose error is more than 3 sigma, sigma being the median of the
     same part's errors over the tokens of the page: outliers come several in a row, and would hide
     each other in a mean.  Those with the largest errors get a record each.  There are as many
-    records as `share` of the page's bytes hold, and one at least, which is more where pages are
-    small: 1.6% of two heads of 64 numbers, if a row is one part.
+    records as `share` of the bytes hold, and one at least, which is more where pages are small:
+    1.6% of two heads of 64 numbers, if a row is one part.
 
-    page     the other codec's, then for each record: which part of the page (one byte where 256
-             suffice, else two), the exponent of its scale, and codes, two in a byte
+    base     the other codec, of single pages
+    unit     the other codec's pages, then for each record: which part of the unit it is, in as many
+             bytes as that takes, the exponent of its scale, and codes, two in a byte
     width    numbers of a part: a row ("token-wise") or less of it ("sub-channel")
+    pages    that share their records
     """
 
-    def __init__(self, base: Codec, width: int | None = None, share: float = _SHARE) -> None:
+    def __init__(
+        self, base: Codec, width: int | None = None, share: float = _SHARE, pages: int = 1
+    ) -> None:
+        assert base.pages == 1
         super().__init__(base.heads, base.dim)
         self.base = base
+        self.pages = pages
         self.width = round_up(min(width or base.dim, base.dim), 2)
         self.parts = -(-base.dim // self.width)  # of a row
-        self.records = max(1, int(base.page_bytes * share) // self.record_bytes)
+        self.records = max(1, int(self._base_bytes * share) // self.record_bytes)
 
     @property
     def record_bytes(self) -> int:
@@ -40,18 +46,19 @@ class Residual(Codec):
         return self._place_bytes + 1 + self.width // 2
 
     @property
-    def page_bytes(self) -> int:
+    def unit_bytes(self) -> int:
         """See Codec."""
-        return self.base.page_bytes + self.records * self.record_bytes
+        return self._base_bytes + self.records * self.record_bytes
 
     def _encode(self, rows: Tensor) -> Tensor:
         encoded = self.base._encode(rows)
         lost = self._in_parts(rows - self.base._decode(encoded))
+        encoded = encoded.view(-1, self._base_bytes)
         error = torch.linalg.vector_norm(lost, dim=-1, dtype=torch.float64).square()
         usual = error.median(1, keepdim=True).values
-        error = error.masked_fill(error <= _SIGMAS**2 * usual, 0).flatten(1)
+        error = error.masked_fill(error <= _SIGMAS**2 * usual, 0).view(len(encoded), -1)
         worst, places = error.topk(self.records, dim=1)
-        lost = lost.flatten(1, 3).take_along_dim(places[..., None], 1)
+        lost = lost.view(len(encoded), -1, self.width).take_along_dim(places[..., None], 1)
         exponents = torch.frexp(lost.abs().amax(-1) / _LARGEST).exponent.clamp(1 - _BIAS, _BIAS)
         codes = (lost / _power(exponents)[..., None]).round().clamp(-_LARGEST, _LARGEST) + 8
         unused = worst == 0
@@ -63,10 +70,8 @@ class Residual(Codec):
         return joined(encoded, torch.cat((heads, nibbles(codes)), dim=-1))
 
     def _decode(self, data: Tensor) -> Tensor:
-        encoded, records = data.split(
-            [self.base.page_bytes, self.records * self.record_bytes], dim=1
-        )
-        rows = self.base._decode(encoded)
+        encoded, records = data.split([self._base_bytes, self.records * self.record_bytes], dim=1)
+        rows = self.base._decode(encoded.reshape(-1, self.base.unit_bytes))
         [records] = taken_apart(records, [(torch.uint8, (self.records, self.record_bytes))])
         *at, exponents = records[..., : self._place_bytes + 1].long().unbind(-1)
         places = sum((part << 8 * byte for byte, part in enumerate(at)), torch.zeros_like(at[0]))
@@ -75,13 +80,18 @@ class Residual(Codec):
         lost = lost.masked_fill((exponents == 0)[..., None], 0)
         places = places.masked_fill(exponents == 0, 0)
         added = self._in_parts(rows)
-        flat = added.flatten(1, 3)
+        flat = added.view(len(data), -1, self.width)
         flat.scatter_add_(1, places[..., None].expand_as(lost), lost)
         return flat.view_as(added).flatten(-2)[..., : self.dim]
 
     @property
+    def _base_bytes(self) -> int:
+        return self.pages * self.base.unit_bytes
+
+    @property
     def _place_bytes(self) -> int:
-        return 1 if PAGE_TOKENS * self.heads * self.parts <= 256 else 2
+        last = self.pages * PAGE_TOKENS * self.heads * self.parts - 1
+        return -(-last.bit_length() // 8)
 
     def _in_parts(self, rows: Tensor) -> Tensor:
         """[pages, 16, heads, parts, width] of rows [pages, 16, heads, dim], filled with zeros."""

@@ -19,7 +19,7 @@ class Sparse24(Codec):
     """
 
     @property
-    def page_bytes(self) -> int:
+    def unit_bytes(self) -> int:
         """See Codec."""
         return PAGE_TOKENS * self.heads * (self._value_bytes + self._filled // 8)
 
