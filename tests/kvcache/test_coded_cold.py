@@ -63,7 +63,7 @@ def test_what_was_cold_is_what_the_codec_makes_of_it(machine, name, piece_bytes)
             part = numbers[start : start + count]
             key, value = part.split([layer.key_dim, layer.value_dim], -1)
             cache.append(index, step, key, value if layer.kind != "latent" else None)
-    cold = cache._book.level_of(cache._sequences[text].pages) == Level.COLD
+    cold = cache._places.book.level_of(cache._sequences[text].pages) == Level.COLD
     assert 80 < cold.sum() < 128
     far = torch.from_numpy(cold).repeat_interleave(PAGE_TOKENS)
     [run] = Step.build([(text, tokens - 1, [0], 1)]).runs
@@ -86,7 +86,7 @@ def test_attention_goes_over_what_was_decoded(machine, name):
     text = texts.open(1500)
     for _ in range(30):
         texts.step({text: 48})
-    assert (cache._book.level_of(cache._sequences[text].pages) == Level.COLD).any()
+    assert (cache._places.book.level_of(cache._sequences[text].pages) == Level.COLD).any()
     cache.release()
 
 
@@ -120,12 +120,12 @@ def test_plans_count_what_codecs_take(machine, name):
     ledger = Ledger({Tier.HOST: 64 << 20})
     pool = HostPool(ledger.open(Tier.HOST, "kv", 64 << 20))
     cache = open_tiered(
-        LAYERS, levels, torch.float32, near=machine.pool, host=pool, folder=machine.folder,
-        queue=machine.queue, order="a2cr", chunk=48,
+        dict(enumerate(LAYERS)), levels, torch.float32, near=machine.pool, host=pool,
+        folder=machine.folder, queue=machine.queue, order="a2cr", chunk=48,
     )  # fmt: skip
-    assert cache._cold.nbytes == levels.cold_groups * sizes.cold_group
+    assert cache._places.cold.nbytes == levels.cold_groups * sizes.cold_group
     passing = COLD_BUFFERS * levels.piece_bytes + sizes.kind_group
-    assert sum(buffer.tensor.nbytes for buffer in taken(cache._cold)) == passing
+    assert sum(buffer.tensor.nbytes for buffer in taken(cache._places.cold)) == passing
     cache.release()
     pool.close()
 

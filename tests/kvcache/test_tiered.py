@@ -20,6 +20,7 @@ from hmt.kvcache.book import Level
 from hmt.kvcache.cold import ColdPages
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
+from hmt.kvcache.select import RANKINGS, Selection
 from hmt.kvcache.store import PageStore
 from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
 
@@ -43,7 +44,7 @@ class Machine:
     queue: TransferQueue
     pool: HostPool
 
-    def cache(self, hot=HOT, warm=0, cold=0, far=F32, policy="a2cr", layers=LAYERS, clock=None):
+    def cache(self, hot=HOT, warm=0, cold=0, far=F32, policy="a2cr", layers=LAYERS, selection=None):
         full = {i: layer for i, layer in enumerate(layers) if not layer.window}
         windows = {layer.window for layer in layers if layer.window}
         made = TieredKV(
@@ -61,7 +62,7 @@ class Machine:
             ],
             ORDERS[policy],
             chunk=CHUNK,
-            **({"clock": clock} if clock else {}),
+            selection=selection,
         )  # fmt: skip
         return made
 
@@ -190,11 +191,12 @@ def test_a_long_text_goes_through_all_levels(machine, policy):
     text = texts.open((HOT + 20 + 6 * 16) * PAGE_TOKENS)
     while texts.length(text) < cache.capacity_tokens:
         texts.step({text: min(CHUNK, cache.capacity_tokens - texts.length(text))})
-    levels = cache._book.level_of(cache._sequences[text].pages)
+    levels = cache._places.book.level_of(cache._sequences[text].pages)
     assert set(levels) == set(Level)
     assert levels[0] == Level.HOT, "the first page never leaves"
     assert (levels[-4:] == Level.HOT).all(), "nor do the last"
-    assert cache.traffic.moved.keys() >= {(Level.HOT, Level.WARM)}
+    assert cache.account.moved["near to host"] >= 20
+    assert cache.account.most["drive"] == 6 * 16
     texts.read(text)
     with pytest.raises(BudgetError, match="--kv-host-memory"):
         cache.open(1)
@@ -249,4 +251,58 @@ def test_far_pages_may_have_fewer_bits(machine, encoding):
     text = texts.open(1500)
     for _ in range(30):
         texts.step({text: CHUNK})
+    cache.release()
+
+
+@pytest.mark.parametrize("ranking", RANKINGS)
+def test_a_share_of_one_leaves_nothing_out(machine, ranking):
+    choose = lambda places: Selection(1.0, RANKINGS[ranking](places))  # noqa: E731
+    cache = machine.cache(warm=20, cold=6, selection=choose)
+    texts = Texts(cache)
+    text = texts.open(1200)
+    for count in [CHUNK] * 20 + [1] * 20:
+        texts.step({text: count})
+    cache.release()
+
+
+def test_what_matters_is_found_among_a_few_pages(machine):
+    """One key stands out, far back: with 5 % of the pages the answer is nearly its value."""
+    layers = (KVLayer(KVKind.FULL, 2, 8, 8),)
+    choose = lambda places: Selection(0.05, RANKINGS["bound"](places))  # noqa: E731
+    cache = machine.cache(warm=20, cold=6, layers=layers, selection=choose)
+    random, text, held = torch.Generator().manual_seed(1), cache.open(1900), 0
+    needle, value = torch.randn(2, 8, generator=random), torch.randn(2, 8, generator=random)
+    for start in range(0, 1824, CHUNK):
+        key = 0.1 * torch.randn(CHUNK, 2, 8, generator=random)
+        values = torch.randn(CHUNK, 2, 8, generator=random)
+        if start == 20 * CHUNK:
+            key[7], values[7] = 4 * needle, value
+        step = Step.build([(text, start, [0] * CHUNK, 1)])
+        cache.append(0, step, key, values)
+        cache.attend(0, step, torch.zeros(CHUNK, 4, 8), scale=1.0)
+        held = start + CHUNK
+    step = Step.build([(text, held, [0], 1)])
+    cache.append(0, step, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
+    query = needle.repeat_interleave(2, 0)[None]
+    out = cache.attend(0, step, query, scale=1.0)
+    torch.testing.assert_close(out[0], value.repeat_interleave(2, 0), atol=0.2, rtol=0)
+    nothing = cache.attend(0, step, -query, scale=1.0)
+    assert nothing.isfinite().all()
+    cache.release()
+
+
+def test_pages_that_are_attended_to_stay_near(machine):
+    """A2CR keeps the page that every token looks at, though it is old; others go."""
+    layers = (KVLayer(KVKind.FULL, 2, 8, 8),)
+    cache = machine.cache(warm=120, layers=layers)
+    text, needle = cache.open(120 * 16), torch.ones(2, 8)
+    for start in range(0, 110 * 16):
+        key = needle * (5.0 if start == 5 * 16 else 0.0)
+        step = Step.build([(text, start, [0], 1)])
+        cache.append(0, step, key[None], key[None])
+        cache.attend(0, step, torch.ones(1, 4, 8), scale=1.0)
+    book = cache._places.book
+    levels = book.level_of(cache._sequences[text].pages)
+    assert levels[5] == Level.HOT
+    assert (levels[1:30] != Level.HOT).sum() > 20
     cache.release()

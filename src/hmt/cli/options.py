@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hmt.contracts.request import Sampling
 
 _MEMORY, _COMPUTE, _CHOICE = "Memory", "Computation", "Choosing tokens"
+_KV = "Keys and values"
 
 ModelArgument = Annotated[
     str | None,
@@ -64,7 +65,72 @@ class EngineOptions:
     ] = None
     context: Annotated[
         int | None,
-        typer.Option(help="Positions of keys and values to keep.", rich_help_panel=_MEMORY),
+        typer.Option(
+            "--context",
+            "--max-context",
+            help="Positions of keys and values to keep.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    kv_device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Keys and values that stay where layers compute, such as 2GiB; the others go to "
+            "host memory, or to the drive.  All of them stay when left out.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
+    kv_host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory for those that do not stay; what is needed when left out.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
+    kv_disk: Annotated[
+        Path | None,
+        typer.Option(help="Folder on a fast drive for the rest.", rich_help_panel=_KV),
+    ] = None
+    kv_disk_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="The most to take of that drive; what is needed when left out.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
+    kv_quant: Annotated[
+        str | None,
+        typer.Option(
+            help="How those are kept that do not stay: exact, int8 or int4; or two of them, for "
+            "host memory and for the drive: int8,int4. The drive also knows codecs, such as "
+            "exact,int8+shared-parts: see docs/quality.md.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
+    kv_order: Annotated[
+        str | None,
+        typer.Option(
+            help="Which go first: those that a2cr, lru or lfu value least.", rich_help_panel=_KV
+        ),
+    ] = None
+    kv_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="exact attends to all of the context; select to the share --kv-share of its "
+            "pages, chosen anew for each token.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
+    kv_share: Annotated[
+        float | None,
+        typer.Option(help="What select attends to; 0.1 when left out.", rich_help_panel=_KV),
+    ] = None
+    kv_select: Annotated[
+        str | None,
+        typer.Option(
+            help="How select chooses: by a bound on scores, or by --kv-order (order).",
+            rich_help_panel=_KV,
+        ),
     ] = None
     dtype: Annotated[
         str | None,

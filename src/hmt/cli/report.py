@@ -10,10 +10,12 @@ from rich.text import Text
 from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from hmt.contracts.kv import KVAccount
     from hmt.engine import Bottleneck, DeviceAccount, ExpertAccount, Phase, RunSummary, Verdict
 
 _BAR_CELLS = 16
 _SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
+_LEVELS = {"near": "near", "host": "in host memory", "drive": "on the drive"}
 _LINKS = {
     "disk": "the drive",
     "memory": "memory",
@@ -36,6 +38,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
         table.add_row("GPU", _device(summary.device, phase))
         if (experts := summary.device.experts) is not None and experts.needed:
             table.add_row("experts", _experts(experts))
+    if summary.kv is not None:
+        table.add_row("KV", _kv(summary.kv, summary.prompt.tokens + summary.generation.tokens))
     table.add_row("per token", _traffic(phase))
     if phase.guesses or summary.guessing is not None:
         table.add_row("guesses", _guesses(phase, summary.guessing))
@@ -116,6 +120,21 @@ def _experts(experts: "ExpertAccount") -> str:
         f"over the link, {experts.left / needed:.0%} left to the CPU; "
         f"{format_bytes(experts.nbytes)} each"
     )
+
+
+def _kv(kv: "KVAccount", tokens: int) -> str:
+    levels = [
+        f"{kv.most.get(name, 0)} of {pages} pages {_LEVELS[name]}"
+        for name, pages in kv.capacity.items()
+        if pages
+    ]
+    moved = sum(kv.moved.values())
+    text = f"at most {', '.join(levels)}; {moved} moved"
+    if kv.drive_bytes:
+        text += f"; {format_bytes(kv.drive_bytes / (tokens or 1))} from the drive per token"
+    if kv.fragmentation is not None:
+        text += f"; {kv.fragmentation:.1%} of pages empty"
+    return text
 
 
 def _traffic(phase: "Phase") -> str:

@@ -49,6 +49,30 @@ class KVLevels:
         return self.hot_pages + self.warm_pages + self.cold_groups * GROUP_PAGES
 
 
+@dataclass(slots=True)
+class KVAccount:
+    """What happened to keys and values that lie at several levels, since they were opened.
+
+    capacity       pages that there is room for, by level: "near", "host", "drive"
+    most           pages that were there at once
+    moved          pages that went from level to level, as "near to host"
+    drive_bytes    read from the drive for attention
+    pages, tokens  of sequences that have ended: what they took, and what they held
+    """
+
+    capacity: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    drive_bytes: int = 0
+    pages: int = 0
+    tokens: int = 0
+
+    @property
+    def fragmentation(self) -> float | None:
+        """Of the positions that ended sequences took, those that held nothing; None without any."""
+        return 1 - self.tokens / (self.pages * PAGE_TOKENS) if self.pages else None
+
+
 def least_hot_pages(chunk: int, sequences: int, stay: Stay) -> int:
     """Hot pages that a cache of so many sequences needs at least.
 

@@ -47,6 +47,10 @@ class EngineConfig:
                         them, for host memory and for the drive: "int8,int4"; the drive also
                         knows codecs: see hmt.kvcache.codecs.CodecName
     kv_order            whose pages go first: those that "a2cr", "lru" or "lfu" value least
+    kv_policy           "exact": attention to all of the context; "select": tokens that are decoded
+                        attend to the share `kv_share` of each text's pages, chosen anew for each
+    kv_select           which: those with the best "bound" on scores, or those that kv_order values
+                        most ("order")
     disk_path           folder on a fast drive for weights that were quantised on load and do not
                         fit in memory, in a file without a name; None: HMT's cache folder
     disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" or "mmap"; None: of the
@@ -81,6 +85,9 @@ class EngineConfig:
     kv_disk_memory_bytes: int | None = None
     kv_quant: tuple[str, str] = ("exact", "exact")
     kv_order: str = "a2cr"
+    kv_policy: str = "exact"
+    kv_share: float = 0.1
+    kv_select: str = "bound"
     disk_path: Path | None = None
     disk_reader: str | None = None
     disk_depth: int | None = None
@@ -174,6 +181,8 @@ def _check(values: dict[str, Any]) -> None:
         "disk_reader": READERS,
         "cache_policy": tuple(POLICIES),
         "kv_order": tuple(ORDERS),
+        "kv_policy": ("exact", "select"),
+        "kv_select": ("bound", "order"),
         "verify_reads": tuple(Verify),
     }
     for name, allowed in choices.items():
@@ -198,15 +207,15 @@ def _check(values: dict[str, Any]) -> None:
         if not isinstance(values.get(name, True), bool):
             raise ConfigError(f"{name}={values[name]!r} must be True or False")
     others = [
-        n
-        for n in ("kv_host_memory_bytes", "kv_disk", "kv_disk_memory_bytes", "kv_quant")
-        if n in values
+        name for name in values if name.startswith("kv_") and name != "kv_device_memory_bytes"
     ]
     if others and "kv_device_memory_bytes" not in values:
         raise ConfigError(
             f"{_spoken(others[0])} is for keys and values that do not stay where layers compute: "
             "say with kv_device_memory how much stays"
         )
+    if not 0 < values.get("kv_share", 1) <= 1:
+        raise ConfigError(f"kv_share={values['kv_share']!r} must be above 0 and at most 1")
     if "kv_disk_memory_bytes" in values and "kv_disk" not in values:
         raise ConfigError("kv_disk_memory needs a folder: name one with kv_disk")
     numa = values.get("numa")

@@ -13,7 +13,6 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.kvcache import PagedKV, PlacedKV
 from hmt.memory import Account, HostPool, Ledger
 from hmt.memory.device import Device, DevicePool, open_device
 from hmt.weights import BlockLayout, DeviceWeights, WeightStore
@@ -95,23 +94,6 @@ def load_on_device(
         weights.form_teams(pools["experts"], host_is_pinned=pinned)
         weights.find_tokens(host_is_pinned=pinned)
     return OnDevice(device, weights, pools["kv"], list(accounts.values()))
-
-
-def open_kv(
-    model: Model, plan: Plan, host: HostPool, on_device: OnDevice | None, stack: ExitStack
-) -> PagedKV | PlacedKV:
-    """Keys and values, each layer's where it computes."""
-    kept = dict(enumerate(model.spec.kv))
-    there = {index: layer for index, layer in kept.items() if index in plan.device.stages}
-    here = {index: layer for index, layer in kept.items() if index not in there}
-    caches = []
-    if here or on_device is None:
-        caches.append(PagedKV(here, plan.kv_tokens, model.dtype, host))
-    if there and on_device is not None:
-        caches.append(PagedKV(there, plan.kv_tokens, model.dtype, on_device.kv_pool))
-    for cache in caches:
-        stack.callback(cache.release)
-    return caches[0] if len(caches) == 1 else PlacedKV(caches[0], caches[1], there)
 
 
 def _pin(device: Device, host: HostPool, stack: ExitStack) -> bool:

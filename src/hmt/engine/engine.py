@@ -243,6 +243,7 @@ class LoadedModel:
             guessing=core.guessing,
             pools=core.memory.pool_stats(),
             device=core.memory.device_account(self.plan),
+            kv=core.memory.kv_account(),
         )
 
     def reset_summary(self) -> None:

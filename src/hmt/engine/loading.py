@@ -1,5 +1,6 @@
 """From a folder to a plan, and from a plan to memory."""
 
+import copy
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +16,20 @@ from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.kv import KVAccount
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Machine, Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.device_loading import OnDevice, load_on_device, open_kv
+from hmt.engine.device_loading import OnDevice, load_on_device
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
+from hmt.engine.kv_loading import open_kv
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.source import Source, open_source
 from hmt.engine.summary import DeviceAccount, ExpertAccount
 from hmt.kernels import ops
-from hmt.kvcache import AnyKV, kv_sizes, open_tiered, page_bytes
+from hmt.kvcache import AnyKV, PlacedKV, TieredKV, kv_sizes, page_bytes
 from hmt.memory import (
     Account,
     DiskRate,
@@ -87,6 +90,11 @@ class Memory:
     def pool_stats(self) -> tuple[PoolStats, ...]:
         """What the pools that may hold anything hold now."""
         return tuple(pool.stats() for pool in self.pools if pool.account.limit_bytes)
+
+    def kv_account(self) -> KVAccount | None:
+        """Keys and values at several levels; None where they all lie near."""
+        kv = self.kv.there if isinstance(self.kv, PlacedKV) else self.kv
+        return copy.deepcopy(kv.account) if isinstance(kv, TieredKV) else None
 
     def device_account(self, plan: Plan) -> DeviceAccount | None:
         """The GPU's part; None without one."""
@@ -232,16 +240,7 @@ def allocate(
                 device, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
                 progress,
             )  # fmt: skip
-        if plan.kv_levels is not None:
-            tiered = open_tiered(
-                model.spec.kv, plan.kv_levels, model.dtype, near=pools["kv"], host=pools["kv"],
-                folder=config.kv_disk, queue=queue, order=config.kv_order,
-                chunk=plan.prefill_chunk,
-            )  # fmt: skip
-            stack.callback(tiered.release)
-            kv: AnyKV = tiered
-        else:
-            kv = open_kv(model, plan, pools["kv"], on_device, stack)
+        kv = open_kv(model, plan, config, pools["kv"], on_device, queue, stack)
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         trace = None
         if config.trace_experts is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from hmt.contracts.kv import KVAccount
 from hmt.contracts.plan import Machine
 from hmt.engine.trial import Verdict
 from hmt.memory import PoolStats
@@ -197,6 +198,7 @@ class RunSummary:
     peak_rss_bytes    largest resident size of the process, as the kernel counted it
     pools             how full and how fragmented the pools of host memory are now
     device            the GPU's part; None without one
+    kv                keys and values at several levels; None where they all lie near
     """
 
     prompt: Phase
@@ -212,6 +214,7 @@ class RunSummary:
     notes: tuple[str, ...] = field(default=())
     guessing: Verdict | None = None
     device: DeviceAccount | None = None
+    kv: KVAccount | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

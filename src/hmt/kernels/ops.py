@@ -33,6 +33,7 @@ from hmt.kernels.reference import (
     Survey,
     attention_output,
     merge_attention,
+    page_masses,
 )
 from hmt.kernels.reference.pages import (
     PagedRun,
@@ -64,6 +65,7 @@ __all__ = [
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "attend_part",
     "attention",
     "attention_inputs",
     "attention_output",
@@ -83,6 +85,7 @@ __all__ = [
     "linear_into",
     "linear_many",
     "merge_attention",
+    "page_masses",
     "paged_attention",
     "paged_attention_output",
     "quantize_activations",

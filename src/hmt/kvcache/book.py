@@ -50,7 +50,7 @@ class PageBook:
 
     def __init__(self, levels: Sequence[Slots]) -> None:
         total = sum(slots.count for slots in levels)
-        self._slots = tuple(levels)
+        self.levels = self._slots = tuple(levels)
         self._ids = Bitmap(total)
         self._level = np.zeros(total, dtype=np.int8)
         self._slot = np.zeros(total, dtype=np.int64)

@@ -1,6 +1,7 @@
 """A tiered cache out of a plan."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hmt.kvcache.codecs import LayerCodec, layer_codecs
 from hmt.kvcache.cold import ColdPages, cold_bytes
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
+from hmt.kvcache.select import RANKINGS, Selection
 from hmt.kvcache.store import PageStore, Pool, store_page_bytes
 from hmt.kvcache.tiered import TieredKV
 from hmt.memory import TransferQueue
@@ -32,7 +34,7 @@ def codecs_of(name: str, layers: Mapping[int, KVLayer]) -> Mapping[int, LayerCod
 
 def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str) -> dict[str, Any]:
     """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`."""
-    whole, windows = _by_window(layers)
+    whole, windows = _by_window(dict(enumerate(layers)))
     exact = ops.PageEncoding.of(dtype)
     group, layer_group, kind_group = cold_bytes(
         whole, encoding_of(cold, dtype), codecs_of(cold, whole)
@@ -54,14 +56,14 @@ def group_bytes_as(name: str, layers: Sequence[KVLayer], dtype: torch.dtype) -> 
 
     Without padding.  Raises ConfigError.
     """
-    whole, _ = _by_window(layers)
+    whole, _ = _by_window(dict(enumerate(layers)))
     if codecs := codecs_of(name, whole):
         return sum(codec.group_bytes for codec in codecs.values())
     return GROUP_PAGES * store_page_bytes(whole, encoding_of(name, dtype))
 
 
 def open_tiered(
-    layers: Sequence[KVLayer],
+    layers: Mapping[int, KVLayer],
     levels: KVLevels,
     dtype: torch.dtype,
     *,
@@ -71,37 +73,49 @@ def open_tiered(
     queue: TransferQueue,
     order: str,
     chunk: int,
+    selection: tuple[str, float] | None = None,
 ) -> TieredKV:
     """The cache that `levels` plans: hot pages and rings from `near`, all else from `host`.
+
+    order       of ORDERS
+    selection   of RANKINGS, and the share of pages that decoding tokens attend to; None: to all
 
     Raises BudgetError, and MachineError where `folder` has no room.
     """
     whole, windows = _by_window(layers)
     exact = ops.PageEncoding.of(dtype)
     warm = cold = None
-    if levels.warm_pages:
-        warm = PageStore(whole, levels.warm_pages, encoding_of(levels.warm, dtype), host)
-    if levels.cold_groups:
-        assert folder is not None
-        cold = ColdPages(
-            folder, whole, levels.cold_groups, encoding_of(levels.cold, dtype), host, queue,
-            piece_bytes=levels.piece_bytes, codecs=codecs_of(levels.cold, whole),
-        )  # fmt: skip
-    rings = [
-        Rings(members, window, chunk, levels.ring_pages[window], exact, near)
-        for window, members in windows.items()
-    ]
-    hot = PageStore(whole, levels.hot_pages, exact, near)
-    return TieredKV(hot, warm, cold, rings, ORDERS[order], chunk=chunk)
+    with ExitStack() as made:
+        hot = PageStore(whole, levels.hot_pages, exact, near)
+        made.callback(hot.release)
+        rings = []
+        for window, members in windows.items():
+            rings.append(Rings(members, window, chunk, levels.ring_pages[window], exact, near))
+            made.callback(rings[-1].release)
+        if levels.warm_pages:
+            warm = PageStore(whole, levels.warm_pages, encoding_of(levels.warm, dtype), host)
+            made.callback(warm.release)
+        if levels.cold_groups:
+            assert folder is not None
+            cold = ColdPages(
+                folder, whole, levels.cold_groups, encoding_of(levels.cold, dtype), host, queue,
+                piece_bytes=levels.piece_bytes, codecs=codecs_of(levels.cold, whole),
+            )  # fmt: skip
+        made.pop_all()
+    choose = None
+    if selection is not None:
+        ranking, share = RANKINGS[selection[0]], selection[1]
+        choose = lambda places: Selection(share, ranking(places))  # noqa: E731
+    return TieredKV(hot, warm, cold, rings, ORDERS[order], chunk=chunk, selection=choose)
 
 
 def _by_window(
-    layers: Sequence[KVLayer],
+    layers: Mapping[int, KVLayer],
 ) -> tuple[Mapping[int, KVLayer], Mapping[int, Mapping[int, KVLayer]]]:
     """Layers that see everything, and by window those that do not; both by index."""
-    whole = {index: layer for index, layer in enumerate(layers) if not layer.window}
+    whole = {index: layer for index, layer in layers.items() if not layer.window}
     windows: dict[int, dict[int, KVLayer]] = {}
-    for index, layer in enumerate(layers):
+    for index, layer in layers.items():
         if layer.window:
             windows.setdefault(layer.window, {})[index] = layer
     return whole, windows

@@ -8,6 +8,7 @@ import torch
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
 from hmt.kvcache.cache import PagedKV
+from hmt.kvcache.tiered import TieredKV
 
 
 class PlacedKV:
@@ -16,8 +17,14 @@ class PlacedKV:
     Every call is for a layer, and goes to the cache that has it; sequences are opened in both.
     """
 
-    def __init__(self, here: PagedKV, there: PagedKV, layers_there: Collection[int]) -> None:
+    def __init__(
+        self,
+        here: PagedKV | TieredKV,
+        there: PagedKV | TieredKV,
+        layers_there: Collection[int],
+    ) -> None:
         """`there` has `layers_there`, `here` all others; both have room for as many positions."""
+        self.there = there
         self._caches = (here, there)
         self._there = frozenset(layers_there)
 
@@ -60,7 +67,7 @@ class PlacedKV:
         """See KVCache."""
         return self._of(layer).append_attend(layer, step, heads, **options)
 
-    def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int]:
+    def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int] | None:
         """See KVCache."""
         return self._of(layer).kernel_pages(layer)
 
@@ -72,5 +79,5 @@ class PlacedKV:
         """See KVCache."""
         return self._of(layer).read(layer, run)
 
-    def _of(self, layer: int) -> PagedKV:
+    def _of(self, layer: int) -> PagedKV | TieredKV:
         return self._caches[layer in self._there]

@@ -59,13 +59,16 @@ class PageStore:
         """Take memory for them.  BudgetError if they do not fit."""
         self.count = count
         self._pool = pool
-        nbytes = count * store_page_bytes(layers, encoding)
-        self._buffer = pool.allocate(nbytes)
-        memory = self._buffer.tensor[:nbytes]
-        self.device = memory.device
         self.layers: dict[int, Kept] = {}
         self.kinds: list[tuple[ops.Pages, list[int]]] = []
-        start = 0
+        self.device = torch.device("cpu")
+        self._buffer = None
+        nbytes = count * store_page_bytes(layers, encoding)
+        if not nbytes:  # all layers have windows
+            return
+        self._buffer = pool.allocate(nbytes)
+        memory = self._buffer.tensor[:nbytes]
+        self.device, start = memory.device, 0
         for layer, members in kinds_of(layers):
             layout = layout_of(layer, encoding, memory.device)
             nbytes = count * len(members) * layout.page_bytes
@@ -91,7 +94,8 @@ class PageStore:
         """Give the memory back to the pool.  Nothing may be used afterwards."""
         self.layers.clear()
         self.kinds.clear()
-        self._pool.free(self._buffer)
+        if self._buffer is not None:
+            self._pool.free(self._buffer)
 
 
 def store_page_bytes(layers: Mapping[int, KVLayer], encoding: ops.PageEncoding) -> int:

@@ -20,6 +20,8 @@ from math import ceil
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
+from hmt.contracts.kv import KVLevels
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import DeviceShare, Machine
 from hmt.planner.footprint import Demand, activation_bytes, kv_bytes
 
@@ -101,13 +103,20 @@ class _Choice:
 
 
 def share_of_device(
-    demand: Demand, device_bytes: int, machine: Machine, *, chunk: int, context: int
+    demand: Demand,
+    device_bytes: int,
+    machine: Machine,
+    *,
+    chunk: int,
+    context: int,
+    levels: KVLevels | None = None,
 ) -> tuple[DeviceShare, list[BlockId]]:
     """Decide what the device gets of `device_bytes`, and which blocks live there.
 
-    Raises BudgetError where not even one layer's attention would fit.
+    `levels`: where keys and values lie, if not all of them there.  Raises BudgetError where not
+    even one layer's attention would fit.
     """
-    layers, head = _layers(demand, context)
+    layers, head = _layers(demand, context, levels)
     activations = activation_bytes(demand, chunk, context)
     room = device_bytes - activations
     share, brought = _copied_share(machine), _brought(demand, machine)
@@ -153,11 +162,16 @@ def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
     return sum(_layer_kv(demand)[index] for index in layers)
 
 
-def _layers(demand: Demand, context: int) -> tuple[list[_Layer], list[BlockSize]]:
+def _layers(
+    demand: Demand, context: int, levels: KVLevels | None
+) -> tuple[list[_Layer], list[BlockSize]]:
     """All layers, and the head's blocks."""
-    tokens = kv_bytes(demand, context) // max(1, demand.kv_token_bytes)
+    tokens = [kv_bytes(demand, context) // max(1, demand.kv_token_bytes)] * demand.spec.layers
+    if levels is not None:
+        pages = [levels.ring_pages.get(kv.window, levels.hot_pages) for kv in demand.spec.kv]
+        tokens = [count * PAGE_TOKENS for count in pages]
     layers = [
-        _Layer(index, kv_bytes=round_up(kv * tokens, _ALIGNMENT))
+        _Layer(index, kv_bytes=round_up(kv * tokens[index], _ALIGNMENT))
         for index, kv in enumerate(_layer_kv(demand))
     ]
     head = []

@@ -82,6 +82,8 @@ def plan_levels(
             f"of {chunk} tokens; give more, or lower --prefill-chunk"
         )
     hot = min(hot, max(wanted, least))
+    if not sizes.hot_page:
+        return KVLevels(hot, ring_pages=rings)
     left = max(0, wanted - hot)
     far = left if budgets.host_bytes is None and budgets.disk_bytes == 0 else 0
     warm = min(left, far if budgets.host_bytes is None else budgets.host_bytes // sizes.warm_page)

@@ -24,7 +24,7 @@ from hmt.planner.footprint import (
     kv_bytes,
     working_set_bytes,
 )
-from hmt.planner.levels import KVBudgets, host_bytes, near_bytes, plan_levels
+from hmt.planner.levels import KVBudgets, KVSizes, host_bytes, near_bytes, plan_levels
 from hmt.planner.slots import slot_counts
 
 _SMALLEST_CONTEXT = 256
@@ -58,9 +58,10 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     Raises BudgetError when even the smallest working set does not fit; it says what would.
     Raises ConfigError for a context that is longer than the model's.
     """
+    if options.kv is None and options.device_bytes:
+        return _with_device(demand, options, machine)
     if options.kv is None:
-        plan = _with_device if options.device_bytes else _on_host
-        return plan(demand, options, machine)
+        return _on_host(demand, options, machine)
     assert demand.kv_sizes is not None
     chunk, most = _chunk(demand, options), demand.spec.max_context * demand.batch
     levels = plan_levels(
@@ -70,17 +71,22 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     context = min(options.context or most, levels.pages * PAGE_TOKENS)
     options = replace(options, context=context, prefill_chunk=chunk)
     if options.device_bytes:
-        raise ConfigError("keys and values at several levels do not work with a GPU yet")
-    return replace(_on_host(demand, options, machine, levels), kv_levels=levels)
+        plan = _with_device(demand, options, machine, levels)
+    else:
+        plan = _on_host(demand, options, machine, _kv_bytes(demand.kv_sizes, levels))
+    return replace(plan, kv_tokens=levels.pages * PAGE_TOKENS, kv_levels=levels)
 
 
-def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
+def _with_device(
+    demand: Demand, options: PlanOptions, machine: Machine, levels: KVLevels | None = None
+) -> Plan:
     """The device takes what it can; the rest is planned as without it."""
     # Layers of the device need as many positions of KV there as the others have in host memory.
     context = _context(demand, options, options.host_bytes // 4)
     share, stays = share_of_device(
-        demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context
-    )
+        demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context,
+        levels=levels,
+    )  # fmt: skip
     on_host = [index for index in range(demand.spec.layers) if index not in share.stages]
     rest = replace(
         demand,
@@ -90,7 +96,11 @@ def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan
         passing_bytes=max((b.slot_bytes for b in demand.blocks if b.id in set(stays)), default=0),
     )
     options = replace(options, context=context, prefill_chunk=_chunk(demand, options))
-    plan = _on_host(rest, options, machine)
+    # Layers of the CPU keep everything in host memory, and those of the device what is not near.
+    beside = None
+    if levels is not None and demand.kv_sizes is not None:
+        beside = kv_bytes(rest, context) + host_bytes(levels, demand.kv_sizes)
+    plan = _on_host(rest, options, machine, beside)
     homes = {block.id: plan.homes.get(block.id, Tier.DEVICE) for block in demand.blocks}
     return replace(
         plan,
@@ -101,13 +111,12 @@ def _with_device(demand: Demand, options: PlanOptions, machine: Machine) -> Plan
     )
 
 
-def _on_host(
-    demand: Demand, options: PlanOptions, machine: Machine, levels: KVLevels | None = None
-) -> Plan:
-    needed = smallest_budget(demand, options, levels)
+def _on_host(demand: Demand, options: PlanOptions, machine: Machine, kv: int | None = None) -> Plan:
+    """`kv`: bytes of keys and values; None: those of the context."""
+    needed = smallest_budget(demand, options, kv)
     if options.host_bytes < needed:
-        raise BudgetError(_too_small(demand, options, needed, levels))
-    fixed = _reserve(demand, options, options.host_bytes - needed, levels)
+        raise BudgetError(_too_small(demand, options, needed, kv))
+    fixed = _reserve(demand, options, options.host_bytes - needed, kv)
     left = options.host_bytes - sum(fixed.values())
     smallest = working_set_bytes(_streamable(demand))
     distance = options.prefetch_distance
@@ -127,7 +136,7 @@ def _on_host(
         reserved={"resident": resident, "slots": slots, **fixed},
         prefetch_distance=distance,
         prefill_chunk=_chunk(demand, options),
-        kv_tokens=_kv_tokens(demand, fixed["kv"], levels),
+        kv_tokens=round_down(fixed["kv"] // max(1, demand.kv_token_bytes), PAGE_TOKENS),
         host_bytes_per_token=host,
         disk_bytes_per_token=disk,
         predicted_token_s=_token_seconds(host, disk, machine),
@@ -137,20 +146,17 @@ def _on_host(
     )
 
 
-def _kv_tokens(demand: Demand, kv_bytes: int, levels: KVLevels | None) -> int:
-    if levels is not None:
-        return levels.pages * PAGE_TOKENS
-    return round_down(kv_bytes // max(1, demand.kv_token_bytes), PAGE_TOKENS)
+def smallest_budget(demand: Demand, options: PlanOptions, kv: int | None = None) -> int:
+    """The least host memory with which `solve` succeeds for these options.
 
-
-def smallest_budget(demand: Demand, options: PlanOptions, levels: KVLevels | None = None) -> int:
-    """The least host memory with which `solve` succeeds for these options."""
-    fixed = _reserve(demand, options, 0, levels)
+    `kv`: bytes of keys and values; None: those of the context.
+    """
+    fixed = _reserve(demand, options, 0, kv)
     return sum(fixed.values()) + working_set_bytes(_streamable(demand)) + demand.passing_bytes
 
 
 def _reserve(
-    demand: Demand, options: PlanOptions, spare: int, levels: KVLevels | None = None
+    demand: Demand, options: PlanOptions, spare: int, kv: int | None = None
 ) -> dict[str, int]:
     """Bytes that do not hold weights, by purpose: the least that works, and part of `spare`."""
     staging, row = demand.staging_bytes, demand.row_bytes
@@ -163,15 +169,12 @@ def _reserve(
         "staging": buffers * staging,
         "guesses": round_up(demand.guess_bytes, _MEMORY_PAGE_BYTES),
         "rows": rows * row + demand.row_sums_bytes,
-        "kv": round_up(_kv_bytes(demand, context, levels), _MEMORY_PAGE_BYTES),
+        "kv": round_up(kv_bytes(demand, context) if kv is None else kv, _MEMORY_PAGE_BYTES),
     }
 
 
-def _kv_bytes(demand: Demand, context: int, levels: KVLevels | None) -> int:
-    if levels is None:
-        return kv_bytes(demand, context)
-    assert demand.kv_sizes is not None
-    return near_bytes(levels, demand.kv_sizes) + host_bytes(levels, demand.kv_sizes)
+def _kv_bytes(sizes: KVSizes, levels: KVLevels) -> int:
+    return near_bytes(levels, sizes) + host_bytes(levels, sizes)
 
 
 def _chunk(demand: Demand, options: PlanOptions) -> int:
@@ -281,8 +284,8 @@ def _token_seconds(host: float, disk: float, machine: Machine) -> float:
     return max(host / machine.ram_read_rate, disk / machine.disk_read_rate if disk else 0.0)
 
 
-def _too_small(demand: Demand, options: PlanOptions, needed: int, levels: KVLevels | None) -> str:
-    fixed = _reserve(demand, options, 0, levels)
+def _too_small(demand: Demand, options: PlanOptions, needed: int, kv: int | None) -> str:
+    fixed = _reserve(demand, options, 0, kv)
     parts = ", ".join(f"{format_bytes(n)} {purpose}" for purpose, n in fixed.items() if n)
     blocks = working_set_bytes(_streamable(demand))
     return (

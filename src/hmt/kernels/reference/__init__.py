@@ -6,6 +6,7 @@ from hmt.kernels.reference.attend import (
     attention,
     attention_output,
     merge_attention,
+    page_masses,
     paged_attention,
     paged_attention_output,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "linear_by_chunks",
     "linear_many",
     "merge_attention",
+    "page_masses",
     "paged_attention",
     "paged_attention_output",
     "quantize_activations",

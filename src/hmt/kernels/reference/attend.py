@@ -150,6 +150,40 @@ def attend_part(
         out[rows], lse[rows] = found, logs
 
 
+def page_masses(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> list[Tensor]:
+    """What part of its attention each run's last token gives to each page: f32 [pages].
+
+    The mean over heads.  query [tokens, q_heads, key_dim]; lse [tokens, q_heads] of all that the
+    token sees, so that parts of a context can be asked for one by one.
+    """
+    found = []
+    for run in runs.runs:
+        row = run.offset + run.length - 1
+        masses = []
+        for first in range(0, run.context, _KEY_BLOCK):
+            count = min(_KEY_BLOCK, run.context - first)
+            begin = first // PAGE_TOKENS
+            table = run.table[begin : begin - (-count // PAGE_TOKENS)]
+            key, _ = read_pages(pages, layer, table, count)
+            scores = _scores(query[row : row + 1], key).mul_(scale)  # [kv_heads, group, 1, count]
+            if softcap:
+                scores = scores.div_(softcap).tanh_().mul_(softcap)
+            shares = (scores.flatten(0, 2) - lse[row][:, None]).exp_().mean(0)
+            padded = functional.pad(shares, (0, -count % PAGE_TOKENS))
+            masses.append(padded.view(-1, PAGE_TOKENS).sum(1))
+        found.append(torch.cat(masses))
+    return found
+
+
 def paged_attention_output(
     pages: Pages,
     layer: int,

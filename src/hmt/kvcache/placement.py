@@ -1,0 +1,173 @@
+"""Where pages lie: three levels, what moves between them, and what is read from which."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from hmt.contracts.kv import GROUP_PAGES, KVAccount
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.kernels import ops
+from hmt.kvcache.book import Level, Numbers, PageBook, Slots
+from hmt.kvcache.cold import ColdPages
+from hmt.kvcache.policies import PagePolicy
+from hmt.kvcache.store import PageStore, recode
+from hmt.memory import Bitmap
+
+# Pages of a layer that lie together: pages, the layer's place in them, a table, and which of those
+# that were asked for these are.
+Lying = tuple[ops.Pages, int, torch.Tensor, torch.Tensor]
+
+_NAMES = ("near", "host", "drive")  # of levels, for people
+_PROMOTED = 4  # pages at a time
+_MARGIN = 0.1  # of worth, below which a page stays where it is
+
+
+class Placement:
+    """Pages of layers without a window at up to three levels, by worth.
+
+    Pages are made hot.  When room is needed, those worth least move on: to host memory, and from
+    there, or where that is full, to the drive, in whole groups.
+    """
+
+    def __init__(
+        self,
+        hot: PageStore,
+        warm: PageStore | None,
+        cold: ColdPages | None,
+        policy: Callable[[int], PagePolicy],
+        clock: Callable[[], float],
+    ) -> None:
+        """Takes over the memories, and releases them in the end."""
+        self.hot, self.warm, self.cold = hot, warm, cold
+        slots: list[Slots] = [Bitmap(hot.count), Bitmap(warm.count if warm is not None else 0)]
+        self.book = PageBook([*slots, cold.slots if cold is not None else Bitmap(0)])
+        self.policy = policy(self.book.count)
+        self.clock = clock
+        self.account = KVAccount({_NAMES[n]: s.count for n, s in enumerate(self.book.levels)})
+
+    @property
+    def free_pages(self) -> int:
+        """That can be made, over all levels."""
+        return sum(self.book.free_at(level) for level in Level)
+
+    def new(self, count: int, stays: Iterable[Numbers]) -> Numbers:
+        """`count` hot pages; none of `stays` moves away to make room for them."""
+        self._make_room(count, stays)
+        made = self.book.new(count)
+        self.policy.added(made, self.clock())
+        self._note_levels()
+        return made
+
+    def copy(self, page: Numbers, hot_copy: Numbers) -> None:
+        """Let hot page `hot_copy` hold what `page` holds, wherever that is."""
+        number = to_tensor(self.book.slots_of(hot_copy)).to(self.hot.device)
+        for layer, kept in self.hot.layers.items():
+            for pages, slot, table, _ in self.lying(layer, page):
+                recode(kept.pages, kept.slot, number, pages, slot, table)
+
+    def lying(self, layer: int, ids: Numbers) -> Iterator[Lying]:
+        """Where pages `ids` of `layer` lie; those of the drive some at a time."""
+        levels, slots = self.book.level_of(ids), self.book.slots_of(ids)
+        for level, store in ((Level.HOT, self.hot), (Level.WARM, self.warm)):
+            if store is not None and len(at := np.flatnonzero(levels == level)):
+                kept, table = store.layers[layer], to_tensor(slots[at])
+                yield kept.pages, kept.slot, table.to(store.device), to_tensor(at)
+        if self.cold is not None and len(at := np.flatnonzero(levels == Level.COLD)):
+            for pages, [(entries, table)] in self.cold.pieces(layer, [slots[at]]):
+                if len(table):
+                    yield pages, 0, table, to_tensor(at[entries])
+
+    def promote(self, stays: Iterable[Numbers]) -> None:
+        """Let some pages of host memory change places with hot ones that are worth less."""
+        warm = self.book.at(Level.WARM)
+        if self.warm is None or not len(warm) or self.book.free_at(Level.WARM) < _PROMOTED:
+            return
+        now = self.clock()
+        best = self._least(warm, len(warm), Level.WARM)[-_PROMOTED:][::-1]
+        worst = self._least(self._movable(stays), len(best), Level.HOT)
+        best = best[: len(worst)]
+        gain = self.policy.worth(best, now, 1.0) - self.policy.worth(worst, now, 1.0)
+        count = int((gain > _MARGIN).sum())
+        if count:
+            self._move(worst[:count], Level.WARM)
+            self._move(best[:count], Level.HOT)
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self.hot.release()
+        if self.warm is not None:
+            self.warm.release()
+        if self.cold is not None:
+            self.cold.close()
+
+    def _make_room(self, pages: int, stays: Iterable[Numbers]) -> None:
+        """Move hot pages away until `pages` are free."""
+        short = pages - self.book.free_at(Level.HOT)
+        if short <= 0:
+            return
+        movable = self._movable(stays)
+        # Some more at once: each move costs calls for all layers, however few pages it is of.
+        batch = min(max(short, GROUP_PAGES), len(movable))
+        room = self.book.free_at(Level.WARM)
+        if room < batch and self.warm is not None and self.cold is not None:
+            aside = self.book.at(Level.WARM)
+            count = min(len(aside), self.book.free_at(Level.COLD), _whole_groups(batch - room))
+            if count := count // GROUP_PAGES * GROUP_PAGES:
+                self._move(self._least(aside, count, Level.WARM), Level.COLD)
+            room = self.book.free_at(Level.WARM)
+        least = self._least(movable, len(movable), Level.HOT)
+        to_warm = min(batch, room)
+        if to_warm:
+            self._move(least[:to_warm], Level.WARM)
+        if to_warm < short:
+            count = min(_whole_groups(short - to_warm), self.book.free_at(Level.COLD))
+            self._move(least[to_warm : to_warm + count], Level.COLD)
+        assert self.book.free_at(Level.HOT) >= pages, "capacity was reserved"
+
+    def _movable(self, stays: Iterable[Numbers]) -> Numbers:
+        return np.setdiff1d(self.book.at(Level.HOT), np.concatenate([*stays]))
+
+    def _least(self, ids: Numbers, count: int, level: Level) -> Numbers:
+        """Those worth least, the least first."""
+        slots = self.book.levels[level]
+        pressure = 1 - slots.free / max(1, slots.count)
+        worth = self.policy.worth(ids, self.clock(), pressure)
+        return ids[np.argsort(worth, kind="stable")[:count]]
+
+    def _move(self, ids: Numbers, level: Level) -> None:
+        """Move pages, all at one level, to another."""
+        came = Level(int(self.book.level_of(ids[:1])[0]))
+        source = self.hot if came is Level.HOT else self.warm
+        assert source is not None
+        old, new = self.book.move(ids, level)
+        theirs = to_tensor(old).to(source.device)
+        if level is Level.COLD:
+            assert self.cold is not None
+            self.cold.take(new, source, theirs)
+        else:
+            target = self.hot if level is Level.HOT else self.warm
+            assert target is not None
+            target.take(to_tensor(new).to(target.device), source, theirs)
+        way = f"{_NAMES[came]} to {_NAMES[level]}"
+        self.account.moved[way] = self.account.moved.get(way, 0) + len(ids)
+        self._note_levels()
+
+    def _note_levels(self) -> None:
+        for level, slots in enumerate(self.book.levels):
+            name, used = _NAMES[level], slots.count - slots.free
+            self.account.most[name] = max(self.account.most.get(name, 0), used)
+
+
+def to_tensor(numbers: Numbers) -> torch.Tensor:
+    """The same numbers, int64."""
+    return torch.from_numpy(np.ascontiguousarray(numbers))
+
+
+def pages_of(tokens: int) -> int:
+    """Pages that so many positions take."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def _whole_groups(pages: int) -> int:
+    return -(-pages // GROUP_PAGES) * GROUP_PAGES

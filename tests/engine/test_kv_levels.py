@@ -1,0 +1,138 @@
+"""Keys and values at several levels through the engine: many requests, faults, and bad input."""
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import MINI_DENSE
+
+import hmt
+from hmt.base.errors import (
+    BudgetError,
+    ConfigError,
+    ContextLengthError,
+    DiskReadError,
+    MachineError,
+)
+from hmt.contracts.plan import Tier
+from hmt.engine import LoadedModel, loading
+from hmt.memory import PreadReader
+
+OPTIONS: dict[str, Any] = {
+    "host_memory": "256MiB", "dtype": "float32", "prefill_chunk": 32, "max_batch": 4,
+}  # fmt: skip
+
+
+def text(tokens: int, seed: int) -> list[int]:
+    return [random.Random(seed).randrange(16, 500) for _ in range(tokens)]
+
+
+def load(engine: hmt.Engine) -> LoadedModel:
+    return engine.load_model(MINI_DENSE)
+
+
+@pytest.mark.parametrize("gpu", [{}, {"gpu_id": "pretended", "gpu_memory": "64MiB"}])
+def test_requests_that_run_together_answer_as_if_alone(tmp_path: Path, gpu: dict[str, str]) -> None:
+    requests = [hmt.Request(text(450 - 50 * n, n), 45, ignore_eos=True) for n in range(5)]
+    with hmt.Engine(context=2048, **OPTIONS) as engine:
+        wanted = [one.token_ids for one in load(engine).infer_batch(requests)]
+    levels = {"kv_device_memory": "7MiB", "kv_host_memory": "2MiB", "kv_disk": str(tmp_path)}
+    with hmt.Engine(context=2048, **levels, **gpu, **OPTIONS) as engine:
+        model = load(engine)
+        assert [one.token_ids for one in model.infer_batch(requests)] == wanted
+        kv = model.summary().kv
+        assert kv is not None and kv.most["near"] <= kv.capacity["near"] < 2048 // 16
+        assert kv.moved["near to host"] and kv.moved["host to drive"] and kv.drive_bytes
+        assert kv.fragmentation is not None and 0 < kv.fragmentation < 0.2
+    assert engine._ledger.reserved_bytes(Tier.HOST) == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"kv_disk": "/nowhere"}, ConfigError, "must be a folder"),
+        ({"kv_host_memory": "1MiB"}, ConfigError, "kv_device_memory"),
+        ({"kv_quant": "int8"}, ConfigError, "kv_device_memory"),
+        ({"kv_device_memory": "8MiB", "kv_quant": "int5"}, ConfigError, "exact, int8, int4"),
+        ({"kv_device_memory": "8MiB", "kv_disk_memory": "1GiB"}, ConfigError, "kv_disk"),
+        ({"kv_device_memory": "8MiB", "kv_order": "best"}, ConfigError, "a2cr, lru, lfu"),
+        ({"kv_device_memory": "8MiB", "kv_share": 2.0}, ConfigError, "at most 1"),
+        ({"kv_device_memory": "64KiB"}, BudgetError, "--kv-device-memory 64.0 KiB is too little"),
+        (
+            {"kv_device_memory": "4MiB", "kv_host_memory": "1MiB"},
+            BudgetError,
+            "raise --kv-host-memory or --kv-disk-memory",
+        ),
+    ],
+)
+def test_bad_options_say_what_to_do(options: Any, error: type[Exception], told: str) -> None:
+    with (
+        pytest.raises(error, match=told),
+        hmt.Engine(context=2048, **options, **OPTIONS) as engine,
+    ):
+        load(engine)
+
+
+def test_a_text_that_no_level_holds_is_refused_at_once(tmp_path: Path) -> None:
+    with hmt.Engine(context=1024, kv_device_memory="5MiB", **OPTIONS) as engine:
+        model = load(engine)
+        with pytest.raises(ContextLengthError, match="the plan has 1024"):
+            model.infer(hmt.Request(text(1000, 1), 200))
+        assert model.infer(hmt.Request(text(1000, 1), 20, ignore_eos=True)).token_ids
+
+
+def test_a_full_drive_is_found_when_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    options = {"kv_device_memory": "5MiB", "kv_host_memory": 0, "kv_disk": str(tmp_path)}
+    with hmt.Engine(context=2048, **options, **OPTIONS) as engine:
+        with pytest.raises(MachineError, match="lower --kv-disk-memory"):
+            load(engine)
+        assert engine._ledger.reserved_bytes(Tier.HOST) == 0
+    assert not list(tmp_path.iterdir())
+
+
+class Drive(PreadReader):
+    """Fails when it is told to."""
+
+    broken = False
+
+    def read_vector(self, path: Path, offset: int, views: Any) -> int:
+        if self.broken and "/fd/" in str(path):
+            raise DiskReadError(f"injected: {path} at {offset}")
+        return super().read_vector(path, offset, views)
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
+    made = Drive()
+    monkeypatch.setattr(loading, "open_reader", lambda kind: made)
+    yield made
+
+
+def test_a_request_fails_when_its_pages_cannot_be_read_and_others_go_on(
+    tmp_path: Path, drive: Drive
+) -> None:
+    options = {"kv_device_memory": "4MiB", "kv_host_memory": 0, "kv_disk": str(tmp_path)}
+    ids = text(1500, 3)
+    with hmt.Engine(context=2048, **options, **OPTIONS) as engine:
+        model = load(engine)
+        wanted = model.logits(ids, [1499])
+        drive.broken = True
+        with pytest.raises(DiskReadError, match="injected"):
+            model.logits(ids, [1499])
+        short = model.infer(hmt.Request(text(50, 1), 8, ignore_eos=True))
+        assert len(short.token_ids) == 8, "what stays near does not need the drive"
+        drive.broken = False
+        assert torch.equal(model.logits(ids, [1499]), wanted)
+        assert model._core.memory.kv.free_tokens == model._core.memory.kv.capacity_tokens
