@@ -16,6 +16,7 @@ from hmt.base.units import format_bytes, format_rate
 from hmt.cli import bench_cache
 from hmt.cli.bench_gpu import gpu
 from hmt.cli.bench_hybrid import hybrid
+from hmt.cli.bench_kv import kv
 from hmt.cli.bench_pages import pages
 from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.console import notes
@@ -29,6 +30,7 @@ app.command("traces")(bench_cache.traces)
 app.command("bigger-than-ram")(bigger_than_ram)
 app.command("gpu")(gpu)
 app.command("hybrid")(hybrid)
+app.command("kv")(kv)
 app.command("pages")(pages)
 
 
