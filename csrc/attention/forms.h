@@ -1,5 +1,5 @@
 // In which form products read a tile's numbers: FloatPages, where everything is spread to f32, and
-// Bf16Pages, where pages are read where they lie.  int8.h has another.  Only for *.isa.cpp.
+// Bf16Pages, where pages are read where they lie.  Codes have codes.h.  Only for *.isa.cpp.
 //
 // A form says where keys and values are taken from, and has four steps of a block:
 //     load_query, once for the tile

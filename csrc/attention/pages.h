@@ -49,10 +49,13 @@ struct PageLayout {
   constexpr std::size_t value_bytes() const {
     return latent ? 0 : kPageTokens * value_dim * bits() / 8;
   }
+  // Scales of a row of `dim` numbers.
+  constexpr std::size_t scales(std::size_t dim) const {
+    if (encoding == PageEncoding::kInt4) return (dim + kInt4Group - 1) / kInt4Group;
+    return encoding == PageEncoding::kInt8 ? 1 : 0;
+  }
   constexpr std::size_t scale_bytes(std::size_t dim) const {
-    if (encoding == PageEncoding::kInt8) return kPageTokens * 4;
-    if (encoding != PageEncoding::kInt4) return 0;
-    return (dim + kInt4Group - 1) / kInt4Group * kPageTokens * 2;
+    return scales(dim) * kPageTokens * (encoding == PageEncoding::kInt8 ? 4 : 2);
   }
   constexpr std::size_t key_at(std::size_t head) const { return head * key_bytes(); }
   constexpr std::size_t value_at(std::size_t head) const {

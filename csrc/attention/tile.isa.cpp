@@ -1,8 +1,8 @@
 // A tile of rows against a range of positions: scores, softmax as it goes, values.
 #include <math.h>
 
+#include "attention/codes.h"
 #include "attention/forms.h"
-#include "attention/int8.h"
 #include "attention/kernels.h"
 #include "attention/lanes.h"
 #include "attention/work.h"
@@ -13,27 +13,6 @@ namespace {
 size_t work_bytes(const PageLayout& layout) {
   static uint8_t nowhere[1];
   return Work().place(layout, nowhere);
-}
-
-const uint8_t* page_at(const Tile& tile, size_t page) {
-  return tile.pages->data + static_cast<size_t>(tile.run->table[page]) * tile.pages->stride;
-}
-
-void begin_rows(const Tile& tile, const Partial& partial, const Work& work) {
-  const size_t width = padded_width(tile.pages->layout), window = tile.options->window;
-  for (size_t i = 0; i < tile.rows * width; ++i) partial.sums[i] = 0.0f;
-  for (size_t i = 0; i < tile.rows * 16; ++i) work.totals[i] = 0.0f;
-  for (size_t r = 0; r < tile.rows; ++r) {
-    partial.tops[r] = kNone;
-    const size_t after = tile.run->start + (tile.first_row + r) / tile.group + 1;
-    const size_t first = window != 0 && after > window ? after - window : 0;
-    work.first[r] = first > tile.begin ? first : tile.begin;
-    work.after[r] = after < tile.end ? after : tile.end;
-  }
-}
-
-void multiply_row(float* row, size_t count, float factor) {
-  for (size_t i = 0; i < count; i += 16) store(row + i, mul(load(row + i), set1(factor)));
 }
 
 // Scores of positions [base, base + 64) become weights; sums and totals follow a greater top.
@@ -128,7 +107,6 @@ Block block_of(const Tile& tile, size_t first, size_t count, const Work& work) {
 
 template <typename Form>
 void attend_as(const Tile& tile, const Partial& partial, const Work& work) {
-  begin_rows(tile, partial, work);
   Form::load_query(tile, work);
   const size_t end_page = (tile.end + kPageTokens - 1) / kPageTokens;
   for (size_t page = tile.begin / kPageTokens; page < end_page; page += kBlockPages) {
@@ -138,22 +116,30 @@ void attend_as(const Tile& tile, const Partial& partial, const Work& work) {
     weigh<Form>(tile, partial, block, work, page * kPageTokens);
     Form::mix(tile, block, work, partial.sums);
   }
-  for (size_t r = 0; r < tile.rows; ++r) partial.totals[r] = sum(load(work.totals + 16 * r));
 }
 
-void attend(const Tile& tile, const Partial& partial, uint8_t* memory) {
-  const PageLayout& layout = tile.pages->layout;
-  Work work;
-  work.place(layout, memory);
+void attend_tile(const Tile& tile, const Partial& partial, const Work& work) {
+  [[maybe_unused]] const PageLayout& layout = tile.pages->layout;
 #if defined(HMT_AVX512_BF16)
   const bool bf16 = layout.encoding == PageEncoding::kBF16;
   if (bf16 && tile.query->type == DType::kBF16) return attend_as<Bf16Pages>(tile, partial, work);
 #endif
 #if defined(HMT_AVX512)
-  const bool int8 = layout.encoding == PageEncoding::kInt8 && !layout.latent;
-  if (int8) return attend_as<Int8Pages>(tile, partial, work);
+  const bool int8 = layout.encoding == PageEncoding::kInt8 && layout.key_dim <= kMostInt8Dim;
+  if (int8) return attend_codes<Int8Codes>(tile, partial, work);
+  // Numbers of bf16 stay nearly what they are, those of more bits would not.
+  const bool int4 = layout.encoding == PageEncoding::kInt4 && !layout.latent;
+  if (int4 && tile.query->type == DType::kBF16) return attend_codes<Int4Codes>(tile, partial, work);
 #endif
   attend_as<FloatPages>(tile, partial, work);
+}
+
+void attend(const Tile& tile, const Partial& partial, uint8_t* memory) {
+  Work work;
+  work.place(tile.pages->layout, memory);
+  begin_rows(tile, partial, work);
+  attend_tile(tile, partial, work);
+  for (size_t r = 0; r < tile.rows; ++r) partial.totals[r] = sum(load(work.totals + 16 * r));
 }
 
 void merge(const Tile& tile, const Partial* parts, size_t count) {

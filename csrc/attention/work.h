@@ -8,43 +8,53 @@
 
 namespace hmt::HMT_ISA {
 
+// Positions that are scored before their values are mixed where products are of codes: eight pages.
+constexpr size_t kCodePages = 8;
+constexpr size_t kCodeTokens = kCodePages * kPageTokens;
+
 struct Work {
-  uint32_t* query;    // [rows, words], or twice the rows in parts of int8
-  float* scores;      // [rows, 64]
-  uint32_t* weights;  // [rows, 64 / numbers of a word]
+  uint32_t* query;    // [rows, words], or in bytes of codes
+  float* scores;      // [rows, 64], or 128 where products are of codes
+  uint32_t* weights;  // [rows, 64 / numbers of a word], or in bytes [rows, groups, 2, 128]
   float* totals;      // [rows, 16]: sums of weights by lane
   size_t* first;      // [rows]: positions that a row sees, from ..
   size_t* after;      // .. up to
   uint8_t* keys;      // four pages, where they are not read where they lie
   uint8_t* values;
-  // Where products are of int8 numbers:
-  float* mixed;          // [2 rows, width]: sums of one block
-  float* query_scales;   // [rows]
-  int32_t* query_sums;   // [rows, 2]: 128 times the sums of each part
-  float* weight_scales;  // [rows]
+  // Where products are of codes:
+  float* query_row;        // [key_dim]
+  float* query_factors;    // [rows]
+  int32_t* query_starts;   // [rows, groups of keys]
+  float* weight_scales;    // [rows, groups of values]
+  int32_t* weight_starts;  // [rows, groups of values]
+  float* value_scales;     // [groups of values, 128], of int4
 
   // Divides up `memory`, and returns the bytes that takes.
   size_t place(const PageLayout& layout, uint8_t* memory) {
     const size_t width = padded_width(layout);
-    const size_t parts = layout.encoding == PageEncoding::kInt8 ? 2 : 1;
-    const size_t int8_rows = parts == 2 ? kTileRows : 0;
+    const bool codes = layout.bits() <= 8;
+    const size_t code_rows = codes ? kTileRows : 0, tokens = codes ? kCodeTokens : kBlockTokens;
+    const size_t key_groups = layout.scales(layout.key_dim);
+    const size_t value_groups = layout.scales(layout.value_dim);
     size_t used = 0;
     const auto take = [&](auto*& piece, size_t bytes) {
       piece = reinterpret_cast<std::remove_reference_t<decltype(piece)>>(memory + used);
       used += (bytes + 63) / 64 * 64;
     };
     take(query, kTileRows * layout.key_dim * 4);
-    take(scores, parts * kTileRows * kBlockTokens * 4);
-    take(weights, kTileRows * kBlockTokens * 4);
+    take(scores, kTileRows * tokens * 4);
+    take(weights, kTileRows * (codes ? value_groups * 2 * tokens : tokens * 4));
     take(totals, kTileRows * 16 * 4);
     take(first, kTileRows * sizeof(size_t));
     take(after, kTileRows * sizeof(size_t));
     take(keys, kBlockTokens * layout.key_dim * 4);
     take(values, kBlockTokens * width * 4);
-    take(mixed, 2 * int8_rows * width * 4);
-    take(query_scales, int8_rows * 4);
-    take(query_sums, 2 * int8_rows * 4);
-    take(weight_scales, int8_rows * 4);
+    take(query_row, codes ? layout.key_dim * 4 : 0);
+    take(query_factors, code_rows * 4);
+    take(query_starts, code_rows * key_groups * 4);
+    take(weight_scales, code_rows * value_groups * 4);
+    take(weight_starts, code_rows * value_groups * 4);
+    take(value_scales, codes ? value_groups * kCodeTokens * 4 : 0);
     return used;
   }
 };
@@ -56,6 +66,27 @@ inline const uint8_t* query_row(const Tile& tile, size_t r) {
   const size_t bytes = query.type == DType::kF32 ? 4 : 2;
   return static_cast<const uint8_t*>(query.data) +
          (token * query.token_stride + head * query.head_stride) * bytes;
+}
+
+HMT_INLINE const uint8_t* page_at(const Tile& tile, size_t page) {
+  return tile.pages->data + static_cast<size_t>(tile.run->table[page]) * tile.pages->stride;
+}
+
+inline void begin_rows(const Tile& tile, const Partial& partial, const Work& work) {
+  const size_t width = padded_width(tile.pages->layout), window = tile.options->window;
+  for (size_t i = 0; i < tile.rows * width; ++i) partial.sums[i] = 0.0f;
+  for (size_t i = 0; i < tile.rows * 16; ++i) work.totals[i] = 0.0f;
+  for (size_t r = 0; r < tile.rows; ++r) {
+    partial.tops[r] = kNone;
+    const size_t after = tile.run->start + (tile.first_row + r) / tile.group + 1;
+    const size_t first = window != 0 && after > window ? after - window : 0;
+    work.first[r] = first > tile.begin ? first : tile.begin;
+    work.after[r] = after < tile.end ? after : tile.end;
+  }
+}
+
+inline void multiply_row(float* row, size_t count, float factor) {
+  for (size_t i = 0; i < count; i += 16) store(row + i, mul(load(row + i), set1(factor)));
 }
 
 }  // namespace hmt::HMT_ISA

@@ -207,6 +207,37 @@ def test_long_contexts_in_many_chunks(isa, encoding):
     check(scene, scene.query(4), scale=0.125, window=611)
 
 
+@pytest.mark.parametrize("encoding", [PageEncoding.INT8, PageEncoding.INT4])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
+def test_codes_meet_any_number_of_rows(isa, encoding, group):
+    scene = Scene(PageLayout(encoding, 2, 96, 80), [(299, 1), (126, 1), (40, 3)], torch.bfloat16)
+    query = scene.query(2 * group)
+    check(scene, query, scale=0.1)
+    check(scene, query, scale=0.1, window=150, softcap=4.0)
+
+
+@pytest.mark.parametrize("encoding", [PageEncoding.INT8, PageEncoding.INT4])
+def test_bf16_queries_lose_next_to_nothing_to_codes(isa, encoding):
+    # In f32 outputs, lse would show it: numbers of bf16 are whole multiples of a step.
+    scene = Scene(PageLayout(encoding, 2, 128, 128), [(511, 1)], torch.bfloat16)
+    query = scene.query(8)
+    lse = scene.attend(query, scale=128**-0.5)[1]
+    expected = scene.exact(query, scale=128**-0.5)[1]
+    torch.testing.assert_close(lse.double(), expected, atol=3e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("encoding", [PageEncoding.INT8, PageEncoding.INT4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_that_is_no_number_makes_none(isa, encoding, dtype):
+    scene = Scene(PageLayout(encoding, 1, 32, 32), [(20, 1)], dtype)
+    for bad in (math.nan, math.inf):
+        query = scene.query(2)
+        query[0, 1, 5] = bad
+        out, lse = scene.attend(query, scale=1.0)
+        assert out[0, 0].isfinite().all() and lse[0, 0].isfinite()
+        assert out[0, 1].isnan().all() and lse[0, 1].isnan()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_huge_scores_stay_finite(isa, dtype):
     layout = PageLayout(PageEncoding.of(dtype), 2, 64, 64)

@@ -6,14 +6,17 @@ Numbers are random, codes and scales too: no kernel's speed depends on them.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
+from hmt.base.units import round_up
 from hmt.contracts.encoding import PANEL_BLOCK, Activations, Encoding, WeightTensor
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import ops
 from hmt.kernels.reference import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
+from hmt.memory import PAGE_BYTES, HostBuffer
 from hmt.quant import Format, empty_weight
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of the attention that is timed: Llama 3 8B's
@@ -139,8 +142,10 @@ def attention_contenders(
         per_sequence = -(-context // PAGE_TOKENS)
         nbytes = sequences * per_sequence * layout.page_bytes
         layers = 1 + memory_bytes // nbytes
-        memory = torch.zeros(sequences * per_sequence, layers, layout.page_bytes, dtype=torch.uint8)
-        pages = Pages(layout, memory)
+        # On huge pages and in any order, as pages lie that stay in host memory.
+        shape = (sequences * per_sequence, layers, layout.page_bytes)
+        memory = HostBuffer(round_up(prod(shape), PAGE_BYTES)).tensor[: prod(shape)].view(shape)
+        pages = Pages(layout, memory.zero_())
         tables = torch.randperm(len(memory)).view(sequences, per_sequence)
         _fill(pages, tables, context)
         runs = PagedRuns(

@@ -26,7 +26,7 @@ from hmt.memory import available_host_bytes, cache_bytes
 
 SHAPES = ((4096, 4096), (14336, 4096))  # of Llama 3 8B: an output projection, and up
 TOKENS = (1, 256, 1024)
-CONTEXTS = ((1, 4096), (16, 1024))  # sequences, positions
+CONTEXTS = ((1, 4096), (1, 32768), (16, 1024))  # sequences, positions
 _SAMPLE_S = 0.02
 _CACHES = 2  # copies fill the caches so many times: each is gone when its turn comes again
 

@@ -16,6 +16,8 @@ from hmt.base.units import format_bytes, format_rate
 from hmt.cli import bench_cache
 from hmt.cli.bench_gpu import gpu
 from hmt.cli.bench_hybrid import hybrid
+from hmt.cli.bench_kv import kv
+from hmt.cli.bench_pages import pages
 from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
@@ -28,6 +30,8 @@ app.command("traces")(bench_cache.traces)
 app.command("bigger-than-ram")(bigger_than_ram)
 app.command("gpu")(gpu)
 app.command("hybrid")(hybrid)
+app.command("kv")(kv)
+app.command("pages")(pages)
 
 
 @app.command("decode")
@@ -113,7 +117,7 @@ def kernels(
     ] = "1,256,1024",
     contexts: Annotated[
         str, typer.Option(help="Sequences and positions of the attention; none when empty.")
-    ] = "1x4096,16x1024",
+    ] = "1x4096,1x32768,16x1024",
     only: Annotated[
         str | None, typer.Option(help="Names as in the table, such as w4a8:32,bf16.")
     ] = None,

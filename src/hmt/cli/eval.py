@@ -38,7 +38,7 @@ def evaluate(
 ) -> None:
     """Measure a model with tasks that have one right answer, beside its published scores."""
     path, lengths = choose_model(model), _lengths(retrieval)
-    held_out = _held_out(text)
+    held_out = held_out_text(text)
     arguments = engine.arguments()
     arguments.setdefault("context", max([2048, *lengths]))
     with notes().status("loading") as status:
@@ -72,7 +72,8 @@ def _lengths(text: str) -> dict[int, int]:
     return {length: _SEQUENCES.get(length, _DEFAULT_SEQUENCES) for length in lengths}
 
 
-def _held_out(text: Path | None) -> str:
+def held_out_text(text: Path | None) -> str:
+    """The text in `text`, or the one in HMT's repository.  Raises ConfigError."""
     file = text or Path(__file__).parents[3] / "assets" / "text" / "valid.txt"
     try:
         return file.read_text(encoding="utf-8")

@@ -102,7 +102,8 @@ class EngineOptions:
         str | None,
         typer.Option(
             help="How those are kept that do not stay: exact, int8 or int4; or two of them, for "
-            "host memory and for the drive: int8,int4.",
+            "host memory and for the drive: int8,int4. The drive also knows codecs, such as "
+            "exact,int8+shared-parts: see docs/quality.md.",
             rich_help_panel=_KV,
         ),
     ] = None

@@ -30,7 +30,8 @@ class KVLevels:
     warm_pages    in host memory
     cold_groups   of `GROUP_PAGES`, on the drive
     ring_pages    of layers with a window, by window
-    warm, cold    how numbers are kept there: "exact" (as near), "int8" or "int4"
+    warm, cold    how numbers are kept there: "exact" (as near), "int8" or "int4"; cold also by a
+                  codec's name
     piece_bytes   read from the drive at once
     """
 

@@ -10,6 +10,7 @@ from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes
 from hmt.contracts.store import Verify
 from hmt.kvcache import ORDERS
+from hmt.kvcache.codecs import CodecName
 from hmt.memory import READERS, available_host_bytes
 from hmt.quant import Scheme, parse_scheme
 from hmt.weights import POLICIES
@@ -43,7 +44,8 @@ class EngineConfig:
     kv_disk             folder on a fast drive for the rest; None: none goes there
     kv_disk_memory_bytes     of that drive; None: what is needed
     kv_quant            how those are kept that do not stay: "exact", "int8", "int4", or two of
-                        them, for host memory and for the drive: "int8,int4"
+                        them, for host memory and for the drive: "int8,int4"; the drive also
+                        knows codecs: see hmt.kvcache.codecs.CodecName
     kv_order            whose pages go first: those that "a2cr", "lru" or "lfu" value least
     kv_policy           "exact": attention to all of the context; "select": tokens that are decoded
                         attend to the share `kv_share` of each text's pages, chosen anew for each
@@ -148,13 +150,17 @@ class EngineConfig:
 
 
 def _kv_quant(given: object) -> tuple[str, str]:
-    names = str(given).lower().split(",")
-    if not 1 <= len(names) <= 2 or not set(names) <= {*KV_ENCODINGS}:
+    warm, *rest = str(given).split(",")
+    if warm.lower() not in KV_ENCODINGS or len(rest) > 1:
         raise ConfigError(
             f"kv_quant={given!r}; choose {', '.join(KV_ENCODINGS)}, or two of them: for host "
-            "memory and for the drive"
+            "memory and for the drive, which knows others as well, such as exact,int8+residual"
         )
-    return names[0], names[-1]
+    cold = rest[0] if rest else warm
+    if cold.lower() in KV_ENCODINGS:
+        return warm.lower(), cold.lower()
+    CodecName.parse(cold)  # says what is wrong with it
+    return warm.lower(), cold
 
 
 def _gpu_id(given: object) -> str:

@@ -1,6 +1,7 @@
 """A loaded model at work: steps, what they cost, and teacher forcing, on the engine's thread."""
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from itertools import pairwise
 
@@ -46,6 +47,7 @@ class Core:
         self.memory = memory
         self._plan = prepared.plan
         self._vocab_size = prepared.model.spec.vocab_size
+        self._layers = prepared.model.spec.layers
         self.scheduler = Scheduler(
             memory.kv, prefill_chunk=prepared.plan.prefill_chunk, max_batch=config.max_batch
         )
@@ -172,6 +174,24 @@ class Core:
 
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""
+        return self._forced(tokens, rows, prefill, lambda kv: None)
+
+    def keys_and_values(
+        self, tokens: Many[int], see: Callable[[int, torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        """See LoadedModel.keys_and_values."""
+
+        def look(kv: int) -> None:
+            run = Run(kv, len(tokens) - 1, 0, 1, len(tokens))
+            for layer in range(self._layers):
+                see(layer, *self.memory.kv.read(layer, run))
+
+        self._forced(tokens, [], len(tokens), look)
+
+    def _forced(
+        self, tokens: Many[int], rows: Many[int], prefill: int, look: Callable[[int], None]
+    ) -> torch.Tensor:
+        """See `logits`; `look` is given the handle of what the cache holds in the end."""
         self._check_forced(tokens, rows, prefill)
         chunk = self._plan.prefill_chunk
         starts = [*range(0, prefill, chunk), *range(prefill, len(tokens)), len(tokens)]
@@ -183,6 +203,7 @@ class Core:
                 own = [row - start for row in rows if start <= row < stop]
                 phase = self.prompt if start < prefill else self.generation
                 parts.append(self._run_forced(run, tokens[start:stop], own, phase))
+            look(kv)
         finally:
             self.memory.kv.close(kv)
         return torch.cat(parts)

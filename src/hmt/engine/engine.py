@@ -210,6 +210,16 @@ class LoadedModel:
         end = len(tokens) if prefill is None else prefill
         return self._loop.call(lambda: self._core.logits(tokens, rows, end))
 
+    def keys_and_values(
+        self, tokens: Many[int], see: Callable[[int, torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        """Read `tokens`, then call `see(layer, key, value)` with each layer's keys and values.
+
+        Both [tokens, heads, dim], in the cache's dtype, and on the model's own thread; of layers
+        with a window only the last positions are kept.  Raises what `logits` raises, and `see`.
+        """
+        return self._loop.call(lambda: self._core.keys_and_values(tokens, see))
+
     def summary(self) -> RunSummary:
         """What everything since the load, or the last `reset_summary`, has cost."""
         blocks, homes = self.prepared.demand.blocks, self.plan.homes

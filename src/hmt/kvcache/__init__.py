@@ -1,14 +1,11 @@
 """Keys and values: pages, sequences, and attention over them."""
 
 from hmt.kvcache.cache import PagedKV
-from hmt.kvcache.opening import kv_sizes, open_tiered
+from hmt.kvcache.opening import group_bytes_as, kv_sizes, open_tiered
 from hmt.kvcache.pages import page_bytes
-from hmt.kvcache.placed import PlacedKV
+from hmt.kvcache.placed import AnyKV, PlacedKV
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.tiered import TieredKV
-
-# Whatever keeps sequences of keys and values.
-AnyKV = PagedKV | PlacedKV | TieredKV
 
 __all__ = [
     "ORDERS",
@@ -16,6 +13,7 @@ __all__ = [
     "PagedKV",
     "PlacedKV",
     "TieredKV",
+    "group_bytes_as",
     "kv_sizes",
     "open_tiered",
     "page_bytes",

@@ -114,6 +114,18 @@ class PageBook:
         """Whether a page has several owners."""
         return bool(self._owners[page] > 1)
 
+    def alone(self, ids: Numbers) -> NDArray[np.bool_]:
+        """Which of `ids` have one owner."""
+        return self._owners[ids] == 1
+
+    def freed_by(self, ids: Numbers) -> int:
+        """Places that `ids` would leave, could they all go now."""
+        freed = 0
+        for level, slots in enumerate(self._slots):
+            there = self._slot[ids[self._level[ids] == level]]
+            freed += slots.freed_by(there) if isinstance(slots, GroupedSlots) else len(there)
+        return freed
+
     def level_of(self, ids: Numbers) -> NDArray[np.int8]:
         """Levels of pages."""
         return self._level[ids]
@@ -161,3 +173,8 @@ class GroupedSlots:
         self._used[groups] -= counts.astype(np.int32)
         assert (self._used[groups] >= 0).all(), "a place was given back twice"
         self._groups.give(groups[self._used[groups] == 0].tolist())
+
+    def freed_by(self, numbers: Numbers) -> int:
+        """Places that could be taken again if `numbers` were given back: those of whole groups."""
+        groups, counts = np.unique(numbers // self.size, return_counts=True)
+        return int((self._used[groups] == counts).sum()) * self.size

@@ -14,15 +14,17 @@ import torch
 from hmt.base.errors import DiskReadError, HMTError, MachineError
 from hmt.base.units import format_bytes, round_up
 from hmt.contracts.kv import COLD_BUFFERS, GROUP_PAGES
-from hmt.contracts.model import KVLayer
+from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
 from hmt.kvcache.book import GroupedSlots, Numbers
+from hmt.kvcache.codecs import LayerCodec
 from hmt.kvcache.pages import kinds_of, layout_of
 from hmt.kvcache.store import PageStore, Pool, recode
 from hmt.memory import DiskRead, TransferQueue
 
 _STRIDE = 256  # pages begin at its multiples, so that groups begin at those of 4096
+_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +36,33 @@ class _Place:
     kind: int
     begin: int
     step: int
-    stride: int  # from page to page
-
-    @property
-    def group_bytes(self) -> int:
-        return GROUP_PAGES * self.stride
+    group_bytes: int
+    codec: LayerCodec | None  # what they are in the file, if not as `layout` says
 
 
-def cold_bytes(layers: Mapping[int, KVLayer], encoding: ops.PageEncoding) -> tuple[int, int, int]:
-    """Bytes of a group of pages: of all layers, the largest of one layer, and of one kind."""
+def cold_bytes(
+    layers: Mapping[int, KVLayer],
+    encoding: ops.PageEncoding,
+    codecs: Mapping[int, LayerCodec] | None = None,
+) -> tuple[int, int, int]:
+    """Bytes of a group of pages: of all layers, the largest of one layer, and of one kind.
+
+    With `codecs`, the largest of one layer may be that of a group that was decoded.
+    """
     whole, widest, kind = 0, 0, 0
     for layer, members in kinds_of(layers):
-        each = GROUP_PAGES * _stride(layout_of(layer, encoding, torch.device("cpu")))
+        layout = layout_of(layer, encoding, torch.device("cpu"))
+        each = _group_bytes(layout, codecs[members[0]] if codecs else None)
         whole += each * len(members)
-        widest, kind = max(widest, each), max(kind, each * len(members))
+        widest, kind = max(widest, each, _group_bytes(layout)), max(kind, each * len(members))
     return whole, widest, kind
+
+
+def _group_bytes(layout: ops.PageLayout, codec: LayerCodec | None = None) -> int:
+    """Of one layer.  Pages that are read as they are begin where kernels like them to."""
+    if codec is not None:
+        return round_up(codec.group_bytes, _BLOCK)
+    return GROUP_PAGES * _stride(layout)
 
 
 def _stride(layout: ops.PageLayout) -> int:
@@ -71,8 +85,12 @@ class ColdPages:
         queue: TransferQueue,
         *,
         piece_bytes: int,
+        codecs: Mapping[int, LayerCodec] | None = None,
     ) -> None:
         """Room for `groups` times 16 pages.
+
+        They are kept in `encoding`; or by `codecs`, one for each layer, and decoded to `encoding`
+        when they are read.
 
         `pool` gives `COLD_BUFFERS` buffers of `piece_bytes`, at least one group of one layer each,
         and one for a group of all layers of a kind.  Raises MachineError where there is no such
@@ -86,18 +104,20 @@ class ColdPages:
         end = 0
         for kind, (layer, members) in enumerate(kinds_of(layers)):
             layout = layout_of(layer, encoding, torch.device("cpu"))
-            stride = _stride(layout)
-            step = len(members) * GROUP_PAGES * stride
+            each = _group_bytes(layout, codecs[members[0]] if codecs else None)
+            step = len(members) * each
             for at, index in enumerate(members):
-                begin = end + at * GROUP_PAGES * stride
-                self._places[index] = _Place(layout, at, kind, begin, step, stride)
+                codec = codecs[index] if codecs else None
+                begin = end + at * each
+                self._places[index] = _Place(layout, at, kind, begin, step, each, codec)
             self._members.append(members)
             end += groups * step
-        _, widest, group = cold_bytes(layers, encoding)
+        _, widest, group = cold_bytes(layers, encoding, codecs)
         self.nbytes = end
         self._file, self._path = _own_file(folder, end)
         self._bounce = pool.allocate(group)
         self._buffers = [pool.allocate(max(piece_bytes, widest)) for _ in range(COLD_BUFFERS)]
+        self._decoded = self._buffers.pop() if codecs else None  # read through one buffer less
         self._ahead = _Ahead(self, sorted(layers))
 
     def take(self, slots: Numbers, source: PageStore, theirs: torch.Tensor) -> None:
@@ -119,7 +139,10 @@ class ColdPages:
         place = self._places[members[0]]
         memory = self._bounce.tensor[: place.step]
         for at, extent in enumerate(memory.split(place.group_bytes)):
-            recode(_pages(extent, place), 0, numbers, source, at, chosen)
+            if codec := self._places[members[at]].codec:
+                _encode(extent, codec, source, at, chosen)
+            else:
+                recode(_pages(extent, place.layout), 0, numbers, source, at, chosen)
         view, offset = memory.numpy().data, place.begin + group * place.step
         try:
             while view:
@@ -144,14 +167,18 @@ class ColdPages:
         place = self._places[layer]
         for chosen, buffer in self._ahead.read(layer, groups):
             memory = buffer[: len(chosen) * place.group_bytes]
-            found = []
-            for table in tables:
-                entries = np.flatnonzero(np.isin(table // GROUP_PAGES, chosen))
-                slots = table[entries]
-                at = np.searchsorted(chosen, slots // GROUP_PAGES)
-                numbers = at * GROUP_PAGES + slots % GROUP_PAGES
-                found.append((entries, torch.from_numpy(numbers)))
-            yield _pages(memory, place), found
+            if place.codec is None:
+                yield _pages(memory, place.layout), _entries(tables, chosen)
+                continue
+            assert self._decoded is not None
+            room = self._decoded.tensor
+            some = room.nbytes // _group_bytes(place.layout)  # groups
+            for first in range(0, len(chosen), some):
+                part = chosen[first : first + some]
+                coded = memory.view(-1, place.group_bytes)[first : first + some]
+                pages = _pages(room[: len(part) * _group_bytes(place.layout)], place.layout)
+                _decode(pages, place.codec, coded)
+                yield pages, _entries(tables, part)
 
     def read_bytes(self, layer: int, tables: Sequence[Numbers]) -> int:
         """What `pieces` reads for these."""
@@ -161,8 +188,9 @@ class ColdPages:
     def close(self) -> None:
         """Delete the file, and give memory back to the pool."""
         self._ahead.reset()
-        for buffer in (self._bounce, *self._buffers):
-            self._pool.free(buffer)
+        for buffer in (self._bounce, self._decoded, *self._buffers):
+            if buffer is not None:
+                self._pool.free(buffer)
         os.close(self._file)
 
     def _reads(self, layer: int, groups: Numbers, memory: memoryview) -> list[DiskRead]:
@@ -198,7 +226,7 @@ class _Ahead:
         at = (layer, 0)
         while True:
             # One buffer is in use by whoever takes pieces.
-            while len(self._waiting) < COLD_BUFFERS - 1:
+            while len(self._waiting) < len(self._cold._buffers) - 1:
                 begin = self._after(*self._waiting[-1][:2]) if self._waiting else at
                 self._waiting.append((*begin, self._begin(*begin)))
             found, first, reading = self._waiting.pop(0)
@@ -225,7 +253,7 @@ class _Ahead:
     def _begin(self, layer: int, first: int) -> "_Reading":
         cold = self._cold
         memory = cold._buffers[self._next].tensor
-        self._next = (self._next + 1) % COLD_BUFFERS
+        self._next = (self._next + 1) % len(cold._buffers)
         groups = self._groups[first : first + cold._per_piece(layer)]
         return _Reading(cold._queue, cold._reads(layer, groups, memory.numpy().data), memory)
 
@@ -260,10 +288,40 @@ class _Reading:
         self._ended.set()
 
 
-def _pages(memory: torch.Tensor, place: _Place) -> ops.Pages:
-    """Pages of one layer, `place.stride` bytes apart."""
-    rows = memory.view(-1, place.stride)[:, : place.layout.page_bytes]
-    return ops.Pages(place.layout, rows[:, None])
+def _pages(memory: torch.Tensor, layout: ops.PageLayout) -> ops.Pages:
+    """Pages of one layer, each of which begins at a multiple of _STRIDE."""
+    rows = memory.view(-1, _stride(layout))[:, : layout.page_bytes]
+    return ops.Pages(layout, rows[:, None])
+
+
+def _entries(tables: Sequence[Numbers], groups: Numbers) -> list[tuple[Numbers, torch.Tensor]]:
+    """Which entries of each table are in `groups`, and their pages among those of the groups."""
+    found = []
+    for table in tables:
+        entries = np.flatnonzero(np.isin(table // GROUP_PAGES, groups))
+        slots = table[entries]
+        at = np.searchsorted(groups, slots // GROUP_PAGES)
+        found.append((entries, torch.from_numpy(at * GROUP_PAGES + slots % GROUP_PAGES)))
+    return found
+
+
+def _encode(
+    extent: torch.Tensor, codec: LayerCodec, source: ops.Pages, at: int, chosen: torch.Tensor
+) -> None:
+    """Fill the bytes of a layer's group with pages `chosen` of layer `at` of `source`."""
+    key, value = ops.read_pages(source, at, chosen, PAGE_TOKENS * len(chosen))
+    coded = codec.encode(key, value).flatten()
+    extent[: len(coded)] = coded.to(extent.device)
+    extent[len(coded) :] = 0  # pages that are not there are decoded, too
+
+
+def _decode(pages: ops.Pages, codec: LayerCodec, groups: torch.Tensor) -> None:
+    """Write what groups [groups, bytes] hold to `pages`, as many."""
+    coded = groups[:, : codec.group_bytes].reshape(-1, codec.unit_bytes)
+    key, value = codec.decode(coded, pages.layout.encoding.dtype)
+    table = torch.arange(len(groups) * GROUP_PAGES)
+    runs = ops.PagedRuns([ops.PagedRun(0, len(key), 0, table)])
+    ops.append_pages(pages, 0, runs, key, None if pages.layout.latent else value)
 
 
 def _own_file(folder: Path, nbytes: int) -> tuple[int, Path]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from hmt.contracts.kv import KVLevels
+from hmt.contracts.kv import GROUP_PAGES, KVLevels
 from hmt.contracts.model import KVLayer
 from hmt.kernels import ops
+from hmt.kvcache.codecs import LayerCodec, layer_codecs
 from hmt.kvcache.cold import ColdPages, cold_bytes
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
@@ -22,15 +23,22 @@ _ENCODINGS = {"int8": ops.PageEncoding.INT8, "int4": ops.PageEncoding.INT4}
 
 
 def encoding_of(name: str, dtype: torch.dtype) -> ops.PageEncoding:
-    """What KVLevels calls so, in a model that computes in `dtype`."""
+    """What KVLevels calls so, in a model that computes in `dtype`; for codecs, what they yield."""
     return _ENCODINGS.get(name) or ops.PageEncoding.of(dtype)
+
+
+def codecs_of(name: str, layers: Mapping[int, KVLayer]) -> Mapping[int, LayerCodec] | None:
+    """A codec for each layer; None where an encoding of pages is called so.  Raises ConfigError."""
+    return None if name == "exact" or name in _ENCODINGS else layer_codecs(name, layers)
 
 
 def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str) -> dict[str, Any]:
     """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`."""
     whole, windows = _by_window(dict(enumerate(layers)))
     exact = ops.PageEncoding.of(dtype)
-    group, layer_group, kind_group = cold_bytes(whole, encoding_of(cold, dtype))
+    group, layer_group, kind_group = cold_bytes(
+        whole, encoding_of(cold, dtype), codecs_of(cold, whole)
+    )
     return {
         "hot_page": store_page_bytes(whole, exact),
         "warm_page": store_page_bytes(whole, encoding_of(warm, dtype)),
@@ -41,6 +49,17 @@ def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str
         "warm": warm,
         "cold": cold,
     }
+
+
+def group_bytes_as(name: str, layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
+    """Bytes of `GROUP_PAGES` pages of all `layers` without a window, kept as `name` says.
+
+    Without padding.  Raises ConfigError.
+    """
+    whole, _ = _by_window(dict(enumerate(layers)))
+    if codecs := codecs_of(name, whole):
+        return sum(codec.group_bytes for codec in codecs.values())
+    return GROUP_PAGES * store_page_bytes(whole, encoding_of(name, dtype))
 
 
 def open_tiered(
@@ -80,7 +99,7 @@ def open_tiered(
             assert folder is not None
             cold = ColdPages(
                 folder, whole, levels.cold_groups, encoding_of(levels.cold, dtype), host, queue,
-                piece_bytes=levels.piece_bytes,
+                piece_bytes=levels.piece_bytes, codecs=codecs_of(levels.cold, whole),
             )  # fmt: skip
         made.pop_all()
     choose = None

@@ -49,16 +49,20 @@ class PageAllocator:
     def take(self, pages: int) -> list[int]:
         """`pages` page numbers.  Raises BudgetError, taking none, when fewer are free."""
         if pages > self._free.free:
-            raise BudgetError(
-                f"{pages * PAGE_TOKENS} positions of KV were asked for and "
-                f"{self._free.free * PAGE_TOKENS} of {self.count * PAGE_TOKENS} are free; "
-                "ask for a shorter context, or raise --context or --host-memory"
-            )
+            raise self.too_few(pages)
         return self._free.take(pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Return pages that were taken."""
         self._free.give(pages)
+
+    def too_few(self, pages: int) -> BudgetError:
+        """What to raise when `pages` are more than are free."""
+        return BudgetError(
+            f"{pages * PAGE_TOKENS} positions of KV were asked for and "
+            f"{self.free_pages * PAGE_TOKENS} of {self.count * PAGE_TOKENS} are free; "
+            "ask for a shorter context, or raise --context or --host-memory"
+        )
 
 
 def layout_of(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) -> ops.PageLayout:

@@ -81,3 +81,7 @@ class PlacedKV:
 
     def _of(self, layer: int) -> PagedKV | TieredKV:
         return self._caches[layer in self._there]
+
+
+# Whatever keeps sequences of keys and values.
+AnyKV = PagedKV | PlacedKV | TieredKV

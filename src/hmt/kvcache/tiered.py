@@ -108,12 +108,11 @@ class TieredKV:
     @property
     def free_tokens(self) -> int:
         """Positions that no sequence has reserved."""
-        unmade = sum(sequence.unmade for sequence in self._sequences.values())
-        return (self._places.free_pages - unmade) * PAGE_TOKENS
+        return self._free_pages(_NONE) * PAGE_TOKENS
 
     def can_open(self, tokens: int) -> bool:
         """Whether `open` would succeed now."""
-        return self._has_room(pages_of(tokens), pages_of(tokens))
+        return self._has_room(_NONE, pages_of(tokens))
 
     def open(self, tokens: int) -> int:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
@@ -360,16 +359,20 @@ class TieredKV:
             stays += [sequence.pages[: self._stay.sinks], sequence.pages[-self._stay.recent :]]
         return stays
 
-    def _has_room(self, pages: int, unmade: int) -> bool:
-        """For one more sequence of `pages`, of which so many are to be made."""
+    def _free_pages(self, held: Numbers) -> int:
+        """Pages that no sequence has reserved, once somebody holds `held`."""
+        unmade = sum(sequence.unmade for sequence in self._sequences.values())
+        return self._places.free_pages - unmade
+
+    def _has_room(self, held: Numbers, unmade: int) -> bool:
+        """For one more sequence of pages `held`, and so many that are to be made."""
         least = least_hot_pages(self._chunk, len(self._sequences) + 1, self._stay)
-        fits = least <= self._places.hot.count
-        enough = unmade * PAGE_TOKENS <= self.free_tokens and fits
-        return enough and all(rings.can_open(pages) for rings in self._windows)
+        enough = unmade <= self._free_pages(held) and least <= self._places.hot.count
+        return enough and all(rings.can_open(len(held) + unmade) for rings in self._windows)
 
     def _open(self, held: Numbers, unmade: int) -> int:
         pages = len(held) + unmade
-        if not self._has_room(pages, unmade):
+        if not self._has_room(held, unmade):
             near = self._places.hot.count * PAGE_TOKENS
             raise BudgetError(
                 f"{unmade * PAGE_TOKENS} positions of KV were asked for and {self.free_tokens} of "

@@ -1,18 +1,11 @@
 """Which pages are worth being near."""
 
-from collections.abc import Callable
-
+from hmt.kvcache.policies.choice import ORDERS
 from hmt.kvcache.policies.interface import PagePolicy
 from hmt.kvcache.policies.scores import (
     AttentionDecayed,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
 )
-
-ORDERS: dict[str, Callable[[int], PagePolicy]] = {
-    "a2cr": AttentionDecayed,
-    "lru": LeastRecentlyUsed,
-    "lfu": LeastFrequentlyUsed,
-}
 
 __all__ = ["ORDERS", "AttentionDecayed", "LeastFrequentlyUsed", "LeastRecentlyUsed", "PagePolicy"]

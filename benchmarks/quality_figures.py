@@ -1,0 +1,72 @@
+"""Writes docs/quality.md's table of KV settings from measurements; `--check` only compares."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_RESULTS = _ROOT / "benchmarks" / "results"
+_MODELS = {"dense": "kv-quality-dense", "moe": "kv-quality-moe"}
+_BEGIN, _END = "<!-- figures: benchmarks/quality_figures.py kv -->", "<!-- /figures -->"
+
+
+def table() -> list[str]:
+    """Scores and bytes of every setting, for both models and all lengths that were measured."""
+    found = {model: _by_setting(prefix) for model, prefix in _MODELS.items()}
+    lengths = sorted({length for results in found.values() for _, length in results})
+    heads = ["bytes per position", *(f"retrieval {length}" for length in lengths), "perplexity"]
+    columns = [f"{model}: {head}" for model in found for head in heads]
+    lines = [f"| keys and values | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for setting in dict.fromkeys(name for results in found.values() for name, _ in results):
+        cells = []
+        for results in found.values():
+            mine = {n: results[setting, n] for n in lengths if (setting, n) in results}
+            cells.append(_bytes(next(iter(mine.values()), None)))
+            cells += [_retrieval(mine.get(length)) for length in lengths]
+            cells.append(_perplexity(mine.get(lengths[0])))
+        lines.append(f"| {setting} | {' | '.join(cells)} |")
+    return lines
+
+
+def _by_setting(prefix: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Results by setting and length."""
+    files = sorted(_RESULTS.glob(f"{prefix}*.json"))
+    results = [result for file in files for result in json.loads(file.read_text())["results"]]
+    return {(result["setting"], result["length"]): result for result in results}
+
+
+def _bytes(result: dict[str, Any] | None) -> str:
+    """At each level, the near ones left out where there are others."""
+    if result is None:
+        return "-"
+    levels = result["bytes_per_token"]
+    far = [count for level, count in levels.items() if level != "near"]
+    return ", ".join(f"{count:.0f}" for count in far or levels.values())
+
+
+def _retrieval(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    right, total = result["retrieval"][str(result["length"])]
+    return f"{right} of {total}"
+
+
+def _perplexity(result: dict[str, Any] | None) -> str:
+    return f"{result['heldout_ppl']:.2f}" if result and "heldout_ppl" in result else "-"
+
+
+def main() -> int:
+    """Bring the page up to date; 1 where `--check` finds that it is not."""
+    page = _ROOT / "docs" / "quality.md"
+    text = page.read_text()
+    before, rest = text.split(_BEGIN)
+    wanted = before + "\n".join([_BEGIN, *table(), _END]) + rest.split(_END, 1)[1]
+    if "--check" in sys.argv:
+        return int(wanted != text)
+    page.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

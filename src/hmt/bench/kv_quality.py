@@ -1,0 +1,275 @@
+"""What a model still knows when its keys and values are kept elsewhere, and in fewer bits.
+
+The protocol is that of `hmt.bench.quality`; only the memory of keys and values differs.  Prompts
+are read in pieces, and what left the near memory is read back in the form in which it is kept, by
+every piece that follows: prompts see it as answers do.  Short tasks, and what is within the near
+memory in general, cannot tell.
+
+A setting is "full", or where the rest lies: "warm:int8" in host memory, "cold:int4" on the drive,
+"warm:int8,cold:int4" in both, half each.  Only some encodings can be warm, but what a codec costs
+in quality does not depend on where its pages lie: measured cold, it is what it would be in host
+memory.
+
+Static scales are calibrated by this module: "int8-static@prompts" on prompts of the kinds that are
+asked, with other seeds, and on prose; "int8-static@prose" on prose alone, which is less than what
+comes.  After @ there may be a file instead.
+"""
+
+import gc
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hmt.base.errors import ConfigError
+from hmt.bench.environment import describe
+from hmt.bench.quality import (
+    FACTS,
+    QUESTIONS,
+    RETRIEVAL_SEED,
+    Extent,
+    evaluate,
+    short_tasks,
+)
+from hmt.bench.tasks import Corpus
+from hmt.contracts.kv import GROUP_PAGES, Stay, least_hot_pages, ring_pages
+from hmt.contracts.model import PAGE_TOKENS, KVKind
+from hmt.engine import Engine
+from hmt.engine.config import KV_ENCODINGS
+from hmt.kvcache import group_bytes_as
+from hmt.kvcache.codecs import STATIC, Calibration, CodecName
+
+if TYPE_CHECKING:
+    import torch
+
+    from hmt.engine import LoadedModel
+    from hmt.engine.loading import Prepared
+
+NEAR_SHARE = 0.12
+SETTINGS = (
+    "full",
+    "warm:exact",
+    "warm:int8",
+    "cold:int8-channel/int8",
+    "cold:int8+residual",
+    "cold:int8+parts",
+    f"cold:{STATIC}@prompts",
+    f"cold:{STATIC}+parts@prompts",
+    f"cold:{STATIC}@prose",
+    f"cold:{STATIC}+residual@prose",
+    f"cold:{STATIC}+parts@prose",
+    f"cold:{STATIC}+shared-parts@prose",
+    f"cold:{STATIC}+many-parts@prose",
+    "cold:int4",
+    "cold:int4+parts",
+    "cold:int4+shared-parts",
+    "cold:int4+many-parts",
+    "warm:int8,cold:int4",
+    "cold:int8/sparse24-int8",
+    "cold:sparse24-int8",
+    "cold:sparse24",
+)
+_CHUNKS = (32, 64, 128, 256, 512)
+_HOST_MEMORY = "2GiB"
+_CALIBRATIONS = {"prompts", "prose"}
+_PROSE_TOKENS = 4096  # of the end of the text
+_TASKS, _RETRIEVALS = 64, 4  # that are not asked
+_RETRIEVAL_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How keys and values are kept; None: nothing is there."""
+
+    name: str
+    warm: str | None = None
+    cold: str | None = None
+
+    @staticmethod
+    def parse(name: str) -> "Setting":
+        """Raises ConfigError for what is none; see the module's description."""
+        if name == "full":
+            return Setting(name)
+        parts = dict(part.partition(":")[::2] for part in name.split(","))
+        if not parts or not {*parts} <= {"warm", "cold"} or "" in parts.values():
+            raise ConfigError(
+                f"setting {name!r}: write full, warm:NAME, cold:NAME or warm:NAME,cold:NAME"
+            )
+        return Setting(name, **parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured, and with how much memory.
+
+    lengths   context -> retrieval sequences; tasks and windows are measured at the shortest
+    near      share of a context's pages that stay near, where a piece of the prompt permits it
+    """
+
+    lengths: Mapping[int, int] = field(default_factory=lambda: {2048: 8})
+    tasks: int = 200
+    windows: int = 8
+    near: float = NEAR_SHARE
+
+
+def run(
+    model: Path,
+    text: str,
+    settings: Sequence[str] = SETTINGS,
+    sizes: Sizes | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Scores of `model` for each setting and length, on held-out `text`, and what they take.
+
+    Raises ConfigError for settings that are none, and what loading and measuring raise.
+    """
+    sizes = sizes or Sizes()
+    chosen = [Setting.parse(name) for name in settings]
+    for setting in chosen:
+        if setting.cold not in (None, *KV_ENCODINGS):
+            CodecName.parse(setting.cold)
+    given = {"host_memory": _HOST_MEMORY, "max_batch": 1, **(options or {})}
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="hmt-kv-quality-") as name:
+        folder = Path(name)
+        with Engine(**given, context=_PROSE_TOKENS) as engine:
+            loaded = engine.load_model(model)
+            prepared = loaded.prepared
+            wanted = {(setting.cold or "").partition("@")[2] for setting in chosen}
+            scales = {seen: folder / f"{seen}.safetensors" for seen in _CALIBRATIONS & wanted}
+            for seen, file in scales.items():
+                progress(f"calibrating on {seen}")
+                calibrate(loaded, text, prompts=seen == "prompts").write(file)
+        for length, count in sizes.lengths.items():
+            first = length == min(sizes.lengths)
+            extent = Extent(
+                sizes.tasks if first else 0, {length: count}, sizes.windows if first else 0
+            )
+            for setting in chosen:
+                gc.collect()  # the last engine's memory
+                memory = KVMemory.of(setting, length, sizes.near, prepared, scales)
+                at = f"{length} {setting.name}"
+                progress(at)
+                with Engine(**given, **memory.options(folder)) as engine:
+                    quality = evaluate(
+                        loaded := engine.load_model(model),
+                        loaded.tokenizer.encode,
+                        text,
+                        extent,
+                        lambda part, so_far, at=at: progress(f"{at}: {part} {so_far}"),  # type: ignore[misc]
+                    )
+                results.append({"length": length, **memory.as_json(), **quality.as_json()})
+    return {
+        "model": model.resolve().name,
+        "near": sizes.near,
+        "tasks": sizes.tasks,
+        "windows": sizes.windows,
+        "machine": describe(prepared.machine),
+        "results": results,
+    }
+
+
+def calibrate(model: "LoadedModel", text: str, *, prompts: bool) -> Calibration:
+    """Magnitudes of keys and values over the end of `text`, and of `prompts` that are not asked."""
+    encode = model.tokenizer.encode
+    layers = model.prepared.model.spec.kv
+    found = Calibration()
+
+    def see(index: int, key: "torch.Tensor", value: "torch.Tensor") -> None:
+        if not layers[index].window:
+            found.see(index, key, None if layers[index].kind is KVKind.LATENT else value)
+
+    ids = encode(text)
+    model.keys_and_values(ids[-_PROSE_TOKENS:], see)
+    if prompts:
+        tasks = [*short_tasks(encode, Extent().tasks + _TASKS)][-_TASKS:]
+        for quiz in tasks:
+            model.keys_and_values(quiz.tokens, see)
+        corpus = Corpus(encode, np.array(ids, np.int32), RETRIEVAL_SEED + 1)
+        for _ in range(_RETRIEVALS):
+            drawn = corpus.retrieval(_RETRIEVAL_TOKENS, FACTS, QUESTIONS)
+            model.keys_and_values(drawn.ids.tolist(), see)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """How many pages of a context lie where, and what they take.
+
+    chunk        tokens of a prompt's pieces
+    near_bytes   of all near pages, and of rings
+    pages        by level: "near", "warm", "cold"
+    page_bytes   of one of them on average, without what only padding takes
+    quant        how warm and cold pages are kept, for the engine
+    """
+
+    setting: Setting
+    context: int
+    chunk: int
+    near_bytes: int
+    pages: Mapping[str, int]
+    page_bytes: Mapping[str, float]
+    quant: tuple[str, str]
+
+    @staticmethod
+    def of(
+        setting: Setting,
+        context: int,
+        share: float,
+        prepared: "Prepared",
+        scales: Mapping[str, Path],
+    ) -> "KVMemory":
+        """`share` of the pages near, or as few as can be; `scales`: files of calibrations."""
+        model, sizes = prepared.model, prepared.demand.kv_sizes
+        assert sizes is not None
+        chunk = prompt_piece(context, share)
+        pages = -(-context // PAGE_TOKENS)
+        hot = max(least_hot_pages(chunk, 1, Stay()), int(pages * share))
+        hot = pages if setting.name == "full" else min(hot, pages)
+        rings = sum(n * ring_pages(w, chunk) for w, n in sizes.ring_pages.items())
+        warm = 0 if setting.warm is None else (pages - hot) // (1 if setting.cold is None else 2)
+        codec, at, seen = (setting.cold or "exact").partition("@")
+        cold = f"{codec}{at}{scales.get(seen, seen)}"
+        quant = setting.warm or "exact", cold
+        far = [group_bytes_as(name, model.spec.kv, model.dtype) / GROUP_PAGES for name in quant]
+        return KVMemory(
+            setting, context, chunk, hot * sizes.hot_page + rings,
+            {"near": hot, "warm": warm, "cold": pages - hot - warm},
+            {"near": sizes.hot_page, "warm": far[0], "cold": far[1]},
+            quant,
+        )  # fmt: skip
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """Of an engine whose cold pages lie in `folder`."""
+        options: dict[str, Any] = {"context": self.context, "prefill_chunk": self.chunk}
+        if self.setting.name == "full":
+            return options
+        return options | {
+            "kv_device_memory": self.near_bytes,
+            "kv_host_memory": int(self.pages["warm"] * self.page_bytes["warm"]),
+            "kv_disk": folder,
+            "kv_quant": ",".join(self.quant),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """What of it tells results apart."""
+        total = sum(self.pages[level] * self.page_bytes[level] for level in self.pages)
+        used = [level for level in self.pages if self.pages[level]]
+        return {
+            "setting": self.setting.name,
+            "prompt_piece": self.chunk,
+            "near_share": self.pages["near"] / sum(self.pages.values()),
+            "bytes_per_token": {level: self.page_bytes[level] / PAGE_TOKENS for level in used},
+            "mean_bytes_per_token": total / PAGE_TOKENS / sum(self.pages.values()),
+        }
+
+
+def prompt_piece(context: int, share: float) -> int:
+    """Tokens of a prompt's pieces: as many as let `share` of the pages be near, 32 at least."""
+    pages = context / PAGE_TOKENS * share
+    fitting = [chunk for chunk in _CHUNKS if least_hot_pages(chunk, 1, Stay()) <= pages]
+    return max(fitting, default=_CHUNKS[0])

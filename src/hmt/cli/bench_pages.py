@@ -1,0 +1,46 @@
+"""`hmt bench pages`: what pages of keys and values waste, by their size."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hmt.base.units import format_seconds
+from hmt.cli.console import notes
+
+
+def pages(
+    mean: Annotated[float, typer.Option(min=1, help="Tokens of a text, on average.")] = 200,
+    deviation: Annotated[float, typer.Option(min=0, help="Standard deviation of that.")] = 120,
+    longest: Annotated[int, typer.Option(min=1, help="No text is longer.")] = 4096,
+    texts: Annotated[int, typer.Option(min=1, help="Texts that come and go.")] = 100_000,
+    svg: Annotated[Path | None, typer.Option(help="File for the curve as a picture.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+) -> None:
+    """Let texts of random lengths come and go: what pages of each size waste and cost."""
+    from hmt.bench.environment import describe
+    from hmt.bench.pages import Lengths, run, waste_svg
+    from hmt.cli.bench import write_json
+    from hmt.engine.machine import machine_for
+
+    with notes().status("starting") as status:
+        content = run(Lengths(mean, deviation, longest), texts=texts, progress=status.update)
+        content["machine"] = describe(machine_for(Path.cwd()))
+    table = Table(box=None)
+    for column in ("tokens", "wasted", "growing", "unusable", "pieces", "table", "time"):
+        table.add_column(column, justify="right")
+    for result in content["results"]:
+        table.add_row(
+            str(result["tokens"]),
+            *(f"{result[name]:.1%}" for name in ("wasted", "wasted_growing", "unusable")),
+            f"{result['runs']:.1f}",
+            f"{result['table_bytes']:.0f} B",
+            format_seconds(result["taken_s"]),
+        )
+    Console().print(table)
+    write_json(content, json)
+    if svg is not None:
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        svg.write_text(waste_svg(content))

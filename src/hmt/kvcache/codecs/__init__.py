@@ -1,0 +1,41 @@
+"""Ways to keep pages of keys and values in fewer bytes."""
+
+from hmt.kvcache.codecs.calibration import Calibration, read_scales
+from hmt.kvcache.codecs.choice import (
+    CODECS,
+    RESIDUALS,
+    STATIC,
+    CodecName,
+    LayerCodec,
+    layer_codecs,
+)
+from hmt.kvcache.codecs.integers import (
+    Int4,
+    Int8PerChannel,
+    Int8PerToken,
+    Int8Static,
+    static_scales,
+)
+from hmt.kvcache.codecs.interface import Codec
+from hmt.kvcache.codecs.residual import Residual
+from hmt.kvcache.codecs.sparse import Sparse24, Sparse24Int8
+
+__all__ = [
+    "CODECS",
+    "RESIDUALS",
+    "STATIC",
+    "Calibration",
+    "Codec",
+    "CodecName",
+    "Int4",
+    "Int8PerChannel",
+    "Int8PerToken",
+    "Int8Static",
+    "LayerCodec",
+    "Residual",
+    "Sparse24",
+    "Sparse24Int8",
+    "layer_codecs",
+    "read_scales",
+    "static_scales",
+]

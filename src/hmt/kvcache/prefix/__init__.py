@@ -1,0 +1,21 @@
+"""Beginnings of texts whose keys and values are there already: in memory, and on the drive."""
+
+from hmt.kvcache.prefix.cache import Opened, PrefixCache
+from hmt.kvcache.prefix.extents import PageExtents
+from hmt.kvcache.prefix.paged import SharingPagedKV
+from hmt.kvcache.prefix.sharing import SharingKV
+from hmt.kvcache.prefix.store import PrefixStore, StoreCounters, store_buffer_bytes
+from hmt.kvcache.prefix.tree import PrefixCounters, PrefixTree
+
+__all__ = [
+    "Opened",
+    "PageExtents",
+    "PrefixCache",
+    "PrefixCounters",
+    "PrefixStore",
+    "PrefixTree",
+    "SharingKV",
+    "SharingPagedKV",
+    "StoreCounters",
+    "store_buffer_bytes",
+]

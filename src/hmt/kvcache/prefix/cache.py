@@ -1,0 +1,131 @@
+"""The prefix cache: what a prompt shares with earlier ones, in memory or on the drive."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.kvcache.book import Numbers
+from hmt.kvcache.prefix.extents import PageExtents
+from hmt.kvcache.prefix.paged import SharingPagedKV
+from hmt.kvcache.prefix.sharing import SharingKV
+from hmt.kvcache.prefix.store import PrefixStore
+from hmt.kvcache.prefix.tree import PrefixTree, Tokens
+
+_MOST_UNSAVED = 256  # texts, of which those that ended first are not saved
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A sequence in the cache, of whose positions the first `held` have keys and values."""
+
+    sequence: int
+    held: int
+
+
+@dataclass(slots=True)
+class PrefixCache:
+    """Opens and closes sequences of a cache so that what one has computed others need not.
+
+    Without a store prefixes live as long as the cache.  Only for the engine's thread.
+    """
+
+    kv: SharingKV | SharingPagedKV
+    tree: PrefixTree
+    store: PrefixStore | None = None
+    extents: PageExtents | None = None
+    _unsaved: deque[tuple[Numbers, str]] = field(default_factory=deque)
+
+    def open(self, positions: int, prompt: Tokens, salt: str = "") -> Opened | None:
+        """Reserve `positions` for a text that begins with `prompt`; None while there is no room.
+
+        At least the last token of the prompt is not held, so that there are logits to compute.
+        Whatever memory has is shared, whatever else the drive has is read.
+        """
+        known = prompt[: max(0, len(prompt) - 1)]
+        self.tree.expire()
+        ids = self.tree.find(known, salt)
+        if not self.kv.can_open_with(positions, ids):
+            # A prefix may hold more room than it fills, where groups on the drive are mixed.
+            ids = ids[:0]
+            if not self.kv.can_open(positions):
+                return None
+        self.tree.used(ids)
+        sequence = self.kv.open_with(positions, ids)
+        held = len(ids)
+        try:
+            held += self._load(sequence, known, salt, held)
+        except BaseException:
+            self.kv.close(sequence)
+            raise
+        return Opened(sequence, held * PAGE_TOKENS)
+
+    def close(self, sequence: int, tokens: Tokens, salt: str = "") -> None:
+        """Close a sequence, and keep its pages for others.
+
+        tokens   all whose keys and values were appended for every layer, from the first on
+        """
+        self.kv.keep(sequence, tokens, salt)
+        self.kv.close(sequence)
+        if self.store is not None and len(tokens) >= PAGE_TOKENS:
+            self._unsaved.append((np.asarray(tokens, dtype=np.int64), salt))
+            if len(self._unsaved) > _MOST_UNSAVED:
+                self._unsaved.popleft()
+
+    def tend(self) -> bool:
+        """Save one more file's worth of what ended; whether there may be more.
+
+        For when there is nothing else to do.  Raises DiskReadError where pages of the cache that
+        lie on the drive cannot be read.
+        """
+        if not self._unsaved or self.store is None or self.extents is None:
+            return False
+        tokens, salt = self._unsaved[-1]
+        ids = self.tree.find(tokens, salt)
+        extents = self.extents
+
+        def export(first: int, memory: torch.Tensor) -> None:
+            self.kv.copy_out(ids[first : first + len(memory)], extents, memory)
+
+        keys = self.store.keys(tokens[: PAGE_TOKENS * len(ids)], salt)
+        if not self.store.save(keys, export):
+            self._unsaved.pop()
+        return bool(self._unsaved)
+
+    def finish(self) -> None:
+        """Save what was not saved yet, and close the store.  The cache itself stays open."""
+        while self.tend():
+            pass
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    def counters(self) -> dict[str, Any]:
+        """What the tree and the store counted, by name."""
+        counted = {name: getattr(self.tree.counters, name) for name in _TREE_COUNTERS}
+        if self.store is not None:
+            counted |= {f"drive_{n}": getattr(self.store.counters, n) for n in _STORE_COUNTERS}
+        return counted
+
+    def _load(self, sequence: int, known: Tokens, salt: str, held: int) -> int:
+        """Append what the drive has behind the first `held` pages; how many pages that is."""
+        if self.store is None or self.extents is None:
+            return 0
+        extents, loaded = self.extents, 0
+
+        def put(rows: torch.Tensor) -> None:
+            nonlocal loaded
+            self.kv.copy_in(sequence, held + loaded, extents, rows)
+            loaded += len(rows)
+
+        keys = self.store.keys(known, salt)
+        if self.store.held(keys) > held:
+            self.store.load(keys, held, put)
+        return loaded
+
+
+_TREE_COUNTERS = ("lookups", "hits", "hit_tokens", "inserted", "evicted")
+_STORE_COUNTERS = ("written_pages", "read_pages", "evicted", "damaged")

@@ -1,0 +1,398 @@
+"""Beginnings of texts on the drive, where a later run of the program finds them."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hmt.base.errors import ConfigError
+from hmt.base.log import logger, warn_once
+from hmt.base.units import MIB, format_bytes
+from hmt.kvcache.prefix.segments import (
+    KEY_BYTES,
+    DamagedSegmentError,
+    Segment,
+    number_in,
+    page_keys,
+    page_sums,
+    read_header,
+    root_key,
+    segment_bytes,
+)
+from hmt.kvcache.store import Pool
+
+# Large enough for a drive's full rate, small enough that a turn of talk does not wait for one.
+_SEGMENT_BYTES = 64 * MIB
+_PIECE_BYTES = 8 * MIB
+_BUFFERS = 4  # one is copied from while the others are read
+
+_LOCK, _UNFINISHED = "lock", "unfinished"
+
+Export = Callable[[int, torch.Tensor], None]
+Import = Callable[[torch.Tensor], None]
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Pages that were written and read, and files that went: for room, or because of damage."""
+
+    written_pages: int = 0
+    read_pages: int = 0
+    evicted: int = 0
+    damaged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Pages in a row in one file: `count` from number `at` of it on."""
+
+    name: str
+    at: int
+    count: int
+
+
+def store_buffer_bytes(page_bytes: int) -> int:
+    """Host memory that a store takes for pages on their way."""
+    return _BUFFERS * max(page_bytes, _PIECE_BYTES)
+
+
+class PrefixStore:
+    """A folder with pages of the beginnings of texts, used by any number of processes at once.
+
+    Files are written under another name, made durable, and then renamed, one process at a time; a
+    reader sees a whole file or none.  Each page has a checksum: what is damaged is removed, told
+    in the log, and counts as never kept.  Nothing here raises because of the drive.
+
+    The least recently used files go when the folder is full, whoever's they are; in one text the
+    last pages first.  While a file is written the folder may have that much more.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        page_bytes: int,
+        pool: Pool[Any],
+        *,
+        capacity_bytes: int,
+        segment_bytes: int = _SEGMENT_BYTES,
+    ) -> None:
+        """Keeps at most `capacity_bytes` in `folder`, which is made if need be, for this user only.
+
+        fingerprint     of all that the bytes of pages depend on: checkpoint, layout, encoding
+        page_bytes      of one page of all layers
+        pool            gives `store_buffer_bytes(page_bytes)`
+        segment_bytes   about the size of a file
+        Raises ConfigError where the folder cannot be used, BudgetError where the pool is too small.
+        """
+        self.folder = folder
+        self.counters = StoreCounters()
+        self._model = hashlib.blake2b(fingerprint.encode(), digest_size=KEY_BYTES).digest()
+        self._page_bytes = page_bytes
+        self._capacity_bytes = capacity_bytes
+        self._segment_pages = max(1, segment_bytes // page_bytes)
+        self._piece_pages = max(1, _PIECE_BYTES // page_bytes)
+        self._files: dict[str, Segment] = {}
+        self._index: dict[bytes, tuple[str, int]] = {}  # key: file, number in it
+        self._unreadable: set[str] = set()
+        self._open_folder()
+        self._pool = pool
+        self._memory = pool.allocate(store_buffer_bytes(page_bytes))
+        size = len(self._memory.tensor) // _BUFFERS
+        rows = [m[: size // page_bytes * page_bytes] for m in self._memory.tensor.split(size)]
+        self._buffers = [row.view(-1, page_bytes) for row in rows[:_BUFFERS]]
+        self._threads = ThreadPoolExecutor(_BUFFERS - 1, "hmt-prefix")
+
+    def close(self) -> None:
+        """Give the memory back.  What was saved stays."""
+        self._threads.shutdown()
+        self._buffers.clear()
+        self._pool.free(self._memory)
+
+    def keys(self, tokens: Sequence[int] | np.ndarray, salt: str = "") -> list[bytes]:
+        """Names of the whole pages of a text, which its other methods take; see PrefixTree."""
+        return page_keys(root_key(self._model, salt), tokens)
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """How many pages, from the first on, are there now."""
+        try:
+            self._look()
+        except OSError as error:
+            self._tell(error)
+        return next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
+
+    def load(self, keys: Sequence[bytes], first: int, put: Import) -> int:
+        """Read pages from number `first` on, in order; how many there were.
+
+        put   is called with uint8 [pages, page_bytes], which is valid until it returns
+        """
+        pieces = self._pieces(keys, first)
+        self._touch({piece.name for piece in self._pieces(keys, 0)}, time.time_ns())
+        waiting: deque[tuple[_Piece, torch.Tensor, Future[int]]] = deque()
+        loaded, number = 0, 0
+        try:
+            while True:
+                while len(waiting) < _BUFFERS - 1 and (piece := next(pieces, None)):
+                    memory = self._buffers[number % _BUFFERS][: piece.count]
+                    segment = self._files[piece.name]
+                    future = self._threads.submit(self._read, segment, piece, memory)
+                    waiting.append((piece, memory, future))
+                    number += 1
+                if not waiting:
+                    break
+                piece, memory, future = waiting.popleft()
+                good = self._outcome(piece, future)
+                if good:
+                    put(memory[:good])
+                loaded += good
+                if good < piece.count:
+                    break
+        finally:
+            for _, _, future in waiting:
+                future.exception()
+        self.counters.read_pages += loaded
+        return loaded
+
+    def save(self, keys: Sequence[bytes], export: Export) -> int:
+        """Write the pages behind those that are there, in one file; how many it has.
+
+        0 if all are there, or they cannot be kept: a full drive is told once.  So to save a text is
+        to call this until it returns 0, with other work in between, if there is any.
+
+        export   fills uint8 [pages, page_bytes] with pages from a number on
+        """
+        try:
+            with self._locked():
+                held = self.held(keys)
+                names = {piece.name for piece in self._pieces(keys, 0)}
+                now = time.time_ns()
+                self._touch(names, now)
+                count = min(len(keys) - held, self._segment_pages, self._room_beside(names))
+                if count <= 0:
+                    return 0
+                self._write(keys, held, count, export, now)
+        except OSError as error:
+            self._tell(error)
+            return 0
+        self.counters.written_pages += count
+        return count
+
+    def _write(
+        self, keys: Sequence[bytes], first: int, count: int, export: Export, now_ns: int
+    ) -> None:
+        unfinished = self.folder / _UNFINISHED
+        nbytes = segment_bytes(count, self._page_bytes)
+        begin = nbytes - count * self._page_bytes
+        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, nbytes)  # a full drive is found before anything goes
+            self._make_room(nbytes)
+            sums: list[int] = []
+            for at in range(0, count, self._piece_pages):
+                memory = self._buffers[0][: min(self._piece_pages, count - at)]
+                export(first + at, memory)
+                content = memory.numpy().reshape(-1).data
+                sums += page_sums(content, self._page_bytes)
+                _write_all(file, content, begin + at * self._page_bytes)
+            chosen = tuple(keys[first : first + count])
+            segment = Segment(self._model, self._page_bytes, first, chosen, tuple(sums))
+            _write_all(file, memoryview(segment.header()), 0)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.utime(file, ns=(now_ns, now_ns))  # as those before it, or they would go first
+            os.rename(unfinished, self.folder / segment.name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        finally:
+            os.close(file)
+        self._add(segment)
+        _sync_folder(self.folder)
+
+    def _pieces(self, keys: Sequence[bytes], first: int) -> Iterator[_Piece]:
+        """Where pages from number `first` on are, as far as they are known to be there."""
+        name, at, count = "", 0, 0
+        for key in keys[first:]:
+            found = self._index.get(key)
+            if found is None:
+                break
+            if found == (name, at + count) and count < self._piece_pages:
+                count += 1
+                continue
+            if count:
+                yield _Piece(name, at, count)
+            (name, at), count = found, 1
+        if count:
+            yield _Piece(name, at, count)
+
+    def _read(self, segment: Segment, piece: _Piece, memory: torch.Tensor) -> int:
+        """Fill `memory`; how many of its pages, from the first on, are as they were written."""
+        view = memory.numpy().reshape(-1).data
+        file = os.open(self.folder / piece.name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            offset = segment.header_bytes + piece.at * self._page_bytes
+            done = 0
+            while done < len(view):
+                got = os.preadv(file, [view[done:]], offset + done)
+                if not got:
+                    break
+                done += got
+        finally:
+            os.close(file)
+        sums = page_sums(view[: done // self._page_bytes * self._page_bytes], self._page_bytes)
+        wanted = segment.sums[piece.at : piece.at + piece.count]
+        same = [ours == theirs for ours, theirs in zip(sums, wanted, strict=False)]
+        return same.index(False) if False in same else len(same)
+
+    def _outcome(self, piece: _Piece, reading: "Future[int]") -> int:
+        """Good pages of a piece; forgets its file where not all are."""
+        try:
+            good = reading.result()
+        except FileNotFoundError:  # another process needed the room
+            self._forget(piece.name)
+            return 0
+        except OSError as error:
+            self._forget(piece.name)
+            self._unreadable.add(piece.name)
+            self._tell(error)
+            return 0
+        if good < piece.count:
+            self._damaged(piece.name, f"page {piece.at + good} is not what was written")
+        return good
+
+    def _look(self) -> None:
+        """Learn of files that came, and forget those that went."""
+        prefix = self._model.hex()
+        there = os.listdir(self.folder)
+        names = {n for n in there if n.startswith(prefix) and number_in(n) is not None}
+        for name in self._files.keys() - names:
+            self._forget(name)
+        for name in sorted(names - self._files.keys() - self._unreadable):
+            try:
+                segment = read_header(self.folder / name)
+                if segment.name != name or segment.page_bytes != self._page_bytes:
+                    raise DamagedSegmentError("its header is that of another")
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._unreadable.add(name)
+                self._tell(error)
+                continue
+            except DamagedSegmentError as error:
+                self._damaged(name, str(error))
+                continue
+            self._add(segment)
+
+    def _add(self, segment: Segment) -> None:
+        self._files[segment.name] = segment
+        for at, key in enumerate(segment.keys):
+            self._index.setdefault(key, (segment.name, at))
+
+    def _forget(self, name: str) -> None:
+        if self._files.pop(name, None):
+            files, self._files, self._index = self._files, {}, {}
+            for segment in files.values():
+                self._add(segment)
+
+    def _damaged(self, name: str, why: str) -> None:
+        self.counters.damaged += 1
+        logger.warning("%s is removed: %s; check the drive", self.folder / name, why)
+        self._forget(name)
+        self._unreadable.add(name)
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+            self._unreadable.discard(name)
+        except OSError as error:
+            self._tell(error)
+
+    def _room_beside(self, names: set[str]) -> int:
+        """Pages that a file may have, if of the others only `names` stay."""
+        room = self._capacity_bytes - sum(self._files[name].nbytes for name in names)
+        pages = max(0, room // self._page_bytes)
+        while pages and segment_bytes(pages, self._page_bytes) > room:
+            pages -= 1
+        return pages
+
+    def _make_room(self, nbytes: int) -> None:
+        """Delete the least recently used files until `nbytes` more are within the bound."""
+        files = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                first = number_in(entry.name)
+                with contextlib.suppress(FileNotFoundError):  # it was damaged
+                    if first is not None:
+                        status = entry.stat()
+                        files.append(((status.st_mtime_ns, -first), entry.name, status.st_size))
+        total = sum(size for *_, size in files)
+        for _, name, size in sorted(files):
+            if total + nbytes <= self._capacity_bytes:
+                break
+            (self.folder / name).unlink(missing_ok=True)
+            self._forget(name)
+            self.counters.evicted += 1
+            total -= size
+
+    def _touch(self, names: set[str], now_ns: int) -> None:
+        for name in names:
+            with contextlib.suppress(OSError):  # it may have gone, or be another user's
+                os.utime(self.folder / name, ns=(now_ns, now_ns))
+
+    def _open_folder(self) -> None:
+        least = segment_bytes(1, self._page_bytes)
+        if self._capacity_bytes < least:
+            raise ConfigError(
+                f"{format_bytes(self._capacity_bytes)} for prefixes in {self.folder} is less than "
+                f"one page takes, {format_bytes(least)}: give more, or none"
+            )
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._locked():
+                (self.folder / _UNFINISHED).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"prefixes cannot be kept in {self.folder} ({error.strerror}): name a folder that "
+                "is yours"
+            ) from error
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Nobody else writes meanwhile; what a dead process was writing is left, and no more."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        file = os.open(self.folder / _LOCK, flags, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def _tell(self, error: OSError) -> None:
+        warn_once(
+            f"prefixes {self.folder} {error.errno}",
+            f"prefixes in {self.folder} cannot be kept or used: {error.strerror}; what is not "
+            "there is computed, and what is there stays",
+        )
+
+
+def _write_all(file: int, content: memoryview, offset: int) -> None:
+    while content:
+        written = os.pwrite(file, content, offset)
+        content, offset = content[written:], offset + written
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

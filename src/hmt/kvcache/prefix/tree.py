@@ -1,0 +1,274 @@
+"""A radix tree over pages: which beginnings of texts have their keys and values somewhere."""
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.kvcache.book import Numbers, PageBook
+from hmt.kvcache.policies import ORDERS
+
+Tokens = Sequence[int] | Numbers
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class PrefixCounters:
+    """What a tree was asked for, and what it gave up.
+
+    lookups      texts that were looked for
+    hits         of these, ones whose first page at least was held
+    hit_tokens   positions that were held of them
+    inserted     pages that came
+    evicted      pages that went: for room, for age, or because the tree was full
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    inserted: int = 0
+    evicted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Pages in a row that no text leaves or enters in between.
+
+    rows    int64 [pages, 16]: their tokens
+    after   runs that continue it, by the tokens of their first pages
+    """
+
+    key: bytes
+    rows: Numbers
+    ids: Numbers
+    parent: "_Run | None"
+    after: dict[bytes, "_Run"] = field(default_factory=dict)
+
+
+class PrefixTree:
+    """Maps the longest beginning of a text that is held to pages, and owns one share of each.
+
+    Only whole pages are held.  A text is int64 numbers, and a salt that says what else keys and
+    values depend on (the model, how they are encoded, an adapter).  Positions without a token, such
+    as those of images, stand as numbers made from a hash of their content.
+
+    Pages go by the policy's order, and none before all that continue it.  A page that somebody else
+    owns, too, stays with them: the tree only forgets it.  Only for the engine's thread.
+    """
+
+    def __init__(
+        self,
+        book: PageBook,
+        pages: int,
+        *,
+        order: str = "lru",
+        max_age_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Holds at most `pages` of `book`, none longer than `max_age_s` after its last use.
+
+        order   a name in `hmt.kvcache.policies.ORDERS`; each use counts as full attention
+        """
+        self.pages = pages
+        self.counters = PrefixCounters()
+        self._book = book
+        self._policy = ORDERS[order](book.count)
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._held = np.zeros(book.count, dtype=np.bool_)
+        self._used_s = np.zeros(book.count)
+        self._root = _Run(b"", _NONE.reshape(0, PAGE_TOKENS), _NONE, None)
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that it owns a share of."""
+        return int(self._held.sum())
+
+    def alone(self) -> Numbers:
+        """Pages that nobody else owns."""
+        held = np.flatnonzero(self._held)
+        return held[self._book.alone(held)]
+
+    def find(self, tokens: Tokens, salt: str = "") -> Numbers:
+        """Pages of the longest beginning of `tokens` that is held, by position.
+
+        Counts for nothing; they may go when anything else is asked.
+        """
+        found = [run.ids[:matched] for run, matched in self._path(_rows(tokens), salt)]
+        return np.concatenate([_NONE, *found])
+
+    def match(self, tokens: Tokens, salt: str = "") -> Numbers:
+        """Like `find`, and a use of these pages.  Whoever wants to keep them shares them next."""
+        self.expire()
+        ids = self.find(tokens, salt)
+        self.used(ids)
+        return ids
+
+    def used(self, ids: Numbers) -> None:
+        """A text was looked for, and `ids` are what `find` found and somebody uses now."""
+        self.counters.lookups += 1
+        self.counters.hits += len(ids) > 0
+        self.counters.hit_tokens += PAGE_TOKENS * len(ids)
+        self._use(ids)
+
+    def insert(self, tokens: Tokens, ids: Numbers, salt: str = "") -> int:
+        """Hold the whole pages of `tokens`, which lie in `ids`; how many are new.
+
+        Where a beginning is held already, its pages stay and those of `ids` are not taken.  Others
+        go if there are too many; of a text that is larger than the tree its beginning is held.
+        """
+        self.expire()
+        rows = _rows(tokens)[: self.pages]
+        assert len(rows) <= len(ids), "tokens of pages that are not there"
+        path = self._path(rows, salt)
+        held = sum(matched for _, matched in path)
+        self._use(np.concatenate([_NONE, *[run.ids[:matched] for run, matched in path]]))
+        # Before it comes: a new page, which nobody has used again yet, would often go first.
+        if (over := self.held_pages + len(rows) - held - self.pages) > 0:
+            self._shed(over, freeing=False)
+            path = self._path(rows, salt)
+            held = sum(matched for _, matched in path)
+        new = ids[held : len(rows)].copy()
+        if not len(new):
+            return 0
+        if path:
+            parent = self._split(*path[-1])
+        else:
+            parent = self._child(self._root, salt.encode(), rows[:0], _NONE)
+        assert not self._held[new].any(), "a page holds one beginning"
+        self._child(parent, rows[held].tobytes(), rows[held:].copy(), new)
+        self._book.share(new)
+        self._held[new] = True
+        now = self._clock()
+        self._used_s[new] = now
+        self._policy.added(new, now)
+        self.counters.inserted += len(new)
+        return len(new)
+
+    def evict(self, pages: int) -> int:
+        """Let go of pages until so many that nobody else owns are free; how many are.
+
+        Fewer only if there were fewer.  Pages in use are forgotten only where they continue others
+        that have to go.
+        """
+        return self._shed(pages, freeing=True)
+
+    def expire(self) -> None:
+        """Forget what has not been used for `max_age_s`."""
+        if self._max_age_s is None:
+            return
+        old = self._held & (self._used_s < self._clock() - self._max_age_s)
+        if not old.any():
+            return
+        gone = []  # what continues a page was not used later than it
+        for run in list(self._runs()):
+            if len(run.ids) and old[run.ids[-1]]:
+                first = int(old[run.ids].argmax())
+                gone.append(run.ids[first:])
+                self._cut(run, first)
+        self._drop(np.concatenate(gone))
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._drop(np.flatnonzero(self._held))
+        self._root.after.clear()
+
+    def _path(self, rows: Numbers, salt: str) -> list[tuple[_Run, int]]:
+        """Runs that `rows` go along, and how many pages of each are theirs."""
+        run, at, path = self._root.after.get(salt.encode()), 0, []
+        while run is not None and at < len(rows):
+            run = run.after.get(rows[at].tobytes())
+            if run is None:
+                break
+            there = rows[at : at + len(run.rows)]
+            same = (run.rows[: len(there)] == there).all(axis=1)
+            matched = len(same) if same.all() else int(same.argmin())
+            path.append((run, matched))
+            at += matched
+            if matched < len(run.rows):
+                break
+        return path
+
+    def _child(self, parent: _Run, key: bytes, rows: Numbers, ids: Numbers) -> _Run:
+        if key not in parent.after:
+            parent.after[key] = _Run(key, rows, ids, parent)
+        return parent.after[key]
+
+    def _split(self, run: _Run, at: int) -> _Run:
+        """The run of its first `at` pages, at least one; the rest continues it."""
+        if at < len(run.ids):
+            rest = _Run(run.rows[at].tobytes(), run.rows[at:], run.ids[at:], run, run.after)
+            for child in rest.after.values():
+                child.parent = rest
+            run.rows, run.ids, run.after = run.rows[:at], run.ids[:at], {rest.key: rest}
+        return run
+
+    def _use(self, ids: Numbers) -> None:
+        now = self._clock()
+        self._used_s[ids] = now
+        self._policy.weighed(ids, np.ones(len(ids)), now)
+
+    def _shed(self, wanted: int, *, freeing: bool) -> int:
+        """Let go of pages until so many have gone, or are free; how many are free."""
+        ids = np.flatnonzero(self._held)
+        alone = np.zeros(len(self._held), dtype=np.bool_)
+        alone[ids] = self._book.alone(ids)
+        worth = np.zeros(len(self._held))
+        worth[ids] = self._policy.worth(ids, self._clock(), len(ids) / max(1, self.pages))
+        left = min(wanted, int(alone.sum())) if freeing else wanted
+
+        def rank(run: _Run, end: int) -> tuple[bool, float]:
+            last = run.ids[end - 1]
+            return freeing and not alone[last], float(worth[last])
+
+        order = count()
+        ends = [(rank(r, len(r.ids)), next(order), r) for r in self._runs() if not r.after]
+        heapq.heapify(ends)
+        gone: list[int] = []
+        while left > 0:
+            _, _, run = heapq.heappop(ends)
+            end = len(run.ids)
+            while end and left > 0 and (not ends or rank(run, end) <= ends[0][0]):
+                end -= 1
+                gone.append(int(run.ids[end]))
+                left -= int(alone[run.ids[end]]) if freeing else 1
+            self._cut(run, end)
+            rest = run if end else run.parent
+            if rest is not None and len(rest.ids) and not rest.after:
+                heapq.heappush(ends, (rank(rest, len(rest.ids)), next(order), rest))
+        return len(self._drop(np.array(gone, dtype=np.int64)))
+
+    def _cut(self, run: _Run, pages: int) -> None:
+        """Keep the first pages of a run; what continued it has gone, or goes as well."""
+        run.rows, run.ids = run.rows[:pages], run.ids[:pages]
+        while run.parent is not None and not len(run.ids) and not run.after:
+            run.parent.after.pop(run.key, None)
+            run = run.parent
+
+    def _drop(self, ids: Numbers) -> Numbers:
+        self._held[ids] = False
+        self.counters.evicted += len(ids)
+        return self._book.drop(ids)
+
+    def _runs(self) -> Iterator[_Run]:
+        """All but the root, and those that are salts only; what continues a run comes before it."""
+        stack = [(run, False) for run in self._root.after.values()]
+        while stack:
+            run, below = stack.pop()
+            if below:
+                if len(run.ids):
+                    yield run
+            else:
+                stack.append((run, True))
+                stack += [(child, False) for child in run.after.values()]
+
+
+def _rows(tokens: Tokens) -> Numbers:
+    """Tokens of whole pages: int64 [pages, 16]."""
+    whole = len(tokens) // PAGE_TOKENS * PAGE_TOKENS
+    return np.asarray(tokens[:whole], dtype=np.int64).reshape(-1, PAGE_TOKENS)
