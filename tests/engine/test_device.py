@@ -85,7 +85,7 @@ def test_layers_that_do_not_fit_are_copied_and_computed_in_turn() -> None:
 
 
 def test_prompts_compute_on_the_device_what_the_cpu_computes_for_single_tokens() -> None:
-    with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="8MiB", **GPU) as engine:
+    with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="9MiB", **GPU) as engine:
         model = engine.load_model(MODELS["dense"])
         device, weights = model.plan.device, model._core.memory.on_device.weights
         on_cpu = device.computes_prompts - device.computes

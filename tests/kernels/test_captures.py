@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hmt.kernels import captures, reference
+from hmt.kernels import captures, ops, reference
 
 
 def test_plain_torch_on_a_gpu_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,6 +13,10 @@ def test_plain_torch_on_a_gpu_has_none_of_it(monkeypatch: pytest.MonkeyPatch) ->
     assert captures.fixed_runs(torch.device("cuda"), 1, 16) is None
 
 
-def test_the_first_of_equal_logits_is_the_likeliest() -> None:
-    logits = torch.tensor([[0.0, 3.0, 3.0], [-1.0, -2.0, -3.0]])
-    assert captures.likeliest(logits).tolist() == [1, 0]
+def test_logits_are_surveyed_as_one_by_one() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [-1.0, -2.0, -3.0], [1.0, torch.nan, 0.0]])
+    found = captures.survey_list(captures.surveys(logits))
+    assert [one.best for one in found[:2]] == [1, 0], "the first of equal ones"
+    assert [one.finite for one in found] == [True, True, False]
+    for one, row in zip(found[:2], logits, strict=False):
+        assert one.log_sum_exp == pytest.approx(ops.survey(row).log_sum_exp)
