@@ -132,6 +132,22 @@ class EngineOptions:
             rich_help_panel=_KV,
         ),
     ] = None
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep keys and values of texts for others that begin alike.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
+    prefix_disk: Annotated[
+        Path | None,
+        typer.Option(help="Folder to keep them in for later runs, too.", rich_help_panel=_KV),
+    ] = None
+    prefix_disk_memory: Annotated[
+        str | None,
+        typer.Option(help="The most to take there; 4GiB when left out.", rich_help_panel=_KV),
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option(

@@ -40,6 +40,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
             table.add_row("experts", _experts(experts))
     if summary.kv is not None:
         table.add_row("KV", _kv(summary.kv, summary.prompt.tokens + summary.generation.tokens))
+    if summary.prefixes is not None:
+        table.add_row("prefixes", _prefixes(summary.prefixes))
     table.add_row("per token", _traffic(phase))
     if phase.guesses or summary.guessing is not None:
         table.add_row("guesses", _guesses(phase, summary.guessing))
@@ -134,6 +136,15 @@ def _kv(kv: "KVAccount", tokens: int) -> str:
         text += f"; {format_bytes(kv.drive_bytes / (tokens or 1))} from the drive per token"
     if kv.fragmentation is not None:
         text += f"; {kv.fragmentation:.1%} of pages empty"
+    return text
+
+
+def _prefixes(counters: dict[str, int]) -> str:
+    text = f"{counters['hit_tokens']} tokens of prompts were held"
+    if counters.get("drive_read_pages"):
+        text += f", {counters['drive_read_pages']} pages came from the drive"
+    if counters.get("drive_written_pages"):
+        text += f"; {counters['drive_written_pages']} pages kept there"
     return text
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import ConfigError
-from hmt.base.units import parse_bytes
+from hmt.base.units import GIB, parse_bytes
 from hmt.contracts.store import Verify
 from hmt.kvcache import ORDERS
 from hmt.kvcache.codecs import CodecName
@@ -51,6 +51,10 @@ class EngineConfig:
                         attend to the share `kv_share` of each text's pages, chosen anew for each
     kv_select           which: those with the best "bound" on scores, or those that kv_order values
                         most ("order")
+    prefix_cache        keep keys and values of ended texts, for texts that begin alike
+    prefix_disk         folder to keep them in for later runs, too (made if need be); implies
+                        prefix_cache
+    prefix_disk_memory_bytes   the most to take of that drive
     disk_path           folder on a fast drive for weights that were quantised on load and do not
                         fit in memory, in a file without a name; None: HMT's cache folder
     disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" or "mmap"; None: of the
@@ -88,6 +92,9 @@ class EngineConfig:
     kv_policy: str = "exact"
     kv_share: float = 0.1
     kv_select: str = "bound"
+    prefix_cache: bool = False
+    prefix_disk: Path | None = None
+    prefix_disk_memory_bytes: int = 4 * GIB
     disk_path: Path | None = None
     disk_reader: str | None = None
     disk_depth: int | None = None
@@ -127,7 +134,11 @@ class EngineConfig:
         )
         if "gpu_memory" in values:
             values["gpu_memory_bytes"] = parse_bytes(values.pop("gpu_memory"))
-        for name in ("kv_device_memory", "kv_host_memory", "kv_disk_memory"):
+        if "prefix_disk" in values:
+            values["prefix_disk"] = Path(values["prefix_disk"]).expanduser()
+            values.setdefault("prefix_cache", True)
+        sizes = ("kv_device_memory", "kv_host_memory", "kv_disk_memory", "prefix_disk_memory")
+        for name in sizes:
             if name in values:
                 values[f"{name}_bytes"] = parse_bytes(values.pop(name))
         if "kv_quant" in values:
@@ -203,7 +214,7 @@ def _check(values: dict[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}")
     if values.get("disk_chunk_bytes", 4096) % 4096:
         raise ConfigError("disk_chunk must be a multiple of 4096 bytes, as O_DIRECT needs")
-    for name in ("check_weights", "guesses"):
+    for name in ("check_weights", "guesses", "prefix_cache"):
         if not isinstance(values.get(name, True), bool):
             raise ConfigError(f"{name}={values[name]!r} must be True or False")
     others = [

@@ -26,6 +26,7 @@ from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
 from hmt.engine.pieces import DecodingInPieces, can_be_pieces
 from hmt.engine.prefetch import PrefetchDistance, ReadAhead, streamed_stages
+from hmt.engine.prefixes import salt_of, save_some
 from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
@@ -49,7 +50,11 @@ class Core:
         self._vocab_size = prepared.model.spec.vocab_size
         self._layers = prepared.model.spec.layers
         self.scheduler = Scheduler(
-            memory.kv, prefill_chunk=prepared.plan.prefill_chunk, max_batch=config.max_batch
+            memory.kv,
+            prefill_chunk=prepared.plan.prefill_chunk,
+            max_batch=config.max_batch,
+            prefixes=memory.prefixes,
+            salt=lambda sequence: salt_of(sequence, prepared.source),
         )
         self._guesser: Guesser | None = None
         self._tracer = tracer
@@ -128,11 +133,14 @@ class Core:
         self._meter.lap(0.0)
 
     def advance(self) -> bool:
-        """One step for everyone; False when nobody waits.  Never raises: requests fail instead."""
+        """One step for everyone; False when nobody waits.  Never raises: requests fail instead.
+
+        When nobody waits, some of what ended texts leave to others is saved.
+        """
         begin = time.perf_counter()
         scheduled = self.scheduler.next_step()
         if scheduled is None:
-            return False
+            return self.memory.prefixes is not None and save_some(self.memory.prefixes)
         try:
             logits = self._executor.run(scheduled.step)
         except Exception as error:
@@ -170,6 +178,9 @@ class Core:
         for sequence in self.scheduler.sequences():
             sequence.fail(Cancelled("the model was closed while this request ran"))
             self.scheduler.retire(sequence)
+        if self.memory.prefixes is not None:
+            while save_some(self.memory.prefixes):
+                pass
         self.memory.close()
 
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:

@@ -244,6 +244,7 @@ class LoadedModel:
             pools=core.memory.pool_stats(),
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
+            prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
         )
 
     def reset_summary(self) -> None:

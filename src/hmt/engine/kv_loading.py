@@ -9,6 +9,7 @@ from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice
 from hmt.kvcache import AnyKV, PagedKV, PlacedKV, TieredKV, open_tiered
+from hmt.kvcache.prefix import SharingKV, SharingPagedKV
 from hmt.memory import HostPool, TransferQueue
 
 
@@ -33,6 +34,7 @@ def open_kv(
     def tiered(layers: Mapping[int, KVLayer], near: Any) -> TieredKV:
         assert plan.kv_levels is not None
         return open_tiered(
+            SharingKV if config.prefix_cache else TieredKV,
             layers,
             plan.kv_levels,
             model.dtype,
@@ -45,10 +47,11 @@ def open_kv(
             chunk=plan.prefill_chunk,
         )
 
+    paged = SharingPagedKV if config.prefix_cache else PagedKV
     caches: list[PagedKV | TieredKV] = []
     if on_device is None:
         all_here = plan.kv_levels is None
-        cache = PagedKV(here, plan.kv_tokens, model.dtype, host) if all_here else tiered(here, host)
+        cache = paged(here, plan.kv_tokens, model.dtype, host) if all_here else tiered(here, host)
         stack.callback(cache.release)
         return cache
     if here:
@@ -58,7 +61,7 @@ def open_kv(
         pool = on_device.kv_pool
         all_there = plan.kv_levels is None
         caches.append(
-            PagedKV(there, plan.kv_tokens, model.dtype, pool) if all_there else tiered(there, pool)
+            paged(there, plan.kv_tokens, model.dtype, pool) if all_there else tiered(there, pool)
         )
         stack.callback(caches[-1].release)
     return caches[0] if len(caches) == 1 else PlacedKV(caches[0], caches[1], there)

@@ -27,10 +27,12 @@ from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
 from hmt.engine.kv_loading import open_kv
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
+from hmt.engine.prefixes import open_prefixes, prefix_bytes
 from hmt.engine.source import Source, open_source
 from hmt.engine.summary import DeviceAccount, ExpertAccount
 from hmt.kernels import ops
 from hmt.kvcache import AnyKV, PlacedKV, TieredKV, kv_sizes, page_bytes
+from hmt.kvcache.prefix import PrefixCache
 from hmt.memory import (
     Account,
     DiskRate,
@@ -86,6 +88,7 @@ class Memory:
     transitions: Transitions | None = None  # where experts are guessed
     trace: TraceWriter | None = None
     on_device: OnDevice | None = None
+    prefixes: PrefixCache | None = None
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes of host memory in use now, by purpose."""
@@ -255,6 +258,7 @@ def allocate(
                 progress,
             )  # fmt: skip
         kv = open_kv(model, plan, config, pools["kv"], on_device, queue, stack)
+        prefixes = open_prefixes(model, prepared.source, config, kv, pools["prefixes"], stack)
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         trace = None
         if config.trace_experts is not None:
@@ -275,6 +279,7 @@ def allocate(
             transitions,
             trace,
             on_device,
+            prefixes,
         )
 
 
@@ -387,5 +392,6 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         expert_token_bytes=max(map(sum, _matrices(layouts, BlockKind.EXPERT)), default=0)
         * model.spec.experts_per_token
         * model.dtype.itemsize,
+        prefix_bytes=prefix_bytes(model, config),
         kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *config.kv_quant)),
     )

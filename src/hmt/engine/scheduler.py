@@ -1,13 +1,15 @@
 """The scheduler: which tokens of which requests make up the next step."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from hmt.base.errors import ContextLengthError
+from hmt.base.errors import ContextLengthError, DiskReadError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Part, Step
 from hmt.engine.sequence import Sequence
 from hmt.kvcache import AnyKV
+from hmt.kvcache.prefix import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,22 @@ class Scheduler:
     sent back.  Only for the engine's thread.
     """
 
-    def __init__(self, kv: AnyKV, *, prefill_chunk: int, max_batch: int) -> None:
+    def __init__(
+        self,
+        kv: AnyKV,
+        *,
+        prefill_chunk: int,
+        max_batch: int,
+        prefixes: PrefixCache | None = None,
+        salt: Callable[[Sequence], str] = lambda sequence: "",
+    ) -> None:
+        """`prefixes` of `kv`, whose texts share what begins alike and has the same `salt`."""
         self._kv = kv
         self._chunk = prefill_chunk
         self._max_batch = max_batch
+        self._prefixes = prefixes
+        self._salt = salt
+        self._full = False  # since the last sequence ended
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -92,14 +106,39 @@ class Scheduler:
             self._waiting.remove(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
-        if sequence.kv is not None:
+        self._full = False
+        if sequence.kv is None:
+            return
+        if self._prefixes is None:
             self._kv.close(sequence.kv)
-            sequence.kv = None
+        else:
+            computed = sequence.tokens[: sequence.computed]
+            self._prefixes.close(sequence.kv, computed, self._salt(sequence))
+        sequence.kv = None
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_batch:
+        while self._waiting and len(self._running) < self._max_batch and not self._full:
             sequence = self._waiting[0]
-            if not self._kv.can_open(sequence.positions):
-                return
-            sequence.kv = self._kv.open(sequence.positions)
+            try:
+                if not self._open(sequence):
+                    self._full = True
+                    return
+            except DiskReadError as error:
+                self._waiting.popleft()
+                sequence.fail(error)
+                continue
             self._running.append(self._waiting.popleft())
+
+    def _open(self, sequence: Sequence) -> bool:
+        """Reserve what a sequence takes, if there is room."""
+        if self._prefixes is None:
+            if not self._kv.can_open(sequence.positions):
+                return False
+            sequence.kv = self._kv.open(sequence.positions)
+            return True
+        prompt = sequence.tokens[: sequence.prompt_tokens]
+        opened = self._prefixes.open(sequence.positions, prompt, self._salt(sequence))
+        if opened is None:
+            return False
+        sequence.kv, sequence.computed = opened.sequence, opened.held
+        return True

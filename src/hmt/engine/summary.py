@@ -198,6 +198,8 @@ class RunSummary:
     peak_rss_bytes    largest resident size of the process, as the kernel counted it
     pools             how full and how fragmented the pools of host memory are now
     device            the GPU's part; None without one
+    prefixes          what texts had in common with earlier ones, as hmt.kvcache.prefix counts it;
+                      None without a prefix cache
     kv                keys and values at several levels; None where they all lie near
     """
 
@@ -215,6 +217,7 @@ class RunSummary:
     guessing: Verdict | None = None
     device: DeviceAccount | None = None
     kv: KVAccount | None = None
+    prefixes: dict[str, int] | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from hmt.kvcache.select import RANKINGS, Selection
 from hmt.kvcache.store import PageStore, Pool, store_page_bytes
 from hmt.kvcache.tiered import TieredKV
 from hmt.memory import TransferQueue
+
+_Tiered = TypeVar("_Tiered", bound=TieredKV)
 
 _ENCODINGS = {"int8": ops.PageEncoding.INT8, "int4": ops.PageEncoding.INT4}
 
@@ -63,6 +65,7 @@ def group_bytes_as(name: str, layers: Sequence[KVLayer], dtype: torch.dtype) -> 
 
 
 def open_tiered(
+    kind: type[_Tiered],
     layers: Mapping[int, KVLayer],
     levels: KVLevels,
     dtype: torch.dtype,
@@ -74,7 +77,7 @@ def open_tiered(
     order: str,
     chunk: int,
     selection: tuple[str, float] | None = None,
-) -> TieredKV:
+) -> _Tiered:
     """The cache that `levels` plans: hot pages and rings from `near`, all else from `host`.
 
     order       of ORDERS
@@ -106,7 +109,7 @@ def open_tiered(
     if selection is not None:
         ranking, share = RANKINGS[selection[0]], selection[1]
         choose = lambda places: Selection(share, ranking(places))  # noqa: E731
-    return TieredKV(hot, warm, cold, rings, ORDERS[order], chunk=chunk, selection=choose)
+    return kind(hot, warm, cold, rings, ORDERS[order], chunk=chunk, selection=choose)
 
 
 def _by_window(

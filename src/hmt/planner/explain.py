@@ -15,6 +15,7 @@ _MEANING = {
     "staging": "conversion on load",
     "rows": "embedding rows",
     "guesses": "which expert follows which",
+    "prefixes": "pages on their way",
 }
 
 

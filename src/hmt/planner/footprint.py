@@ -29,6 +29,7 @@ class Demand:
     guess_bytes     statistics from which experts are guessed
     matrix_bytes    the largest matrix of a layer, unpacked, as a device multiplies many tokens
     expert_token_bytes   activations between the matrices of one token's experts there
+    prefix_bytes    what pages pass through that are kept on the drive for other texts
     kv_sizes        of pages at several levels; None: all are near
     experts_alike   whether all experts are laid out alike, so that any may take any's place
     """
@@ -48,6 +49,7 @@ class Demand:
     experts_alike: bool = True
     matrix_bytes: int = 0
     expert_token_bytes: int = 0
+    prefix_bytes: int = 0
     kv_sizes: KVSizes | None = None
 
     @property

@@ -168,6 +168,7 @@ def _reserve(
         "activations": activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
         "guesses": round_up(demand.guess_bytes, _MEMORY_PAGE_BYTES),
+        "prefixes": round_up(demand.prefix_bytes, _MEMORY_PAGE_BYTES),
         "rows": rows * row + demand.row_sums_bytes,
         "kv": round_up(kv_bytes(demand, context) if kv is None else kv, _MEMORY_PAGE_BYTES),
     }

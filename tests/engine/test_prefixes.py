@@ -1,0 +1,116 @@
+"""Texts that begin alike compute what they share once, also after a restart."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from reference import MINI_DENSE, MINI_MOE
+
+import hmt
+from hmt.base.errors import ConfigError
+from hmt.engine import LoadedModel
+from hmt.engine.prefixes import salt_of
+
+OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "dtype": "float32", "context": 1024}
+WAYS: dict[str, dict[str, Any]] = {
+    "near": {},
+    "levels": {"kv_device_memory": "5MiB", "prefill_chunk": 32, "max_batch": 2},
+    "gpu": {"gpu_id": "pretended", "gpu_memory": "96MiB"},
+}
+
+
+def text(tokens: int, seed: int) -> list[int]:
+    return [random.Random(seed).randrange(16, 500) for _ in range(tokens)]
+
+
+def answer(model: LoadedModel, ids: list[int]) -> tuple[list[int], int]:
+    """What the model answers, and how many tokens of the prompt it computed."""
+    before = model.summary().prompt.tokens
+    found = model.infer(hmt.Request(ids, 12, ignore_eos=True)).token_ids
+    return found, model.summary().prompt.tokens - before
+
+
+@pytest.mark.parametrize("path", [MINI_DENSE, MINI_MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_texts_share_is_computed_once(way: str, path: Path) -> None:
+    shared = text(330, 1)
+    prompts = [shared + text(20, 2), shared + text(50, 3), shared, text(40, 4)]
+    with hmt.Engine(**WAYS[way], **OPTIONS) as engine:
+        model = engine.load_model(path)
+        wanted = [answer(model, ids) for ids in prompts]
+        assert [computed for _, computed in wanted] == [350, 380, 330, 40]
+    with hmt.Engine(prefix_cache=True, **WAYS[way], **OPTIONS) as engine:
+        model = engine.load_model(path)
+        found = [answer(model, ids) for ids in prompts]
+        assert [ids for ids, _ in found] == [ids for ids, _ in wanted]
+        # 330 tokens are 20 whole pages and 10 tokens.
+        assert [computed for _, computed in found] == [350, 60, 10, 40]
+        # What was answered goes on as a prompt: 361 of its tokens are there, 22 pages.
+        longer = [*prompts[0], *found[0][0], *text(30, 5)]
+        assert answer(model, longer)[1] == len(longer) - 16 * 22
+        assert model.summary().prefixes["hit_tokens"] == 320 + 320 + 16 * 22
+
+
+def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
+    ids, folder = text(700, 1), tmp_path / "prefixes"
+    with hmt.Engine(prefix_disk=folder, **OPTIONS) as engine:
+        wanted, computed = answer(engine.load_model(MINI_DENSE), ids)
+        assert computed == 700
+    for options in ({}, {"kv_device_memory": "6MiB", "prefill_chunk": 32, "max_batch": 1}):
+        with hmt.Engine(prefix_disk=folder, **options, **OPTIONS) as engine:
+            model = engine.load_model(MINI_DENSE)
+            found, computed = answer(model, ids)
+            counted = model.summary().prefixes
+        assert found == wanted
+        if not options:
+            assert computed == 700 - 16 * 43 and counted["drive_read_pages"] == 43
+
+
+def test_other_numbers_are_other_texts(tmp_path: Path) -> None:
+    ids, folder = text(300, 1), tmp_path / "prefixes"
+    with hmt.Engine(prefix_disk=folder, **OPTIONS) as engine:
+        answer(engine.load_model(MINI_DENSE), ids)
+    others: list[tuple[Path, dict[str, Any]]] = [
+        (MINI_DENSE, {"quantization": "w8a8"}),
+        (MINI_DENSE, {"dtype": "bfloat16"}),
+        (MINI_MOE, {}),
+    ]
+    for path, options in others:
+        with hmt.Engine(prefix_disk=folder, **(OPTIONS | options)) as engine:
+            assert answer(engine.load_model(path), ids)[1] == 300
+
+
+def test_requests_that_wait_are_let_in_when_prefixes_have_to_go() -> None:
+    requests = [hmt.Request(text(400, n), 10, ignore_eos=True) for n in range(6)]
+    with hmt.Engine(prefix_cache=True, max_batch=3, **OPTIONS) as engine:
+        model = engine.load_model(MINI_DENSE)
+        answers = [one.token_ids for one in model.infer_batch(requests)]
+        assert model.summary().prefixes["evicted"] > 0
+        assert [one.token_ids for one in model.infer_batch(requests)] == answers
+        kv = model._core.memory.kv
+        assert kv.free_tokens == kv.capacity_tokens, "what nobody uses counts as free"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"kv_device_memory": "8MiB", "kv_policy": "select"}, "kv-policy exact"),
+        ({"gpu_id": "pretended", "gpu_memory": "12MiB"}, "--gpu-memory"),
+    ],
+)
+def test_where_texts_cannot_share_that_is_said(options: dict[str, Any], told: str) -> None:
+    with (
+        hmt.Engine(prefix_cache=True, **options, **OPTIONS) as engine,
+        pytest.raises(ConfigError, match=told),
+    ):
+        engine.load_model(MINI_DENSE)
+
+
+def test_positions_that_depend_on_a_texts_length_are_told_apart() -> None:
+    sequence: Any = SimpleNamespace(positions=640)
+    plain: Any = SimpleNamespace(config={"rope_parameters": {"rope_type": "yarn"}})
+    long: Any = SimpleNamespace(config={"rope_scaling": {"type": "longrope"}})
+    assert salt_of(sequence, plain) == ""
+    assert salt_of(sequence, long) == "640"
