@@ -403,3 +403,34 @@ def test_plain_rows_hold_no_int4():
     with pytest.raises(ValueError, match="no INT4"):
         PageLayout(PageEncoding.INT4, 1, 32, 32, rows=True)
     assert PageLayout(PageEncoding.BF16, 1, 33, 32, rows=True).page_bytes == 2 * 16 * 65
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_parts_of_a_context_merge_to_the_whole(isa, two_threads, encoding, length):
+    """Some pages in one call and the others in a second, in any order; other rows stay."""
+    scene = Scene(PageLayout(encoding, 2, 32, 32), [(20 * 16 + 3, length), (90, 5)], seed=length)
+    run, other = scene.runs
+    query = scene.query(4)
+    wanted, logs = scene.attend(query, scale=0.2)
+    past = run.start // 16
+    far = torch.randperm(past, generator=scene.random)[: past // 2]
+    near = torch.tensor([i for i in range(len(run.table)) if i not in far.tolist()])
+    parts = []
+    for table, start, seen in (
+        (run.table[near], run.start - 16 * len(far), None),
+        (run.table[far], 16 * len(far), 16 * len(far)),
+        (run.table[:0], 0, 0),
+    ):
+        some = PagedRuns([PagedRun(run.offset, length, start, table.contiguous(), seen)])
+        out = torch.full((scene.tokens, 4, 32), 7.0)
+        lse = torch.full((scene.tokens, 4), 7.0)
+        ops.attend_part(scene.pages, scene.layer, some, query, out, lse, scale=0.2)
+        rest = slice(other.offset, other.offset + other.length)
+        assert (out[rest] == 7).all() and (lse[rest] == 7).all()
+        parts.append((out[:length], lse[:length]))
+    assert parts[2][1].isneginf().all() and (parts[2][0] == 0).all(), "nothing was seen"
+    merged, total = reference.merge_attention(parts)
+    near = 1e-5 if encoding.bits > 8 else 2e-3
+    torch.testing.assert_close(merged, wanted[:length], rtol=near, atol=near)
+    torch.testing.assert_close(total, logs[:length], rtol=near, atol=near)

@@ -317,10 +317,16 @@ def attend_part(
     """
     native = _native_for(query)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-    if native is None:
-        reference.attend_part(pages, layer, runs, query, out, lse, **options)
-    else:
+    if native is not None:
         cpu_attention.attend_into(native, pages, layer, runs, query, out, lse, **options)
+        return
+    whole = sum(run.length for run in runs.runs if run.seen is None) == len(query)
+    if whole and query.is_cuda and (kernels := gpu_kernels()) is not reference:
+        found, logs = kernels.paged_attention(pages, layer, runs, query, **options)
+        out.copy_(found)
+        lse.copy_(logs)
+        return
+    reference.attend_part(pages, layer, runs, query, out, lse, **options)
 
 
 def paged_attention_output(
