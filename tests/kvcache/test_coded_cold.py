@@ -120,7 +120,7 @@ def test_plans_count_what_codecs_take(machine, name):
     ledger = Ledger({Tier.HOST: 64 << 20})
     pool = HostPool(ledger.open(Tier.HOST, "kv", 64 << 20))
     cache = open_tiered(
-        dict(enumerate(LAYERS)), levels, torch.float32, near=machine.pool, host=pool,
+        TieredKV, dict(enumerate(LAYERS)), levels, torch.float32, near=machine.pool, host=pool,
         folder=machine.folder, queue=machine.queue, order="a2cr", chunk=48,
     )  # fmt: skip
     assert cache._places.cold.nbytes == levels.cold_groups * sizes.cold_group
