@@ -50,7 +50,7 @@ class PageBook:
 
     def __init__(self, levels: Sequence[Slots]) -> None:
         total = sum(slots.count for slots in levels)
-        self.levels = self._slots = tuple(levels)
+        self.levels = tuple(levels)
         self._ids = Bitmap(total)
         self._level = np.zeros(total, dtype=np.int8)
         self._slot = np.zeros(total, dtype=np.int64)
@@ -68,11 +68,11 @@ class PageBook:
 
     def free_at(self, level: Level) -> int:
         """Places that are free at `level`; 0 where there is no such level."""
-        return self._slots[level].free if level < len(self._slots) else 0
+        return self.levels[level].free if level < len(self.levels) else 0
 
     def new(self, count: int, level: Level = Level.HOT) -> Numbers:
         """`count` pages at `level`, each with one owner; there must be room there."""
-        slots = self._slots[level].take(count)
+        slots = self.levels[level].take(count)
         ids = np.array(self._ids.take(count), dtype=np.int64)
         self._level[ids] = level
         self._slot[ids] = slots
@@ -89,7 +89,7 @@ class PageBook:
         np.subtract.at(self._owners, ids, 1)
         assert (self._owners[ids] >= 0).all(), "a page was given back twice"
         gone = np.unique(ids[self._owners[ids] == 0])
-        for level, slots in enumerate(self._slots):
+        for level, slots in enumerate(self.levels):
             if len(there := gone[self._level[gone] == level]):
                 slots.give(self._slot[there].tolist())
         self._ids.give(gone.tolist())
@@ -103,9 +103,9 @@ class PageBook:
         assert (self._level[ids] != level).all(), "they are there already"
         left = Level(int(self._level[ids[0]]))
         assert (self._level[ids] == left).all(), "from one level at a time"
-        new = np.array(self._slots[level].take(len(ids)), dtype=np.int64)
+        new = np.array(self.levels[level].take(len(ids)), dtype=np.int64)
         old = self._slot[ids].copy()
-        self._slots[left].give(old.tolist())
+        self.levels[left].give(old.tolist())
         self._level[ids] = level
         self._slot[ids] = new
         return old, new
@@ -121,7 +121,7 @@ class PageBook:
     def freed_by(self, ids: Numbers) -> int:
         """Places that `ids` would leave, could they all go now."""
         freed = 0
-        for level, slots in enumerate(self._slots):
+        for level, slots in enumerate(self.levels):
             there = self._slot[ids[self._level[ids] == level]]
             freed += slots.freed_by(there) if isinstance(slots, GroupedSlots) else len(there)
         return freed

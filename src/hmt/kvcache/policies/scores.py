@@ -84,8 +84,7 @@ class AttentionDecayed:
         """See PagePolicy."""
         least, more = _THRESHOLD
         scores = self.scores(ids, now_s)
-        # Those below the threshold are ranked by use, all of them below the others.
-        stale = -1 / (1 + np.clip(now_s - self._used_s[ids], 0, None))
-        below = -1 - (1 + stale)
+        # Those below the threshold are ranked by last use, all of them below the others.
+        below = 1 / (1 + np.clip(now_s - self._used_s[ids], 0, None)) - 2
         worth: Floats = np.where(scores < least + more * pressure, below, scores)
         return worth
