@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 from hmt.contracts.model import KVLayer, Model
 from hmt.contracts.plan import Plan
@@ -11,6 +10,7 @@ from hmt.engine.device_loading import OnDevice
 from hmt.kvcache import AnyKV, PagedKV, PlacedKV, TieredKV, open_tiered
 from hmt.kvcache.prefix import SharingKV, SharingPagedKV
 from hmt.memory import HostPool, TransferQueue
+from hmt.memory.device import DevicePool
 
 
 def open_kv(
@@ -31,8 +31,10 @@ def open_kv(
     there = {index: layer for index, layer in kept.items() if index in plan.device.stages}
     here = {index: layer for index, layer in kept.items() if index not in there}
 
-    def tiered(layers: Mapping[int, KVLayer], near: Any) -> TieredKV:
-        assert plan.kv_levels is not None
+    def opened(layers: Mapping[int, KVLayer], near: HostPool | DevicePool) -> PagedKV | TieredKV:
+        if plan.kv_levels is None:
+            paged = SharingPagedKV if config.prefix_cache else PagedKV
+            return paged(layers, plan.kv_tokens, model.dtype, near)
         return open_tiered(
             SharingKV if config.prefix_cache else TieredKV,
             layers,
@@ -47,22 +49,15 @@ def open_kv(
             chunk=plan.prefill_chunk,
         )
 
-    paged = SharingPagedKV if config.prefix_cache else PagedKV
     caches: list[PagedKV | TieredKV] = []
     if on_device is None:
-        all_here = plan.kv_levels is None
-        cache = paged(here, plan.kv_tokens, model.dtype, host) if all_here else tiered(here, host)
-        stack.callback(cache.release)
-        return cache
-    if here:
+        caches.append(opened(here, host))
+    elif here:
         caches.append(PagedKV(here, plan.kv_tokens, model.dtype, host))
-        stack.callback(caches[-1].release)
-    if there:
-        pool = on_device.kv_pool
-        all_there = plan.kv_levels is None
-        caches.append(
-            paged(there, plan.kv_tokens, model.dtype, pool) if all_there else tiered(there, pool)
-        )
+    for cache in caches:
+        stack.callback(cache.release)
+    if on_device is not None and there:
+        caches.append(opened(there, on_device.kv_pool))
         stack.callback(caches[-1].release)
     return caches[0] if len(caches) == 1 else PlacedKV(caches[0], caches[1], there)
 

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from hmt.kernels import ops
+
 
 class Merged:
-    """Attention over the union of disjoint positions, in f32 (arXiv 2501.01005).
+    """Attention over the union of disjoint positions, in f32.
 
     out   f32 [tokens, q_heads, value_dim]
     lse   f32 [tokens, q_heads]: the natural log of the sum of exponentials; -inf without any
@@ -23,11 +25,5 @@ class Merged:
 
     def add(self, part: "Merged") -> None:
         """Count the positions of `part`, too.  Rows that have none there do not change."""
-        top = torch.maximum(self.lse, part.lse)
-        top = top.masked_fill(top.isneginf(), 0)
-        ours, theirs = (self.lse - top).exp_(), (part.lse - top).exp_()
-        total = ours + theirs
-        divisor = total.masked_fill(total == 0, 1)
-        self.out.mul_((ours / divisor)[..., None])
-        self.out.addcmul_(part.out, (theirs / divisor)[..., None])
-        self.lse = top + total.log()
+        parts = (self.out, self.lse), (part.out, part.lse)
+        self.out, self.lse = ops.merge_attention(parts)

@@ -12,6 +12,7 @@ from hmt.contracts.model import KVLayer
 from hmt.kernels import ops
 from hmt.kvcache.codecs import LayerCodec, layer_codecs
 from hmt.kvcache.cold import ColdPages, cold_bytes
+from hmt.kvcache.placement import Placement
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
 from hmt.kvcache.select import RANKINGS, Selection
@@ -105,11 +106,14 @@ def open_tiered(
                 piece_bytes=levels.piece_bytes, codecs=codecs_of(levels.cold, whole),
             )  # fmt: skip
         made.pop_all()
-    choose = None
-    if selection is not None:
-        ranking, share = RANKINGS[selection[0]], selection[1]
-        choose = lambda places: Selection(share, ranking(places))  # noqa: E731
-    return kind(hot, warm, cold, rings, ORDERS[order], chunk=chunk, selection=choose)
+
+    def choosing(places: Placement) -> Selection:
+        assert selection is not None
+        ranking, share = selection
+        return Selection(share, RANKINGS[ranking](places))
+
+    chosen = None if selection is None else choosing
+    return kind(hot, warm, cold, rings, ORDERS[order], chunk=chunk, selection=chosen)
 
 
 def _by_window(

@@ -77,7 +77,8 @@ class ByBounds:
     """What the greatest score in a page can be, from the least and greatest of its keys.
 
     A page's bound for a query is the sum over channels of max(q least, q greatest), the maximum
-    over heads (Quest, arXiv 2406.10774).  Kept in f16: 2 / 16 of what f16 keys take.
+    over heads (Quest, arXiv 2406.10774).  Kept in f16: 2 / 16 of what f16 keys take, which no plan
+    counts yet.
     """
 
     def __init__(self, places: Placement) -> None:
