@@ -324,3 +324,16 @@ def test_a_buffer_of_its_own_reads_zeros_once_discarded() -> None:
     buffer.tensor.fill_(7)
     buffer.discard()
     assert not bool(buffer.tensor.any()) and len(buffer.view) == 3 * MIB
+
+
+@pytest.mark.parametrize("limit", [3 * MIB, 300 * MIB + PAGE_BYTES])  # by one thread, by several
+def test_all_memory_is_taken_at_once(limit: int) -> None:
+    pool = pool_of(limit)
+    asked = []
+    pool.back_all(lambda: asked.append(pool.account.used_bytes))
+    assert asked[-1] == pool.account.used_bytes == limit
+    buffer = pool.allocate(limit)
+    assert resident_pages(buffer.tensor.data_ptr(), limit) == limit // PAGE_BYTES
+    pool.free(buffer)
+    pool.close()
+    assert pool.account.used_bytes == 0

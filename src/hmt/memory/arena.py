@@ -1,8 +1,9 @@
 """Memory on huge pages: buffers that are a mapping of their own, and arenas that hold many."""
 
-import contextlib
 import ctypes
 import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -15,6 +16,8 @@ POISON = 0xFF  # every float encoding reads this as NaN
 _HUGE_PAGE_BYTES = 2 * MIB
 _HUGE_PAGES = _HUGE_PAGE_BYTES // PAGE_BYTES
 _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h; Python's mmap does not name it
+_TOGETHER_BYTES = 128 * MIB  # from here on several threads populate, each so much at a time
+_MOST_THREADS = 32
 
 
 class Mapping:
@@ -49,8 +52,16 @@ class Mapping:
         The first O_DIRECT reads into fresh buffers of 16 MiB ran at 1.0 to 2.0 GB/s, and at
         3.3 GB/s into populated ones.
         """
-        with contextlib.suppress(OSError):  # Linux before 5.14: memory comes at the first touch
-            self._map.madvise(_MADV_POPULATE_WRITE, self._begin + begin, nbytes)
+        # Linux before 5.14 refuses: memory comes at the first touch.
+        first = self.tensor.data_ptr() + begin
+        if nbytes < 2 * _TOGETHER_BYTES:
+            _madvise(first, nbytes)
+            return
+        # One thread clears 2 to 10 GB/s.
+        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(threads, "populate") as pool:
+            for at in range(0, nbytes, _TOGETHER_BYTES):
+                pool.submit(_madvise, first + at, min(_TOGETHER_BYTES, nbytes - at))
 
     def discard(self, begin: int, nbytes: int) -> None:
         """Return the memory of these bytes to the system; they read as zeros."""
@@ -61,6 +72,14 @@ class Mapping:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             advice = mmap.MADV_HUGEPAGE if allow else mmap.MADV_NOHUGEPAGE
             self._map.madvise(advice, self._begin + begin, nbytes)
+
+
+def _madvise(address: int, nbytes: int) -> None:
+    # Python's mmap would hold on to the interpreter's lock meanwhile.
+    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+
+
+_libc = ctypes.CDLL(None)
 
 
 class HostBuffer:

@@ -17,6 +17,7 @@ from hmt.memory.ledger import Account
 # GB/s), which is the other way to make room; but copying keeps huge pages whole.
 _MOST_MOVED = 2  # times the pages that are wanted
 _SELDOM_TOO_MANY = 512  # pages, which take 0.15 ms
+_BACKED_PAGES = 1 << 20  # at a time: 4 GiB
 
 
 class BufferOwner(Protocol):
@@ -155,6 +156,16 @@ class HostPool:
                     heapq.heappush(waiting, (buffer.place, buffer))
             self._in_use -= buffer.nbytes
             self._asked -= buffer.asked_bytes
+
+    def back_all(self, between: Callable[[], None] = lambda: None) -> None:
+        """Take the memory of the whole arena now: several threads do so faster than first use.
+
+        `between` is called now and then, and may raise to end it.
+        """
+        for first in range(0, self._pages, _BACKED_PAGES):
+            with self._lock:
+                self._arena.back(first, min(_BACKED_PAGES, self._pages - first))
+            between()
 
     def pin(self, unpin: Callable[[], None]) -> memoryview:
         """Back the whole arena; its bytes, for registering them with the kernel or a device.

@@ -66,6 +66,7 @@ class WeightStore:
         self._tracer = tracer
         self._slots = {Tier.HOST: Slots(resident), Tier.DISK: Slots(slots, plan.slot_counts)}
         slots.belongs_to(self)
+        self._resident = resident
         self._holders: dict[HostBuffer, Entry] = {}
         self._staging = staging
         self._policy = policy or DenseByScan(LRU())
@@ -88,6 +89,7 @@ class WeightStore:
         """
         residents = [e for e in self._entries.values() if e.home is Tier.HOST and e.layout.placed]
         total = sum(entry.layout.read_bytes for entry in residents)
+        self._resident.back_all(lambda: progress(0, total) if progress else None)
         ahead = 0
         done = 0
         for entry in residents:
