@@ -26,7 +26,7 @@ def test_a_run_adds_up(
     task = hybrid.Task(batches=(1, 3), contexts=(64, 200), steps=3, prompt=300)
     traces = sorted((Path(__file__).parents[2] / "benchmarks" / "traces").glob("*.jsonl.gz"))
     options = {"host_memory": "96MiB", "gpu": "pretended", "traces": traces[:2]}
-    content = hybrid.run(tmp_path, shape, "6MiB", task, **options)  # type: ignore[arg-type]
+    content = hybrid.run(tmp_path, shape, "5MiB", task, **options)  # type: ignore[arg-type]
     assert 0 < content["expert_slots"] < 32 and content["link_share"] == 0.25
     cases = [(s["batch"], s["context"]) for s in content["steps"]]
     assert cases == 2 * [(1, 64), (3, 64), (1, 200)]

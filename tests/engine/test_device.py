@@ -100,6 +100,13 @@ def test_prompts_compute_on_the_device_what_the_cpu_computes_for_single_tokens()
         assert weights.counters.copied_bytes - before >= each
 
 
+@pytest.fixture
+def steady_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a busy machine may leave nothing to the CPU."""
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9, 30e9, 90e9))
+
+
+@pytest.mark.usefixtures("steady_rates")
 def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"context": 256, "host_memory": "64MiB", "quantization": "w4a16:32"}
     with hmt.Engine(**options) as engine:
@@ -123,6 +130,21 @@ def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) ->
             for team in weights.teams.by_layer.values():
                 held = team.slots.holders[team.slots.holders >= 0]
                 assert len(set(held.tolist())) == len(held) <= share.expert_slots
+
+
+@pytest.mark.usefixtures("steady_rates")
+def test_experts_are_brought_where_none_can_be_cached() -> None:
+    options = {"context": 256, "host_memory": "64MiB", "quantization": "w4a16:32"}
+    with hmt.Engine(**options) as engine:
+        wanted = engine.load_model(MODELS["moe"]).logits(TOKENS, range(40), prefill=24)
+    with hmt.Engine(gpu_memory="5900KiB", **GPU, **options) as engine:
+        model = engine.load_model(MODELS["moe"])
+        share = model.plan.device
+        assert not share.expert_slots and share.staging_slots
+        found = model.logits(TOKENS, range(40), prefill=24)
+        assert (found - wanted).norm() / wanted.norm() < 1e-5
+        cached, brought, left = model._core.memory.on_device.weights.teams.counts()
+        assert not cached and brought and left
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -380,6 +380,7 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         row_bytes=max((row_span_bytes(table) for table in tables), default=0),
         kv_token_bytes=page_bytes(model.spec.kv, model.dtype) // PAGE_TOKENS,
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
+        number_bytes=model.dtype.itemsize,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
         guess_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,

@@ -23,7 +23,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVLevels
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import DeviceShare, Machine
-from hmt.planner.footprint import Demand, activation_bytes, device_work_bytes, kv_bytes
+from hmt.planner.footprint import Demand, device_activation_bytes, kv_bytes
 
 _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used
@@ -117,7 +117,7 @@ def share_of_device(
     even one layer's attention would fit.
     """
     layers, head = _layers(demand, context, levels)
-    activations = activation_bytes(demand, chunk, context) + device_work_bytes(demand, chunk)
+    activations = device_activation_bytes(demand, chunk, context)
     room = device_bytes - activations
     share, brought = _copied_share(machine), _brought(demand, machine)
     choice = _choose(layers, room - _bytes(head), share, brought)
@@ -243,8 +243,10 @@ def _cache_experts(choice: _Choice, room: int, brought: int) -> None:
     if spare < 0:
         choice.staging_slots = 0
         return
-    most = int(spare * (1 - _LEAST_SHARE_OF_CACHE)) // size
-    choice.staging_slots += min(brought - 1, most)
+    more = min(brought - 1, int(spare * (1 - _LEAST_SHARE_OF_CACHE)) // size)
+    if spare - more * size < size * len(choice.sparse):  # too little for any cache
+        more = min(brought - 1, spare // size)
+    choice.staging_slots += more
     spare = room - choice.nbytes
     choice.expert_slots = min(spare // (size * len(choice.sparse)), len(choice.sparse[0].wide))
 
