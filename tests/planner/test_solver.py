@@ -127,3 +127,40 @@ def test_a_device_keeps_room_for_what_its_kernels_take(
     ]
     without, with_room = (plan.device.reserved["activations"] for plan in plans)
     assert with_room == without + matrix + 16 * token
+
+
+def sparse_demand(experts: int, size: int) -> Demand:
+    """Two layers of attention, routers and experts, and a head."""
+    spec = ModelSpec("Test", 2, 64, 10, 4096, (), (), 10, experts_per_token=2)
+    blocks = [BlockSize(BlockId(TRUNK, BlockKind.EMBEDDING), size, size)]
+    for layer in range(2):
+        blocks += [
+            BlockSize(BlockId(layer, kind), size, size)
+            for kind in (BlockKind.ATTENTION, BlockKind.ROUTER)
+        ]
+        blocks += [
+            BlockSize(BlockId(layer, BlockKind.EXPERT, number), size, size)
+            for number in range(experts)
+        ]
+    blocks.append(BlockSize(BlockId(TRUNK, BlockKind.HEAD), size, size))
+    return Demand(spec, tuple(blocks), 0, 0, 16)
+
+
+@given(room=st.integers(4, 60))
+def test_experts_can_be_brought_wherever_a_few_slots_fit(room: int) -> None:
+    size = 1 << 20
+    demand = sparse_demand(20, size)
+    options = PlanOptions(1 << 30, context=64, prefill_chunk=16, device_bytes=1 << 30)
+    activations = solve(demand, options, MACHINE).device.reserved["activations"]
+    spare = room * size + 4096  # keys and values are small
+    plan = solve(demand, replace(options, device_bytes=activations + spare), MACHINE)
+    share = plan.device
+    assert sum(share.reserved.values()) <= activations + spare
+    if any(
+        home is Tier.HOST for block, home in plan.homes.items() if block.kind is BlockKind.EXPERT
+    ):
+        # Attention and routers take 4, experts of prompts 4 slots at least, one is brought.
+        assert (share.staging_slots > 0) == (room >= 4 + 4 + 1)
+        assert not share.staging_slots or share.slot_counts[size] in (4, 8, 16)
+        head_is_there = plan.homes[BlockId(TRUNK, BlockKind.HEAD)] is Tier.DEVICE
+        assert head_is_there or room < 4 + 4 + 1 + 1

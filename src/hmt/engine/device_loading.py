@@ -34,6 +34,7 @@ def device_for(config: EngineConfig) -> Device | None:
 def device_budget(device: Device, config: EngineConfig) -> int:
     """What is left of the GPU's memory for weights, KV and activations.  Raises BudgetError."""
     limit_bytes = config.gpu_memory_bytes
+    device.trim()  # of what others in this process have computed
     taken, free = device.used_bytes(), device.free_bytes()
     if limit_bytes is None:
         return int(free * _SHARE_OF_FREE)

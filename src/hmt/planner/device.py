@@ -27,7 +27,8 @@ from hmt.planner.footprint import Demand, device_activation_bytes, kv_bytes
 
 _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used
-_EXPERT_COPIES = 16  # slots for experts of prompts: half of them compute, half are on their way
+# Slots for experts of prompts: half of them compute, half are on their way.  The most that fit.
+_EXPERT_COPIES = (16, 8, 4)
 _LINK_SHARE = 0.25  # of missing experts, where rates are unknown
 _LEAST_SHARE_OF_CACHE = 0.85  # of the room for experts, against that for bringing them
 _WIDE = (BlockKind.FFN, BlockKind.EXPERT)
@@ -62,6 +63,7 @@ class _Choice:
 
     sparse          experts that do not stay: `expert_slots` of each layer are cached
     staging_slots   for all of these layers together
+    expert_copies   slots in which prompts' experts take turns
     """
 
     stay: list[_Layer]
@@ -70,6 +72,7 @@ class _Choice:
     sparse: list[_Layer] = field(default_factory=list)
     expert_slots: int = 0
     staging_slots: int = 0
+    expert_copies: int = _EXPERT_COPIES[0]
 
     @property
     def layers(self) -> list[_Layer]:
@@ -83,11 +86,19 @@ class _Choice:
     @property
     def slot_counts(self) -> dict[int, int]:
         found: dict[int, int] = {}
-        for layers, most in ((self.copied + self.on_cpu, _SLOTS), (self.sparse, _EXPERT_COPIES)):
+        for layers, most in (
+            (self.copied + self.on_cpu, _SLOTS),
+            (self.sparse, self.expert_copies),
+        ):
             wanted = [layer for layer in layers if layer in self.in_prompts]
             sizes = [block.slot_bytes for layer in wanted for block in layer.wide]
             found |= {size: min(most, sizes.count(size)) for size in dict.fromkeys(sizes)}
         return found
+
+    @property
+    def can_bring(self) -> bool:
+        """Whether the device computes experts that do not stay there."""
+        return bool(self.staging_slots) or not self.sparse
 
     @property
     def expert_bytes(self) -> int:
@@ -121,9 +132,12 @@ def share_of_device(
     room = device_bytes - activations
     share, brought = _copied_share(machine), _brought(demand, machine)
     choice = _choose(layers, room - _bytes(head), share, brought)
-    if not choice.layers or choice.nbytes + _bytes(head) > room:
-        head = []
-        choice = _choose(layers, room, share, brought)
+    fits = choice.layers and choice.nbytes + _bytes(head) <= room
+    if not fits or (brought and not choice.can_bring):
+        without = _choose(layers, room, share, brought)
+        # A head on the CPU costs less than experts that the device has no part in.
+        if not fits or without.can_bring:
+            choice, head = without, []
     if not choice.layers:
         least = min(layer.core_bytes for layer in layers) + activations
         raise BudgetError(
@@ -239,10 +253,13 @@ def _cache_experts(choice: _Choice, room: int, brought: int) -> None:
     if not choice.sparse or not brought:
         return
     choice.staging_slots = 1
-    spare, size = room - choice.nbytes, _largest(choice.sparse)
-    if spare < 0:
+    for choice.expert_copies in _EXPERT_COPIES:
+        if (spare := room - choice.nbytes) >= 0:
+            break
+    else:
         choice.staging_slots = 0
         return
+    size = _largest(choice.sparse)
     more = min(brought - 1, int(spare * (1 - _LEAST_SHARE_OF_CACHE)) // size)
     if spare - more * size < size * len(choice.sparse):  # too little for any cache
         more = min(brought - 1, spare // size)

@@ -73,6 +73,10 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.where)
         return min(total, self._context_bytes() + self._free_at_start - free)
 
+    def trim(self) -> None:
+        """See Device."""
+        torch.cuda.empty_cache()
+
     def limit(self, nbytes: int) -> None:
         """See Device."""
         total = torch.cuda.get_device_properties(self.where).total_memory
@@ -206,7 +210,7 @@ class CudaDevice:
     def close(self) -> None:
         """See Device."""
         self.synchronize()
-        torch.cuda.empty_cache()
+        self.trim()
 
     def _context_bytes(self) -> int:
         """What the driver took for this process before anything was allocated."""
@@ -223,5 +227,7 @@ def _grow_in_place() -> None:
     """
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
         return
-    with suppress(AttributeError, RuntimeError):  # a torch without this setting
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # What torch.cuda.memory._set_allocator_settings calls; torch has no public name for it.
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is not None:
+        change("expandable_segments:True")

@@ -52,6 +52,10 @@ class Device(Protocol):
         """Memory that this process has taken, the driver's own share included."""
         ...
 
+    def trim(self) -> None:
+        """Give back what torch keeps for the next allocation."""
+        ...
+
     def limit(self, nbytes: int) -> None:
         """Take no more than `nbytes`, the driver's own share included: torch's allocator keeps it.
 
@@ -123,5 +127,5 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what torch keeps for the next allocation."""
+        """Wait until both queues are empty, and `trim`."""
         ...

@@ -57,6 +57,9 @@ class PretendedDevice:
         """See Device."""
         return self._taken
 
+    def trim(self) -> None:
+        """See Device: nothing is kept."""
+
     def limit(self, nbytes: int) -> None:
         """See Device: nobody but HMT allocates there, and it keeps its accounts."""
 
