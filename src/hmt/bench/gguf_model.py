@@ -101,6 +101,11 @@ def gguf_tensors(checkpoint: Checkpoint) -> list[GgufTensor]:
     return tensors
 
 
+def architecture(config: Mapping[str, Any]) -> str:
+    """llama.cpp's name of the architecture that `config` describes, one of those written here."""
+    return _ARCHITECTURES[config["model_type"]]
+
+
 def write_gguf(folder: Path, path: Path) -> int:
     """Write the checkpoint in `folder` as GGUF to `path`; returns the bytes of all tensors.
 
@@ -109,8 +114,8 @@ def write_gguf(folder: Path, path: Path) -> int:
     gguf = load_gguf()
     checkpoint = open_checkpoint(folder)
     tensors = gguf_tensors(checkpoint)
-    writer = gguf.GGUFWriter(path, _ARCHITECTURES[checkpoint.config["model_type"]])
-    _add_sizes(writer, checkpoint.config)
+    writer = gguf.GGUFWriter(path, architecture(checkpoint.config))
+    add_sizes(writer, checkpoint.config)
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.nbytes, kind)
@@ -146,7 +151,7 @@ def _layer(
         yield GgufTensor(f"blk.{layer}.{name}.weight", stack, "Q4_0", used=used)
 
 
-def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
+def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
     """The keys from which llama.cpp builds the model."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

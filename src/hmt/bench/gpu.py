@@ -85,6 +85,17 @@ def open_peer(shape: Shape, gpu_bytes: int, fits: bool) -> Peer:
     return OffloadedPeer(shape, gpu_bytes, layers=min(_PEER_LAYERS, shape.layers))
 
 
+def llama_cpp(program: Path, folder: Path) -> PeerMaker:
+    """Makes a peer of llama.cpp's benchmark `program`, whose models are kept in `folder`."""
+
+    def open_llama_cpp(shape: Shape, gpu_bytes: int, fits: bool) -> Peer:
+        from hmt.bench.llama_bench import LlamaBench
+
+        return LlamaBench(program, folder, shape, gpu_bytes)
+
+    return open_llama_cpp
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """What is timed: `runs` times `tokens` of each of `batches`, and a prompt (0: none)."""

@@ -35,6 +35,10 @@ def gpu(
             help="Also time torch, compiled (models that fit), or transformers with accelerate."
         ),
     ] = True,
+    llama_bench: Annotated[
+        Path | None,
+        typer.Option(help="llama.cpp's program of this name: compare with it instead."),
+    ] = None,
     gpu_id: Annotated[str, typer.Option(help="Which GPU, by number.")] = "0",
     folder: Annotated[
         Path | None,
@@ -46,7 +50,7 @@ def gpu(
     json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
 ) -> None:
     """A model with a GPU: speeds, and their shares of what GPU, link and CPU allow."""
-    from hmt.bench.gpu import SHAPES, Task, open_peer, pack_of, run
+    from hmt.bench.gpu import SHAPES, Task, llama_cpp, open_peer, pack_of, run
     from hmt.cli.bench import write_json
 
     if shape not in SHAPES:
@@ -60,6 +64,7 @@ def gpu(
         if prepare:
             pack_of(models, shape, quant, status.update)
             return
+        peer = open_peer if llama_bench is None else llama_cpp(llama_bench, models)
         content = run(
             models,
             shape,
@@ -68,7 +73,7 @@ def gpu(
             quantization=quant,
             host_memory=host_memory,
             gpu=gpu_id,
-            peer=open_peer if peers else None,
+            peer=peer if peers else None,
             progress=status.update,
         )
     _print(content)
