@@ -18,6 +18,7 @@ from hmt.base.units import MIB
 from hmt.bench.gguf_model import add_sizes, architecture, gguf_tensors, load_gguf
 from hmt.bench.random_model import Shape
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
+from hmt.kernels.cpu.threads import usable_threads
 
 _RUNS = 3
 _PATTERN_BLOCKS = 1 << 16  # of 32 numbers, repeated: all matrices hold the same ones
@@ -78,7 +79,8 @@ class LlamaBench:
     def _measure(self, what: tuple[str, ...]) -> list[float]:
         """Tokens per second of each run.  Raises RuntimeError with what the program says."""
         command = [str(self._program), "-m", str(self._model), *what, "-r", str(_RUNS), "-fa", "1"]
-        command += ["-fitt", str(self._margin_bytes // MIB), "-o", "json"]
+        command += ["-t", str(usable_threads()), "-fitt", str(self._margin_bytes // MIB)]
+        command += ["-o", "json"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
         except subprocess.TimeoutExpired as error:
