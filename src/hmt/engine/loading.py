@@ -25,7 +25,7 @@ from hmt.engine.device_loading import OnDevice, load_on_device
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
-from hmt.engine.kv_loading import open_kv
+from hmt.engine.kv_loading import open_kv, selection_of
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.prefixes import open_prefixes, prefix_bytes
 from hmt.engine.source import Source, open_source
@@ -394,5 +394,7 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         * model.spec.experts_per_token
         * model.dtype.itemsize,
         prefix_bytes=prefix_bytes(model, config),
-        kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *config.kv_quant)),
+        kv_sizes=KVSizes(
+            **kv_sizes(model.spec.kv, model.dtype, *config.kv_quant, selection_of(config))
+        ),
     )

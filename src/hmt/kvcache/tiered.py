@@ -147,6 +147,8 @@ class TieredKV:
 
     def release(self) -> None:
         """Give all memory back.  The cache cannot be used afterwards."""
+        if self._selection is not None:
+            self._selection.release()
         self._places.release()
         for rings in self._windows:
             rings.release()

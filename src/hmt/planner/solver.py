@@ -24,7 +24,14 @@ from hmt.planner.footprint import (
     kv_bytes,
     working_set_bytes,
 )
-from hmt.planner.levels import KVBudgets, KVSizes, host_bytes, near_bytes, plan_levels
+from hmt.planner.levels import (
+    KVBudgets,
+    KVSizes,
+    host_bytes,
+    near_bytes,
+    plan_levels,
+    work_bytes,
+)
 from hmt.planner.slots import slot_counts
 
 _SMALLEST_CONTEXT = 256
@@ -68,6 +75,9 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         demand.kv_sizes, options.kv, context=options.context, most=most, chunk=chunk,
         batch=demand.batch,
     )  # fmt: skip
+    rows = demand.spec.attention_heads * max(layer.value_dim + 1 for layer in demand.spec.kv)
+    work = work_bytes(levels, demand.kv_sizes, chunk + demand.batch - 1, rows)
+    demand = replace(demand, kv_work_bytes=work)
     context = min(options.context or most, levels.pages * PAGE_TOKENS)
     options = replace(options, context=context, prefill_chunk=chunk)
     if options.device_bytes:
