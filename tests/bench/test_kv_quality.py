@@ -28,7 +28,7 @@ def test_settings_are_read():
     )
     assert Setting.parse("cold:int8,select:bound@0.05").warm is None
     for wrong in ("bound", "bound@", "bound@2", "best@0.1", "bound@0"):
-        with pytest.raises(ConfigError, match="as in select:bound@0.1"):
+        with pytest.raises(ConfigError, match=r"as in select:bound@0\.1"):
             Setting.parse(f"select:{wrong}")
     for wrong in ("", "int8", "near:int8", "warm:", "warm:int8,full"):
         with pytest.raises(ConfigError, match="write full, warm:NAME"):
