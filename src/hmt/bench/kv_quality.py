@@ -113,9 +113,9 @@ class Setting:
                 f"setting {name!r}: write full, warm:NAME, cold:NAME, warm:NAME,cold:NAME or "
                 "select:RANKING@SHARE"
             )
-        chosen = parts.get("select")
+        chosen = _selection(parts["select"]) if "select" in parts else None
         warm = parts.get("warm", None if "cold" in parts else "exact")
-        return Setting(name, warm, parts.get("cold"), chosen and _selection(chosen))
+        return Setting(name, warm, parts.get("cold"), chosen)
 
 
 def _selection(text: str) -> tuple[str, float]:
