@@ -31,7 +31,8 @@ def prompt(model: LoadedModel, question: str) -> list[int]:
 
 
 def text(tokens: int) -> list[int]:
-    return [random.Random(tokens).randrange(16, 500) for _ in range(tokens)]
+    rng = random.Random(tokens)
+    return [rng.randrange(16, 500) for _ in range(tokens)]
 
 
 def is_free(model: LoadedModel) -> bool:

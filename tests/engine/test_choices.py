@@ -25,7 +25,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def request(tokens: int, seed: int | None = 7, new: int = 24) -> hmt.Request:
-    ids = [random.Random(tokens).randrange(16, 500) for _ in range(tokens)]
+    rng = random.Random(tokens)
+    ids = [rng.randrange(16, 500) for _ in range(tokens)]
     sampling = hmt.Sampling() if seed is None else hmt.Sampling(temperature=1.5, seed=seed)
     return hmt.Request(ids, new, sampling=sampling, ignore_eos=True)
 

@@ -29,7 +29,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def text(tokens: int, seed: int) -> list[int]:
-    return [random.Random(seed).randrange(16, 500) for _ in range(tokens)]
+    rng = random.Random(seed)
+    return [rng.randrange(16, 500) for _ in range(tokens)]
 
 
 def load(engine: hmt.Engine) -> LoadedModel:
@@ -161,5 +162,6 @@ def test_a_request_fails_when_its_pages_cannot_be_read_and_others_go_on(
         short = model.infer(hmt.Request(text(50, 1), 8, ignore_eos=True))
         assert len(short.token_ids) == 8, "what stays near does not need the drive"
         drive.broken = False
-        assert torch.equal(model.logits(ids, [1499]), wanted)
+        # What texts attended to decides which pages are near, and so in which order parts are added.
+        torch.testing.assert_close(model.logits(ids, [1499]), wanted, rtol=1e-4, atol=1e-4)
         assert model._core.memory.kv.free_tokens == model._core.memory.kv.capacity_tokens

@@ -42,9 +42,10 @@ from hmt.bench.quality import (
 )
 from hmt.bench.tasks import Corpus
 from hmt.contracts.kv import GROUP_PAGES, Stay, least_hot_pages, ring_pages
-from hmt.contracts.model import PAGE_TOKENS, KVKind
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import Engine
 from hmt.engine.config import KV_ENCODINGS
+from hmt.engine.kv_scales import see_text
 from hmt.kvcache import ORDERS, group_bytes_as
 from hmt.kvcache.codecs import STATIC, Calibration, CodecName
 
@@ -162,8 +163,10 @@ def run(
     sizes = sizes or Sizes()
     chosen = [Setting.parse(name) for name in settings]
     for setting in chosen:
-        if setting.cold not in (None, *KV_ENCODINGS):
-            CodecName.parse(setting.cold)
+        if setting.cold in (None, *KV_ENCODINGS):
+            continue
+        if CodecName.parse(setting.cold).lacks_file:
+            raise ConfigError(f"setting {setting.name!r} needs a file with scales, after @")
     given = {"host_memory": _HOST_MEMORY, "max_batch": 1, **(options or {})}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="hmt-kv-quality-") as name:
@@ -219,24 +222,17 @@ class Decoding(TeacherForced):
 
 def calibrate(model: "LoadedModel", text: str, *, prompts: bool) -> Calibration:
     """Magnitudes of keys and values over the end of `text`, and of `prompts` that are not asked."""
-    encode = model.tokenizer.encode
-    layers = model.prepared.model.spec.kv
-    found = Calibration()
-
-    def see(index: int, key: "torch.Tensor", value: "torch.Tensor") -> None:
-        if not layers[index].window:
-            found.see(index, key, None if layers[index].kind is KVKind.LATENT else value)
-
+    encode, found = model.tokenizer.encode, Calibration()
     ids = encode(text)
-    model.keys_and_values(ids[-_PROSE_TOKENS:], see)
+    see_text(model, ids[-_PROSE_TOKENS:], found.see)
     if prompts:
         tasks = [*short_tasks(encode, Extent().tasks + _TASKS)][-_TASKS:]
         for quiz in tasks:
-            model.keys_and_values(quiz.tokens, see)
+            see_text(model, quiz.tokens, found.see)
         corpus = Corpus(encode, np.array(ids, np.int32), RETRIEVAL_SEED + 1)
         for _ in range(_RETRIEVALS):
             drawn = corpus.retrieval(_RETRIEVAL_TOKENS, FACTS, QUESTIONS)
-            model.keys_and_values(drawn.ids.tolist(), see)
+            see_text(model, drawn.ids.tolist(), found.see)
     return found
 
 
