@@ -23,6 +23,13 @@ def test_settings_are_read():
     assert Setting.parse("cold:int8/int4+parts") == Setting(
         "cold:int8/int4+parts", cold="int8/int4+parts"
     )
+    assert Setting.parse("select:lru@0.1") == Setting(
+        "select:lru@0.1", warm="exact", select=("lru", 0.1)
+    )
+    assert Setting.parse("cold:int8,select:bound@0.05").warm is None
+    for wrong in ("bound", "bound@", "bound@2", "best@0.1", "bound@0"):
+        with pytest.raises(ConfigError, match=r"as in select:bound@0\.1"):
+            Setting.parse(f"select:{wrong}")
     for wrong in ("", "int8", "near:int8", "warm:", "warm:int8,full"):
         with pytest.raises(ConfigError, match="write full, warm:NAME"):
             Setting.parse(wrong)
@@ -73,6 +80,14 @@ def test_a_small_measurement():
         assert results[name]["retrieval"]["768"] == [8, 8]
     bytes_per_token = [results[name]["mean_bytes_per_token"] for name in settings[1:4]]
     assert bytes_per_token == sorted(bytes_per_token, reverse=True)
+
+
+def test_what_is_selected_matters_only_where_something_is_left_out():
+    settings = ["select:bound@1.0", "select:lru@1.0", "select:lru@0.05"]
+    content = run(MODEL, TEXT, settings, Sizes({1024: 1}, tasks=2, windows=0))
+    bound, lru, few = (result["retrieval"]["1024"] for result in content["results"])
+    assert bound == lru == [8, 8]
+    assert few[0] < 8, "later questions are decoded, which sees 5% of the pages"
 
 
 def test_settings_of_unknown_codecs_are_told_before_anything_is_measured():

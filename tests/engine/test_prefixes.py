@@ -22,7 +22,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def text(tokens: int, seed: int) -> list[int]:
-    return [random.Random(seed).randrange(16, 500) for _ in range(tokens)]
+    rng = random.Random(seed)
+    return [rng.randrange(16, 500) for _ in range(tokens)]
 
 
 def answer(model: LoadedModel, ids: list[int]) -> tuple[list[int], int]:

@@ -107,3 +107,58 @@ def test_pages_lie_in_words_for_the_host_and_in_rows_for_a_device() -> None:
         assert in_words.page_bytes == in_rows.page_bytes
     cache = make_cache(100)
     assert not any(cache.kernel_pages(index)[0].layout.rows for index in range(len(LAYERS)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_forks_are_what_a_plain_copy_would_be(data: st.DataObject) -> None:
+    """Sequences come, fork anywhere, grow and go; pages are shared, and none is lost."""
+    layers = LAYERS[::2]
+    cache = PagedKV(layers, 640, torch.float32, _pool(640, layers))
+    plain: dict[int, list[torch.Tensor]] = {}
+    rooms: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(1, 20))):
+        what = data.draw(st.sampled_from(["open", "fork", "grow", "grow", "close"]))
+        tokens = data.draw(st.integers(1, 200))
+        one = data.draw(st.sampled_from(sorted(plain))) if plain else 0
+        if what == "open" and cache.can_open(tokens):
+            new = cache.open(tokens)
+            plain[new], rooms[new] = [torch.zeros(0, k.heads, k.key_dim) for k in layers], tokens
+        elif what == "fork" and one:
+            held = data.draw(st.integers(0, len(plain[one][0])))
+            tokens += held
+            free = cache.free_tokens
+            pages = -(-tokens // PAGE_TOKENS) - held // PAGE_TOKENS
+            assert cache.can_fork(one, held, tokens) == (pages * PAGE_TOKENS <= free)
+            if not cache.can_fork(one, held, tokens):
+                with pytest.raises(BudgetError):
+                    cache.fork(one, held, tokens)
+                assert cache.free_tokens == free
+                continue
+            new = cache.fork(one, held, tokens)
+            plain[new], rooms[new] = [rows[:held] for rows in plain[one]], tokens
+            assert cache.free_tokens == free - pages * PAGE_TOKENS
+        elif what == "grow" and one and (room := rooms[one] - len(plain[one][0])):
+            count = min(room, tokens)
+            step = Step.build([(one, len(plain[one][0]), [0] * count, 1)])
+            for index, layer in enumerate(layers):
+                key = torch.randn(count, layer.heads, layer.key_dim)
+                value = None if layer.kind is KVKind.LATENT else key[..., : layer.value_dim]
+                cache.append(index, step, key, value)
+                plain[one][index] = torch.cat((plain[one][index], key))
+        elif what == "close" and one:
+            cache.close(one)
+            del plain[one], rooms[one]
+        for sequence, rows in plain.items():
+            if held := len(rows[0]):
+                [run] = Step.build([(sequence, held - 1, [0], 1)]).runs
+                for index in range(len(layers)):
+                    assert torch.equal(cache.read(index, run)[0], rows[index])
+    for sequence in plain:
+        cache.close(sequence)
+    assert cache.free_tokens == cache.capacity_tokens
+
+
+def _pool(tokens: int, layers: tuple[KVLayer, ...]) -> HostPool:
+    nbytes = tokens // PAGE_TOKENS * page_bytes(layers, torch.float32) + 4096
+    return HostPool(Ledger({Tier.HOST: nbytes}).open(Tier.HOST, "kv", nbytes))

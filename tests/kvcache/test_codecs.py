@@ -306,14 +306,20 @@ LAYER = KVLayer(KVKind.FULL, 2, 64, 32)
         ("int8/", "after"),
         ("int8+", "after"),
         ("int8+more", "residual or parts or many-parts or shared-parts"),
-        ("int8-static", "needs a file"),
-        ("int8@scales", "nothing else takes one"),
+        ("int8@scales", "only int8-static takes a file"),
         ("", "choose int8, "),
     ],
 )
 def test_names_that_are_none_are_told_what_would_be(name, message):
     with pytest.raises(ConfigError, match=message):
         CodecName.parse(name)
+
+
+def test_static_scales_come_from_a_file():
+    assert CodecName.parse("int8-static/int4").lacks_file
+    assert not CodecName.parse("int8-static@a/b@c").lacks_file
+    with pytest.raises(ConfigError, match="needs a file with scales"):
+        layer_codecs("int8-static", {0: LAYER})
 
 
 @pytest.mark.gpu

@@ -10,6 +10,11 @@ A setting is "full", or where the rest lies: "warm:int8" in host memory, "cold:i
 in quality does not depend on where its pages lie: measured cold, it is what it would be in host
 memory.
 
+"select:bound@0.1" attends to that share of the pages, those with the best bounds on scores;
+"select:lru@0.1" to those that a policy which moves pages values most.  Selection is for tokens that
+are decoded: everything before the first answer is read as a prompt, which sees all pages, and the
+rest, later questions included, token by token.  For the perplexity all tokens are decoded.
+
 Static scales are calibrated by this module: "int8-static@prompts" on prompts of the kinds that are
 asked, with other seeds, and on prose; "int8-static@prose" on prose alone, which is less than what
 comes.  After @ there may be a file instead.
@@ -31,15 +36,17 @@ from hmt.bench.quality import (
     QUESTIONS,
     RETRIEVAL_SEED,
     Extent,
+    TeacherForced,
     evaluate,
     short_tasks,
 )
 from hmt.bench.tasks import Corpus
 from hmt.contracts.kv import GROUP_PAGES, Stay, least_hot_pages, ring_pages
-from hmt.contracts.model import PAGE_TOKENS, KVKind
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import Engine
 from hmt.engine.config import KV_ENCODINGS
-from hmt.kvcache import group_bytes_as
+from hmt.engine.kv_scales import see_text
+from hmt.kvcache import ORDERS, group_bytes_as
 from hmt.kvcache.codecs import STATIC, Calibration, CodecName
 
 if TYPE_CHECKING:
@@ -49,6 +56,9 @@ if TYPE_CHECKING:
     from hmt.engine.loading import Prepared
 
 NEAR_SHARE = 0.12
+SELECTIONS = tuple(
+    f"select:{ranking}@{share}" for share in (0.25, 0.1, 0.05) for ranking in ("bound", *ORDERS)
+)
 SETTINGS = (
     "full",
     "warm:exact",
@@ -71,6 +81,7 @@ SETTINGS = (
     "cold:int8/sparse24-int8",
     "cold:sparse24-int8",
     "cold:sparse24",
+    *SELECTIONS,
 )
 _CHUNKS = (32, 64, 128, 256, 512)
 _HOST_MEMORY = "2GiB"
@@ -82,11 +93,15 @@ _RETRIEVAL_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How keys and values are kept; None: nothing is there."""
+    """How keys and values are kept; None: nothing is there.
+
+    select   what tokens attend to: "bound", or a policy's name, and the share of pages; None: all
+    """
 
     name: str
     warm: str | None = None
     cold: str | None = None
+    select: tuple[str, float] | None = None
 
     @staticmethod
     def parse(name: str) -> "Setting":
@@ -94,11 +109,29 @@ class Setting:
         if name == "full":
             return Setting(name)
         parts = dict(part.partition(":")[::2] for part in name.split(","))
-        if not parts or not {*parts} <= {"warm", "cold"} or "" in parts.values():
+        if not parts or not {*parts} <= {"warm", "cold", "select"} or "" in parts.values():
             raise ConfigError(
-                f"setting {name!r}: write full, warm:NAME, cold:NAME or warm:NAME,cold:NAME"
+                f"setting {name!r}: write full, warm:NAME, cold:NAME, warm:NAME,cold:NAME or "
+                "select:RANKING@SHARE"
             )
-        return Setting(name, **parts)
+        chosen = _selection(parts["select"]) if "select" in parts else None
+        warm = parts.get("warm", None if "cold" in parts else "exact")
+        return Setting(name, warm, parts.get("cold"), chosen)
+
+
+def _selection(text: str) -> tuple[str, float]:
+    """RANKING@SHARE.  Raises ConfigError."""
+    ranking, _, share = text.partition("@")
+    try:
+        found = ranking, float(share)
+    except ValueError:
+        found = ranking, 0.0
+    if ranking not in ("bound", *ORDERS) or not 0 < found[1] <= 1:
+        known = ", ".join(("bound", *ORDERS))
+        raise ConfigError(
+            f"select:{text}: give one of {known} and a share of pages, as in select:bound@0.1"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +163,10 @@ def run(
     sizes = sizes or Sizes()
     chosen = [Setting.parse(name) for name in settings]
     for setting in chosen:
-        if setting.cold not in (None, *KV_ENCODINGS):
-            CodecName.parse(setting.cold)
+        if setting.cold in (None, *KV_ENCODINGS):
+            continue
+        if CodecName.parse(setting.cold).lacks_file:
+            raise ConfigError(f"setting {setting.name!r} needs a file with scales, after @")
     given = {"host_memory": _HOST_MEMORY, "max_batch": 1, **(options or {})}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="hmt-kv-quality-") as name:
@@ -155,8 +190,9 @@ def run(
                 at = f"{length} {setting.name}"
                 progress(at)
                 with Engine(**given, **memory.options(folder)) as engine:
+                    loaded = engine.load_model(model)
                     quality = evaluate(
-                        loaded := engine.load_model(model),
+                        loaded if setting.select is None else Decoding(loaded),
                         loaded.tokenizer.encode,
                         text,
                         extent,
@@ -173,26 +209,30 @@ def run(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding(TeacherForced):
+    """A model that reads what comes before the first wanted row at once, the rest as it decodes."""
+
+    model: "LoadedModel"
+
+    def logits(self, tokens: Sequence[int], rows: Sequence[int]) -> "torch.Tensor":
+        """See TeacherForced."""
+        return self.model.logits(tokens, rows, prefill=min(rows))
+
+
 def calibrate(model: "LoadedModel", text: str, *, prompts: bool) -> Calibration:
     """Magnitudes of keys and values over the end of `text`, and of `prompts` that are not asked."""
-    encode = model.tokenizer.encode
-    layers = model.prepared.model.spec.kv
-    found = Calibration()
-
-    def see(index: int, key: "torch.Tensor", value: "torch.Tensor") -> None:
-        if not layers[index].window:
-            found.see(index, key, None if layers[index].kind is KVKind.LATENT else value)
-
+    encode, found = model.tokenizer.encode, Calibration()
     ids = encode(text)
-    model.keys_and_values(ids[-_PROSE_TOKENS:], see)
+    see_text(model, ids[-_PROSE_TOKENS:], found.see)
     if prompts:
         tasks = [*short_tasks(encode, Extent().tasks + _TASKS)][-_TASKS:]
         for quiz in tasks:
-            model.keys_and_values(quiz.tokens, see)
+            see_text(model, quiz.tokens, found.see)
         corpus = Corpus(encode, np.array(ids, np.int32), RETRIEVAL_SEED + 1)
         for _ in range(_RETRIEVALS):
             drawn = corpus.retrieval(_RETRIEVAL_TOKENS, FACTS, QUESTIONS)
-            model.keys_and_values(drawn.ids.tolist(), see)
+            see_text(model, drawn.ids.tolist(), found.see)
     return found
 
 
@@ -248,6 +288,12 @@ class KVMemory:
         options: dict[str, Any] = {"context": self.context, "prefill_chunk": self.chunk}
         if self.setting.name == "full":
             return options
+        if self.setting.select is not None:
+            ranking, share = self.setting.select
+            options |= {"kv_policy": "select", "kv_share": share}
+            options["kv_select"] = "bound" if ranking == "bound" else "order"
+            if ranking != "bound":
+                options["kv_order"] = ranking
         return options | {
             "kv_device_memory": self.near_bytes,
             "kv_host_memory": int(self.pages["warm"] * self.page_bytes["warm"]),

@@ -69,10 +69,15 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request."""
+    """A finished request.
+
+    score   of a beam search: the sum of the answer's log-probabilities over its length to the power
+            of the length penalty
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
+    score: float | None = None

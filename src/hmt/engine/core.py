@@ -15,6 +15,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import Weights
+from hmt.engine.beams import BeamSearch
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice
@@ -138,6 +139,7 @@ class Core:
         When nobody waits, some of what ended texts leave to others is saved.
         """
         begin = time.perf_counter()
+        forked: list[Sequence] = []
         scheduled = self.scheduler.next_step()
         if scheduled is None:
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
@@ -152,11 +154,12 @@ class Core:
                 sequence.computed += count
             known = self._executor.surveys or (None,) * len(logits)
             for sequence, row, survey in zip(scheduled.sampled, logits, known, strict=True):
-                try:
-                    sequence.accept(row, survey)
-                except Exception as error:
-                    sequence.fail(_told(error))
-        for sequence, _ in scheduled.advanced:
+                if sequence.computed == sequence.prompt_tokens:
+                    forked += (others := self.scheduler.fork(sequence))
+                    for other in others:
+                        _accept(other, row, survey)
+                _accept(sequence, row, survey)
+        for sequence in [*(sequence for sequence, _ in scheduled.advanced), *forked]:
             if sequence.finished:
                 self.scheduler.retire(sequence)
         now = time.perf_counter()
@@ -186,6 +189,31 @@ class Core:
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""
         return self._forced(tokens, rows, prefill, lambda kv: None)
+
+    def search(
+        self,
+        prompt: Many[int],
+        *,
+        beams: int,
+        new_tokens: int,
+        eos_ids: frozenset[int],
+        length_penalty: float,
+    ) -> BeamSearch:
+        """A beam search that has not begun.  Raises BudgetError."""
+
+        def run(step: Step, is_prompt: bool) -> torch.Tensor:
+            return self._run_alone(step, self.prompt if is_prompt else self.generation)
+
+        return BeamSearch(
+            self.memory.kv,
+            run,
+            prompt,
+            beams=beams,
+            new_tokens=new_tokens,
+            eos_ids=eos_ids,
+            length_penalty=length_penalty,
+            chunk=self._plan.prefill_chunk,
+        )
 
     def keys_and_values(
         self, tokens: Many[int], see: Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -237,11 +265,15 @@ class Core:
             (run,),
             torch.tensor(rows, dtype=torch.int64),
         )
-        begin = time.perf_counter()
+        return self._run_alone(step, phase)
+
+    def _run_alone(self, step: Step, phase: Phase) -> torch.Tensor:
+        """A step's logits, which stay valid; its cost counts in `phase`."""
+        begin, tokens = time.perf_counter(), len(step.token_ids)
         try:
             return self._executor.run(step).clone()
         finally:
-            phase.add(self._meter.lap(time.perf_counter() - begin), len(tokens), len(tokens))
+            phase.add(self._meter.lap(time.perf_counter() - begin), tokens, tokens)
 
 
 def _read_ahead(prepared: Prepared, config: EngineConfig, memory: Memory) -> ReadAhead:
@@ -338,6 +370,14 @@ def check_tokens(tokens: Many[int], vocab_size: int) -> None:
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise RequestError(f"token id {token!r} is not in 0..{vocab_size - 1}")
+
+
+def _accept(sequence: Sequence, logits: torch.Tensor, known: ops.Survey | None) -> None:
+    """Let a sequence choose its next token, or fail."""
+    try:
+        sequence.accept(logits, known)
+    except Exception as error:
+        sequence.fail(_told(error))
 
 
 def _told(error: Exception) -> HMTError:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +24,8 @@ from hmt.base.errors import (
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.request import Completion, FinishReason, Request, TokenEvent
+from hmt.contracts.request import Completion, FinishReason, Request, Sampling, TokenEvent
+from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
@@ -155,6 +157,7 @@ class LoadedModel:
         device: Device | None = None,
     ) -> None:
         self.prepared = prepared
+        self._max_batch = config.max_batch
         self.tokenizer = Tokenizer.open(prepared.source.path)
         with ExitStack() as stack:
             self._timeline: Timeline | None = None
@@ -183,12 +186,7 @@ class LoadedModel:
 
         Raises the error of the first request that fails, and cancels the others.
         """
-        streams = self.stream_batch(requests)
-        try:
-            return [_completion(stream) for stream in streams]
-        finally:
-            for stream in streams:
-                stream.close()
+        return _completions(self.stream_batch(requests))
 
     def stream(self, request: Request) -> TokenStream:
         """Tokens of one request as they come.  A bad request fails here, not at the first token."""
@@ -197,6 +195,63 @@ class LoadedModel:
     def stream_batch(self, requests: Many[Request]) -> list[TokenStream]:
         """Tokens of requests that begin in one step, as they come; a stream for each, in order."""
         return self._submit([self._sequence(request) for request in requests])
+
+    def infer_choices(self, request: Request, count: int) -> list[Completion]:
+        """`count` answers to one request, as `stream_choices` gives them.
+
+        Raises what `infer_batch` raises.
+        """
+        return _completions(self.stream_choices(request, count))
+
+    def stream_choices(self, request: Request, count: int) -> list[TokenStream]:
+        """`count` answers to one request: its prompt is computed once and shared.
+
+        With a seed, each answer has one of its own: the request's, that plus 1, and so on.  Answers
+        are those of separate requests.  Raises RequestError.
+        """
+        if type(count) is not int or count < 1:
+            raise RequestError(f"{count!r} answers were asked for; ask for one or more")
+        sequences = [self._sequence(_nth(request, number)) for number in range(count)]
+        for sequence in sequences[1:]:
+            sequence.leader = sequences[0]
+        return self._submit(sequences)
+
+    def beam_search(
+        self, request: Request, beams: int, *, length_penalty: float = 1.0
+    ) -> list[Completion]:
+        """The best answers that a search with so many beams finds, as many, best first.
+
+        Answers are ranked by `score`: see Completion.  Beams share what they have in common; steps
+        of other requests run between theirs.  Raises RequestError for a request that samples or has
+        stop strings, or more beams than max_batch; BudgetError where they do not fit now.
+        """
+        most, sequence = self._max_batch, self._sequence(request)
+        if type(beams) is not int or not 1 <= beams <= most:
+            raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
+        if request.sampling != Sampling() or sequence.stops.any:
+            raise RequestError(
+                "a beam search takes the likeliest answers: leave sampling and stop strings out"
+            )
+        eos_ids = frozenset[int]() if request.ignore_eos else sequence.eos_ids
+        search = self._loop.call(
+            lambda: self._core.search(
+                sequence.tokens,
+                beams=beams,
+                new_tokens=sequence.positions - sequence.prompt_tokens,
+                eos_ids=eos_ids,
+                length_penalty=length_penalty,
+            )
+        )
+        try:
+            while self._loop.call(search.advance):
+                pass
+            return [
+                self._answer(found, sequence, found.score(length_penalty))
+                for found in search.results()
+            ]
+        finally:
+            if not self.closed:
+                self._loop.call(search.close)
 
     def logits(
         self, tokens: Many[int], rows: Many[int], *, prefill: int | None = None
@@ -342,6 +397,16 @@ class LoadedModel:
         check_tokens(tokens, self.prepared.model.spec.vocab_size)
         return tokens
 
+    def _answer(self, found: Hypothesis, sequence: Sequence, score: float) -> Completion:
+        text = found.tokens[:-1] if found.ended else found.tokens
+        return Completion(
+            text=self.tokenizer.decode(text),
+            token_ids=found.tokens,
+            finish_reason=FinishReason.STOP if found.ended else FinishReason.LENGTH,
+            prompt_tokens=sequence.prompt_tokens,
+            score=score,
+        )
+
     def _cancel(self, sequence: Sequence) -> None:
         if not self.closed:
             try:
@@ -388,6 +453,23 @@ def _load(
         if loading.exception() is None:  # it had just ended
             loading.result().close()
         raise
+
+
+def _nth(request: Request, number: int) -> Request:
+    """The request for a prompt's answer `number`."""
+    seed = request.sampling.seed if isinstance(request, Request) else None
+    if seed is None or not number:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=seed + number))
+
+
+def _completions(streams: list[TokenStream]) -> list[Completion]:
+    """All of them; the others are cancelled when one fails."""
+    try:
+        return [_completion(stream) for stream in streams]
+    finally:
+        for stream in streams:
+            stream.close()
 
 
 def _completion(stream: TokenStream) -> Completion:

@@ -45,7 +45,7 @@ def open_kv(
             folder=config.kv_disk,
             queue=queue,
             order=config.kv_order,
-            selection=_selection(config),
+            selection=selection_of(config),
             chunk=plan.prefill_chunk,
         )
 
@@ -62,6 +62,6 @@ def open_kv(
     return caches[0] if len(caches) == 1 else PlacedKV(caches[0], caches[1], there)
 
 
-def _selection(config: EngineConfig) -> tuple[str, float] | None:
+def selection_of(config: EngineConfig) -> tuple[str, float] | None:
     """How decoding tokens choose pages, and the share of them; None: they attend to all."""
     return None if config.kv_policy == "exact" else (config.kv_select, config.kv_share)

@@ -25,7 +25,8 @@ from hmt.engine.device_loading import OnDevice, load_on_device
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
-from hmt.engine.kv_loading import open_kv
+from hmt.engine.kv_loading import open_kv, selection_of
+from hmt.engine.kv_scales import with_scales
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.prefixes import open_prefixes, prefix_bytes
 from hmt.engine.source import Source, open_source
@@ -144,7 +145,8 @@ def prepare(
     source = open_source(path)
     model = open_model(source.config, source.path, _dtype(config, source))
     weights = source.weights(model.spec, config.quantization)
-    demand = _demand(model, weights.layouts, config)
+    kv_quant = with_scales(config.kv_quant, source)
+    demand = _demand(model, weights.layouts, config, kv_quant)
     options = PlanOptions(
         config.host_memory_bytes if host_bytes is None else host_bytes,
         config.context,
@@ -370,7 +372,12 @@ def _dtype(config: EngineConfig, source: Source) -> torch.dtype:
     return torch.bfloat16 if "BF16" in source.dtypes else torch.float32
 
 
-def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineConfig) -> Demand:
+def _demand(
+    model: Model,
+    layouts: dict[BlockId, BlockLayout],
+    config: EngineConfig,
+    kv_quant: tuple[str, str],
+) -> Demand:
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
     guesses = config.guesses and config.executor == "overlapped"
     return Demand(
@@ -394,5 +401,5 @@ def _demand(model: Model, layouts: dict[BlockId, BlockLayout], config: EngineCon
         * model.spec.experts_per_token
         * model.dtype.itemsize,
         prefix_bytes=prefix_bytes(model, config),
-        kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *config.kv_quant)),
+        kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *kv_quant, selection_of(config))),
     )

@@ -48,7 +48,7 @@ class SamplerState:
         logits = logits.cpu()
         found = known or ops.survey(logits)
         if not found.finite:
-            raise _not_finite(logits)
+            raise not_finite(logits)
         scores = self._penalised(logits)
         if self._sampling.temperature != 0:
             token_id = self._draw(scores)
@@ -122,7 +122,8 @@ def _check_integer(name: str, value: object, least: int, most: int) -> None:
         raise RequestError(f"{name} is {value!r}; give an integer from {least} to {most}")
 
 
-def _not_finite(logits: torch.Tensor) -> NumericsError:
+def not_finite(logits: torch.Tensor) -> NumericsError:
+    """What to raise for logits that are not all numbers."""
     nans, infinities = int(logits.isnan().sum()), int(logits.isinf().sum())
     return NumericsError(
         f"of {logits.numel()} logits {nans} are NaN and {infinities} infinite: check that the "

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hmt.base.errors import ContextLengthError, DiskReadError
+from hmt.base.errors import ContextLengthError, DiskReadError, HMTError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Part, Step
 from hmt.engine.sequence import Sequence
@@ -31,7 +31,9 @@ class Scheduler:
     """First come, first served; decode tokens in every step, prompts in chunks beside them.
 
     A request is admitted when its whole KV can be reserved, so that none that has begun is ever
-    sent back.  Only for the engine's thread.
+    sent back.  Several answers to one prompt: the others wait until the first has computed the
+    prompt, share it, and are on their own from then on; those that find no room compute it again.
+    Only for the engine's thread.
     """
 
     def __init__(
@@ -100,6 +102,27 @@ class Scheduler:
             return None
         return Scheduled(Step.build(parts), tuple(sampled), tuple(advanced), prompt_tokens)
 
+    def fork(self, leader: Sequence) -> list[Sequence]:
+        """Sequences that run from now on with the prompt that `leader` has just computed."""
+        forked = []
+        for sequence in [one for one in self._waiting if one.leader is leader]:
+            sequence.leader = None
+            held = leader.computed
+            if leader.kv is None or len(self._running) >= self._max_batch:
+                continue
+            if not self._kv.can_fork(leader.kv, held, sequence.positions):
+                continue
+            self._waiting.remove(sequence)
+            try:
+                sequence.kv = self._kv.fork(leader.kv, held, sequence.positions)
+            except HMTError as error:
+                sequence.fail(error)
+                continue
+            sequence.computed = held
+            self._running.append(sequence)
+            forked.append(sequence)
+        return forked
+
     def retire(self, sequence: Sequence) -> None:
         """Free what a sequence holds; it has finished, failed or been cancelled."""
         if sequence in self._waiting:
@@ -119,6 +142,10 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch and not self._full:
             sequence = self._waiting[0]
+            if sequence.leader is not None:
+                if sequence.leader in self._running:
+                    return  # which others would delay, who came later
+                sequence.leader = None
             try:
                 if not self._open(sequence):
                     self._full = True

@@ -23,6 +23,7 @@ class Sequence:
     positions   positions of KV that prompt and answer may take
     computed    tokens whose KV has been written
     kv          handle in the KV cache; None while waiting and after the end
+    leader      another of the same prompt, whose keys and values are to be shared once computed
     events      for the caller: tokens, the last with a finish reason; or the error that ended it;
                 or None when it was cancelled
     """
@@ -38,6 +39,7 @@ class Sequence:
     number: int = field(default_factory=lambda: next(_numbers))
     computed: int = 0
     kv: int | None = None
+    leader: "Sequence | None" = None
     events: "queue.SimpleQueue[TokenEvent | HMTError | None]" = field(
         default_factory=queue.SimpleQueue
     )

@@ -65,11 +65,25 @@ class PagedKV:
 
     def open(self, tokens: int) -> int:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
-        pages = self._allocator.take(round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS)
-        self._next += 1
-        table = torch.tensor(pages, dtype=torch.int64, device=self._store.device)
-        self._sequences[self._next] = _Sequence(pages, table)
-        return self._next
+        return self._begin(self._allocator.take(_pages(tokens)))
+
+    def can_fork(self, sequence: int, held: int, tokens: int) -> bool:
+        """Whether `fork` would succeed now."""
+        return (_pages(tokens) - held // PAGE_TOKENS) * PAGE_TOKENS <= self.free_tokens
+
+    def fork(self, sequence: int, held: int, tokens: int) -> int:
+        """A new sequence with the first `held` positions of another, and room for `tokens` in all.
+
+        Whole pages are shared.  The last one, if it is not full, is copied at once: each of the two
+        writes to it next.  Raises BudgetError.
+        """
+        whole = held // PAGE_TOKENS
+        theirs = self._sequences[sequence].pages
+        own = self._allocator.take(_pages(tokens) - whole)
+        self._allocator.share(theirs[:whole])
+        if held % PAGE_TOKENS:
+            self._store.copy(theirs[whole], own[0])
+        return self._begin([*theirs[:whole], *own])
 
     def close(self, sequence: int) -> None:
         """Free a sequence's pages."""
@@ -157,8 +171,18 @@ class PagedKV:
         table = self._sequences[run.sequence].table[:pages]
         return ops.read_pages(kept.pages, kept.slot, table, run.context)
 
+    def _begin(self, pages: list[int]) -> int:
+        self._next += 1
+        table = torch.tensor(pages, dtype=torch.int64, device=self._store.device)
+        self._sequences[self._next] = _Sequence(pages, table)
+        return self._next
+
     def _runs_of(self, step: Step) -> ops.PagedRuns:
         if self._step is not step:
             self._step = step
             self._runs = ops.PagedRuns(self.paged_runs(step))
         return self._runs
+
+
+def _pages(tokens: int) -> int:
+    return round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS

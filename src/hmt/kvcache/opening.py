@@ -15,7 +15,7 @@ from hmt.kvcache.cold import ColdPages, cold_bytes
 from hmt.kvcache.placement import Placement
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
-from hmt.kvcache.select import RANKINGS, Selection
+from hmt.kvcache.select import RANKINGS, Selection, bounds_page_bytes
 from hmt.kvcache.store import PageStore, Pool, store_page_bytes
 from hmt.kvcache.tiered import TieredKV
 from hmt.memory import TransferQueue
@@ -35,8 +35,14 @@ def codecs_of(name: str, layers: Mapping[int, KVLayer]) -> Mapping[int, LayerCod
     return None if name == "exact" or name in _ENCODINGS else layer_codecs(name, layers)
 
 
-def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str) -> dict[str, Any]:
-    """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`."""
+def kv_sizes(
+    layers: Sequence[KVLayer],
+    dtype: torch.dtype,
+    warm: str,
+    cold: str,
+    selection: tuple[str, float] | None = None,
+) -> dict[str, Any]:
+    """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`; see `open_tiered`."""
     whole, windows = _by_window(dict(enumerate(layers)))
     exact = ops.PageEncoding.of(dtype)
     group, layer_group, kind_group = cold_bytes(
@@ -48,6 +54,7 @@ def kv_sizes(layers: Sequence[KVLayer], dtype: torch.dtype, warm: str, cold: str
         "cold_group": group,
         "layer_group": layer_group,
         "kind_group": kind_group,
+        "chosen_page": bounds_page_bytes(whole) if selection and selection[0] == "bound" else 0,
         "ring_pages": {w: store_page_bytes(members, exact) for w, members in windows.items()},
         "warm": warm,
         "cold": cold,
@@ -110,7 +117,7 @@ def open_tiered(
     def choosing(places: Placement) -> Selection:
         assert selection is not None
         ranking, share = selection
-        return Selection(share, RANKINGS[ranking](places))
+        return Selection(share, RANKINGS[ranking](places, host))
 
     chosen = None if selection is None else choosing
     return kind(hot, warm, cold, rings, ORDERS[order], chunk=chunk, selection=chosen)

@@ -1,5 +1,6 @@
 """Pages: 16 tokens of KV for all layers of one kind, each page one contiguous extent."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -40,6 +41,7 @@ class PageAllocator:
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = Bitmap(count)
+        self._others: Counter[int] = Counter()  # owners of a page besides the first
 
     @property
     def free_pages(self) -> int:
@@ -52,9 +54,18 @@ class PageAllocator:
             raise self.too_few(pages)
         return self._free.take(pages)
 
+    def share(self, pages: Sequence[int]) -> None:
+        """One more owner for each of `pages`, which were taken."""
+        self._others.update(pages)
+
     def give_back(self, pages: Sequence[int]) -> None:
-        """Return pages that were taken."""
-        self._free.give(pages)
+        """One owner less for each of `pages`; those that nobody owns any more are free."""
+        shared = self._others.keys() & set(pages)
+        for page in shared:
+            self._others[page] -= 1
+            if not self._others[page]:
+                del self._others[page]
+        self._free.give([page for page in pages if page not in shared])
 
     def too_few(self, pages: int) -> BudgetError:
         """What to raise when `pages` are more than are free."""

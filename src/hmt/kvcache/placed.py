@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from hmt.base.errors import BudgetError
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
 from hmt.kvcache.cache import PagedKV
@@ -46,6 +47,22 @@ class PlacedKV:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
         handles = {cache.open(tokens) for cache in self._caches}
         assert len(handles) == 1, "both have as many pages, and have opened the same sequences"
+        return handles.pop()
+
+    def can_fork(self, sequence: int, held: int, tokens: int) -> bool:
+        """Whether `fork` would succeed now."""
+        return all(cache.can_fork(sequence, held, tokens) for cache in self._caches)
+
+    def fork(self, sequence: int, held: int, tokens: int) -> int:
+        """See TieredKV.  Raises BudgetError where one of the two has no room, forking neither."""
+        if not self.can_fork(sequence, held, tokens):
+            raise BudgetError(
+                f"{tokens} positions of KV that begin with {held} others were asked for, and "
+                f"{self.free_tokens} of {self.capacity_tokens} are free; ask for a shorter "
+                "context, or raise --context or --host-memory"
+            )
+        handles = {cache.fork(sequence, held, tokens) for cache in self._caches}
+        assert len(handles) == 1, "both have opened the same sequences"
         return handles.pop()
 
     def close(self, sequence: int) -> None:

@@ -90,6 +90,11 @@ class PageStore:
             for at in range(len(members)):
                 recode(pages, at, numbers, other, at, theirs)
 
+    def copy(self, page: int, to: int) -> None:
+        """Let page `to` hold, in all layers, what `page` holds."""
+        for pages, _ in self.kinds:
+            pages.memory[to] = pages.memory[page]
+
     def release(self) -> None:
         """Give the memory back to the pool.  Nothing may be used afterwards."""
         self.layers.clear()

@@ -118,6 +118,11 @@ class TieredKV:
         """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
         return self._open(_NONE, pages_of(tokens))
 
+    def can_fork(self, sequence: int, held: int, tokens: int) -> bool:
+        """Whether `fork` would succeed now."""
+        whole = held // PAGE_TOKENS
+        return self._has_room(self._sequences[sequence].pages[:whole], pages_of(tokens) - whole)
+
     def fork(self, sequence: int, held: int, tokens: int) -> int:
         """A new sequence with the first `held` positions of another, and room for `tokens` in all.
 
@@ -131,9 +136,13 @@ class TieredKV:
         self._places.book.share(theirs[:whole])
         for rings in self._windows:
             rings.copy(sequence, forked)
-        if held % PAGE_TOKENS:
-            self._grow({forked: 1})
-            self._places.copy(theirs[whole : whole + 1], self._sequences[forked].pages[-1:])
+        try:
+            if held % PAGE_TOKENS:
+                self._grow({forked: 1})
+                self._places.copy(theirs[whole : whole + 1], self._sequences[forked].pages[-1:])
+        except BaseException:
+            self.close(forked)
+            raise
         return forked
 
     def close(self, sequence: int) -> None:
@@ -147,6 +156,8 @@ class TieredKV:
 
     def release(self) -> None:
         """Give all memory back.  The cache cannot be used afterwards."""
+        if self._selection is not None:
+            self._selection.release()
         self._places.release()
         for rings in self._windows:
             rings.release()

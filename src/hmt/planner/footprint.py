@@ -24,6 +24,7 @@ class Demand:
     passing_bytes   the largest of blocks that live elsewhere and pass through a slot once
     kv_token_bytes  KV of one position over all layers
     kv_layer_bytes  KV of one position in the layer that keeps most
+    kv_work_bytes   copies that are made of keys and values where these lie at several levels
     score_bytes     the most that attention scores take at once
     batch           requests that run at once
     guess_bytes     statistics from which experts are guessed
@@ -41,6 +42,7 @@ class Demand:
     row_bytes: int
     kv_token_bytes: int
     kv_layer_bytes: int = 0
+    kv_work_bytes: int = 0
     score_bytes: int = 0
     batch: int = 1
     guess_bytes: int = 0
@@ -84,7 +86,7 @@ def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
 
     The activations of a prompt chunk and of a batch that decodes beside it, the batch's logits and
     their sorted copy, and for one layer at a time the scores and the rows of KV that were gathered
-    from their pages.
+    from their pages; and what moves them between levels.
     """
     return _step_bytes(demand, chunk, context, 4)
 
@@ -103,7 +105,8 @@ def _step_bytes(demand: Demand, chunk: int, context: int, number_bytes: int) -> 
     pieces = min(tokens, PIECE_TOKENS) * spec.piece_width * number_bytes
     logits = 4 * 2 * batch * spec.vocab_size
     scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
-    return tokens * each + pieces + logits + scores + context * demand.kv_layer_bytes
+    copies = context * demand.kv_layer_bytes + demand.kv_work_bytes
+    return tokens * each + pieces + logits + scores + copies
 
 
 def kv_bytes(demand: Demand, tokens: int) -> int:

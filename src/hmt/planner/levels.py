@@ -27,6 +27,8 @@ class KVSizes:
     cold_group            `GROUP_PAGES` of them on the drive
     layer_group           of the one layer whose group is largest there
     kind_group            of the layers that are written at once
+    chosen_page           host memory beside a page at any level, from which those are chosen that
+                          are attended to; 0 where all are
     ring_pages            by window: of all layers that have it
     warm, cold            how numbers are kept; see KVLevels
     """
@@ -36,6 +38,7 @@ class KVSizes:
     cold_group: int
     layer_group: int
     kind_group: int
+    chosen_page: int = 0
     ring_pages: Mapping[int, int] = field(default_factory=dict)
     warm: str = "exact"
     cold: str = "exact"
@@ -112,10 +115,23 @@ def near_bytes(levels: KVLevels, sizes: KVSizes) -> int:
 
 
 def host_bytes(levels: KVLevels, sizes: KVSizes) -> int:
-    """Host memory beside it: warm pages, and what cold ones pass through."""
+    """Host memory beside it: warm pages, what cold ones pass through, what pages are chosen by."""
     passing = [sizes.kind_group, *[levels.piece_bytes] * COLD_BUFFERS] if levels.cold_groups else []
-    parts = (levels.warm_pages * sizes.warm_page, *passing)
+    chosen = levels.pages * sizes.chosen_page
+    parts = (levels.warm_pages * sizes.warm_page, chosen, *passing)
     return sum(round_up(n, _MEMORY_PAGE_BYTES) for n in parts)
+
+
+def work_bytes(levels: KVLevels, sizes: KVSizes, tokens: int, row_numbers: int) -> int:
+    """Memory for a step of `tokens` that keys and values at several levels take for a moment.
+
+    Pages that move are copied, of all layers at once, before a layer begins; and attention to one
+    level, to another, and both together are `row_numbers` for each token in f32.
+    """
+    if not levels.warm_pages and not levels.cold_groups:
+        return 0
+    moved = max(GROUP_PAGES, _pages(tokens)) * sizes.hot_page
+    return max(moved, 3 * 4 * tokens * row_numbers)
 
 
 def _pages(tokens: int) -> int:

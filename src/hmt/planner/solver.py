@@ -24,7 +24,14 @@ from hmt.planner.footprint import (
     kv_bytes,
     working_set_bytes,
 )
-from hmt.planner.levels import KVBudgets, KVSizes, host_bytes, near_bytes, plan_levels
+from hmt.planner.levels import (
+    KVBudgets,
+    KVSizes,
+    host_bytes,
+    near_bytes,
+    plan_levels,
+    work_bytes,
+)
 from hmt.planner.slots import slot_counts
 
 _SMALLEST_CONTEXT = 256
@@ -62,18 +69,21 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         return _with_device(demand, options, machine)
     if options.kv is None:
         return _on_host(demand, options, machine)
-    assert demand.kv_sizes is not None
+    sizes = demand.kv_sizes
+    assert sizes is not None
     chunk, most = _chunk(demand, options), demand.spec.max_context * demand.batch
     levels = plan_levels(
-        demand.kv_sizes, options.kv, context=options.context, most=most, chunk=chunk,
-        batch=demand.batch,
-    )  # fmt: skip
+        sizes, options.kv, context=options.context, most=most, chunk=chunk, batch=demand.batch
+    )
+    rows = demand.spec.attention_heads * max(layer.value_dim + 1 for layer in demand.spec.kv)
+    work = work_bytes(levels, sizes, chunk + demand.batch - 1, rows)
+    demand = replace(demand, kv_work_bytes=work)
     context = min(options.context or most, levels.pages * PAGE_TOKENS)
     options = replace(options, context=context, prefill_chunk=chunk)
     if options.device_bytes:
         plan = _with_device(demand, options, machine, levels)
     else:
-        plan = _on_host(demand, options, machine, _kv_bytes(demand.kv_sizes, levels))
+        plan = _on_host(demand, options, machine, _kv_bytes(sizes, levels))
     return replace(plan, kv_tokens=levels.pages * PAGE_TOKENS, kv_levels=levels)
 
 

@@ -63,6 +63,11 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._stops)
+
     def push(self, text: str) -> str:
         """The text that can be shown now that `text` follows; nothing after a match."""
         if self.matched is not None:

@@ -1,6 +1,6 @@
 """Ways to keep pages of keys and values in fewer bytes."""
 
-from hmt.kvcache.codecs.calibration import Calibration, read_scales
+from hmt.kvcache.codecs.calibration import Calibration, read_scales, weights_of
 from hmt.kvcache.codecs.choice import (
     CODECS,
     RESIDUALS,
@@ -38,4 +38,5 @@ __all__ = [
     "layer_codecs",
     "read_scales",
     "static_scales",
+    "weights_of",
 ]

@@ -1,16 +1,19 @@
 """Scales of keys and values that are found beforehand, from text that is like what will come."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.kvcache.codecs.integers import static_scales
+
+_WEIGHTS = "weights"  # in a file's metadata
 
 
 class Calibration:
@@ -26,9 +29,43 @@ class Calibration:
                 largest, name = rows.float().abs().amax(0).cpu(), f"{layer}.{side}"
                 self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
 
-    def write(self, file: Path) -> None:
-        """Keep what was seen: f32 tensors [heads, dim], as a safetensors file."""
-        save_file(self._largest, file)
+    def beyond(self, layer: int, key: Tensor, value: Tensor | None) -> tuple[int, int]:
+        """Of such rows, how many have a number beyond all that were seen; and how many there are.
+
+        A row is a token's of one head.
+        """
+        found = rows_seen = 0
+        for side, rows in (("key", key), ("value", value)):
+            if rows is not None:
+                largest = self._largest.get(f"{layer}.{side}", torch.zeros(rows.shape[1:]))
+                found += int((rows.float().cpu().abs() > largest).any(-1).sum())
+                rows_seen += rows.shape[0] * rows.shape[1]
+        return found, rows_seen
+
+    def write(self, file: Path, weights: str | None = None) -> None:
+        """Keep what was seen: f32 tensors [heads, dim], as a safetensors file.
+
+        weights   what tells those apart that this is for.  The file is complete or not there.
+        """
+        metadata = None if weights is None else {_WEIGHTS: weights}
+        new = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            new.write_bytes(save(self._largest, metadata))
+            new.replace(file)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+def weights_of(file: Path) -> str | None:
+    """For which weights a calibration was written; None where it does not say.
+
+    Raises ConfigError where the file is none.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            return (opened.metadata() or {}).get(_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise _no_scales(file, error) from error
 
 
 def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
@@ -39,10 +76,7 @@ def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
     try:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{file} does not hold scales of keys and values ({error}); `hmt bench kv` writes such "
-            "files"
-        ) from error
+        raise _no_scales(file, error) from error
     wanted = {}
     for index, layer in layers.items():
         wanted[f"{index}.key"] = layer.heads, layer.key_dim
@@ -56,3 +90,10 @@ def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
                 "calibrate with this model"
             )
     return {name: static_scales(found[name]) for name in wanted}
+
+
+def _no_scales(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{file} does not hold scales of keys and values ({error}); `hmt calibrate kv` writes "
+        "such files"
+    )

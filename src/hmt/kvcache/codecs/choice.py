@@ -41,13 +41,18 @@ class CodecName:
     keys, values   in CODECS, or "int8-static"; "int8" stands for "int8/int8"
     residual       in RESIDUALS: of rows of outliers, of parts of them, of parts of many, which take
                    4% instead of 0.5%, or of parts of a group of pages; empty: none
-    file           with the scales of "int8-static": see Calibration
+    file           with the scales of "int8-static": see Calibration; None: the engine's own
     """
 
     keys: str
     values: str
     residual: str = ""
     file: Path | None = None
+
+    @property
+    def lacks_file(self) -> bool:
+        """Whether there are scales to be found in a file that is not named."""
+        return self.file is None and STATIC in (self.keys, self.values)
 
     @staticmethod
     def parse(name: str) -> "CodecName":
@@ -66,11 +71,8 @@ class CodecName:
             raise ConfigError(
                 f"{name!r}: after + comes {' or '.join(RESIDUALS)}, as in int8+residual"
             )
-        if (STATIC in (keys, found.values)) != (file != ""):
-            raise ConfigError(
-                f"{name!r}: {STATIC} needs a file with scales, and nothing else takes one: "
-                f"{STATIC}@FILE"
-            )
+        if file and STATIC not in (keys, found.values):
+            raise ConfigError(f"{name!r}: only {STATIC} takes a file with scales: {STATIC}@FILE")
         return found
 
 
@@ -120,6 +122,8 @@ class LayerCodec:
 def layer_codecs(name: str, layers: Mapping[int, KVLayer]) -> dict[int, LayerCodec]:
     """The codec called `name` for each of `layers`, by index.  Raises ConfigError."""
     chosen = CodecName.parse(name)
+    if chosen.lacks_file:
+        raise ConfigError(f"{name!r}: {STATIC} needs a file with scales: {STATIC}@FILE")
     scales = {} if chosen.file is None else read_scales(chosen.file, layers)
     finish = RESIDUALS.get(chosen.residual, lambda codec: codec)
 

@@ -44,8 +44,12 @@ class _SharedPages(PageAllocator):
         assert np.array_equal(self.book.slots_of(ids), ids)
         return ids.tolist()
 
+    def share(self, pages: Sequence[int]) -> None:
+        """See PageAllocator."""
+        self.book.share(np.array(pages, dtype=np.int64))
+
     def give_back(self, pages: Sequence[int]) -> None:
-        """See PageAllocator: one owner less."""
+        """See PageAllocator."""
         self.book.drop(np.array(pages, dtype=np.int64))
 
 

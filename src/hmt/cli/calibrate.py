@@ -1,0 +1,116 @@
+"""`hmt calibrate kv`: scales of keys and values, from text that is like what will come."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hmt.base.errors import ConfigError
+from hmt.cli.console import notes
+from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
+
+if TYPE_CHECKING:
+    from hmt.engine.kv_scales import Calibrated
+    from hmt.text import Tokenizer
+
+app = typer.Typer(no_args_is_help=True, help="Find beforehand what codecs need to know.")
+
+
+@app.callback()
+def _group() -> None:
+    """Find beforehand what codecs need to know."""
+
+
+@app.command("kv")
+@expand
+def kv(
+    engine: EngineOptions,
+    text: Annotated[
+        list[Path],
+        typer.Option(
+            help="Text that is like what will come; may be repeated. A .jsonl file has an object "
+            'a line: {"text": ...}, or {"messages": [...]}, which go through the chat template.'
+        ),
+    ],
+    model: ModelArgument = None,
+    tokens: Annotated[int, typer.Option(min=1, help="The most to read of each file.")] = 32768,
+    length: Annotated[
+        int, typer.Option(min=16, help="Tokens of a text; longer ones are cut.")
+    ] = 4096,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; beside the weights when left out.")
+    ] = None,
+) -> None:
+    """Scales for --kv-quant exact,int8-static: the largest keys and values of each channel."""
+    path = choose_model(model)
+    arguments = {**engine.arguments(), "context": engine.context or length}
+    with notes().status("loading") as status:
+        from hmt.engine import Engine
+        from hmt.engine.kv_scales import SCALES, calibrate, identity
+
+        with Engine(**arguments) as made:
+            loaded = made.load_model(path)
+            texts = [
+                part for file in text for part in _texts(file, loaded.tokenizer, length, tokens)
+            ]
+            status.update(f"reading {sum(map(len, texts))} tokens")
+            found = calibrate(loaded, texts)
+            file = out or path / SCALES
+            try:
+                found.scales.write(file, identity(loaded.prepared.source))
+            except OSError as error:
+                raise ConfigError(
+                    f"{file} cannot be written ({error.strerror}): name another with --out, and "
+                    "use it with --kv-quant exact,int8-static@FILE"
+                ) from error
+    _print(found, file)
+
+
+def _texts(file: Path, tokenizer: "Tokenizer", length: int, most: int) -> Iterator[list[int]]:
+    """Token ids of a file's texts, cut into pieces of `length`, `most` in all."""
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {file} cannot be read: {error}") from error
+    if file.suffix == ".jsonl":
+        lines = enumerate(content.splitlines(), 1)
+        texts = (_of_line(file, n, line, tokenizer) for n, line in lines if line.strip())
+    else:
+        texts = (ids for ids in [tokenizer.encode(content)])
+    for ids in texts:
+        for start in range(0, len(ids), length):
+            piece = ids[start : start + min(length, most)]
+            most -= len(piece)
+            if not piece:
+                return
+            yield piece
+
+
+def _of_line(file: Path, number: int, line: str, tokenizer: "Tokenizer") -> list[int]:
+    try:
+        said = json.loads(line)
+        if "messages" in said:
+            return tokenizer.chat_prompt(said["messages"])
+        return tokenizer.encode(said["text"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f'{file}, line {number} is not {{"text": ...}} or {{"messages": [...]}} ({error!r})'
+        ) from error
+
+
+def _print(found: "Calibrated", file: Path) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{file}[/]: scales from {found.tokens} tokens", soft_wrap=True)
+    if not found.rows:
+        console.print("too few texts to say what the scales would cut off: give four or more")
+        return
+    console.print(
+        f"of {found.rows} rows of keys and values held out, {found.beyond} "
+        f"({found.beyond / found.rows:.2%}) have numbers beyond the others': more text makes it "
+        "less, and exact,int8-static+shared-parts keeps 4 bits of what is cut off",
+        soft_wrap=True,
+    )
