@@ -162,6 +162,6 @@ def test_a_request_fails_when_its_pages_cannot_be_read_and_others_go_on(
         short = model.infer(hmt.Request(text(50, 1), 8, ignore_eos=True))
         assert len(short.token_ids) == 8, "what stays near does not need the drive"
         drive.broken = False
-        # What texts attended to decides which pages are near, and so in which order parts are added.
+        # What texts attended to decides which pages are near, and so the order of sums.
         torch.testing.assert_close(model.logits(ids, [1499]), wanted, rtol=1e-4, atol=1e-4)
         assert model._core.memory.kv.free_tokens == model._core.memory.kv.capacity_tokens
