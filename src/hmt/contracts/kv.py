@@ -57,6 +57,9 @@ class KVAccount:
     most           pages that were there at once
     moved          pages that went from level to level, as "near to host"
     drive_bytes    read from the drive for attention
+    host_bytes     read by the CPU in host memory for it; beside a device that decodes captured steps
+    host_s         also the time that took, the drive's pages included, and
+    waited_s       the time in which the CPU waited for what the device asks it
     pages, tokens  of sequences that have ended: what they took, and what they held
     """
 
@@ -64,6 +67,9 @@ class KVAccount:
     most: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
     drive_bytes: int = 0
+    host_bytes: int = 0
+    host_s: float = 0.0
+    waited_s: float = 0.0
     pages: int = 0
     tokens: int = 0
 

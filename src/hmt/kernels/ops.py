@@ -320,13 +320,10 @@ def attend_part(
     if native is not None:
         cpu_attention.attend_into(native, pages, layer, runs, query, out, lse, **options)
         return
-    whole = sum(run.length for run in runs.runs if run.seen is None) == len(query)
-    if whole and query.is_cuda and (kernels := gpu_kernels()) is not reference:
-        found, logs = kernels.paged_attention(pages, layer, runs, query, **options)
-        out.copy_(found)
-        lse.copy_(logs)
-        return
-    reference.attend_part(pages, layer, runs, query, out, lse, **options)
+    whole = all(run.seen is None for run in runs.runs)
+    (_portable(query) if whole else reference).attend_part(
+        pages, layer, runs, query, out, lse, **options
+    )
 
 
 def paged_attention_output(

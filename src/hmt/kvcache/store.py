@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
-from hmt.kernels import ops
+from hmt.kernels import far_pages, ops
 from hmt.kvcache.pages import kinds_of, layout_of
 
 
@@ -47,6 +47,7 @@ class PageStore:
 
     layers   by index: where each one's pages are
     kinds    pages, with the indices of the layers that they are of
+    pinned   whether a device's kernels can read and write them in host memory
     """
 
     def __init__(
@@ -55,9 +56,12 @@ class PageStore:
         count: int,
         encoding: ops.PageEncoding,
         pool: Pool[Any],
+        *,
+        pinned: bool = False,
     ) -> None:
         """Take memory for them.  BudgetError if they do not fit."""
         self.count = count
+        self.pinned = pinned
         self._pool = pool
         self.layers: dict[int, Kept] = {}
         self.kinds: list[tuple[ops.Pages, list[int]]] = []
@@ -81,14 +85,35 @@ class PageStore:
     def take(self, numbers: torch.Tensor, source: "PageStore", theirs: torch.Tensor) -> None:
         """Copy pages `theirs` of `source`, which has the same layers, to `numbers`.
 
-        Both int64, of whole pages.  Encoded anew where the encodings differ.
+        Both int64, of whole pages.  Encoded anew where the encodings differ.  They are there when
+        this returns.
         """
-        for (pages, members), (other, _) in zip(self.kinds, source.kinds, strict=True):
-            if pages.layout == other.layout:
-                pages.memory[numbers] = other.memory[theirs].to(self.device)
-                continue
-            for at in range(len(members)):
-                recode(pages, at, numbers, other, at, theirs)
+        if self.crosses_to(source):  # from host memory
+            for (pages, _), (other, _) in zip(self.kinds, source.kinds, strict=True):
+                far_pages.fetch_pages(pages, numbers, other, theirs)
+        elif source.crosses_to(self):
+            source.send(theirs, self, numbers)
+        else:
+            for (pages, members), (other, _) in zip(self.kinds, source.kinds, strict=True):
+                if pages.layout == other.layout:
+                    pages.memory[numbers] = other.memory[theirs].to(self.device)
+                    continue
+                for at in range(len(members)):
+                    recode(pages, at, numbers, other, at, theirs)
+        if self.device != source.device:
+            torch.cuda.current_stream().synchronize()
+
+    def crosses_to(self, host: "PageStore") -> bool:
+        """Whether `send` knows how to copy pages to host memory, and from there."""
+        pairs = zip(self.kinds, host.kinds, strict=True)
+        return host.pinned and all(
+            far_pages.can_cross(self.device, near.layout, far.layout) for (near, _), (far, _) in pairs
+        )
+
+    def send(self, numbers: torch.Tensor, host: "PageStore", theirs: torch.Tensor) -> None:
+        """Copy pages to `theirs` of host memory, for which `crosses_to`, on the current queue."""
+        for (pages, _), (other, _) in zip(self.kinds, host.kinds, strict=True):
+            far_pages.send_pages(pages, numbers, other, theirs)
 
     def copy(self, page: int, to: int) -> None:
         """Let page `to` hold, in all layers, what `page` holds."""
