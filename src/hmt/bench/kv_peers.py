@@ -75,7 +75,8 @@ def open_peers(
 ) -> Sequence[Callable[[], CachePeer]]:
     """Makers of peers; those of what is not installed raise ImportError."""
     models = _Models(shape, positions, torch.device(where))
-    kinds = ("near", "offloaded", "quanto", "hqq")
+    offloaded = ("offloaded",) if where == "cuda" else ()
+    kinds = ("near", *offloaded, "quanto", "hqq")
     return [partial(CachePeer, models, kind) for kind in kinds]
 
 

@@ -93,25 +93,25 @@ def _print(content: dict[str, Any]) -> None:
         f"{format_rate(content['ram_rate'])}"
     )
     table = Table(box=None)
-    columns = ("", "context", "tokens/s", "step", "CPU attends", "waits", "rest", "of the host")
-    for column in (*columns, "rate", "of RAM"):
+    columns = ("", "context", "tokens/s", "step", "CPU attends", "waits", "rest", "short step")
+    for column in (*columns, "CPU reads", "rate", "of RAM"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for result in content["results"] + content["peers"]:
-        if failure := result.get("failure"):
-            table.add_row(result.get("name", "peer"), failure[:60])
-            continue
-        for case in result["cases"]:
-            table.add_row(result["name"], f"{case['context']:,}", *_row(case))
+        name = result.get("name", "a peer")
+        for case in result.get("cases", [result]):
+            where = f"{name}, {case['context']:,}" if "context" in case else name
+            if failure := case.get("failure"):
+                console.print(f"{where}: {failure}")
+            else:
+                table.add_row(name, f"{case['context']:,}", *_row(case))
     console.print(table)
 
 
 def _row(case: dict[str, Any]) -> list[str]:
-    if failure := case.get("failure"):
-        return [failure[:60]]
     row = [f"{case['tokens_per_s']:.1f}", _ms(case["step_s"])]
     if "attended_s" not in case:
         return row
-    row += [_ms(case[name]) for name in ("attended_s", "waited_s", "rest_s")]
+    row += [_ms(case[name]) for name in ("attended_s", "waited_s", "rest_s", "short_step_s")]
     row.append(format_bytes(case["host_bytes"]))
     if case["attended_rate"]:
         row += [format_rate(case["attended_rate"]), f"{case['ram_share']:.0%}"]

@@ -57,9 +57,9 @@ class KVAccount:
     most           pages that were there at once
     moved          pages that went from level to level, as "near to host"
     drive_bytes    read from the drive for attention
-    host_bytes     read by the CPU in host memory for it; beside a device that decodes captured steps
-    host_s         also the time that took, the drive's pages included, and
-    waited_s       the time in which the CPU waited for what the device asks it
+    host_bytes     read by the CPU in host memory for it
+    host_s         the time that took, the drive's pages included
+    waited_s       in which the CPU waited for what a device asks it, in captured steps
     pages, tokens  of sequences that have ended: what they took, and what they held
     """
 

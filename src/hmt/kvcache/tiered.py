@@ -215,7 +215,9 @@ class TieredKV:
         ops.attend_part(
             kept.pages, kept.slot, where.near, query, merged.out, merged.lse, sinks=sinks, **options
         )
+        begin = time.perf_counter()
         attend_far(self.elsewhere(layer, where), asked, merged, **options)
+        self.account.host_s += time.perf_counter() - begin
         if weighs:
             self.weigh(layer, step, asked, merged.lse, options, hidden)
         return merged.out.to(query.dtype)
