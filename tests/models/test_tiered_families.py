@@ -90,9 +90,7 @@ def test_nor_do_they_on_a_gpu(name: str, dtype: str, gpu: str, tmp_path: Path) -
     )  # fmt: skip
 
 
-def test_nor_do_they_on_a_pretended_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nor_do_they_on_a_pretended_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
     for name in ("gemma3_text-0", "deepseek_v3-1"):
         [case] = (case for case in cases() if case.name == name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Protocol
 
 import torch
@@ -65,9 +65,10 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class KVStep:
-    """Medians over steps, in seconds and bytes.
+    """Means over steps, in seconds and bytes: once in a while a step does more than others.
 
     step_s        all of it
+    median_s      the median of that
     attended_s    in which the CPU attended to pages in host memory, and
     waited_s      in which it waited for a layer's query, while the device computed
     host_bytes    what it read for that
@@ -77,6 +78,7 @@ class KVStep:
 
     context: int
     step_s: float
+    median_s: float
     attended_s: float = 0.0
     waited_s: float = 0.0
     host_bytes: float = 0.0
@@ -269,15 +271,15 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
         near, host = _pages(kv, sequence, context)
     finally:
         kv.close(sequence)
-    step_s, attended_s, waited_s, nbytes = (
-        median(column) for column in zip(*times[_WARM_STEPS:], strict=True)
-    )
+    columns = [*zip(*times[_WARM_STEPS:], strict=True)]
+    step_s, attended_s, waited_s, nbytes = (mean(column) for column in columns)
     page = 0
     if isinstance(kv, TieredKV) and kv._places.warm is not None:
         page = sum(pages.layout.page_bytes * len(m) for pages, m in kv._places.warm.kinds)
     return KVStep(
-        context, step_s, attended_s, waited_s, nbytes, moved * page / steps, near, host
-    )
+        context, step_s, median(columns[0]), attended_s, waited_s, nbytes, moved * page / steps,
+        near, host,
+    )  # fmt: skip
 
 
 def _fill(core: Any, sequence: int, context: int) -> None:

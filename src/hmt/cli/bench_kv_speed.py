@@ -19,15 +19,11 @@ _WIDTH = 120
 
 
 def kv_speed(
-    shape: Annotated[
-        str, typer.Option(help="Sizes of the random model: 8b or small.")
-    ] = "8b",
+    shape: Annotated[str, typer.Option(help="Sizes of the random model: 8b or small.")] = "8b",
     contexts: Annotated[
         str, typer.Option(help="Positions before the tokens that are decoded.")
     ] = "32768,131072",
-    near: Annotated[
-        str, typer.Option(help="--kv-device-memory of what is tiered.")
-    ] = "2GiB",
+    near: Annotated[str, typer.Option(help="--kv-device-memory of what is tiered.")] = "2GiB",
     host: Annotated[
         str, typer.Option(help="How the others are kept in host memory: exact,int8,int4.")
     ] = "exact,int8",

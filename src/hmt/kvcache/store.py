@@ -107,7 +107,8 @@ class PageStore:
         """Whether `send` knows how to copy pages to host memory, and from there."""
         pairs = zip(self.kinds, host.kinds, strict=True)
         return host.pinned and all(
-            far_pages.can_cross(self.device, near.layout, far.layout) for (near, _), (far, _) in pairs
+            far_pages.can_cross(self.device, near.layout, far.layout)
+            for (near, _), (far, _) in pairs
         )
 
     def send(self, numbers: torch.Tensor, host: "PageStore", theirs: torch.Tensor) -> None:

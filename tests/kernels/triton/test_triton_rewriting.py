@@ -95,7 +95,11 @@ def test_pages_fetched_are_those_of_the_reference(device, shape, near, codes):
 
 def test_what_has_no_kernel_is_told():
     rows = PageLayout(PageEncoding.BF16, 2, 64, 64, rows=True)
-    for encoding, known in ((PageEncoding.BF16, True), (PageEncoding.INT8, True),
-                            (PageEncoding.INT4, False), (PageEncoding.F32, False)):
+    for encoding, known in (
+        (PageEncoding.BF16, True),
+        (PageEncoding.INT8, True),
+        (PageEncoding.INT4, False),
+        (PageEncoding.F32, False),
+    ):
         assert rewriting.can_rewrite(rows, PageLayout(encoding, 2, 64, 64)) is known
     assert not rewriting.can_rewrite(PageLayout(PageEncoding.BF16, 2, 64, 64), rows)
