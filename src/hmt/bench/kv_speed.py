@@ -29,13 +29,13 @@ from hmt.kvcache import TieredKV
 from hmt.memory.device import open_device
 
 _WARM_STEPS = 4
-_SHORT = 256  # positions, of steps that show what all but attention takes
+_SHORT = 512  # positions, of steps that show what all but attention takes
 _GROWN = 64  # pages at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is timed: `steps` tokens, one after the other, after each of `contexts` positions."""
+    """What is timed: the last `steps` tokens of each of `contexts` positions, one by one."""
 
     contexts: Sequence[int] = (32768, 131072)
     steps: int = 24
@@ -43,7 +43,7 @@ class Task:
     @property
     def positions(self) -> int:
         """That the longest case takes."""
-        return round_up(max(self.contexts) + _WARM_STEPS + self.steps + 1, PAGE_TOKENS)
+        return round_up(max(self.contexts), PAGE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,21 +243,21 @@ def _with_peer(
 
 
 def decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
-    """Decode one sequence from `context` positions on, which hold random numbers."""
+    """Decode the last tokens of `context` positions; those before hold random numbers."""
     return model._loop.call(lambda: _decode_steps(model, context, steps))
 
 
 def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
     core: Any = model._core
     kv = core.memory.kv
-    total = context + steps + _WARM_STEPS + 1
-    sequence, token = kv.open(total), 17
+    start = (context - steps - _WARM_STEPS) // PAGE_TOKENS * PAGE_TOKENS
+    sequence, token = kv.open(context), 17
     times: list[tuple[float, ...]] = []
     moved = 0
     try:
-        _fill(core, sequence, context)
+        _fill(core, sequence, start)
         for number in range(_WARM_STEPS + steps):
-            part = Part(sequence, context + number, [token], 1, total)
+            part = Part(sequence, start + number, [token], 1, context)
             before = _counted(kv)
             if number == _WARM_STEPS:
                 moved = -_moved(kv)
@@ -286,10 +286,7 @@ def _fill(core: Any, sequence: int, context: int) -> None:
     """Let a sequence hold random numbers at its first positions."""
     kv = core.memory.kv
     dtype = core._executor._model.dtype
-    if isinstance(kv, TieredKV):
-        store = kv._places.hot
-    else:
-        store = kv._store
+    store = kv._places.hot if isinstance(kv, TieredKV) else kv._store
     on_device = core.memory.on_device
     with torch.inference_mode():
         for pages, _ in store.kinds:
