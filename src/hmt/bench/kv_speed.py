@@ -72,6 +72,7 @@ class KVStep:
     attended_s    in which the CPU attended to pages in host memory, and
     waited_s      in which it waited for a layer's query, while the device computed
     host_bytes    what it read for that
+    fetched_bytes what the device read in host memory meanwhile
     moved_bytes   written back to host memory, a step's share
     near_pages, host_pages   where the text's pages are
     """
@@ -82,6 +83,7 @@ class KVStep:
     attended_s: float = 0.0
     waited_s: float = 0.0
     host_bytes: float = 0.0
+    fetched_bytes: float = 0.0
     moved_bytes: float = 0.0
     near_pages: int = 0
     host_pages: int = 0
@@ -94,6 +96,7 @@ class KVStep:
             "rest_s": self.step_s - self.attended_s - self.waited_s,
             "short_step_s": short_s,
             "attended_rate": rate,
+            "link_rate": self.fetched_bytes / self.attended_s if self.attended_s else None,
             "ram_share": rate / ram_rate if rate else None,
         }
 
@@ -272,14 +275,11 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
     finally:
         kv.close(sequence)
     columns = [*zip(*times[_WARM_STEPS:], strict=True)]
-    step_s, attended_s, waited_s, nbytes = (mean(column) for column in columns)
+    step_s, *counted = (mean(column) for column in columns)
     page = 0
     if isinstance(kv, TieredKV) and kv._places.warm is not None:
         page = sum(pages.layout.page_bytes * len(m) for pages, m in kv._places.warm.kinds)
-    return KVStep(
-        context, step_s, median(columns[0]), attended_s, waited_s, nbytes, moved * page / steps,
-        near, host,
-    )  # fmt: skip
+    return KVStep(context, step_s, median(columns[0]), *counted, moved * page / steps, near, host)
 
 
 def _fill(core: Any, sequence: int, context: int) -> None:
@@ -314,12 +314,12 @@ def _grow(kv: Any, sequence: int, context: int) -> None:
     held.tokens = context
 
 
-def _counted(kv: Any) -> tuple[float, float, float]:
-    """What the CPU has spent on attention, waited, and read."""
+def _counted(kv: Any) -> tuple[float, ...]:
+    """What the CPU has spent on attention, waited, and read, and what the device has fetched."""
     if not isinstance(kv, TieredKV):
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     account = kv.account
-    return account.host_s, account.waited_s, float(account.host_bytes)
+    return account.host_s, account.waited_s, account.host_bytes, account.fetched_bytes
 
 
 def _moved(kv: Any) -> int:

@@ -15,7 +15,7 @@ from hmt.base.units import format_bytes, format_rate, parse_bytes
 from hmt.cli.bench_gpu import numbers
 from hmt.cli.console import notes
 
-_WIDTH = 120
+_WIDTH = 130
 
 
 def kv_speed(
@@ -90,7 +90,7 @@ def _print(content: dict[str, Any]) -> None:
     )
     table = Table(box=None)
     columns = ("", "context", "tokens/s", "step", "CPU attends", "waits", "rest", "short step")
-    for column in (*columns, "CPU reads", "rate", "of RAM"):
+    for column in (*columns, "CPU reads", "rate", "of RAM", "link"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for result in content["results"] + content["peers"]:
         name = result.get("name", "a peer")
@@ -111,6 +111,7 @@ def _row(case: dict[str, Any]) -> list[str]:
     row.append(format_bytes(case["host_bytes"]))
     if case["attended_rate"]:
         row += [format_rate(case["attended_rate"]), f"{case['ram_share']:.0%}"]
+        row.append(format_rate(case["link_rate"]))
     return row
 
 

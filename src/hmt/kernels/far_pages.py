@@ -31,6 +31,14 @@ def fetch_pages(near: Pages, numbers: Tensor, far: Pages, slots: Tensor) -> None
     gpu_kernels().fetch_pages(near, next(there), far, next(there))
 
 
+def fetch_layer(near: Pages, far: Pages, layer: int, slots: Tensor) -> None:
+    """Pages `slots` of one layer of `far` to the first pages of `near`, which are of one layer.
+
+    slots   int64 on the device; nothing is fetched for those below 0
+    """
+    gpu_kernels().fetch_layer(near, far, layer, slots)
+
+
 def fetch_rows(key: Tensor, value: Tensor, far: Pages, layer: int, slots: Tensor) -> None:
     """Keys and values of pages `slots` of one layer of `far`, in a row, on the current queue.
 

@@ -102,7 +102,7 @@ def open_tiered(
     exact = ops.PageEncoding.of(dtype)
     warm = cold = None
     with ExitStack() as made:
-        hot = PageStore(whole, levels.hot_pages, exact, near)
+        hot = PageStore(whole, levels.hot_pages, exact, near, staged=levels.staged_pages)
         made.callback(hot.release)
         rings = []
         for window, members in windows.items():

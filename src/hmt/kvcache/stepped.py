@@ -2,7 +2,8 @@
 
 The device attends to the pages that are near, and the CPU beside it to all others, where they lie:
 a layer's queries go down, and outputs with their log-sum-exp come up.  For that a capture is cut
-twice in each layer.  What the device does while the CPU attends is a piece of its own.
+twice in each layer.  What the device does while the CPU attends is a piece of its own, in which it
+also fetches some of the CPU's pages.
 """
 
 import time
@@ -18,6 +19,7 @@ import torch
 from hmt.contracts.step import Run, Step
 from hmt.kernels import captures, ops
 from hmt.kvcache.far import Query, attend_into
+from hmt.kvcache.fetched import FetchedPages
 from hmt.kvcache.merging import Merged
 from hmt.kvcache.rings import Rings
 from hmt.kvcache.tiered import TieredKV, Where
@@ -56,6 +58,7 @@ class SteppedKV:
     def __init__(self, kv: TieredKV, device: Device) -> None:
         self._kv = kv
         self._device = device
+        self.fetched = FetchedPages(kv, device)
         self._cut: Cut | None = None
         self._where = Where(ops.PagedRuns(()))
         self._step: Step | None = None
@@ -72,9 +75,10 @@ class SteppedKV:
 
     def begin(self, step: Step) -> bool:
         """Make the pages that a step appends to; whether it sees any that are not near."""
-        self._where = self._kv.begin(step)
+        where = self._kv.begin(step)
+        self._where = self.fetched.begin(where)
         self._step = step
-        return self._where.is_apart
+        return where.is_apart
 
     def paged_runs(self, step: Step) -> list[ops.PagedRun]:
         """Where the near pages of a step that has begun lie."""
@@ -84,6 +88,7 @@ class SteppedKV:
     def hold(self, step: Step, runs: ops.PagedRuns | None) -> None:
         """Use `runs`, filled with `paged_runs`, for the step that has begun; None: its own."""
         assert self._step is not None
+        self.fetched.hold(len(self._step.token_ids), fixed=runs is not None)
         if runs is None:
             self._runs = self._where.near
             self._ring_runs = {w: r.runs_of(self._step) for w, r in self._kv.rings.items()}
@@ -167,6 +172,8 @@ class SteppedKV:
         )
         if cut is None:
             return out.to(query.dtype)
+        if self.fetched.there:
+            self.fetched.attend(layer, query, out, asked.lse, **options)
         cut(partial(self._attend_apart, layer, asked, there))
         joined = query.new_empty(shape)
         captures.join_parts(out, asked.lse, there.out, there.lse, joined)
@@ -222,6 +229,7 @@ class SteppedKV:
     def _attend_apart(self, layer: int, asked: _Asked, there: Merged) -> None:
         """The CPU's part."""
         account, begin = self._kv.account, time.perf_counter()
+        beside = self._device.mark()  # where the device ends what it does meanwhile
         assert asked.arrived is not None
         asked.arrived.wait()
         arrived = time.perf_counter()
@@ -229,3 +237,6 @@ class SteppedKV:
         attend_into(pieces, asked.query, there, **asked.options)
         account.waited_s += arrived - begin
         account.host_s += time.perf_counter() - arrived
+        if self.fetched.there:
+            self.fetched.answered(waited=not beside.reached())
+            account.fetched_bytes += self.fetched.nbytes(layer)

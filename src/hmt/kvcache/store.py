@@ -48,6 +48,7 @@ class PageStore:
     layers   by index: where each one's pages are
     kinds    pages, with the indices of the layers that they are of
     pinned   whether a device's kernels can read and write them in host memory
+    staged   by layer: pages of one layer, for what is attended to and forgotten; layers share them
     """
 
     def __init__(
@@ -58,9 +59,12 @@ class PageStore:
         pool: Pool[Any],
         *,
         pinned: bool = False,
+        staged: int = 0,
     ) -> None:
-        """Take memory for them.  BudgetError if they do not fit."""
+        """Take memory for them, and for `staged` more.  BudgetError if they do not fit."""
         self.count = count
+        self.staged: dict[int, ops.Pages] = {}
+        count += staged
         self.pinned = pinned
         self._pool = pool
         self.layers: dict[int, Kept] = {}
@@ -78,7 +82,10 @@ class PageStore:
             nbytes = count * len(members) * layout.page_bytes
             extents = memory[start : start + nbytes].view(count, len(members), layout.page_bytes)
             start += nbytes
-            pages = ops.Pages(layout, extents)
+            if staged:
+                own = extents[self.count :].reshape(-1, 1, layout.page_bytes)
+                self.staged |= dict.fromkeys(members, ops.Pages(layout, own))
+            pages = ops.Pages(layout, extents[: self.count])
             self.kinds.append((pages, members))
             self.layers |= {index: Kept(pages, i, layer.window) for i, index in enumerate(members)}
 
@@ -124,6 +131,7 @@ class PageStore:
     def release(self) -> None:
         """Give the memory back to the pool.  Nothing may be used afterwards."""
         self.layers.clear()
+        self.staged.clear()
         self.kinds.clear()
         if self._buffer is not None:
             self._pool.free(self._buffer)

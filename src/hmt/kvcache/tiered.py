@@ -276,6 +276,24 @@ class TieredKV:
         rings = self._rings.get(layer)
         return (rings.layers if rings else self._places.hot.layers)[layer]
 
+    def staging(self, layer: int) -> tuple[ops.Pages, ops.Pages, int] | None:
+        """Where a layer's pages of host memory can be fetched to, those pages, and the layer in them.
+
+        None where a device has no kernel for that, or no room.
+        """
+        hot, warm = self._places.hot, self._places.warm
+        if warm is None or layer not in hot.staged:
+            return None
+        if hot.device.type != "cpu" and not hot.crosses_to(warm):
+            return None
+        kept = warm.layers[layer]
+        return hot.staged[layer], kept.pages, kept.slot
+
+    @property
+    def whole_layers(self) -> Sequence[int]:
+        """Those without a window."""
+        return self._order
+
     def begin(self, step: Step) -> Where:
         """Make the pages that a step appends to, unless `append` was called; where its runs lie.
 

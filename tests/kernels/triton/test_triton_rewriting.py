@@ -103,3 +103,18 @@ def test_what_has_no_kernel_is_told():
     ):
         assert rewriting.can_rewrite(rows, PageLayout(encoding, 2, 64, 64)) is known
     assert not rewriting.can_rewrite(PageLayout(PageEncoding.BF16, 2, 64, 64), rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_layer_is_fetched_without_those_that_are_not_wanted(device, shape):
+    near_layout, far_layout = layouts(shape, PageEncoding.F32, codes=False)
+    held = filled(far_layout, 6, 3)
+    source = empty(far_layout, 6, 3)
+    source.memory.copy_(held.memory)
+    found, expected = empty(near_layout, 7, 1, device), empty(near_layout, 7, 1)
+    slots = torch.tensor([5, 0, 2, -1, -1])
+    rewriting.fetch_layer(found, source, 2, slots.to(device))
+    key, value = reference.read_pages(source, 2, slots[:3], 48)
+    runs = PagedRuns([PagedRun(0, 48, 0, torch.arange(3))])
+    reference.append_pages(expected, 0, runs, key, None if near_layout.latent else value)
+    assert torch.equal(found.memory.cpu(), expected.memory)

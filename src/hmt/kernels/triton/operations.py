@@ -24,7 +24,13 @@ from hmt.kernels.triton.norms import (
     rms_norm_quantize,
 )
 from hmt.kernels.triton.pages import append_pages
-from hmt.kernels.triton.rewriting import can_rewrite, fetch_pages, fetch_rows, send_pages
+from hmt.kernels.triton.rewriting import (
+    can_rewrite,
+    fetch_layer,
+    fetch_pages,
+    fetch_rows,
+    send_pages,
+)
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
 from hmt.kernels.triton.sampling import greedy, survey, survey_rows
@@ -46,6 +52,7 @@ __all__ = [
     "experts",
     "experts_by_table",
     "feed_forward",
+    "fetch_layer",
     "fetch_pages",
     "fetch_rows",
     "fixed_runs",

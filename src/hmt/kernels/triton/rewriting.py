@@ -48,13 +48,18 @@ def send_pages(near: Pages, numbers: Tensor, far: Pages, slots: Tensor) -> None:
 def fetch_pages(near: Pages, numbers: Tensor, far: Pages, slots: Tensor) -> None:
     """`send_pages` the other way: pages `slots` of `far` to `numbers` of `near`, all layers."""
     layers = near.memory.shape[1]
-    key = page_numbers(near)
-    layout, each = near.layout, key.shape[1] // layers
-    value_begin = layout.heads * PAGE_TOKENS * layout.key_dim
-    strides = (key.stride(0), each, PAGE_TOKENS * layout.key_dim, layout.key_dim)
-    value_strides = (key.stride(0), each, PAGE_TOKENS * layout.value_dim, layout.value_dim)
-    _launch_fetch(near.layout, key, key[:, value_begin:], strides, value_strides, numbers, far,
-                  slots, 0, layers)  # fmt: skip
+    key, strides, value, value_strides = _page_strides(near)
+    _launch_fetch(near.layout, key, value, strides, value_strides, numbers, far, slots, 0, layers)
+
+
+def fetch_layer(near: Pages, far: Pages, layer: int, slots: Tensor) -> None:
+    """Pages `slots` of a layer of `far` to the first pages of `near`, which are of one layer.
+
+    slots   int64, on the device: nothing is fetched for those below 0
+    """
+    assert near.memory.shape[1] == 1 and len(slots) <= len(near.memory)
+    key, strides, value, value_strides = _page_strides(near)
+    _launch_fetch(near.layout, key, value, strides, value_strides, None, far, slots, layer, 1)
 
 
 def fetch_rows(key: Tensor, value: Tensor, far: Pages, layer: int, slots: Tensor) -> None:
@@ -71,6 +76,18 @@ def fetch_rows(key: Tensor, value: Tensor, far: Pages, layer: int, slots: Tensor
     assert key.is_contiguous() and (layout.latent or value.is_contiguous())
     _launch_fetch(near, key, value, _row_strides(key), _row_strides(value), None, far, slots,
                   layer, 1)  # fmt: skip
+
+
+def _page_strides(
+    near: Pages,
+) -> tuple[Tensor, tuple[int, int, int, int], Tensor, tuple[int, int, int, int]]:
+    """Keys and values of pages, each with numbers between pages, layers, heads and tokens."""
+    layout, key = near.layout, page_numbers(near)
+    each, behind = key.shape[1] // near.memory.shape[1], layout.heads * PAGE_TOKENS * layout.key_dim
+    first, second = (
+        (key.stride(0), each, PAGE_TOKENS * dim, dim) for dim in (layout.key_dim, layout.value_dim)
+    )
+    return key, first, key[:, behind:], second
 
 
 def _row_strides(rows: Tensor) -> tuple[int, int, int, int]:
@@ -222,6 +239,8 @@ def _fetch(
     """Program (page, layer, head)."""
     layer, head = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + tl.program_id(0))
+    if slot < 0:
+        return
     number = tl.program_id(0).to(tl.int64)
     if not IN_A_ROW:
         number = tl.load(numbers + tl.program_id(0))
