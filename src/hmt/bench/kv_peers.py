@@ -75,8 +75,9 @@ def open_peers(
 ) -> Sequence[Callable[[], CachePeer]]:
     """Makers of peers; those of what is not installed raise ImportError."""
     models = _Models(shape, positions, torch.device(where))
-    offloaded = ("offloaded",) if where == "cuda" else ()
-    kinds = ("near", *offloaded, "quanto", "hqq")
+    kinds = ["near", "quanto", "hqq"]
+    if where == "cuda":
+        kinds.append("offloaded")  # the slowest
     return [partial(CachePeer, models, kind) for kind in kinds]
 
 

@@ -131,10 +131,12 @@ def run(
     host_memory: str = "64GiB",
     peers: PeerMaker | None = None,
     progress: Callable[[str], None] = lambda what: None,
+    save: Callable[[dict[str, Any]], None] = lambda content: None,
 ) -> dict[str, Any]:
     """Measure `shape` in each way; the content of a benchmark file.
 
-    The pack is made in `folder` unless it is there.  gpu None: on the CPU alone.  Raises
+    The pack is made in `folder` unless it is there.  gpu None: on the CPU alone.  `save` gets what
+    there is after each way and each case of a peer, which may take long.  Raises
     MachineError where there is no such GPU, and what loading raises.
     """
     name = None
@@ -166,8 +168,11 @@ def run(
         content["results"].append(
             _in_a_way(pack, way, task, ram_rate, memory, host_memory, progress)
         )
+        save(content)
     for make in peers(SHAPES[shape], task.positions) if peers is not None else ():
-        content["peers"].append(_with_peer(make, task, progress))
+        found: dict[str, Any] = {"cases": []}
+        content["peers"].append(found)
+        _with_peer(found, make, task, progress, lambda: save(content))
     return content
 
 
@@ -220,17 +225,22 @@ def _in_a_way(
 
 
 def _with_peer(
-    make: Callable[[], Peer], task: Task, progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """What a peer makes of each context."""
+    found: dict[str, Any],
+    make: Callable[[], Peer],
+    task: Task,
+    progress: Callable[[str], None],
+    save: Callable[[], None],
+) -> None:
+    """Add to `found` what a peer makes of each context."""
     with ExitStack() as stack:
         progress("making a peer")
         try:
             peer = make()
             stack.callback(peer.close)
         except (HMTError, RuntimeError, ImportError, ValueError, TypeError) as error:
-            return {"failure": str(error)[:300]}
-        found: dict[str, Any] = {"name": peer.name, "note": peer.note, "cases": []}
+            found["failure"] = str(error)[:300]
+            return
+        found |= {"name": peer.name, "note": peer.note}
         for context in task.contexts:
             progress(f"{peer.name}: {context} positions")
             try:
@@ -242,7 +252,7 @@ def _with_peer(
             found["cases"].append(
                 {"context": context, "step_s": step_s, "tokens_per_s": 1 / step_s}
             )
-        return found
+            save()
 
 
 def decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
@@ -279,7 +289,11 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
     page = 0
     if isinstance(kv, TieredKV) and kv._places.warm is not None:
         page = sum(pages.layout.page_bytes * len(m) for pages, m in kv._places.warm.kinds)
-    return KVStep(context, step_s, median(columns[0]), *counted, moved * page / steps, near, host)
+    attended_s, waited_s, read, fetched = counted
+    return KVStep(
+        context, step_s, median(columns[0]), attended_s, waited_s, read, fetched,
+        moved * page / steps, near, host,
+    )  # fmt: skip
 
 
 def _fill(core: Any, sequence: int, context: int) -> None:

@@ -75,6 +75,7 @@ def kv_speed(
             host_memory=host_memory,
             peers=partial(open_peers, where="cpu" if gpu is None else "cuda") if peers else None,
             progress=status.update,
+            save=lambda content: write_json(content, json),
         )
     _print(content)
     write_json(content, json)
@@ -94,11 +95,11 @@ def _print(content: dict[str, Any]) -> None:
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for result in content["results"] + content["peers"]:
         name = result.get("name", "a peer")
-        for case in result.get("cases", [result]):
+        for case in result.get("cases") or [result]:
             where = f"{name}, {case['context']:,}" if "context" in case else name
             if failure := case.get("failure"):
                 console.print(f"{where}: {failure}")
-            else:
+            elif "step_s" in case:
                 table.add_row(name, f"{case['context']:,}", *_row(case))
     console.print(table)
 

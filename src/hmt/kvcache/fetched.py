@@ -1,4 +1,4 @@
-"""What a device fetches of host memory's pages, to attend to them while the CPU attends to the rest.
+"""What a device fetches of host memory's pages, to attend to while the CPU attends to the rest.
 
 Link and CPU read the same memory at once, and give more together than either alone.  How the pages
 are shared out is learned: in each step a few more go over the link, unless it made the CPU wait.
@@ -90,7 +90,8 @@ class FetchedPages:
             self._fixed[tokens] = made
         self._held = self._fixed[tokens]
         captures.fill_runs(self._held, self._runs)
-        self._slots_there.copy_(self._slots.pin_memory(), non_blocking=True)
+        slots = self._slots.pin_memory() if self._slots_there.is_cuda else self._slots
+        self._slots_there.copy_(slots, non_blocking=True)
 
     def attend(
         self,
@@ -106,13 +107,11 @@ class FetchedPages:
         room, pages, slot = staging
         own = self._results_of(out.shape, out.device)
         own.lse.fill_(-torch.inf)
-        if room.memory.is_cpu:  # a pretended device
-            own.out.zero_()
-            if self.count:
-                numbers = torch.arange(self.count)
-                recode(room, 0, numbers, pages, slot, self._slots_there[: self.count])
-        else:
+        if self._kv.crosses:
             far_pages.fetch_layer(room, pages, slot, self._slots_there)
+        elif self.count:  # a pretended device
+            numbers = torch.arange(self.count)
+            recode(room, 0, numbers, pages, slot, self._slots_there[: self.count])
         ops.attend_part(room, 0, self._held, query, own.out, own.lse, **options)
         captures.join_parts(out, lse, own.out, own.lse, out)
 

@@ -62,6 +62,7 @@ class Placement:
         self.clock = clock
         self._device = device
         self._leaving: _Leaving | None = None
+        self.crosses = warm is not None and hot.crosses_to(warm)  # kernels know the way
         self.account = KVAccount({_NAMES[n]: s.count for n, s in enumerate(self.book.levels)})
 
     @property
@@ -91,7 +92,7 @@ class Placement:
         device, warm = self._device, self.warm
         if device is None or warm is None:
             return
-        if self.hot.device.type != "cpu" and not self.hot.crosses_to(warm):
+        if self.hot.device.type != "cpu" and not self.crosses:
             return  # what the CPU has to encode, it encodes when it must
         movable = self._movable(stays())
         ids = self._least(movable, len(movable), Level.HOT)[:room]
@@ -100,10 +101,10 @@ class Placement:
         slots, theirs = to_tensor(places), to_tensor(self.book.slots_of(ids))
 
         def work() -> None:
-            if self.hot.device.type == "cpu":
-                warm.take(slots, self.hot, theirs)
-            else:
+            if self.crosses:
                 self.hot.send(theirs, warm, slots)
+            else:
+                warm.take(slots, self.hot, theirs)
 
         self._leaving = _Leaving(ids, places, device.write_back(work))
 

@@ -277,17 +277,22 @@ class TieredKV:
         return (rings.layers if rings else self._places.hot.layers)[layer]
 
     def staging(self, layer: int) -> tuple[ops.Pages, ops.Pages, int] | None:
-        """Where a layer's pages of host memory can be fetched to, those pages, and the layer in them.
+        """Where a layer's pages of host memory can be fetched to, they, and the layer in them.
 
         None where a device has no kernel for that, or no room.
         """
         hot, warm = self._places.hot, self._places.warm
         if warm is None or layer not in hot.staged:
             return None
-        if hot.device.type != "cpu" and not hot.crosses_to(warm):
+        if hot.device.type != "cpu" and not self._places.crosses:
             return None
         kept = warm.layers[layer]
         return hot.staged[layer], kept.pages, kept.slot
+
+    @property
+    def crosses(self) -> bool:
+        """Whether kernels of a device read and write the pages of host memory."""
+        return self._places.crosses
 
     @property
     def whole_layers(self) -> Sequence[int]:
