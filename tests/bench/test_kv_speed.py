@@ -43,7 +43,8 @@ def test_a_run_adds_up(gpu: str | None, folder: Path, monkeypatch: pytest.Monkey
             pages = case["near_pages"] + case["host_pages"]
             assert pages == -(-case["context"] // 16), "each page is somewhere"
             assert bool(case["host_bytes"]) is bool(case["attended_s"]) is bool(case["host_pages"])
-        read[result["host"] + str(result["near"])] = case["host_bytes"]
+        read[result["host"] + str(result["near"])] = case["host_bytes"] + case["fetched_bytes"]
+        assert bool(case["fetched_bytes"]) is (gpu is not None and bool(case["host_pages"]))
         assert case["host_pages"] if result["near"] else not case["host_pages"]
     heads, dim, layers = SHAPES["small"].kv_heads, 32, SHAPES["small"].layers
     tiered = content["results"][1]["cases"][1]
