@@ -164,6 +164,32 @@ void attend(const Pages& pages, const PagedRun* runs, size_t count, const HeadRo
   });
 }
 
+void page_masses(const Pages& pages, const PagedRun& run, size_t count, const HeadRows& query,
+                 size_t q_heads, const AttentionOptions& options, const float* logs, float* masses,
+                 size_t threads) {
+  constexpr size_t kPages = kLeastChunk / kPageTokens;  // of an item
+  const size_t heads = pages.layout.heads, group = q_heads / heads;
+  const AttentionKernels& kernels = active(attention_kernels_tables());
+  const size_t work_bytes = Scratch::round(kernels.work_bytes(pages.layout));
+  std::fill(masses, masses + count, 0.0f);
+  share(ceil_div(count, kPages), 1, threads, [&](size_t begin, size_t end) {
+    Scratch scratch(work_bytes);
+    uint8_t* work = scratch.take<uint8_t>(work_bytes);
+    for (size_t item = begin; item < end; ++item) {
+      const size_t first = item * kPages, last = std::min(count, first + kPages);
+      for (size_t head = 0; head < heads; ++head) {
+        for (size_t row = 0; row < group; row += kTileRows) {
+          const Tile tile{&pages, &run, &query, &options, head, group, row,
+                          std::min(kTileRows, group - row), first * kPageTokens,
+                          last * kPageTokens};
+          kernels.masses(tile, logs + head * group + row, masses + first, work);
+        }
+      }
+      for (size_t page = first; page < last; ++page) masses[page] /= static_cast<float>(q_heads);
+    }
+  });
+}
+
 namespace {
 
 HeadRows from_token(const HeadRows& rows, size_t token) {

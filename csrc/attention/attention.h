@@ -62,4 +62,11 @@ void attend(const Pages& pages, const PagedRun* runs, std::size_t count, const H
             std::size_t q_heads, const AttentionOptions& options, const AttentionResult& result,
             std::size_t threads);
 
+// masses[p]: what part of its attention the first token of `run` gives to page table[p], the mean
+// over heads, for `count` whole pages that it sees.  logs [q_heads] are those of all that it sees.
+// Of `options`, scale and softcap count.  Rounds as `attend` does, but for int4, which is exact.
+void page_masses(const Pages& pages, const PagedRun& run, std::size_t count, const HeadRows& query,
+                 std::size_t q_heads, const AttentionOptions& options, const float* logs,
+                 float* masses, std::size_t threads);
+
 }  // namespace hmt

@@ -38,6 +38,9 @@ struct AttentionKernels {
   // Memory that `attend` works in.
   std::size_t (*work_bytes)(const PageLayout& layout);
   void (*attend)(const Tile& tile, const Partial& partial, uint8_t* work);
+  // Adds to masses[p], for each page p from tile.begin / 16 on, the sum of exp(score - log) over the
+  // tile's rows, whose logs are `logs`, and the page's positions: whole pages that all rows see.
+  void (*masses)(const Tile& tile, const float* logs, float* masses, uint8_t* work);
   // parts[0] becomes the partial of all `count` parts, added up in their order.
   void (*merge)(const Tile& tile, const Partial* parts, std::size_t count);
   // Divides and writes the rows; q_heads are those of `result`.

@@ -142,6 +142,104 @@ void attend(const Tile& tile, const Partial& partial, uint8_t* memory) {
   for (size_t r = 0; r < tile.rows; ++r) partial.totals[r] = sum(load(work.totals + 16 * r));
 }
 
+// Adds exp(score - log) of a page's positions, for scores that are not scaled yet (by 1 if they are).
+HMT_INLINE void add_mass(const AttentionOptions& options, F16v scores, float scale, float log,
+                         float* mass) {
+  F16v scaled = mul(scores, set1(scale));
+  if (options.softcap != 0.0f) scaled = mul(tanh_of(scaled), set1(options.softcap));
+  *mass += sum(weight_of(sub(scaled, set1(log))));
+}
+
+// The keys of pages [first, first + count) of the tile's run, ready for products.
+template <typename Form>
+Block keys_of(const Tile& tile, size_t first, size_t count, const Work& work) {
+  const PageLayout& layout = tile.pages->layout;
+  const size_t last = tile.end / kPageTokens - 1, at = layout.key_at(tile.kv_head);
+  const size_t bytes = kPageTokens * layout.key_dim * 4 / Form::kNumbers;
+  Block block{};
+  block.count = count;
+  for (size_t i = 0; i < kBlockPages; ++i) {
+    const size_t number = first + (i < count ? i : 0), ahead = first + kBlockPages + i;
+    const uint8_t* page = page_at(tile, number);
+    const uint8_t* next = page_at(tile, ahead <= last ? ahead : last) + at;
+    block.keys[i] = page + at;
+    if (Form::keys_in_place(layout)) {
+      block.key_ahead[i] = next;
+      continue;
+    }
+    fetch_ahead(next, layout.key_bytes());
+    uint8_t* out = work.keys + (i < count ? i : 0) * bytes;
+    if (i < count) Form::keys(layout, page, tile.kv_head, out);
+    block.keys[i] = out;
+  }
+  return block;
+}
+
+template <typename Form>
+void masses_as(const Tile& tile, const float* logs, float* masses, const Work& work) {
+  const AttentionOptions& options = *tile.options;
+  const float cap = options.softcap, scale = cap != 0.0f ? options.scale / cap : options.scale;
+  const size_t begin = tile.begin / kPageTokens, end = tile.end / kPageTokens;
+  Form::load_query(tile, work);
+  for (size_t page = begin; page < end; page += kBlockPages) {
+    const size_t count = end - page < kBlockPages ? end - page : kBlockPages;
+    const Block block = keys_of<Form>(tile, page, count, work);
+    Form::score(tile, block, work);
+    for (size_t r = 0; r < tile.rows; ++r) {
+      for (size_t c = 0; c < count; ++c) {
+        add_mass(options, Form::scores(block, work, r, c), scale, logs[r], masses + page - begin + c);
+      }
+    }
+  }
+}
+
+#if defined(HMT_AVX512)
+template <typename Codes>
+void masses_of_codes(const Tile& tile, const float* logs, float* masses, const Work& work) {
+  const size_t begin = tile.begin / kPageTokens, end = tile.end / kPageTokens;
+  const HeadPlaces places(tile.pages->layout, tile.kv_head);
+  load_code_query<Codes>(tile, work);
+  const CodeQuery query{work.query, work.query_starts, work.query_factors};
+  for (size_t page = begin; page < end; page += kCodePages) {
+    CodeBlock block{};
+    block.count = end - page < kCodePages ? end - page : kCodePages;
+    for (size_t i = 0; i < block.count; ++i) {
+      const size_t ahead = page + kCodePages + i;
+      const uint8_t* own = page_at(tile, page + i);
+      const uint8_t* next = page_at(tile, ahead < end ? ahead : end - 1);
+      block.keys[i] = own + places.keys;
+      block.key_scales[i] = own + places.key_scales;
+      block.ahead_of_keys[i] = next + places.keys;
+      fetch_bytes(next + places.key_scales, places.key_scale_bytes);
+    }
+    score_codes<Codes>(query, tile.rows, tile.pages->layout.key_dim, block, work.scores);
+    for (size_t r = 0; r < tile.rows; ++r) {
+      for (size_t c = 0; c < block.count; ++c) {
+        const F16v scores = load(work.scores + r * kCodeTokens + c * kPageTokens);
+        add_mass(*tile.options, scores, 1.0f, logs[r], masses + page - begin + c);
+      }
+    }
+  }
+}
+#endif
+
+void masses(const Tile& tile, const float* logs, float* masses, uint8_t* memory) {
+  Work work;
+  const PageLayout& layout = tile.pages->layout;
+  work.place(layout, memory);
+#if defined(HMT_AVX512_BF16)
+  if (layout.encoding == PageEncoding::kBF16 && tile.query->type == DType::kBF16) {
+    return masses_as<Bf16Pages>(tile, logs, masses, work);
+  }
+#endif
+#if defined(HMT_AVX512)
+  if (layout.encoding == PageEncoding::kInt8 && layout.key_dim <= kMostInt8Dim) {
+    return masses_of_codes<Int8Codes>(tile, logs, masses, work);
+  }
+#endif
+  masses_as<FloatPages>(tile, logs, masses, work);
+}
+
 void merge(const Tile& tile, const Partial* parts, size_t count) {
   const size_t width = padded_width(tile.pages->layout);
   const Partial& all = parts[0];
@@ -190,6 +288,6 @@ void finish(const Tile& tile, const Partial& partial, size_t q_heads,
 
 }  // namespace
 
-const AttentionKernels attention_kernels = {work_bytes, attend, merge, finish};
+const AttentionKernels attention_kernels = {work_bytes, attend, masses, merge, finish};
 
 }  // namespace hmt::HMT_ISA

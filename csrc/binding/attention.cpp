@@ -72,6 +72,15 @@ void bind_attention(nb::module_& m) {
            {scale, window, softcap, at<const float>(sinks)},
            {at<void>(out), static_cast<DType>(out_type), at<float>(lse)}, threads);
   });
+  m.def("page_masses", [](const PageSet& set, size_t layer, const Runs& runs, size_t count,
+                          Address query, int type, size_t stride, size_t head_stride,
+                          size_t q_heads, float scale, float softcap, Address logs, Address masses,
+                          size_t threads) {
+    Kernel kernel;
+    page_masses(set.of(layer), runs.runs.front(), count, rows_at(query, type, stride, head_stride),
+                q_heads, {scale, 0, softcap, nullptr}, at<const float>(logs), at<float>(masses),
+                threads);
+  });
 }
 
 }  // namespace hmt::binding

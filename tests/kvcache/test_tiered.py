@@ -23,6 +23,7 @@ from hmt.kvcache.rings import Rings
 from hmt.kvcache.select import RANKINGS, Selection
 from hmt.kvcache.store import PageStore
 from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
+from hmt.memory.device import PretendedDevice
 
 LAYERS = (
     KVLayer(KVKind.FULL, 2, 8, 8),
@@ -44,7 +45,17 @@ class Machine:
     queue: TransferQueue
     pool: HostPool
 
-    def cache(self, hot=HOT, warm=0, cold=0, far=F32, policy="a2cr", layers=LAYERS, selection=None):
+    def cache(
+        self,
+        hot=HOT,
+        warm=0,
+        cold=0,
+        far=F32,
+        policy="a2cr",
+        layers=LAYERS,
+        selection=None,
+        device=None,
+    ):
         full = {i: layer for i, layer in enumerate(layers) if not layer.window}
         windows = {layer.window for layer in layers if layer.window}
         made = TieredKV(
@@ -63,6 +74,7 @@ class Machine:
             ORDERS[policy],
             chunk=CHUNK,
             selection=selection,
+            device=device,
         )  # fmt: skip
         return made
 
@@ -149,7 +161,8 @@ class Texts:
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_attention_does_not_depend_on_where_pages_lie(machine, warm, cold, data, seed):
-    cache = machine.cache(warm=warm, cold=cold)
+    device = PretendedDevice() if data.draw(st.booleans()) else None  # pages are written back late
+    cache = machine.cache(warm=warm, cold=cold, device=device)
     try:
         texts = Texts(cache, seed)
         free = cache.free_tokens
@@ -201,6 +214,35 @@ def test_a_long_text_goes_through_all_levels(machine, policy):
     with pytest.raises(BudgetError, match="--kv-host-memory"):
         cache.open(1)
     texts.close(text)
+    cache.release()
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_pages_are_written_back_before_their_room_is_needed(machine, policy):
+    device = PretendedDevice()
+    cache = machine.cache(warm=100, device=device, policy=policy)
+    texts = Texts(cache)
+    text, other = texts.open((HOT + 80) * PAGE_TOKENS), texts.open(64)
+    texts.step({other: 5})
+    early = 0
+    while texts.length(text) < (HOT + 80) * PAGE_TOKENS:
+        leaving = cache._places._leaving
+        if leaving is not None:
+            before = dict(cache.account.moved)
+            device.synchronize()
+            leaving.written.wait()
+            texts.step({text: 1})
+            gone = cache.account.moved.get("near to host", 0) - before.get("near to host", 0)
+            assert gone == len(leaving.ids), "what was written is gone with the next step"
+            early += 1
+        room = (HOT + 80) * PAGE_TOKENS - texts.length(text)
+        texts.step({text: min(room, 7)})
+    assert early > 3
+    texts.read(text)
+    texts.close(other)  # while some are on their way
+    texts.read(text)
+    texts.close(text)
+    assert cache.free_tokens == cache.capacity_tokens
     cache.release()
 
 

@@ -57,6 +57,22 @@ def test_pieces_run_in_order_with_the_cpus_part_between_them(device: Device) -> 
             assert result.eq(3 * first + 1 + start + 1).all()
 
 
+def test_what_is_written_back_was_computed_before(device: Device) -> None:
+    state = torch.zeros(1 << 20, device=device.where)
+    there = device.pinned(state.shape, torch.float32)
+    with device.computing():
+        for value in (3.0, 4.0):
+            for _ in range(50):
+                state.add_(1).fill_(value)
+
+            def send() -> None:
+                there.copy_(state, non_blocking=True)
+
+            written = device.write_back(send)
+            written.wait()
+            assert written.reached() and there.eq(value).all()
+
+
 def test_a_capture_that_fails_leaves_the_device_usable(device: Device) -> None:
     state = torch.ones(10, device=device.where)
 

@@ -17,6 +17,7 @@ from hmt.cli import bench_cache
 from hmt.cli.bench_gpu import gpu
 from hmt.cli.bench_hybrid import hybrid
 from hmt.cli.bench_kv import kv
+from hmt.cli.bench_kv_speed import kv_speed
 from hmt.cli.bench_pages import pages
 from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.console import notes
@@ -31,6 +32,7 @@ app.command("bigger-than-ram")(bigger_than_ram)
 app.command("gpu")(gpu)
 app.command("hybrid")(hybrid)
 app.command("kv")(kv)
+app.command("kv-speed")(kv_speed)
 app.command("pages")(pages)
 
 

@@ -27,6 +27,7 @@ class KVLevels:
     """Where keys and values lie, if not all in one place.
 
     hot_pages     of layers without a window, where these compute
+    staged_pages  as many more of these there, for what a device fetches from host memory in a step
     warm_pages    in host memory
     cold_groups   of `GROUP_PAGES`, on the drive
     ring_pages    of layers with a window, by window
@@ -42,6 +43,7 @@ class KVLevels:
     warm: str = "exact"
     cold: str = "exact"
     piece_bytes: int = 0
+    staged_pages: int = 0
 
     @property
     def pages(self) -> int:
@@ -57,6 +59,10 @@ class KVAccount:
     most           pages that were there at once
     moved          pages that went from level to level, as "near to host"
     drive_bytes    read from the drive for attention
+    host_bytes     read by the CPU in host memory for it
+    host_s         the time that took, the drive's pages included
+    fetched_bytes  read by a device in host memory for attention, while the CPU read the others
+    waited_s       in which the CPU waited for what a device asks it, in captured steps
     pages, tokens  of sequences that have ended: what they took, and what they held
     """
 
@@ -64,6 +70,10 @@ class KVAccount:
     most: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
     drive_bytes: int = 0
+    host_bytes: int = 0
+    host_s: float = 0.0
+    fetched_bytes: int = 0
+    waited_s: float = 0.0
     pages: int = 0
     tokens: int = 0
 

@@ -24,7 +24,7 @@ from hmt.contracts.store import Weights
 from hmt.kernels import captures, ops
 from hmt.kernels.expert_teams import Desk, Served
 from hmt.kernels.ops import Survey
-from hmt.kvcache import PagedKV
+from hmt.kvcache import PagedKV, SteppedKV
 from hmt.memory.device import Device, Mark
 from hmt.weights import DeviceWeights
 
@@ -97,7 +97,7 @@ class CapturedDecoding:
         self,
         model: Model,
         weights: DeviceWeights,
-        kv: PagedKV,
+        kv: PagedKV | SteppedKV,
         device: Device,
         desk: Desk | None = None,
     ) -> None:
@@ -142,12 +142,9 @@ class CapturedDecoding:
 
     def _ready(self, step: Step) -> Captured | None:
         """A capture with the step's tokens; None for steps that are not captured."""
+        if not self._takes(step):
+            return None
         tokens = len(step.token_ids)
-        decodes = all(run.length == 1 for run in step.runs)
-        if not self._works or not decodes or len(step.logit_rows) != tokens:
-            return None
-        if self._desk is not None and tokens > self._desk.tokens:
-            return None
         longest = max(run.context for run in step.runs)
         key = tokens, max(_SHORTEST, 1 << (longest - 1).bit_length())
         captured = self._captured.get(key)
@@ -162,6 +159,14 @@ class CapturedDecoding:
                 return None
             self._send(captured, step)  # computing has changed what was sent
         return captured
+
+    def _takes(self, step: Step) -> bool:
+        """Whether it computes such steps."""
+        tokens = len(step.token_ids)
+        decodes = all(run.length == 1 for run in step.runs)
+        if not self._works or not decodes or len(step.logit_rows) != tokens:
+            return False
+        return self._desk is None or tokens <= self._desk.tokens
 
     # Guesses
 
@@ -234,7 +239,10 @@ class CapturedDecoding:
                 hidden = torch.empty(tokens, spec.hidden_size, dtype=dtype, device=where)
             ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
         step = Step(ids, positions, (), torch.arange(tokens, device=where))
-        return Captured(context, hidden, step, captures.fixed_runs(where, tokens, context))
+        return Captured(context, hidden, step, self._fixed_runs(tokens, context))
+
+    def _fixed_runs(self, tokens: int, context: int) -> ops.PagedRuns | None:
+        return captures.fixed_runs(self._device.where, tokens, context)
 
     def _send(self, captured: Captured, step: Step) -> None:
         if captured.hidden is not None:

@@ -31,9 +31,10 @@ from hmt.engine.prefixes import salt_of, save_some
 from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
+from hmt.engine.tiers import TieredDecoding
 from hmt.engine.trial import Verdict
-from hmt.kernels import ops
-from hmt.kvcache import PagedKV
+from hmt.kernels import captures, ops
+from hmt.kvcache import PagedKV, TieredKV
 from hmt.weights import DeviceCounters
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
@@ -101,8 +102,10 @@ class Core:
         if homes != {Tier.DEVICE} and not in_pieces:
             return None
         kv, device = self.memory.kv, on_device.device
+        if isinstance(kv, TieredKV):
+            return self._capture_tiers(model, plan, kv, on_device, in_pieces=in_pieces)
         if not isinstance(kv, PagedKV):
-            return None  # attention goes to several places
+            return None  # some layers compute on the CPU
         if homes != {Tier.DEVICE}:
             return DecodingInPieces(model, on_device.weights, kv, device)
         experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
@@ -122,6 +125,20 @@ class Core:
         if desk is None:
             return None
         return CapturedDecoding(model, on_device.weights, kv, device, desk)
+
+    def _capture_tiers(
+        self, model: Model, plan: Plan, kv: TieredKV, on_device: OnDevice, *, in_pieces: bool
+    ) -> CapturedDecoding | None:
+        """Captured steps over several levels of keys and values, where experts are on the device.
+
+        Not where tokens choose pages: that needs each layer's query before its attention begins.
+        """
+        homes = {home for b, home in plan.homes.items() if b.kind is not BlockKind.EMBEDDING}
+        there = homes == {Tier.DEVICE}
+        weights, device = on_device.weights, on_device.device
+        if kv.selects or not (there or in_pieces) or not captures.has_kernels(device.where):
+            return None
+        return TieredDecoding(model, weights, kv, device, weights_in_pieces=not there)
 
     @property
     def guessing(self) -> Verdict | None:

@@ -91,20 +91,18 @@ def load_on_device(
     stack.callback(weights.close)
     with device.computing(), torch.inference_mode():
         weights.load_residents(progress)
-    pinned = _pin(device, host, stack)
+    pinned = bool(host.account.used_bytes) and pin_pool(device, host, stack)
     with device.computing(), torch.inference_mode():
         weights.form_teams(pools["experts"], host_is_pinned=pinned)
         weights.find_tokens(host_is_pinned=pinned)
     return OnDevice(device, weights, pools["kv"], list(accounts.values()))
 
 
-def _pin(device: Device, host: HostPool, stack: ExitStack) -> bool:
-    """Pin resident weights, so that copies run beside the CPU and at the link's full rate.
+def pin_pool(device: Device, host: HostPool, stack: ExitStack) -> bool:
+    """Pin a pool's memory, so that copies run beside the CPU and at the link's full rate.
 
-    Kernels can read what is pinned, too.  False where there are none, or the system refuses.
+    Kernels can read and write what is pinned, too.  False where the system refuses.
     """
-    if not host.account.used_bytes:
-        return False
     pinned: list[torch.Tensor] = []
 
     def unpin() -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from hmt.contracts.model import KVLayer, Model
 from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
-from hmt.engine.device_loading import OnDevice
+from hmt.engine.device_loading import OnDevice, pin_pool
 from hmt.kvcache import AnyKV, PagedKV, PlacedKV, TieredKV, open_tiered
 from hmt.kvcache.prefix import SharingKV, SharingPagedKV
 from hmt.memory import HostPool, TransferQueue
@@ -31,6 +31,10 @@ def open_kv(
     there = {index: layer for index, layer in kept.items() if index in plan.device.stages}
     here = {index: layer for index, layer in kept.items() if index not in there}
 
+    pinned = False
+    if on_device is not None and plan.kv_levels is not None and plan.kv_levels.warm_pages:
+        pinned = pin_pool(on_device.device, host, stack)  # pages are written back by the device
+
     def opened(layers: Mapping[int, KVLayer], near: HostPool | DevicePool) -> PagedKV | TieredKV:
         if plan.kv_levels is None:
             paged = SharingPagedKV if config.prefix_cache else PagedKV
@@ -47,6 +51,8 @@ def open_kv(
             order=config.kv_order,
             selection=selection_of(config),
             chunk=plan.prefill_chunk,
+            device=None if on_device is None else on_device.device,
+            pinned=pinned,
         )
 
     caches: list[PagedKV | TieredKV] = []

@@ -7,7 +7,7 @@ are copied in every step, it waits for their copy, and afterwards the next copy 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.step import Step
-from hmt.contracts.store import LeasedGroup, Priority, Standing
+from hmt.contracts.store import LeasedGroup, Priority, Standing, Weights
 from hmt.engine.captured import Captured, CapturedDecoding
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import awake_workers
@@ -52,8 +52,9 @@ class DecodingInPieces(CapturedDecoding):
         handover = _Handover(self._device, self._weights, shape, self._model.dtype)
 
         def compute(cut: Cut) -> Tensor:
-            with ops.feed_forward_elsewhere(partial(handover.feed_forward, cut)):
-                return self._compute(captured, _CutWeights(self._weights, cut))
+            elsewhere = ops.feed_forward_elsewhere(partial(handover.feed_forward, cut))
+            with elsewhere, self._cutting(cut):
+                return self._compute(captured, self._cut_weights(cut))
 
         replay = self._device.capture_pieces(compute)
 
@@ -62,6 +63,13 @@ class DecodingInPieces(CapturedDecoding):
                 return replay()
 
         return step
+
+    def _cut_weights(self, cut: Cut) -> Weights:
+        return _CutWeights(self._weights, cut)
+
+    def _cutting(self, cut: Cut) -> AbstractContextManager[None]:
+        """While a step is recorded: what else the CPU has a part in."""
+        return nullcontext()
 
 
 class _Handover:

@@ -44,6 +44,26 @@ def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: 
     return rows
 
 
+def join_parts(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, joined: Tensor
+) -> None:
+    """Write attention over the positions of two parts to `joined`, and let `lse` be of both.
+
+    out, other_out   f32 [tokens, q_heads, value_dim], with lse and other_lse f32 [tokens, q_heads];
+                     the others may lie in host memory that was pinned
+    joined           of any float dtype
+
+    On the device's queue.
+    """
+    if joined.is_cuda and has_kernels(joined.device):
+        gpu_kernels().join(out, lse, other_out, other_lse, joined)
+        return
+    there = other_out.to(out.device), other_lse.to(lse.device)
+    mixed, logs = reference.merge_attention([(out, lse), there])
+    joined.copy_(mixed)
+    lse.copy_(logs)
+
+
 def surveys(logits: Tensor) -> Tensor:
     """What `ops.survey` says of each row of logits [rows, vocab], without waiting: f64 [3, rows].
 

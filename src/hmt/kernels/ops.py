@@ -16,6 +16,7 @@ from torch import Tensor
 from hmt.base import flags
 from hmt.base.log import warn_once
 from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import reference
 from hmt.kernels.cpu import attention as cpu_attention
 from hmt.kernels.cpu import elementwise, extension, routing, sampling, sublayers
@@ -33,7 +34,6 @@ from hmt.kernels.reference import (
     Survey,
     attention_output,
     merge_attention,
-    page_masses,
 )
 from hmt.kernels.reference.pages import (
     PagedRun,
@@ -299,34 +299,30 @@ def paged_attention(
 
 
 def attend_part(
-    pages: Pages,
-    layer: int,
-    runs: PagedRuns,
-    query: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    pages: Pages, layer: int, runs: PagedRuns, query: Tensor, out: Tensor, lse: Tensor, **how: Any
 ) -> None:
     """See `reference.attend_part`: writes f32 out [tokens, q_heads, value_dim] and lse, in part.
 
-    sinks   f32 [q_heads], contiguous
+    `how`: scale, window, softcap and sinks, f32 [q_heads] and contiguous.
     """
     native = _native_for(query)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if native is not None:
-        cpu_attention.attend_into(native, pages, layer, runs, query, out, lse, **options)
+        cpu_attention.attend_into(native, pages, layer, runs, query, out, lse, **how)
         return
-    whole = sum(run.length for run in runs.runs if run.seen is None) == len(query)
-    if whole and query.is_cuda and (kernels := gpu_kernels()) is not reference:
-        found, logs = kernels.paged_attention(pages, layer, runs, query, **options)
-        out.copy_(found)
-        lse.copy_(logs)
-        return
-    reference.attend_part(pages, layer, runs, query, out, lse, **options)
+    whole = all(run.seen is None for run in runs.runs)
+    kernels = _portable(query) if whole else reference
+    kernels.attend_part(pages, layer, runs, query, out, lse, **how)
+
+
+def page_masses(
+    pages: Pages, layer: int, runs: PagedRuns, query: Tensor, lse: Tensor, **how: Any
+) -> list[Tensor]:
+    """See `reference.page_masses`: f32 [pages] of each run; `how` is scale and softcap."""
+    native = _native_for(query)
+    whole = all(run.context % PAGE_TOKENS == 0 for run in runs.runs)
+    if native is None or not whole or query.dtype not in cpu_attention.DTYPES:
+        return reference.page_masses(pages, layer, runs, query, lse, **how)
+    return cpu_attention.page_masses(native, pages, layer, runs, query, lse, **how)
 
 
 def paged_attention_output(

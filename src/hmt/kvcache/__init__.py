@@ -5,6 +5,7 @@ from hmt.kvcache.opening import group_bytes_as, kv_sizes, open_tiered
 from hmt.kvcache.pages import page_bytes
 from hmt.kvcache.placed import AnyKV, PlacedKV
 from hmt.kvcache.policies import ORDERS
+from hmt.kvcache.stepped import SteppedKV
 from hmt.kvcache.tiered import TieredKV
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "AnyKV",
     "PagedKV",
     "PlacedKV",
+    "SteppedKV",
     "TieredKV",
     "group_bytes_as",
     "kv_sizes",

@@ -95,7 +95,13 @@ class PageBook:
         self._ids.give(gone.tolist())
         return gone
 
-    def move(self, ids: Numbers, level: Level) -> tuple[Numbers, Numbers]:
+    def reserve(self, count: int, level: Level) -> Numbers:
+        """Places at `level`, for a move."""
+        return np.array(self.levels[level].take(count), dtype=np.int64)
+
+    def move(
+        self, ids: Numbers, level: Level, reserved: Numbers | None = None
+    ) -> tuple[Numbers, Numbers]:
         """Give `ids`, all at one other level, places at `level`: (old, new) places.
 
         Whoever calls copies what is there before the old places, which are free now, are used.
@@ -103,7 +109,7 @@ class PageBook:
         assert (self._level[ids] != level).all(), "they are there already"
         left = Level(int(self._level[ids[0]]))
         assert (self._level[ids] == left).all(), "from one level at a time"
-        new = np.array(self.levels[level].take(len(ids)), dtype=np.int64)
+        new = self.reserve(len(ids), level) if reserved is None else reserved
         old = self._slot[ids].copy()
         self.levels[left].give(old.tolist())
         self._level[ids] = level

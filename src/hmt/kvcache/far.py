@@ -1,12 +1,13 @@
 """Attention over pages that lie in host memory, for layers that compute elsewhere."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hmt.base.units import MIB
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.kernels import ops
+from hmt.kernels import far_pages, ops
 from hmt.kvcache.merging import Merged
 
 # Tokens of a run from which its pages come to the device, since the CPU would compute for longer
@@ -18,9 +19,10 @@ _PIECE_BYTES = 64 * MIB  # of keys and values that are on their way to a device 
 class Query:
     """A step's queries, where attention is computed: here, and in host memory once asked for."""
 
-    def __init__(self, query: torch.Tensor) -> None:
+    def __init__(self, query: torch.Tensor, there: torch.Tensor | None = None) -> None:
+        """`there`: the same in host memory, if it is there already."""
         self.here = query
-        self._there: torch.Tensor | None = query if query.is_cpu else None
+        self._there = query if query.is_cpu else there
 
     @property
     def there(self) -> torch.Tensor:
@@ -30,29 +32,55 @@ class Query:
         return self._there
 
 
-def attend_far(
-    pages: ops.Pages, layer: int, runs: ops.PagedRuns, query: Query, part: Merged, **options: Any
-) -> None:
-    """`ops.attend_part` of whole pages in host memory into `part`, which is where the query is.
+Pieces = Iterator[tuple[ops.Pages, int, ops.PagedRuns]]  # pages, layer in them, runs
+
+
+def attend_far(pieces: Pieces, query: Query, merged: Merged, **options: Any) -> None:
+    """Add attention over whole pages in host memory to `merged`, which is where the query is.
 
     On the CPU, in place; but runs of many tokens have their pages brought to the device.
     """
     if query.here.is_cpu:
-        ops.attend_part(pages, layer, runs, query.here, part.out, part.lse, **options)
+        attend_here(pieces, query.here, merged, **options)
         return
-    few = [run for run in runs.runs if run.length < MANY]
-    if few:
-        rows = _rows(few)
-        theirs = Merged(part.out.shape, torch.device("cpu"))
-        ops.attend_part(
-            pages, layer, ops.PagedRuns(few), query.there, theirs.out, theirs.lse, **options
-        )
-        at = rows.to(query.here.device)
-        part.out[at] = theirs.out[rows].to(part.out.device)
-        part.lse[at] = theirs.lse[rows].to(part.lse.device)
-    for run in runs.runs:
-        if run.length >= MANY:
-            _attend_brought(pages, layer, run, query.here, part, **options)
+    few: list[Merged] = []
+
+    def left() -> Pieces:
+        for pages, layer, runs in pieces:
+            for run in runs.runs:
+                if run.length >= MANY:
+                    _attend_brought(pages, layer, run, query.here, merged, **options)
+            if some := [run for run in runs.runs if run.length < MANY]:
+                if not few:
+                    few.append(Merged(merged.out.shape, torch.device("cpu")))
+                yield pages, layer, ops.PagedRuns(some)
+
+    for piece in left():
+        attend_here(iter([piece]), query.there, few[0], **options)
+    for part in few:
+        merged.add(part.to(merged.out.device))
+
+
+def attend_here(pieces: Pieces, query: torch.Tensor, merged: Merged, **options: Any) -> None:
+    """Add attention over whole pages to `merged`; all is in host memory, and computed there."""
+    for pages, layer, runs in pieces:
+        part = merged.like()
+        ops.attend_part(pages, layer, runs, query, part.out, part.lse, **options)
+        merged.add(part)
+
+
+def attend_into(pieces: Pieces, query: torch.Tensor, merged: Merged, **options: Any) -> None:
+    """Attention over whole pages instead of what `merged` holds, in the same memory.
+
+    All is in host memory, and computed there.
+    """
+    merged.out.zero_()
+    merged.lse.fill_(-torch.inf)
+    for number, (pages, layer, runs) in enumerate(pieces):
+        part = merged.like() if number else merged
+        ops.attend_part(pages, layer, runs, query, part.out, part.lse, **options)
+        if number:
+            merged.add_rows(slice(None), part)
 
 
 def _attend_brought(
@@ -60,25 +88,42 @@ def _attend_brought(
     layer: int,
     run: ops.PagedRun,
     query: torch.Tensor,
-    part: Merged,
+    merged: Merged,
     **options: Any,
 ) -> None:
     """A run over copies of its pages, some at a time."""
-    layout, device = pages.layout, query.device
+    layout = pages.layout
     rows = slice(run.offset, run.offset + run.length)
-    found = Merged(part.out[rows].shape, device)
+    found = Merged(merged.out[rows].shape, query.device)
     for table in run.table.split(max(1, _PIECE_BYTES // layout.page_bytes)):
-        copied = ops.Pages(layout, pages.memory[table, layer].to(device)[:, None])
-        tokens = PAGE_TOKENS * len(table)
-        numbers = torch.arange(len(table), device=device)
-        key, value = ops.read_pages(copied, 0, numbers, tokens)
-        key, value = key.to(query.dtype), value.to(query.dtype)
+        key, value = _brought(pages, layer, table, query)
         piece = found.like()
-        out, lse = ops.attention(query[rows], key, value, start=tokens, **options)
+        out, lse = ops.attention(query[rows], key, value, start=len(key), **options)
         piece.out, piece.lse = out.float(), lse
         found.add(piece)
-    part.out[rows], part.lse[rows] = found.out, found.lse
+    merged.add_rows(rows, found)
+    if query.is_cuda:  # the next pages may be read to where these are
+        torch.cuda.current_stream().synchronize()
 
 
-def _rows(runs: list[ops.PagedRun]) -> torch.Tensor:
-    return torch.cat([torch.arange(run.offset, run.offset + run.length) for run in runs])
+def _brought(
+    pages: ops.Pages, layer: int, table: torch.Tensor, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [16 * pages, heads, dim] of pages in host memory, where the query is."""
+    layout, device = pages.layout, query.device
+    tokens = PAGE_TOKENS * len(table)
+    near = ops.PageLayout(
+        ops.PageEncoding.of(query.dtype), layout.heads, layout.key_dim, layout.value_dim,
+        layout.latent, rows=True,
+    )  # fmt: skip
+    if pages.memory.is_pinned() and far_pages.can_cross(device, near, layout):
+        key = query.new_empty(tokens, layout.heads, layout.key_dim)
+        value = key[..., : layout.value_dim]
+        if not layout.latent:
+            value = query.new_empty(tokens, layout.heads, layout.value_dim)
+        far_pages.fetch_rows(key, value, pages, layer, table)
+        return key, value
+    copied = ops.Pages(layout, pages.memory[table, layer].to(device)[:, None])
+    numbers = torch.arange(len(table), device=device)
+    key, value = ops.read_pages(copied, 0, numbers, tokens)
+    return key.to(query.dtype), value.to(query.dtype)

@@ -23,7 +23,18 @@ class Merged:
         """Room for a part of the same rows, empty."""
         return Merged(self.out.shape, self.out.device)
 
+    def to(self, device: torch.device) -> "Merged":
+        """The same on `device`, without waiting for it."""
+        moved = Merged.__new__(Merged)
+        moved.out, moved.lse = (x.to(device, non_blocking=True) for x in (self.out, self.lse))
+        return moved
+
     def add(self, part: "Merged") -> None:
         """Count the positions of `part`, too.  Rows that have none there do not change."""
         parts = (self.out, self.lse), (part.out, part.lse)
         self.out, self.lse = ops.merge_attention(parts)
+
+    def add_rows(self, rows: slice, part: "Merged") -> None:
+        """`add` of a part that has only `rows`."""
+        parts = (self.out[rows], self.lse[rows]), (part.out, part.lse)
+        self.out[rows], self.lse[rows] = ops.merge_attention(parts)

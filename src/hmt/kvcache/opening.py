@@ -19,6 +19,7 @@ from hmt.kvcache.select import RANKINGS, Selection, bounds_page_bytes
 from hmt.kvcache.store import PageStore, Pool, store_page_bytes
 from hmt.kvcache.tiered import TieredKV
 from hmt.memory import TransferQueue
+from hmt.memory.device import Device
 
 _Tiered = TypeVar("_Tiered", bound=TieredKV)
 
@@ -85,11 +86,15 @@ def open_tiered(
     order: str,
     chunk: int,
     selection: tuple[str, float] | None = None,
+    device: Device | None = None,
+    pinned: bool = False,
 ) -> _Tiered:
     """The cache that `levels` plans: hot pages and rings from `near`, all else from `host`.
 
     order       of ORDERS
     selection   of RANKINGS, and the share of pages that decoding tokens attend to; None: to all
+    device      where layers compute, if not on the CPU
+    pinned      whether its kernels can read and write what `host` gives
 
     Raises BudgetError, and MachineError where `folder` has no room.
     """
@@ -97,14 +102,15 @@ def open_tiered(
     exact = ops.PageEncoding.of(dtype)
     warm = cold = None
     with ExitStack() as made:
-        hot = PageStore(whole, levels.hot_pages, exact, near)
+        hot = PageStore(whole, levels.hot_pages, exact, near, staged=levels.staged_pages)
         made.callback(hot.release)
         rings = []
         for window, members in windows.items():
             rings.append(Rings(members, window, chunk, levels.ring_pages[window], exact, near))
             made.callback(rings[-1].release)
         if levels.warm_pages:
-            warm = PageStore(whole, levels.warm_pages, encoding_of(levels.warm, dtype), host)
+            encoding = encoding_of(levels.warm, dtype)
+            warm = PageStore(whole, levels.warm_pages, encoding, host, pinned=pinned)
             made.callback(warm.release)
         if levels.cold_groups:
             assert folder is not None
@@ -120,7 +126,8 @@ def open_tiered(
         return Selection(share, RANKINGS[ranking](places, host))
 
     chosen = None if selection is None else choosing
-    return kind(hot, warm, cold, rings, ORDERS[order], chunk=chunk, selection=chosen)
+    order_of = ORDERS[order]
+    return kind(hot, warm, cold, rings, order_of, chunk=chunk, selection=chosen, device=device)
 
 
 def _by_window(

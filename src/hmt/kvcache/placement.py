@@ -1,6 +1,7 @@
 """Where pages lie: three levels, what moves between them, and what is read from which."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from hmt.kvcache.cold import ColdPages
 from hmt.kvcache.policies import PagePolicy
 from hmt.kvcache.store import PageStore, recode
 from hmt.memory import Bitmap
+from hmt.memory.device import Device, Mark
 
 # Pages of a layer that lie together: pages, the layer's place in them, a table, and which of those
 # that were asked for these are.
@@ -23,11 +25,21 @@ _PROMOTED = 4  # pages at a time
 _MARGIN = 0.1  # of worth, below which a page stays where it is
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Hot pages that are being copied to places in host memory, until `written`."""
+
+    ids: Numbers
+    places: Numbers
+    written: Mark
+
+
 class Placement:
     """Pages of layers without a window at up to three levels, by worth.
 
     Pages are made hot.  When room is needed, those worth least move on: to host memory, and from
-    there, or where that is full, to the drive, in whole groups.
+    there, or where that is full, to the drive, in whole groups.  Beside a device those that go next
+    are copied before, while steps are computed.
     """
 
     def __init__(
@@ -37,13 +49,20 @@ class Placement:
         cold: ColdPages | None,
         policy: Callable[[int], PagePolicy],
         clock: Callable[[], float],
+        device: Device | None = None,
     ) -> None:
-        """Takes over the memories, and releases them in the end."""
+        """Takes over the memories, and releases them in the end.
+
+        device   where hot pages are, if that has a queue for writing pages back
+        """
         self.hot, self.warm, self.cold = hot, warm, cold
         slots: list[Slots] = [Bitmap(hot.count), Bitmap(warm.count if warm is not None else 0)]
         self.book = PageBook([*slots, cold.slots if cold is not None else Bitmap(0)])
         self.policy = policy(self.book.count)
         self.clock = clock
+        self._device = device
+        self._leaving: _Leaving | None = None
+        self.crosses = warm is not None and hot.crosses_to(warm)  # kernels know the way
         self.account = KVAccount({_NAMES[n]: s.count for n, s in enumerate(self.book.levels)})
 
     @property
@@ -58,6 +77,46 @@ class Placement:
         self.policy.added(made, self.clock())
         self._note_levels()
         return made
+
+    def write_back(self, wanted: int, stays: Callable[[], Iterable[Numbers]]) -> None:
+        """Between steps: let pages that were copied to host memory go, and begin to copy others.
+
+        As many as are short of `wanted` hot pages that will be made, at most a group at a time.
+        """
+        if self._leaving is not None and self._leaving.written.reached():
+            self.settle()
+        room = min(GROUP_PAGES, self.book.free_at(Level.WARM))
+        wanted = min(wanted, GROUP_PAGES)
+        if self._leaving is not None or not room or self.book.free_at(Level.HOT) >= wanted:
+            return
+        device, warm = self._device, self.warm
+        if device is None or warm is None:
+            return
+        if self.hot.device.type != "cpu" and not self.crosses:
+            return  # what the CPU has to encode, it encodes when it must
+        movable = self._movable(stays())
+        ids = self._least(movable, len(movable), Level.HOT)[:room]
+        places = self.book.reserve(len(ids), Level.WARM)
+        self.book.share(ids)  # whoever gives them up meanwhile does not free them
+        slots, theirs = to_tensor(places), to_tensor(self.book.slots_of(ids))
+
+        def work() -> None:
+            if self.crosses:
+                self.hot.send(theirs, warm, slots)
+            else:
+                warm.take(slots, self.hot, theirs)
+
+        self._leaving = _Leaving(ids, places, device.write_back(work))
+
+    def settle(self) -> None:
+        """Wait for pages that are being copied, and let them go."""
+        if self._leaving is None:
+            return
+        leaving, self._leaving = self._leaving, None
+        leaving.written.wait()
+        self.book.move(leaving.ids, Level.WARM, leaving.places)
+        self._note_moved(leaving.ids, Level.HOT, Level.WARM)
+        self.book.drop(leaving.ids)
 
     def copy(self, page: Numbers, hot_copy: Numbers) -> None:
         """Let hot page `hot_copy` hold what `page` holds, wherever that is."""
@@ -80,6 +139,7 @@ class Placement:
 
     def promote(self, stays: Iterable[Numbers]) -> None:
         """Let some pages of host memory change places with hot ones that are worth less."""
+        self.settle()
         warm = self.book.at(Level.WARM)
         if self.warm is None or not len(warm) or self.book.free_at(Level.WARM) < _PROMOTED:
             return
@@ -95,6 +155,7 @@ class Placement:
 
     def release(self) -> None:
         """Give all memory back."""
+        self.settle()
         self.hot.release()
         if self.warm is not None:
             self.warm.release()
@@ -103,6 +164,8 @@ class Placement:
 
     def _make_room(self, pages: int, stays: Iterable[Numbers]) -> None:
         """Move hot pages away until `pages` are free."""
+        if pages > self.book.free_at(Level.HOT):
+            self.settle()
         short = pages - self.book.free_at(Level.HOT)
         if short <= 0:
             return
@@ -149,6 +212,9 @@ class Placement:
             target = self.hot if level is Level.HOT else self.warm
             assert target is not None
             target.take(to_tensor(new).to(target.device), source, theirs)
+        self._note_moved(ids, came, level)
+
+    def _note_moved(self, ids: Numbers, came: Level, level: Level) -> None:
         way = f"{_NAMES[came]} to {_NAMES[level]}"
         self.account.moved[way] = self.account.moved.get(way, 0) + len(ids)
         self._note_levels()

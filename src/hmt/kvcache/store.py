@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
-from hmt.kernels import ops
+from hmt.kernels import far_pages, ops
 from hmt.kvcache.pages import kinds_of, layout_of
 
 
@@ -47,6 +47,8 @@ class PageStore:
 
     layers   by index: where each one's pages are
     kinds    pages, with the indices of the layers that they are of
+    pinned   whether a device's kernels can read and write them in host memory
+    staged   by layer: pages of one layer, for what is attended to and forgotten; layers share them
     """
 
     def __init__(
@@ -55,9 +57,15 @@ class PageStore:
         count: int,
         encoding: ops.PageEncoding,
         pool: Pool[Any],
+        *,
+        pinned: bool = False,
+        staged: int = 0,
     ) -> None:
-        """Take memory for them.  BudgetError if they do not fit."""
+        """Take memory for them, and for `staged` more.  BudgetError if they do not fit."""
         self.count = count
+        self.staged: dict[int, ops.Pages] = {}
+        count += staged
+        self.pinned = pinned
         self._pool = pool
         self.layers: dict[int, Kept] = {}
         self.kinds: list[tuple[ops.Pages, list[int]]] = []
@@ -74,21 +82,46 @@ class PageStore:
             nbytes = count * len(members) * layout.page_bytes
             extents = memory[start : start + nbytes].view(count, len(members), layout.page_bytes)
             start += nbytes
-            pages = ops.Pages(layout, extents)
+            if staged:
+                own = extents[self.count :].reshape(-1, 1, layout.page_bytes)
+                self.staged |= dict.fromkeys(members, ops.Pages(layout, own))
+            pages = ops.Pages(layout, extents[: self.count])
             self.kinds.append((pages, members))
             self.layers |= {index: Kept(pages, i, layer.window) for i, index in enumerate(members)}
 
     def take(self, numbers: torch.Tensor, source: "PageStore", theirs: torch.Tensor) -> None:
         """Copy pages `theirs` of `source`, which has the same layers, to `numbers`.
 
-        Both int64, of whole pages.  Encoded anew where the encodings differ.
+        Both int64, of whole pages.  Encoded anew where the encodings differ.  They are there when
+        this returns.
         """
-        for (pages, members), (other, _) in zip(self.kinds, source.kinds, strict=True):
-            if pages.layout == other.layout:
-                pages.memory[numbers] = other.memory[theirs].to(self.device)
-                continue
-            for at in range(len(members)):
-                recode(pages, at, numbers, other, at, theirs)
+        if self.crosses_to(source):  # from host memory
+            for (pages, _), (other, _) in zip(self.kinds, source.kinds, strict=True):
+                far_pages.fetch_pages(pages, numbers, other, theirs)
+        elif source.crosses_to(self):
+            source.send(theirs, self, numbers)
+        else:
+            for (pages, members), (other, _) in zip(self.kinds, source.kinds, strict=True):
+                if pages.layout == other.layout:
+                    pages.memory[numbers] = other.memory[theirs].to(self.device)
+                    continue
+                for at in range(len(members)):
+                    recode(pages, at, numbers, other, at, theirs)
+        if self.device != source.device:
+            torch.cuda.current_stream().synchronize()
+
+    def crosses_to(self, host: "PageStore") -> bool:
+        """Whether `send` knows how to copy pages to host memory, and from there."""
+        pairs = zip(self.kinds, host.kinds, strict=True)
+        return host.pinned and all(
+            far_pages.can_cross(self.device, near.layout, far.layout)
+            for (near, _), (far, _) in pairs
+        )
+
+    def send(self, numbers: torch.Tensor, host: "PageStore", theirs: torch.Tensor) -> None:
+        """Copy pages to `theirs` of host memory, for which `crosses_to`, on the current queue."""
+        for (pages, _), (other, _) in zip(self.kinds, host.kinds, strict=True):
+            far_pages.send_pages(pages, numbers, other, theirs)
 
     def copy(self, page: int, to: int) -> None:
         """Let page `to` hold, in all layers, what `page` holds."""
@@ -98,6 +131,7 @@ class PageStore:
     def release(self) -> None:
         """Give the memory back to the pool.  Nothing may be used afterwards."""
         self.layers.clear()
+        self.staged.clear()
         self.kinds.clear()
         if self._buffer is not None:
             self._pool.free(self._buffer)

@@ -5,7 +5,7 @@ policy's to say; none is ever lost.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,18 @@ from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
 from hmt.kvcache.book import Level, Numbers
 from hmt.kvcache.cold import ColdPages
-from hmt.kvcache.far import MANY, Query, attend_far
+from hmt.kvcache.far import MANY, Pieces, Query, attend_far
 from hmt.kvcache.merging import Merged
 from hmt.kvcache.placement import Placement, pages_of, to_tensor
 from hmt.kvcache.policies import PagePolicy
 from hmt.kvcache.rings import Rings
 from hmt.kvcache.select import Selection
 from hmt.kvcache.store import Kept, PageStore
+from hmt.memory.device import Device
 
 _STAY = Stay()
 _NONE = np.zeros(0, dtype=np.int64)
+_NOTHING: Mapping[int, Numbers] = {}
 # Steps between looks at what tokens attend to, each in another layer.  A look reads the layer's
 # keys once more: of 32 layers, 0.1% of what attention reads.
 _WEIGHED_EVERY = 16
@@ -44,12 +46,17 @@ class _Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Where:
+class Where:
     """A step's runs by level; cold: with places instead of tables."""
 
-    hot: ops.PagedRuns
+    near: ops.PagedRuns
     warm: ops.PagedRuns | None = None
     cold: tuple[tuple[Run, Numbers], ...] = ()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether some of the pages are not near."""
+        return self.warm is not None or bool(self.cold)
 
 
 class TieredKV:
@@ -59,6 +66,8 @@ class TieredKV:
     worth first, but never its first pages nor its last.  Layers with a sliding window keep rings of
     their own, which are always hot.  Capacity is reserved when a sequence is opened, over all
     levels: a request that was admitted can always finish.
+
+    rings   by window
     """
 
     def __init__(
@@ -73,17 +82,20 @@ class TieredKV:
         selection: Callable[[Placement], Selection] | None = None,
         stay: Stay = _STAY,
         clock: Callable[[], float] = time.monotonic,
+        device: Device | None = None,
     ) -> None:
         """Takes over the memories, and releases them in the end.
 
         hot         pages of all layers without a window: `least_hot_pages` of one sequence at least
         chunk       tokens that a step may append, all but one of each sequence
         selection   what decoding tokens attend to; None: everything
+        device      where layers compute, if not on the CPU
         """
         assert hot.count >= least_hot_pages(chunk, 1, stay)
-        self._places = Placement(hot, warm, cold, policy, clock)
+        self._places = Placement(hot, warm, cold, policy, clock, device)
         self._rings = {index: rings for rings in rings for index in rings.layers}
         self._windows = tuple(rings)
+        self.rings = {kept.window: made for made in rings for kept in made.layers.values()}
         self._selection = None if selection is None else selection(self._places)
         self._stay = stay
         self._chunk = chunk
@@ -93,7 +105,7 @@ class TieredKV:
         self._steps = 0
         self._appended: Step | None = None  # of the last call of append
         self._step: Step | None = None  # that `where` is of
-        self._where = _Where(ops.PagedRuns(()))
+        self._where = Where(ops.PagedRuns(()))
 
     @property
     def account(self) -> KVAccount:
@@ -169,7 +181,7 @@ class TieredKV:
         else:
             if self._appended is not step:
                 self._begin(step)
-            kept, runs = self._places.hot.layers[layer], self._where_is(step).hot
+            kept, runs = self._places.hot.layers[layer], self._where_is(step).near
         ops.append_pages(kept.pages, kept.slot, runs, key, value)
 
     def attend(
@@ -193,22 +205,21 @@ class TieredKV:
         if self._selection is not None:
             hidden = self._hidden(layer, step, asked)
             where = self._places_of(step, hidden)
-        weighs = self._steps % _WEIGHED_EVERY == 0 and layer == self._weighed_layer
-        if where.warm is None and not where.cold and not weighs:
+        weighs = layer == self.weighed_layer
+        if not where.is_apart and not weighs:
             options["sinks"] = sinks
-            return ops.paged_attention_output(kept.pages, kept.slot, where.hot, query, **options)
+            return ops.paged_attention_output(kept.pages, kept.slot, where.near, query, **options)
         merged = Merged((*query.shape[:2], kept.pages.layout.value_dim), query.device)
         if any(run.length < MANY for run in step.runs):
             _ = asked.there  # before the device has something else to do
         ops.attend_part(
-            kept.pages, kept.slot, where.hot, query, merged.out, merged.lse, sinks=sinks, **options
+            kept.pages, kept.slot, where.near, query, merged.out, merged.lse, sinks=sinks, **options
         )
-        for pages, slot, runs in self._elsewhere(layer, where):
-            part = merged.like()
-            attend_far(pages, slot, runs, asked, part, **options)
-            merged.add(part)
+        begin = time.perf_counter()
+        attend_far(self.elsewhere(layer, where), asked, merged, **options)
+        self.account.host_s += time.perf_counter() - begin
         if weighs:
-            self._weigh(layer, step, asked, merged.lse, hidden, options)
+            self.weigh(layer, step, asked, merged.lse, options, hidden)
         return merged.out.to(query.dtype)
 
     def append_attend(
@@ -251,7 +262,57 @@ class TieredKV:
         return key.flatten(0, 1)[: run.context], value.flatten(0, 1)[: run.context]
 
     @property
-    def _weighed_layer(self) -> int:
+    def near_tokens(self) -> int:
+        """Positions that can be near at once."""
+        return self._places.hot.count * PAGE_TOKENS
+
+    @property
+    def selects(self) -> bool:
+        """Whether decoding tokens attend to some of the pages only."""
+        return self._selection is not None
+
+    def kept(self, layer: int) -> Kept:
+        """Where a layer's near pages are, or those of its window."""
+        rings = self._rings.get(layer)
+        return (rings.layers if rings else self._places.hot.layers)[layer]
+
+    def staging(self, layer: int) -> tuple[ops.Pages, ops.Pages, int] | None:
+        """Where a layer's pages of host memory can be fetched to, they, and the layer in them.
+
+        None where a device has no kernel for that, or no room.
+        """
+        hot, warm = self._places.hot, self._places.warm
+        if warm is None or layer not in hot.staged:
+            return None
+        if hot.device.type != "cpu" and not self._places.crosses:
+            return None
+        kept = warm.layers[layer]
+        return hot.staged[layer], kept.pages, kept.slot
+
+    @property
+    def crosses(self) -> bool:
+        """Whether kernels of a device read and write the pages of host memory."""
+        return self._places.crosses
+
+    @property
+    def whole_layers(self) -> Sequence[int]:
+        """Those without a window."""
+        return self._order
+
+    def begin(self, step: Step) -> Where:
+        """Make the pages that a step appends to, unless `append` was called; where its runs lie.
+
+        From now on no page moves until the next step.
+        """
+        if self._appended is not step:
+            self._begin(step)
+        return self._where_is(step)
+
+    @property
+    def weighed_layer(self) -> int | None:
+        """Where it is time to look at what the tokens of this step attend to."""
+        if self._steps % _WEIGHED_EVERY or not self._order:
+            return None
         return self._order[self._steps // _WEIGHED_EVERY % len(self._order)]
 
     def _hidden(self, layer: int, step: Step, asked: Query) -> dict[int, Numbers]:
@@ -265,16 +326,21 @@ class TieredKV:
                 hidden[run.sequence] = self._selection.hidden(layer, ids, query, self._stay)
         return hidden
 
-    def _weigh(
+    def weigh(
         self,
         layer: int,
         step: Step,
         asked: Query,
         lse: torch.Tensor,
-        hidden: Mapping[int, Numbers],
         options: Mapping[str, Any],
+        hidden: Mapping[int, Numbers] = _NOTHING,
     ) -> None:
-        """Tell the policy what each run's last token attended to; the last page always stays."""
+        """Tell the policy what each run's last token attended to; the last page always stays.
+
+        lse       f32 [tokens, q_heads], of all that tokens see
+        options   scale and softcap
+        hidden    pages that were left out, by sequence
+        """
         for run in step.runs:
             row = slice(run.offset + run.length - 1, run.offset + run.length)
             ids = self._sequences[run.sequence].pages[: run.context // PAGE_TOKENS]
@@ -288,13 +354,13 @@ class TieredKV:
                 attention[at] = masses.cpu()
             self._places.policy.weighed(ids, attention * len(ids), self._places.clock())
 
-    def _elsewhere(
-        self, layer: int, where: _Where
-    ) -> Iterator[tuple[ops.Pages, int, ops.PagedRuns]]:
-        """Pages of a step's runs that are not hot: (pages, layer in them, runs)."""
+    def elsewhere(self, layer: int, where: Where) -> Pieces:
+        """Pages of a step's runs that are not near."""
         warm, cold = self._places.warm, self._places.cold
         if where.warm is not None and warm is not None:
             kept = warm.layers[layer]
+            count = sum(len(run.table) for run in where.warm.runs)
+            self.account.host_bytes += count * kept.pages.layout.page_bytes
             yield kept.pages, kept.slot, where.warm
         if where.cold and cold is not None:
             tables = [slots for _, slots in where.cold]
@@ -307,7 +373,7 @@ class TieredKV:
                 ]
                 yield pages, 0, ops.PagedRuns(runs)
 
-    def _where_is(self, step: Step) -> _Where:
+    def _where_is(self, step: Step) -> Where:
         """A step's runs by level, or those of a part of it that has been appended."""
         if self._step is not step:
             self._where = self._places_of(step, {})
@@ -325,9 +391,10 @@ class TieredKV:
             sequence = self._sequences[run.sequence]
             sequence.tokens = run.context
             counts[run.sequence] = pages_of(run.context) - len(sequence.pages)
+        self._places.write_back(self._unmade, self._stays)  # before there are empty pages
         self._grow(counts)
 
-    def _places_of(self, step: Step, hidden: Mapping[int, Numbers]) -> _Where:
+    def _places_of(self, step: Step, hidden: Mapping[int, Numbers]) -> Where:
         """A step's runs over all pages but the `hidden` ones, by sequence."""
         hot, warm, cold = [], [], []
         book = self._places.book
@@ -340,13 +407,13 @@ class TieredKV:
             near = levels == Level.HOT
             # What is elsewhere comes before the run's own tokens: without it they stand earlier.
             start = run.start - PAGE_TOKENS * int(len(every) - near.sum())
-            table = to_tensor(slots[near]).to(self._places.hot.device)
-            hot.append(ops.PagedRun(run.offset, run.length, start, table))
+            # To a device they go with all that kernels are told of runs.
+            hot.append(ops.PagedRun(run.offset, run.length, start, to_tensor(slots[near])))
             if len(there := slots[levels == Level.WARM]):
                 warm.append(_over(run, to_tensor(there)))
             if len(there := slots[levels == Level.COLD]):
                 cold.append((run, there))
-        return _Where(ops.PagedRuns(hot), ops.PagedRuns(warm) if warm else None, tuple(cold))
+        return Where(ops.PagedRuns(hot), ops.PagedRuns(warm) if warm else None, tuple(cold))
 
     def _grow(self, counts: Mapping[int, int]) -> None:
         """Make pages for sequences, hot."""
@@ -372,8 +439,13 @@ class TieredKV:
 
     def _free_pages(self, held: Numbers) -> int:
         """Pages that no sequence has reserved, once somebody holds `held`."""
-        unmade = sum(sequence.unmade for sequence in self._sequences.values())
-        return self._places.free_pages - unmade
+        self._places.settle()  # pages on their way count twice
+        return self._places.free_pages - self._unmade
+
+    @property
+    def _unmade(self) -> int:
+        """Pages that sequences have reserved and not made."""
+        return sum(sequence.unmade for sequence in self._sequences.values())
 
     def _has_room(self, held: Numbers, unmade: int) -> bool:
         """For one more sequence of pages `held`, and so many that are to be made."""

@@ -182,7 +182,10 @@ def _layers(
     """All layers, and the head's blocks."""
     tokens = [kv_bytes(demand, context) // max(1, demand.kv_token_bytes)] * demand.spec.layers
     if levels is not None:
-        pages = [levels.ring_pages.get(kv.window, levels.hot_pages) for kv in demand.spec.kv]
+        pages = [
+            levels.ring_pages.get(kv.window, levels.hot_pages + levels.staged_pages)
+            for kv in demand.spec.kv
+        ]
         tokens = [count * PAGE_TOKENS for count in pages]
     layers = [
         _Layer(index, kv_bytes=round_up(kv * tokens[index], _ALIGNMENT))

@@ -17,6 +17,9 @@ from hmt.contracts.model import PAGE_TOKENS
 
 _PIECE_BYTES = MIB  # a drive's full rate, with several of them on their way
 _MEMORY_PAGE_BYTES = 4096
+# Of what is near a device, what it fetches host memory's pages to, layer by layer: with 32 layers
+# room for twice as many as stay near, where link and CPU share them 1 to 3 and 8 times as many.
+_STAGED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,19 @@ class KVBudgets:
 
 
 def plan_levels(
-    sizes: KVSizes, budgets: KVBudgets, *, context: int | None, most: int, chunk: int, batch: int
+    sizes: KVSizes,
+    budgets: KVBudgets,
+    *,
+    context: int | None,
+    most: int,
+    chunk: int,
+    batch: int,
+    on_device: bool = False,
 ) -> KVLevels:
     """Fill levels with the pages of `context` positions, the nearest first.
 
-    context   None: as many as the budgets hold, at most `most`
+    context     None: as many as the budgets hold, at most `most`
+    on_device   whether layers compute beside host memory
     Raises BudgetError where they are too small, saying what would do.
     """
     stay = Stay()
@@ -87,6 +98,10 @@ def plan_levels(
     hot = min(hot, max(wanted, least))
     if not sizes.hot_page:
         return KVLevels(hot, ring_pages=rings)
+    staged = 0
+    if on_device and wanted > hot and budgets.host_bytes != 0 and sizes.warm != "int4":
+        staged = min(hot // _STAGED, hot - least)
+        hot -= staged
     left = max(0, wanted - hot)
     far = left if budgets.host_bytes is None and budgets.disk_bytes == 0 else 0
     warm = min(left, far if budgets.host_bytes is None else budgets.host_bytes // sizes.warm_page)
@@ -95,7 +110,7 @@ def plan_levels(
         groups = min(groups, budgets.disk_bytes // sizes.cold_group)
     found = KVLevels(
         hot, warm, groups, rings, sizes.warm, sizes.cold,
-        max(_PIECE_BYTES, sizes.layer_group) if groups else 0,
+        max(_PIECE_BYTES, sizes.layer_group) if groups else 0, staged,
     )  # fmt: skip
     if context is not None and found.pages < wanted:
         raise BudgetError(
@@ -111,7 +126,8 @@ def plan_levels(
 def near_bytes(levels: KVLevels, sizes: KVSizes) -> int:
     """Memory where layers compute."""
     rings = [levels.ring_pages[window] * nbytes for window, nbytes in sizes.ring_pages.items()]
-    return sum(round_up(n, _MEMORY_PAGE_BYTES) for n in (levels.hot_pages * sizes.hot_page, *rings))
+    own = levels.hot_pages + levels.staged_pages
+    return sum(round_up(n, _MEMORY_PAGE_BYTES) for n in (own * sizes.hot_page, *rings))
 
 
 def host_bytes(levels: KVLevels, sizes: KVSizes) -> int:

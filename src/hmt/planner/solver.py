@@ -73,8 +73,9 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     assert sizes is not None
     chunk, most = _chunk(demand, options), demand.spec.max_context * demand.batch
     levels = plan_levels(
-        sizes, options.kv, context=options.context, most=most, chunk=chunk, batch=demand.batch
-    )
+        sizes, options.kv, context=options.context, most=most, chunk=chunk, batch=demand.batch,
+        on_device=bool(options.device_bytes),
+    )  # fmt: skip
     rows = demand.spec.attention_heads * max(layer.value_dim + 1 for layer in demand.spec.kv)
     work = work_bytes(levels, sizes, chunk + demand.batch - 1, rows)
     demand = replace(demand, kv_work_bytes=work)

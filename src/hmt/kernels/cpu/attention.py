@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels.cpu.codes import DTYPES
 from hmt.kernels.reference.pages import PagedRuns, Pages
 
@@ -97,6 +98,44 @@ def attend_into(
         0 if lse is None else lse.data_ptr(),
         torch.get_num_threads(),
     )
+
+
+def page_masses(
+    native: ModuleType,
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> list[Tensor]:
+    """`reference.page_masses` by the extension, of runs that see whole pages."""
+    query = _side_by_side(query)
+    heads, found = query.shape[1], []
+    for run in runs.runs:
+        row, pages_seen = run.offset + run.length - 1, run.context // PAGE_TOKENS
+        logs = lse[row].float().contiguous()
+        masses = torch.empty(pages_seen)
+        last = PagedRuns([run._replace(offset=row, length=1)])
+        native.page_masses(
+            native_pages(native, pages),
+            layer,
+            native_runs(native, last),
+            pages_seen,
+            query.data_ptr(),
+            DTYPES[query.dtype],
+            *query.stride()[:2],
+            heads,
+            scale,
+            softcap,
+            logs.data_ptr(),
+            masses.data_ptr(),
+            torch.get_num_threads(),
+        )
+        found.append(masses)
+    return found
 
 
 def append_attend_pages(

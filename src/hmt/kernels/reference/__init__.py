@@ -42,6 +42,7 @@ from hmt.kernels.reference.pages import (
     PageLayout,
     Pages,
     append_pages,
+    divided,
     encode_rows,
     read_pages,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "biased_sigmoid_topk",
     "dequantize",
     "divide_experts",
+    "divided",
     "draw",
     "encode_rows",
     "experts",

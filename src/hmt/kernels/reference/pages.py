@@ -235,7 +235,7 @@ def encode_rows(encoding: PageEncoding, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of rows [..., dim] and their scales [..., groups]; int8, those of INT4 0 .. 15."""
     numbers = rows.float()
     if encoding is PageEncoding.INT8:
-        scales = numbers.abs().amax(-1, keepdim=True) / 127
+        scales = divided(numbers.abs().amax(-1, keepdim=True), 127)
         divisors = scales.masked_fill(scales == 0, 1)
         codes = (numbers / divisors).round().clamp(-127, 127)
         return codes.masked_fill(scales == 0, 0).to(torch.int8), scales
@@ -248,6 +248,11 @@ def encode_rows(encoding: PageEncoding, rows: Tensor) -> tuple[Tensor, Tensor]:
     divisors = scales.float().masked_fill(scales == 0, 1)[..., None]
     codes = (groups / divisors).round().clamp(-8, 7).masked_fill((scales == 0)[..., None], 0)
     return (codes.flatten(-2)[..., :dim] + 8).to(torch.int8), scales
+
+
+def divided(numbers: Tensor, divisor: float) -> Tensor:
+    """Quotients, rounded once: by a plain number torch multiplies with its inverse on a GPU."""
+    return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)
 
 
 def _write_rows(

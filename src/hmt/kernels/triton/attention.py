@@ -167,6 +167,23 @@ def paged_attention_output(
     return _attend_all(pages, layer, runs, query, None, **options)
 
 
+def attend_part(
+    pages: Pages,
+    layer: int,
+    runs: PagedRuns,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    **options: Any,
+) -> None:
+    """See `reference.attend_part`; runs see all up to their own tokens."""
+    if not can_attend(pages, query):
+        reference.attend_part(pages, layer, runs, query, out, lse, **options)
+        return
+    options = {"window": 0, "softcap": 0.0, "sinks": None} | options
+    _attend_all(pages, layer, runs, query, lse, out, **options)
+
+
 def append_attend_pages(
     pages: Pages,
     layer: int,
@@ -238,6 +255,7 @@ def _attend_all(
     runs: PagedRuns,
     query: Tensor,
     lse: Tensor | None,
+    out: Tensor | None = None,
     *,
     scale: float,
     window: int,
@@ -246,7 +264,8 @@ def _attend_all(
 ) -> Tensor:
     query, scale = _forward(query, scale)
     scoring = _Scoring(scale, window, softcap, sinks)
-    out = query.new_empty(*query.shape[:2], pages.layout.value_dim)
+    if out is None:
+        out = query.new_empty(*query.shape[:2], pages.layout.value_dim)
     for held in device_runs(runs, query.device):
         _attend(pages, layer, held, query, out, lse, scoring, None)
     return out

@@ -6,6 +6,7 @@ Plain torch are chains of the others, and what a step does not wait for.
 from hmt.kernels.reference import draw, largest
 from hmt.kernels.triton.attention import (
     append_attend_pages,
+    attend_part,
     attention,
     paged_attention,
     paged_attention_output,
@@ -13,6 +14,7 @@ from hmt.kernels.triton.attention import (
 from hmt.kernels.triton.dequantize import dequantize, quantize_activations
 from hmt.kernels.triton.elementwise import gated, gated_pair, rope, rope_inplace
 from hmt.kernels.triton.experts import experts, experts_by_table
+from hmt.kernels.triton.joining import join
 from hmt.kernels.triton.linear import linear, linear_into, linear_many
 from hmt.kernels.triton.norms import (
     add_rms_norm,
@@ -22,6 +24,13 @@ from hmt.kernels.triton.norms import (
     rms_norm_quantize,
 )
 from hmt.kernels.triton.pages import append_pages
+from hmt.kernels.triton.rewriting import (
+    can_rewrite,
+    fetch_layer,
+    fetch_pages,
+    fetch_rows,
+    send_pages,
+)
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
 from hmt.kernels.triton.sampling import greedy, survey, survey_rows
@@ -33,19 +42,25 @@ __all__ = [
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "attend_part",
     "attention",
     "attention_inputs",
     "biased_sigmoid_topk",
+    "can_rewrite",
     "dequantize",
     "draw",
     "experts",
     "experts_by_table",
     "feed_forward",
+    "fetch_layer",
+    "fetch_pages",
+    "fetch_rows",
     "fixed_runs",
     "gated",
     "gated_pair",
     "greedy",
     "grouped_softmax_topk",
+    "join",
     "largest",
     "linear",
     "linear_into",
@@ -59,6 +74,7 @@ __all__ = [
     "rope",
     "rope_inplace",
     "rows_at",
+    "send_pages",
     "softmax_topk",
     "survey",
     "survey_rows",

@@ -84,7 +84,9 @@ class DeviceRuns:
                 pages = min(len(runs[row].table), self.tables.shape[1])
                 _send(runs[row].table[:pages], self.tables[row, :pages])
         for row in changed:
-            self.known[row] = (runs[row].table, runs[row].table._version)
+            table = runs[row].table
+            # Those of inference mode do not tell whether they have changed.
+            self.known[row] = None if table.is_inference() else (table, table._version)
         _send(torch.tensor(columns, dtype=torch.int32).T, self.spans)
 
     def _holds(self, row: int, table: Tensor) -> bool:

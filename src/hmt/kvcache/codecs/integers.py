@@ -6,7 +6,7 @@ from torch import Tensor
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels.ops import PageEncoding
-from hmt.kernels.reference import encode_rows
+from hmt.kernels.reference import divided, encode_rows
 from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, taken_apart
 
 _GROUP = 32  # numbers that share a scale of INT4
@@ -48,7 +48,7 @@ class Int8PerChannel(Codec):
         return (PAGE_TOKENS + 2) * self.heads * self.dim
 
     def _encode(self, rows: Tensor) -> Tensor:
-        scales = (rows.abs().amax(1) / _LARGEST).bfloat16()
+        scales = divided(rows.abs().amax(1), _LARGEST).bfloat16()
         return joined(_codes(rows, scales[:, None].float()), scales)
 
     def _decode(self, data: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def static_scales(largest: Tensor) -> Tensor:
 
     A channel that was always 0 gets the largest scale of its head; 1 where the whole head was 0.
     """
-    scales = largest.float() / _LARGEST
+    scales = divided(largest.float(), _LARGEST)
     instead = scales.amax(-1, keepdim=True)
     instead = instead.masked_fill(instead == 0, 1)
     return torch.where(scales == 0, instead, scales)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.kernels.reference import divided
 from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, taken_apart
 
 _SIGMAS = 3.0
@@ -59,7 +60,9 @@ class Residual(Codec):
         error = error.masked_fill(error <= _SIGMAS**2 * usual, 0).view(len(encoded), -1)
         worst, places = error.topk(self.records, dim=1)
         lost = lost.view(len(encoded), -1, self.width).take_along_dim(places[..., None], 1)
-        exponents = torch.frexp(lost.abs().amax(-1) / _LARGEST).exponent.clamp(1 - _BIAS, _BIAS)
+        exponents = torch.frexp(divided(lost.abs().amax(-1), _LARGEST)).exponent.clamp(
+            1 - _BIAS, _BIAS
+        )
         codes = (lost / _power(exponents)[..., None]).round().clamp(-_LARGEST, _LARGEST) + 8
         unused = worst == 0
         places = places.masked_fill(unused, 0)

@@ -127,6 +127,7 @@ class SharingKV(TieredKV):
         book = self._places.book
         if self._prefixes is None or pages <= book.free_at(Level.HOT):
             return
+        self._places.settle()
         while len(idle := self._idle()):
             short = pages - self._places.free_pages
             near = int((book.level_of(idle) != Level.COLD).sum())

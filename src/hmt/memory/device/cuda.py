@@ -62,6 +62,7 @@ class CudaDevice:
             self._compute = torch.cuda.Stream()
             # Copies give way: a kernel that waits costs more than a copy that does.
             self._copies = torch.cuda.Stream()
+            self._writes = torch.cuda.Stream()
             self._graphs = torch.cuda.graph_pool_handle()
 
     def free_bytes(self) -> int:
@@ -120,6 +121,14 @@ class CudaDevice:
         """See Device."""
         assert isinstance(mark, _CudaMark)
         self._compute.wait_event(mark.event)
+
+    def write_back(self, work: Callable[[], None]) -> Mark:
+        """See Device."""
+        computed = self._compute.record_event()
+        with torch.cuda.stream(self._writes):
+            self._writes.wait_event(computed)
+            work()
+            return _CudaMark(self._writes.record_event())
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See Device."""
@@ -181,6 +190,7 @@ class CudaDevice:
     def synchronize(self) -> None:
         """See Device."""
         self._copies.synchronize()
+        self._writes.synchronize()
         self._compute.synchronize()
 
     def pin(self, memory: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
 """What the tier of a device's memory is built on.
 
-Work is put on two queues of the device, which run beside each other and beside the CPU: `compute`,
-for kernels, and `copies`, for what comes from host memory.  A mark is a place in a queue; the
-other queue can be made to wait for it without the CPU waiting.
+Work is put on three queues of the device, which run beside each other and beside the CPU:
+`compute`, for kernels, `copies`, for what comes from host memory, and `write-back`, for what goes
+there.  A mark is a place in a queue; another queue can be made to wait for it without the CPU
+waiting.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,6 +91,14 @@ class Device(Protocol):
         """What is put on the compute queue from now on begins when `mark` has been reached."""
         ...
 
+    def write_back(self, work: Callable[[], None]) -> Mark:
+        """What `work` launches goes on the write-back queue; reached when it has been done.
+
+        Begins when what is on the compute queue now has been done.  `work` may be called later, but
+        not after the mark was waited for.
+        """
+        ...
+
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """What `compute` puts on the compute queue, as one thing that can be put there again.
 
@@ -111,7 +120,7 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until both queues are empty."""
+        """Wait until all queues are empty."""
         ...
 
     def pin(self, memory: torch.Tensor) -> bool:

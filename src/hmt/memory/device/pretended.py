@@ -93,6 +93,12 @@ class PretendedDevice:
         """See Device."""
         mark.wait()
 
+    def write_back(self, work: Callable[[], None]) -> Mark:
+        """See Device: done when it is waited for."""
+        written = _Pretended(work)
+        self._under_way.append(written)
+        return written
+
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See Device: the work itself, every time."""
         return compute

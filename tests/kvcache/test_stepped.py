@@ -1,0 +1,224 @@
+"""Decoding steps over several levels, with a device's part and the CPU's: the definition."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hmt.base.trace import Tracer
+from hmt.contracts.kv import Stay, least_hot_pages, ring_pages
+from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.plan import Tier
+from hmt.contracts.step import Step
+from hmt.kernels import captures, far_pages, ops, reference
+from hmt.kvcache import SteppedKV, TieredKV, store
+from hmt.kvcache.cold import ColdPages
+from hmt.kvcache.pages import layout_of
+from hmt.kvcache.policies import ORDERS
+from hmt.kvcache.rings import Rings
+from hmt.kvcache.store import PageStore
+from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
+from hmt.memory.device import Device, DevicePool, open_device
+
+LAYERS = (
+    KVLayer(KVKind.FULL, 2, 16, 16),
+    KVLayer(KVKind.SLIDING, 2, 16, 16, window=37),
+    KVLayer(KVKind.LATENT, 1, 48, 32),
+    KVLayer(KVKind.FULL, 2, 16, 16),
+)
+FULL = {i: layer for i, layer in enumerate(LAYERS) if not layer.window}
+CHUNK, SEQUENCES, STAGED = 64, 2, 6
+HOT = least_hot_pages(CHUNK, SEQUENCES, Stay())
+CONTEXT = 1100
+
+
+def plain_rows(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) -> ops.PageLayout:
+    """As pages lie on a GPU."""
+    return replace(layout_of(layer, encoding, where), rows=True)
+
+
+def use_kernels_for_gpus() -> pytest.MonkeyPatch:
+    """Let pages of plain rows be a GPU's, whose kernels run in Triton's interpreter."""
+    operations = pytest.importorskip("hmt.kernels.triton.operations")
+
+    def fixed_runs(where: torch.device, tokens: int, context: int) -> ops.PagedRuns:
+        return operations.fixed_runs(where, tokens, 1, context)
+
+    def can_cross(where: torch.device, near: ops.PageLayout, far: ops.PageLayout) -> bool:
+        return operations.can_rewrite(near, far)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ops, "extension", SimpleNamespace(load=lambda: None))
+    patch.setattr(ops, "_portable", lambda tensor: operations)
+    patch.setattr(far_pages, "can_cross", can_cross)
+    patch.setattr(captures, "fixed_runs", fixed_runs)
+    patch.setattr(captures, "join_parts", operations.join)
+    return patch
+
+
+class Setting:
+    """A device, memory of both sides, and a drive."""
+
+    def __init__(self, name: str, folder: Path, stack: ExitStack) -> None:
+        self.interpreted = name == "interpreted"
+        if self.interpreted:
+            stack.callback(use_kernels_for_gpus().undo)
+            name = "pretended"
+        self.device: Device = open_device(name)
+        self.folder = folder
+        stack.callback(self.device.close)
+        ledger = Ledger({Tier.HOST: 64 << 20, Tier.DEVICE: 64 << 20})
+        self.host = HostPool(ledger.open(Tier.HOST, "kv", 32 << 20))
+        stack.callback(self.host.close)
+        self.near = DevicePool(self.device, ledger.open(Tier.DEVICE, "kv", 32 << 20))
+        stack.callback(self.near.close)
+        self.queue = TransferQueue(PreadReader(), Tracer())
+        stack.callback(self.queue.close)
+        memory = torch.frombuffer(self.host.pin(lambda: None), dtype=torch.uint8)
+        assert self.device.pin(memory)
+        stack.callback(self.device.unpin, memory)
+
+    def cache(self, far: ops.PageEncoding, warm: int, cold: int) -> TieredKV:
+        exact = ops.PageEncoding.F32
+        windows, pages = {1: LAYERS[1]}, SEQUENCES * ring_pages(37, CHUNK)
+        with pytest.MonkeyPatch.context() as patch:
+            if self.interpreted:
+                patch.setattr(store, "layout_of", plain_rows)
+            hot = PageStore(FULL, HOT, exact, self.near, staged=STAGED)
+            rings = Rings(windows, 37, CHUNK, pages, exact, self.near)
+        return TieredKV(
+            hot,
+            PageStore(FULL, warm, far, self.host, pinned=True) if warm else None,
+            ColdPages(self.folder, FULL, cold, far, self.host, self.queue, piece_bytes=1)
+            if cold
+            else None,
+            [rings],
+            ORDERS["a2cr"],
+            chunk=CHUNK,
+            device=self.device,
+        )
+
+
+@pytest.fixture(
+    scope="module",
+    params=["pretended", "interpreted", pytest.param("cuda:0", marks=pytest.mark.gpu)],
+)
+def setting(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    with ExitStack() as stack:
+        yield Setting(request.param, tmp_path_factory.mktemp("kv"), stack)
+
+
+class Texts:
+    """What each sequence should hold, and steps that are compared with attention to that."""
+
+    def __init__(self, setting: Setting, kv: TieredKV) -> None:
+        self.kv, self.device = kv, setting.device
+        self.slow = setting.interpreted  # what others test is left out
+        self.stepped = SteppedKV(kv, setting.device)
+        self.random = torch.Generator().manual_seed(4)
+        self.rows: dict[int, list[torch.Tensor]] = {}
+        self.fixed: dict[int, ops.PagedRuns | None] = {}
+
+    def open(self, tokens: int) -> int:
+        sequence = self.kv.open(tokens)
+        self.rows[sequence] = [torch.zeros(0, k.heads, k.key_dim + k.value_dim) for k in LAYERS]
+        return sequence
+
+    def length(self, sequence: int) -> int:
+        return len(self.rows[sequence][0])
+
+    def step(self, counts: dict[int, int], *, stepped: bool, near: float) -> bool:
+        """One step; whether some of its pages were apart."""
+        step = Step.build((s, self.length(s), [0] * n, 1) for s, n in counts.items())
+        tokens, apart, cache = len(step.token_ids), False, self.kv
+        if stepped:
+            apart, cache = self.stepped.begin(step), self.stepped  # type: ignore[assignment]
+            if tokens not in self.fixed:
+                self.fixed[tokens] = captures.fixed_runs(self.device.where, tokens, HOT * 16)
+            if (runs := self.fixed[tokens]) is not None:
+                captures.fill_runs(runs, self.stepped.paged_runs(step))
+            self.stepped.hold(step, runs)
+        with ExitStack() as stack:
+            if apart:
+                stack.enter_context(self.stepped.cutting(lambda work: work()))
+            for index, layer in enumerate(LAYERS):
+                self._layer(index, layer, step, cache, near)
+        if stepped:
+            self.stepped.ended()
+        return apart
+
+    def _layer(self, index: int, layer: KVLayer, step: Step, cache: Any, near: float) -> None:
+        shapes = ((4, layer.key_dim), (layer.heads, layer.key_dim), (layer.heads, layer.value_dim))
+        tokens = len(step.token_ids)
+        query, key, value = (torch.randn(tokens, *s, generator=self.random) for s in shapes)
+        latent = layer.kind is KVKind.LATENT
+        if latent:
+            value = key[..., : layer.value_dim]
+        sinks = torch.randn(4, generator=self.random) if index == 3 else None
+        q, k, v, s = (
+            None if x is None else x.to(self.device.where) for x in (query, key, value, sinks)
+        )
+        options: dict[str, Any] = {"scale": 0.3, "softcap": 5.0}
+        if latent or index == 3 or (self.slow and cache is self.kv):
+            cache.append(index, step, k, None if latent else v)
+            if self.slow and cache is self.kv:
+                self._keep(index, step, key, value)
+                return
+            out = cache.attend(index, step, q, sinks=s, **options)
+        else:
+            assert q is not None and k is not None and v is not None
+            heads = torch.cat((q, k, v), 1)
+            out = cache.append_attend(index, step, heads, **options).view(tokens, 4, -1)
+        self._keep(index, step, key, value)
+        for run in step.runs:
+            held = self.rows[run.sequence][index].split([layer.key_dim, layer.value_dim], -1)
+            wanted, _ = reference.attention(
+                query[run.tokens], *held, start=run.start, window=layer.window, sinks=sinks,
+                **options,
+            )  # fmt: skip
+            error = (out[run.tokens].cpu() - wanted).norm() / wanted.norm()
+            assert error <= near, (index, run, float(error))
+
+    def _keep(self, index: int, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+        for run in step.runs:
+            rows = self.rows[run.sequence]
+            rows[index] = torch.cat((rows[index], torch.cat((key, value), -1)[run.tokens]))
+
+
+@pytest.mark.parametrize("far", [ops.PageEncoding.F32, ops.PageEncoding.INT8])
+@pytest.mark.parametrize(("warm", "cold"), [(160, 0), (0, 12), (30, 10)])
+def test_steps_give_what_attention_to_everything_gives(
+    setting: Setting, far: ops.PageEncoding, warm: int, cold: int
+) -> None:
+    if setting.interpreted and (warm != 160 or far is not ops.PageEncoding.F32):
+        pytest.skip("Triton's interpreter takes a minute for each")
+    near = 1e-5 if far is ops.PageEncoding.F32 else 0.02
+    kv = setting.cache(far, warm, cold)
+    with torch.inference_mode(), setting.device.computing():
+        texts = Texts(setting, kv)
+        first, second = texts.open(CONTEXT), texts.open(900)
+        for _ in range(3):  # all is near
+            assert not texts.step({second: 1}, stepped=True, near=near)
+        while texts.length(first) < CONTEXT - 80:
+            texts.step({first: min(CHUNK - 2, CONTEXT - 80 - texts.length(first))},
+                       stepped=False, near=near)  # fmt: skip
+        few, some = (2, 1) if texts.slow else (40, 30)
+        for number in range(few):
+            counts = {first: 1, second: 1} if number % 2 else {first: 1}
+            assert texts.step(counts, stepped=True, near=near)
+        assert kv.account.host_s > 0
+        if warm == 160:
+            assert kv.account.fetched_bytes > 0 and texts.stepped.fetched.count <= 2 * STAGED
+        for _ in range(some):  # also by the way that others go
+            texts.step({second: 20}, stepped=False, near=near)
+            texts.step({first: 1, second: 1}, stepped=True, near=near)
+        assert texts.slow or kv.account.moved["near to host" if warm else "near to drive"]
+        for sequence in (first, second):
+            kv.close(sequence)
+        assert kv.free_tokens == kv.capacity_tokens
+    kv.release()
