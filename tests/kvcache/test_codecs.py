@@ -26,8 +26,8 @@ from hmt.kvcache.codecs import (
 )
 
 PAGES, HEADS = 3, 2
-# What float32 adds to bounds that are shown in exact numbers: codes up to 127 are quotients, rounded
-# by 2**-18 there, of a bound that is half a code.
+# What float32 adds to bounds that are shown in exact numbers: codes up to 127 are quotients, which
+# it rounds by 2**-18 there, and the bound is half a code.
 EPSILON = 2.0**-16
 
 

@@ -18,6 +18,7 @@ from hmt.cli.bench_gpu import gpu
 from hmt.cli.bench_hybrid import hybrid
 from hmt.cli.bench_kv import kv
 from hmt.cli.bench_pages import pages
+from hmt.cli.bench_prefix import prefix
 from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
@@ -32,6 +33,7 @@ app.command("gpu")(gpu)
 app.command("hybrid")(hybrid)
 app.command("kv")(kv)
 app.command("pages")(pages)
+app.command("prefix")(prefix)
 
 
 @app.command("decode")
