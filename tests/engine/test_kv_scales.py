@@ -17,7 +17,7 @@ from hmt.engine.source import open_source
 from hmt.kvcache.codecs import Calibration, read_scales, weights_of
 
 OPTIONS = {"host_memory": "256MiB", "context": 1024, "max_batch": 1, "dtype": "float32"}
-FAR = {"kv_device_memory": "5MiB", "kv_host_memory": 0, "prefill_chunk": 32}
+FAR = {"kv_host_memory": 0, "prefill_chunk": 32}
 STATIC = "exact,int8-static+shared-parts"
 
 
@@ -42,7 +42,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def logits(folder: Path, quant: str, disk: Path) -> torch.Tensor:
-    with hmt.Engine(**OPTIONS, **FAR, kv_quant=quant, kv_disk=disk) as engine:
+    near = "5MiB" if "Llama" in (folder / "config.json").read_text() else "2MiB"
+    levels = FAR | {"kv_device_memory": near, "kv_quant": quant, "kv_disk": disk}
+    with hmt.Engine(**OPTIONS, **levels) as engine:
         return engine.load_model(folder).logits(text(1000, 20), range(900, 1000))
 
 
