@@ -194,11 +194,20 @@ class Desk:
             self._service = self._make_service(activation)
         mailbox.ask(self._boxes[layer], x, shares, scales)
 
-    def take(self, layer: int, total: Tensor, shares: ExpertShares) -> Tensor:
-        """`total` f32 [tokens, hidden] and the answer, in the dtype of questions, on the queue."""
+    def take(
+        self,
+        layer: int,
+        total: Tensor,
+        shares: ExpertShares,
+        added: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """`total` f32 [tokens, hidden] and the answer, in the dtype of questions, on the queue.
+
+        With `added` (hidden, shared): hidden + (that + shared).
+        """
         from hmt.kernels.triton import mailbox
 
-        return mailbox.take(self._boxes[layer], total, shares)
+        return mailbox.take(self._boxes[layer], total, shares, added)
 
     def begin(self) -> None:
         """A step comes next on the device's queue that asks here."""

@@ -72,7 +72,7 @@ class ResidualFFN:
         """Numbers alive per token: those of the network, and what is added."""
         return self.ffn.hidden_size + self.ffn.activation_width
 
-    def __call__(self, hidden: Tensor, x: Tensor, params: Params) -> Tensor:
+    def __call__(self, hidden: Tensor, x: Tensor | None, params: Params) -> Tensor:
         """hidden += x; hidden += ffn(norm(hidden)).  Both [tokens, hidden_size]; hidden changes.
 
         Weights of the norms are `norm` and `post_norm` of `params`.  Returns hidden.

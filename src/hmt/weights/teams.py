@@ -21,6 +21,7 @@ _MOST_TABLES = 4  # for each expert, of where groups of streamed experts lie
 Params = Mapping[str, WeightTensor]
 # An expert's number, its parameters on the device, and where it begins there.
 Streamed = tuple[int, Params, int]
+Added = tuple[Tensor, Tensor]  # hidden states, and what shared experts add
 Stream = Callable[[Sequence[BlockId]], Iterator[list[Streamed]]]
 
 
@@ -51,19 +52,19 @@ class HybridTeam:
 
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[..., Tensor]:
         """See ExpertTeam: the host begins, and the device when the ending is called."""
         shares = expert_teams.divide(self.slots, chosen, self._share)
         desk = self.desk if self.desk is not None and self.desk.takes(x) else None
         if desk is not None:
             desk.ask(self._layer, x, shares, scales, activation)
 
-        def end() -> Tensor:
+        def end(added: Added | None = None) -> Tensor:
             expert_teams.fetch(self.slots, shares, self._nbytes)
             total = self.places.compute(x, shares.here, chosen, scales, activation)
             if desk is not None:
-                return desk.take(self._layer, total, shares)
-            return self._add_host(total, x, shares, scales, activation)
+                return desk.take(self._layer, total, shares, added)
+            return _sum_of(self._add_host(total, x, shares, scales, activation), added)
 
         return end
 
@@ -94,9 +95,14 @@ class ResidentTeam:
 
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[..., Tensor]:
         """See ExpertTeam."""
-        return lambda: self._places.compute(x, self._table, chosen, scales, activation).to(x.dtype)
+
+        def end(added: Added | None = None) -> Tensor:
+            total = self._places.compute(x, self._table, chosen, scales, activation)
+            return _sum_of(total.to(x.dtype), added)
+
+        return end
 
 
 class StreamedTeam:
@@ -116,9 +122,13 @@ class StreamedTeam:
 
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[..., Tensor]:
         """See ExpertTeam: copies are under way anyhow."""
-        return lambda: self._compute(x, chosen, scales, activation)
+
+        def end(added: Added | None = None) -> Tensor:
+            return _sum_of(self._compute(x, chosen, scales, activation), added)
+
+        return end
 
     def _compute(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
         total: Tensor | None = None
@@ -309,6 +319,10 @@ class _HybridMaker:
         assert standing is not None, "they are at home in host memory"
         self._store.count(sum(one.nbytes for one in standing))
         return [(expert, one.params) for expert, one in zip(experts, standing, strict=True)]
+
+
+def _sum_of(routed: Tensor, added: Added | None) -> Tensor:
+    return routed if added is None else added[0] + (routed + added[1])
 
 
 def laid_out_alike(layouts: Sequence[BlockLayout]) -> bool:

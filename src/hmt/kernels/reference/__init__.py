@@ -54,10 +54,12 @@ from hmt.kernels.reference.sampling import Survey, draw, largest, support, surve
 from hmt.kernels.reference.sublayers import (
     AttentionInputs,
     FeedForward,
+    LatentLayer,
     NormOptions,
     append_attend_pages,
     attention_inputs,
     feed_forward,
+    router_inputs,
 )
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "ExpertShares",
     "ExpertSlots",
     "FeedForward",
+    "LatentLayer",
     "NormOptions",
     "PageEncoding",
     "PageLayout",
@@ -108,6 +111,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
+    "router_inputs",
     "softmax_topk",
     "support",
     "survey",

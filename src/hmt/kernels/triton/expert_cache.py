@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hmt.kernels.reference.expert_cache import SCORE_DECAY, ExpertShares, ExpertSlots
 from hmt.kernels.triton.codes import pointers
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.scalars import key_index, keys
 
 _NO_KEY = tl.constexpr(-(1 << 63))  # below every key
@@ -37,8 +38,11 @@ def _divide_kernel(
     table, addresses, holders, scores, staging, counts, chosen, share,
     here, sources, targets, on_host, left, pairs, experts, slots, most, decay,
     LANES: tl.constexpr, SLOTS: tl.constexpr, PAIRS: tl.constexpr, FETCHED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program.  LANES, SLOTS and FETCHED are powers of two that hold all."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     expert = tl.arange(0, LANES)
     exists = expert < experts
     needed = _any_of(expert.to(tl.int64), chosen, pairs, PAIRS) * exists.to(tl.int32)
@@ -135,6 +139,7 @@ def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertS
         LANES=triton.next_power_of_2(experts),
         SLOTS=triton.next_power_of_2(max(1, len(slots.addresses))), PAIRS=_PAIRS,
         FETCHED=triton.next_power_of_2(max(1, most)), num_warps=2,
+        **dependent(chosen.device),
         enable_fp_fusion=False,  # scores are rounded as the reference rounds them
     )  # fmt: skip
     return shares

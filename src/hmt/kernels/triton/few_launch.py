@@ -11,7 +11,6 @@ from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels.triton.dependent import dependent
 from hmt.kernels.triton.dequantize import offset_kind, offsets_of
 from hmt.kernels.triton.few import few_tokens
-from hmt.kernels.triton.one_token_launch import multiply_one, takes_one_token
 from hmt.kernels.triton.rows import few_tokens_rows
 from hmt.kernels.triton.unpack import INTERPRETED, code_unit
 
@@ -72,9 +71,6 @@ def multiply_panels(
     `add`, products are rounded and added to what `out` holds.
     """
     w = weights[0]
-    if not alone and takes_one_token(x, weights):
-        multiply_one(out, x, weights, biases, add=add)
-        return
     rows = [one.shape[0] for one in weights]
     sizes = _panel_sizes(x, max(rows) if alone else sum(rows), w)
     tiles = sum(triton.cdiv(n, 32 * sizes["PAIRS"]) for n in rows)
@@ -90,9 +86,6 @@ def multiply_gated(
     activation: str,
 ) -> None:
     """activation(x times gate) * (x times up) to out [tokens, rows], of weights (gate, up)."""
-    if takes_one_token(x, weights, gated=True):
-        multiply_one(out, x, weights, biases, activation=activation)
-        return
     sizes = _gated_sizes(x, weights[0])
     tiles = triton.cdiv(weights[0].shape[0], 32)
     _launch_panels(

@@ -13,6 +13,7 @@ from hmt.kernels.triton.attention import (
 from hmt.kernels.triton.dequantize import dequantize, quantize_activations
 from hmt.kernels.triton.elementwise import gated, gated_pair, rope, rope_inplace
 from hmt.kernels.triton.experts import experts, experts_by_table
+from hmt.kernels.triton.latent_sublayer import add_latent_attention
 from hmt.kernels.triton.linear import linear, linear_into, linear_many
 from hmt.kernels.triton.norms import (
     add_rms_norm,
@@ -22,6 +23,7 @@ from hmt.kernels.triton.norms import (
     rms_norm_quantize,
 )
 from hmt.kernels.triton.pages import append_pages
+from hmt.kernels.triton.router_inputs import router_inputs
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
 from hmt.kernels.triton.sampling import greedy, survey, survey_rows
@@ -29,6 +31,7 @@ from hmt.kernels.triton.sublayers import attention_inputs, feed_forward
 from hmt.kernels.triton.tables import rows_at
 
 __all__ = [
+    "add_latent_attention",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_attend_pages",
@@ -58,6 +61,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
+    "router_inputs",
     "rows_at",
     "softmax_topk",
     "survey",
