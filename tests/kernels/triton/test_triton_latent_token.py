@@ -10,6 +10,7 @@ from hmt.kernels.reference import LatentLayer, NormOptions
 from hmt.kernels.reference.pages import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
 from hmt.kernels.triton import latent_sublayer, router_inputs
 from hmt.kernels.triton.latent_token import absorb, takes_expansion, values_of
+from hmt.kernels.triton.plans import Plan
 from hmt.kernels.triton.runs import device_runs
 from hmt.kernels.triton.scalars import interpreted
 
@@ -110,9 +111,33 @@ def test_values(device, tokens):
     layer = make_layer()
     w = expansion(layer, device)
     mixed = random_tensor(tokens, layer.heads, layer.kv_rank, device=device)
-    found = values_of(mixed, w, layer)
+    (held,) = device_runs(runs_at([3] * tokens, device), device)
+    plan = Plan(16, 16, 4, 1, one_sweep=True)
+    found = values_of((plan, mixed, None, None), w, held, layer)
     expected = torch.einsum("thr,hvr->thv", mixed.double(), exact(w, layer)[1])
     assert_close(found.unflatten(1, (layer.heads, -1)), expected)
+
+
+@pytest.mark.parametrize("starts", [[700, 190], [5000]])
+def test_parts_of_a_context_as_one(device, starts):
+    layer, tokens = make_layer(), len(starts)
+    w = expansion(layer, device)
+    (held,) = device_runs(runs_at([start % 64 for start in starts], device), device)
+    held.spans[2] = torch.tensor(starts)
+    plan = Plan(16, 16, 4, 1, one_sweep=True, split=True, few=40, parts=40, least=128, launched=40)
+    parts = torch.randn(tokens, 40, 16, layer.kv_rank, generator=torch.Generator().manual_seed(1))
+    logs = torch.randn(tokens, 40, 16, generator=torch.Generator().manual_seed(2)) * 3
+    expected = torch.zeros(tokens, layer.heads, layer.value_dim, dtype=torch.float64)
+    for run, start in enumerate(starts):
+        count = -(-(start + 1) // 128)
+        parts[run, count:], logs[run, count:] = torch.nan, torch.nan
+        weight = (logs[run, :count, : layer.heads, None].double() * 0.6931471805599453).softmax(0)
+        mixed = (parts[run, :count, : layer.heads].double() * weight).sum(0)
+        expected[run] = torch.einsum("hr,hvr->hv", mixed, exact(w, layer)[1].cpu())
+    nothing = torch.full((tokens, layer.heads, layer.kv_rank), torch.nan, dtype=KIND)
+    given = (plan, nothing.to(device), parts.to(device), logs.to(device))
+    found = values_of(given, w, held, layer).unflatten(1, (layer.heads, -1))
+    assert_close(found.cpu(), expected)
 
 
 def test_expansions_without_a_kernel(device):

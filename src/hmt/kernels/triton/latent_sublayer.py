@@ -7,7 +7,7 @@ from torch import Tensor
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels.reference.pages import PagedRuns, Pages
 from hmt.kernels.reference.sublayers import LatentLayer, NormOptions
-from hmt.kernels.triton.attention import can_attend, paged_attention_output
+from hmt.kernels.triton.attention import attend_held, can_attend
 from hmt.kernels.triton.latent_token import absorb, takes_expansion, values_of
 from hmt.kernels.triton.linear import agree, linear_add, linear_many
 from hmt.kernels.triton.norms import rms_norm
@@ -44,9 +44,9 @@ def add_latent_attention(
         query = _of_norm(query, params, ("q_b_proj",), "q_a_norm", layer.inner_norm)
     by, eps = params["kv_a_norm"].data, layer.inner_norm.eps
     asked = absorb(query, row, expand, by, eps, angles, pages, number, held[0], layer)
-    mixed = paged_attention_output(pages, number, runs, asked, scale=layer.scale)
+    attended = attend_held(pages, number, held[0], asked, layer.scale)
+    values = values_of(attended, expand, held[0], layer)
     bias = params.get("o_proj_bias")
-    values = values_of(mixed, expand, layer)
     linear_add(hidden, values, params["o_proj"], None if bias is None else bias.data)
     return True
 

@@ -15,13 +15,15 @@ from hmt.kernels.reference.pages import Pages
 from hmt.kernels.reference.sublayers import LatentLayer
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.dequantize import offset_kind
+from hmt.kernels.triton.merging import count_parts
 from hmt.kernels.triton.pages import layer_numbers, page_numbers
+from hmt.kernels.triton.plans import Plan
 from hmt.kernels.triton.runs import DeviceRuns
 from hmt.kernels.triton.scalars import rounded
 
 _MOST_TOKENS = 16  # each reads all of the weight, if only from the cache
 _KEY_PARTS = 2  # programs that share a head's absorbed query
-_VALUE_PARTS = 2  # and its values
+_MERGED = 16  # parts of a context that are read at once
 
 
 def takes_expansion(w: WeightTensor, layer: LatentLayer, tokens: int) -> bool:
@@ -29,7 +31,7 @@ def takes_expansion(w: WeightTensor, layer: LatentLayer, tokens: int) -> bool:
     plain = w.encoding is Encoding.INT4_GROUP and not offset_kind(w) and w.group_size % 32 == 0
     powers = (layer.kv_rank, layer.nope_dim, layer.value_dim, layer.rope_dim)
     whole = all(n & (n - 1) == 0 for n in powers) and layer.kv_rank >= w.group_size * _KEY_PARTS
-    panels = layer.nope_dim >= 16 and layer.value_dim >= 16 * _VALUE_PARTS
+    panels = layer.nope_dim >= 16 and layer.value_dim >= 16
     return plain and whole and panels and 0 < tokens <= _MOST_TOKENS
 
 
@@ -151,31 +153,82 @@ def absorb_kernel(
 
 
 @triton.jit
+def _merged(parts, logs, slot, local, count, RANK: tl.constexpr, ROWS: tl.constexpr,
+            AT_ONCE: tl.constexpr):
+    """The parts of a row as one, f32 [RANK], added in their order; see `merging`."""
+    column = tl.arange(0, RANK)
+    top = slot.to(tl.float32) * 0 + float("-inf")
+    for first in range(0, count, AT_ONCE):
+        near = first + tl.arange(0, AT_ONCE)
+        log = tl.load(logs + (slot + near) * ROWS + local, near < count, float("-inf"))
+        top = tl.maximum(top, tl.max(log, 0))
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    total = finite * 0
+    mixed = tl.zeros((RANK,), tl.float32)
+    for first in range(0, count, AT_ONCE):
+        near = first + tl.arange(0, AT_ONCE)
+        at = (slot + near) * ROWS + local
+        log = tl.load(logs + at, near < count, float("-inf"))
+        some = tl.load(parts + at[:, None] * RANK + column, (near < count)[:, None], 0.0)
+        weight = tl.exp2(log - finite)
+        total += tl.sum(weight, 0)
+        mixed += tl.sum(some * weight[:, None], 0)
+    return mixed / tl.where(total == 0, 1.0, total)
+
+
+@triton.jit
+def _by_nibble(numbers, BLOCKS: tl.constexpr):
+    """Numbers of blocks of 32 as those that go with each nibble of words: eight [BLOCKS, 4]."""
+    some = tl.permute(tl.reshape(numbers, (BLOCKS, 2, 4, 2, 2)), (0, 2, 3, 4, 1))
+    low, high = tl.split(some)  # halves of a block; [BLOCKS, j, i >= 2, odd i]
+    low_even, low_odd = tl.split(low)
+    high_even, high_odd = tl.split(high)
+    l0, l2 = tl.split(low_even)
+    l1, l3 = tl.split(low_odd)
+    h0, h2 = tl.split(high_even)
+    h1, h3 = tl.split(high_odd)
+    return l0, h0, l1, h1, l2, h2, l3, h3
+
+
+@triton.jit(do_not_specialize=["runs", "launched", "few", "parts"])
 def values_kernel(
-    mixed, out, codes, scales,
+    mixed, parts_out, parts_lse, out, codes, scales, spans, runs, launched, few, parts,
     HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr,
-    PARTS: tl.constexpr, GROUP_BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Program (part + PARTS * head, token): mixed [.., heads, RANK] to out [.., heads, VALUE]."""
+    """Program (head, run): mixed [.., heads, RANK], or its parts, to out [.., heads, VALUE].
+
+    With SPLIT contexts of more than one part are in `parts_out`, as `attend_kernel` leaves them.
+    """
     next_may_begin(DEPENDENT)
-    PANELS: tl.constexpr = VALUE // 16 // PARTS
+    PANELS: tl.constexpr = VALUE // 16
     BLOCKS: tl.constexpr = RANK // 32
-    token = tl.program_id(1).to(tl.int64)
-    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    first = head * ((NOPE + VALUE) // 16) + NOPE // 16 + part * PANELS
+    KIND: tl.constexpr = out.dtype.element_ty
+    head, run = tl.program_id(0), tl.program_id(1)
+    first = head * ((NOPE + VALUE) // 16) + NOPE // 16
     words, scale = _weight_tile(codes, scales, first, 0, BLOCKS, PANELS, BLOCKS, GROUP_BLOCKS)
+    token = run.to(tl.int64) * HEADS + head
+    count = 1
+    if SPLIT:
+        length, start = tl.load(spans + runs + run), tl.load(spans + 2 * runs + run)
+        count = count_parts(
+            start, length, few, parts, 0, False, LEAST, MOST, 1, HEADS, ROWS, TILE, False
+        )[2]
     inputs_are_there(DEPENDENT)
-    block = tl.arange(0, BLOCKS)[None, :, None, None]
-    at = mixed + (token * HEADS + head) * RANK + block * 32
-    at += tl.arange(0, 4)[None, None, :, None] * 4
-    total = tl.zeros(words.shape, tl.float32)
+    if count == 1:
+        numbers = tl.load(mixed + token * RANK + tl.arange(0, RANK)).to(tl.float32)
+    else:
+        slot = (run * tl.cdiv(HEADS, ROWS) + head // ROWS).to(tl.int64) * launched
+        numbers = _merged(parts_out, parts_lse, slot, head % ROWS, count, RANK, ROWS, AT_ONCE)
+        numbers = rounded(numbers, KIND)
+    values = _by_nibble(numbers, BLOCKS)
+    total = tl.zeros((PANELS, BLOCKS, 4, 16), tl.float32)
     for nibble in tl.static_range(8):
-        value = tl.load(at + (nibble % 2 * 16 + nibble // 2)).to(tl.float32)
-        total += _codes(words, nibble) * value
+        total += _codes(words, nibble) * values[nibble][None, :, :, None]
     total = tl.sum(tl.sum(total * scale, 2), 1)  # [PANELS, 16]
-    row = (part * PANELS + tl.arange(0, PANELS)[:, None]) * 16 + tl.arange(0, 16)[None, :]
-    out += (token * HEADS + head) * VALUE
-    tl.store(out + row, total.to(out.dtype.element_ty))
+    row = tl.arange(0, PANELS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out + token * VALUE + row, total.to(KIND))
 # fmt: on
 
 
@@ -213,14 +266,24 @@ def absorb(
     return out
 
 
-def values_of(mixed: Tensor, w: WeightTensor, layer: LatentLayer) -> Tensor:
-    """Values [tokens, heads * value_dim] of mixed latents [tokens, heads, kv_rank]."""
+def values_of(
+    attended: tuple[Plan, Tensor, Tensor | None, Tensor | None],
+    w: WeightTensor,
+    held: DeviceRuns,
+    layer: LatentLayer,
+) -> Tensor:
+    """Values [tokens, heads * value_dim] of what `attend_held` found: latents, or parts of them."""
+    plan, mixed, parts, logs = attended
     out = mixed.new_empty(len(mixed), layer.heads * layer.value_dim)
+    split = plan.split and plan.launched > 1
     assert w.scales is not None and mixed.is_contiguous()
-    values_kernel[(layer.heads * _VALUE_PARTS, len(mixed))](
-        mixed, out, w.data.view(torch.int32), w.scales,
+    values_kernel[(layer.heads, len(mixed))](
+        mixed, parts if split else mixed, logs if split else mixed, out,
+        w.data.view(torch.int32), w.scales, held.spans, held.count, plan.launched, plan.few,
+        plan.parts,
         HEADS=layer.heads, NOPE=layer.nope_dim, RANK=layer.kv_rank, VALUE=layer.value_dim,
-        PARTS=_VALUE_PARTS, GROUP_BLOCKS=w.group_size // 32, num_warps=4,
+        GROUP_BLOCKS=w.group_size // 32, SPLIT=split, LEAST=plan.least, MOST=plan.most,
+        ROWS=plan.rows, TILE=plan.tile, AT_ONCE=_MERGED, num_warps=8,
         **dependent(mixed.device),
     )  # fmt: skip
     return out
