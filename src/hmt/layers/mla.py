@@ -12,8 +12,8 @@ from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
 from hmt.contracts.model import PIECE_TOKENS, KVKind, KVLayer
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import KVCache
-from hmt.kernels import latent_ops, ops
-from hmt.kernels.latent_ops import LatentLayer
+from hmt.kernels import fused_ops, ops
+from hmt.kernels.fused_ops import LatentLayer
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
@@ -145,7 +145,7 @@ class LatentAttention:
         The norm's weight is `norm` of `params`.  False, and nothing done, where there is no kernel:
         only for one token of each run, on a GPU.
         """
-        if not latent_ops.has_latent_kernels(hidden):
+        if not fused_ops.has_fused_kernels(hidden):
             return False
         if any(run.length > 1 for run in step.runs):
             return False
@@ -154,7 +154,7 @@ class LatentAttention:
             return False
         pages, number, runs = place
         angles = self.rotary.cos_sin(step)
-        return latent_ops.add_latent_attention(
+        return fused_ops.add_latent_attention(
             hidden, params, self.layer, norm.options, angles, pages, number, runs
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.store import Priority, Weights
-from hmt.kernels import latent_ops, ops
+from hmt.kernels import fused_ops, ops
 from hmt.layers.ffn import GatedFFN
 from hmt.layers.linear import Params
 from hmt.layers.norm import RMSNorm
@@ -221,7 +221,7 @@ def router_inputs(
 
     hidden and x [tokens, hidden_size]; the norm's weight is `norm` of `params`.
     """
-    return latent_ops.router_inputs(hidden, x, params["norm"].data, norm.options, params["router"])
+    return fused_ops.router_inputs(hidden, x, params["norm"].data, norm.options, params["router"])
 
 
 def _router_param(experts: int, hidden_size: int, at: str) -> ParamSpec:

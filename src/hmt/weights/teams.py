@@ -54,14 +54,17 @@ class HybridTeam:
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
     ) -> Callable[..., Tensor]:
         """See ExpertTeam: the host begins, and the device when the ending is called."""
-        shares = expert_teams.divide(self.slots, chosen, self._share)
         desk = self.desk if self.desk is not None and self.desk.takes(x) else None
+        # Many tokens choose so many experts that a share of them is nearly whole.
+        cuts = self.places.cuts if desk is not None and len(x) == 1 else None
+        shares = expert_teams.divide(self.slots, chosen, self._share, cuts)
         if desk is not None:
             desk.ask(self._layer, x, shares, scales, activation)
 
         def end(added: Added | None = None) -> Tensor:
-            expert_teams.fetch(self.slots, shares, self._nbytes)
-            total = self.places.compute(x, shares.here, chosen, scales, activation)
+            expert_teams.fetch(self.slots, shares, self._nbytes, cuts)
+            cut = None if cuts is None else shares.cut
+            total = self.places.compute(x, shares.here, chosen, scales, activation, cut=cut)
             if desk is not None:
                 return desk.take(self._layer, total, shares, added)
             return _sum_of(self._add_host(total, x, shares, scales, activation), added)
@@ -276,6 +279,8 @@ class _HybridMaker:
 
         def take(count: int) -> Tensor:
             taken = [self._pool.allocate(layout.slot_bytes).tensor for _ in range(count)]
+            for slot in taken:
+                slot.zero_()  # of experts that are cut, kernels read what never came
             slots.update((slot.data_ptr(), slot) for slot in taken)
             return self._tensor([slot.data_ptr() for slot in taken])
 

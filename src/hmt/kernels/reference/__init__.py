@@ -22,6 +22,7 @@ from hmt.kernels.reference.elementwise import (
     rope_inplace,
 )
 from hmt.kernels.reference.expert_cache import (
+    Cuts,
     ExpertShares,
     ExpertSlots,
     divide_experts,
@@ -65,6 +66,7 @@ from hmt.kernels.reference.sublayers import (
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
     "AttentionInputs",
+    "Cuts",
     "Expert",
     "ExpertShares",
     "ExpertSlots",

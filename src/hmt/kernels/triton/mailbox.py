@@ -29,6 +29,7 @@ class Mailbox:
     x         [tokens, hidden]
     chosen    int64 [tokens, top_k]: experts that are asked for, -1: none
     scales    f32 [tokens, top_k]
+    cut       int32 [2]: see `ExpertShares`
     total     f32 [tokens, hidden]: the answer
     asked     int32 [1], and
     answered  int32 [1]: the step whose question, or answer, is complete
@@ -38,6 +39,7 @@ class Mailbox:
     x: Tensor
     chosen: Tensor
     scales: Tensor
+    cut: Tensor
     total: Tensor
     asked: Tensor
     answered: Tensor
@@ -46,7 +48,8 @@ class Mailbox:
 
 @triton.jit
 def _ask_kernel(
-    x, chosen, scales, number, left, x_box, chosen_box, scales_box, asked, x_numbers, pairs,
+    x, chosen, scales, cut, number, left, x_box, chosen_box, scales_box, cut_box, asked,
+    x_numbers, pairs,
     NUMBERS: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program, so that a barrier comes between the question and its number."""
@@ -60,6 +63,8 @@ def _ask_kernel(
         at = first + tl.arange(0, PAIRS)
         tl.store(chosen_box + at, tl.load(chosen + at, mask=at < pairs), mask=at < pairs)
         tl.store(scales_box + at, tl.load(scales + at, mask=at < pairs), mask=at < pairs)
+    both = tl.arange(0, 2)
+    tl.store(cut_box + both, tl.load(cut + both))
     tl.debug_barrier()
     step = tl.load(number)
     if ASM:
@@ -120,8 +125,8 @@ def ask(box: Mailbox, x: Tensor, shares: ExpertShares, scales: Tensor) -> None:
     assert x.dtype == box.x.dtype and len(x) <= len(box.x)
     x, scales = x.contiguous(), scales.contiguous()
     _ask_kernel[(1,)](
-        x, shares.on_host, scales, box.number, shares.left,
-        box.x, box.chosen, box.scales, box.asked, x.numel(), scales.numel(),
+        x, shares.on_host, scales, shares.cut, box.number, shares.left,
+        box.x, box.chosen, box.scales, box.cut, box.asked, x.numel(), scales.numel(),
         NUMBERS=_NUMBERS, PAIRS=_PAIRS, ASM=not interpreted(), num_warps=8,
         **dependent(x.device),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from hmt.kernels.triton.dequantize import dequantize, quantize_activations
 from hmt.kernels.triton.elementwise import gated, gated_pair, rope, rope_inplace
 from hmt.kernels.triton.experts import experts, experts_by_table
 from hmt.kernels.triton.latent_sublayer import add_latent_attention
-from hmt.kernels.triton.linear import linear, linear_into, linear_many
+from hmt.kernels.triton.linear import linear, linear_gated, linear_into, linear_many
 from hmt.kernels.triton.norms import (
     add_rms_norm,
     add_rms_norm_quantize,
@@ -51,6 +51,7 @@ __all__ = [
     "grouped_softmax_topk",
     "largest",
     "linear",
+    "linear_gated",
     "linear_into",
     "linear_many",
     "paged_attention",

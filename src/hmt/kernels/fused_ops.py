@@ -1,4 +1,4 @@
-"""Operations of layers with latent attention and experts, beside those of `ops`."""
+"""Operations of layers that a GPU computes in fewer launches, beside those of `ops`."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,17 @@ from hmt.kernels import ops, reference
 from hmt.kernels.reference import LatentLayer, NormOptions
 from hmt.kernels.reference.pages import PagedRuns, Pages
 
-__all__ = ["LatentLayer", "add_latent_attention", "has_latent_kernels", "router_inputs"]
+__all__ = [
+    "LatentLayer",
+    "add_latent_attention",
+    "has_fused_kernels",
+    "linear_gated",
+    "router_inputs",
+]
 
 
-def has_latent_kernels(hidden: Tensor) -> bool:
-    """Whether `add_latent_attention` may do something."""
+def has_fused_kernels(hidden: Tensor) -> bool:
+    """Whether hidden states are where there are kernels for that."""
     return hidden.is_cuda and ops.gpu_kernels() is not reference
 
 
@@ -32,7 +38,7 @@ def add_latent_attention(
     Appends to layer `number` of `pages`; angles are cos and sin [tokens, rope_dim].  False, and
     nothing done, where there is no kernel, or not for these runs.
     """
-    added: bool = has_latent_kernels(hidden) and ops.gpu_kernels().add_latent_attention(
+    added: bool = has_fused_kernels(hidden) and ops.gpu_kernels().add_latent_attention(
         hidden, params, layer, norm, angles, pages, number, runs
     )
     return added
@@ -42,9 +48,19 @@ def router_inputs(
     hidden: Tensor, x: Tensor | None, norm: Tensor, options: NormOptions, router: WeightTensor
 ) -> tuple[Tensor, Tensor]:
     """See `reference.router_inputs`: hidden += x; its norm, and f32 logits [tokens, experts]."""
-    if has_latent_kernels(hidden):
+    if has_fused_kernels(hidden):
         found: tuple[Tensor, Tensor] = ops.gpu_kernels().router_inputs(
             hidden, x, norm, options, router
         )
         return found
     return reference.router_inputs(hidden, x, norm, options, router, ops)
+
+
+def linear_gated(
+    x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, str], activation: str
+) -> Tensor:
+    """`gated_pair` of `linear_many(x, params, names)`: [tokens, width] in x.dtype."""
+    if has_fused_kernels(x):
+        out: Tensor = ops.gpu_kernels().linear_gated(x, params, names, activation)
+        return out
+    return ops.gated_pair(ops.linear_many(x, params, names), activation)
