@@ -116,6 +116,7 @@ class ExpertPlaces:
         return ops.experts(x, given, chosen, scales, activation, total, last=False)
 
 
+_COPIED = 16  # bytes, at once
 _CUT_ROWS = 128  # of a piece at least: groups of down, and what the CPU's tiles take
 
 
@@ -134,7 +135,7 @@ def _cuts_of(sample: Mapping[str, WeightTensor], address: int) -> Cuts | None:
                 continue
             begin = part.data_ptr() - address
             period = part[0].nbytes if name == "down_proj" else part.nbytes
-            if begin % 4 or period % (4 * (width // rows)):
+            if begin % _COPIED or period % (_COPIED * (width // rows)):
                 return None
             regions.append([begin // 4, part.nbytes // 4, period // 4])
     table = torch.tensor(regions, dtype=torch.int32, device=down.data.device)

@@ -261,6 +261,7 @@ def absorb(
         HEADS=layer.heads, NOPE=layer.nope_dim, ROPE=layer.rope_dim, RANK=layer.kv_rank,
         VALUE=layer.value_dim, PARTS=_KEY_PARTS, GROUP_BLOCKS=w.group_size // 32,
         INTERLEAVED=layer.interleaved, num_warps=4,
+        enable_fp_fusion=False,  # products of a rotation are rounded before they are added
         **dependent(query.device),
     )  # fmt: skip
     return out
