@@ -10,7 +10,7 @@ from hmt.kernels.reference.expert_cache import Cuts, ExpertShares, ExpertSlots
 from hmt.kernels.triton import expert_cache, mailbox
 from hmt.kernels.triton.mailbox import Mailbox
 
-EXPERTS, NBYTES = 24, 160
+EXPERTS, NBYTES = 24, 288
 
 
 def make(slots: int, staging: int, device: torch.device) -> tuple[ExpertSlots, torch.Tensor]:
@@ -45,8 +45,8 @@ def copied(cache: ExpertSlots) -> ExpertSlots:
 def test_experts_are_divided_as_the_reference_divides_them(
     device: torch.device, slots: int, staging: int, tokens: int, top: int, cut: bool
 ) -> None:
-    # Words of an expert: of rows, of columns that come again every 8 words, and of neither.
-    regions = torch.tensor([[0, 16, 16], [20, 16, 8]], dtype=torch.int32, device=device)
+    # Words of an expert: of rows, of columns that come again every 16 words, and of neither.
+    regions = torch.tensor([[0, 32, 32], [36, 32, 16]], dtype=torch.int32, device=device)
     cuts = Cuts(4, 32, regions) if cut else None
     generator = torch.Generator().manual_seed(7 * slots + tokens)
     cache, memory = make(slots, staging, device)
@@ -94,8 +94,8 @@ def check_cut(memory: torch.Tensor, filled: int, pieces: int) -> None:
     """All of an expert that has no pieces, and `pieces` of four of what has."""
     words = (memory.view(-1, 4) == filled).all(1)
     assert 0 < pieces < 4
-    wanted = [word // 4 < pieces for word in range(16)] + [True] * 4
-    wanted += [word % 8 // 2 < pieces for word in range(16)] + [True] * 4
+    wanted = [word // 8 < pieces for word in range(32)] + [True] * 4
+    wanted += [word % 16 // 4 < pieces for word in range(32)] + [True] * 4
     assert words.tolist() == wanted
     assert (memory.view(-1, 4)[~words] == 0).all(), "nothing more is copied"
 
