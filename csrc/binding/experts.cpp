@@ -10,7 +10,7 @@ namespace {
 // Keeps the Python objects whose memory the service reads.
 class OwnedService {
  public:
-  // layers: tuples (experts, addresses of x, chosen, scales, total, asked, answered)
+  // layers: tuples (experts, addresses of x, chosen, scales, total, asked, answered, cut)
   OwnedService(nb::tuple layers, int type, size_t columns, size_t hidden, size_t top_k,
                int activation)
       : layers_(layers),
@@ -30,8 +30,9 @@ class OwnedService {
         made.experts.push_back(nb::cast<const OwnedExpert&>(expert).get());
       }
       made.mail = {at<const void>(address(1)),     at<const int64_t>(address(2)),
-                   at<const float>(address(3)),    at<float>(address(4)),
-                   at<const uint32_t>(address(5)), at<uint32_t>(address(6))};
+                   at<const float>(address(3)),    at<const int32_t>(address(7)),
+                   at<float>(address(4)),          at<const uint32_t>(address(5)),
+                   at<uint32_t>(address(6))};
       all.push_back(std::move(made));
     }
     return all;

@@ -286,7 +286,11 @@ void Batch::expand(const Part& part, size_t item, const Worker& worker) {
 
 void Batch::round(const Part& part, size_t block, const Worker& worker) {
   const size_t first = block * kTokenBlock, end = std::min(part.count, first + kTokenBlock);
+  // An expert narrower than others leaves its products' ends to those before it.
+  const size_t width = bytes_of(call_.x->type), known = part.expert->gate.weight->rows;
   for (size_t i = part.first + first; i < part.first + end; ++i) {
+    std::memset(product_numbers_ + (i * call_.width + known) * width, 0,
+                (call_.width - known) * width);
     products_.fill(i, product_numbers_ + i * call_.width * bytes_of(call_.x->type), worker.wide);
   }
   const Weight& down = *part.expert->down.weight;

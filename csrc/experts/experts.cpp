@@ -43,7 +43,62 @@ void add_nothing(const ExpertSum& sum, size_t tokens) {
   }
 }
 
+size_t scale_bytes(Scales type) {
+  switch (type) {
+    case Scales::kF32:
+      return 4;
+    case Scales::kBF16:
+    case Scales::kF16:
+      return 2;
+    case Scales::kE4M3:
+    case Scales::kE8M0:
+      return 1;
+    case Scales::kNone:
+      break;
+  }
+  return 0;
+}
+
+template <typename T>
+void advance(const T*& memory, size_t bytes) {
+  if (memory == nullptr) return;
+  memory = reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(memory) + bytes);
+}
+
+// Lets a weight begin `blocks` of 32 columns, and as many groups as are in them, later in memory.
+void skip_blocks(Weight& w, size_t blocks) {
+  const size_t numbers = blocks * kPanelBlock / w.tile_columns * kPanelRows;
+  advance(w.data, blocks * kPanelBlock * kPanelRows / 2);
+  advance(w.scales, numbers * scale_bytes(w.scale_type));
+  advance(w.minima, numbers * scale_bytes(w.scale_type));
+  advance(w.zeros, numbers);
+}
+
 }  // namespace
+
+Expert rest_of(const Expert& expert, size_t skipped, Weight (&weights)[3]) {
+  Expert rest = expert;
+  Projection* projections[] = {&rest.gate, &rest.up, &rest.down};
+  for (size_t i = 0; i < 3; ++i) {
+    Projection& projection = *projections[i];
+    Weight& w = weights[i] = *projection.weight;
+    projection.weight = &w;
+    if (i == 2) {
+      if (w.panel_columns == 0) w.panel_columns = w.columns;
+      w.columns -= skipped;
+      skip_blocks(w, skipped / kPanelBlock);
+    } else {
+      const size_t columns = w.panel_columns != 0 ? w.panel_columns : w.columns;
+      w.rows -= skipped;
+      skip_blocks(w, skipped / kPanelRows * (columns / kPanelBlock));
+      if (projection.bias != nullptr) {
+        const auto* bias = static_cast<const char*>(projection.bias);
+        projection.bias = bias + skipped * bytes_of(projection.bias_type);
+      }
+    }
+  }
+  return rest;
+}
 
 void routed_experts(const Expert* experts, size_t count, const ExpertChoice& routing,
                     const ConstMatrix& x, Activation activation, const ExpertSum& sum,

@@ -13,6 +13,11 @@ struct Expert {
   Projection gate, up, down;
 };
 
+// An expert without its first rows of gate and up, and without the columns of down that they go to.
+// Its weights are `weights`, in panels like those of the expert, and borrow their memory.  `skipped`
+// is a multiple of 32 and of the groups of down.
+Expert rest_of(const Expert& expert, size_t skipped, Weight (&weights)[3]);
+
 // Which experts each token goes to, no expert twice.
 struct ExpertChoice {
   const int64_t* experts;  // [tokens, top_k], not negative

@@ -71,6 +71,12 @@ size_t ExpertService::answer(const ServedLayer& layer, size_t tokens, size_t thr
   for (const Expert& expert : layer.experts) {
     if (std::binary_search(ids.begin(), ids.end(), expert.id)) wanted.push_back(expert);
   }
+  Weight weights[3];
+  for (Expert& expert : wanted) {
+    if (expert.id == mail.cut[0] && mail.cut[1] > 0) {
+      expert = rest_of(expert, static_cast<size_t>(mail.cut[1]), weights);
+    }
+  }
   if (wanted.empty()) return 0;  // nobody reads the answer then
   KernelTime time;
   routed_experts(wanted.data(), wanted.size(), {mail.chosen, mail.scales, top_k_},

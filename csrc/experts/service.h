@@ -17,6 +17,8 @@ struct Mailbox {
   const void* x;            // [tokens, columns of gate]
   const int64_t* chosen;    // [tokens, top_k]; -1: not the CPU's
   const float* scales;      // [tokens, top_k]
+  const int32_t* cut;       // [2]: an expert whose first rows of gate and up, so many, are not the
+                            // CPU's; -1: none
   float* total;             // [tokens, rows of down]: the answer
   const uint32_t* asked;    // the step whose question is complete
   uint32_t* answered;       // the step whose answer is complete

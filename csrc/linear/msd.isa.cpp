@@ -80,7 +80,7 @@ struct HalvesTile {
     for (size_t g = 0, block = 0; g < groups; g += each) {
       const size_t slot = g % kGroupsAhead, left = groups - g;
       if (slot == 0) {
-        read_groups(w, code_factor(w), panel * groups + g,
+        read_groups(w, code_factor(w), panel * panel_groups(w) + g,
                     left < kGroupsAhead ? left : kGroupsAhead, numbers);
       }
       HalfSums<kTokens> even, odd;

@@ -45,12 +45,12 @@ inline void decode_row(const Weight& w, size_t row, const int8_t (&book)[16], fl
   int8_t codes[32];
   for (size_t begin = 0; begin < groups; begin += kGroupsAhead) {
     const size_t end = begin + kGroupsAhead < groups ? begin + kGroupsAhead : groups;
-    read_groups(w, code_factor(w), panel * groups + begin, end - begin, numbers);
+    read_groups(w, code_factor(w), panel * panel_groups(w) + begin, end - begin, numbers);
     for (size_t c = begin * w.tile_columns; c < end * w.tile_columns; c += 16) {
       if (c % kPanelBlock == 0) block_codes(data + c / kPanelBlock * 256, lane, book, codes);
       const size_t group = c / w.tile_columns, slot = group - begin;
       const int32_t zero_point =
-          w.zeros == nullptr ? 0 : w.zeros[(panel * groups + group) * kPanelRows + lane];
+          w.zeros == nullptr ? 0 : w.zeros[(panel * panel_groups(w) + group) * kPanelRows + lane];
       decode_columns(codes + c % kPanelBlock, zero_point, numbers.scales[slot][lane],
                      w.minima == nullptr ? nullptr : &numbers.minima[slot][lane], out + c);
     }

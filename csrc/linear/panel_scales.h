@@ -31,7 +31,13 @@ inline float code_factor(const Weight& w) {
 }
 
 inline size_t groups_of(const Weight& w) { return w.columns / w.tile_columns; }
-inline size_t panel_bytes(const Weight& w) { return w.columns * (kPanelRows / 2); }
+
+// From one panel to the next: in groups, and in bytes of codes.
+inline size_t panel_columns(const Weight& w) {
+  return w.panel_columns != 0 ? w.panel_columns : w.columns;
+}
+inline size_t panel_groups(const Weight& w) { return panel_columns(w) / w.tile_columns; }
+inline size_t panel_bytes(const Weight& w) { return panel_columns(w) * (kPanelRows / 2); }
 
 // Asks for codes that come some blocks of 32 columns later.  An AMD processor's own prefetching
 // keeps up with one token (96% of the rate of reading without this, 87% with it), not with several,

@@ -28,7 +28,7 @@ void multiply(const Weight& w, const Inputs& in, size_t first_row, size_t end_ro
               size_t out_stride) {
   if (!w.int8_activations) return multiply_floats(w, in, first_row, end_row, out, out_stride);
   const auto* starts = reinterpret_cast<const int32_t*>(in.arranged);
-  const Int8Call call{w, in, starts, groups_of(w), code_factor(w)};
+  const Int8Call call{w, in, starts, groups_of(w), panel_groups(w), code_factor(w)};
 #if defined(HMT_AMX)
   if (in.tokens >= kAmxTokens) {
     return multiply_amx(call, nibble_of(w), first_row, end_row, out, out_stride);

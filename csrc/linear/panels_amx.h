@@ -118,7 +118,7 @@ struct AmxPanel {
     const F16v scale = load(numbers.scales[slot]);
     I16v zeros = set1(int32_t{0});
     if (kNibble == Nibble::kZero) {
-      zeros = group_zeros(call.w.zeros, panel * call.groups + group);
+      zeros = group_zeros(call.w.zeros, panel * call.panel_groups + group);
     }
     for (size_t t = 0; t < count; ++t) {
       const int32_t start = call.starts[(first + t) * call.groups + group];
@@ -176,7 +176,7 @@ void multiply_amx_panels(const Int8Call& call, size_t first_row, size_t end_row,
       for (size_t begin = 0; begin < call.groups; begin += kGroupsAhead) {
         const size_t left = call.groups - begin;
         const size_t count = left < kGroupsAhead ? left : kGroupsAhead;
-        read_groups(w, call.factor, panel * call.groups + begin, count, product.numbers);
+        read_groups(w, call.factor, panel * call.panel_groups + begin, count, product.numbers);
         spread_blocks<kNibble>(data, begin * w.tile_columns / kPanelBlock,
                                (begin + count) * w.tile_columns / kPanelBlock, codes);
         product.run(token, end, begin, begin + count, codes);

@@ -184,7 +184,7 @@ struct FloatTile {
     const F16v scale = load(numbers.scales[slot]);
     F16v missing = zero();
     if (kNibble == Nibble::kZero) {
-      missing = sub(set1(8.0f), to_float(group_zeros(w.zeros, panel * groups_of(w) + group)));
+      missing = sub(set1(8.0f), to_float(group_zeros(w.zeros, panel * panel_groups(w) + group)));
     }
     for (size_t t = 0; t < kTokens; ++t) {
       F16v dot = dots[t];
@@ -234,7 +234,7 @@ struct FloatTile {
     const size_t groups = groups_of(w);
     for (size_t begin = 0; begin < groups; begin += kGroupsAhead) {
       const size_t end = begin + kGroupsAhead < groups ? begin + kGroupsAhead : groups;
-      read_groups(w, code_factor(w), panel * groups + begin, end - begin, numbers);
+      read_groups(w, code_factor(w), panel * panel_groups(w) + begin, end - begin, numbers);
       if (w.tile_columns == 16) {
         for (size_t g = begin; g < end; g += 2) add_half_groups(g, data, numbers);
       } else {

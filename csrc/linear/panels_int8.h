@@ -119,7 +119,7 @@ struct Int8Call {
   const Weight& w;
   const Inputs& in;
   const int32_t* starts;  // [tokens, groups], see `group_starts`
-  size_t groups;
+  size_t groups, panel_groups;
   float factor;
 };
 
@@ -173,7 +173,7 @@ struct Int8Tile {
     for (size_t p = 0; p < kPanels; ++p) {
       I16v zeros = set1(int32_t{0});
       if (kNibble == Nibble::kZero) {
-        zeros = group_zeros(call.w.zeros, (panel + p) * call.groups + group);
+        zeros = group_zeros(call.w.zeros, (panel + p) * call.panel_groups + group);
       }
       for (size_t t = 0; t < kTokens; ++t) {
         const I16v start = set1(starts[t][group]);
@@ -259,7 +259,7 @@ struct Int8Tile {
       const size_t left = call.groups - begin;
       const size_t end = begin + (left < kGroupsAhead ? left : kGroupsAhead);
       for (size_t p = 0; p < kPanels; ++p) {
-        read_groups(call.w, call.factor, (panel + p) * call.groups + begin, end - begin,
+        read_groups(call.w, call.factor, (panel + p) * call.panel_groups + begin, end - begin,
                     numbers[p]);
       }
       if (kGroup == 16) {

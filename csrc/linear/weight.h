@@ -56,6 +56,8 @@ struct Weight {
   const void* minima;    // in the type and shape of the scales, or null
   float factor;
   bool int8_activations;  // multiply with activations rounded to int8, else as they are
+  // kPanels: columns of a panel in memory, where `columns` are some of them, neighbours; 0: the same.
+  size_t panel_columns = 0;
 };
 
 constexpr size_t kPanelRows = 16;

@@ -13,6 +13,7 @@ from hmt.kernels import ops
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
+from hmt.quant import pack_codes, pack_groups
 
 NATIVE = extension.load()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the extension was not built")
@@ -46,11 +47,12 @@ class Boxes:
         self.chosen = torch.full((LAYERS, tokens, TOP), -1)
         self.scales = torch.zeros(LAYERS, tokens, TOP)
         self.flags = torch.zeros(LAYERS, 2, 16, dtype=torch.int32)
+        self.cut = torch.full((LAYERS, 2), -1, dtype=torch.int32)
         served = []
         for layer, experts in enumerate(layers):
             parts = (
                 *(self.x, self.chosen[layer], self.scales[layer], self.total),
-                *(self.flags[layer, 0], self.flags[layer, 1]),
+                *(self.flags[layer, 0], self.flags[layer, 1], self.cut[layer]),
             )
             natives = [native_expert(NATIVE, *expert) for expert in experts]
             served.append((natives, *(part.data_ptr() for part in parts)))
@@ -115,3 +117,61 @@ def test_nobody_waits_for_ever_where_a_device_falls_silent() -> None:
     assert (boxes.flags[:, 1, 0] == 7).all(), "kernels that wait for later layers end"
     boxes.service.release(8)
     assert (boxes.flags[:, 1, 0] == 8).all()
+
+
+def codes_of(rows: int, columns: int, seed: int, activations: Activations) -> dict[str, Any]:
+    """Numbers per code and per group, as they lie in no memory yet."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "codes": torch.randint(0, 16, (rows, columns), generator=random, dtype=torch.uint8),
+        "scales": torch.rand(rows, columns // 32, generator=random).add(0.1).bfloat16(),
+        "activations": activations,
+    }
+
+
+def packed(codes: torch.Tensor, scales: torch.Tensor, activations: Activations) -> WeightTensor:
+    return WeightTensor(
+        Encoding.INT4_GROUP,
+        (codes.shape[0], codes.shape[1]),
+        pack_codes(codes.contiguous()).contiguous(),
+        pack_groups(scales.contiguous()),
+        32,
+        activations=activations,
+    )
+
+
+@pytest.mark.parametrize("activations", list(Activations))
+@pytest.mark.parametrize("skipped", [32, 96])
+def test_an_expert_of_which_the_device_computes_a_part(activations, skipped) -> None:
+    width = 128
+    layers, whole, rests = [], [], []
+    for number in range(LAYERS * EXPERTS):
+        plain = {
+            "gate_proj": codes_of(width, HIDDEN, 3 * number, activations),
+            "up_proj": codes_of(width, HIDDEN, 3 * number + 1, activations),
+            "down_proj": codes_of(HIDDEN, width, 3 * number + 2, activations),
+        }
+        rest = {name: dict(parts) for name, parts in plain.items()}
+        for name in ("gate_proj", "up_proj"):
+            for part in ("codes", "scales"):
+                rest[name][part] = rest[name][part][skipped:]
+        rest["down_proj"]["codes"] = rest["down_proj"]["codes"][:, skipped:]
+        rest["down_proj"]["scales"] = rest["down_proj"]["scales"][:, skipped // 32 :]
+        index = number % EXPERTS
+        whole.append((index, {name: packed(**parts) for name, parts in plain.items()}))
+        rests.append((index, {name: packed(**parts) for name, parts in rest.items()}))
+    layers = [whole[at : at + EXPERTS] for at in range(0, len(whole), EXPERTS)]
+    boxes = Boxes(layers, 1)
+    random = torch.Generator().manual_seed(5)
+    x = torch.randn(1, HIDDEN, generator=random)
+    chosen, scales = torch.tensor([[7, 2, -1]]), torch.rand(1, TOP, generator=random)
+    boxes.x.copy_(x)
+    boxes.chosen[1], boxes.scales[1] = chosen, scales
+    boxes.cut[1] = torch.tensor([2, skipped], dtype=torch.int32)
+    boxes.cut[0] = torch.tensor([2, skipped], dtype=torch.int32)  # and nothing is asked
+    boxes.flags[:, 0, 0] = 1
+    complete, experts, _, _ = boxes.service.serve(1, 1, 2, 60.0)
+    assert complete and experts == 2
+    given = [rests[EXPERTS + 2], whole[EXPERTS + 7]]
+    wanted = ops.experts(x, given, chosen, scales, "silu", last=False)
+    torch.testing.assert_close(boxes.total, wanted)

@@ -54,11 +54,12 @@ class ExpertTeam(Protocol):
 
     def begin(
         self, x: torch.Tensor, chosen: torch.Tensor, scales: torch.Tensor, activation: str
-    ) -> Callable[[], torch.Tensor]:
+    ) -> Callable[..., torch.Tensor]:
         """Begin with the chosen experts; what is returned ends it, and may be called later.
 
         x [tokens, hidden]; chosen int64 and scales f32 [tokens, top_k].  The result is the scaled
-        outputs, added up in f32: [tokens, hidden] in x.dtype.
+        outputs, added up in f32: [tokens, hidden] in x.dtype.  Called with (hidden, shared), both
+        of that shape and dtype, it is hidden + (that + shared).
         """
         ...
 
@@ -171,6 +172,13 @@ class KVCache(Protocol):
         """A layer's pages (`ops.Pages`), its place among them, and its window.
 
         None where they do not all lie in memory.  Valid as long as the cache.
+        """
+        ...
+
+    def kernel_place(self, layer: int, step: Step) -> tuple[Any, int, Any] | None:
+        """A layer's pages, its place among them, and the step's runs, for a layer without window.
+
+        None where the pages do not all lie in one memory.
         """
         ...
 

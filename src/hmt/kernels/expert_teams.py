@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.encoding import Packing, WeightTensor
 from hmt.kernels import ops, reference
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
 from hmt.kernels.cpu.threads import awake_workers
-from hmt.kernels.reference import Expert, ExpertShares, ExpertSlots
+from hmt.kernels.reference import Cuts, Expert, ExpertShares, ExpertSlots
 
 __all__ = [
+    "Cuts",
     "Desk",
     "ExpertPlaces",
     "ExpertShares",
@@ -34,23 +35,25 @@ __all__ = [
 _PATIENCE_S = 30.0  # a layer takes milliseconds
 
 
-def divide(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertShares:
+def divide(
+    slots: ExpertSlots, chosen: Tensor, share: Tensor, cuts: Cuts | None = None
+) -> ExpertShares:
     """See `reference.divide_experts`."""
     if chosen.is_cuda:
         from hmt.kernels.triton import expert_cache
 
-        return expert_cache.divide_experts(slots, chosen, share)
-    return reference.divide_experts(slots, chosen, share)
+        return expert_cache.divide_experts(slots, chosen, share, cuts)
+    return reference.divide_experts(slots, chosen, share, cuts)
 
 
-def fetch(slots: ExpertSlots, shares: ExpertShares, nbytes: int) -> None:
+def fetch(slots: ExpertSlots, shares: ExpertShares, nbytes: int, cuts: Cuts | None = None) -> None:
     """See `reference.fetch_experts`."""
     if shares.sources.is_cuda:
         from hmt.kernels.triton import expert_cache
 
-        expert_cache.fetch_experts(slots, shares, nbytes)
+        expert_cache.fetch_experts(slots, shares, nbytes, cuts)
     else:
-        reference.fetch_experts(slots, shares, nbytes)
+        reference.fetch_experts(slots, shares, nbytes, cuts)
 
 
 class ExpertPlaces:
@@ -65,6 +68,7 @@ class ExpertPlaces:
         # Kernels keep what they made for parameters, the expert's number with it.
         self._views: dict[tuple[int, int], Mapping[str, WeightTensor]] = {}
         self._table: Any = None
+        self.cuts: Cuts | None = None
         sample = view(some)
         first = sample["down_proj"].data
         if not first.is_cuda:
@@ -77,6 +81,7 @@ class ExpertPlaces:
             self._table = block_table(first.new_zeros(1, dtype=torch.int64), sample, some)
         except AssertionError as error:
             raise ValueError(str(error)) from error
+        self.cuts = _cuts_of(sample, some)
 
     def compute(
         self,
@@ -86,16 +91,20 @@ class ExpertPlaces:
         scales: Tensor,
         activation: str,
         total: Tensor | None = None,
+        cut: Tensor | None = None,
     ) -> Tensor:
         """`total`, which is changed, and what experts add that have an address in `here`.
 
-        f32 [tokens, hidden]; int64 [experts].
+        f32 [tokens, hidden]; int64 [experts].  cut: see `ExpertShares`, where there are `cuts`; its
+        slots hold finite numbers everywhere.
         """
         if self._table is not None:
             from hmt.kernels.triton.experts import experts_by_table
 
             table = replace(self._table, addresses=here)
-            return experts_by_table(x, table, chosen, scales, activation, total, last=False)
+            return experts_by_table(
+                x, table, chosen, scales, activation, total, last=False, cut=cut
+            )
         given = []
         for expert, address in enumerate(here.tolist()):
             if address:
@@ -105,6 +114,32 @@ class ExpertPlaces:
         if not given and total is None:
             return torch.zeros(x.shape, dtype=torch.float32)
         return ops.experts(x, given, chosen, scales, activation, total, last=False)
+
+
+_COPIED = 16  # bytes, at once
+_CUT_ROWS = 128  # of a piece at least: groups of down, and what the CPU's tiles take
+
+
+def _cuts_of(sample: Mapping[str, WeightTensor], address: int) -> Cuts | None:
+    """How experts like the one that lies at `address` may be cut; None for not at all."""
+    gate, down = sample["gate_proj"], sample["down_proj"]
+    width, rows = gate.shape[0], max(_CUT_ROWS, down.group_size)
+    panels = all(w.encoding.packing is Packing.PANELS for w in sample.values())
+    if not panels or width % rows or width // rows < 2 or rows % (down.group_size or 1):
+        return None
+    regions = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        w = sample[name]
+        for part in (w.data, w.scales, w.zeros, w.minima):
+            if part is None:
+                continue
+            begin = part.data_ptr() - address
+            period = part[0].nbytes if name == "down_proj" else part.nbytes
+            if begin % _COPIED or period % (_COPIED * (width // rows)):
+                return None
+            regions.append([begin // 4, part.nbytes // 4, period // 4])
+    table = torch.tensor(regions, dtype=torch.int32, device=down.data.device)
+    return Cuts(width // rows, rows, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +202,13 @@ class Desk:
         total = shared(tokens, hidden, dtype=torch.float32)
         # Flags in lines of their own: two of one line would slow each other down.
         flags = shared(len(experts), 2, 16, dtype=torch.int32)
+        cuts = shared(len(experts), 16, dtype=torch.int32)[:, :2].fill_(-1)
         self._boxes = {
             layer: Mailbox(
                 x,
                 shared(tokens, top_k, dtype=torch.int64),
                 shared(tokens, top_k, dtype=torch.float32),
+                cuts[row],
                 total,
                 flags[row, 0, :1],
                 flags[row, 1, :1],
@@ -194,11 +231,20 @@ class Desk:
             self._service = self._make_service(activation)
         mailbox.ask(self._boxes[layer], x, shares, scales)
 
-    def take(self, layer: int, total: Tensor, shares: ExpertShares) -> Tensor:
-        """`total` f32 [tokens, hidden] and the answer, in the dtype of questions, on the queue."""
+    def take(
+        self,
+        layer: int,
+        total: Tensor,
+        shares: ExpertShares,
+        added: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """`total` f32 [tokens, hidden] and the answer, in the dtype of questions, on the queue.
+
+        With `added` (hidden, shared): hidden + (that + shared).
+        """
         from hmt.kernels.triton import mailbox
 
-        return mailbox.take(self._boxes[layer], total, shares)
+        return mailbox.take(self._boxes[layer], total, shares, added)
 
     def begin(self) -> None:
         """A step comes next on the device's queue that asks here."""
@@ -223,7 +269,7 @@ class Desk:
         layers = []
         for layer, given in self._experts.items():
             box = self._boxes[layer]
-            parts = (box.x, box.chosen, box.scales, box.total, box.asked, box.answered)
+            parts = (box.x, box.chosen, box.scales, box.total, box.asked, box.answered, box.cut)
             experts = [native_expert(self._native, index, params) for index, params in given]
             layers.append((experts, *(part.data_ptr() for part in parts)))
         return self._native.ExpertService(

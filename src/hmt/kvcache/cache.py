@@ -153,6 +153,11 @@ class PagedKV:
         """See KVCache."""
         return self._runs_of(step)
 
+    def kernel_place(self, layer: int, step: Step) -> tuple[ops.Pages, int, ops.PagedRuns]:
+        """See KVCache."""
+        kept = self._layers[layer]
+        return kept.pages, kept.slot, self._runs_of(step)
+
     def paged_runs(self, step: Step) -> list[ops.PagedRun]:
         """Where the step's tokens lie."""
         return [

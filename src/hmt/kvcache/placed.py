@@ -88,6 +88,10 @@ class PlacedKV:
         """See KVCache."""
         return self._of(layer).kernel_pages(layer)
 
+    def kernel_place(self, layer: int, step: Step) -> tuple[ops.Pages, int, ops.PagedRuns] | None:
+        """See KVCache."""
+        return self._of(layer).kernel_place(layer, step)
+
     def kernel_runs(self, step: Step) -> ops.PagedRuns:
         """See KVCache: those of host memory."""
         return self._caches[0].kernel_runs(step)

@@ -236,6 +236,9 @@ class TieredKV:
     def kernel_pages(self, layer: int) -> None:
         """See KVCache: pages are in several places."""
 
+    def kernel_place(self, layer: int, step: Step) -> None:
+        """See KVCache: pages are in several places."""
+
     def kernel_runs(self, step: Step) -> Any:
         """See KVCache."""
         raise AssertionError("kernel_pages said no")

@@ -10,8 +10,10 @@ from hmt.layers.moe import (
     Router,
     Routing,
     SoftmaxRouter,
+    add_routed_experts,
     request_experts,
     routed_experts,
+    router_inputs,
 )
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary, yarn_mscale
@@ -33,9 +35,11 @@ __all__ = [
     "Routing",
     "SoftmaxRouter",
     "UsualLayer",
+    "add_routed_experts",
     "linear_params",
     "project",
     "request_experts",
     "routed_experts",
+    "router_inputs",
     "yarn_mscale",
 ]

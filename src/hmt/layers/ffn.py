@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
-from hmt.kernels import ops
-from hmt.layers.linear import Params, linear_params, project, project_many
+from hmt.kernels import fused_ops, ops
+from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
 
 
@@ -44,7 +44,7 @@ class GatedFFN:
     def __call__(self, x: Tensor, params: Params) -> Tensor:
         """x [tokens, hidden_size] to [tokens, hidden_size]."""
         names = (f"{self.prefix}gate_proj", f"{self.prefix}up_proj")
-        hidden = ops.gated_pair(project_many(x, params, names), self.activation)
+        hidden = fused_ops.linear_gated(x, params, names, self.activation)
         return project(hidden, params, f"{self.prefix}down_proj")
 
 
@@ -72,7 +72,7 @@ class ResidualFFN:
         """Numbers alive per token: those of the network, and what is added."""
         return self.ffn.hidden_size + self.ffn.activation_width
 
-    def __call__(self, hidden: Tensor, x: Tensor, params: Params) -> Tensor:
+    def __call__(self, hidden: Tensor, x: Tensor | None, params: Params) -> Tensor:
         """hidden += x; hidden += ffn(norm(hidden)).  Both [tokens, hidden_size]; hidden changes.
 
         Weights of the norms are `norm` and `post_norm` of `params`.  Returns hidden.

@@ -25,8 +25,3 @@ def project(x: Tensor, params: Params, name: str) -> Tensor:
     """Linear layer `name` of a block, with its bias if any: [tokens, in] to [tokens, out]."""
     bias = params.get(f"{name}_bias")
     return ops.linear(x, params[name], None if bias is None else bias.data)
-
-
-def project_many(x: Tensor, params: Params, names: tuple[str, ...]) -> Tensor:
-    """Linear layers `names` of one x, side by side: [tokens, in] to [tokens, sum of all out]."""
-    return ops.linear_many(x, params, names)

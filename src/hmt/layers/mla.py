@@ -1,7 +1,7 @@
 """Multi-head latent attention: keys and values are kept compressed."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -12,7 +12,8 @@ from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
 from hmt.contracts.model import PIECE_TOKENS, KVKind, KVLayer
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import KVCache
-from hmt.kernels import ops
+from hmt.kernels import fused_ops, ops
+from hmt.kernels.fused_ops import LatentLayer
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
@@ -54,6 +55,23 @@ class LatentAttention:
     interleaved: bool  # pairs of numbers that turn together lie side by side
     bias: bool = False  # of q_a_proj, kv_a_proj_with_mqa and o_proj
     norm_eps: float = 1e-6
+    layer: LatentLayer = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = ops.NormOptions(self.norm_eps)
+        query = "q_proj" if self.q_rank is None else "q_a_proj"
+        layer = LatentLayer(
+            self.heads,
+            self.kv_rank,
+            self.nope_dim,
+            self.rope_dim,
+            self.value_dim,
+            self.scale,
+            self.interleaved,
+            options,
+            (query, "kv_a_proj"),
+        )
+        object.__setattr__(self, "layer", layer)
 
     @property
     def kv(self) -> KVLayer:
@@ -111,6 +129,33 @@ class LatentAttention:
             ),
             self._norm(self.q_rank).param("q_a_norm", f"{at}q_a_layernorm.weight"),
             *linear_params("q_b_proj", outputs, self.q_rank, f"{at}q_b_proj"),
+        )
+
+    def add_to(
+        self,
+        hidden: Tensor,
+        norm: RMSNorm,
+        layer: int,
+        step: Step,
+        params: Params,
+        kv: KVCache,
+    ) -> bool:
+        """hidden += attention(norm(hidden)), in few launches; appends to `kv`.
+
+        The norm's weight is `norm` of `params`.  False, and nothing done, where there is no kernel:
+        only for one token of each run, on a GPU.
+        """
+        if not fused_ops.has_fused_kernels(hidden):
+            return False
+        if any(run.length > 1 for run in step.runs):
+            return False
+        place = kv.kernel_place(layer, step)
+        if place is None:
+            return False
+        pages, number, runs = place
+        angles = self.rotary.cos_sin(step)
+        return fused_ops.add_latent_attention(
+            hidden, params, self.layer, norm.options, angles, pages, number, runs
         )
 
     def __call__(self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.store import Priority, Weights
-from hmt.kernels import ops
+from hmt.kernels import fused_ops, ops
 from hmt.layers.ffn import GatedFFN
 from hmt.layers.linear import Params
+from hmt.layers.norm import RMSNorm
 
 
 @dataclass(slots=True)
@@ -20,12 +21,12 @@ class Routing:
 
     experts   int64 [tokens, top_k]
     scales    f32 [tokens, top_k]: what the experts' outputs are multiplied with
-    ending    of the work that a team has begun
+    ending    of the work that a team has begun: see `ExpertTeam`
     """
 
     experts: Tensor
     scales: Tensor
-    ending: Callable[[], Tensor] | None = None
+    ending: Callable[..., Tensor] | None = None
     _blocks: list[BlockId] = field(default_factory=list)
 
     def blocks(self, layer: int) -> list[BlockId]:
@@ -98,7 +99,10 @@ class GroupedSoftmaxRouter:
 
     def __call__(self, x: Tensor, params: Params) -> Routing:
         """Experts for x [tokens, hidden_size]; computed in f32."""
-        logits = ops.linear(x.float(), params["router"])
+        return self.choose(ops.linear(x.float(), params["router"]), params)
+
+    def choose(self, logits: Tensor, params: Params) -> Routing:
+        """Experts by f32 logits [tokens, experts]."""
         chosen = ops.grouped_softmax_topk(
             logits,
             self.top_k,
@@ -134,7 +138,10 @@ class BiasedSigmoidRouter:
 
     def __call__(self, x: Tensor, params: Params) -> Routing:
         """Experts for x [tokens, hidden_size]; computed in f32."""
-        logits = ops.linear(x.float(), params["router"])
+        return self.choose(ops.linear(x.float(), params["router"]), params)
+
+    def choose(self, logits: Tensor, params: Params) -> Routing:
+        """Experts by f32 logits [tokens, experts]."""
         chosen = ops.biased_sigmoid_topk(
             logits,
             params["router_bias"].data,
@@ -190,6 +197,31 @@ def routed_experts(
                 last=done == len(blocks),
             )
     return torch.zeros_like(x) if total is None else total
+
+
+def add_routed_experts(
+    hidden: Tensor,
+    shared: Tensor,
+    x: Tensor,
+    routing: Routing,
+    layer: int,
+    expert: GatedFFN,
+    weights: Weights,
+) -> Tensor:
+    """hidden + (routed_experts(x, ...) + shared), all [tokens, hidden_size] in x.dtype."""
+    if routing.ending is not None:
+        return routing.ending((hidden, shared))
+    return hidden + (routed_experts(x, routing, layer, expert, weights) + shared)
+
+
+def router_inputs(
+    hidden: Tensor, x: Tensor | None, norm: RMSNorm, params: Params
+) -> tuple[Tensor, Tensor]:
+    """hidden += x, in place; its norm, and f32 logits [tokens, experts] of `router`.
+
+    hidden and x [tokens, hidden_size]; the norm's weight is `norm` of `params`.
+    """
+    return fused_ops.router_inputs(hidden, x, params["norm"].data, norm.options, params["router"])
 
 
 def _router_param(experts: int, hidden_size: int, at: str) -> ParamSpec:

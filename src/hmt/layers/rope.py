@@ -59,8 +59,7 @@ class Rotary:
         device = step.positions.device
         last = self._last.get(device)
         if last is None or last[0] is not step:
-            angles = step.positions.float()[:, None] * self._step_frequencies(step)
-            angles = torch.cat((angles, angles), dim=-1)
+            angles = step.positions[:, None] * self._step_frequencies(step)
             cos, sin = angles.cos(), angles.sin()
             if self.attention_scaling != 1:
                 cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
@@ -68,17 +67,18 @@ class Rotary:
         return last[1:]
 
     def _step_frequencies(self, step: Step) -> Tensor:
-        """f32 [dim / 2], or [tokens, dim / 2] where they depend on the run."""
+        """f32 [dim], each twice, or [tokens, dim] where they depend on the run."""
         device = step.positions.device
         if self._fixed is not None:
             if device not in self._fixed_on:
-                self._fixed_on[device] = self._fixed.to(device)
+                self._fixed_on[device] = torch.cat((self._fixed, self._fixed)).to(device)
             return self._fixed_on[device]
         rows = [
             self.frequencies(max(run.context, run.reserved)).expand(run.length, -1)
             for run in step.runs
         ]
-        return torch.cat(rows).to(device)
+        found = torch.cat(rows)
+        return torch.cat((found, found), dim=-1).to(device)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

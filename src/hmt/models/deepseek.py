@@ -12,8 +12,9 @@ from hmt.layers import (
     BiasedSigmoidRouter,
     GroupedSoftmaxRouter,
     LatentAttention,
+    add_routed_experts,
     request_experts,
-    routed_experts,
+    router_inputs,
     yarn_mscale,
 )
 from hmt.models.config import (
@@ -107,17 +108,19 @@ class DeepSeek(Decoder):
     ) -> Tensor:
         """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = self.attention(self.norm(hidden, params["norm"]), index, step, params, kv)
+            x = None
+            if not self.attention.add_to(hidden, self.norm, index, step, params, kv):
+                x = self.attention(self.norm(hidden, params["norm"]), index, step, params, kv)
         if index < self.dense_layers:
             with weights.lease(BlockId(index, BlockKind.FFN)) as params:
                 return self.ffn(hidden, x, params)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x = self.norm.add(hidden, x, params["norm"])
-            routing = self.router(x, params)
+            x, logits = router_inputs(hidden, x, self.norm, params)
+            routing = self.router.choose(logits, params)
             # On their way while the shared ones compute.
             request_experts(x, routing, hidden, index, self.expert, weights)
             shared = self.shared(x, params)
-        return hidden + (routed_experts(x, routing, index, self.expert, weights) + shared)
+        return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
 
 
 class DeepSeekV2(DeepSeek):

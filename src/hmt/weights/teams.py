@@ -21,6 +21,7 @@ _MOST_TABLES = 4  # for each expert, of where groups of streamed experts lie
 Params = Mapping[str, WeightTensor]
 # An expert's number, its parameters on the device, and where it begins there.
 Streamed = tuple[int, Params, int]
+Added = tuple[Tensor, Tensor]  # hidden states, and what shared experts add
 Stream = Callable[[Sequence[BlockId]], Iterator[list[Streamed]]]
 
 
@@ -51,19 +52,22 @@ class HybridTeam:
 
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[..., Tensor]:
         """See ExpertTeam: the host begins, and the device when the ending is called."""
-        shares = expert_teams.divide(self.slots, chosen, self._share)
         desk = self.desk if self.desk is not None and self.desk.takes(x) else None
+        # Many tokens choose so many experts that a share of them is nearly whole.
+        cuts = self.places.cuts if desk is not None and len(x) == 1 else None
+        shares = expert_teams.divide(self.slots, chosen, self._share, cuts)
         if desk is not None:
             desk.ask(self._layer, x, shares, scales, activation)
 
-        def end() -> Tensor:
-            expert_teams.fetch(self.slots, shares, self._nbytes)
-            total = self.places.compute(x, shares.here, chosen, scales, activation)
+        def end(added: Added | None = None) -> Tensor:
+            expert_teams.fetch(self.slots, shares, self._nbytes, cuts)
+            cut = None if cuts is None else shares.cut
+            total = self.places.compute(x, shares.here, chosen, scales, activation, cut=cut)
             if desk is not None:
-                return desk.take(self._layer, total, shares)
-            return self._add_host(total, x, shares, scales, activation)
+                return desk.take(self._layer, total, shares, added)
+            return _sum_of(self._add_host(total, x, shares, scales, activation), added)
 
         return end
 
@@ -94,9 +98,14 @@ class ResidentTeam:
 
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[..., Tensor]:
         """See ExpertTeam."""
-        return lambda: self._places.compute(x, self._table, chosen, scales, activation).to(x.dtype)
+
+        def end(added: Added | None = None) -> Tensor:
+            total = self._places.compute(x, self._table, chosen, scales, activation)
+            return _sum_of(total.to(x.dtype), added)
+
+        return end
 
 
 class StreamedTeam:
@@ -116,9 +125,13 @@ class StreamedTeam:
 
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[..., Tensor]:
         """See ExpertTeam: copies are under way anyhow."""
-        return lambda: self._compute(x, chosen, scales, activation)
+
+        def end(added: Added | None = None) -> Tensor:
+            return _sum_of(self._compute(x, chosen, scales, activation), added)
+
+        return end
 
     def _compute(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
         total: Tensor | None = None
@@ -266,6 +279,8 @@ class _HybridMaker:
 
         def take(count: int) -> Tensor:
             taken = [self._pool.allocate(layout.slot_bytes).tensor for _ in range(count)]
+            for slot in taken:
+                slot.zero_()  # of experts that are cut, kernels read what never came
             slots.update((slot.data_ptr(), slot) for slot in taken)
             return self._tensor([slot.data_ptr() for slot in taken])
 
@@ -309,6 +324,10 @@ class _HybridMaker:
         assert standing is not None, "they are at home in host memory"
         self._store.count(sum(one.nbytes for one in standing))
         return [(expert, one.params) for expert, one in zip(experts, standing, strict=True)]
+
+
+def _sum_of(routed: Tensor, added: Added | None) -> Tensor:
+    return routed if added is None else added[0] + (routed + added[1])
 
 
 def laid_out_alike(layouts: Sequence[BlockLayout]) -> bool:

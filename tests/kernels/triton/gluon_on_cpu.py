@@ -186,6 +186,7 @@ def _language(state: dict[str, int]) -> ModuleType:
         "full": lambda shape, value, dtype, _layout: new(torch.full(shape, value, dtype=dtype)),
         "multiple_of": lambda values, _count: values,
         "convert_layout": lambda values, _layout, assert_trivial=False: values,
+        "div_rn": torch.div,
         "reshape": lambda values, shape: values.reshape(shape),
         "permute": lambda values, order: values.permute(order),
         "expand_dims": lambda values, axis: values.unsqueeze(axis),

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hmt.kernels import reference
-from hmt.kernels.reference.expert_cache import ExpertShares, ExpertSlots
+from hmt.kernels.reference.expert_cache import Cuts, ExpertShares, ExpertSlots
 from hmt.kernels.triton import expert_cache, mailbox
 from hmt.kernels.triton.mailbox import Mailbox
 
-EXPERTS, NBYTES = 24, 160
+EXPERTS, NBYTES = 24, 288
 
 
 def make(slots: int, staging: int, device: torch.device) -> tuple[ExpertSlots, torch.Tensor]:
@@ -41,24 +41,30 @@ def copied(cache: ExpertSlots) -> ExpertSlots:
 
 @pytest.mark.parametrize("slots, staging", [(0, 1), (1, 0), (5, 3), (16, 8), (24, 24)])
 @pytest.mark.parametrize("tokens, top", [(1, 4), (5, 3), (3, 8)])
+@pytest.mark.parametrize("cut", [False, True])
 def test_experts_are_divided_as_the_reference_divides_them(
-    device: torch.device, slots: int, staging: int, tokens: int, top: int
+    device: torch.device, slots: int, staging: int, tokens: int, top: int, cut: bool
 ) -> None:
+    # Words of an expert: of rows, of columns that come again every 16 words, and of neither.
+    regions = torch.tensor([[0, 32, 32], [36, 32, 16]], dtype=torch.int32, device=device)
+    cuts = Cuts(4, 32, regions) if cut else None
     generator = torch.Generator().manual_seed(7 * slots + tokens)
     cache, memory = make(slots, staging, device)
     for step in range(12):
         likely = torch.rand(tokens, EXPERTS, generator=generator) ** (1 + step % 3)
         chosen = likely.argsort(dim=1, descending=True)[:, :top].contiguous().to(device)
-        share = torch.tensor([(0.0, 0.3, 1.0)[step % 3]], device=device)
+        share = torch.tensor([(0.0, 0.3, 0.6, 1.0)[step % 4]], device=device)
         wanted_cache = copied(cache)
-        wanted = reference.divide_experts(wanted_cache, chosen, share)
-        found = expert_cache.divide_experts(cache, chosen, share)
+        wanted = reference.divide_experts(wanted_cache, chosen, share, cuts)
+        found = expert_cache.divide_experts(cache, chosen, share, cuts)
         for one in fields(found):
             assert torch.equal(getattr(found, one.name), getattr(wanted, one.name)), one.name
         for one in fields(cache):
             assert torch.equal(getattr(cache, one.name), getattr(wanted_cache, one.name)), one.name
-        expert_cache.fetch_experts(cache, found, NBYTES)
+        memory[EXPERTS + slots :] = 0  # of staging, to see what comes
+        expert_cache.fetch_experts(cache, found, NBYTES, cuts)
         check_invariants(cache, found, chosen, memory)
+        assert cut or int(found.cut[0]) < 0
 
 
 def check_invariants(
@@ -66,18 +72,32 @@ def check_invariants(
 ) -> None:
     """Every address holds the expert that it is said to hold, and every pair is computed once."""
     rows = {row.data_ptr(): row for row in memory}
+    halved, kept = shares.cut.tolist()
     for table in (cache.table, shares.here):
         for expert, address in enumerate(table.tolist()):
             needed = table is cache.table or expert in chosen
-            if address and needed:
+            if address and needed and expert == halved:
+                assert table is shares.here
+                check_cut(rows[address], expert + 1, kept // 32)
+            elif address and needed:
                 assert (rows[address] == expert + 1).all(), expert
     held = [holder for holder in cache.holders.tolist() if holder >= 0]
     assert len(set(held)) == len(held)
     assert sorted(held) == cache.table.nonzero().flatten().tolist()
-    on_device = shares.here[chosen] != 0
+    on_device = (shares.here[chosen] != 0) & (chosen != halved)
     assert torch.equal(on_device, shares.on_host < 0)
     assert torch.equal(shares.on_host[~on_device], chosen[~on_device])
     assert int(shares.left) == len(set(chosen[~on_device].tolist()))
+
+
+def check_cut(memory: torch.Tensor, filled: int, pieces: int) -> None:
+    """All of an expert that has no pieces, and `pieces` of four of what has."""
+    words = (memory.view(-1, 4) == filled).all(1)
+    assert 0 < pieces < 4
+    wanted = [word // 8 < pieces for word in range(32)] + [True] * 4
+    wanted += [word % 16 // 4 < pieces for word in range(32)] + [True] * 4
+    assert words.tolist() == wanted
+    assert (memory.view(-1, 4)[~words] == 0).all(), "nothing more is copied"
 
 
 # Triton's interpreter cuts bfloat16 off instead of rounding it.
@@ -96,6 +116,7 @@ def test_questions_and_answers_pass_through_a_mailbox(
         boxed(8, hidden, dtype=dtype),
         boxed(8, 2, dtype=torch.int64),
         boxed(8, 2, dtype=torch.float32),
+        boxed(2, dtype=torch.int32),
         boxed(8, hidden, dtype=torch.float32),
         boxed(1, dtype=torch.int32),
         boxed(1, dtype=torch.int32),
@@ -106,7 +127,8 @@ def test_questions_and_answers_pass_through_a_mailbox(
     on_host = torch.arange(2 * tokens, device=device).view(tokens, 2)
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     left = torch.tensor([2 * tokens], dtype=torch.int32, device=device)
-    shares = ExpertShares(nothing, nothing, nothing, on_host, left)
+    cut = torch.tensor([3, 128], dtype=torch.int32, device=device)
+    shares = ExpertShares(nothing, nothing, nothing, on_host, left, cut)
     mailbox.ask(box, x, shares, scales)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -114,11 +136,19 @@ def test_questions_and_answers_pass_through_a_mailbox(
     assert torch.equal(box.x[:tokens], x.cpu()) and (box.x[tokens:] == -7).all()
     assert torch.equal(box.chosen[:tokens], on_host.cpu())
     assert torch.equal(box.scales[:tokens], scales.cpu())
+    assert box.cut.tolist() == [3, 128]
     answer = torch.randn(tokens, hidden)
     box.total[:tokens] = answer
     box.answered[0] = 5
     mine = torch.randn(tokens, hidden, device=device)
     taken = mailbox.take(box, mine, shares)
     assert torch.equal(taken, (mine + answer.to(device)).to(dtype))
+    states, shared = (torch.randn(tokens, hidden, device=device).to(dtype) for _ in "ab")
+    expected = states + (taken + shared)
+    added = mailbox.take(box, mine, shares, (states, shared))
+    if dtype is torch.float32:
+        torch.testing.assert_close(added, expected)
+    else:
+        assert torch.equal(added, expected)
     left[0], box.answered[0] = 0, -1  # nobody waits where nothing was asked
     assert torch.equal(mailbox.take(box, mine, shares), mine.to(dtype))

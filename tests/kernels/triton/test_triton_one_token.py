@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
+from triton_weights import assert_is_product as assert_is_rounded_product
 from triton_weights import random_weight
 
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.reference import AttentionInputs, FeedForward, NormOptions
 from hmt.kernels.triton import linear as kernels
 from hmt.kernels.triton import one_token_launch, sublayers
+from hmt.kernels.triton.one_token_launch import Norm, multiply_one
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -151,6 +153,31 @@ def test_attention_inputs(device, heads, kv_heads, dim, angles, head_norm):
     expected = reference.attention_inputs(hidden, params, layer, angle.cos(), angle.sin())
     size = expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=size * 2**-7)
+
+
+@pytest.mark.parametrize("columns", [1536, 7168, 16384])
+def test_tokens_of_int8(device, columns):
+    options = {"spread": False, "activations": Activations.INT8_TOKEN}
+    gate, up = (weight(64, columns, device, seed=seed, **options) for seed in (1, 2))
+    x, by = random_tensor(1, columns, device=device), random_tensor(columns, device=device, seed=3)
+    x[0, 131] *= 100
+    assert one_token_launch.takes_one_token(x, [gate, up])
+    found = kernels.linear(x, gate)
+    assert_is_rounded_product(found, x, gate)
+    total = random_tensor(1, 64, device=device, seed=4) * 50
+    expected = total + found
+    kernels.linear_add(total, x, gate)
+    assert torch.equal(total, expected)
+    out, norm = x.new_empty(1, 128), Norm(by, NormOptions(1e-5))
+    multiply_one(out, x, [gate, up], [None, None], norm=norm)
+    normed = reference.rms_norm(x, by, 1e-5)
+    for part, w in zip(out.split(64, 1), (gate, up), strict=True):
+        torch.testing.assert_close(part, kernels.linear(normed, w), rtol=2**-6, atol=0.02)
+    if columns == 7168:  # others have too few steps, or too many
+        params = {"gate": gate, "up": up}
+        found = kernels.linear_gated(x, params, ("gate", "up"), "silu")
+        pair = reference.gated(kernels.linear(x, gate), kernels.linear(x, up), "silu")
+        torch.testing.assert_close(found, pair, rtol=2**-6, atol=1e-3)
 
 
 def test_what_the_kernel_does_not_take(device):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from gluon_on_cpu import load_kernel
-from triton_weights import random_weight
+from triton_weights import numbers, random_weight
 
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.reference import NormOptions
 from hmt.kernels.triton.one_token_launch import Norm, Turn, multiply_one, sizes_of
@@ -74,6 +74,21 @@ def test_a_gate_behind_a_norm(activation):
         normed = reference.rms_norm(x + more, norm.weight, options.eps, offset=options.offset)
         expected = reference.gated(product(normed, gate), product(normed, up), activation)
         assert_close(out, expected)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_tokens_of_int8(norm):
+    w = weight(64, 1536, activations=Activations.INT8_TOKEN)
+    x, by, out = random_tensor(1, 1536), random_tensor(1536, seed=3), poisoned(64)
+    x[0, 77] *= 100
+    given = Norm(by, NormOptions(1e-5)) if norm else None
+    multiply_one(out, x, [w], [None], norm=given)
+    x = reference.rms_norm(x, by, 1e-5) if norm else x
+    codes, scales = reference.quantize_activations(x)
+    expected = (codes.double() * scales.double()[:, None]) @ numbers(w).T
+    torch.testing.assert_close(
+        out, expected.to(BF16), rtol=2**-7, atol=expected.abs().max() * 2**-18
+    )
 
 
 def test_sums():

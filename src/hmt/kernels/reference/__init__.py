@@ -22,6 +22,7 @@ from hmt.kernels.reference.elementwise import (
     rope_inplace,
 )
 from hmt.kernels.reference.expert_cache import (
+    Cuts,
     ExpertShares,
     ExpertSlots,
     divide_experts,
@@ -55,19 +56,23 @@ from hmt.kernels.reference.sampling import Survey, draw, largest, support, surve
 from hmt.kernels.reference.sublayers import (
     AttentionInputs,
     FeedForward,
+    LatentLayer,
     NormOptions,
     append_attend_pages,
     attention_inputs,
     feed_forward,
+    router_inputs,
 )
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
     "AttentionInputs",
+    "Cuts",
     "Expert",
     "ExpertShares",
     "ExpertSlots",
     "FeedForward",
+    "LatentLayer",
     "NormOptions",
     "PageEncoding",
     "PageLayout",
@@ -110,6 +115,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
+    "router_inputs",
     "softmax_topk",
     "support",
     "survey",

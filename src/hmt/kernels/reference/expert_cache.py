@@ -3,6 +3,10 @@
 A chosen expert computes on the device if it is cached there.  Of the others the link brings a
 share, which then computes on the device as well, and the host computes the rest.  What the link has
 brought stays in the cache, in place of what has been wanted least, if it has been wanted more.
+
+One token chooses few experts, of which a share is seldom whole: one more can be cut, so that link
+and host are ready at once.  Its inner numbers, which are rows of gate and up and columns of down,
+add up: the device computes the first of them and the host the others.
 """
 
 import ctypes
@@ -48,6 +52,8 @@ class ExpertShares:
     targets   int64 [fetched]: where to
     on_host   int64 [tokens, top_k]: experts that the host computes, -1 where there is none
     left      int32 [1]: how many experts these are
+    cut       int32 [2]: one of these of which the device computes the first inner numbers, and how
+              many; it is among those to bring, does not stay, and is -1 where there is none
     """
 
     here: Tensor
@@ -55,12 +61,30 @@ class ExpertShares:
     targets: Tensor
     on_host: Tensor
     left: Tensor
+    cut: Tensor
 
 
-def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertShares:
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where experts may be cut: into `pieces` of `rows` inner numbers each.
+
+    regions   int32 [n, 3] on the device, in words of an expert's memory: where what is made of
+              pieces begins, how many words it has, and after how many it begins again with the
+              first piece.  Whatever is in none of them goes with every piece
+    """
+
+    pieces: int
+    rows: int
+    regions: Tensor
+
+
+def divide_experts(
+    slots: ExpertSlots, chosen: Tensor, share: Tensor, cuts: Cuts | None = None
+) -> ExpertShares:
     """Divide the experts of `chosen` int64 [tokens, top_k]; changes tensors of `slots`.
 
     share   f32 [1]: of the experts that are not there, those that the link brings
+    cuts    None where none may be cut
 
     The link brings what has been chosen most, of equals the first; what has been chosen least goes,
     empty slots first, but nothing that this step wants.
@@ -70,10 +94,19 @@ def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertS
     needed[chosen.flatten()] = True
     slots.scores.mul_(SCORE_DECAY).add_(needed.float())
     missing = needed & (slots.table == 0)
-    quota = int((share * missing.sum() + 0.5).floor().clamp(0, len(slots.staging)))
-    fetched = sorted(
+    exact, part = share * missing.sum(), 0
+    if cuts is None:
+        quota = int((exact + 0.5).floor())
+    else:
+        quota = int(exact.floor())
+        # Rounded down: what the link brings is computed when it is there, what the host has is not.
+        part = int(((exact - quota) * cuts.pieces).floor())
+    if quota >= len(slots.staging):
+        quota, part = len(slots.staging), 0
+    wanted = sorted(
         missing.nonzero().flatten().tolist(), key=lambda e: (-float(slots.scores[e]), e)
-    )[:quota]
+    )
+    fetched = wanted[:quota]
     holders = slots.holders.tolist()
     worth = [-1.0 if holder < 0 else float(slots.scores[holder]) for holder in holders]
     free = [slot for slot in range(places) if holders[slot] < 0 or not needed[holders[slot]]]
@@ -85,6 +118,7 @@ def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertS
         torch.zeros_like(slots.staging),
         torch.full_like(chosen, -1),
         torch.zeros(1, dtype=torch.int32, device=chosen.device),
+        torch.tensor([-1, 0], dtype=torch.int32, device=chosen.device),
     )
     for number, expert in enumerate(fetched):
         target = slots.staging[number]
@@ -98,6 +132,11 @@ def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertS
         here[expert] = target
         shares.sources[number], shares.targets[number] = expert, target
     away = here[chosen] == 0
+    if cuts is not None and part:
+        one, target = wanted[quota], slots.staging[quota]
+        here[one] = target
+        shares.sources[quota], shares.targets[quota] = one, target
+        shares.cut[0], shares.cut[1] = one, part * cuts.rows
     shares.on_host[away] = chosen[away]
     shares.left[0] = int(missing.sum()) - len(fetched)
     found = int(needed.sum()) - int(missing.sum())
@@ -105,8 +144,13 @@ def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertS
     return shares
 
 
-def fetch_experts(slots: ExpertSlots, shares: ExpertShares, nbytes: int) -> None:
-    """Copy what `shares` brings, `nbytes` of each expert.  All addresses are of host memory."""
+def fetch_experts(
+    slots: ExpertSlots, shares: ExpertShares, nbytes: int, cuts: Cuts | None = None
+) -> None:
+    """Copy what `shares` brings, `nbytes` of each expert.  All addresses are of host memory.
+
+    Of one that is cut, kernels copy only what `cuts` says.
+    """
     for expert, target in zip(shares.sources.tolist(), shares.targets.tolist(), strict=True):
         if expert >= 0:
             ctypes.memmove(target, int(slots.origins[expert]), nbytes)

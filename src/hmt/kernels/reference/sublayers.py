@@ -55,6 +55,25 @@ class FeedForward:
     post_norm: NormOptions | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentLayer:
+    """Sizes and norms of latent attention; one for each model, kept.  See `layers.LatentAttention`.
+
+    inner_norm   of the query's compression and of the latent
+    names        of the projections of hidden states: the query's, and `kv_a_proj`
+    """
+
+    heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    interleaved: bool
+    inner_norm: NormOptions
+    names: tuple[str, str]
+
+
 class _Reference:
     """The operations that these are chains of."""
 
@@ -92,6 +111,25 @@ def attention_inputs(
         kernels.rms_norm_inplace(key, params["k_norm"].data, eps, offset=offset)
     kernels.rope_inplace(query, key, cos, sin)
     return heads
+
+
+def router_inputs(
+    hidden: Tensor,
+    x: Tensor | None,
+    norm: Tensor,
+    options: NormOptions,
+    router: WeightTensor,
+    kernels: Any = _Reference,
+) -> tuple[Tensor, Tensor]:
+    """hidden += x; the norm of hidden [tokens, width], and its products with the router in f32.
+
+    `hidden` changes, `x` may be None.  The norm is in hidden's dtype; logits are [tokens, experts].
+    """
+    if x is None:
+        normed = kernels.rms_norm(hidden, norm, options.eps, offset=options.offset)
+    else:
+        normed = kernels.add_rms_norm(hidden, x, norm, options.eps, offset=options.offset)
+    return normed, kernels.linear(normed.float(), router)
 
 
 def append_attend_pages(

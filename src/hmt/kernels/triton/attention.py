@@ -230,6 +230,20 @@ def append_attend_pages(
     return out.flatten(1)
 
 
+def attend_held(
+    pages: Pages, layer: int, held: DeviceRuns, query: Tensor, scale: float
+) -> tuple[Plan, Tensor, Tensor | None, Tensor | None]:
+    """`paged_attention_output` of some runs, whose parts are not merged.
+
+    The plan, the result where a context is one part, and otherwise the parts' results and logs.
+    """
+    query, scale = _forward(query, scale)
+    out = query.new_empty(*query.shape[:2], pages.layout.value_dim)
+    scoring = _Scoring(scale)
+    plan, results = _attend(pages, layer, held, query, out, None, scoring, None, merged=False)
+    return plan, out, results[2], results[3]
+
+
 def can_attend(pages: Pages, query: Tensor) -> bool:
     """Whether there is a kernel: pages in words have none, nor queries of other types."""
     return pages.layout.rows and query.dtype in _TYPES
@@ -288,7 +302,9 @@ def _attend(
     lse: Tensor | None,
     scoring: _Scoring,
     fresh: tuple[Tensor, Tensor] | None,
-) -> None:
+    *,
+    merged: bool = True,
+) -> tuple[Plan, _Results]:
     """Attention of runs of similar length; `fresh` are keys and values to append."""
     layout = pages.layout
     q_heads = query.shape[1]
@@ -337,8 +353,9 @@ def _attend(
             NEW_ROWS=triton.next_power_of_2(held.tokens) if fresh else 0,
             **dependent(query.device),
         )
-    if plan.split and plan.launched > 1:
+    if plan.split and plan.launched > 1 and merged:
         _merge(held, plan, shapes, blocks, results, scoring)
+    return plan, results
 
 
 def _is_for_latents(

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmt.kernels.reference.expert_cache import SCORE_DECAY, ExpertShares, ExpertSlots
+from hmt.kernels.reference.expert_cache import SCORE_DECAY, Cuts, ExpertShares, ExpertSlots
 from hmt.kernels.triton.codes import pointers
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.scalars import key_index, keys
 
 _NO_KEY = tl.constexpr(-(1 << 63))  # below every key
@@ -33,12 +34,39 @@ def _any_of(one, chosen, pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def _shared_out(exact, most, PIECES: tl.constexpr):
+    """Of `exact` experts those that are brought whole, and the pieces of one more."""
+    if PIECES > 0:
+        quota = tl.floor(exact)
+        part = tl.floor((exact - quota) * PIECES).to(tl.int32)
+        quota = quota.to(tl.int32)
+    else:
+        quota = tl.floor(exact + 0.5).to(tl.int32)
+        part = quota * 0
+    part = tl.where(quota >= most, 0, part)
+    return tl.minimum(quota, most), part
+
+
+@triton.jit
+def _count(counts, found, brought, left):
+    tl.store(counts, tl.load(counts) + found)
+    tl.store(counts + 1, tl.load(counts + 1) + brought)
+    tl.store(counts + 2, tl.load(counts + 2) + left)
+
+
+@triton.jit
 def _divide_kernel(
     table, addresses, holders, scores, staging, counts, chosen, share,
-    here, sources, targets, on_host, left, pairs, experts, slots, most, decay,
+    here, sources, targets, on_host, left, cut, pairs, experts, slots, most, decay,
     LANES: tl.constexpr, SLOTS: tl.constexpr, PAIRS: tl.constexpr, FETCHED: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program.  LANES, SLOTS and FETCHED are powers of two that hold all."""
+    """One program.  LANES, SLOTS and FETCHED are powers of two that hold all.
+
+    PIECES   of an expert that may be cut; 0: none may
+    """
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     expert = tl.arange(0, LANES)
     exists = expert < experts
     needed = _any_of(expert.to(tl.int64), chosen, pairs, PAIRS) * exists.to(tl.int32)
@@ -46,7 +74,7 @@ def _divide_kernel(
     score = tl.load(scores + expert, mask=exists, other=0.0) * decay + needed.to(tl.float32)
     missing = (needed > 0) & (where == 0)
     count = tl.sum(missing.to(tl.int32), axis=0)
-    quota = tl.minimum(tl.floor(tl.load(share) * count.to(tl.float32) + 0.5).to(tl.int32), most)
+    quota, part = _shared_out(tl.load(share) * count.to(tl.float32), most, PIECES)
 
     slot = tl.arange(0, SLOTS)
     holder = tl.load(holders + slot, mask=slot < slots, other=-1)
@@ -85,6 +113,16 @@ def _divide_kernel(
         now = tl.where(expert == brought, target, now)
         tl.store(sources + i, brought.to(tl.int64))
         tl.store(targets + i, target)
+    halved = count * 0 - 1
+    if PIECES > 0:  # noqa: SIM102 - the one is for the compiler, the other for the card
+        if part > 0:  # it goes to a place of its own, and does not stay
+            halved = key_index(tl.max(fetch_key, axis=0)).to(tl.int32)
+            its_place = tl.load(staging + quota)
+            now = tl.where(expert == halved, its_place, now)
+            tl.store(sources + quota, halved.to(tl.int64))
+            tl.store(targets + quota, its_place)
+    tl.store(cut, halved)
+    tl.store(cut + 1, part * PIECE_ROWS)
     tl.store(table + expert, where, mask=exists)
     tl.store(holders + slot, holder, mask=slot < slots)
     tl.store(here + expert, now, mask=exists)
@@ -93,31 +131,51 @@ def _divide_kernel(
     for start in range(0, pairs, PAIRS):
         at = start + tl.arange(0, PAIRS)
         one = tl.load(chosen + at, mask=at < pairs, other=0)
-        away = tl.load(here + one, mask=at < pairs, other=0) == 0
+        away = (tl.load(here + one, mask=at < pairs, other=0) == 0) | (one == halved)
         tl.store(on_host + at, tl.where(away, one, -1), mask=at < pairs)
-    found = tl.sum(needed, axis=0) - count
-    tl.store(counts, tl.load(counts) + found)
-    tl.store(counts + 1, tl.load(counts + 1) + quota)
-    tl.store(counts + 2, tl.load(counts + 2) + count - quota)
+    _count(counts, tl.sum(needed, axis=0) - count, quota, count - quota)
 
 
 @triton.jit
 def _fetch_kernel(
-    origins, sources, targets, words, WORDS: tl.constexpr, PROGRAMS: tl.constexpr
+    origins, sources, targets, cut, regions, words, WORDS: tl.constexpr, PROGRAMS: tl.constexpr,
+    REGIONS: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: programs of one expert; axis 1: experts to bring."""
+    """Axis 0: programs of one expert; axis 1: experts to bring.
+
+    Of the one that is cut, into PIECES of ROWS inner numbers, only what `regions` have of its own.
+    """
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     expert = tl.load(sources + tl.program_id(1))
+    halved = tl.load(cut)
+    kept = tl.load(cut + 1) // ROWS
     if expert >= 0:
         # As blocks of one pointer each: a single one cannot be said to be aligned.
         one = tl.zeros((1,), tl.int64)
         start = pointers(tl.load(origins + expert) + one, tl.int32)
         to = pointers(tl.load(targets + tl.program_id(1)) + one, tl.int32)
         for first in range(tl.program_id(0) * WORDS, words, PROGRAMS * WORDS):
-            at = first + tl.arange(0, WORDS)
-            tl.store(to + at, tl.load(start + at, mask=at < words, other=0), mask=at < words)
+            # What is copied is decided for 16 bytes at once, so that they stay one load.
+            four = first + tl.arange(0, WORDS // 4) * 4
+            inside = four < words
+            if REGIONS > 0:  # noqa: SIM102 - the one is for the compiler, the other for the card
+                if expert == halved:
+                    for region in tl.static_range(REGIONS):
+                        begin = tl.load(regions + region * 3)
+                        count = tl.load(regions + region * 3 + 1)
+                        period = tl.load(regions + region * 3 + 2)
+                        own = (four >= begin) & (four < begin + count)
+                        inside &= (own == 0) | ((four - begin) % period < period // PIECES * kept)
+            at = four[:, None] + tl.arange(0, 4)[None, :]
+            mask = inside[:, None]
+            some = tl.load(start[:, None] + at, mask=mask, other=0)
+            tl.store(to[:, None] + at, some, mask=mask)
 
 
-def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertShares:
+def divide_experts(
+    slots: ExpertSlots, chosen: Tensor, share: Tensor, cuts: Cuts | None = None
+) -> ExpertShares:
     """See `reference.divide_experts`."""
     experts, most = len(slots.table), len(slots.staging)
     chosen = chosen.contiguous()
@@ -127,24 +185,33 @@ def divide_experts(slots: ExpertSlots, chosen: Tensor, share: Tensor) -> ExpertS
         torch.empty_like(slots.staging),
         torch.empty_like(chosen),
         torch.empty(1, dtype=torch.int32, device=chosen.device),
+        torch.empty(2, dtype=torch.int32, device=chosen.device),
     )
     _divide_kernel[(1,)](
         slots.table, slots.addresses, slots.holders, slots.scores, slots.staging, slots.counts,
         chosen, share, shares.here, shares.sources, shares.targets, shares.on_host, shares.left,
-        chosen.numel(), experts, len(slots.addresses), most, SCORE_DECAY,
+        shares.cut, chosen.numel(), experts, len(slots.addresses), most, SCORE_DECAY,
         LANES=triton.next_power_of_2(experts),
         SLOTS=triton.next_power_of_2(max(1, len(slots.addresses))), PAIRS=_PAIRS,
-        FETCHED=triton.next_power_of_2(max(1, most)), num_warps=2,
+        FETCHED=triton.next_power_of_2(max(1, most)), PIECES=0 if cuts is None else cuts.pieces,
+        PIECE_ROWS=0 if cuts is None else cuts.rows, num_warps=2,
+        **dependent(chosen.device),
         enable_fp_fusion=False,  # scores are rounded as the reference rounds them
     )  # fmt: skip
     return shares
 
 
-def fetch_experts(slots: ExpertSlots, shares: ExpertShares, nbytes: int) -> None:
+def fetch_experts(
+    slots: ExpertSlots, shares: ExpertShares, nbytes: int, cuts: Cuts | None = None
+) -> None:
     """See `reference.fetch_experts`; reads host memory where it is.  `nbytes`: a multiple of 16."""
     assert nbytes % 16 == 0
     if len(slots.staging):
         _fetch_kernel[(_COPYING_PROGRAMS, len(slots.staging))](
-            slots.origins, shares.sources, shares.targets, nbytes // 4,
-            WORDS=_WORDS, PROGRAMS=_COPYING_PROGRAMS, num_warps=4,
+            slots.origins, shares.sources, shares.targets, shares.cut,
+            shares.cut if cuts is None else cuts.regions, nbytes // 4,
+            WORDS=_WORDS, PROGRAMS=_COPYING_PROGRAMS,
+            REGIONS=0 if cuts is None else len(cuts.regions),
+            PIECES=1 if cuts is None else cuts.pieces, ROWS=1 if cuts is None else cuts.rows,
+            num_warps=4, **dependent(shares.sources.device),
         )  # fmt: skip

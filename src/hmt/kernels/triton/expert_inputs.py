@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.expert_table import ExpertMatrix
 from hmt.kernels.triton.scalars import nearest, token_codes
 
@@ -79,8 +80,11 @@ def store_digits(at, plane_stride, integers, mask, PLANES: tl.constexpr):
 def _inputs_kernel(
     x, numbers, scales, chosen, weights, slots, slot_scales, width, x_row, chosen_row, weight_row,
     PLANES: tl.constexpr, COLUMNS: tl.constexpr, TOP: tl.constexpr, TOP_LANES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: rows; axis 1, where PLANES > 1 or 0: COLUMNS columns."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if PLANES == 1:
@@ -135,6 +139,6 @@ def prepare(
         weights.stride(0) if weights is not None else 0,
         PLANES=planes, COLUMNS=max(16, columns), TOP=top,
         TOP_LANES=triton.next_power_of_2(max(top, 1)),
-        num_warps=4 if columns <= 2048 else 16,
+        num_warps=4 if columns <= 2048 else 16, **dependent(x.device),
     )  # fmt: skip
     return vectors, slots, slot_scales

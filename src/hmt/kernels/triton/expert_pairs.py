@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.expert_dots import panel_dots, row_dots
 from hmt.kernels.triton.expert_inputs import (
     Vectors,
@@ -64,16 +65,21 @@ def _dots(
 
 @triton.jit
 def _gate_up_kernel(
-    table, part_stride, experts, slots, x, x_scales, h, h_scales, rows, columns,
+    table, part_stride, experts, slots, cut, x, x_scales, h, h_scales, rows, columns,
     gate_data, gate_scales, gate_extra, gate_factor, up_data, up_scales, up_extra, up_factor,
     TOP: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, ACTIVATION: tl.constexpr,
     RESULT: tl.constexpr, H_PLANES: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: HEIGHT panels; axis 1: slots.  Writes activation(gate) * up of one expert."""
+    """Axis 0: HEIGHT panels; axis 1: slots.  Writes activation(gate) * up of one expert.
+
+    Of the expert that is cut, zeros behind the first rows.
+    """
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     slot = tl.program_id(1).to(tl.int64)
     expert = tl.load(slots + slot)
     known = (expert >= 0) & (expert < experts)
@@ -83,6 +89,9 @@ def _gate_up_kernel(
         is_up = which >= HEIGHT
         panel = tl.program_id(0) * HEIGHT + which % HEIGHT
         present = panel * 16 < rows
+        if cut is not None:
+            limit = tl.where(expert == tl.load(cut), tl.load(cut + 1), rows)
+            present = present & (panel * 16 < limit)
         out = _dots(
             table, part_stride, expert, tl.where(is_up, 4, 0),
             tl.where(is_up, up_data, gate_data), tl.where(is_up, up_scales, gate_scales),
@@ -118,9 +127,11 @@ def _down_kernel(
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: panels; axis 1: tokens.  Adds the token's experts, PAIRS of them at a time."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
     inside = row < rows
@@ -163,6 +174,7 @@ def experts_by_pairs(
     activation: str,
     total: Tensor | None,
     last: bool,
+    cut: Tensor | None = None,
 ) -> Tensor:
     """See `experts.experts_by_table`."""
     tokens, top = chosen.shape
@@ -172,7 +184,7 @@ def experts_by_pairs(
     width, hidden = table.gate.shape[0], table.down.shape[0]
     # With one scale per row it takes all of the row to make codes; digits are made on the spot.
     h = empty_vectors(tokens * top, width, 0 if wanted == 1 else wanted, x)
-    _launch_gate_up(x, table, gate, inputs, slots, h, activation, top)
+    _launch_gate_up(x, table, gate, inputs, slots, cut, h, activation, top)
     if wanted == 1:
         h = prepare(h.numbers, 1)[0]
     fresh, out = total is None, total
@@ -187,7 +199,7 @@ def experts_by_pairs(
         TOP=top, PAIRS=pairs, RESULT=gate.kind_of(x.dtype), ADD=not fresh,
         KEEP=not (fresh and last), LAST=last,
         PLANES=h.planes, STEP=step, STAGES=stages, EVEN=width % (32 * step) == 0,
-        ASM=not interpreted(), num_warps=warps, **down.constants,
+        ASM=not interpreted(), num_warps=warps, **down.constants, **dependent(x.device),
     )  # fmt: skip
     return out
 
@@ -198,6 +210,7 @@ def _launch_gate_up(
     form: MatrixForm,
     inputs: Vectors,
     slots: Tensor,
+    cut: Tensor | None,
     h: Vectors,
     activation: str,
     top: int,
@@ -205,13 +218,13 @@ def _launch_gate_up(
     width, hidden = table.gate.shape
     height, step, warps, stages = gate_up_blocks(form, hidden)
     _gate_up_kernel[(triton.cdiv(width, 16 * height), slots.numel())](
-        table.addresses, table.part_stride, table.experts, slots,
+        table.addresses, table.part_stride, table.experts, slots, cut,
         inputs.numbers_for(table.gate), inputs.scales, h.numbers, h.scales, width, hidden,
         *table.gate.offsets, *table.up.offsets,
         TOP=top, PAIRS=1, HEIGHT=height, ACTIVATION=activation,
         RESULT=form.kind_of(x.dtype), H_PLANES=h.planes,
         PLANES=inputs.planes, STEP=step, STAGES=stages, EVEN=hidden % (32 * step) == 0,
-        ASM=not interpreted(), num_warps=warps, **form.constants,
+        ASM=not interpreted(), num_warps=warps, **form.constants, **dependent(x.device),
     )  # fmt: skip
 
 

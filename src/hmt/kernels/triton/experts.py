@@ -31,16 +31,18 @@ def experts_by_table(
     activation: str,
     total: Tensor | None = None,
     last: bool = True,
+    cut: Tensor | None = None,
 ) -> Tensor:
     """`reference.experts` of all experts that have an address, for x [tokens, in].
 
     A token's experts are added in ascending order after `total`, which is changed; those without
     an address count for nothing.  No work of the host depends on the routing, so the call can be
-    captured, and the table changed between replays.
+    captured, and the table changed between replays.  cut: see `ExpertShares`; for one token.
     """
-    compute = experts_by_pairs if _are_few(table, *chosen.shape) else experts_by_tiles
     chosen, scales = chosen.contiguous(), scales.contiguous()
-    return compute(x, table, chosen, scales, activation, total, last)
+    if cut is not None or _are_few(table, *chosen.shape):
+        return experts_by_pairs(x, table, chosen, scales, activation, total, last, cut)
+    return experts_by_tiles(x, table, chosen, scales, activation, total, last)
 
 
 def experts(

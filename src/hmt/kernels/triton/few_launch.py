@@ -11,7 +11,7 @@ from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels.triton.dependent import dependent
 from hmt.kernels.triton.dequantize import offset_kind, offsets_of
 from hmt.kernels.triton.few import few_tokens
-from hmt.kernels.triton.one_token_launch import multiply_one, takes_one_token
+from hmt.kernels.triton.one_token_rows import multiply_one_row, takes_one_row
 from hmt.kernels.triton.rows import few_tokens_rows
 from hmt.kernels.triton.unpack import INTERPRETED, code_unit
 
@@ -72,9 +72,6 @@ def multiply_panels(
     `add`, products are rounded and added to what `out` holds.
     """
     w = weights[0]
-    if not alone and takes_one_token(x, weights):
-        multiply_one(out, x, weights, biases, add=add)
-        return
     rows = [one.shape[0] for one in weights]
     sizes = _panel_sizes(x, max(rows) if alone else sum(rows), w)
     tiles = sum(triton.cdiv(n, 32 * sizes["PAIRS"]) for n in rows)
@@ -90,9 +87,6 @@ def multiply_gated(
     activation: str,
 ) -> None:
     """activation(x times gate) * (x times up) to out [tokens, rows], of weights (gate, up)."""
-    if takes_one_token(x, weights, gated=True):
-        multiply_one(out, x, weights, biases, activation=activation)
-        return
     sizes = _gated_sizes(x, weights[0])
     tiles = triton.cdiv(weights[0].shape[0], 32)
     _launch_panels(
@@ -187,6 +181,10 @@ def multiply_rows(
     With `chunk`, results are those that the weight has in `multiply_chunks`.
     """
     rows, columns = w.shape
+    if takes_one_row(x, w):
+        assert w.scales is not None
+        multiply_one_row(out, x, w.data, w.scales, bias, rows, add=add)
+        return
     tile, group = (w.tile[0], w.tile[1]) if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size)
     scale_columns = triton.cdiv(columns, group) if group else 1
     sizes = _row_sizes(len(x), rows, group, chunk=chunk)
@@ -203,6 +201,9 @@ def multiply_chunks(
     w = weights[0]
     codes, scales = chunk_addresses(weights)
     rows = sum(one.shape[0] for one in weights)
+    if takes_one_row(x, w):
+        multiply_one_row(out, x, codes, scales, None, rows, chunk_rows=w.shape[0])
+        return
     sizes = _row_sizes(len(x), w.shape[0], 0, chunk=True)
     _launch_rows(
         out, x, token_scales, codes, scales, None, rows, w.shape[1], 1, sizes,

@@ -28,6 +28,7 @@ from hmt.kernels.triton.few_launch import (
     multiply_rows,
 )
 from hmt.kernels.triton.gemm import is_exact, many_tokens_int8, multiply_exact
+from hmt.kernels.triton.one_token_launch import multiply_one, takes_one_token
 
 __all__ = [
     "dequantize",
@@ -89,6 +90,9 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
     if _is_plain(x, w) or len(x) > _few(w) or x.stride(1) != 1 or total.stride(1) != 1:
         total += linear(x, w, bias)
         return
+    if takes_one_token(x, [w]):
+        multiply_one(total, x, [w], [bias], add=True)
+        return
     codes, token_scales = x, None
     if w.activations is Activations.INT8_TOKEN:
         codes, token_scales = quantize_activations(x)
@@ -122,6 +126,9 @@ def linear_gated(
     found = [params.get(f"{name}_bias") for name in names]
     biases = [None if bias is None else bias.data for bias in found]
     out = x.new_empty(x.shape[0], w.shape[0])
+    if takes_one_token(x, weights, gated=True):
+        multiply_one(out, x, weights, biases, activation=activation)
+        return out
     codes, token_scales = x, None
     if w.activations is Activations.INT8_TOKEN:
         codes, token_scales = rounded or quantize_activations(x)
@@ -150,8 +157,6 @@ def _write(
     while at < len(weights):
         w = weights[at]
         count = 1
-        if w.activations is Activations.INT8_TOKEN and rounded is None:
-            rounded = quantize_activations(x)
         if len(x) <= _few(w) and _in_panels(w, x.dtype):
             while count < 3 and at + count < len(weights) and agree(w, weights[at + count]):
                 count += 1
@@ -165,8 +170,11 @@ def _write(
         rows = sum(one.shape[0] for one in weights[at : at + count])
         part = out[:, column : column + rows]
         some = weights[at : at + count], biases[at : at + count], chunk or len(weights) > 3
-        if w.activations is Activations.INT8_TOKEN:
-            assert rounded is not None
+        if not some[2] and takes_one_token(x, some[0]):
+            multiply_one(part, x, *some[:2])
+        elif w.activations is Activations.INT8_TOKEN:
+            if rounded is None:
+                rounded = quantize_activations(x)
             _multiply_int8(part, x, rounded, *some)
         else:
             _multiply_floats(part, x, *some)

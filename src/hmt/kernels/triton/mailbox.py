@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hmt.kernels.reference.expert_cache import ExpertShares
-from hmt.kernels.triton.scalars import interpreted
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
+from hmt.kernels.triton.scalars import interpreted, rounded
 
 _NUMBERS = 4096  # that a program sends at a time
 _PAIRS = 64
@@ -28,6 +29,7 @@ class Mailbox:
     x         [tokens, hidden]
     chosen    int64 [tokens, top_k]: experts that are asked for, -1: none
     scales    f32 [tokens, top_k]
+    cut       int32 [2]: see `ExpertShares`
     total     f32 [tokens, hidden]: the answer
     asked     int32 [1], and
     answered  int32 [1]: the step whose question, or answer, is complete
@@ -37,6 +39,7 @@ class Mailbox:
     x: Tensor
     chosen: Tensor
     scales: Tensor
+    cut: Tensor
     total: Tensor
     asked: Tensor
     answered: Tensor
@@ -45,10 +48,13 @@ class Mailbox:
 
 @triton.jit
 def _ask_kernel(
-    x, chosen, scales, number, left, x_box, chosen_box, scales_box, asked, x_numbers, pairs,
-    NUMBERS: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
+    x, chosen, scales, cut, number, left, x_box, chosen_box, scales_box, cut_box, asked,
+    x_numbers, pairs,
+    NUMBERS: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program, so that a barrier comes between the question and its number."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     # Where nothing is asked for, the CPU may still be with the layer before, and read its x.
     for first in range(0, tl.where(tl.load(left) > 0, x_numbers, 0), NUMBERS):
         at = first + tl.arange(0, NUMBERS)
@@ -57,6 +63,8 @@ def _ask_kernel(
         at = first + tl.arange(0, PAIRS)
         tl.store(chosen_box + at, tl.load(chosen + at, mask=at < pairs), mask=at < pairs)
         tl.store(scales_box + at, tl.load(scales + at, mask=at < pairs), mask=at < pairs)
+    both = tl.arange(0, 2)
+    tl.store(cut_box + both, tl.load(cut + both))
     tl.debug_barrier()
     step = tl.load(number)
     if ASM:
@@ -75,14 +83,23 @@ def _ask_kernel(
 
 @triton.jit
 def _take_kernel(
-    mine, total_box, answered, number, left, out, hidden,
-    NUMBERS: tl.constexpr, ASM: tl.constexpr,
+    mine, total_box, answered, number, left, out, states, shared, hidden,
+    NUMBERS: tl.constexpr, ADD: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: tokens; axis 1: parts.  out = mine + the answer, or mine if nothing was asked."""
+    """Axis 0: tokens; axis 1: parts.  out = mine + the answer, or mine if nothing was asked.
+
+    With ADD: states + (that + shared), rounded where torch would round.
+    """
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
+    KIND: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * hidden
     at = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
     inside = at < hidden
     whole = tl.load(mine + row + at, mask=inside, other=0.0)
+    if ADD:
+        before = tl.load(states + row + at, mask=inside, other=0.0).to(tl.float32)
+        more = tl.load(shared + row + at, mask=inside, other=0.0).to(tl.float32)
     if tl.load(left) > 0:
         step = tl.load(number)
         seen = tl.load(answered, volatile=True)
@@ -98,6 +115,8 @@ def _take_kernel(
                 pack=1,
             )
         whole += tl.load(total_box + row + at, mask=inside, other=0.0, volatile=True)
+    if ADD:
+        whole = before + rounded(rounded(whole, KIND) + more, KIND)
     tl.store(out + row + at, whole.to(out.dtype.element_ty), mask=inside)
 
 
@@ -106,18 +125,26 @@ def ask(box: Mailbox, x: Tensor, shares: ExpertShares, scales: Tensor) -> None:
     assert x.dtype == box.x.dtype and len(x) <= len(box.x)
     x, scales = x.contiguous(), scales.contiguous()
     _ask_kernel[(1,)](
-        x, shares.on_host, scales, box.number, shares.left,
-        box.x, box.chosen, box.scales, box.asked, x.numel(), scales.numel(),
+        x, shares.on_host, scales, shares.cut, box.number, shares.left,
+        box.x, box.chosen, box.scales, box.cut, box.asked, x.numel(), scales.numel(),
         NUMBERS=_NUMBERS, PAIRS=_PAIRS, ASM=not interpreted(), num_warps=8,
+        **dependent(x.device),
     )  # fmt: skip
 
 
-def take(box: Mailbox, total: Tensor, shares: ExpertShares) -> Tensor:
-    """`total` f32 [tokens, hidden] plus the CPU's answer, in the box's dtype.  Waits for it."""
+def take(
+    box: Mailbox, total: Tensor, shares: ExpertShares, added: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """`total` f32 [tokens, hidden] plus the CPU's answer, in the box's dtype.  Waits for it.
+
+    With `added` (hidden, shared), of the box's dtype: hidden + (that + shared).
+    """
     tokens, hidden = total.shape
+    states, shared = (total, total) if added is None else (t.contiguous() for t in added)
     out = torch.empty(total.shape, dtype=box.x.dtype, device=total.device)
     _take_kernel[(tokens, triton.cdiv(hidden, _TAKEN))](
-        total, box.total, box.answered, box.number, shares.left, out, hidden,
-        NUMBERS=_TAKEN, ASM=not interpreted(), num_warps=4,
+        total, box.total, box.answered, box.number, shares.left, out, states, shared,
+        hidden, NUMBERS=_TAKEN, ADD=added is not None, ASM=not interpreted(), num_warps=4,
+        **dependent(total.device),
     )  # fmt: skip
     return out

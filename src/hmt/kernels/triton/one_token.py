@@ -72,6 +72,7 @@ _PRODUCT = tl.constexpr(
 # ACTIVATION     "", or of a gate: weight 0 is a gate and weight 1 what goes through it
 # TURN      heads of weights 0 and 1 are rotated; APART is half a head then
 # ADD       products are added to what lies in `out`, after `more` was where it is there
+# CODES     x is rounded to int8, see `one_token_inputs`
 
 
 # Kernels have many parameters; one on each line, functions would be too long to read.
@@ -402,7 +403,7 @@ def one_token(
     COUNT: gl.constexpr, GROUP_BLOCKS: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
     PADDED: gl.constexpr, SLOTS: gl.constexpr, APART: gl.constexpr, NORM: gl.constexpr,
     GEMMA: gl.constexpr, ACTIVATION: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    CODES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """x [in] times up to three weights, side by side; a program has 32 rows."""
     _next_may_begin(DEPENDENT)
@@ -443,7 +444,7 @@ def one_token(
             async_copy.commit_group()
     keep_inputs(
         (inputs, units, offsets), x, more, norm, eps, offset, PADDED, WARPS, STEPS, NORM, GEMMA,
-        DEPENDENT,
+        CODES, DEPENDENT,
     )
     kept = (
         _seen_as(code_ring, gl.int32, [SLOTS * 8, 4 * WARPS, 32], SWIZZLED),

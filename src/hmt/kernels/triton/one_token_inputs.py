@@ -1,7 +1,8 @@
 """What `one_token` multiplies weights with: a token, perhaps normed, as integers of 16 bits.
 
 Each block of 32 inputs has a unit of its own, with which its largest becomes LARGEST.  That is 128
-times as fine as bf16 has the largest.
+times as fine as bf16 has the largest.  For weights that take tokens of int8 all blocks have one
+unit, and the integers are the codes of `reference.quantize_activations`.
 """
 
 import triton.language as tl
@@ -23,7 +24,8 @@ _MAGIC_BITS = tl.constexpr(0x4B400000)
 @gluon.jit
 def keep_inputs(
     shared, x, more, norm, eps, offset, PADDED: gl.constexpr, WARPS: gl.constexpr,
-    STEPS: gl.constexpr, NORM: gl.constexpr, GEMMA: gl.constexpr, DEPENDENT: gl.constexpr,
+    STEPS: gl.constexpr, NORM: gl.constexpr, GEMMA: gl.constexpr, CODES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """Wait for the kernels ahead, and keep their results, or a norm of these, in `shared`.
 
@@ -46,7 +48,7 @@ def keep_inputs(
             values = _rounded(values + added, KIND)
         WIDTH: gl.constexpr = STEPS * WARPS * 256
         values = _normed(values, by.to(gl.float32), eps, offset, WIDTH, GEMMA, KIND)
-    _keep(shared, values, EIGHTS, PADDED, WARPS)
+    _keep(shared, values, EIGHTS, PADDED, WARPS, CODES)
 
 
 @gluon.jit
@@ -64,18 +66,34 @@ def _normed(
 
 
 @gluon.jit
-def _keep(kept, values, EIGHTS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr):
+def _keep(
+    kept, values, EIGHTS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr,
+    CODES: gl.constexpr,
+):
     """Keep inputs [eights of inputs, 8] in shared memory: operands, units and sums of blocks."""
     inputs, units, offsets = kept
     BLOCKS: gl.constexpr = PADDED * WARPS * 8
     # The bits of NaN are above those of all others, so that it reaches the unit.
     bits = gl.max(gl.abs(values).to(gl.int32, bitcast=True), 1)
+    if CODES:
+        bits = gl.max(bits, 0) + (bits & 0)
     bits = gl.reshape(bits, [BLOCKS, 4])
-    largest = gl.max(bits, 1).to(gl.float32, bitcast=True)
-    unit = gl.where(largest < LEAST, LEAST, largest) * (1.0 / LARGEST)
-    divisor = gl.reshape(unit[:, None] + (bits & 0).to(gl.float32), [BLOCKS * 4])
-    divisor = gl.convert_layout(divisor, gl.SliceLayout(1, EIGHTS), assert_trivial=True)
-    numbers = (values * (1.0 / divisor)[:, None] + _MAGIC).to(gl.int32, bitcast=True) - _MAGIC_BITS
+    most = gl.max(bits, 1)
+    largest = most.to(gl.float32, bitcast=True)
+    if CODES:  # divided as the reference divides, which is not what `/` does
+        unit = gl.div_rn(largest, (most & 0).to(gl.float32) + 127.0)
+        by = gl.where(unit > 0, unit, 1.0)
+    else:
+        unit = gl.where(largest < LEAST, LEAST, largest) * (1.0 / LARGEST)
+        by = unit
+    divisor = gl.reshape(by[:, None] + (bits & 0).to(gl.float32), [BLOCKS * 4])
+    divisor = gl.convert_layout(divisor, gl.SliceLayout(1, EIGHTS), assert_trivial=True)[:, None]
+    if CODES:
+        nothing = (values.to(gl.int32, bitcast=True) & 0).to(gl.float32)
+        numbers = gl.div_rn(values, divisor + nothing)
+    else:
+        numbers = values * (1.0 / divisor)
+    numbers = (numbers + _MAGIC).to(gl.int32, bitcast=True) - _MAGIC_BITS
     total = gl.sum(gl.reshape(gl.sum(numbers, 1), [BLOCKS, 4]), 1) * -8
     shape: gl.constexpr = [PADDED, WARPS, 2, 4]
     units.store(gl.permute(gl.reshape(unit, shape), (0, 1, 3, 2)))

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
+from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels.reference.sublayers import NormOptions
 from hmt.kernels.triton.dependent import dependent
 from hmt.kernels.triton.dequantize import offset_kind
@@ -52,8 +52,7 @@ def takes_one_token(x: Tensor, weights: Sequence[WeightTensor], *, gated: bool =
 
 
 def _takes(w: WeightTensor, gated: bool) -> bool:
-    plain = w.encoding is Encoding.INT4_GROUP and w.activations is Activations.FLOAT
-    if not plain or w.encoding.packing is not Packing.PANELS or offset_kind(w):
+    if w.encoding is not Encoding.INT4_GROUP or offset_kind(w):
         return False
     warps = _warps(w.shape[1], gated)
     whole = warps > 0 and w.shape[0] % _ROWS == 0 and w.group_size % 32 == 0
@@ -123,6 +122,7 @@ def multiply_one(
         ACTIVATION=activation,
         TURN=turn is not None,
         ADD=add,
+        CODES=w.activations is Activations.INT8_TOKEN,
         num_warps=sizes["WARPS"],
         **constants,
     )

@@ -15,7 +15,8 @@ from hmt.kernels.triton.dequantize import dequantize, quantize_activations
 from hmt.kernels.triton.elementwise import gated, gated_pair, rope, rope_inplace
 from hmt.kernels.triton.experts import experts, experts_by_table
 from hmt.kernels.triton.joining import join
-from hmt.kernels.triton.linear import linear, linear_into, linear_many
+from hmt.kernels.triton.latent_sublayer import add_latent_attention
+from hmt.kernels.triton.linear import linear, linear_gated, linear_into, linear_many
 from hmt.kernels.triton.norms import (
     add_rms_norm,
     add_rms_norm_quantize,
@@ -31,6 +32,7 @@ from hmt.kernels.triton.rewriting import (
     fetch_rows,
     send_pages,
 )
+from hmt.kernels.triton.router_inputs import router_inputs
 from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
 from hmt.kernels.triton.runs import fixed_runs, update_runs
 from hmt.kernels.triton.sampling import greedy, survey, survey_rows
@@ -38,6 +40,7 @@ from hmt.kernels.triton.sublayers import attention_inputs, feed_forward
 from hmt.kernels.triton.tables import rows_at
 
 __all__ = [
+    "add_latent_attention",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_attend_pages",
@@ -63,6 +66,7 @@ __all__ = [
     "join",
     "largest",
     "linear",
+    "linear_gated",
     "linear_into",
     "linear_many",
     "paged_attention",
@@ -73,6 +77,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_inplace",
+    "router_inputs",
     "rows_at",
     "send_pages",
     "softmax_topk",

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.scalars import key_index, keys
 
 _NO_KEY = tl.constexpr(-(1 << 63))  # below every key
@@ -36,9 +37,11 @@ def _route_kernel(
     logits, bias, experts, scales, logits_row, factor,
     K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_LANES: tl.constexpr, LANES: tl.constexpr, K_LANES: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tokens.  Experts lie in GROUPS groups of WIDTH."""
+    next_may_begin(DEPENDENT)
+    inputs_are_there(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUP_LANES)[:, None]
     lane = tl.arange(0, LANES)[None, :]
@@ -125,6 +128,6 @@ def _route(
         K=k, GROUPS=groups, KEPT=kept, WIDTH=width,
         GROUP_LANES=triton.next_power_of_2(groups), LANES=triton.next_power_of_2(width),
         K_LANES=triton.next_power_of_2(k), SIGMOID=bias is not None, RENORMALISE=renormalise,
-        num_warps=1,
+        num_warps=1, **dependent(logits.device),
     )  # fmt: skip
     return experts, scales

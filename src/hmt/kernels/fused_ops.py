@@ -1,0 +1,66 @@
+"""Operations of layers that a GPU computes in fewer launches, beside those of `ops`."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hmt.contracts.encoding import WeightTensor
+from hmt.kernels import ops, reference
+from hmt.kernels.reference import LatentLayer, NormOptions
+from hmt.kernels.reference.pages import PagedRuns, Pages
+
+__all__ = [
+    "LatentLayer",
+    "add_latent_attention",
+    "has_fused_kernels",
+    "linear_gated",
+    "router_inputs",
+]
+
+
+def has_fused_kernels(hidden: Tensor) -> bool:
+    """Whether hidden states are where there are kernels for that."""
+    return hidden.is_cuda and ops.gpu_kernels() is not reference
+
+
+def add_latent_attention(
+    hidden: Tensor,
+    params: Mapping[str, WeightTensor],
+    layer: LatentLayer,
+    norm: NormOptions,
+    angles: tuple[Tensor, Tensor],
+    pages: Pages,
+    number: int,
+    runs: PagedRuns,
+) -> bool:
+    """Add to hidden [tokens, width] the latent attention to its norm, with all projections.
+
+    Appends to layer `number` of `pages`; angles are cos and sin [tokens, rope_dim].  False, and
+    nothing done, where there is no kernel, or not for these runs.
+    """
+    added: bool = has_fused_kernels(hidden) and ops.gpu_kernels().add_latent_attention(
+        hidden, params, layer, norm, angles, pages, number, runs
+    )
+    return added
+
+
+def router_inputs(
+    hidden: Tensor, x: Tensor | None, norm: Tensor, options: NormOptions, router: WeightTensor
+) -> tuple[Tensor, Tensor]:
+    """See `reference.router_inputs`: hidden += x; its norm, and f32 logits [tokens, experts]."""
+    if has_fused_kernels(hidden):
+        found: tuple[Tensor, Tensor] = ops.gpu_kernels().router_inputs(
+            hidden, x, norm, options, router
+        )
+        return found
+    return reference.router_inputs(hidden, x, norm, options, router, ops)
+
+
+def linear_gated(
+    x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, str], activation: str
+) -> Tensor:
+    """`gated_pair` of `linear_many(x, params, names)`: [tokens, width] in x.dtype."""
+    if has_fused_kernels(x):
+        out: Tensor = ops.gpu_kernels().linear_gated(x, params, names, activation)
+        return out
+    return ops.gated_pair(ops.linear_many(x, params, names), activation)
