@@ -197,6 +197,9 @@ class SteppedKV:
     def kernel_pages(self, layer: int) -> None:
         """See KVCache: pages are in several places."""
 
+    def kernel_place(self, layer: int, step: Step) -> None:
+        """See KVCache: pages are in several places."""
+
     def kernel_runs(self, step: Step) -> Any:
         """See KVCache."""
         raise AssertionError("kernel_pages said no")

@@ -5,7 +5,6 @@ that type; INT8 pages meet bf16 queries in bf16; any other pair is computed in f
 and slow.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from hmt.kernels import reference
 from hmt.kernels.reference.pages import PagedRuns, PageEncoding, Pages
 from hmt.kernels.triton.attend_kernels import attend_kernel
 from hmt.kernels.triton.dependent import dependent
-from hmt.kernels.triton.merging import merge_kernel
+from hmt.kernels.triton.merge_launch import Results, Scoring, Shapes, merge
 from hmt.kernels.triton.pages import append_held, append_pages, layer_numbers, page_numbers
 from hmt.kernels.triton.plans import (
     Plan,
@@ -30,36 +29,6 @@ from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns, device_runs
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ASKED = 2  # tiles
-_MERGED_NUMBERS = 128  # of a row, in a program of `merge_kernel`
-
-
-# out and lse, and those of parts: f32 [slots, rows, value_dim] and [slots, rows].
-_Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scoring:
-    """What scores are made with; see `reference.attention`."""
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.sinks is not None:
-            object.__setattr__(self, "sinks", self.sinks.float().contiguous())
-
-
-@dataclass(frozen=True, slots=True)
-class _Shapes:
-    """Of keys and values: sizes, how numbers are kept, and where values lie."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    encoding: PageEncoding
-    latent: bool = False
 
 
 def attention(
@@ -89,9 +58,9 @@ def attention(
     lse = torch.empty(queries, q_heads, dtype=torch.float32, device=query.device)
     if not queries:
         return out, lse
-    shapes = _Shapes(heads, key_dim, value_dim, PageEncoding.of(key.dtype))
+    shapes = Shapes(heads, key_dim, value_dim, PageEncoding.of(key.dtype))
     plan = plain_plan(key_dim, value_dim, key.dtype)
-    scoring = _Scoring(scale, window, softcap, sinks)
+    scoring = Scoring(scale, window, softcap, sinks)
     group = q_heads // heads
     blocks = triton.cdiv(queries * group, plan.rows)
     attend_kernel[(blocks, heads, 1)](
@@ -208,7 +177,7 @@ def append_attend_pages(
     same = pages.layout.encoding.dtype == heads.dtype
     plain = same and not window and not softcap and sinks is None
     turned, positive = _forward(query, scale)
-    scoring = _Scoring(positive, window, softcap, sinks)
+    scoring = Scoring(positive, window, softcap, sinks)
     out = query.new_empty(len(query), query.shape[1], pages.layout.value_dim)
     for held in device_runs(runs, heads.device):
         fresh = (key, value) if held.tokens <= SHORT_TOKENS and _is_aligned(pages, key) else None
@@ -239,7 +208,7 @@ def attend_held(
     """
     query, scale = _forward(query, scale)
     out = query.new_empty(*query.shape[:2], pages.layout.value_dim)
-    scoring = _Scoring(scale)
+    scoring = Scoring(scale)
     plan, results = _attend(pages, layer, held, query, out, None, scoring, None, merged=False)
     return plan, out, results[2], results[3]
 
@@ -277,7 +246,7 @@ def _attend_all(
     sinks: Tensor | None,
 ) -> Tensor:
     query, scale = _forward(query, scale)
-    scoring = _Scoring(scale, window, softcap, sinks)
+    scoring = Scoring(scale, window, softcap, sinks)
     if out is None:
         out = query.new_empty(*query.shape[:2], pages.layout.value_dim)
     for held in device_runs(runs, query.device):
@@ -300,11 +269,11 @@ def _attend(
     query: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    scoring: _Scoring,
+    scoring: Scoring,
     fresh: tuple[Tensor, Tensor] | None,
     *,
     merged: bool = True,
-) -> tuple[Plan, _Results]:
+) -> tuple[Plan, Results]:
     """Attention of runs of similar length; `fresh` are keys and values to append."""
     layout = pages.layout
     q_heads = query.shape[1]
@@ -313,13 +282,13 @@ def _attend(
     compute = compute_type(pages, query)
     plan = plan_of(layout, group, held, scoring.window, compute)
     blocks = triton.cdiv(held.tokens * group, plan.rows)
-    results: _Results = (out, lse, None, None)
+    results: Results = (out, lse, None, None)
     if plan.split:
         shape = (held.count * layout.heads * blocks * plan.launched, plan.rows)
         parts_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
         parts_out = parts_lse.new_empty(*shape, layout.value_dim)
         results = out, lse, parts_out, parts_lse
-    shapes = _Shapes(layout.heads, layout.key_dim, layout.value_dim, layout.encoding, layout.latent)
+    shapes = Shapes(layout.heads, layout.key_dim, layout.value_dim, layout.encoding, layout.latent)
     grid = (blocks * plan.launched, layout.heads, held.count)
     if fresh is None and _is_for_latents(shapes, plan, query, compute, scoring):
         _attend_latents(pages, layer, held, plan, grid, query, results, scoring.scale)
@@ -354,12 +323,12 @@ def _attend(
             **dependent(query.device),
         )
     if plan.split and plan.launched > 1 and merged:
-        _merge(held, plan, shapes, blocks, results, scoring)
+        merge(held, plan, shapes, blocks, results, scoring)
     return plan, results
 
 
 def _is_for_latents(
-    shapes: _Shapes, plan: Plan, query: Tensor, compute: torch.dtype, scoring: _Scoring
+    shapes: Shapes, plan: Plan, query: Tensor, compute: torch.dtype, scoring: Scoring
 ) -> bool:
     """Whether `latent_kernel` takes it: see there."""
     whole = (shapes.heads, shapes.key_dim, shapes.value_dim, plan.rows) == (1, 576, 512, 64)
@@ -376,7 +345,7 @@ def _attend_latents(
     plan: Plan,
     grid: tuple[int, int, int],
     query: Tensor,
-    results: _Results,
+    results: Results,
     scale: float,
 ) -> None:
     # What this is written in changes more often than Triton: others shall not load it.
@@ -411,15 +380,15 @@ def _attend_latents(
     )
 
 
-def _numbers(plan: Plan, scoring: _Scoring) -> tuple[float, ...]:
+def _numbers(plan: Plan, scoring: Scoring) -> tuple[float, ...]:
     """Arguments of `attend_kernel` that follow `blocks`."""
     return plan.launched, plan.few, plan.parts, scoring.scale, scoring.window, scoring.softcap
 
 
 def _constants(
-    shapes: _Shapes,
+    shapes: Shapes,
     plan: Plan,
-    scoring: _Scoring,
+    scoring: Scoring,
     compute: torch.dtype,
     group: int,
     *,
@@ -456,61 +425,3 @@ def _constants(
         "ASKED": _ASKED if plan.one_sweep else 0,
         "num_warps": plan.warps,
     }
-
-
-def _merge_sizes(shapes: _Shapes, plan: Plan) -> tuple[int, int, int]:
-    """Numbers of a row in a program of `merge_kernel`, parts that it reads at once, and warps.
-
-    Latents have many rows of many parts.  With few parts whole rows, in few registers, so that all
-    programs fit at once; with many all parts of a few numbers, so that all are under way.
-    """
-    if not shapes.latent:
-        return _MERGED_NUMBERS, 16, 1
-    # Runs of many tokens have few parts each.  What is added at once decides about last digits, so
-    # it must not depend on the bucket.
-    parts = 8 if plan.own_parts else triton.next_power_of_2(plan.parts)
-    return (512, parts, 4) if parts <= 32 else (64, 64, 1)
-
-
-def _merge(
-    held: DeviceRuns,
-    plan: Plan,
-    shapes: _Shapes,
-    blocks: int,
-    results: _Results,
-    scoring: _Scoring,
-) -> None:
-    """Write the union of parts."""
-    out, lse, *_ = results
-    group = out.shape[1] // shapes.heads
-    chunk, at_once, warps = _merge_sizes(shapes, plan)
-    chunks = triton.cdiv(shapes.value_dim, chunk)
-    rows = min(plan.rows, held.tokens * group)
-    merge_kernel[(chunks * rows, shapes.heads * blocks, held.count)](
-        *results,
-        held.spans,
-        scoring.sinks,
-        held.count,
-        blocks,
-        plan.launched,
-        plan.few,
-        plan.parts,
-        scoring.window,
-        OWN_PARTS=plan.own_parts,
-        LEAST=plan.least,
-        MOST=plan.most,
-        HEADS=shapes.heads,
-        GROUP=group,
-        VALUE_DIM=shapes.value_dim,
-        ROWS=plan.rows,
-        TILE=plan.tile,
-        CHUNK=chunk,
-        CHUNKS=chunks,
-        PADDED_PARTS=triton.next_power_of_2(plan.parts),
-        AT_ONCE=at_once,
-        WINDOW=scoring.window > 0,
-        SINKS=scoring.sinks is not None,
-        LSE=lse is not None,
-        num_warps=warps,
-        **dependent(out.device),
-    )
