@@ -75,7 +75,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, part: float = 2**-
     (1, 32, torch.bfloat16), (3, 64, torch.float32),
 ])  # fmt: skip
 def test_absorbed_queries_and_new_rows(device, tokens, group, scale_dtype, interleaved):
-    layer = make_layer(interleaved=interleaved)
+    layer = make_layer(rank=4 * group, interleaved=interleaved)
     w = expansion(layer, device, group=group, scale_dtype=scale_dtype)
     assert takes_expansion(w, layer, tokens)
     width = layer.nope_dim + layer.rope_dim

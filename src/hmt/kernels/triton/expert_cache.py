@@ -194,7 +194,7 @@ def divide_experts(
         LANES=triton.next_power_of_2(experts),
         SLOTS=triton.next_power_of_2(max(1, len(slots.addresses))), PAIRS=_PAIRS,
         FETCHED=triton.next_power_of_2(max(1, most)), PIECES=0 if cuts is None else cuts.pieces,
-        PIECE_ROWS=0 if cuts is None else cuts.rows, num_warps=2,
+        PIECE_ROWS=0 if cuts is None else cuts.rows, num_warps=8,
         **dependent(chosen.device),
         enable_fp_fusion=False,  # scores are rounded as the reference rounds them
     )  # fmt: skip

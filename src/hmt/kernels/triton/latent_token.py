@@ -13,7 +13,12 @@ from torch import Tensor
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels.reference.pages import Pages
 from hmt.kernels.reference.sublayers import LatentLayer
-from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
+from hmt.kernels.triton.dependent import (
+    ask_cache_for_rows,
+    dependent,
+    inputs_are_there,
+    next_may_begin,
+)
 from hmt.kernels.triton.dequantize import offset_kind
 from hmt.kernels.triton.merging import count_parts
 from hmt.kernels.triton.pages import layer_numbers, page_numbers
@@ -22,7 +27,8 @@ from hmt.kernels.triton.runs import DeviceRuns
 from hmt.kernels.triton.scalars import rounded
 
 _MOST_TOKENS = 16  # each reads all of the weight, if only from the cache
-_KEY_PARTS = 2  # programs that share a head's absorbed query
+_KEY_PARTS = 4  # programs that share a head's absorbed query
+_VALUE_PARTS = 2  # and its values
 _MERGED = 16  # parts of a context that are read at once
 
 
@@ -31,7 +37,7 @@ def takes_expansion(w: WeightTensor, layer: LatentLayer, tokens: int) -> bool:
     plain = w.encoding is Encoding.INT4_GROUP and not offset_kind(w) and w.group_size % 32 == 0
     powers = (layer.kv_rank, layer.nope_dim, layer.value_dim, layer.rope_dim)
     whole = all(n & (n - 1) == 0 for n in powers) and layer.kv_rank >= w.group_size * _KEY_PARTS
-    panels = layer.nope_dim >= 16 and layer.value_dim >= 16
+    panels = layer.nope_dim >= 16 and layer.value_dim >= 16 * _VALUE_PARTS
     return plain and whole and panels and 0 < tokens <= _MOST_TOKENS
 
 
@@ -42,14 +48,15 @@ def _weight_tile(
     codes, scales, first_panel, first_block, blocks, PANELS: tl.constexpr, BLOCKS: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr,
 ):
-    """Words [PANELS, BLOCKS, j of 4, 16] of codes, and scales [PANELS, BLOCKS, 1, 16]."""
+    """Words [PANELS, BLOCKS, j of 4, 16] of codes, and their scales."""
     panel = (first_panel + tl.arange(0, PANELS)).to(tl.int64)[:, None, None, None]
     block = first_block + tl.arange(0, BLOCKS)[None, :, None, None]
     place = tl.arange(0, 4)[None, None, :, None] * 16 + tl.arange(0, 16)[None, None, None, :]
     words = tl.load(codes + (panel * blocks + block) * 64 + place)
-    row = tl.arange(0, 16)[None, None, None, :]
+    # One for each word, so that they lie where the words do and nothing moves between threads.
     groups = blocks // GROUP_BLOCKS
-    numbers = tl.load(scales + (panel * groups + block // GROUP_BLOCKS) * 16 + row)
+    number = (panel * groups + block // GROUP_BLOCKS) * 16 + place % 16
+    numbers = tl.load(scales + number)
     return words, numbers.to(tl.float32)
 
 
@@ -61,6 +68,58 @@ def _codes(words, NIBBLE: tl.constexpr):
     """
     bits = ((words >> (4 * NIBBLE)) & 15) | 0x4B000000  # 2^23 and the code
     return bits.to(tl.float32, bitcast=True) - 8388616.0
+
+
+@triton.jit
+def _absorbed(
+    query, codes, scales, first, first_block, blocks, PANELS: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """The products of a head's query with rows from panel `first` on: f32 [BLOCKS * 32].
+
+    In a loop, and with one sum over threads at its end: unrolled it was 94 KB of instructions, and
+    to fetch them took 90 us.
+    """
+    TWO: tl.constexpr = 2 if PANELS > 1 else 1
+    now, scale = _weight_tile(codes, scales, first, first_block, blocks, TWO, BLOCKS, GROUP_BLOCKS)
+    panel = first.to(tl.int64)
+    groups = blocks // GROUP_BLOCKS
+    WIDE: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
+    code_rows = codes + (panel * blocks + first_block) * 64
+    ask_cache_for_rows(code_rows, blocks * 256, PANELS, BLOCKS * 256, DEPENDENT)
+    scale_rows = scales + (panel * groups + first_block // GROUP_BLOCKS) * 16
+    size = BLOCKS // GROUP_BLOCKS * 16 * WIDE
+    ask_cache_for_rows(scale_rows, groups * 16 * WIDE, PANELS, size, DEPENDENT)
+    inputs_are_there(DEPENDENT)
+    row = tl.arange(0, TWO)[:, None, None, None] * 16 + tl.arange(0, 16)[None, None, None, :]
+    row = tl.broadcast_to(row, (TWO, BLOCKS, 4, 16))
+    s0 = tl.zeros((TWO, BLOCKS, 4, 16), tl.float32)
+    s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
+    for at in range(0, PANELS, TWO):
+        following, next_scale = _weight_tile(
+            codes, scales, first + tl.minimum(at + TWO, PANELS - TWO), first_block, blocks, TWO,
+            BLOCKS, GROUP_BLOCKS,
+        )
+        own = tl.load(query + at * 16 + row).to(tl.float32) * scale
+        s0 += _codes(now, 0) * own
+        s1 += _codes(now, 1) * own
+        s2 += _codes(now, 2) * own
+        s3 += _codes(now, 3) * own
+        s4 += _codes(now, 4) * own
+        s5 += _codes(now, 5) * own
+        s6 += _codes(now, 6) * own
+        s7 += _codes(now, 7) * own
+        now, scale = following, next_scale
+    # [block, j, half, i >= 2, odd i]; nibble 2 i + half
+    even = tl.join(tl.join(_over_rows(s0), _over_rows(s1)), tl.join(_over_rows(s4), _over_rows(s5)))
+    odd = tl.join(tl.join(_over_rows(s2), _over_rows(s3)), tl.join(_over_rows(s6), _over_rows(s7)))
+    found = tl.permute(tl.join(even, odd), (0, 2, 1, 3, 4))
+    return tl.reshape(found, (BLOCKS * 32,))
+
+
+@triton.jit
+def _over_rows(sums):
+    return tl.sum(tl.sum(sums, 3), 0)
 
 
 @triton.jit
@@ -131,21 +190,14 @@ def absorb_kernel(
         )
     else:
         head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-        first = head * ((NOPE + VALUE) // 16)
-        words, scale = _weight_tile(
-            codes, scales, first, part * BLOCKS, RANK // 32, PANELS, BLOCKS, GROUP_BLOCKS
-        )
-        inputs_are_there(DEPENDENT)
         query += token * query_stride + head * (NOPE + ROPE)
-        panel = tl.arange(0, PANELS)[:, None, None, None]
-        own = tl.load(query + panel * 16 + tl.arange(0, 16)[None, None, None, :])
-        own = own.to(tl.float32) * scale
         out += (token * HEADS + head) * (RANK + ROPE)
-        block = part * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-        column = block * 32 + tl.arange(0, 4)[None, :] * 4
-        for nibble in tl.static_range(8):
-            total = tl.sum(tl.sum(_codes(words, nibble) * own, 0), 2)
-            tl.store(out + column + (nibble % 2 * 16 + nibble // 2), total.to(KIND))
+        first = head * ((NOPE + VALUE) // 16)
+        total = _absorbed(
+            query, codes, scales, first, part * BLOCKS, RANK // 32, PANELS, BLOCKS, GROUP_BLOCKS,
+            DEPENDENT,
+        )
+        tl.store(out + part * (BLOCKS * 32) + tl.arange(0, BLOCKS * 32), total.to(KIND))
         if part == 0:
             one, two = _turned(query + NOPE, cos, sin, ROPE // 2, INTERLEAVED, KIND)
             tl.store(out + RANK + tl.arange(0, ROPE // 2), one)
@@ -194,19 +246,21 @@ def _by_nibble(numbers, BLOCKS: tl.constexpr):
 def values_kernel(
     mixed, parts_out, parts_lse, out, codes, scales, spans, runs, launched, few, parts,
     HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    PARTS: tl.constexpr, GROUP_BLOCKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Program (head, run): mixed [.., heads, RANK], or its parts, to out [.., heads, VALUE].
+    """Program (part + PARTS * head, run): mixed [.., heads, RANK], or its parts, to values.
 
     With SPLIT contexts of more than one part are in `parts_out`, as `attend_kernel` leaves them.
     """
     next_may_begin(DEPENDENT)
-    PANELS: tl.constexpr = VALUE // 16
+    PANELS: tl.constexpr = VALUE // 16 // PARTS
     BLOCKS: tl.constexpr = RANK // 32
     KIND: tl.constexpr = out.dtype.element_ty
-    head, run = tl.program_id(0), tl.program_id(1)
-    first = head * ((NOPE + VALUE) // 16) + NOPE // 16
+    head, run = tl.program_id(0) // PARTS, tl.program_id(1)
+    part = tl.program_id(0) % PARTS * PANELS
+    first = head * ((NOPE + VALUE) // 16) + NOPE // 16 + part
     words, scale = _weight_tile(codes, scales, first, 0, BLOCKS, PANELS, BLOCKS, GROUP_BLOCKS)
     token = run.to(tl.int64) * HEADS + head
     count = 1
@@ -227,7 +281,7 @@ def values_kernel(
     for nibble in tl.static_range(8):
         total += _codes(words, nibble) * values[nibble][None, :, :, None]
     total = tl.sum(tl.sum(total * scale, 2), 1)  # [PANELS, 16]
-    row = tl.arange(0, PANELS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    row = (part + tl.arange(0, PANELS)[:, None]) * 16 + tl.arange(0, 16)[None, :]
     tl.store(out + token * VALUE + row, total.to(KIND))
 # fmt: on
 
@@ -278,13 +332,13 @@ def values_of(
     out = mixed.new_empty(len(mixed), layer.heads * layer.value_dim)
     split = plan.split and plan.launched > 1
     assert w.scales is not None and mixed.is_contiguous()
-    values_kernel[(layer.heads, len(mixed))](
+    values_kernel[(layer.heads * _VALUE_PARTS, len(mixed))](
         mixed, parts if split else mixed, logs if split else mixed, out,
         w.data.view(torch.int32), w.scales, held.spans, held.count, plan.launched, plan.few,
         plan.parts,
         HEADS=layer.heads, NOPE=layer.nope_dim, RANK=layer.kv_rank, VALUE=layer.value_dim,
-        GROUP_BLOCKS=w.group_size // 32, SPLIT=split, LEAST=plan.least, MOST=plan.most,
-        ROWS=plan.rows, TILE=plan.tile, AT_ONCE=_MERGED, num_warps=8,
+        PARTS=_VALUE_PARTS, GROUP_BLOCKS=w.group_size // 32, SPLIT=split, LEAST=plan.least,
+        MOST=plan.most, ROWS=plan.rows, TILE=plan.tile, AT_ONCE=_MERGED, num_warps=8,
         **dependent(mixed.device),
     )  # fmt: skip
     return out

@@ -25,7 +25,7 @@ def _keep_groups(key, value, exists, KEPT: tl.constexpr, TWO: tl.constexpr, GROU
     group_exists = tl.max(exists.to(tl.int32), axis=1, keep_dims=True) > 0
     group_key = tl.where(group_exists, keys(best, group), _NO_KEY)
     kept = tl.zeros_like(group_key) > 0
-    for _ in tl.static_range(KEPT):
+    for _ in range(KEPT):
         top = tl.max(group_key, axis=0, keep_dims=True)
         kept = kept | (group_key == top)
         group_key = tl.where(group_key == top, _NO_KEY, group_key)
@@ -66,7 +66,7 @@ def _route_kernel(
     place = tl.arange(0, K_LANES)
     found = tl.zeros((K_LANES,), tl.float32)
     chosen = tl.zeros((K_LANES,), tl.int64)
-    for at in tl.static_range(K):
+    for at in range(K):  # unrolled it would take longer to fetch
         best = tl.max(tl.max(key, axis=1), axis=0)
         picked = tl.sum(tl.sum(tl.where(key == best, score, 0.0), axis=1), axis=0)
         found = tl.where(place == at, picked, found)
