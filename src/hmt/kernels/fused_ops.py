@@ -14,6 +14,7 @@ __all__ = [
     "add_latent_attention",
     "has_fused_kernels",
     "linear_gated",
+    "linear_many_float",
     "router_inputs",
 ]
 
@@ -64,3 +65,13 @@ def linear_gated(
         out: Tensor = ops.gpu_kernels().linear_gated(x, params, names, activation)
         return out
     return ops.gated_pair(ops.linear_many(x, params, names), activation)
+
+
+def linear_many_float(
+    x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]
+) -> Tensor:
+    """`ops.linear_many` of weights without biases, rounded as it is, in f32."""
+    if has_fused_kernels(x):
+        out: Tensor = ops.gpu_kernels().linear_many_float(x, params, names)
+        return out
+    return ops.linear_many(x, params, names).float()

@@ -11,7 +11,7 @@ from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.model import KVLayer, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Standing, Weights
-from hmt.kernels import ops
+from hmt.kernels import fused_ops, ops
 from hmt.layers import ResidentLayers, RMSNorm, Router, UsualLayer
 from hmt.models.config import Config
 
@@ -133,7 +133,7 @@ class Decoder(ABC):
         params = {name: chunk.params["weight"] for name, chunk in zip(names, chunks, strict=True)}
         hidden = self._norm(hidden, chunks[0].params["norm"])
         weights.count(sum(chunk.nbytes for chunk in chunks))
-        return ops.linear_many(hidden, params, names).float()
+        return fused_ops.linear_many_float(hidden, params, names)
 
     def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
         """See Model."""

@@ -52,9 +52,12 @@ def test_parts_of_a_matrix_have_the_results_of_all(device):
     counts = (128, 128, 50)
     parts = [weight(count, 512, device, seed=count + n) for n, count in enumerate(counts)]
     x = token(512, device, kind)
-    found = kernels.linear_many(
-        x, {str(n): part for n, part in enumerate(parts)}, tuple(str(n) for n in range(3))
-    )
+    named = {str(n): part for n, part in enumerate(parts)}
+    found = kernels.linear_many(x, named, tuple(named))
+    whole = kernels.linear_many_float(x, named, tuple(named))
+    assert whole.dtype is torch.float32 and torch.equal(whole, found.float())
+    two = kernels.linear_many_float(x.repeat(2, 1), named, tuple(named))
+    assert two.shape == (2, sum(counts)) and two.dtype is torch.float32
     for part, its in zip(parts, found.split(counts, dim=1), strict=True):
         assert_is_product(its, x, part)
         alone = torch.empty_like(its)

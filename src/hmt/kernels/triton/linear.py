@@ -29,6 +29,7 @@ from hmt.kernels.triton.few_launch import (
 )
 from hmt.kernels.triton.gemm import is_exact, many_tokens_int8, multiply_exact
 from hmt.kernels.triton.one_token_launch import multiply_one, takes_one_token
+from hmt.kernels.triton.one_token_rows import takes_one_row
 
 __all__ = [
     "dequantize",
@@ -37,6 +38,7 @@ __all__ = [
     "linear_gated",
     "linear_into",
     "linear_many",
+    "linear_many_float",
     "quantize_activations",
 ]
 
@@ -81,6 +83,20 @@ def linear_many(
     out = x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
     _write(out, x, weights, [None if bias is None else bias.data for bias in found], rounded)
     return out
+
+
+def linear_many_float(
+    x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]
+) -> Tensor:
+    """`linear_many` of weights without biases, its results in f32; for one token in one launch."""
+    weights = [params[name] for name in names]
+    whole = len(weights) > 1 and takes_one_row(x, weights[0])
+    if whole and are_chunks(weights, [None] * len(weights)):
+        rows = sum(w.shape[0] for w in weights)
+        out = torch.empty(1, rows, dtype=torch.float32, device=x.device)
+        multiply_chunks(out, x, None, weights)
+        return out
+    return linear_many(x, params, names).float()
 
 
 def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> None:

@@ -15,11 +15,12 @@ from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels.triton.codes import dot4
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.expert_inputs import prepare
-from hmt.kernels.triton.scalars import interpreted
+from hmt.kernels.triton.scalars import interpreted, rounded
 
 _WORDS = 128  # of four codes: a warp's loads of 16 bytes
 _ROWS = 32  # of a program
 _PLANES = 2
+_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 # Kernels have many parameters; one on each line, functions would be too long to read.
@@ -28,12 +29,13 @@ _PLANES = 2
 def one_token_rows(
     out, digits, units, codes, scales, bias, rows, words,
     CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ADD: tl.constexpr,
-    ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One token times codes [rows, 4 * words].
 
     digits       int32 [2, words]: four high bytes, four low bytes of the token's numbers
     units        f32 [words / 4]: what 16 of these numbers are to be multiplied with
+    KIND         the token's dtype, to which results are rounded
     CHUNK_ROWS   0; or rows of each of several weights (the last may have fewer), whose addresses
                  are in `codes`, int64, those of scales in `scales`
     """
@@ -70,18 +72,17 @@ def one_token_rows(
     inside = row < rows
     if bias is not None:
         result += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    KIND: tl.constexpr = out.dtype.element_ty
     if ADD:
-        result = result.to(KIND).to(tl.float32)
+        result = rounded(result, KIND)
         result += tl.load(out + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row, result.to(KIND), mask=inside)
+    tl.store(out + row, rounded(result, KIND).to(out.dtype.element_ty), mask=inside)
 # fmt: on
 
 
 def takes_one_row(x: Tensor, w: WeightTensor) -> bool:
     """Whether `multiply_one_row` takes x [tokens, in] and w, or parts of a matrix like w."""
     plain = w.encoding is Encoding.INT8_CHANNEL and w.activations is Activations.FLOAT
-    if not plain or len(x) != 1 or x.dtype is torch.float32 or x.stride(1) != 1:
+    if not plain or len(x) != 1 or x.dtype not in _KINDS or x.stride(1) != 1:
         return False
     return w.shape[1] % (4 * _WORDS) == 0 and w.data.data_ptr() % 16 == 0
 
@@ -97,7 +98,7 @@ def multiply_one_row(
     chunk_rows: int = 0,
     add: bool = False,
 ) -> None:
-    """x [1, in] times int8 codes [rows, in] with scales f32 [rows], to out [1, rows].
+    """x [1, in] times int8 codes [rows, in] with scales f32 [rows], to out [1, rows] or f32.
 
     With `chunk_rows`, a multiple of 32, codes and scales are addresses, int64, of parts of so many
     rows.  With `add`, products are rounded and added to what `out` holds.
@@ -107,6 +108,6 @@ def multiply_one_row(
     one_token_rows[(triton.cdiv(rows, _ROWS),)](
         out, vectors.numbers.view(torch.int32), vectors.scales,
         codes if chunk_rows else codes.view(torch.int32), scales, bias, rows, x.shape[1] // 4,
-        CHUNK_ROWS=chunk_rows, ROWS=_ROWS, WORDS=_WORDS, ADD=add, ASM=not interpreted(),
-        num_warps=8, **dependent(x.device),
+        CHUNK_ROWS=chunk_rows, ROWS=_ROWS, WORDS=_WORDS, ADD=add, KIND=_KINDS[x.dtype],
+        ASM=not interpreted(), num_warps=8, **dependent(x.device),
     )  # fmt: skip

@@ -16,7 +16,13 @@ from hmt.kernels.triton.elementwise import gated, gated_pair, rope, rope_inplace
 from hmt.kernels.triton.experts import experts, experts_by_table
 from hmt.kernels.triton.joining import join
 from hmt.kernels.triton.latent_sublayer import add_latent_attention
-from hmt.kernels.triton.linear import linear, linear_gated, linear_into, linear_many
+from hmt.kernels.triton.linear import (
+    linear,
+    linear_gated,
+    linear_into,
+    linear_many,
+    linear_many_float,
+)
 from hmt.kernels.triton.norms import (
     add_rms_norm,
     add_rms_norm_quantize,
@@ -69,6 +75,7 @@ __all__ = [
     "linear_gated",
     "linear_into",
     "linear_many",
+    "linear_many_float",
     "paged_attention",
     "paged_attention_output",
     "quantize_activations",
