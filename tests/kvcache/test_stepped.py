@@ -204,10 +204,9 @@ def test_steps_give_what_attention_to_everything_gives(
         first, second = texts.open(CONTEXT), texts.open(900)
         for _ in range(3):  # all is near
             assert not texts.step({second: 1}, stepped=True, near=near)
-        while texts.length(first) < CONTEXT - 80:
-            texts.step({first: min(CHUNK - 2, CONTEXT - 80 - texts.length(first))},
-                       stepped=False, near=near)  # fmt: skip
-        few, some = (2, 1) if texts.slow else (40, 30)
+        for _ in range(16):
+            texts.step({first: CHUNK - 2}, stepped=False, near=near)
+        few, some = (2, 1) if texts.slow else (40, 10)
         for number in range(few):
             counts = {first: 1, second: 1} if number % 2 else {first: 1}
             assert texts.step(counts, stepped=True, near=near)
@@ -215,7 +214,7 @@ def test_steps_give_what_attention_to_everything_gives(
         if warm == 160:
             assert kv.account.fetched_bytes > 0 and texts.stepped.fetched.count <= 2 * STAGED
         for _ in range(some):  # also by the way that others go
-            texts.step({second: 20}, stepped=False, near=near)
+            texts.step({second: CHUNK - 2}, stepped=False, near=near)
             texts.step({first: 1, second: 1}, stepped=True, near=near)
         assert texts.slow or kv.account.moved["near to host" if warm else "near to drive"]
         for sequence in (first, second):

@@ -91,12 +91,14 @@ class KVStep:
     def told(self, ram_rate: float, short_s: float) -> dict[str, Any]:
         """With what follows from it; `short_s`: a step after a short context."""
         rate = self.host_bytes / self.attended_s if self.attended_s else None
+        link = self.fetched_bytes / self.attended_s if self.attended_s else None
         return asdict(self) | {
             "tokens_per_s": 1 / self.step_s,
             "rest_s": self.step_s - self.attended_s - self.waited_s,
             "short_step_s": short_s,
             "attended_rate": rate,
-            "link_rate": self.fetched_bytes / self.attended_s if self.attended_s else None,
+            "link_rate": link,
+            "read_share": (rate + link) / ram_rate if rate and link is not None else None,
             "ram_share": rate / ram_rate if rate else None,
         }
 

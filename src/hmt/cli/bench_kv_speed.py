@@ -91,7 +91,7 @@ def _print(content: dict[str, Any]) -> None:
     )
     table = Table(box=None)
     columns = ("", "context", "tokens/s", "step", "CPU attends", "waits", "rest", "short step")
-    for column in (*columns, "CPU reads", "rate", "of RAM", "link"):
+    for column in (*columns, "CPU reads", "rate", "link", "of RAM"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for result in content["results"] + content["peers"]:
         name = result.get("name", "a peer")
@@ -111,8 +111,8 @@ def _row(case: dict[str, Any]) -> list[str]:
     row += [_ms(case[name]) for name in ("attended_s", "waited_s", "rest_s", "short_step_s")]
     row.append(format_bytes(case["host_bytes"]))
     if case["attended_rate"]:
-        row += [format_rate(case["attended_rate"]), f"{case['ram_share']:.0%}"]
-        row.append(format_rate(case["link_rate"]))
+        row += [format_rate(case["attended_rate"]), format_rate(case["link_rate"])]
+        row.append(f"{case['read_share']:.0%}")
     return row
 
 
