@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -337,3 +337,19 @@ def test_all_memory_is_taken_at_once(limit: int) -> None:
     pool.free(buffer)
     pool.close()
     assert pool.account.used_bytes == 0
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_what_stays_fills_a_packed_pool_without_a_gap(pages: list[int]) -> None:
+    limit = sum(pages) * PAGE_BYTES
+    account = Ledger({Tier.HOST: limit}).open(Tier.HOST, "pool", limit)
+    pool = HostPool(account, packed=True)
+    unpinned: list[bool] = []
+    pool.pin(lambda: unpinned.append(True))
+    buffers = [pool.allocate(count * PAGE_BYTES) for count in pages]
+    starts = [buffer.tensor.data_ptr() for buffer in buffers]
+    assert starts == [starts[0] + sum(pages[:n]) * PAGE_BYTES for n in range(len(pages))]
+    assert not unpinned, "none lies outside of the arena"
+    for buffer in buffers:
+        pool.free(buffer)
+    pool.close()

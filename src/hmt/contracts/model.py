@@ -51,7 +51,6 @@ class ModelSpec:
     """A model's sizes.  Pure data, derived from the configuration alone.
 
     activation_width    numbers that are alive per token at the widest point of a layer
-    exact_width         those of them that are kept in f32 whatever the model's dtype
     piece_width         and besides for each of PIECE_TOKENS tokens, or of a shorter step
     attention_heads     query heads of a layer, each with scores for every position
     experts_per_token   routed experts that one token reads in each layer that has experts
@@ -67,7 +66,6 @@ class ModelSpec:
     activation_width: int
     attention_heads: int = 1
     piece_width: int = 0
-    exact_width: int = 0
     experts_per_token: int = 0
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
 

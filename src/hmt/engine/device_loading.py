@@ -43,7 +43,6 @@ def device_budget(device: Device, config: EngineConfig) -> int:
             f"--gpu-memory {format_bytes(limit_bytes)} is less than the driver takes for any "
             f"program on {device.name} ({format_bytes(taken)}); give more, or 0 for the CPU alone"
         )
-    device.limit(limit_bytes)
     return min(int((limit_bytes - taken) * _OURS), free)
 
 

@@ -305,7 +305,9 @@ def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, Hos
     announced = {"resident": sizes[Tier.HOST], "slots": sizes[Tier.DISK]}
     poison = flags.read(flags.POISON) == "on"
     return {
-        purpose: HostPool(account, announced.get(purpose, ()), poison=poison)
+        purpose: HostPool(
+            account, announced.get(purpose, ()), poison=poison, packed=purpose == "kv"
+        )
         for purpose, account in accounts.items()
         if purpose != "activations"
     }
@@ -387,7 +389,6 @@ def _demand(
         row_bytes=max((row_span_bytes(table) for table in tables), default=0),
         kv_token_bytes=page_bytes(model.spec.kv, model.dtype) // PAGE_TOKENS,
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
-        number_bytes=model.dtype.itemsize,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
         guess_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,

@@ -81,16 +81,12 @@ class LatentAttention:
     @property
     def activation_width(self) -> int:
         """Numbers alive per token: residual and input, queries, results, and heads expanded."""
-        whole = self.nope_dim + self.rope_dim + self.rope_dim + self.value_dim
-        latent = self.kv_rank + self.rope_dim
-        return 2 * self.hidden_size + latent + self.heads * whole + self.exact_width
-
-    @property
-    def exact_width(self) -> int:
-        """Numbers alive per token in f32: those of heads that are expanded."""
         query = self.nope_dim + self.rope_dim
+        whole = query + self.rope_dim + self.value_dim
         expanded = 3 * query + (self.nope_dim + self.value_dim) + 3 * self.value_dim
-        return min(self.heads, _HEADS_AT_ONCE) * expanded
+        heads = min(self.heads, _HEADS_AT_ONCE)
+        latent = self.kv_rank + self.rope_dim
+        return 2 * self.hidden_size + latent + self.heads * whole + heads * expanded
 
     @property
     def piece_width(self) -> int:

@@ -82,10 +82,20 @@ class HostPool:
     """
 
     def __init__(
-        self, account: Account, sizes: Iterable[int] = (), *, poison: bool = False
+        self,
+        account: Account,
+        sizes: Iterable[int] = (),
+        *,
+        poison: bool = False,
+        packed: bool = False,
     ) -> None:
-        """`sizes` in bytes are those that come often.  `poison`: see Arena."""
+        """`sizes` in bytes are those that come often.  `poison`: see Arena.
+
+        packed   every buffer begins at the lowest address where it fits: for few that stay, of
+                 which none may have to lie outside of the arena, where it could not be pinned
+        """
         self.account = account
+        self._packed = packed
         self._poison = poison
         self._pages = account.limit_bytes // PAGE_BYTES
         # By pages of a slot: first pages of the slots that wait, the lowest first, with what they
@@ -245,7 +255,8 @@ class HostPool:
 
     def _place(self, pages: int) -> int | None:
         """Free pages, taken; None where they are not in one piece and cannot be brought there."""
-        take = self._buddy.take_packed if pages in self._slabs else self._buddy.take
+        packed = self._packed or pages in self._slabs
+        take = self._buddy.take_packed if packed else self._buddy.take
         place = take(pages)
         if place is None and self._join_waiting():
             place = take(pages)

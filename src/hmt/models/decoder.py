@@ -35,7 +35,6 @@ class Decoder(ABC):
         kv: Sequence[KVLayer],
         activation_width: int,
         piece_width: int = 0,
-        exact_width: int = 0,
         router: Router | None = None,
         ignored: Sequence[str] = (),
     ) -> None:
@@ -64,7 +63,6 @@ class Decoder(ABC):
             kv=tuple(kv),
             activation_width=activation_width,
             piece_width=piece_width,
-            exact_width=exact_width,
             attention_heads=config.num_attention_heads,
             experts_per_token=0 if router is None else router.top_k,
             ignored=ignored,

@@ -77,7 +77,6 @@ class DeepSeek(Decoder):
             kv=[self.attention.kv] * config.num_hidden_layers,
             activation_width=max(part.activation_width for part in parts),
             piece_width=self.attention.piece_width,
-            exact_width=self.attention.exact_width,
             router=self.router,
             ignored=_prediction_layers(config),
         )

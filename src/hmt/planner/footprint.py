@@ -32,7 +32,6 @@ class Demand:
     expert_token_bytes   activations between the matrices of one token's experts there
     prefix_bytes    what pages pass through that are kept on the drive for other texts
     kv_sizes        of pages at several levels; None: all are near
-    number_bytes    of an activation in the model's dtype
     experts_alike   whether all experts are laid out alike, so that any may take any's place
     """
 
@@ -54,7 +53,6 @@ class Demand:
     expert_token_bytes: int = 0
     prefix_bytes: int = 0
     kv_sizes: KVSizes | None = None
-    number_bytes: int = 4
 
     @property
     def weight_bytes(self) -> int:
@@ -82,31 +80,29 @@ def default_chunk(demand: Demand) -> int:
 
 
 def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
-    """What one step of `chunk` tokens takes on the host beside weights and KV, all in fp32.
+    """What one step of `chunk` tokens takes beside weights and KV, in fp32.
 
     The activations of a prompt chunk and of a batch that decodes beside it, the batch's logits and
     their sorted copy, and for one layer at a time the scores and the rows of KV that were gathered
     from their pages; and what moves them between levels.
     """
-    return _step_bytes(demand, chunk, context, 4)
+    spec, batch = demand.spec, demand.batch
+    tokens = chunk + batch - 1
+    numbers = tokens * spec.activation_width + min(tokens, PIECE_TOKENS) * spec.piece_width
+    numbers += 2 * batch * spec.vocab_size
+    scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
+    return 4 * numbers + scores + context * demand.kv_layer_bytes + demand.kv_work_bytes
 
 
 def device_activation_bytes(demand: Demand, chunk: int, context: int) -> int:
-    """The same on a device, in the model's dtype, with a matrix unpacked and results of experts."""
+    """The same on a device, with a matrix unpacked and results of experts.
+
+    Most activations take half of that there, in 16 bits; but products of int8 codes pass through
+    sums in f32, and torch keeps pieces of sizes that do not come again.  Counted in 16 bits, a
+    prompt of 2048 tokens of a 70B model did not fit.
+    """
     between = min(EXPERT_WORKSPACE_BYTES, chunk * demand.expert_token_bytes)
-    step = _step_bytes(demand, chunk, context, demand.number_bytes)
-    return step + demand.matrix_bytes + between
-
-
-def _step_bytes(demand: Demand, chunk: int, context: int, number_bytes: int) -> int:
-    spec, batch = demand.spec, demand.batch
-    tokens = chunk + batch - 1
-    each = (spec.activation_width - spec.exact_width) * number_bytes + 4 * spec.exact_width
-    pieces = min(tokens, PIECE_TOKENS) * spec.piece_width * number_bytes
-    logits = 4 * 2 * batch * spec.vocab_size
-    scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
-    copies = context * demand.kv_layer_bytes + demand.kv_work_bytes
-    return tokens * each + pieces + logits + scores + copies
+    return activation_bytes(demand, chunk, context) + demand.matrix_bytes + between
 
 
 def kv_bytes(demand: Demand, tokens: int) -> int:

@@ -1,7 +1,6 @@
 """A CUDA device, through torch."""
 
 import ctypes
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -57,7 +56,6 @@ class CudaDevice:
             ) from error
         self.name = properties.name
         self._free_at_start = torch.cuda.mem_get_info(self.where)[0]
-        _grow_in_place()
         with torch.cuda.device(self.where):
             self._compute = torch.cuda.Stream()
             # Copies give way: a kernel that waits costs more than a copy that does.
@@ -77,12 +75,6 @@ class CudaDevice:
     def trim(self) -> None:
         """See Device."""
         torch.cuda.empty_cache()
-
-    def limit(self, nbytes: int) -> None:
-        """See Device."""
-        total = torch.cuda.get_device_properties(self.where).total_memory
-        share = max(0, nbytes - self._context_bytes()) / total
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.where)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See Device."""
@@ -227,17 +219,3 @@ class CudaDevice:
         return torch.cuda.get_device_properties(self.where).total_memory - max(
             self._free_at_start, torch.cuda.mem_get_info(self.where)[0]
         )
-
-
-def _grow_in_place() -> None:
-    """Let torch's allocator map pages where it needs them.
-
-    Else it keeps pieces of sizes that do not come again: prompts of a DeepSeek took 3 GB for 1.7.
-    What the user has set in PYTORCH_CUDA_ALLOC_CONF stays.
-    """
-    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
-        return
-    # What torch.cuda.memory._set_allocator_settings calls; torch has no public name for it.
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None:
-        change("expandable_segments:True")

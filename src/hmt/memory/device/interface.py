@@ -57,13 +57,6 @@ class Device(Protocol):
         """Give back what torch keeps for the next allocation."""
         ...
 
-    def limit(self, nbytes: int) -> None:
-        """Take no more than `nbytes`, the driver's own share included: torch's allocator keeps it.
-
-        What it keeps for the next allocation is given back before anything is refused.
-        """
-        ...
-
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory, uint8 [nbytes], at an address that is a multiple of 256.
 

@@ -60,9 +60,6 @@ class PretendedDevice:
     def trim(self) -> None:
         """See Device: nothing is kept."""
 
-    def limit(self, nbytes: int) -> None:
-        """See Device: nobody but HMT allocates there, and it keeps its accounts."""
-
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See Device."""
         self._taken += nbytes
