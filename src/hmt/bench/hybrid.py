@@ -47,6 +47,7 @@ class HybridStep:
     waited_s      in which it waited for questions
     found, brought, left   experts, over all layers: in the cache, over the link, for the CPU
     expert_bytes  of one
+    link_share    of the missing ones, as learned by the last step; None where nothing is learned
     """
 
     batch: int
@@ -58,6 +59,7 @@ class HybridStep:
     brought: float
     left: float
     expert_bytes: int
+    link_share: float | None = None
 
     def allowed_s(self, link_rate: float, cpu_rate: float) -> float:
         """What the experts that were missing take, if link and CPU share them perfectly."""
@@ -73,7 +75,7 @@ class HybridStep:
             f"step {self.step_s * 1e3:8.2f} ms, CPU {self.computed_s * 1e3:8.2f} ms "
             f"({cpu:5.1f} GB/s), waits {self.waited_s * 1e3:7.2f} ms, experts: found "
             f"{self.found:6.1f}, brought {self.brought:6.1f} ({brought:5.2f} GB), "
-            f"left {self.left:6.1f}"
+            f"left {self.left:6.1f}" + (f", link {self.link_share:.0%}" if self.link_share else "")
         )
 
 
@@ -135,8 +137,10 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     step_s, computed_s, waited_s = (
         median(column) for column in zip(*times[_WARM_STEPS:], strict=True)
     )
+    desk = None if captured is None else captured._desk
+    learned = None if desk is None or desk.link_share is None else desk.link_share.learned(batch)
     return HybridStep(
-        batch, context, step_s, computed_s, waited_s, found, brought, left, teams.nbytes
+        batch, context, step_s, computed_s, waited_s, found, brought, left, teams.nbytes, learned
     )
 
 

@@ -206,7 +206,7 @@ class CapturedDecoding:
         """Put the step on the device's queue."""
         assert captured.replay is not None
         if self._desk is not None:
-            self._desk.begin()
+            self._desk.begin(len(captured.step.token_ids))
         logits = captured.replay()
         assert captured.surveys is not None
         if len(captured.results) < 2:

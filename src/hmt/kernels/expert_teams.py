@@ -18,6 +18,7 @@ from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
 from hmt.kernels.cpu.threads import awake_workers
+from hmt.kernels.link_share import LinkShare
 from hmt.kernels.reference import Cuts, Expert, ExpertShares, ExpertSlots
 
 __all__ = [
@@ -203,6 +204,8 @@ class Desk:
         # Flags in lines of their own: two of one line would slow each other down.
         flags = shared(len(experts), 2, 16, dtype=torch.int32)
         cuts = shared(len(experts), 16, dtype=torch.int32)[:, :2].fill_(-1)
+        self._notes = shared(len(experts), dtype=torch.int32).fill_(-1)
+        self.link_share: LinkShare | None = None
         self._boxes = {
             layer: Mailbox(
                 x,
@@ -213,6 +216,7 @@ class Desk:
                 flags[row, 0, :1],
                 flags[row, 1, :1],
                 self._number,
+                self._notes[row : row + 1],
             )
             for row, layer in enumerate(experts)
         }
@@ -246,8 +250,14 @@ class Desk:
 
         return mailbox.take(self._boxes[layer], total, shares, added)
 
-    def begin(self) -> None:
-        """A step comes next on the device's queue that asks here."""
+    def tune(self, share: Tensor) -> None:
+        """Learn what teams divide experts with, f32 [1] on the device; see `LinkShare`."""
+        self.link_share = LinkShare(share, self._notes)
+
+    def begin(self, tokens: int) -> None:
+        """A step of `tokens` tokens comes next on the device's queue that asks here."""
+        if self.link_share is not None:
+            self.link_share.begin(tokens)
         self._step = self._step % 0x7FFFFFFF + 1
         self._number.fill_(self._step)
 

@@ -46,7 +46,7 @@ class HybridTeam:
         self.desk: Desk | None = None
         self.places = places
         self._layer = layer
-        self._share = share
+        self.share = share
         self._nbytes = nbytes
         self._on_host = on_host
 
@@ -57,7 +57,7 @@ class HybridTeam:
         desk = self.desk if self.desk is not None and self.desk.takes(x) else None
         # Many tokens choose so many experts that a share of them is nearly whole.
         cuts = self.places.cuts if desk is not None and len(x) == 1 else None
-        shares = expert_teams.divide(self.slots, chosen, self._share, cuts)
+        shares = expert_teams.divide(self.slots, chosen, self.share, cuts)
         if desk is not None:
             desk.ask(self._layer, x, shares, scales, activation)
 
@@ -177,6 +177,8 @@ class Teams:
         for team in self.by_layer.values():
             if isinstance(team, HybridTeam):
                 team.desk = desk
+                if desk.link_share is None:
+                    desk.tune(team.share)  # which all have in common
 
     def on_host(self) -> dict[int, list[tuple[int, Params]]]:
         """All experts of the layers that need the host, by layer."""

@@ -121,6 +121,7 @@ def test_questions_and_answers_pass_through_a_mailbox(
         boxed(1, dtype=torch.int32),
         boxed(1, dtype=torch.int32),
         torch.tensor([5], dtype=torch.int32, device=device),
+        boxed(1, dtype=torch.int32),
     )
     x = torch.randn(tokens, hidden).to(dtype).to(device)
     scales = torch.rand(tokens, 2, device=device)
@@ -143,6 +144,8 @@ def test_questions_and_answers_pass_through_a_mailbox(
     mine = torch.randn(tokens, hidden, device=device)
     taken = mailbox.take(box, mine, shares)
     assert torch.equal(taken, (mine + answer.to(device)).to(dtype))
+    assert int(box.first) == 1, "it was there"
+    box.first[0] = -1
     states, shared = (torch.randn(tokens, hidden, device=device).to(dtype) for _ in "ab")
     expected = states + (taken + shared)
     added = mailbox.take(box, mine, shares, (states, shared))
@@ -151,4 +154,6 @@ def test_questions_and_answers_pass_through_a_mailbox(
     else:
         assert torch.equal(added, expected)
     left[0], box.answered[0] = 0, -1  # nobody waits where nothing was asked
+    box.first[0] = -1
     assert torch.equal(mailbox.take(box, mine, shares), mine.to(dtype))
+    assert int(box.first) == -1

@@ -34,6 +34,8 @@ class Mailbox:
     asked     int32 [1], and
     answered  int32 [1]: the step whose question, or answer, is complete
     number    int32 [1] on the device: the step
+    first     int32 [1]: whether the answer had come when it was taken; untouched where none was
+              asked for
     """
 
     x: Tensor
@@ -44,6 +46,7 @@ class Mailbox:
     asked: Tensor
     answered: Tensor
     number: Tensor
+    first: Tensor
 
 
 @triton.jit
@@ -83,7 +86,7 @@ def _ask_kernel(
 
 @triton.jit
 def _take_kernel(
-    mine, total_box, answered, number, left, out, states, shared, hidden,
+    mine, total_box, answered, first, number, left, out, states, shared, hidden,
     NUMBERS: tl.constexpr, ADD: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tokens; axis 1: parts.  out = mine + the answer, or mine if nothing was asked.
@@ -103,6 +106,8 @@ def _take_kernel(
     if tl.load(left) > 0:
         step = tl.load(number)
         seen = tl.load(answered, volatile=True)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(first, (seen - step >= 0).to(tl.int32))
         while seen - step < 0:
             seen = tl.load(answered, volatile=True)
         if ASM:
@@ -143,7 +148,7 @@ def take(
     states, shared = (total, total) if added is None else (t.contiguous() for t in added)
     out = torch.empty(total.shape, dtype=box.x.dtype, device=total.device)
     _take_kernel[(tokens, triton.cdiv(hidden, _TAKEN))](
-        total, box.total, box.answered, box.number, shares.left, out, states, shared,
+        total, box.total, box.answered, box.first, box.number, shares.left, out, states, shared,
         hidden, NUMBERS=_TAKEN, ADD=added is not None, ASM=not interpreted(), num_warps=4,
         **dependent(total.device),
     )  # fmt: skip
