@@ -20,6 +20,16 @@ _LARGER = {
     "Qwen3-MoE, 8 of 128 experts, 8.1 GB": "bigger-than-ram-moe-epyc-2-cores.json",
 }
 _PREFIX, _PAGES = "prefix-xeon-amx-2-cores.json", "pages-xeon-amx-2-cores.json"
+_ON_A_GPU = {
+    "Llama, 8 billion, all on the card": "gpu-8b-16gib-h200-beside-llama-cpp.json",
+    "Llama, 70 billion, 16 GiB of the card": "gpu-70b-16gib-h200.json",
+}
+_BESIDE = {
+    "all near": "near",
+    "2GiB near, host int8": "offloaded",
+    "2GiB near, host exact": "offloaded",
+}
+_HYBRID, _KV_SPEED = "gpu-hybrid-61-layers-h200.json", "kv-speed-8b-h200.json"
 _BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py {} -->", "<!-- /figures -->"
 
 
@@ -104,6 +114,46 @@ def keys_and_values() -> list[str]:
     ]
 
 
+def gpu() -> list[str]:
+    """Models on one GPU, beside others, and long contexts with few of their keys on it."""
+    lines = ["| tokens/s | | HMT | | ratio |", "|---|---|---|---|---|"]
+    for model, name in _ON_A_GPU.items():
+        [result] = _load(name)["results"]
+        for number, case in enumerate(result["cases"]):
+            peer = case["peer_tokens_per_s"]
+            beside = "-" if peer is None else f"{result['peer']['name']} {_rounded(peer)}"
+            ratio = "-" if peer is None else f"{case['ratio']:.2f}"
+            first = "" if number else model
+            own = _rounded(case["tokens_per_s"])
+            lines.append(f"| {first} | {case['name']} | {own} | {beside} | {ratio} |")
+    levels = _load(_KV_SPEED)
+    far = {one["name"]: one["cases"][-1] for one in levels["results"] + levels["peers"]}
+    for name, other in _BESIDE.items():
+        own, its = far[name]["tokens_per_s"], far[f"transformers, {other}"]["tokens_per_s"]
+        what = f"after {far[name]['context']} positions, {name}"
+        lines.append(
+            f"| {'Llama, 8 billion' if name == 'all near' else ''} | {what} | {_rounded(own)} "
+            f"| transformers (bf16), {other} {its:.2g} | {own / its:.0f} |"
+        )
+    hybrid = _load(_HYBRID)
+    steps = {(s["routing"], s["batch"], s["context"]): s for s in hybrid["steps"]}
+    one, many, long = (steps["uniform", *at] for at in ((1, 1024), (16, 1024), (1, 131072)))
+    return [
+        *lines,
+        "",
+        f"DeepSeek-V3's shape with all its 671 billion parameters in 4 bits in host memory and "
+        f"{hybrid['gpu_memory']} of the card, keys and values of 131,072 positions among them: "
+        f"{one['tokens_per_s']:.1f} tokens/s, {long['tokens_per_s']:.1f} at the end of the "
+        f"context, {many['tokens_per_s']:.1f} of 16 sequences together. Nothing is cached and all "
+        f"experts are used alike; link and CPU at once would allow {1 / one['allowed_s']:.1f}.",
+    ]
+
+
+def _rounded(rate: float) -> str:
+    """Three digits, thousands apart."""
+    return f"{round(rate, -2):,.0f}" if rate >= 1000 else f"{rate:.3g}"
+
+
 def _speed(result: dict[str, Any] | None) -> str:
     if result is None:
         return "-"
@@ -125,6 +175,7 @@ def main() -> int:
     wanted = _fill(text, "speed", [*peers(), "", *kernels()])
     wanted = _fill(wanted, "larger", larger())
     wanted = _fill(wanted, "kv", keys_and_values())
+    wanted = _fill(wanted, "gpu", gpu())
     if "--check" in sys.argv:
         return int(wanted != text)
     readme.write_text(wanted)
