@@ -15,7 +15,7 @@ from hmt.contracts.plan import Tier
 from hmt.engine import machine
 from hmt.engine.link_rates import LinkRates
 
-STEPS = {"pretended": 800, "0": 10_000}  # what CI has time for, and a GPU
+STEPS = {"pretended": 600, "0": 10_000}  # what CI has time for, and a GPU
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 # Prompts and single tokens are summed in different orders, with weights of 4 bits times floats.
 # Sums of host and device are added last; a GPU's kernels add in another order altogether.
