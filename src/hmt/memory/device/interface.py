@@ -129,5 +129,5 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait until both queues are empty, and `trim`."""
+        """Wait until all queues are empty, and `trim`."""
         ...
