@@ -142,7 +142,8 @@ def gpu() -> list[str]:
         *lines,
         "",
         f"DeepSeek-V3's shape with all its 671 billion parameters in 4 bits in host memory, "
-        f"{hybrid['machine']['cores']} cores and {hybrid['gpu_memory']} of the card, keys and values of 131,072 positions among them: "
+        f"{hybrid['machine']['cores']} cores and {hybrid['gpu_memory']} of the card, keys and "
+        "values of 131,072 positions among them: "
         f"{one['tokens_per_s']:.1f} tokens/s, {long['tokens_per_s']:.1f} at the end of the "
         f"context, {many['tokens_per_s']:.1f} of 16 sequences together. Nothing is cached and all "
         f"experts are used alike; link and CPU at once would allow {1 / one['allowed_s']:.1f}.",

@@ -12,8 +12,9 @@ class LinkShare:
 
     It is planned from rates of link and CPU that are measured at once.  In a step both are slower,
     not by the same part: on an H200 whose link gave 42 GB/s beside a CPU that multiplied, kernels
-    fetched experts at 33 GB/s in a step, 1.5 ms a layer where the CPU took 1.2.  So each layer leaves a note whether its answer had come when the device was ready
-    for it, and the share moves until as many come before as after.
+    fetched experts at 33 GB/s in a step, 1.5 ms a layer where the CPU took 1.2.  So each layer
+    leaves a note whether its answer had come when the device was ready for it, and the share moves
+    until as many come before as after.
     """
 
     def __init__(self, share: Tensor, notes: Tensor) -> None:
