@@ -132,9 +132,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def pin(self) -> None:
         if not self.pinned and self.pool.stats().arenas <= 1:
-            memory = self.pool.pin(self._unpin)
-            assert len(memory) == self.limit // PAGE_BYTES * PAGE_BYTES
             self.pinned = True
+            pinned = sum(map(len, self.pool.pin(self._unpin)))
+            held = sum(buffer.nbytes for buffer in self.held)
+            whole = self.limit // PAGE_BYTES * PAGE_BYTES
+            assert pinned == (held if self.poison else whole)
 
     def _unpin(self) -> None:
         assert self.pinned
@@ -273,7 +275,7 @@ def test_a_pin_ends_before_pages_are_returned() -> None:
     pool = pool_of(9 * PAGE_BYTES, (PAGE_BYTES,))
     buffers = [pool.allocate(PAGE_BYTES) for _ in range(9)]
     let_go: list[int] = []
-    memory = pool.pin(lambda: let_go.append(pool.account.used_bytes))
+    [memory] = pool.pin(lambda: let_go.append(pool.account.used_bytes))
     assert len(memory) == 9 * PAGE_BYTES
     for buffer in buffers[::2]:
         pool.free(buffer)
@@ -283,6 +285,16 @@ def test_a_pin_ends_before_pages_are_returned() -> None:
     assert let_go == [9 * PAGE_BYTES] and pool.stats().arenas == 2
     pool.trim()
     assert pool.account.used_bytes == 6 * PAGE_BYTES
+
+
+def test_what_is_poisoned_is_pinned_buffer_by_buffer() -> None:
+    limit = 9 * PAGE_BYTES
+    account = Ledger({Tier.HOST: limit}).open(Tier.HOST, "pool", limit)
+    pool = HostPool(account, (PAGE_BYTES,), poison=True)
+    buffers = [pool.allocate(PAGE_BYTES) for _ in range(3)]
+    pieces = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pool.pin(lambda: None)]
+    addresses = sorted((piece.data_ptr(), piece.nbytes) for piece in pieces)
+    assert addresses == sorted((one.tensor.data_ptr(), one.nbytes) for one in buffers)
 
 
 def test_an_error_says_what_was_asked_and_what_there_is() -> None:

@@ -11,7 +11,8 @@ from plain_memory import published, random_reference
 from random_configs import PROMPT_TOKENS, Case, cases
 
 import hmt
-from hmt.engine import EngineConfig, prepare
+from hmt.engine import EngineConfig, machine, prepare
+from hmt.engine.link_rates import LinkRates
 from hmt.kernels.cpu import extension
 from hmt.planner import PlanOptions, smallest_budget
 
@@ -46,3 +47,41 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
     torch.testing.assert_close(found[0], wanted, atol=TOLERANCE, rtol=0)
     for other in found[1:]:
         assert torch.equal(found[0], other)
+
+
+@pytest.mark.parametrize("gpu", ["pretended", pytest.param("0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["phi3-1", "llama-0"])
+def test_captured_steps_turn_each_run_by_its_own_length(
+    name: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that may and may not get long, by turns: captures of one kind are not for the other."""
+    names = ["a pretended device"]
+    names += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
+    for device in names:
+        monkeypatch.setitem(machine._links, device, LinkRates(40e9))
+    [case] = (case for case in cases() if case.name == name)
+    case.config.max_position_embeddings = 256
+    published(random_reference(case.config, case.seed), tmp_path)
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    rng = random.Random(case.seed)
+    prompts = [[rng.randrange(case.config.vocab_size) for _ in range(20)] for _ in range(4)]
+    lengths = (8, 90, 12, 110)  # phi3-1 has other frequencies from 64 positions on
+    requests = [
+        hmt.Request(input=prompt, max_new_tokens=length, ignore_eos=True)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    options = OPTIONS | {"context": 256, "host_memory": "64MiB"}
+    with hmt.Engine(gpu_id=gpu, gpu_memory="2GiB", **options | {"max_batch": 2}) as engine:
+        model = engine.load_model(tmp_path)
+        answers = [model.infer(request).token_ids for request in requests]
+        answers += [one.token_ids for one in model.infer_batch(requests)]
+        captured = model._core._executor._captured
+        assert captured is not None and captured._works
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(tmp_path)
+        for prompt, answer in zip(prompts * 2, answers, strict=True):
+            text = [*prompt, *answer[:-1]]
+            rows = range(len(prompt) - 1, len(text))
+            logits = model.logits(text, rows)
+            gaps = logits.max(-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert float(gaps.max()) < 1e-3, "none but near ties"

@@ -19,8 +19,9 @@ from hmt.engine.link_rates import LinkRates
 from hmt.engine.tiers import TieredDecoding
 
 NEAR = 1e-5  # relative: parts of a row's attention are added in f32, in another order
-# At 16 bits host and device round attention's weights in different places, and layers make more of
-# that.
+# At 16 bits host and device round attention weights in different places, layers make more of that,
+# and now and then a router chooses another expert: rows differ so much at most, in the median, and
+# all of them no more than 16 bits differ from 32 by themselves.
 NEAR_16 = 0.03
 OPTIONS = {"prefill_chunk": 16, "max_batch": 1, "host_memory": "64MiB"}
 POSITIONS = 700
@@ -32,6 +33,11 @@ def longer(case: Case) -> Case:
     """The same, for texts that do not fit near."""
     case.config.max_position_embeddings = POSITIONS
     return case
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative, over all rows."""
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def check(
@@ -51,6 +57,11 @@ def check(
         model = engine.load_model(folder)
         wanted = model.logits(tokens, rows, prefill=prefill)
         sizes = model.prepared.demand.kv_sizes
+    most = near
+    if dtype != "float32":
+        with hmt.Engine(**OPTIONS, context=POSITIONS, dtype="float32") as engine:
+            exact = engine.load_model(folder).logits(tokens, rows, prefill=prefill)
+        most = 1.5 * distance(wanted, exact)
     rings = [ring_pages(window, 16) * page for window, page in sizes.ring_pages.items()]
     near_bytes = sum(rings) + 25 * sizes.hot_page
     host = 10 * sizes.warm_page
@@ -65,8 +76,8 @@ def check(
         assert kv is not None
         assert kv.most.get("near", 0) < POSITIONS // 16 or not sizes.hot_page
         assert all(kv.most[name] for name in kv.capacity if kv.capacity[name] and sizes.hot_page)
-        error = float((found - wanted).norm() / wanted.norm())
-        assert error <= near, way
+        errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert float(errors.median()) <= near and distance(found, wanted) <= most, way
         if where:
             assert isinstance(captured, TieredDecoding) and captured._works
             assert captured._kinds[True] and (kv.host_s or not sizes.hot_page)
@@ -97,7 +108,7 @@ def test_nor_do_they_on_a_gpu(name: str, dtype: str, gpu: str, tmp_path: Path) -
 
 def test_nor_do_they_on_a_pretended_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
-    for name in ("gemma3_text-0", "deepseek_v3-1"):
+    for name in ("gemma3_text-0", "deepseek_v3-1", "phi3-1"):
         [case] = (case for case in cases() if case.name == name)
         where = {"gpu_id": "pretended", "gpu_memory": "64MiB"}
         check(case, tmp_path / name, "float32", NEAR, range(3), **where)

@@ -113,6 +113,13 @@ class Model(Protocol):
         """Logits of the given rows, final norm included: f32 [rows, vocab_size]."""
         ...
 
+    def angles(self, step: Step) -> tuple[int, ...]:
+        """What rotary angles of the step's runs depend on besides positions.
+
+        What was captured for one step computes no other in which this differs.
+        """
+        ...
+
     def expected_experts(self, index: int, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
         """What the router of layer `index` would choose for the residual stream of another layer.
 

@@ -31,6 +31,11 @@ class Run:
         return self.start + self.length
 
     @property
+    def reach(self) -> int:
+        """Positions that the sequence may have in the end, as far as that is known."""
+        return max(self.context, self.reserved)
+
+    @property
     def tokens(self) -> slice:
         """This run's part of the step's flat arrays."""
         return slice(self.offset, self.offset + self.length)

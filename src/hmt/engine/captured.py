@@ -32,6 +32,9 @@ _SHORTEST = 1024  # positions; kernels are launched for the longest context of a
 _MOST_CAPTURES = 16
 _MOST_SKIPPED = 64  # steps without a guess, where guesses are wrong
 
+# Tokens, positions up to which runs may come, and what the model's angles depend on.
+CapturedKey = tuple[int, int, tuple[int, ...]]
+
 
 @dataclass(slots=True)
 class _Result:
@@ -110,7 +113,7 @@ class CapturedDecoding:
         self._kv = kv
         self._device = device
         self._desk = desk
-        self._captured: OrderedDict[tuple[int, int], Captured] = OrderedDict()
+        self._captured: OrderedDict[CapturedKey, Captured] = OrderedDict()
         self._works = True
         self._looks_up = weights.looks_up_tokens
         self._guess: _Guess | None = None
@@ -146,10 +149,11 @@ class CapturedDecoding:
             return None
         tokens = len(step.token_ids)
         longest = max(run.context for run in step.runs)
-        key = tokens, max(_SHORTEST, 1 << (longest - 1).bit_length())
+        context = max(_SHORTEST, 1 << (longest - 1).bit_length())
+        key = tokens, context, self._model.angles(step)
         captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[key] = self._open(*key)
+            captured = self._captured[key] = self._open(tokens, context)
             if len(self._captured) > _MOST_CAPTURES:
                 self._captured.popitem(last=False)
         self._captured.move_to_end(key)

@@ -108,13 +108,16 @@ def pin_pool(device: Device, host: HostPool, stack: ExitStack) -> bool:
         while pinned:
             device.unpin(pinned.pop())
 
-    memory = torch.frombuffer(host.pin(unpin), dtype=torch.uint8)
-    if device.pin(memory):
+    pieces = [torch.frombuffer(piece, dtype=torch.uint8) for piece in host.pin(unpin)]
+    stack.callback(unpin)
+    for memory in pieces:
+        if not device.pin(memory):
+            unpin()
+            logger.warning(
+                "the system refuses to pin %s of host memory (ulimit -l): copies to the GPU will "
+                "be slower",
+                format_bytes(memory.nbytes),
+            )
+            return False
         pinned.append(memory)
-        stack.callback(unpin)
-        return True
-    logger.warning(
-        "the system refuses to pin %s of host memory (ulimit -l): copies to the GPU will be slower",
-        format_bytes(memory.nbytes),
-    )
-    return False
+    return bool(pinned)

@@ -68,6 +68,7 @@ class ObservedModel:
         self.layer_blocks = model.layer_blocks
         self._sparse = {b.id.layer for b in model.spec.blocks if b.id.kind is BlockKind.EXPERT}
         self.expected_experts = model.expected_experts
+        self.angles = model.angles
 
     def layer(
         self, index: int, hidden: torch.Tensor, step: Step, weights: Weights, kv: KVCache

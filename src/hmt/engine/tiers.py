@@ -13,7 +13,7 @@ from torch import Tensor
 from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import Weights
-from hmt.engine.captured import Captured, CapturedDecoding
+from hmt.engine.captured import Captured, CapturedDecoding, CapturedKey
 from hmt.engine.pieces import DecodingInPieces
 from hmt.kernels import captures
 from hmt.kernels.ops import PagedRuns
@@ -42,7 +42,7 @@ class TieredDecoding(DecodingInPieces):
         super().__init__(model, weights, self._stepped, device)
         self._in_pieces = weights_in_pieces
         self._apart = False
-        self._kinds: dict[bool, OrderedDict[tuple[int, int], Captured]] = {
+        self._kinds: dict[bool, OrderedDict[CapturedKey, Captured]] = {
             apart: OrderedDict() for apart in (False, True)
         }
 

@@ -41,14 +41,20 @@ class Rotary:
                 f"rope_type {self._type!r} is not supported; HMT has {', '.join(_FREQUENCIES)}"
             ) from None
         self.attention_scaling = _attention_scaling(self._type, parameters, max_positions)
-        frequencies = self.frequencies(max_positions)
-        self._fixed = None if self._type in ("dynamic", "longrope") else frequencies
-        self._fixed_on: dict[torch.device, Tensor] = {}  # copies, where positions have been
+        self.frequencies(max_positions)  # raises where parameters are missing
+        # Frequencies by kind, where positions have been.  None goes: captured steps read them.
+        self._kept: dict[tuple[torch.device, int], Tensor] = {}
         self._last: dict[torch.device, tuple[Step, Tensor, Tensor]] = {}
 
     def frequencies(self, context: int) -> Tensor:
         """Radians per position for a sequence of `context` positions: f32 [dim / 2]."""
         return self._compute(self._parameters, self._dim, context, self._max_positions)
+
+    def kind(self, context: int) -> int:
+        """The same number for all contexts that have the same frequencies."""
+        if self._type == "longrope":
+            return int(context > self._parameters["original_max_position_embeddings"])
+        return max(context, self._max_positions) if self._type == "dynamic" else 0
 
     def cos_sin(self, step: Step) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the step's positions: f32 [tokens, dim], each angle twice.
@@ -67,18 +73,21 @@ class Rotary:
         return last[1:]
 
     def _step_frequencies(self, step: Step) -> Tensor:
-        """f32 [dim], each twice, or [tokens, dim] where they depend on the run."""
+        """f32 [dim], each twice, or [tokens, dim] where runs differ."""
         device = step.positions.device
-        if self._fixed is not None:
-            if device not in self._fixed_on:
-                self._fixed_on[device] = torch.cat((self._fixed, self._fixed)).to(device)
-            return self._fixed_on[device]
-        rows = [
-            self.frequencies(max(run.context, run.reserved)).expand(run.length, -1)
-            for run in step.runs
-        ]
-        found = torch.cat(rows)
-        return torch.cat((found, found), dim=-1).to(device)
+        kept = [self._kept_on(device, run.reach) for run in step.runs]
+        if all(one is kept[0] for one in kept):
+            return kept[0]
+        rows = [one.expand(run.length, -1) for one, run in zip(kept, step.runs, strict=True)]
+        return torch.cat(rows)
+
+    def _kept_on(self, device: torch.device, context: int) -> Tensor:
+        """Frequencies [dim], each twice."""
+        key = device, self.kind(context)
+        if key not in self._kept:
+            frequencies = self.frequencies(context)
+            self._kept[key] = torch.cat((frequencies, frequencies)).to(device)
+        return self._kept[key]
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -177,20 +177,22 @@ class HostPool:
                 self._arena.back(first, min(_BACKED_PAGES, self._pages - first))
             between()
 
-    def pin(self, unpin: Callable[[], None]) -> memoryview:
+    def pin(self, unpin: Callable[[], None]) -> list[memoryview]:
         """Back the whole arena; its bytes, for registering them with the kernel or a device.
 
         They stay the same memory until `close`, or until the pool calls `unpin`, once, because it
         has to return some of them: whoever registered them must let go before `unpin` returns.
-        Buffers that are mappings of their own lie outside.
+        Buffers that are mappings of their own lie outside; with `poison` all are, and the bytes are
+        those of the buffers that there are.
         """
         with self._lock:
             assert self._unpin is None, f"{self.account.purpose} is pinned already"
             backed = self._back(0, self._pages)
             assert backed, f"{self.account.purpose}: pinned while buffers lie outside of the arena"
-            memory = self._arena.memory()
             self._unpin = unpin
-            return memory
+            if self._poison:
+                return [buffer.view for buffer in self._held.values()]
+            return [self._arena.memory()]
 
     def trim(self) -> None:
         """Return the memory of all free pages to the system, unless it is pinned.

@@ -110,6 +110,13 @@ def rotary(config: Config, layer_type: str | None = None) -> Rotary:
         ) from error
 
 
+def rotaries(config: Config) -> list[Rotary]:
+    """Rotary positions of all layer types."""
+    if "rope_type" in config.rope_parameters:
+        return [rotary(config)]
+    return [rotary(config, layer_type) for layer_type in sorted(config.rope_parameters)]
+
+
 def windows(config: Config) -> list[int]:
     """Each layer's sliding window; 0 where a layer sees everything."""
     known = {"full_attention": 0, "sliding_attention": config.sliding_window}

@@ -13,7 +13,7 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Standing, Weights
 from hmt.kernels import fused_ops, ops
 from hmt.layers import ResidentLayers, RMSNorm, Router, UsualLayer
-from hmt.models.config import Config
+from hmt.models.config import Config, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
@@ -45,6 +45,7 @@ class Decoder(ABC):
         self.dtype = dtype
         self._norm = norm
         self._router = router
+        self._rotaries = rotaries(config)
         ignored = (r"rotary_emb\.inv_freq$", *ignored)
         if config.tie_word_embeddings:
             ignored += (r"^lm_head\.weight$",)
@@ -116,6 +117,11 @@ class Decoder(ABC):
                 ops.linear_into(logits[:, first : first + rows], hidden, params["weight"])
             first += rows
         return logits.float()
+
+    def angles(self, step: Step) -> tuple[int, ...]:
+        """See Model."""
+        kinds = tuple(rotary.kind(run.reach) for rotary in self._rotaries for run in step.runs)
+        return kinds if any(kinds) else ()
 
     def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""

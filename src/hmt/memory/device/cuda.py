@@ -127,8 +127,12 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         self._compute.synchronize()
         # One pool for all graphs: they never run at the same time.
-        with torch.cuda.graph(graph, pool=self._graphs, stream=self._compute):
-            result = compute()
+        try:
+            with torch.cuda.graph(graph, pool=self._graphs, stream=self._compute):
+                result = compute()
+        except BaseException:
+            self._abandon(graph)
+            raise
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -139,33 +143,26 @@ class CudaDevice:
     def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See Device."""
         parts: list[Callable[[], None]] = []
+        # One pool for all: what one piece leaves for the next stays where it is meanwhile.
+        graph = torch.cuda.CUDAGraph()
 
-        def begin() -> torch.cuda.CUDAGraph:
-            # One pool for all: what one piece leaves for the next stays where it is meanwhile.
+        def cut(work: Callable[[], None]) -> None:
+            nonlocal graph
+            graph.capture_end()
+            parts.extend((graph.replay, work))
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._graphs)
-            return graph
 
         self._compute.synchronize()
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._compute):
-            graph = begin()
-
-            def cut(work: Callable[[], None]) -> None:
-                nonlocal graph
-                graph.capture_end()
-                parts.extend((graph.replay, work))
-                graph = begin()
-
             try:
+                graph.capture_begin(pool=self._graphs)
                 result = compute(cut)
+                graph.capture_end()
             except BaseException:
-                # It cannot end well, and leaves torch with a pool that takes no other capture.
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                self._graphs = torch.cuda.graph_pool_handle()
+                self._abandon(graph)
                 raise
-            graph.capture_end()
         parts.append(graph.replay)
 
         def replay() -> torch.Tensor:
@@ -174,6 +171,18 @@ class CudaDevice:
             return result
 
         return replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture in which something failed.
+
+        It cannot end well: torch stops at the driver's error, before it stops to allocate from the
+        pool of graphs, and the pool then takes no other capture.
+        """
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.where.index or 0, self._graphs)
+        self._graphs = torch.cuda.graph_pool_handle()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See Device."""
