@@ -35,6 +35,24 @@ bool await(const uint32_t* flag, uint32_t number, double patience_s) {
 
 }  // namespace
 
+ExpertService::ExpertService(std::vector<ServedLayer> layers, DType type, size_t columns,
+                             size_t hidden, size_t top_k, Activation activation)
+    : layers_(std::move(layers)),
+      type_(type),
+      columns_(columns),
+      hidden_(hidden),
+      top_k_(top_k),
+      activation_(activation) {
+  // So that a question does not go through all experts, which weights have pushed out of the caches.
+  for (ServedLayer& layer : layers_) {
+    for (size_t i = 0; i < layer.experts.size(); ++i) {
+      const auto id = static_cast<size_t>(layer.experts[i].id);
+      if (id >= layer.places.size()) layer.places.resize(id + 1, -1);
+      layer.places[id] = static_cast<int32_t>(i);
+    }
+  }
+}
+
 Served ExpertService::serve(uint32_t number, size_t tokens, size_t threads,
                             double patience_s) const {
   Served served;
@@ -68,8 +86,10 @@ size_t ExpertService::answer(const ServedLayer& layer, size_t tokens, size_t thr
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   wanted.clear();
-  for (const Expert& expert : layer.experts) {
-    if (std::binary_search(ids.begin(), ids.end(), expert.id)) wanted.push_back(expert);
+  for (const int64_t id : ids) {
+    if (id < 0 || static_cast<size_t>(id) >= layer.places.size()) continue;
+    const int32_t place = layer.places[static_cast<size_t>(id)];
+    if (place >= 0) wanted.push_back(layer.experts[static_cast<size_t>(place)]);
   }
   Weight weights[3];
   for (Expert& expert : wanted) {

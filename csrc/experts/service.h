@@ -27,6 +27,7 @@ struct Mailbox {
 struct ServedLayer {
   std::vector<Expert> experts;  // in ascending order of ids
   Mailbox mail;
+  std::vector<int32_t> places;  // of experts, by id; -1: not here.  The service fills it.
 };
 
 // What a step's answers took.
@@ -39,13 +40,7 @@ struct Served {
 class ExpertService {
  public:
   ExpertService(std::vector<ServedLayer> layers, DType type, size_t columns, size_t hidden,
-                size_t top_k, Activation activation)
-      : layers_(std::move(layers)),
-        type_(type),
-        columns_(columns),
-        hidden_(hidden),
-        top_k_(top_k),
-        activation_(activation) {}
+                size_t top_k, Activation activation);
 
   // Answers all layers of step `number`, in their order.  Gives up, and answers everything with
   // what is there, when a question does not come within `patience_s`.

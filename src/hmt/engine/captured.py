@@ -269,6 +269,8 @@ class CapturedDecoding:
             states = self._model.embed(step, weights)
         for index in range(self._model.spec.layers):
             states = self._model.layer(index, states, step, weights, self._kv)
+        if self._desk is not None:
+            self._desk.note()
         logits = self._model.head(states, weights)
         captured.surveys = captures.surveys(logits)
         step.token_ids.copy_(captured.surveys[1])

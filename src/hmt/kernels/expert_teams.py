@@ -205,6 +205,7 @@ class Desk:
         flags = shared(len(experts), 2, 16, dtype=torch.int32)
         cuts = shared(len(experts), 16, dtype=torch.int32)[:, :2].fill_(-1)
         self._notes = shared(len(experts), dtype=torch.int32).fill_(-1)
+        self._noted = self._notes.to(where)
         self.link_share: LinkShare | None = None
         self._boxes = {
             layer: Mailbox(
@@ -216,7 +217,7 @@ class Desk:
                 flags[row, 0, :1],
                 flags[row, 1, :1],
                 self._number,
-                self._notes[row : row + 1],
+                self._noted[row : row + 1],
             )
             for row, layer in enumerate(experts)
         }
@@ -253,6 +254,10 @@ class Desk:
     def tune(self, share: Tensor) -> None:
         """Learn what teams divide experts with, f32 [1] on the device; see `LinkShare`."""
         self.link_share = LinkShare(share, self._notes)
+
+    def note(self) -> None:
+        """A step's last question has been taken: what it noted comes to host memory, on the queue."""
+        self._notes.copy_(self._noted, non_blocking=True)
 
     def begin(self, tokens: int) -> None:
         """A step of `tokens` tokens comes next on the device's queue that asks here."""

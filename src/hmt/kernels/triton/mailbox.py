@@ -22,7 +22,7 @@ _TAKEN = 1024  # numbers of an answer that a program takes
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """One layer's, for up to so many tokens; all but `number` in pinned host memory.
+    """One layer's, for up to so many tokens; in pinned host memory but for `number` and `first`.
 
     Layers may share `x` and `total`: both are in use only while the GPU waits for an answer.
 
@@ -34,8 +34,8 @@ class Mailbox:
     asked     int32 [1], and
     answered  int32 [1]: the step whose question, or answer, is complete
     number    int32 [1] on the device: the step
-    first     int32 [1]: whether the answer had come when it was taken; untouched where none was
-              asked for
+    first     int32 [1] on the device: whether the answer had come when it was taken; -1 where none
+              was asked for
     """
 
     x: Tensor
@@ -85,6 +85,21 @@ def _ask_kernel(
 
 
 @triton.jit
+def _acquired(flag, ASM: tl.constexpr):
+    """The flag, before whatever is read afterwards.  A fence for that took longer than the rest."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u32 $0, [$1];",
+            "=r,l",
+            [flag],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return tl.load(flag, volatile=True)
+
+
+@triton.jit
 def _take_kernel(
     mine, total_box, answered, first, number, left, out, states, shared, hidden,
     NUMBERS: tl.constexpr, ADD: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -103,26 +118,19 @@ def _take_kernel(
     if ADD:
         before = tl.load(states + row + at, mask=inside, other=0.0).to(tl.float32)
         more = tl.load(shared + row + at, mask=inside, other=0.0).to(tl.float32)
+    note = tl.full((), -1, tl.int32)
     if tl.load(left) > 0:
         step = tl.load(number)
-        seen = tl.load(answered, volatile=True)
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(first, (seen - step >= 0).to(tl.int32))
+        seen = _acquired(answered, ASM)
+        note = (seen - step >= 0).to(tl.int32)
         while seen - step < 0:
-            seen = tl.load(answered, volatile=True)
-        if ASM:
-            tl.inline_asm_elementwise(
-                "fence.acq_rel.sys; mov.u32 $0, $1;",
-                "=r,r",
-                [seen],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            seen = _acquired(answered, ASM)
         whole += tl.load(total_box + row + at, mask=inside, other=0.0, volatile=True)
     if ADD:
         whole = before + rounded(rounded(whole, KIND) + more, KIND)
     tl.store(out + row + at, whole.to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(first, note)
 
 
 def ask(box: Mailbox, x: Tensor, shares: ExpertShares, scales: Tensor) -> None:
