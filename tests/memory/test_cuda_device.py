@@ -1,5 +1,8 @@
 """A real device: copies in parts, their times, and work that is captured in pieces."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -100,3 +103,30 @@ def test_the_link_keeps_going_beside_the_cpu(device: Device) -> None:
 
     link, cpu = rates_at_once(Link(device, target, source), read, 0.05)
     assert link > 1e8 and cpu > 1e8
+
+
+_OTHER = """
+import torch
+held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("held", flush=True)
+input()
+"""
+
+
+def test_what_other_programs_take_is_not_counted(device: Device) -> None:
+    before = device.used_bytes()
+    own = torch.empty(256 << 20, dtype=torch.uint8, device=device.where)
+    with_own = device.used_bytes()
+    assert 256 << 20 <= with_own - before <= 260 << 20
+    other = subprocess.Popen(
+        [sys.executable, "-c", _OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        assert abs(device.used_bytes() - with_own) < 64 << 20
+    finally:
+        other.communicate("\n")
+    del own
+    device.trim()
+    assert device.used_bytes() <= before

@@ -256,7 +256,7 @@ class Desk:
         self.link_share = LinkShare(share, self._notes)
 
     def note(self) -> None:
-        """A step's last question has been taken: what it noted comes to host memory, on the queue."""
+        """What was noted while a step's answers were taken comes to host memory, on the queue."""
         self._notes.copy_(self._noted, non_blocking=True)
 
     def begin(self, tokens: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from hmt.base.errors import BudgetError, MachineError
 from hmt.base.units import format_bytes
 from hmt.memory.device.interface import Copy, Cut, Mark
+from hmt.memory.device.nvml import ProcessMemory
 
 _PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -55,6 +56,7 @@ class CudaDevice:
                 "without --gpu-memory everything is computed on the CPU"
             ) from error
         self.name = properties.name
+        self._process = ProcessMemory(str(properties.uuid))
         self._free_at_start = torch.cuda.mem_get_info(self.where)[0]
         with torch.cuda.device(self.where):
             self._compute = torch.cuda.Stream()
@@ -68,7 +70,14 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.where)[0]
 
     def used_bytes(self) -> int:
-        """See Device: what is gone since the device was opened, plus the context's share."""
+        """See Device.
+
+        Where the driver does not tell by process: what is gone since the device was opened, plus
+        the context's share.
+        """
+        known = self._process.used_bytes()
+        if known is not None:
+            return known
         free, total = torch.cuda.mem_get_info(self.where)
         return min(total, self._context_bytes() + self._free_at_start - free)
 
