@@ -70,6 +70,13 @@ def test_every_split_gives_the_same_logits(
         assert not plan.device.slot_counts and plan.blocks_in(Tier.DEVICE)
 
 
+@pytest.fixture
+def steady_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a busy machine may leave nothing to the CPU."""
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9, 30e9, 90e9))
+
+
+@pytest.mark.usefixtures("steady_rates")
 def test_layers_that_do_not_fit_are_copied_and_computed_in_turn() -> None:
     with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="9MiB", **GPU) as engine:
         model = engine.load_model(MODELS["dense"])
@@ -84,6 +91,7 @@ def test_layers_that_do_not_fit_are_copied_and_computed_in_turn() -> None:
         assert each * len(TOKENS) <= found <= each * len(TOKENS) + ahead
 
 
+@pytest.mark.usefixtures("steady_rates")
 def test_prompts_compute_on_the_device_what_the_cpu_computes_for_single_tokens() -> None:
     with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="9MiB", **GPU) as engine:
         model = engine.load_model(MODELS["dense"])
@@ -98,12 +106,6 @@ def test_prompts_compute_on_the_device_what_the_cpu_computes_for_single_tokens()
         layouts = model.prepared.layouts
         each = sum(layouts[block].slot_bytes for block in on_cpu | copied)
         assert weights.counters.copied_bytes - before >= each
-
-
-@pytest.fixture
-def steady_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a busy machine may leave nothing to the CPU."""
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9, 30e9, 90e9))
 
 
 @pytest.mark.usefixtures("steady_rates")

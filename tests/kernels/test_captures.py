@@ -20,3 +20,11 @@ def test_logits_are_surveyed_as_one_by_one() -> None:
     assert [one.finite for one in found] == [True, True, False]
     for one, row in zip(found[:2], logits, strict=False):
         assert one.log_sum_exp == pytest.approx(ops.survey(row).log_sum_exp)
+
+
+def test_a_step_becomes_the_likeliest_next_one() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [-1.0, -2.0, -3.0]])
+    ids, positions = torch.tensor([7, 7]), torch.tensor([4, 90])
+    found = captures.surveys_and_next(logits, ids, positions, None)
+    assert torch.equal(found, captures.surveys(logits))
+    assert ids.tolist() == [1, 0] and positions.tolist() == [5, 91]

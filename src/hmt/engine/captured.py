@@ -272,11 +272,9 @@ class CapturedDecoding:
         if self._desk is not None:
             self._desk.note()
         logits = self._model.head(states, weights)
-        captured.surveys = captures.surveys(logits)
-        step.token_ids.copy_(captured.surveys[1])
-        step.positions.add_(1)
-        if captured.runs is not None:
-            captures.advance_runs(captured.runs)
+        captured.surveys = captures.surveys_and_next(
+            logits, step.token_ids, step.positions, captured.runs
+        )
         return logits
 
     def _capture(self, captured: Captured, step: Step) -> bool:

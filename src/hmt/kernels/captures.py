@@ -32,12 +32,6 @@ def fill_runs(runs: PagedRuns, given: Sequence[PagedRun]) -> None:
     gpu_kernels().update_runs(runs, given)
 
 
-def advance_runs(runs: PagedRuns) -> None:
-    """Let runs that `fixed_runs` made begin one token later, on the device's queue."""
-    for held in runs.device:
-        held.spans[2] += 1
-
-
 def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
     """Rows `ids` int64 [n] of a table of which the device finds `part_rows` at each address."""
     rows: Tensor = gpu_kernels().rows_at(parts, part_rows, width, dtype, ids)
@@ -74,6 +68,24 @@ def surveys(logits: Tensor) -> Tensor:
         return found
     finite, best = logits.isfinite().all(-1), logits.argmax(-1)
     return torch.stack((finite.double(), best.double(), logits.double().logsumexp(-1)))
+
+
+def surveys_and_next(
+    logits: Tensor, token_ids: Tensor, positions: Tensor, runs: PagedRuns | None
+) -> Tensor:
+    """`surveys` of runs of one token, which become those of the likeliest next step.
+
+    token_ids, positions   int64 [tokens], changed, with what `fixed_runs` made
+    """
+    if runs is not None:
+        # In a launch that there is anyway: three more would each take as long as reading 8 MB.
+        (held,) = runs.device
+        found: Tensor = gpu_kernels().survey_rows(logits, (token_ids, positions, held.spans[2]))
+        return found
+    found = surveys(logits)
+    token_ids.copy_(found[1])
+    positions.add_(1)
+    return found
 
 
 def survey_list(found: Tensor) -> tuple[Survey, ...]:

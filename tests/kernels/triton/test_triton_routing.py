@@ -82,6 +82,18 @@ def test_greedy(device, dtype):
     assert sampling.greedy(values[:0]).shape == (0,)
 
 
+def test_surveyed_runs_go_on_by_one(device):
+    values = logits(3, 9001, device=device)
+    tokens = torch.zeros(3, dtype=torch.int64, device=device)
+    positions = torch.tensor([3, 90, 7], device=device)
+    spans = torch.arange(9, dtype=torch.int32, device=device).view(3, 3)
+    found = sampling.survey_rows(values, (tokens, positions, spans[2]))
+    assert torch.equal(found, sampling.survey_rows(values))
+    assert tokens.tolist() == [int(row.argmax()) for row in values.cpu()]
+    assert positions.tolist() == [4, 91, 8]
+    assert spans.tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 9]]
+
+
 def test_survey(device):
     for size in (1.0, 1e4):
         values = logits(1, 5000, device=device)[0] * size

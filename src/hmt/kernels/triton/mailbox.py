@@ -125,7 +125,8 @@ def _take_kernel(
         note = (seen - step >= 0).to(tl.int32)
         while seen - step < 0:
             seen = _acquired(answered, ASM)
-        whole += tl.load(total_box + row + at, mask=inside, other=0.0, volatile=True)
+        # Not volatile: those read host memory in 32 bytes at a time, 30 us for 28 KB.
+        whole += tl.load(total_box + row + at, mask=inside, other=0.0, cache_modifier=".cg")
     if ADD:
         whole = before + rounded(rounded(whole, KIND) + more, KIND)
     tl.store(out + row + at, whole.to(out.dtype.element_ty), mask=inside)

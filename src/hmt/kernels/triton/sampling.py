@@ -38,10 +38,10 @@ def _survey_parts(
 
 @triton.jit
 def _survey_rows(
-    best, peaks, sums, ids, finite, log_sums, parts,
-    LANES: tl.constexpr, SURVEY: tl.constexpr, DEPENDENT: tl.constexpr,
+    best, peaks, sums, ids, finite, log_sums, tokens, positions, starts, parts,
+    LANES: tl.constexpr, SURVEY: tl.constexpr, NEXT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: rows."""
+    """Axis 0: rows.  With NEXT rows are runs of one token, which become the ones that follow."""
     next_may_begin(DEPENDENT)
     inputs_are_there(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -49,6 +49,10 @@ def _survey_rows(
     exists = part < parts
     key = tl.max(tl.load(best + row * parts + part, mask=exists, other=_NO_KEY), axis=0)
     tl.store(ids + row, key_index(key).to(ids.dtype.element_ty))
+    if NEXT:
+        tl.store(tokens + row, key_index(key).to(tokens.dtype.element_ty))
+        tl.store(positions + row, tl.load(positions + row) + 1)
+        tl.store(starts + row, tl.load(starts + row) + 1)
     if SURVEY:
         peak = tl.load(peaks + row * parts + part, mask=exists, other=float("-inf"))
         total = tl.load(sums + row * parts + part, mask=exists, other=0.0)
@@ -66,13 +70,15 @@ def greedy(logits: Tensor) -> Tensor:
     return ids
 
 
-def survey_rows(logits: Tensor) -> Tensor:
+def survey_rows(logits: Tensor, following: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
     """What `Survey` says of each row of logits [rows, vocab], without waiting for the GPU.
 
     f64 [3, rows]: 1 where all are finite, the best, and the logarithm of the sum of exponentials.
+    following   of rows that are runs of one token: tokens int64, which become the best ones, and
+                positions and starts of the runs, which go on by one; all [rows]
     """
     found = torch.empty(3, len(logits), dtype=torch.float64, device=logits.device)
-    _look(logits, found[1], found[0], found[2])
+    _look(logits, found[1], found[0], found[2], following)
     return found
 
 
@@ -82,7 +88,13 @@ def survey(logits: Tensor) -> Survey:
     return Survey(bool(finite), int(best), log_sum_exp)
 
 
-def _look(logits: Tensor, ids: Tensor, finite: Tensor | None, log_sums: Tensor | None) -> None:
+def _look(
+    logits: Tensor,
+    ids: Tensor,
+    finite: Tensor | None,
+    log_sums: Tensor | None,
+    following: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
     """Write what is wanted, numbers in the dtype of where they go."""
     rows, vocab = logits.shape
     if rows == 0:
@@ -101,7 +113,7 @@ def _look(logits: Tensor, ids: Tensor, finite: Tensor | None, log_sums: Tensor |
         PART=_PART, SURVEY=whole, num_warps=8, **dependent(logits.device),
     )  # fmt: skip
     _survey_rows[(rows,)](
-        best, peaks, sums, ids, finite, log_sums, parts,
-        LANES=triton.next_power_of_2(parts), SURVEY=whole, num_warps=1,
+        best, peaks, sums, ids, finite, log_sums, *(following or (ids, ids, ids)), parts,
+        LANES=triton.next_power_of_2(parts), SURVEY=whole, NEXT=following is not None, num_warps=1,
         **dependent(logits.device),
     )  # fmt: skip
