@@ -79,8 +79,9 @@ class Setting:
         stack.callback(self.near.close)
         self.queue = TransferQueue(PreadReader(), Tracer())
         stack.callback(self.queue.close)
-        [memory] = self.host.pin(lambda: None)
-        assert self.device.pin(torch.frombuffer(memory, dtype=torch.uint8))
+        [pinned] = self.host.pin(lambda: None)
+        memory = torch.frombuffer(pinned, dtype=torch.uint8)
+        assert self.device.pin(memory)
         stack.callback(self.device.unpin, memory)
 
     def cache(self, far: ops.PageEncoding, warm: int, cold: int) -> TieredKV:

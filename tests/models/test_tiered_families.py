@@ -19,9 +19,8 @@ from hmt.engine.link_rates import LinkRates
 from hmt.engine.tiers import TieredDecoding
 
 NEAR = 1e-5  # relative: parts of a row's attention are added in f32, in another order
-# At 16 bits host and device round attention weights in different places, layers make more of that,
-# and now and then a router chooses another expert: rows differ so much at most, in the median, and
-# all of them no more than 16 bits differ from 32 by themselves.
+# At 16 bits host and device round attention weights in different places, and layers make more of
+# that.  Now and then a router chooses another expert then: so much for nine rows of ten.
 NEAR_16 = 0.03
 OPTIONS = {"prefill_chunk": 16, "max_batch": 1, "host_memory": "64MiB"}
 POSITIONS = 700
@@ -33,11 +32,6 @@ def longer(case: Case) -> Case:
     """The same, for texts that do not fit near."""
     case.config.max_position_embeddings = POSITIONS
     return case
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative, over all rows."""
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def check(
@@ -57,11 +51,6 @@ def check(
         model = engine.load_model(folder)
         wanted = model.logits(tokens, rows, prefill=prefill)
         sizes = model.prepared.demand.kv_sizes
-    most = near
-    if dtype != "float32":
-        with hmt.Engine(**OPTIONS, context=POSITIONS, dtype="float32") as engine:
-            exact = engine.load_model(folder).logits(tokens, rows, prefill=prefill)
-        most = 1.5 * distance(wanted, exact)
     rings = [ring_pages(window, 16) * page for window, page in sizes.ring_pages.items()]
     near_bytes = sum(rings) + 25 * sizes.hot_page
     host = 10 * sizes.warm_page
@@ -76,8 +65,12 @@ def check(
         assert kv is not None
         assert kv.most.get("near", 0) < POSITIONS // 16 or not sizes.hot_page
         assert all(kv.most[name] for name in kv.capacity if kv.capacity[name] and sizes.hot_page)
-        errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
-        assert float(errors.median()) <= near and distance(found, wanted) <= most, way
+        if dtype == "bfloat16":
+            rows_apart = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+            error = float(rows_apart.quantile(0.9))
+        else:
+            error = float((found - wanted).norm() / wanted.norm())
+        assert error <= near, way
         if where:
             assert isinstance(captured, TieredDecoding) and captured._works
             assert captured._kinds[True] and (kv.host_s or not sizes.hot_page)

@@ -117,6 +117,25 @@ class ExpertPlaces:
         return ops.experts(x, given, chosen, scales, activation, total, last=False)
 
 
+def scattered(given: Sequence[Expert], where: torch.device) -> Callable[..., Tensor]:
+    """What computes experts 0, 1, .. on a GPU, of which each part lies anywhere.
+
+    Takes x [tokens, hidden], chosen, scales and the activation, and gives f32 [tokens, hidden].
+    Raises ValueError where no kernel computes on them.
+    """
+    from hmt.kernels.triton.expert_table import make_table
+    from hmt.kernels.triton.experts import experts_by_table
+
+    table = make_table(given, len(given), where)
+    if table is None:
+        raise ValueError("experts differ by more than where they lie, or have biases")
+
+    def compute(x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+        return experts_by_table(x, table, chosen, scales, activation, None, last=False)
+
+    return compute
+
+
 _COPIED = 16  # bytes, at once
 _CUT_ROWS = 128  # of a piece at least: groups of down, and what the CPU's tiles take
 

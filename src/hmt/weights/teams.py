@@ -91,10 +91,9 @@ class HybridTeam:
 class ResidentTeam:
     """Implements ExpertTeam where all of a layer's experts stay on the device."""
 
-    def __init__(self, table: Tensor, places: ExpertPlaces) -> None:
-        """table: int64 [experts], where each lies."""
-        self._table = table
-        self._places = places
+    def __init__(self, compute: Callable[[Tensor, Tensor, Tensor, str], Tensor]) -> None:
+        """`compute` takes x, chosen, scales and the activation, and gives f32 [tokens, hidden]."""
+        self._compute = compute
 
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
@@ -102,8 +101,7 @@ class ResidentTeam:
         """See ExpertTeam."""
 
         def end(added: Added | None = None) -> Tensor:
-            total = self._places.compute(x, self._table, chosen, scales, activation)
-            return _sum_of(total.to(x.dtype), added)
+            return _sum_of(self._compute(x, chosen, scales, activation).to(x.dtype), added)
 
         return end
 
@@ -219,15 +217,15 @@ def make_teams(
         if block.kind is BlockKind.EXPERT and block.layer in plan.device.stages:
             layers.setdefault(block.layer, []).append(block)
     blocks = [block for of_layer in layers.values() for block in of_layer]
-    alike = laid_out_alike([layouts[block] for block in blocks])
-    if not blocks or not alike or not has_kernels(device.where):
+    if not blocks or not has_kernels(device.where):
         return Teams({})
     homes = {plan.homes[block] for block in blocks}
     nbytes = layouts[blocks[0]].slot_bytes
     try:
         if homes == {Tier.DEVICE}:
             return Teams(_resident_teams(layers, layouts, resident, device), nbytes)
-        if homes == {Tier.HOST} and plan.device.staging_slots:
+        alike = laid_out_alike([layouts[block] for block in blocks])
+        if homes == {Tier.HOST} and plan.device.staging_slots and alike:
             maker = _HybridMaker(plan, layouts, store, device, pool)
             teams = maker.make(layers)
             streamed = {
@@ -250,13 +248,23 @@ def _resident_teams(
         return {}  # leases give the same, to the bit
     teams: dict[int, HybridTeam | ResidentTeam] = {}
     for layer, blocks in layers.items():
-        first = resident[blocks[0]]
-        sample = layouts[blocks[0]].views(first)
-        places = ExpertPlaces(first.data_ptr(), {first.data_ptr(): sample}.__getitem__)
-        addresses = [resident[block].data_ptr() for block in blocks]
-        table = torch.tensor(addresses, dtype=torch.int64, device=device.where)
-        teams[layer] = ResidentTeam(table, places)
+        views = [layouts[block].views(resident[block]) for block in blocks]
+        if laid_out_alike([layouts[block] for block in blocks]):
+            first = resident[blocks[0]].data_ptr()
+            places = ExpertPlaces(first, {first: views[0]}.__getitem__)
+            addresses = [resident[block].data_ptr() for block in blocks]
+            here = torch.tensor(addresses, dtype=torch.int64, device=device.where)
+            teams[layer] = ResidentTeam(_in_blocks(places, here))
+        else:  # as in a checkpoint that is read as it is
+            given = list(enumerate(views))
+            teams[layer] = ResidentTeam(expert_teams.scattered(given, device.where))
     return teams
+
+
+def _in_blocks(
+    places: ExpertPlaces, here: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, str], Tensor]:
+    return lambda x, chosen, scales, activation: places.compute(x, here, chosen, scales, activation)
 
 
 class _HybridMaker:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
-from hmt.kernels import reference
+from hmt.kernels import expert_teams, reference
 from hmt.quant import Format, empty_weight, pack_codes, pack_groups
 
 experts_module = pytest.importorskip("hmt.kernels.triton.experts")
@@ -203,6 +203,18 @@ def test_calls_that_share_the_experts_add_up(device, kind, tokens):
     whole = experts(x, given, chosen, scales, "silu")
     total = experts(x, given[:2], chosen, scales, "silu", last=False)
     assert torch.equal(experts(x, given[2:], chosen, scales, "silu", total), whole)
+
+
+def test_experts_whose_parts_lie_anywhere(device):
+    given = make_experts(KINDS[0], [0, 1, 2, 3], 64, 32, device=device)
+    x, chosen, scales = inputs(FEW, 64, 2, 4, device=device)
+    compute = expert_teams.scattered(given, device)
+    found = compute(x, chosen, scales, "silu")
+    assert found.dtype is torch.float32
+    assert torch.equal(found, experts(x, given, chosen, scales, "silu", last=False))
+    given[1][1]["up_proj_bias"] = given[1][1]["up_proj"]
+    with pytest.raises(ValueError, match="biases"):
+        expert_teams.scattered(given, device)
 
 
 def test_a_token_does_not_depend_on_the_others(device):
