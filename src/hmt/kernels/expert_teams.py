@@ -225,6 +225,7 @@ class Desk:
         cuts = shared(len(experts), 16, dtype=torch.int32)[:, :2].fill_(-1)
         self._notes = shared(len(experts), dtype=torch.int32).fill_(-1)
         self._noted = self._notes.to(where)
+        relays = torch.zeros(len(experts), 16, dtype=torch.int32, device=where)
         self.link_share: LinkShare | None = None
         self._boxes = {
             layer: Mailbox(
@@ -237,6 +238,7 @@ class Desk:
                 flags[row, 1, :1],
                 self._number,
                 self._noted[row : row + 1],
+                relays[row, :1],
             )
             for row, layer in enumerate(experts)
         }

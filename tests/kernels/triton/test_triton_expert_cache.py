@@ -130,7 +130,8 @@ def test_questions_and_answers_pass_through_a_mailbox(
         boxed(1, dtype=torch.int32),
         boxed(1, dtype=torch.int32),
         torch.tensor([5], dtype=torch.int32, device=device),
-        boxed(1, dtype=torch.int32),
+        torch.full((1,), -7, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
     )
     x = torch.randn(tokens, hidden).to(dtype).to(device)
     scales = torch.rand(tokens, 2, device=device)

@@ -22,7 +22,7 @@ _TAKEN = 1024  # numbers of an answer that a program takes
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """One layer's, for up to so many tokens; in pinned host memory but for `number` and `first`.
+    """One layer's, for up to so many tokens; in pinned host memory but for the last three.
 
     Layers may share `x` and `total`: both are in use only while the GPU waits for an answer.
 
@@ -36,6 +36,7 @@ class Mailbox:
     number    int32 [1] on the device: the step
     first     int32 [1] on the device: whether the answer had come when it was taken; -1 where none
               was asked for
+    relay     int32 [1] on the device: the step whose answer one program has seen, for the others
     """
 
     x: Tensor
@@ -47,6 +48,7 @@ class Mailbox:
     answered: Tensor
     number: Tensor
     first: Tensor
+    relay: Tensor
 
 
 @triton.jit
@@ -84,24 +86,65 @@ def _ask_kernel(
         tl.store(asked, step)
 
 
+# The first thread waits until [$1] has come to $2; $0 is how far ahead it was at first.
+_WAIT = """{
+    .reg .pred p;
+    .reg .u32 thread;
+    .reg .s32 seen;
+    mov.s32 $0, 0;
+    mov.u32 thread, %tid.x;
+    setp.ne.u32 p, thread, 0;
+    @p bra DONE;
+    ld.acquire.SCOPE.global.s32 seen, [$1];
+    sub.s32 seen, seen, $2;
+    mov.s32 $0, seen;
+LOOK:
+    setp.ge.s32 p, seen, 0;
+    @p bra SEEN;
+    ld.acquire.SCOPE.global.s32 seen, [$1];
+    sub.s32 seen, seen, $2;
+    bra LOOK;
+SEEN:
+    RELAY
+DONE:
+}"""
+_RELAY = "st.release.gpu.global.s32 [$3], $2;"
+_WAIT_FOR_HOST = tl.constexpr(_WAIT.replace("SCOPE", "sys").replace("RELAY", _RELAY))
+_WAIT_FOR_RELAY = tl.constexpr(_WAIT.replace("SCOPE", "gpu").replace("RELAY", ""))
+
+
 @triton.jit
-def _acquired(flag, ASM: tl.constexpr):
-    """The flag, before whatever is read afterwards.  A fence for that took longer than the rest."""
+def _wait(flag, step, relay, LEADS: tl.constexpr, ASM: tl.constexpr):
+    """Until the flag, or what the leading program relays, has come to `step`.
+
+    For the first thread: whether it had at first.  One thread looks: the GPU reads one word of host
+    memory once a microsecond, whoever asks, and 28 warps that looked at it took 28 us to see what
+    had long been there.
+    """
     if ASM:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.u32 $0, [$1];",
-            "=r,l",
-            [flag],
+        ahead = tl.inline_asm_elementwise(
+            _WAIT_FOR_HOST if LEADS else _WAIT_FOR_RELAY,
+            "=&r,l,r,l",
+            [flag if LEADS else relay, step, relay],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
-    return tl.load(flag, volatile=True)
+    else:
+        place = flag if LEADS else relay
+        ahead = tl.load(place, volatile=True) - step
+        seen = ahead
+        while seen < 0:
+            seen = tl.load(place, volatile=True) - step
+        if LEADS:
+            tl.store(relay, step)
+    tl.debug_barrier()
+    return (ahead >= 0).to(tl.int32)
 
 
 @triton.jit
 def _take_kernel(
-    mine, total_box, answered, first, number, left, out, states, shared, hidden,
+    mine, total_box, answered, first, relay, number, left, out, states, shared, hidden,
     NUMBERS: tl.constexpr, ADD: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tokens; axis 1: parts.  out = mine + the answer, or mine if nothing was asked.
@@ -118,19 +161,19 @@ def _take_kernel(
     if ADD:
         before = tl.load(states + row + at, mask=inside, other=0.0).to(tl.float32)
         more = tl.load(shared + row + at, mask=inside, other=0.0).to(tl.float32)
+    leads = tl.program_id(0) + tl.program_id(1) == 0
     note = tl.full((), -1, tl.int32)
     if tl.load(left) > 0:
         step = tl.load(number)
-        seen = _acquired(answered, ASM)
-        note = (seen - step >= 0).to(tl.int32)
-        while seen - step < 0:
-            seen = _acquired(answered, ASM)
-        # Not volatile: those read host memory in 32 bytes at a time, 30 us for 28 KB.
+        if leads:
+            note = _wait(answered, step, relay, True, ASM)
+        else:
+            _wait(answered, step, relay, False, ASM)
         whole += tl.load(total_box + row + at, mask=inside, other=0.0, cache_modifier=".cg")
     if ADD:
         whole = before + rounded(rounded(whole, KIND) + more, KIND)
     tl.store(out + row + at, whole.to(out.dtype.element_ty), mask=inside)
-    if tl.program_id(0) + tl.program_id(1) == 0:
+    if leads:
         tl.store(first, note)
 
 
@@ -157,8 +200,8 @@ def take(
     states, shared = (total, total) if added is None else (t.contiguous() for t in added)
     out = torch.empty(total.shape, dtype=box.x.dtype, device=total.device)
     _take_kernel[(tokens, triton.cdiv(hidden, _TAKEN))](
-        total, box.total, box.answered, box.first, box.number, shares.left, out, states, shared,
-        hidden, NUMBERS=_TAKEN, ADD=added is not None, ASM=not interpreted(), num_warps=4,
+        total, box.total, box.answered, box.first, box.relay, box.number, shares.left, out, states,
+        shared, hidden, NUMBERS=_TAKEN, ADD=added is not None, ASM=not interpreted(), num_warps=4,
         **dependent(total.device),
     )  # fmt: skip
     return out
