@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine import machine, pieces
+from hmt.engine.captured import CapturedDecoding
 from hmt.engine.link_rates import LinkRates
 from hmt.engine.pieces import DecodingInPieces
 from hmt.kernels import ops
@@ -286,3 +288,20 @@ def test_steps_of_all_sizes_find_their_weights_in_the_slots(gpu: str) -> None:
                 weights = model._core.memory.on_device.weights
                 assert weights.counters.copied_bytes and len(weights._taken) <= 2
     assert all(map(torch.equal, *found))
+
+
+def test_captured_steps_may_leave_the_head_to_the_cpu() -> None:
+    options = {"context": 256, "host_memory": "64MiB", "gpu_memory": "1GiB"}
+    request = hmt.Request(input=TOKENS, max_new_tokens=20, ignore_eos=True)
+    with hmt.Engine(**options, **GPU) as engine:
+        model = engine.load_model(MODELS["dense"])
+        wanted = model.infer(request).token_ids
+        core: Any = model._core
+        on_device = core.memory.on_device
+        core._executor._captured = captured = CapturedDecoding(
+            model.prepared.model, on_device.weights, core.memory.kv, on_device.device, head=False
+        )
+        assert model.infer(request).token_ids == wanted
+        results = [one.results for one in captured._captured.values()]
+        assert results and all(found is None for kept in results for _, _, found in kept)
+        assert not captured.guesses.begun

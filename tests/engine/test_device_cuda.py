@@ -154,6 +154,25 @@ def test_experts_are_cached_brought_and_asked_for(quantization: str, batch: int)
             assert max(gaps) < (0.05 if quantization != "w4a8:32" else 1.0)
 
 
+def test_a_head_on_the_cpu_leaves_steps_captured() -> None:
+    requests = [hmt.Request(input=TOKENS, max_new_tokens=30, ignore_eos=True)]
+    options: dict[str, object] = {"host_memory": "256MiB", "dtype": "float32", "context": 512}
+    options["quantization"] = "w8a16"
+    with hmt.Engine(gpu_memory=machine_taken() + (9 << 20), max_batch=4, **options) as engine:
+        model = engine.load_model(MODELS["moe"])
+        heads = {home for b, home in model.plan.homes.items() if b.kind is BlockKind.HEAD}
+        assert heads == {Tier.HOST} and model.plan.device.staging_slots
+        [answer] = model.infer_batch(requests)
+        captured = model._core._executor._captured
+        assert captured is not None and captured._works and captured.served.experts > 0
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(MODELS["moe"])
+        rows = range(len(TOKENS) - 1, len(TOKENS) + 29)
+        forced = model.logits([*TOKENS, *answer.token_ids[:-1]], rows)
+        pairs = zip(forced, answer.token_ids, strict=True)
+        assert max(float(row.max() - row[token]) for row, token in pairs) < 0.05
+
+
 def test_decoding_is_captured_and_follows_growing_contexts() -> None:
     with hmt.Engine(
         host_memory="256MiB", context=2048, gpu_memory=machine_taken() + (1 << 30)

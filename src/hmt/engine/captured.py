@@ -40,12 +40,13 @@ CapturedKey = tuple[int, int, tuple[int, ...]]
 class _Result:
     """What a replay leaves in host memory, from `arrived` on.
 
-    logits   f32 [tokens, vocab]
-    surveys  f64 [3, tokens]: what `captures.surveys` says of each token's
+    left     logits, f32 [tokens, vocab], and
+    surveys  f64 [3, tokens], what `captures.surveys` says of each token's; where the head is the
+             CPU's: hidden states [tokens, hidden_size], and None
     """
 
-    logits: torch.Tensor
-    surveys: torch.Tensor
+    left: torch.Tensor
+    surveys: torch.Tensor | None
     arrived: Mark
 
 
@@ -57,8 +58,8 @@ class Captured:
     hidden    what the step begins with; None where the capture begins with its tokens
     step      of the tensors that kernels read; its runs are those of the step that is computed now
     runs      where tokens lie, in tensors that stay where they are; None where kernels read `step`
-    surveys   of the logits that `replay` leaves
-    results   two, by turns: of logits on the device and in host memory, and of surveys
+    surveys   of the logits that `replay` leaves; None where it leaves hidden states
+    results   two, by turns: of what it leaves on the device and in host memory, and of surveys
     """
 
     context: int
@@ -67,7 +68,9 @@ class Captured:
     runs: ops.PagedRuns | None
     replay: Callable[[], torch.Tensor] | None = None
     surveys: torch.Tensor | None = None
-    results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=list
+    )
 
 
 @dataclass(slots=True)
@@ -103,16 +106,20 @@ class CapturedDecoding:
         kv: PagedKV | SteppedKV,
         device: Device,
         desk: Desk | None = None,
+        *,
+        head: bool = True,
     ) -> None:
-        """All blocks of layers and head stay on `device`, and the keys and values are there.
+        """All blocks of layers stay on `device`, and the keys and values are there.
 
         desk   where teams ask for what other experts there are
+        head   whether it is on the device, too, and not the CPU's
         """
         self._model = model
         self._weights = weights
         self._kv = kv
         self._device = device
         self._desk = desk
+        self._head = head
         self._captured: OrderedDict[CapturedKey, Captured] = OrderedDict()
         self._works = True
         self._looks_up = weights.looks_up_tokens
@@ -137,11 +144,15 @@ class CapturedDecoding:
             captured, result = found, self._start(found)
         begun = self._begin_next(captured, step) if self._may_guess(captured, step) else None
         result.arrived.wait()
-        self.surveys = captures.survey_list(result.surveys)
+        logits, surveys = result.left, result.surveys
+        if surveys is None:
+            logits = self._model.head(logits, self._weights)
+            surveys = captures.surveys(logits)
+        self.surveys = captures.survey_list(surveys)
         if begun is not None:
             best = [one.best for one in self.surveys]
             self._guess = _Guess(captured, _next(step.runs), begun, best)
-        return result.logits
+        return logits
 
     def _ready(self, step: Step) -> Captured | None:
         """A capture with the step's tokens; None for steps that are not captured."""
@@ -192,6 +203,7 @@ class CapturedDecoding:
         # While the CPU answers at the desk, nobody is there to see that a guess was wrong.
         return (
             self._looks_up
+            and self._head
             and self._desk is None
             and all(run.context < min(run.reserved, captured.context) for run in step.runs)
         )
@@ -211,25 +223,26 @@ class CapturedDecoding:
         assert captured.replay is not None
         if self._desk is not None:
             self._desk.begin(len(captured.step.token_ids))
-        logits = captured.replay()
-        assert captured.surveys is not None
+        left = captured.replay()
         if len(captured.results) < 2:
             with torch.inference_mode(False):  # a copy may end when all computing has
-                kept = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-                captured.results.append((kept, _beside(logits), _beside(captured.surveys)))
+                kept = torch.empty(left.shape, dtype=left.dtype, device=left.device)
+                found = None if captured.surveys is None else _beside(captured.surveys)
+                captured.results.append((kept, _beside(left), found))
         else:
             captured.results.append(captured.results.pop(0))
         kept, host, surveys = captured.results[-1]
-        surveys.copy_(captured.surveys, non_blocking=True)
+        if surveys is not None and captured.surveys is not None:
+            surveys.copy_(captured.surveys, non_blocking=True)
         if self._copies_are_idle and self._desk is None:
             # 32 rows take 0.3 ms to host memory, which the next step need not wait for.
-            kept.copy_(logits, non_blocking=True)
+            kept.copy_(left, non_blocking=True)
             arrived: Mark = self._device.copy(host, kept, self._device.mark())
         else:
-            host.copy_(logits, non_blocking=True)
+            host.copy_(left, non_blocking=True)
             arrived = self._device.mark()
         if self._desk is not None:
-            served = self._desk.serve(len(logits))
+            served = self._desk.serve(len(left))
             self.served = self.served + served
             self._weights.count(served.experts * self._weights.teams.nbytes)
         return _Result(host, surveys, arrived)
@@ -263,7 +276,10 @@ class CapturedDecoding:
         return self._device.capture(lambda: self._compute(captured, self._weights))
 
     def _compute(self, captured: Captured, weights: Weights) -> torch.Tensor:
-        """The step's logits; afterwards its tensors are those of the likeliest next step."""
+        """The step's logits; afterwards its tensors are those of the likeliest next step.
+
+        Hidden states where the head is the CPU's.
+        """
         step, states = captured.step, captured.hidden
         if states is None:
             states = self._model.embed(step, weights)
@@ -271,6 +287,8 @@ class CapturedDecoding:
             states = self._model.layer(index, states, step, weights, self._kv)
         if self._desk is not None:
             self._desk.note()
+        if not self._head:
+            return states
         logits = self._model.head(states, weights)
         captured.surveys = captures.surveys_and_next(
             logits, step.token_ids, step.positions, captured.runs

@@ -91,13 +91,17 @@ class Core:
     def _capture(
         self, model: Model, weights: Weights, plan: Plan, on_device: OnDevice, batch: int
     ) -> CapturedDecoding | None:
-        """Captured steps, where all but embedding and experts is on the device.
+        """Captured steps, where all but embedding, head and experts is on the device.
 
         Experts may be elsewhere if the device can ask for them.  So may feed-forward networks of a
         model without experts: those steps are captured in pieces.
         """
-        seldom = (BlockKind.EMBEDDING, BlockKind.EXPERT)
+        seldom: tuple[BlockKind, ...] = (BlockKind.EMBEDDING, BlockKind.EXPERT)
         in_pieces = can_be_pieces(model, plan)
+        head = all(
+            home is Tier.DEVICE for b, home in plan.homes.items() if b.kind is BlockKind.HEAD
+        )
+        seldom += () if head else (BlockKind.HEAD,)
         homes = {home for block, home in plan.homes.items() if block.kind not in seldom}
         if homes != {Tier.DEVICE} and not in_pieces:
             return None
@@ -113,7 +117,7 @@ class Core:
         if experts and weights is not on_device.weights:
             return None  # somebody listens to routers
         if not away:
-            return CapturedDecoding(model, on_device.weights, kv, device)
+            return CapturedDecoding(model, on_device.weights, kv, device, head=head)
         if any(weights.team(layer) is None for layer in away):
             return None
         desk = on_device.weights.open_desk(
@@ -124,7 +128,7 @@ class Core:
         )
         if desk is None:
             return None
-        return CapturedDecoding(model, on_device.weights, kv, device, desk)
+        return CapturedDecoding(model, on_device.weights, kv, device, desk, head=head)
 
     def _capture_tiers(
         self, model: Model, plan: Plan, kv: TieredKV, on_device: OnDevice, *, in_pieces: bool
