@@ -25,6 +25,8 @@ class PanelTiles {
     const auto few = static_cast<uint8_t>(rest == 0 ? 1 : rest);  // a tile has at least one row
     const Config config = {1, 0, {}, {64, 64, bytes, bytes, 64, 64, bytes},
                            {16, 16, 16, 16, lines, few, few}};
+    // GCC's intrinsic does not say that it reads all of it, and stores to it could be left out.
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~PanelTiles() { _tile_release(); }

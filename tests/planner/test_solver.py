@@ -151,7 +151,8 @@ def test_experts_can_be_brought_wherever_a_few_slots_fit(room: int) -> None:
     size = 1 << 20
     demand = sparse_demand(20, size)
     options = PlanOptions(1 << 30, context=64, prefill_chunk=16, device_bytes=1 << 30)
-    activations = solve(demand, options, MACHINE).device.reserved["activations"]
+    reserved = solve(demand, options, MACHINE).device.reserved
+    activations = reserved["activations"] + reserved["mapping"]
     spare = room * size + 4096  # keys and values are small
     plan = solve(demand, replace(options, device_bytes=activations + spare), MACHINE)
     share = plan.device

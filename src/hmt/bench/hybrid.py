@@ -152,12 +152,14 @@ class Task:
     contexts   positions before the tokens that are decoded, of one sequence
     steps      of each
     prompt     tokens of a prompt; 0: none
+    chunk      of prompts, tokens that are computed at once: all experts come over the link for each
     """
 
     batches: Sequence[int] = (1, 4, 16)
     contexts: Sequence[int] = (1024, 131072)
     steps: int = 16
     prompt: int = 4096
+    chunk: int = 4096
 
     @property
     def cases(self) -> list[tuple[int, int]]:
@@ -203,7 +205,7 @@ def run(
         host_memory=host_memory,
         context=task.positions,
         max_batch=max(task.batches),
-        prefill_chunk=task.prompt or None,
+        prefill_chunk=min(task.chunk, task.prompt) or None,
         check_weights=False,  # all layers lie at the same place of the drive
         verify_reads="never",
         disk_reader="buffered",

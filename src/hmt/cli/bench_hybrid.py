@@ -27,6 +27,9 @@ def hybrid(
     ] = "1024,131072",
     steps: Annotated[int, typer.Option(min=1, help="Steps of each.")] = 16,
     prompt: Annotated[int, typer.Option(min=0, help="Tokens of a prompt; 0: none.")] = 4096,
+    chunk: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prompt that are computed at once.")
+    ] = 4096,
     traces: Annotated[
         list[Path] | None,
         typer.Option(help="Recorded traces of experts, for routing with their skew as well."),
@@ -49,7 +52,9 @@ def hybrid(
 
     dense = 3 if layers > 30 else 1
     shape = replace(SMALL if small else DeepSeekShape(), layers=layers, dense_layers=dense)
-    task = Task(numbers("--batches", batches), numbers("--contexts", contexts), steps, prompt)
+    task = Task(
+        numbers("--batches", batches), numbers("--contexts", contexts), steps, prompt, chunk
+    )
     with ExitStack() as stack:
         status = stack.enter_context(notes().status("starting"))
         models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))

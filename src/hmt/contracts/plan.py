@@ -46,7 +46,7 @@ class DeviceShare:
     computes_prompts   the same in steps of many tokens
     stages       layers whose attention computes there, and with their number the head
     reserved     of the device's budget, by purpose: "resident", "slots", "experts", "kv",
-                 "activations"
+                 "activations", "mapping" (page tables of the host's memory)
     slot_counts  slots by size in bytes, for blocks that are copied
     expert_slots   of each layer whose experts live in host memory: experts that are cached there
     staging_slots  for experts that are brought for one step; 0: the CPU computes all of them

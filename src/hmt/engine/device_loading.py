@@ -76,9 +76,10 @@ def load_on_device(
     for purpose, nbytes in plan.device.reserved.items():
         accounts[purpose] = ledger.open(Tier.DEVICE, purpose, nbytes)
         stack.callback(accounts[purpose].close)
-    activations = accounts["activations"]  # torch allocates these itself
-    activations.charge(activations.limit_bytes)
-    stack.callback(activations.release, activations.limit_bytes)
+    for purpose in ("activations", "mapping"):  # torch and the driver allocate these themselves
+        account = accounts[purpose]
+        account.charge(account.limit_bytes)
+        stack.callback(account.release, account.limit_bytes)
     stack.callback(device.close)
     names = ("resident", "slots", "experts", "kv")
     pools = {name: DevicePool(device, accounts[name]) for name in names}

@@ -12,6 +12,7 @@ _MEANING = {
     "slots": "weights that come and go",
     "kv": "keys and values",
     "activations": "activations",
+    "mapping": "page tables of host memory",
     "staging": "conversion on load",
     "rows": "embedding rows",
     "guesses": "which expert follows which",

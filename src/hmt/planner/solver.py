@@ -96,7 +96,7 @@ def _with_device(
     context = _context(demand, options, options.host_bytes // 4)
     share, stays = share_of_device(
         demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context,
-        levels=levels,
+        host_bytes=options.host_bytes, levels=levels,
     )  # fmt: skip
     on_host = [index for index in range(demand.spec.layers) if index not in share.stages]
     rest = replace(
