@@ -13,6 +13,7 @@
     ├── RequestError             one request is wrong; the engine is fine
     │   ├── EmptyPromptError
     │   └── ContextLengthError
+    ├── DeadlineError            a request's time was over before it ended
     ├── DiskReadError            the drive failed; the requests that needed it fail
     ├── DiskWriteError           the drive is full or failed while something was written
     ├── NumericsError            a weight or a result is not a number
@@ -74,6 +75,10 @@ class EmptyPromptError(RequestError):
 
 class ContextLengthError(RequestError):
     """Prompt and answer together are longer than the context allows."""
+
+
+class DeadlineError(HMTError):
+    """A request's time was over before it ended."""
 
 
 class DiskReadError(HMTError):

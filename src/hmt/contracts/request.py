@@ -26,6 +26,7 @@ class Sampling:
     presence_penalty: float = 0.0
     seed: int | None = None
     logprobs: int | None = None  # report the chosen token and this many of the likeliest
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class Request:
     context_size     the most positions that prompt and answer may take together; the model's own
                      limit when None
     stop             string, or strings, that end the answer and are not part of it
+    owner            whose it is: requests of different owners get equal shares of the engine
+    priority         higher ones are admitted first
+    timeout_s        the time from now until it fails if it has not ended; None: no limit
     """
 
     input: "str | list[dict[str, str]] | list[int]"
@@ -46,6 +50,9 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: str | tuple[str, ...] = ()
     ignore_eos: bool = False
+    owner: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """One request while it runs: its tokens, its place in the KV cache, and what it has produced."""
 
 import itertools
-import queue
+import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,17 @@ from hmt.text import StopStrings, TextStream
 _numbers = itertools.count(1)
 
 
+class Listener(Protocol):
+    """Who is told what becomes of a request."""
+
+    def put(self, event: TokenEvent | HMTError | None, /) -> None:
+        """A token, the last with a finish reason; or the error that ended it; None: cancelled.
+
+        On the engine's thread: it must neither wait nor raise.
+        """
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """State of one request.  Only the engine's thread changes it.
@@ -24,8 +36,10 @@ class Sequence:
     computed    tokens whose KV has been written
     kv          handle in the KV cache; None while waiting and after the end
     leader      another of the same prompt, whose keys and values are to be shared once computed
-    events      for the caller: tokens, the last with a finish reason; or the error that ended it;
-                or None when it was cancelled
+    events      who is told of tokens and of the end
+    held        positions whose keys and values were there when it began to run
+    submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
+    deadline_s  time.monotonic() at which it fails if it has not ended; None: never
     """
 
     request: Request
@@ -36,14 +50,16 @@ class Sequence:
     text: TextStream
     stops: StopStrings
     eos_ids: frozenset[int]
+    events: Listener
     number: int = field(default_factory=lambda: next(_numbers))
     computed: int = 0
     kv: int | None = None
     leader: "Sequence | None" = None
-    events: "queue.SimpleQueue[TokenEvent | HMTError | None]" = field(
-        default_factory=queue.SimpleQueue
-    )
     finish_reason: FinishReason | None = None
+    held: int = 0
+    submitted_s: float = field(default_factory=time.perf_counter)
+    admitted_s: float | None = None
+    deadline_s: float | None = None
 
     @property
     def prefilling(self) -> bool:
