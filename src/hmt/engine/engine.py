@@ -131,7 +131,7 @@ class LoadedModel:
         device: Device | None = None,
     ) -> None:
         self.prepared = prepared
-        self._max_batch = config.max_batch
+        self.max_batch = config.max_batch
         self.tokenizer = Tokenizer.open(prepared.source.path)
         with ExitStack() as stack:
             self._timeline: Timeline | None = None
@@ -209,7 +209,7 @@ class LoadedModel:
         of other requests run between theirs.  Raises RequestError for a request that samples or has
         stop strings, or more beams than max_batch; BudgetError where they do not fit now.
         """
-        most, sequence = self._max_batch, self._sequence(request, SimpleQueue())
+        most, sequence = self.max_batch, self._sequence(request, SimpleQueue())
         if type(beams) is not int or not 1 <= beams <= most:
             raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
         if request.sampling != Sampling() or sequence.stops.any:

@@ -22,6 +22,10 @@ class Joiner(Protocol):
         """The text that was still held; nothing follows."""
         ...
 
+    def bytes_of(self, piece: str) -> bytes:
+        """What `piece` stands for, wherever it is."""
+        ...
+
 
 class TextStream:
     """Incremental detokenizer of one sequence.
@@ -141,14 +145,16 @@ class _ByteLevelJoiner:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, piece: str) -> str:
-        try:
-            data = bytes([_BYTE_OF[character] for character in piece])
-        except KeyError:
-            data = piece.encode()
-        return self._decoder.decode(data)
+        return self._decoder.decode(self.bytes_of(piece))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def bytes_of(self, piece: str) -> bytes:
+        try:
+            return bytes([_BYTE_OF[character] for character in piece])
+        except KeyError:
+            return piece.encode()
 
 
 class _FallbackJoiner:
@@ -165,8 +171,7 @@ class _FallbackJoiner:
         self._run = bytearray()
 
     def push(self, piece: str) -> str:
-        for old, new in self._replaced.items():
-            piece = piece.replace(old, new)
+        piece = self._replace(piece)
         byte = self._BYTE.fullmatch(piece)
         if byte:
             self._run.append(int(byte[1], 16))
@@ -175,6 +180,16 @@ class _FallbackJoiner:
 
     def flush(self) -> str:
         return self._cut_start(self._end_run())
+
+    def bytes_of(self, piece: str) -> bytes:
+        piece = self._replace(piece)
+        byte = self._BYTE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.encode()
+
+    def _replace(self, piece: str) -> str:
+        for old, new in self._replaced.items():
+            piece = piece.replace(old, new)
+        return piece
 
     def _end_run(self) -> str:
         run = bytes(self._run)

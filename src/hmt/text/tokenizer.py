@@ -96,6 +96,15 @@ class Tokenizer:
         """The text of `ids` without special tokens; U+FFFD stands for bytes without a meaning."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token writes, as bytes: a character may need several.  Special ones by name."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._special_ids:
+            return piece.encode()
+        return self._new_joiner().bytes_of(piece)
+
     def stream(self) -> TextStream:
         """A detokenizer for one sequence whose tokens come one at a time."""
         return TextStream(self._piece_of, self._new_joiner())

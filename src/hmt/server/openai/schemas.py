@@ -1,0 +1,230 @@
+"""What clients may ask for, in OpenAI's words and some of vLLM's.
+
+Checked strictly: no text where a number is meant, and no parameters that are not known, so that a
+typing error is not silently without effect.  Parameters of OpenAI's that change nothing here are
+taken and left alone (`Ignored`); those that would change the answer and cannot be served are
+refused.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hmt.contracts.request import Sampling
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
+MAX_BIASES = 1024
+MAX_PROMPTS = 64
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenId = Annotated[int, Field(ge=0)]
+Prompt = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class Strict(BaseModel):
+    """Nothing is converted, and nothing is left unread."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Ignored(Strict):
+    """What OpenAI's clients may send and what makes no difference here."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    verbosity: str | None = None
+
+
+class StreamOptions(Strict):
+    """include_usage: a last event with what the answers took."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Choosing(Ignored):
+    """How tokens are chosen and answers end; the same for chats and completions.
+
+    top_k, min_p, repetition_penalty and ignore_eos are vLLM's; timeout is HMT's, in seconds.
+    service_tier "flex" lets all others go first.
+    """
+
+    model: str
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = (
+        None  # tokens come as text, as everywhere in JSON
+    )
+    ignore_eos: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are only for stream=true")
+        biases = self.logit_bias or {}
+        if len(biases) > MAX_BIASES:
+            raise ValueError(f"logit_bias has {len(biases)} tokens; at most {MAX_BIASES}")
+        if not all(token.isascii() and token.isdecimal() for token in biases):
+            raise ValueError("logit_bias must be an object from token ids to numbers")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with what it took."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, logprobs: int | None) -> Sampling:
+        """The same for the engine.  As with OpenAI, temperature is 1 where nothing is said."""
+        return Sampling(
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=max(0, _or(self.top_k, 0)),
+            min_p=_or(self.min_p, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            seed=self.seed,
+            logprobs=logprobs,
+            logit_bias=tuple((int(t), bias) for t, bias in (self.logit_bias or {}).items()),
+        )
+
+
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": text, **named}
+
+
+class TextFormat(Strict):
+    """The only response_format that needs no grammar."""
+
+    type: Literal["text"]
+
+
+class ChatBody(Choosing):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that an answer may have."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionBody(Choosing):
+    """POST /v1/completions.  `prompt` is text or token ids, or a list of these."""
+
+    prompt: (
+        Prompt
+        | TokenIds
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.best_of is not None and self.best_of < self.choices:
+            raise ValueError("best_of must be at least n")
+        if self.best_of is not None and self.best_of > self.choices and self.stream:
+            raise ValueError("best_of cannot be streamed: which are best is known at the end")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs of the prompt (echo with logprobs) are not computed yet")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All of them."""
+        prompt: Any = self.prompt
+        alone = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if alone else list(prompt)
+
+
+class TokenizeBody(Strict):
+    """POST /tokenize, as vLLM: a text, or a chat up to where the answer begins."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give a prompt, or messages")
+        return self
+
+
+class DetokenizeBody(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
