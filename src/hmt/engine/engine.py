@@ -18,6 +18,7 @@ import torch
 from hmt.base.errors import (
     BudgetError,
     Cancelled,
+    ClosedError,
     ContextLengthError,
     EmptyPromptError,
     HMTError,
@@ -265,7 +266,7 @@ class LoadedModel:
         return self._summary() if self.closed else self._loop.call(self._summary)
 
     def begin_summary(self) -> "Future[RunSummary]":
-        """The same without waiting for the step that runs.  Raises RequestError once closed."""
+        """The same without waiting for the step that runs.  Raises ClosedError once closed."""
         return self._loop.begin(self._summary)
 
     @property
@@ -421,7 +422,7 @@ class LoadedModel:
         if not self.closed:
             try:
                 self._loop.post(lambda: self._core.cancel(sequence))
-            except RequestError:
+            except ClosedError:
                 return  # closed meanwhile, which has ended the sequence
 
 

@@ -15,7 +15,7 @@ from hmt.server.guard import Guard
 from hmt.server.metrics import Metrics
 from hmt.server.openai import chat, completions, models
 from hmt.server.service import Service
-from hmt.server.stream import ClientGone
+from hmt.server.stream import ClientGone, Unsent
 
 
 def create_app(model: LoadedModel, config: ServerConfig | None = None) -> FastAPI:
@@ -44,7 +44,7 @@ def create_app(model: LoadedModel, config: ServerConfig | None = None) -> FastAP
 
     @app.exception_handler(ClientGone)
     async def _gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)
+        return Unsent()
 
     for routes in (chat.router, completions.router, models.router):
         app.include_router(routes)

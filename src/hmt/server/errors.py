@@ -13,6 +13,7 @@ from starlette.responses import Response
 from hmt.base.errors import (
     BudgetError,
     Cancelled,
+    ClosedError,
     ContextLengthError,
     DeadlineError,
     HMTError,
@@ -82,11 +83,11 @@ def told(error: HMTError, param: str | None = None) -> ApiError:
     message = str(error)
     if isinstance(error, ContextLengthError):
         return ApiError(400, message, param=param, code="context_length_exceeded")
-    if isinstance(error, RequestError):
-        return ApiError(400, message, code="invalid_value")
+    if isinstance(error, RequestError) and not isinstance(error, ClosedError):
+        return ApiError(400, message, param=param, code="invalid_value")
     if isinstance(error, DeadlineError):
         return ApiError(504, message, kind=_SERVER, code="timeout")
-    if isinstance(error, (BudgetError, Cancelled)):
+    if isinstance(error, (BudgetError, Cancelled, ClosedError)):
         return ApiError(
             503, message, kind=_SERVER, code="unavailable", headers={"Retry-After": "5"}
         )
@@ -120,39 +121,65 @@ def install(app: FastAPI) -> None:
 
 def _not_valid(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a request."""
-    # Of a union every member complains: the deepest complaint is of the member that was meant.
-    found = list(error.errors())
-    first = found[0]
-    same = [one for one in found if one["loc"][:2] == first["loc"][:2]]
-    deepest = max(same, key=lambda one: len(one["loc"]))
-    place = [part for part in deepest["loc"][1:] if not _is_union_member(part)]
+    meant = _meant(list(error.errors()))
+    place = [part for part in meant["loc"][1:] if not _is_union_member(part)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
-    kind = deepest["type"]
+    kind, context = meant["type"], meant.get("ctx", {})
     if kind == "json_invalid":
-        reason = deepest.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+        return ApiError(400, f"the body is not JSON: {context.get('error')}", code=_CODES[kind])
+    param = param or context.get("param", "")
     if not param:
         return ApiError(400, "the body must be a JSON object", code="invalid_type")
     messages = {
         "missing": f"{param!r} is missing",
         "extra_forbidden": f"{param!r} is not a parameter that this server knows",
     }
-    message = messages.get(kind, f"{param!r}: {_plain(deepest)}")
-    wrong_type = kind.endswith("_type") or kind == "literal_error"
-    code = _CODES.get(kind, "invalid_type" if wrong_type else "invalid_value")
-    return ApiError(400, message, param=param, code=code)
+    message = messages.get(kind, f"{param!r}: {_plain(meant)}")
+    otherwise = "invalid_type" if _is_of_type(kind) else "invalid_value"
+    return ApiError(400, message, param=param, code=_CODES.get(kind, otherwise))
+
+
+def _meant(found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of all complaints the one to tell.
+
+    Of a union every member complains.  That one was meant whose own type fits, and which has least
+    to say.
+    """
+
+    def member(one: Mapping[str, Any]) -> tuple[Any, ...]:
+        place = one["loc"]
+        ends = [n + 1 for n, part in enumerate(place) if _is_union_member(part)]
+        return tuple(place[: ends[0]]) if ends else tuple(place)
+
+    first = member(found[0])
+    if first == tuple(found[0]["loc"]) and not _is_union_member(first[-1]):
+        return found[0]
+    members: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in found:
+        if member(one)[:-1] == first[:-1]:
+            members.setdefault(member(one), []).append(one)
+    fitting = [
+        complaints
+        for place, complaints in members.items()
+        if not (tuple(complaints[0]["loc"]) == place and _is_of_type(complaints[0]["type"]))
+    ]
+    return min(fitting or list(members.values()), key=len)[0]
+
+
+def _is_of_type(kind: str) -> bool:
+    return kind.endswith(("_type", "_attributes_type", "_from_float"))
 
 
 def _plain(found: Mapping[str, Any]) -> str:
-    text = str(found["msg"]).removeprefix("Value error, ")
+    text = str(found["msg"])
     return text[:1].lower() + text[1:]
 
 
 def _is_union_member(part: object) -> bool:
     """Pydantic names the member of a union in the place of an error: "str", "list[str]"."""
-    return isinstance(part, str) and (
-        part in ("str", "int", "bool", "float", "none") or "[" in part or part[:1].isupper()
-    )
+    if not isinstance(part, str):
+        return False
+    return part in ("str", "int", "float", "bool") or part.startswith(("constrained-", "list["))
 
 
 def _of_http(request: Request, error: HTTPException) -> ApiError:
@@ -163,6 +190,9 @@ def _of_http(request: Request, error: HTTPException) -> ApiError:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{asked}: this method is not allowed here; allowed: {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    if status == 400:  # FastAPI's, which does not say more
+        message = "the body is not JSON that can be read: UTF-8, not too deep, no endless numbers"
+        return ApiError(400, message, code="invalid_json")
     kind = _INVALID if status < 500 else _SERVER
     message = str(error.detail) or HTTPStatus(status).phrase
     return ApiError(status, message, kind=kind, headers=error.headers)

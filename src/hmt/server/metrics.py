@@ -14,7 +14,7 @@ from prometheus_client import (
 )
 from starlette.types import Scope
 
-from hmt.base.errors import RequestError
+from hmt.base.errors import ClosedError
 from hmt.engine import LoadedModel, RunSummary
 from hmt.server.gate import Gate
 from hmt.server.generation import Course
@@ -83,7 +83,7 @@ class Metrics:
 
         The engine's account is as of a moment ago, or, while a step takes long, of the last time.
         """
-        with suppress(RequestError, TimeoutError):
+        with suppress(ClosedError, TimeoutError):
             if self._reading is None:
                 self._reading = self._model.begin_summary()
             reading = asyncio.shield(asyncio.wrap_future(self._reading))

@@ -20,13 +20,14 @@ class Asked:
     """What one HTTP request wants of the engine, beside its prompts.
 
     longest   tokens of an answer; None: the server's default, or what the context holds
-    answers   to each prompt
+    answers   to each prompt; `counted` is the parameter that said so
     """
 
     owner: str
     sampling: Sampling
     longest: int | None
     answers: int
+    counted: str = "n"
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
     priority: int = 0
@@ -71,9 +72,18 @@ class Service:
             raise ApiError(
                 400,
                 f"{asked.answers} answers were asked for; this server gives {most} at most",
-                param="n",
+                param=asked.counted,
                 code="invalid_value",
             )
+        vocab_size = self.model.prepared.model.spec.vocab_size
+        for token, _ in asked.sampling.logit_bias:
+            if token >= vocab_size:
+                raise ApiError(
+                    400,
+                    f"logit_bias has token {token}; this model's tokens are 0 to {vocab_size - 1}",
+                    param="logit_bias",
+                    code="invalid_value",
+                )
         generation = Generation(self.gate, self.observer, param)
 
         def requests() -> list[Request]:

@@ -22,6 +22,13 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
+class Unsent(Response):
+    """For clients that are gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI: nothing is sent."""
+
+
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`.  Raises ClientGone, and cancels it, as soon as the client goes."""
     working: asyncio.Task[T] = asyncio.create_task(work)

@@ -21,6 +21,7 @@ def asked(
         sampling=body.sampling(logprobs),
         longest=longest,
         answers=answers,
+        counted="n" if answers == body.choices else "best_of",
         stops=body.stops,
         ignore_eos=bool(body.ignore_eos),
         priority=LATER if body.service_tier == "flex" else 0,

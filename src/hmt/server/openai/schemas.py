@@ -9,6 +9,7 @@ refused.
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from hmt.contracts.request import Sampling
 
@@ -78,12 +79,12 @@ class Choosing(Ignored):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are only for stream=true")
+            raise wrong("stream_options", "only a stream has them: set stream to true")
         biases = self.logit_bias or {}
         if len(biases) > MAX_BIASES:
-            raise ValueError(f"logit_bias has {len(biases)} tokens; at most {MAX_BIASES}")
+            raise wrong("logit_bias", f"it has {len(biases)} tokens; at most {MAX_BIASES} can be")
         if not all(token.isascii() and token.isdecimal() for token in biases):
-            raise ValueError("logit_bias must be an object from token ids to numbers")
+            raise wrong("logit_bias", 'its names must be token ids, such as {"50256": -100}')
         return self
 
     @property
@@ -160,10 +161,10 @@ class ChatBody(Choosing):
     @model_validator(mode="after")
     def _lengths(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise wrong("top_logprobs", "set logprobs to true to have them")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+            raise wrong("max_tokens", "max_completion_tokens says otherwise; give one of them")
         return self
 
     @property
@@ -190,11 +191,11 @@ class CompletionBody(Choosing):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.best_of is not None and self.best_of < self.choices:
-            raise ValueError("best_of must be at least n")
+            raise wrong("best_of", "it must be at least n")
         if self.best_of is not None and self.best_of > self.choices and self.stream:
-            raise ValueError("best_of cannot be streamed: which are best is known at the end")
+            raise wrong("best_of", "it cannot be streamed: which are best is known at the end")
         if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs of the prompt (echo with logprobs) are not computed yet")
+            raise wrong("echo", "log-probabilities of the prompt are not computed yet")
         return self
 
     @property
@@ -215,7 +216,7 @@ class TokenizeBody(Strict):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give a prompt, or messages")
+            raise wrong("prompt", "give either a prompt or messages")
         return self
 
 
@@ -224,6 +225,11 @@ class DetokenizeBody(Strict):
 
     model: str | None = None
     tokens: list[TokenId]
+
+
+def wrong(param: str, why: str) -> PydanticCustomError:
+    """What a check of several parameters raises; `param` is the one that should change."""
+    return PydanticCustomError("disagreement", "{why}", {"param": param, "why": why})
 
 
 def _or(value: Any, otherwise: Any) -> Any:
