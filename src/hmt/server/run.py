@@ -1,8 +1,10 @@
 """A server process: a socket, uvicorn, and an orderly end."""
 
 import contextlib
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -58,8 +60,22 @@ def serve(
         )
     )
     server.when_started = lambda: started(_address(bound))
-    with contextlib.closing(bound), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.closing(bound), _orderly_end():
         server.run(sockets=[bound])
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """uvicorn raises the signal that ended it once more: let the caller close its model first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Server(uvicorn.Server):
