@@ -1,7 +1,8 @@
 """`hmt serve`: a model over HTTP, the OpenAI way."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,26 +11,29 @@ from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
 
+if TYPE_CHECKING:
+    from hmt.server import ServerConfig
+
 _WHERE, _WHO, _LIMITS = "Where", "Who", "Limits"
 
 
-@expand
-def serve(
-    engine: EngineOptions,
-    model: ModelArgument = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on.", rich_help_panel=_WHERE)
-    ] = "127.0.0.1",
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where to listen, whom to serve, and how much of it; see hmt.server.ServerConfig."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHERE)] = (
+        "127.0.0.1"
+    )
     port: Annotated[
         int, typer.Option(help="Port; 0: any that is free.", rich_help_panel=_WHERE)
-    ] = 8000,
+    ] = 8000
     name: Annotated[
         str | None,
         typer.Option(
             help="What clients call the model; its folder's name when left out.",
             rich_help_panel=_WHERE,
         ),
-    ] = None,
+    ] = None
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,14 +41,14 @@ def serve(
             "it in the list of processes: better a file.",
             rich_help_panel=_WHO,
         ),
-    ] = None,
+    ] = None
     api_key_file: Annotated[
         Path | None,
         typer.Option(
             help="File of keys, one per line, as they are or as sha256: and the hash.",
             rich_help_panel=_WHO,
         ),
-    ] = None,
+    ] = None
     public: Annotated[
         bool,
         typer.Option(
@@ -52,7 +56,7 @@ def serve(
             help="Listen where other machines can reach it, although there is no key.",
             rich_help_panel=_WHO,
         ),
-    ] = False,
+    ] = False
     origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,65 +64,69 @@ def serve(
             "repeated.",
             rich_help_panel=_WHO,
         ),
-    ] = None,
+    ] = None
     max_batch: Annotated[
         int, typer.Option(help="Answers that are computed at once.", rich_help_panel=_LIMITS)
-    ] = 16,
+    ] = 16
     max_waiting: Annotated[
         int,
         typer.Option(
             help="Answers that wait besides; more are refused at once.", rich_help_panel=_LIMITS
         ),
-    ] = 64,
+    ] = 64
     max_tokens: Annotated[
         int,
-        typer.Option(
-            help="The longest answer of requests that do not say.", rich_help_panel=_LIMITS
-        ),
-    ] = 1024,
-    max_body: Annotated[
-        str, typer.Option(help="The largest request.", rich_help_panel=_LIMITS)
-    ] = "4MiB",
+        typer.Option(help="The longest answer of chats that do not say.", rich_help_panel=_LIMITS),
+    ] = 1024
+    max_body: Annotated[str, typer.Option(help="The largest request.", rich_help_panel=_LIMITS)] = (
+        "4MiB"
+    )
     timeout: Annotated[
         float,
         typer.Option(
             help="Seconds that an answer may take, its wait included.", rich_help_panel=_LIMITS
         ),
-    ] = 600.0,
-) -> None:
+    ] = 600.0
+
+    def config(self) -> "ServerConfig":
+        """The same for the server.  Raises ConfigError."""
+        from hmt.server import KeyRing, ServerConfig
+
+        return ServerConfig(
+            name=self.name,
+            host=self.host,
+            port=self.port,
+            keys=KeyRing.of(self.api_key or (), self.api_key_file),
+            public=self.public,
+            max_waiting=self.max_waiting,
+            default_new_tokens=self.max_tokens,
+            timeout_s=self.timeout,
+            max_body_bytes=parse_bytes(self.max_body),
+            origins=tuple(self.origin or ()),
+        )
+
+
+@expand
+def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = None) -> None:
     """Serve a model over HTTP, the OpenAI way, until Ctrl-C."""
     try:
-        from hmt.server import KeyRing, ServerConfig, bind
-        from hmt.server import serve as answer
+        import hmt.server as room
     except ImportError as error:
         raise MachineError(
             f"hmt serve needs {error.name}, which is not installed: pip install 'hmt[serve]'"
         ) from error
-    config = ServerConfig(
-        name=name,
-        host=host,
-        port=port,
-        keys=KeyRing.of(api_key or (), api_key_file),
-        public=public,
-        max_waiting=max_waiting,
-        default_new_tokens=max_tokens,
-        timeout_s=timeout,
-        max_body_bytes=parse_bytes(max_body),
-        origins=tuple(origin or ()),
-    )
+    config = server.config()
     path, console = choose_model(model), notes()
-    with bind(config) as bound:
+    name = config.name or path.name
+
+    def started(address: str) -> None:
+        console.print(f"{name} is served at {address}/v1", soft_wrap=True, markup=False)
+
+    with room.bind(config) as bound:
         with loading(f"loading {path.name}") as report:
             from hmt.engine import Engine
 
-            engines = Engine(**engine.arguments() | {"max_batch": max_batch})
+            engines = Engine(**engine.arguments() | {"max_batch": server.max_batch})
             loaded = engines.load_model(path, progress=report)
         with engines:
-            answer(
-                loaded,
-                config,
-                bound,
-                started=lambda address: console.print(
-                    f"{config.name or path.name} is served at {address}/v1", soft_wrap=True
-                ),
-            )
+            room.serve(loaded, config, bound, started)
