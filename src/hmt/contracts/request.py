@@ -29,6 +29,23 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
 
 
+class GrammarKind(enum.StrEnum):
+    """In which language a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON list of texts, one of which the answer is
+    GRAMMAR = "grammar"  # Lark's, or llama.cpp's GBNF
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that an answer must have."""
+
+    kind: GrammarKind
+    source: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One thing to complete.
@@ -41,6 +58,7 @@ class Request:
     stop             string, or strings, that end the answer and are not part of it
     owner            whose it is: requests of different owners get equal shares of the engine
     priority         higher ones are admitted first
+    grammar          the form that the answer must have; it ends where nothing may follow
     timeout_s        the time from now until it fails if it has not ended; None: no limit
     """
 
@@ -53,6 +71,7 @@ class Request:
     owner: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

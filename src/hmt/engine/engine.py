@@ -368,6 +368,7 @@ class LoadedModel:
             stops=StopStrings(stops),
             eos_ids=self.tokenizer.eos_ids,
             events=listener,
+            form=None if request.grammar is None else self.tokenizer.grammars.open(request.grammar),
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
 

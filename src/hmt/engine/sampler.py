@@ -40,8 +40,15 @@ class SamplerState:
         ids, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
         self._biases = torch.tensor(ids, dtype=torch.int64), torch.tensor(biases)
 
-    def choose(self, logits: torch.Tensor, known: ops.Survey | None = None) -> TokenLogprob:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        known: ops.Survey | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> TokenLogprob:
         """The next token by `logits` f32 [vocab], which are not changed; `known` is their survey.
+
+        allowed   ids of the tokens that it may be, int64 [n]; None: any
 
         Counts the token for later penalties and, where it draws, advances the random numbers by
         one.  Log-probabilities are those of the model itself: of the logits before any penalty,
@@ -53,7 +60,11 @@ class SamplerState:
         if not found.finite:
             raise not_finite(logits)
         scores = self._penalised(logits)
-        if self._sampling.temperature != 0:
+        if allowed is not None:
+            scores = scores[allowed]
+            draws = self._sampling.temperature != 0
+            token_id = int(allowed[self._draw(scores) if draws else int(scores.argmax())])
+        elif self._sampling.temperature != 0:
             token_id = self._draw(scores)
         elif scores is logits:
             token_id = found.best

@@ -127,7 +127,7 @@ def _not_valid(error: RequestValidationError) -> ApiError:
     kind, context = meant["type"], meant.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {context.get('error')}", code=_CODES[kind])
-    param = param or context.get("param", "")
+    param = context.get("param") or param  # where several parameters disagree, the one to change
     if not param:
         return ApiError(400, "the body must be a JSON object", code="invalid_type")
     messages = {

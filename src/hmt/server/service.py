@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hmt.contracts.request import Request, Sampling
+from hmt.base.errors import HMTError
+from hmt.contracts.request import Grammar, Request, Sampling
 from hmt.engine import LoadedModel
 from hmt.server.config import ServerConfig
-from hmt.server.errors import ApiError
+from hmt.server.errors import ApiError, told
 from hmt.server.gate import Gate
 from hmt.server.generation import Generation
 from hmt.server.observer import Observer
@@ -21,6 +22,7 @@ class Asked:
 
     longest   tokens of an answer; None: the server's default, or what the context holds
     answers   to each prompt; `counted` is the parameter that said so
+    grammar   the form of answers; `formed` is the parameter that said so
     """
 
     owner: str
@@ -32,6 +34,8 @@ class Asked:
     ignore_eos: bool = False
     priority: int = 0
     timeout_s: float | None = None
+    grammar: Grammar | None = None
+    formed: str = "response_format"
 
 
 @dataclass(slots=True)
@@ -87,10 +91,19 @@ class Service:
         generation = Generation(self.gate, self.observer, param)
 
         def requests() -> list[Request]:
+            self._check_form(asked)
             return [self._request(asked, tokens) for tokens in prompts()]
 
         await generation.begin(self.model, requests, count * asked.answers)
         return generation
+
+    def _check_form(self, asked: Asked) -> None:
+        """Compile the grammar, which may take a while.  Raises ApiError."""
+        if asked.grammar is not None:
+            try:
+                self.model.tokenizer.grammars.open(asked.grammar)
+            except HMTError as error:
+                raise told(error, asked.formed) from error
 
     def _request(self, asked: Asked, tokens: list[int]) -> Request:
         longest = asked.longest
@@ -106,5 +119,6 @@ class Service:
             ignore_eos=asked.ignore_eos,
             owner=asked.owner,
             priority=asked.priority,
+            grammar=asked.grammar,
             timeout_s=most if asked.timeout_s is None else min(most, asked.timeout_s),
         )

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
+from hmt.text.grammar import Grammars
 from hmt.text.json_file import read_object
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
@@ -108,6 +109,11 @@ class Tokenizer:
     def stream(self) -> TextStream:
         """A detokenizer for one sequence whose tokens come one at a time."""
         return TextStream(self._piece_of, self._new_joiner())
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What holds answers to a form."""
+        return Grammars(self._backend.to_str(), self.vocab_size, self.eos_ids)
 
     @property
     def has_chat_template(self) -> bool:

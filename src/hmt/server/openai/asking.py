@@ -26,4 +26,6 @@ def asked(
         ignore_eos=bool(body.ignore_eos),
         priority=LATER if body.service_tier == "flex" else 0,
         timeout_s=body.timeout,
+        grammar=body.grammar,
+        formed="response_format" if body.structured_outputs is None else "structured_outputs",
     )

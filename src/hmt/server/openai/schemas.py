@@ -6,17 +6,20 @@ taken and left alone (`Ignored`); those that would change the answer and cannot 
 refused.
 """
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from hmt.contracts.request import Sampling
+from hmt.contracts.request import Grammar, GrammarKind, Sampling
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_BIASES = 1024
 MAX_PROMPTS = 64
+MAX_GRAMMAR = 65536  # characters
+MAX_CHOICES = 1024
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -49,11 +52,68 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+class Schema(Strict):
+    """The schema of a json_schema format.  It is always held to, whatever `strict` says."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Format(Strict):
+    """OpenAI's response_format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise wrong("response_format.json_schema", "it belongs to the type json_schema")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The same for the engine."""
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+class Structured(Strict):
+    """vLLM's structured_outputs, one of: a schema, a regular expression, texts, a grammar."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    choice: Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        given = (self.json_, self.regex, self.choice, self.grammar)
+        if sum(one is not None for one in given) != 1:
+            raise wrong("structured_outputs", "give one of json, regex, choice and grammar")
+        return self
+
+    @property
+    def form(self) -> Grammar:
+        """The same for the engine."""
+        if self.json_ is not None:
+            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.json_))
+        if self.regex is not None:
+            return Grammar(GrammarKind.REGEX, self.regex)
+        if self.choice is not None:
+            return Grammar(GrammarKind.CHOICE, json.dumps(self.choice))
+        return Grammar(GrammarKind.GRAMMAR, self.grammar or "")
+
+
 class Choosing(Ignored):
     """How tokens are chosen and answers end; the same for chats and completions.
 
-    top_k, min_p, repetition_penalty and ignore_eos are vLLM's; timeout is HMT's, in seconds.
-    service_tier "flex" lets all others go first.
+    top_k, min_p, repetition_penalty, ignore_eos and structured_outputs are vLLM's; timeout is
+    HMT's, in seconds.  service_tier "flex" lets all others go first.
     """
 
     model: str
@@ -75,9 +135,13 @@ class Choosing(Ignored):
     ignore_eos: bool | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    response_format: Format | None = None
+    structured_outputs: Structured | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        if self.structured_outputs and self.response_format and self.response_format.grammar:
+            raise wrong("structured_outputs", "response_format says what the answer must be")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only a stream has them: set stream to true")
         biases = self.logit_bias or {}
@@ -96,6 +160,13 @@ class Choosing(Ignored):
     def choices(self) -> int:
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The form that answers must have."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.form
+        return None if self.response_format is None else self.response_format.grammar
 
     @property
     def wants_usage(self) -> bool:
@@ -141,12 +212,6 @@ class Message(Strict):
         return {"role": role, "content": text, **named}
 
 
-class TextFormat(Strict):
-    """The only response_format that needs no grammar."""
-
-    type: Literal["text"]
-
-
 class ChatBody(Choosing):
     """POST /v1/chat/completions."""
 
@@ -155,7 +220,6 @@ class ChatBody(Choosing):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
