@@ -85,12 +85,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token.  `text` is what became printable with it; it may be empty."""
+    """One generated token.  `text` is what became printable with it; it may be empty.
+
+    stop   the stop string that ended the answer, if one did
+    """
 
     token_id: int
     text: str
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

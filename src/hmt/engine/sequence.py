@@ -134,4 +134,4 @@ class Sequence:
         self, token_id: int, text: str, logprob: TokenLogprob | None, reason: FinishReason
     ) -> None:
         self.finish_reason = reason
-        self.events.put(TokenEvent(token_id, text, logprob, reason))
+        self.events.put(TokenEvent(token_id, text, logprob, reason, self.stops.matched))

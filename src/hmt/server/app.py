@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from hmt.engine import LoadedModel
 from hmt.server import errors
+from hmt.server.anthropic import messages
 from hmt.server.config import ServerConfig
 from hmt.server.gate import Gate
 from hmt.server.guard import Guard
@@ -46,7 +47,7 @@ def create_app(model: LoadedModel, config: ServerConfig | None = None) -> FastAP
     async def _gone(request: Request, error: ClientGone) -> Response:
         return Unsent()
 
-    for routes in (chat.router, completions.router, models.router):
+    for routes in (chat.router, completions.router, models.router, messages.router):
         app.include_router(routes)
     _add_watching(app, service, metrics)
     return app

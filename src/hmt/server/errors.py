@@ -1,4 +1,7 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as clients expect them: {"error": {"message", "type", "param", "code"}} is OpenAI's form.
+
+Under /v1/messages they have Anthropic's.
+"""
 
 import json
 from collections.abc import Mapping
@@ -29,6 +32,20 @@ _CODES: Final = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
     "json_invalid": "invalid_json",
+}
+
+_ANTHROPIC_PATH: Final = "/v1/messages"
+_ANTHROPIC: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -71,10 +88,21 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
-        """As a response of its own."""
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same for Anthropic's clients."""
+        kind = _ANTHROPIC.get(self.status, "api_error")
+        where = "" if self.param is None else f"{self.param}: "
+        message = (
+            self.message if self.message.startswith(f"'{self.param}") else where + self.message
+        )
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str) -> Response:
+        """As a response of its own to a request to `path`."""
         # Only ASCII: a message may quote text that has no UTF-8.
-        content = json.dumps(self.body).encode("ascii")
+        body = self.anthropic_body if path.startswith(_ANTHROPIC_PATH) else self.body
+        content = json.dumps(body).encode("ascii")
         return Response(content, self.status, self.headers, media_type="application/json")
 
 
@@ -99,24 +127,24 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def _own(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(HMTError)
     async def _engines(request: Request, error: HMTError) -> Response:
-        return told(error).response()
+        return told(error).response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return _not_valid(error).response()
+        return _not_valid(error).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
-        return _of_http(request, error).response()
+        return _of_http(request, error).response(request.url.path)
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
         logger.error("the server failed for a reason that it does not know", exc_info=error)
-        return ApiError.internal().response()
+        return ApiError.internal().response(request.url.path)
 
 
 def _not_valid(error: RequestValidationError) -> ApiError:

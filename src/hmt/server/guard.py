@@ -58,7 +58,7 @@ class Guard:
             scope["state"]["owner"] = self._owner(scope, headers)
             body = await self._body(scope, headers, receive)
         except ApiError as error:
-            await error.response()(scope, receive, identified)
+            await error.response(scope["path"])(scope, receive, identified)
         else:
             await self._app(scope, body, identified)
         finally:

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fastapi import Request as HttpRequest
+
 from hmt.base.errors import HMTError
 from hmt.contracts.request import Grammar, Request, Sampling
 from hmt.engine import LoadedModel
@@ -122,3 +124,9 @@ class Service:
             grammar=asked.grammar,
             timeout_s=most if asked.timeout_s is None else min(most, asked.timeout_s),
         )
+
+
+def service_of(request: HttpRequest) -> Service:
+    """What `create_app` was given."""
+    service: Service = request.app.state.service
+    return service

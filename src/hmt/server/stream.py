@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
@@ -43,8 +44,36 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await _end(working)
 
 
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """How a stream is written, as whole events.
+
+    said     of an event
+    failed   of an error that comes after the stream has begun
+    quiet    of nothing, so that everybody knows that all is well
+    end      what comes last
+    """
+
+    said: Callable[[Any], str]
+    failed: Callable[[ApiError], str]
+    quiet: str
+    end: str = ""
+
+
+def _line(event: Any) -> str:
+    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+OPENAI: Final = Voice(
+    said=_line,
+    failed=lambda error: _line(error.body),
+    quiet=": still at it\n\n",
+    end="data: [DONE]\n\n",
+)
+
+
 class EventStream(Response):
-    """A response of server-sent events: JSON objects, then [DONE].
+    """A response of server-sent events, each a JSON object.
 
     Leaves `context` when all is sent and when the client goes, at once.  An ApiError that comes
     while events are made is told as an event of its own.
@@ -54,12 +83,14 @@ class EventStream(Response):
         self,
         context: AbstractAsyncContextManager[Any],
         events: AsyncIterator[Any],
+        voice: Voice = OPENAI,
         quiet_s: float = _QUIET_S,
     ) -> None:
         super().__init__(media_type="text/event-stream", headers=_HEADERS)
         del self.headers["content-length"]
         self._context = context
         self._events = events
+        self._voice = voice
         self._quiet_s = quiet_s
         self._wrote = False
 
@@ -80,29 +111,25 @@ class EventStream(Response):
                     await send(_body(line))
         finally:
             await _end(beating)
-        await send(_body("data: [DONE]\n\n", more=False))
+        await send(_body(self._voice.end, more=False))
 
     async def _lines(self) -> AsyncGenerator[str, None]:
         try:
             async for event in self._events:
-                yield _line(event)
+                yield self._voice.said(event)
         except ApiError as error:
-            yield _line(error.body)
+            yield self._voice.failed(error)
         except Exception as error:
             logger.error("a stream failed for a reason that is not known", exc_info=error)
-            yield _line(ApiError.internal().body)
+            yield self._voice.failed(ApiError.internal())
 
     async def _beat(self, send: Send) -> None:
         """Write a comment whenever nothing else was written for a while."""
         while True:
             await asyncio.sleep(self._quiet_s)
             if not self._wrote:
-                await send(_body(": still at it\n\n"))
+                await send(_body(self._voice.quiet))
             self._wrote = False
-
-
-def _line(event: Any) -> str:
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def _body(text: str, *, more: bool = True) -> dict[str, Any]:

@@ -3,13 +3,7 @@
 from fastapi import Request
 
 from hmt.server.openai.schemas import Choosing
-from hmt.server.service import LATER, Asked, Service
-
-
-def service_of(request: Request) -> Service:
-    """What `create_app` was given."""
-    service: Service = request.app.state.service
-    return service
+from hmt.server.service import LATER, Asked
 
 
 def asked(

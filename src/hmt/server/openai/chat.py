@@ -10,8 +10,9 @@ from starlette.responses import Response
 from hmt.contracts.request import TokenEvent, TokenLogprob
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
-from hmt.server.openai.asking import asked, service_of
+from hmt.server.openai.asking import asked
 from hmt.server.openai.schemas import ChatBody
+from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
 from hmt.text import Tokenizer
 

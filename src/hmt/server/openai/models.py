@@ -8,9 +8,8 @@ from fastapi import APIRouter, Request
 from hmt.base.errors import HMTError
 from hmt.engine import check_tokens
 from hmt.server.errors import told
-from hmt.server.openai.asking import service_of
 from hmt.server.openai.schemas import DetokenizeBody, TokenizeBody
-from hmt.server.service import Service
+from hmt.server.service import Service, service_of
 
 router = APIRouter()
 

@@ -42,7 +42,7 @@ class Ignored(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    verbosity: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
 
 class StreamOptions(Strict):
