@@ -11,6 +11,7 @@ from serving import CHAT, NAME, app_on, asking, at_rest, http, run
 from hmt.engine import LoadedModel
 
 TEXT = "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "a"}}
 MESSAGE = [{"role": "user", "content": "Hi"}]
 
 
@@ -48,25 +49,38 @@ TABLE: list[tuple[str, Any, str | None, str]] = [
     (CHAT, chat(messages="Hi"), "messages", "invalid_type"),
     (CHAT, chat(messages=["Hi"]), "messages[0]", "invalid_type"),
     (CHAT, chat(messages=[{"content": "Hi"}]), "messages[0].role", "missing_required_parameter"),
-    (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter"),
+    (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content", "invalid_value"),
     (CHAT, chat(messages=[*MESSAGE, {"role": "user", "content": 1}]), "messages[1].content",
      "invalid_type"),
     (CHAT, said("Hi", role="robot"), "messages[0].role", "invalid_value"),
     (CHAT, said("Hi", role=None), "messages[0].role", "invalid_value"),
-    (CHAT, said(None), "messages[0].content", "invalid_type"),
+    (CHAT, said(None), "messages[0].content", "invalid_value"),
     (CHAT, said([]), "messages[0].content", "invalid_value"),
     (CHAT, said(["Hi"]), "messages[0].content[0]", "invalid_type"),
     (CHAT, said([{"type": "text"}]), "messages[0].content[0].text", "missing_required_parameter"),
     (CHAT, said([{"type": "text", "text": 1}]), "messages[0].content[0].text", "invalid_type"),
     (CHAT, said([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type",
      "invalid_value"),
-    (CHAT, said("Hi", tool_calls=[]), "messages[0].tool_calls", "unknown_parameter"),
+    (CHAT, said("Hi", tool_calls=[]), "messages[0].tool_calls", "invalid_value"),
+    (CHAT, said("Hi", tool_calls=[{"id": "a", "type": "function",
+                                   "function": {"name": "a", "arguments": "{}"}}]),
+     "messages[0].tool_calls", "invalid_value"),
+    (CHAT, said("Hi", colour="red"), "messages[0].colour", "unknown_parameter"),
     (CHAT, b'{"model": "mini-dense", "messages": [{"role": "user", "content": "\\ud800"}]}',
      "messages", "invalid_value"),
     # What is not known, or cannot be served.
     (CHAT, chat(temprature=1), "temprature", "unknown_parameter"),
     (CHAT, chat(prompt="Hi"), "prompt", "unknown_parameter"),
-    (CHAT, chat(tools=[]), "tools", "unknown_parameter"),
+    (CHAT, chat(tools=[TOOL]), "tools", "unsupported"),
+    (CHAT, chat(tools="tools"), "tools", "invalid_type"),
+    (CHAT, chat(tools=[{"type": "web_search"}]), "tools[0].type", "invalid_value"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}]),
+     "tools[0].function.name", "invalid_value"),
+    (CHAT, chat(tools=[TOOL, TOOL]), "tools", "invalid_value"),
+    (CHAT, chat(tool_choice="required"), "tool_choice", "invalid_value"),
+    (CHAT, chat(tools=[TOOL], tool_choice="sometimes"), "tool_choice", "invalid_value"),
+    (CHAT, chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "b"}}),
+     "tool_choice", "invalid_value"),
     (CHAT, chat(functions=[]), "functions", "unknown_parameter"),
     (CHAT, chat(audio={}), "audio", "unknown_parameter"),
     (CHAT, chat(modalities=["audio"]), "modalities[0]", "invalid_value"),

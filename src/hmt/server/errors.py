@@ -155,7 +155,8 @@ def _not_valid(error: RequestValidationError) -> ApiError:
     kind, context = meant["type"], meant.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {context.get('error')}", code=_CODES[kind])
-    param = context.get("param") or param  # where several parameters disagree, the one to change
+    if context.get("param"):  # where several parameters disagree, the one to change
+        param = f"{param}.{context['param']}" if param else context["param"]
     if not param:
         return ApiError(400, "the body must be a JSON object", code="invalid_type")
     messages = {
@@ -207,7 +208,8 @@ def _is_union_member(part: object) -> bool:
     """Pydantic names the member of a union in the place of an error: "str", "list[str]"."""
     if not isinstance(part, str):
         return False
-    return part in ("str", "int", "float", "bool") or part.startswith(("constrained-", "list["))
+    names = ("str", "int", "float", "bool", "NamedTool")
+    return part in names or part.startswith(("constrained-", "list[", "literal["))
 
 
 def _of_http(request: Request, error: HTTPException) -> ApiError:

@@ -3,5 +3,15 @@
 from hmt.text.grammar import Constraint, Grammars
 from hmt.text.stream import StopStrings, TextStream
 from hmt.text.tokenizer import Tokenizer
+from hmt.text.tools import CallReader, ToolCall, ToolStyle
 
-__all__ = ["Constraint", "Grammars", "StopStrings", "TextStream", "Tokenizer"]
+__all__ = [
+    "CallReader",
+    "Constraint",
+    "Grammars",
+    "StopStrings",
+    "TextStream",
+    "Tokenizer",
+    "ToolCall",
+    "ToolStyle",
+]

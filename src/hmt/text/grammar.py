@@ -103,7 +103,8 @@ def _source(grammar: Grammar, matcher: "type[LLMatcher]") -> str:
     """In llguidance's own form.  Raises ValueError."""
     kind, text = grammar.kind, grammar.source
     if kind is GrammarKind.JSON_SCHEMA:
-        return matcher.grammar_from_json_schema(text, overrides=_JSON)
+        # A schema may say itself how it is laid out.
+        return matcher.grammar_from_json_schema(text, None if '"x-guidance"' in text else _JSON)
     if kind is GrammarKind.REGEX:
         return matcher.grammar_from_regex(text)
     if kind is GrammarKind.CHOICE:

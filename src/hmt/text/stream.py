@@ -53,7 +53,8 @@ class StopStrings:
     """Passes text on up to the first stop string, and holds back what may be the start of one.
 
     The first is the one that is complete first, the longest of those that end together: so the
-    result does not depend on how the text was cut into tokens.  `matched` is that string, or None.
+    result does not depend on how the text was cut into tokens.  `matched` is that string, or None,
+    and `rest` what came behind it with the same push.
     Raises RequestError for an empty stop string.
     """
 
@@ -66,6 +67,7 @@ class StopStrings:
             )
         self._held = ""
         self.matched: str | None = None
+        self.rest = ""
 
     @property
     def any(self) -> bool:
@@ -81,6 +83,7 @@ class StopStrings:
         if found:
             begin, self.matched = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._held = ""
+            self.rest = text[begin + len(self.matched) :]
             return text[:begin]
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]

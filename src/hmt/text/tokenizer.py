@@ -14,6 +14,7 @@ from hmt.text.grammar import Grammars
 from hmt.text.json_file import read_object
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
+from hmt.text.tools import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -120,14 +121,26 @@ class Tokenizer:
         """True where `chat_prompt` can work."""
         return self._template_source is not None
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def tool_style(self) -> ToolStyle | None:
+        """How calls of tools are written; None where the chat template has no place for tools."""
+        source = self._template_source
+        return ToolStyle.of(source) if source is not None and "tools" in source else None
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
+
+        tools   that may be called, in OpenAI's form
 
         The checkpoint's template writes all special tokens; none is added.  Raises RequestError
         for messages that the template refuses and where the checkpoint has no template,
         CheckpointError for a broken template.
         """
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+        return self._encode(self._template.render(messages, tools), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

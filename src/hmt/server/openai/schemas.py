@@ -20,6 +20,7 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 64
 MAX_GRAMMAR = 65536  # characters
 MAX_CHOICES = 1024
+MAX_TOOLS = 128
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -70,7 +71,7 @@ class Format(Strict):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise wrong("response_format.json_schema", "it belongs to the type json_schema")
+            raise wrong("json_schema", "it belongs to the type json_schema")
         return self
 
     @property
@@ -94,7 +95,7 @@ class Structured(Strict):
     def _one(self) -> Self:
         given = (self.json_, self.regex, self.choice, self.grammar)
         if sum(one is not None for one in given) != 1:
-            raise wrong("structured_outputs", "give one of json, regex, choice and grammar")
+            raise wrong("", "give one of json, regex, choice and grammar")
         return self
 
     @property
@@ -196,20 +197,92 @@ class TextPart(Strict):
     text: str
 
 
+class CalledFunction(Strict):
+    """What an assistant has called."""
+
+    name: Prompt
+    arguments: str
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it: arguments as an object."""
+        try:
+            arguments = json.loads(self.arguments)
+        except ValueError:
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class Called(Strict):
+    """One call of a tool, in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[Called], Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise wrong("tool_calls", "only an assistant has tool_calls")
+        if self.content is None and self.tool_calls is None:
+            raise wrong("content", "a message needs content, or tool_calls")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        content = self.content
+        content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": text, **named}
+        message: dict[str, Any] = {"role": role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls is not None:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.plain()}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class Function(Strict):
+    """What may be called.  Forced calls are held to `parameters`, whatever `strict` says."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    """Which one."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatBody(Choosing):
@@ -220,6 +293,9 @@ class ChatBody(Choosing):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -230,6 +306,41 @@ class ChatBody(Choosing):
         if None not in both and both[0] != both[1]:
             raise wrong("max_tokens", "max_completion_tokens says otherwise; give one of them")
         return self
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise wrong("tools", "two of them have one name")
+        if not names and self.tool_choice not in (None, "none"):
+            raise wrong("tool_choice", "there are no tools to choose from")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise wrong("tool_choice", "it names a tool that is not among them")
+        if self.must_call and self.grammar is not None:
+            raise wrong("tool_choice", "the answer cannot be a call and have another form")
+        return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that may be called, as templates take them."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def forced(self) -> list[dict[str, Any]]:
+        """Those of which one must be called."""
+        if not self.must_call:
+            return []
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.callable if tool["function"]["name"] == name]
+        return self.callable
 
     @property
     def longest(self) -> int | None:
@@ -292,7 +403,10 @@ class DetokenizeBody(Strict):
 
 
 def wrong(param: str, why: str) -> PydanticCustomError:
-    """What a check of several parameters raises; `param` is the one that should change."""
+    """What a check of several parameters raises; `param` is the one that should change.
+
+    Below what holds them: empty for all of it.
+    """
     return PydanticCustomError("disagreement", "{why}", {"param": param, "why": why})
 
 
