@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,15 +57,19 @@ class Server:
             return self.process.stderr.read()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    assert server.stop() == ""
-    assert server.process.returncode == 0
+def test_a_server_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+    """One process for all, since each takes seconds to start."""
+    server = Server(tmp_path)
+    try:
+        answers_openais_blocking_client(server)
+        answers_users_at_once_as_it_does_alone(server)
+        frees_the_pages_of_a_closed_connection(server)
+        ends_once_what_it_answers_has_ended(server)
+    finally:
+        assert server.stop() == ""
 
 
-def test_openais_blocking_client(server: Server) -> None:
+def answers_openais_blocking_client(server: Server) -> None:
     with server.client() as client:
         assert [one.id for one in client.models.list()] == [NAME]
         whole = client.chat.completions.create(**asking())
@@ -79,7 +82,7 @@ def test_openais_blocking_client(server: Server) -> None:
         assert error.value.param == "temperature"
 
 
-def test_users_at_once_get_the_answers_they_get_alone(server: Server) -> None:
+def answers_users_at_once_as_it_does_alone(server: Server) -> None:
     questions = [f"What is {a} + {b}?" for a in (2, 30, 14) for b in (11, 5, 27)]
 
     def ask(question: str) -> str:
@@ -92,7 +95,7 @@ def test_users_at_once_get_the_answers_they_get_alone(server: Server) -> None:
         assert list(users.map(ask, questions)) == alone
 
 
-def test_a_closed_connection_frees_its_pages(server: Server) -> None:
+def frees_the_pages_of_a_closed_connection(server: Server) -> None:
     free = server.metric('hmt_kv_pages{state="free"}')
     body = json.dumps(
         {"model": NAME, "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
@@ -110,8 +113,8 @@ def test_a_closed_connection_frees_its_pages(server: Server) -> None:
     assert server.metric('hmt_answers_total{end="cancelled"}') >= 1
 
 
-def test_it_ends_once_what_it_answers_has_ended(server: Server) -> None:
-    """The last test of this server: SIGTERM in the middle of an answer."""
+def ends_once_what_it_answers_has_ended(server: Server) -> None:
+    """SIGTERM in the middle of an answer."""
     told = threading.Event()
     with server.client() as client:
         with client.completions.create(
