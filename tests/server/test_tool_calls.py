@@ -3,9 +3,11 @@
 With a model whose template knows them, and whose weights do not: what it says is forced.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from serving import app_on, openai, run
 
 import hmt
 from hmt.cli.options import embedded_model
+from hmt.engine import sampler
 
 TEMPLATE = (
     "{{ '<|begin|>' }}{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
@@ -152,3 +155,49 @@ def test_calls_and_results_go_back_into_the_chat(tooled: FastAPI) -> None:
         assert done.usage.prompt_tokens == len(wanted)
 
     run(work())
+
+
+@contextmanager
+def saying(ids: list[int]) -> Iterator[None]:
+    """Every answer consists of these tokens."""
+    choose = sampler.SamplerState.choose
+
+    def scripted(self: Any, logits: Any, *others: Any) -> Any:
+        chosen = choose(self, logits, *others)
+        number = sum(self._output.values()) - 1
+        return dataclasses.replace(chosen, token_id=ids[number])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler.SamplerState, "choose", scripted)
+        yield
+
+
+def test_reasoning_comes_apart(tmp_path: Path) -> None:
+    """Before a call, too."""
+    folder = tmp_path / "tools"
+    shutil.copytree(embedded_model(), folder)
+    template = TEMPLATE.replace("CALL", "<tool_call>") + "{% if 0 %}</think>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+    async def work(app: FastAPI, tokenizer: Any) -> None:
+        for text in ("<think>\nHm.</think>\n\nIt is late.", f"<think>Hm.</think>{call}"):
+            with saying([*tokenizer.encode(text), *tokenizer.eos_ids]):
+                async with openai(app) as client:
+                    done = await client.chat.completions.create(**ASK)
+                    stream = await client.chat.completions.create(**ASK, stream=True)
+                    parts = [chunk.choices[0].delta async for chunk in stream]
+            message = done.choices[0].message
+            thought = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+            assert message.reasoning_content == thought == "Hm."
+            said = "".join(part.content or "" for part in parts)
+            assert said == (message.content or "")
+            if call in text:
+                assert message.tool_calls[0].function.name == "clock" and message.content is None
+                assert sum(len(part.tool_calls or []) for part in parts) == 1
+            else:
+                assert said == "It is late." and message.tool_calls is None
+
+    with hmt.Engine(host_memory="64MiB", context=1024) as engine:
+        model = engine.load_model(folder)
+        run(work(app_on(model), model.tokenizer))

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
 from hmt.text.grammar import Grammars
 from hmt.text.json_file import read_object
+from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
 from hmt.text.tools import ToolStyle
@@ -126,6 +127,13 @@ class Tokenizer:
         """How calls of tools are written; None where the chat template has no place for tools."""
         source = self._template_source
         return ToolStyle.of(source) if source is not None and "tools" in source else None
+
+    def reasoning(self, prompt: Sequence[int]) -> ReasoningReader | None:
+        """For an answer to a chat of these tokens; None where the model does not think first."""
+        if CLOSE not in (self._template_source or ""):
+            return None
+        end = b"".join(map(self.token_bytes, prompt[-16:]))
+        return ReasoningReader(begun=end.rstrip().endswith(OPEN.encode()))
 
     def chat_prompt(
         self,

@@ -14,10 +14,11 @@ from hmt.server.errors import ApiError
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
 from hmt.server.openai.asking import asked
+from hmt.server.openai.reading import AnswerReader, Reading
 from hmt.server.openai.schemas import ChatBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
-from hmt.text import CallReader, Tokenizer, ToolCall, ToolStyle
+from hmt.text import Tokenizer, ToolCall, ToolStyle
 
 router = APIRouter()
 
@@ -35,17 +36,22 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     if style is not None and body.must_call:
         form, formed = style.grammar(body.forced), "tools"
         wanted = replace(wanted, grammar=form, formed=formed)
-    generation = await service.begin(
-        wanted, lambda: [tokenizer.chat_prompt(messages, tools or None)], 1, "messages"
-    )
-    writer = _Writer(tokenizer, style, [tool["function"]["name"] for tool in tools])
+    prompts: list[list[int]] = []
+
+    def encode() -> list[list[int]]:
+        prompts.append(tokenizer.chat_prompt(messages, tools or None))
+        return prompts
+
+    generation = await service.begin(wanted, encode, 1, "messages")
+    names = [tool["function"]["name"] for tool in tools]
+    reading = Reading(tokenizer, prompts[0], style, names, wanted.grammar is not None)
     if body.stream:
         heading = Heading("chat.completion.chunk", service.name, "chatcmpl")
-        return EventStream(generation, _chunks(generation, heading, writer, body.wants_usage))
+        return EventStream(generation, _chunks(generation, heading, reading, body.wants_usage))
     async with generation:
         answers = await unless_gone(request.receive, gather(generation))
         heading = Heading("chat.completion", service.name, "chatcmpl")
-        choices = [writer.choice(n, answer) for n, answer in enumerate(answers)]
+        choices = [_choice(n, answer, reading) for n, answer in enumerate(answers)]
         return JSONResponse(heading.of(choices, usage=usage(generation)))
 
 
@@ -62,36 +68,22 @@ def _style(tokenizer: Tokenizer) -> ToolStyle:
     return style
 
 
-@dataclass(slots=True)
-class _Writer:
-    """Answers in OpenAI's words.  `names` are those of the tools that may be called."""
-
-    tokenizer: Tokenizer
-    style: ToolStyle | None
-    names: list[str]
-
-    def reader(self) -> CallReader | None:
-        """What takes calls out of one answer."""
-        return None if self.style is None or not self.names else self.style.reader(self.names)
-
-    def choice(self, number: int, answer: Gathered) -> dict[str, Any]:
-        """A whole answer."""
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        finish_reason, reader = answer.finish_reason, self.reader()
-        if reader is not None:
-            (shown, calls), (rest, others) = reader.push(answer.text), reader.flush()
-            calls += others
-            message["content"] = shown + rest
-            if calls:
-                message["content"] = message["content"] or None
-                message["tool_calls"] = [_called(call) for call in calls]
-                finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
-        return {
-            "index": number,
-            "message": message,
-            "logprobs": _logprobs(answer.events, self.tokenizer),
-            "finish_reason": finish_reason,
-        }
+def _choice(number: int, answer: Gathered, reading: Reading) -> dict[str, Any]:
+    """A whole answer."""
+    said, reason = reading.reader().read(answer.text, last=True), answer.finish_reason
+    message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["content"] = said.text or None
+        message["tool_calls"] = [_called(call) for call in said.calls]
+        reason = "tool_calls" if reason == "stop" else reason
+    return {
+        "index": number,
+        "message": message,
+        "logprobs": _logprobs(answer.events, reading.tokenizer),
+        "finish_reason": reason,
+    }
 
 
 @dataclass(slots=True)
@@ -99,36 +91,35 @@ class _Stream:
     """One answer of a stream: what becomes of each token."""
 
     number: int
-    writer: _Writer
-    reader: CallReader | None
+    tokenizer: Tokenizer
+    reader: AnswerReader
     calls: int = 0
 
     def parts(self, event: TokenEvent) -> Iterator[dict[str, Any]]:
         """What is said with it."""
-        text, calls, reason = event.text, list[ToolCall](), event.finish_reason
-        if self.reader is not None:
-            text, calls = self.reader.push(text)
-            if reason is not None:
-                rest, others = self.reader.flush()
-                text, calls = text + rest, calls + others
-        logprobs = _logprobs([event], self.writer.tokenizer)
-        if text or (logprobs and logprobs["content"]):
-            yield _part(self.number, {"content": text}, logprobs)
-        for call in calls:
+        reason = event.finish_reason
+        said = self.reader.read(event.text, last=reason is not None)
+        logprobs = _logprobs([event], self.tokenizer)
+        if said.reasoning:
+            yield _part(self.number, {"reasoning_content": said.reasoning})
+        if said.text or (logprobs and logprobs["content"]):
+            yield _part(self.number, {"content": said.text}, logprobs)
+        for call in said.calls:
             yield _part(self.number, {"tool_calls": [{"index": self.calls, **_called(call)}]})
             self.calls += 1
         if reason is not None:
-            said = "tool_calls" if self.calls and reason is FinishReason.STOP else reason.value
-            yield _part(self.number, {}, None, said)
+            stopped = self.calls and reason is FinishReason.STOP
+            yield _part(self.number, {}, None, "tool_calls" if stopped else reason.value)
 
 
 async def _chunks(
-    generation: Generation, heading: Heading, writer: _Writer, with_usage: bool
+    generation: Generation, heading: Heading, reading: Reading, with_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     """A stream: who speaks, then what is said, then how it ended."""
     none = {"usage": None} if with_usage else {}
-    streams = [_Stream(n, writer, writer.reader()) for n in range(len(generation.courses))]
-    for number in range(len(streams)):
+    numbers = range(len(generation.courses))
+    streams = [_Stream(n, reading.tokenizer, reading.reader()) for n in numbers]
+    for number in numbers:
         yield heading.of([_part(number, {"role": "assistant", "content": ""})], **none)
     async for number, event in generation.events():
         for part in streams[number].parts(event):
