@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +206,34 @@ def test_a_body_that_does_not_come_is_not_waited_for(model: LoadedModel) -> None
             assert (done.status_code, done.json()["error"]["code"]) == (408, "body_timeout")
 
     run(work())
+
+
+def test_the_journal_has_no_words(model: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    app = app_on(model, log_requests=True, keys=KeyRing.of([KEY]))
+
+    async def work() -> None:
+        async with http(app, authorization=f"Bearer {KEY}") as client:
+            done = await client.post(CHAT, json=asking("A secret."), headers={"x-request-id": "r1"})
+            assert done.status_code == 200
+            await client.get("/secret-path")
+        async with http(app) as client:
+            await client.get("/v1/models")
+
+    run(work())
+    text = capsys.readouterr().err
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(line["path"], line["status"]) for line in lines] == [
+        (CHAT, 200), (None, 404), (None, 401),
+    ]  # fmt: skip
+    assert lines[0]["request_id"] == "r1" and lines[0]["seconds"] > 0
+    assert lines[0]["owner"] == app.state.service.config.keys.owner(KEY)
+    assert "secret" not in text and KEY not in text
+
+
+def test_what_is_not_asked_for_is_not_logged(app: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        async with http(app) as client:
+            await client.post(CHAT, json=asking())
+
+    run(work())
+    assert capsys.readouterr().err == ""

@@ -3,9 +3,10 @@
 import openai as package
 import pytest
 from fastapi import FastAPI
-from serving import NAME, asking, openai, run
+from serving import NAME, app_on, asking, openai, run
 
 import hmt
+from hmt.cli.options import embedded_model
 from hmt.engine import LoadedModel
 
 GREEDY = {"model": NAME, "temperature": 0}
@@ -284,3 +285,19 @@ def test_tokens_there_and_back(app: FastAPI, model: LoadedModel) -> None:
             assert chat["tokens"] == model.tokenizer.chat_prompt(QUESTION)
 
     run(work())
+
+
+def test_what_the_prefix_cache_had_is_told() -> None:
+    question = "Tell me of " + "numbers " * 60
+
+    async def work(app: FastAPI) -> None:
+        async with openai(app) as client:
+            cached = []
+            for _ in range(2):
+                done = await client.chat.completions.create(**asking(question, max_tokens=2))
+                cached.append(done.usage.prompt_tokens_details.cached_tokens)
+        prompt = done.usage.prompt_tokens
+        assert cached == [0, (prompt - 1) // 16 * 16]
+
+    with hmt.Engine(host_memory="64MiB", context=1024, prefix_cache=True) as engine:
+        run(work(app_on(engine.load_model(embedded_model()))))

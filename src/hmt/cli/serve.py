@@ -88,6 +88,15 @@ class ServerOptions:
         ),
     ] = 600.0
 
+    log_requests: Annotated[
+        bool,
+        typer.Option(
+            "--log-requests",
+            help="Write a line of JSON for each response to stderr, without what was said.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = False
+
     def config(self) -> "ServerConfig":
         """The same for the server.  Raises ConfigError."""
         from hmt.server import KeyRing, ServerConfig
@@ -103,6 +112,7 @@ class ServerOptions:
             timeout_s=self.timeout,
             max_body_bytes=parse_bytes(self.max_body),
             origins=tuple(self.origin or ()),
+            log_requests=self.log_requests,
         )
 
 

@@ -6,9 +6,10 @@ from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from hmt.engine import LoadedModel
-from hmt.server import errors
+from hmt.server import errors, journal
 from hmt.server.anthropic import messages
 from hmt.server.config import ServerConfig
 from hmt.server.gate import Gate
@@ -54,7 +55,12 @@ def create_app(model: LoadedModel, config: ServerConfig | None = None) -> FastAP
 
 
 def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
-    guard = Middleware(Guard, config=config, seen=metrics.responded)
+    def seen(scope: Scope, status: int, seconds: float) -> None:
+        metrics.responded(scope, status, seconds)
+        if config.log_requests:
+            journal.write(scope, status, seconds)
+
+    guard = Middleware(Guard, config=config, seen=seen)
     if not config.origins:
         return [guard]
     cors = Middleware(

@@ -24,6 +24,8 @@ class ServerConfig:
     body_timeout_s     in which a request's body must have come
     shutdown_s         that answers under way have to end once the server is told to stop
     origins            of web pages that may use it (CORS); none when empty
+    log_requests       write a line of JSON to stderr for each response, without what was said
+    max_connections    at once; more are refused
     """
 
     name: str | None = None
@@ -39,12 +41,15 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     shutdown_s: float = 30.0
     origins: tuple[str, ...] = ()
+    log_requests: bool = False
+    max_connections: int = 1024
 
     def check(self) -> None:
         """Raise ConfigError for what makes no sense, or is not safe."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not in 0..65535")
         least = {"max_waiting": 0, "max_choices": 1, "default_new_tokens": 1, "max_body_bytes": 1}
+        least["max_connections"] = 1
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")

@@ -56,6 +56,7 @@ def serve(
             log_level="warning",
             access_log=False,
             server_header=False,
+            limit_concurrency=config.max_connections,
             timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
         )
     )
