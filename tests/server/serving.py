@@ -51,18 +51,19 @@ def asking(text: str = "What is 12 + 30?", **others: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def held(model: LoadedModel) -> Iterator[None]:
-    """Keep the engine's thread busy, as a long step would."""
-    holding, release = threading.Event(), threading.Event()
+def held(model: LoadedModel) -> Iterator[threading.Event]:
+    """Keep the engine's thread busy, as a long step would.  The event: it no longer is."""
+    holding, release, over = threading.Event(), threading.Event(), threading.Event()
 
     def hold() -> None:
         holding.set()
         release.wait(30)
+        over.set()
 
     model._loop.begin(hold)
     assert holding.wait(30)
     try:
-        yield
+        yield over
     finally:
         release.set()
 

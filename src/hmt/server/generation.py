@@ -97,7 +97,7 @@ class Generation:
             raise told(error, self.param) from error
         except BaseException:
             self.close()  # the thread goes on: what it begins is cancelled at its end
-            submitting.add_done_callback(lambda task: self._cancel())
+            submitting.add_done_callback(self._cancel_late)
             raise
 
     async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
@@ -150,6 +150,11 @@ class Generation:
         self.gate.leave(self._answers, max(took, default=None))
         for course in self.courses:
             self.observer.ended(course)
+
+    def _cancel_late(self, submitted: "asyncio.Task[None]") -> None:
+        if not submitted.cancelled():
+            submitted.exception()  # nobody is left to be told
+        self._cancel()
 
     def _cancel(self) -> None:
         for course in self.courses:
