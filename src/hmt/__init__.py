@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hmt.base.errors import HMTError as HMTError
     from hmt.contracts.request import Completion as Completion
     from hmt.contracts.request import FinishReason as FinishReason
+    from hmt.contracts.request import Grammar as Grammar
+    from hmt.contracts.request import GrammarKind as GrammarKind
     from hmt.contracts.request import Request as Request
     from hmt.contracts.request import Sampling as Sampling
     from hmt.contracts.request import TokenEvent as TokenEvent
@@ -27,6 +29,8 @@ _HOMES = {
     "Completion": "hmt.contracts.request",
     "Engine": "hmt.engine",
     "FinishReason": "hmt.contracts.request",
+    "Grammar": "hmt.contracts.request",
+    "GrammarKind": "hmt.contracts.request",
     "HMTError": "hmt.base.errors",
     "LoadedModel": "hmt.engine",
     "Request": "hmt.contracts.request",

@@ -282,3 +282,24 @@ def test_values_at_the_edges_are_fine() -> None:
     )
     SamplerState(Sampling(temperature=1.0, seed=-(1 << 63)), [])
     SamplerState(Sampling(temperature=1.0, seed=(1 << 63) - 1), [])
+
+
+def test_biases_are_added_before_all_else() -> None:
+    logits = random_logits(5)
+    biased = logits.clone()
+    biased[7] += 12.5
+    biased[3] -= 100
+    bias = ((7, 12.5), (3, -100.0))
+    for others in ({}, {"temperature": 1.5, "seed": 3, "repetition_penalty": 1.3}):
+        plain = SamplerState(Sampling(**others, logprobs=2), [7, 9])
+        with_bias = SamplerState(Sampling(**others, logprobs=2, logit_bias=bias), [7, 9])
+        for _ in range(5):
+            wanted, found = plain.choose(biased), with_bias.choose(logits)
+            assert found.token_id == wanted.token_id
+            assert found.top[0][0] == int(logits.argmax())  # the model's own, without the bias
+
+
+@pytest.mark.parametrize("bias", [((-1, 1.0),), ((1.5, 1.0),), ((1, 101.0),), ((1, math.nan),)])
+def test_biases_that_make_no_sense_are_refused(bias: Any) -> None:
+    with pytest.raises(RequestError, match="logit_bias"):
+        validate(Sampling(logit_bias=bias))

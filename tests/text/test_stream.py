@@ -219,3 +219,18 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(RequestError, match="empty"):
         StopStrings(["x", ""])
+
+
+@settings(max_examples=200, deadline=None)
+@given(ANY_TEXT, st.booleans())
+def test_the_bytes_of_tokens_make_up_the_text(
+    fallback: dict[bool, Tokenizer], text: str, strip: bool
+) -> None:
+    """Special tokens by their names; what a sentencepiece puts in front is a byte of its own."""
+    ids = BYTE_LEVEL.encode(text)
+    assert b"".join(map(BYTE_LEVEL.token_bytes, ids)) == text.encode()
+    assume(not any(special in text for special in ("<unk>", "<s>", "</s>", "▁")))
+    ids = fallback[strip].encode(text)
+    said = b"".join(map(fallback[strip].token_bytes, ids))
+    assert said == (b" " if strip and text else b"") + text.encode()
+    assert BYTE_LEVEL.token_bytes(BYTE_LEVEL.vocab_size + 5) == b""

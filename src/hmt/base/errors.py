@@ -12,7 +12,9 @@
     ├── BudgetError              what was asked for does not fit the memory that was given
     ├── RequestError             one request is wrong; the engine is fine
     │   ├── EmptyPromptError
-    │   └── ContextLengthError
+    │   ├── ContextLengthError
+    │   └── ClosedError            it came after the model was closed
+    ├── DeadlineError            a request's time was over before it ended
     ├── DiskReadError            the drive failed; the requests that needed it fail
     ├── DiskWriteError           the drive is full or failed while something was written
     ├── NumericsError            a weight or a result is not a number
@@ -74,6 +76,14 @@ class EmptyPromptError(RequestError):
 
 class ContextLengthError(RequestError):
     """Prompt and answer together are longer than the context allows."""
+
+
+class ClosedError(RequestError):
+    """The model has been closed; load it again."""
+
+
+class DeadlineError(HMTError):
+    """A request's time was over before it ended."""
 
 
 class DiskReadError(HMTError):

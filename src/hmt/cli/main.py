@@ -1,4 +1,4 @@
-"""The command line: `hmt run`, `plan`, `convert`, `verify`, `calibrate`, `bench`, ...
+"""The command line: `hmt run`, `serve`, `plan`, `convert`, `verify`, `calibrate`, `bench`, ...
 
 Commands import what computes when they run, so that `hmt --help` answers at once.
 """
@@ -11,7 +11,7 @@ import typer
 
 from hmt import __version__
 from hmt.base.errors import ConfigError, HMTError
-from hmt.cli import bench, calibrate, convert, doctor, eval, plan, probe, run, verify
+from hmt.cli import bench, calibrate, convert, doctor, eval, plan, probe, run, serve, verify
 
 app = typer.Typer(
     name="hmt",
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
+app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)
 app.add_typer(calibrate.app, name="calibrate")

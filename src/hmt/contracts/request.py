@@ -26,6 +26,24 @@ class Sampling:
     presence_penalty: float = 0.0
     seed: int | None = None
     logprobs: int | None = None  # report the chosen token and this many of the likeliest
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+
+
+class GrammarKind(enum.StrEnum):
+    """In which language a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON list of texts, one of which the answer is
+    GRAMMAR = "grammar"  # Lark's, or llama.cpp's GBNF
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that an answer must have."""
+
+    kind: GrammarKind
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,10 @@ class Request:
     context_size     the most positions that prompt and answer may take together; the model's own
                      limit when None
     stop             string, or strings, that end the answer and are not part of it
+    owner            whose it is: requests of different owners get equal shares of the engine
+    priority         higher ones are admitted first
+    grammar          the form that the answer must have; it ends where nothing may follow
+    timeout_s        the time from now until it fails if it has not ended; None: no limit
     """
 
     input: "str | list[dict[str, str]] | list[int]"
@@ -46,6 +68,10 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: str | tuple[str, ...] = ()
     ignore_eos: bool = False
+    owner: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +85,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token.  `text` is what became printable with it; it may be empty."""
+    """One generated token.  `text` is what became printable with it; it may be empty.
+
+    stop   the stop string that ended the answer, if one did
+    """
 
     token_id: int
     text: str
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class Core:
         self._weights = memory.weights if on_device is None else on_device.weights
         self._executor = self._make_executor(prepared, config)
         self._meter = _Meter(memory, tracer, self._guesser)
+        self.load = self.scheduler.load  # as of the last step; others may read it
         self.reset_account()
 
     def _make_executor(self, prepared: Prepared, config: EngineConfig) -> Executor:
@@ -163,6 +164,7 @@ class Core:
         forked: list[Sequence] = []
         scheduled = self.scheduler.next_step()
         if scheduled is None:
+            self.load = self.scheduler.load
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
         try:
             logits = self._executor.run(scheduled.step)
@@ -183,6 +185,7 @@ class Core:
         for sequence in [*(sequence for sequence, _ in scheduled.advanced), *forked]:
             if sequence.finished:
                 self.scheduler.retire(sequence)
+        self.load = self.scheduler.load
         now = time.perf_counter()
         cost = self._meter.lap(now - begin)
         prompt, tokens = scheduled.prompt_tokens, len(scheduled.step.token_ids)
@@ -192,10 +195,17 @@ class Core:
         self.generation.add(cost, tokens - prompt, tokens)
         return True
 
+    def add(self, sequences: Many[Sequence]) -> None:
+        """Queue sequences that the scheduler has checked."""
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        self.load = self.scheduler.load
+
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence that its owner no longer wants."""
         sequence.cancel()
         self.scheduler.retire(sequence)
+        self.load = self.scheduler.load
 
     def close(self) -> None:
         """Fail what still runs, and free all memory."""

@@ -2,12 +2,14 @@
 
 import atexit
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +18,7 @@ import torch
 from hmt.base.errors import (
     BudgetError,
     Cancelled,
+    ClosedError,
     ContextLengthError,
     EmptyPromptError,
     HMTError,
@@ -32,7 +35,9 @@ from hmt.engine.device_loading import device_budget, device_for
 from hmt.engine.loading import Memory, Prepared, allocate, prepare
 from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState
-from hmt.engine.sequence import Sequence
+from hmt.engine.scheduler import Load
+from hmt.engine.sequence import Listener, Sequence
+from hmt.engine.streams import Ticket, TokenStream, completions, nth
 from hmt.engine.summary import RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.kernels.cpu.threads import set_threads
@@ -115,36 +120,6 @@ class Engine:
         self.close()
 
 
-class TokenStream(Iterator[TokenEvent]):
-    """The tokens of one request, as they come.  Closing or dropping it cancels the request."""
-
-    def __init__(self, model: "LoadedModel", sequence: Sequence) -> None:
-        self._model = model
-        self._sequence = sequence
-        self._ended = False
-
-    def __next__(self) -> TokenEvent:
-        """The next token.  Raises what failed the request."""
-        if self._ended:
-            raise StopIteration
-        event = self._sequence.events.get()
-        self._ended = event is None or isinstance(event, HMTError) or bool(event.finish_reason)
-        if event is None:
-            raise StopIteration
-        if isinstance(event, HMTError):
-            raise event
-        return event
-
-    def close(self) -> None:
-        """Cancel what is left of the request."""
-        if not self._ended:
-            self._ended = True
-            self._model._cancel(self._sequence)
-
-    def __del__(self) -> None:
-        self.close()
-
-
 class LoadedModel:
     """A model that answers requests.  Thread-safe: callers' requests run in common steps."""
 
@@ -157,7 +132,7 @@ class LoadedModel:
         device: Device | None = None,
     ) -> None:
         self.prepared = prepared
-        self._max_batch = config.max_batch
+        self.max_batch = config.max_batch
         self.tokenizer = Tokenizer.open(prepared.source.path)
         with ExitStack() as stack:
             self._timeline: Timeline | None = None
@@ -186,7 +161,7 @@ class LoadedModel:
 
         Raises the error of the first request that fails, and cancels the others.
         """
-        return _completions(self.stream_batch(requests))
+        return completions(self.stream_batch(requests))
 
     def stream(self, request: Request) -> TokenStream:
         """Tokens of one request as they come.  A bad request fails here, not at the first token."""
@@ -194,14 +169,14 @@ class LoadedModel:
 
     def stream_batch(self, requests: Many[Request]) -> list[TokenStream]:
         """Tokens of requests that begin in one step, as they come; a stream for each, in order."""
-        return self._submit([self._sequence(request) for request in requests])
+        return self._submit(requests)
 
     def infer_choices(self, request: Request, count: int) -> list[Completion]:
         """`count` answers to one request, as `stream_choices` gives them.
 
         Raises what `infer_batch` raises.
         """
-        return _completions(self.stream_choices(request, count))
+        return completions(self.stream_choices(request, count))
 
     def stream_choices(self, request: Request, count: int) -> list[TokenStream]:
         """`count` answers to one request: its prompt is computed once and shared.
@@ -211,10 +186,20 @@ class LoadedModel:
         """
         if type(count) is not int or count < 1:
             raise RequestError(f"{count!r} answers were asked for; ask for one or more")
-        sequences = [self._sequence(_nth(request, number)) for number in range(count)]
-        for sequence in sequences[1:]:
-            sequence.leader = sequences[0]
-        return self._submit(sequences)
+        return self._submit([nth(request, number) for number in range(count)], shared=True)
+
+    def begin(self, request: Request, listeners: Many[Listener]) -> list[Ticket]:
+        """Queue as many answers to one request as there are listeners, and return at once.
+
+        Each listener's `put` gets its answer's tokens, the last with a finish reason; or the error
+        that ended it; or None when it was cancelled.  It is called on the engine's thread, and must
+        neither wait nor raise.  Answers are those of `stream_choices`.  Raises RequestError for a
+        request that can never run.
+        """
+        requests = [nth(request, number) for number in range(len(listeners))]
+        sequences = self._sequences(requests, listeners, shared=True)
+        self._loop.post(lambda: self._core.add(sequences))
+        return [Ticket(sequence, self._cancel) for sequence in sequences]
 
     def beam_search(
         self, request: Request, beams: int, *, length_penalty: float = 1.0
@@ -225,7 +210,7 @@ class LoadedModel:
         of other requests run between theirs.  Raises RequestError for a request that samples or has
         stop strings, or more beams than max_batch; BudgetError where they do not fit now.
         """
-        most, sequence = self._max_batch, self._sequence(request)
+        most, sequence = self.max_batch, self._sequence(request, SimpleQueue())
         if type(beams) is not int or not 1 <= beams <= most:
             raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
         if request.sampling != Sampling() or sequence.stops.any:
@@ -277,14 +262,25 @@ class LoadedModel:
 
     def summary(self) -> RunSummary:
         """What everything since the load, or the last `reset_summary`, has cost."""
+        # On the engine's thread: a step counts once its last token has been handed out.
+        return self._summary() if self.closed else self._loop.call(self._summary)
+
+    def begin_summary(self) -> "Future[RunSummary]":
+        """The same without waiting for the step that runs.  Raises ClosedError once closed."""
+        return self._loop.begin(self._summary)
+
+    @property
+    def load(self) -> Load:
+        """Who waits and runs, and what room there is, as of the last step.  Never waits."""
+        return self._core.load
+
+    def _summary(self) -> RunSummary:
         blocks, homes = self.prepared.demand.blocks, self.plan.homes
         by_home = {
             tier: sum(b.slot_bytes for b in blocks if homes[b.id] is tier)
             for tier in (Tier.HOST, Tier.DISK)
         }
         core = self._core
-        if not self.closed:
-            self._loop.call(lambda: None)  # a step counts once its last token has been handed out
         return RunSummary(
             prompt=core.prompt,
             generation=core.generation,
@@ -325,39 +321,55 @@ class LoadedModel:
     ) -> None:
         self.close()
 
-    def _submit(self, sequences: list[Sequence]) -> list[TokenStream]:
+    def _submit(self, requests: Many[Request], *, shared: bool = False) -> list[TokenStream]:
         """Queue all, or none where one can never run."""
-        streams = [TokenStream(self, sequence) for sequence in sequences]
-
-        def add() -> None:
-            for sequence in sequences:
-                self._core.scheduler.add(sequence)
-
-        try:
-            self._loop.call(add)
-        except BaseException:
-            for stream in streams:
-                stream.close()
-            raise
+        queues: list[SimpleQueue[TokenEvent | HMTError | None]] = [SimpleQueue() for _ in requests]
+        sequences = self._sequences(requests, queues, shared)
+        streams = [
+            TokenStream(sequence, events, self._cancel)
+            for sequence, events in zip(sequences, queues, strict=True)
+        ]
+        self._loop.call(lambda: self._core.add(sequences))
         return streams
 
-    def _sequence(self, request: Request) -> Sequence:
+    def _sequences(
+        self, requests: Many[Request], listeners: Many[Listener], shared: bool
+    ) -> list[Sequence]:
+        """A sequence for each; if `shared`, all after the first wait for its prompt."""
+        sequences = [
+            self._sequence(request, listener)
+            for request, listener in zip(requests, listeners, strict=True)
+        ]
+        for sequence in sequences:
+            self._core.scheduler.check(sequence)
+        for sequence in sequences[1:] if shared else ():
+            sequence.leader = sequences[0]
+        return sequences
+
+    def _sequence(self, request: Request, listener: Listener) -> Sequence:
         if not isinstance(request, Request):
             raise RequestError(
                 f"a request is an hmt.Request, not {type(request).__name__}: "
                 "hmt.Request(input=..., max_new_tokens=...)"
             )
         tokens = self._prompt_tokens(request)
+        sampler = SamplerState(request.sampling, tokens)
+        biased = [token for token, _ in request.sampling.logit_bias]
+        check_tokens(biased, self.prepared.model.spec.vocab_size)
         stops = (request.stop,) if isinstance(request.stop, str) else request.stop
+        timeout_s = request.timeout_s
         return Sequence(
             request=request,
             tokens=tokens,
             prompt_tokens=len(tokens),
             positions=len(tokens) + self._new_tokens(request, len(tokens)),
-            sampler=SamplerState(request.sampling, tokens),
+            sampler=sampler,
             text=self.tokenizer.stream(),
             stops=StopStrings(stops),
             eos_ids=self.tokenizer.eos_ids,
+            events=listener,
+            form=None if request.grammar is None else self.tokenizer.grammars.open(request.grammar),
+            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
 
     def _new_tokens(self, request: Request, prompt: int) -> int:
@@ -411,7 +423,7 @@ class LoadedModel:
         if not self.closed:
             try:
                 self._loop.post(lambda: self._core.cancel(sequence))
-            except RequestError:
+            except ClosedError:
                 return  # closed meanwhile, which has ended the sequence
 
 
@@ -453,32 +465,3 @@ def _load(
         if loading.exception() is None:  # it had just ended
             loading.result().close()
         raise
-
-
-def _nth(request: Request, number: int) -> Request:
-    """The request for a prompt's answer `number`."""
-    seed = request.sampling.seed if isinstance(request, Request) else None
-    if seed is None or not number:
-        return request
-    return replace(request, sampling=replace(request.sampling, seed=seed + number))
-
-
-def _completions(streams: list[TokenStream]) -> list[Completion]:
-    """All of them; the others are cancelled when one fails."""
-    try:
-        return [_completion(stream) for stream in streams]
-    finally:
-        for stream in streams:
-            stream.close()
-
-
-def _completion(stream: TokenStream) -> Completion:
-    events = list(stream)
-    finish_reason = events[-1].finish_reason if events else None
-    return Completion(
-        text="".join(event.text for event in events),
-        token_ids=tuple(event.token_id for event in events),
-        finish_reason=finish_reason or FinishReason.CANCELLED,
-        prompt_tokens=stream._sequence.prompt_tokens,
-        logprobs=tuple(event.logprob for event in events if event.logprob is not None),
-    )

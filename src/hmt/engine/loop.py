@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from hmt.base.errors import RequestError
+from hmt.base.errors import ClosedError
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ class StepLoop:
         self._advance = advance
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have `work` done soon; it must not raise.  Raises RequestError once stopped."""
+        """Have `work` done soon; it must not raise.  Raises ClosedError once stopped."""
         with self._gate:
             if self._stopped:
-                raise RequestError("the model has been closed; load it again")
+                raise ClosedError("the model has been closed; load it again")
             self._inbox.put(work)
 
     def call(self, work: Callable[[], T]) -> T:

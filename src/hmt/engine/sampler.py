@@ -1,6 +1,6 @@
-"""Choosing the next token of one request: penalties, temperature, truncation, the draw.
+"""Choosing the next token of one request: biases, penalties, temperature, truncation, the draw.
 
-The order is that of transformers: repetition penalty, then OpenAI's frequency and presence
+The order is that of transformers: biases, repetition penalty, then OpenAI's frequency and presence
 penalties, temperature, top-k, top-p of what top-k left, min-p.
 """
 
@@ -16,6 +16,7 @@ from hmt.contracts.request import Sampling, TokenLogprob
 from hmt.kernels import ops
 
 MAX_LOGPROBS: Final = 20  # as OpenAI
+MAX_LOGIT_BIAS: Final = 100  # the same
 
 
 class SamplerState:
@@ -26,7 +27,7 @@ class SamplerState:
     """
 
     def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
-        """`prompt_ids` are below the logits' width.  Raises RequestError as `validate` does."""
+        """`prompt_ids` are below the logits' width, biased ones too.  Raises as `validate` does."""
         validate(sampling)
         self._sampling = sampling
         self._generator = torch.Generator()
@@ -36,9 +37,18 @@ class SamplerState:
             self._generator.manual_seed(sampling.seed)
         self._prompt = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
         self._output: Counter[int] = Counter()
+        ids, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
+        self._biases = torch.tensor(ids, dtype=torch.int64), torch.tensor(biases)
 
-    def choose(self, logits: torch.Tensor, known: ops.Survey | None = None) -> TokenLogprob:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        known: ops.Survey | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> TokenLogprob:
         """The next token by `logits` f32 [vocab], which are not changed; `known` is their survey.
+
+        allowed   ids of the tokens that it may be, int64 [n]; None: any
 
         Counts the token for later penalties and, where it draws, advances the random numbers by
         one.  Log-probabilities are those of the model itself: of the logits before any penalty,
@@ -50,7 +60,11 @@ class SamplerState:
         if not found.finite:
             raise not_finite(logits)
         scores = self._penalised(logits)
-        if self._sampling.temperature != 0:
+        if allowed is not None:
+            scores = scores[allowed]
+            draws = self._sampling.temperature != 0
+            token_id = int(allowed[self._draw(scores) if draws else int(scores.argmax())])
+        elif self._sampling.temperature != 0:
             token_id = self._draw(scores)
         elif scores is logits:
             token_id = found.best
@@ -60,11 +74,14 @@ class SamplerState:
         return _logprob(logits, token_id, found.log_sum_exp, self._sampling.logprobs or 0)
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits after the three penalties: f32 [vocab]."""
+        """Logits after biases and the three penalties: f32 [vocab]."""
         sampling, scores = self._sampling, logits
+        if sampling.logit_bias:
+            ids, biases = self._biases
+            scores = scores.index_put((ids,), biases, accumulate=True)
         counts = sampling.frequency_penalty or sampling.presence_penalty
         if sampling.repetition_penalty == 1 and not counts:
-            return logits
+            return scores
         output = torch.tensor(list(self._output), dtype=torch.int64)
         if sampling.repetition_penalty != 1:
             # Keskar et al., CTRL (2019), section 4.1, with transformers' treatment of the sign.
@@ -98,6 +115,9 @@ def validate(sampling: Sampling) -> None:
     _check_integer("top_k", sampling.top_k, 0, (1 << 31) - 1)
     if sampling.seed is not None:
         _check_integer("seed", sampling.seed, -(1 << 63), (1 << 63) - 1)
+    for token, bias in sampling.logit_bias:
+        _check_integer("a token of logit_bias", token, 0, (1 << 31) - 1)
+        _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     if sampling.logprobs is not None:
         _check_integer("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
 

@@ -1,8 +1,9 @@
 """One request while it runs: its tokens, its place in the KV cache, and what it has produced."""
 
 import itertools
-import queue
+import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -10,9 +11,20 @@ from hmt.base.errors import HMTError
 from hmt.contracts.request import FinishReason, Request, TokenEvent, TokenLogprob
 from hmt.engine.sampler import SamplerState
 from hmt.kernels.ops import Survey
-from hmt.text import StopStrings, TextStream
+from hmt.text import Constraint, StopStrings, TextStream
 
 _numbers = itertools.count(1)
+
+
+class Listener(Protocol):
+    """Who is told what becomes of a request."""
+
+    def put(self, event: TokenEvent | HMTError | None, /) -> None:
+        """A token, the last with a finish reason; or the error that ended it; None: cancelled.
+
+        On the engine's thread: it must neither wait nor raise.
+        """
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -24,8 +36,11 @@ class Sequence:
     computed    tokens whose KV has been written
     kv          handle in the KV cache; None while waiting and after the end
     leader      another of the same prompt, whose keys and values are to be shared once computed
-    events      for the caller: tokens, the last with a finish reason; or the error that ended it;
-                or None when it was cancelled
+    form        what holds the answer to the form that was asked for
+    events      who is told of tokens and of the end
+    held        positions whose keys and values were there when it began to run
+    submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
+    deadline_s  time.monotonic() at which it fails if it has not ended; None: never
     """
 
     request: Request
@@ -36,14 +51,17 @@ class Sequence:
     text: TextStream
     stops: StopStrings
     eos_ids: frozenset[int]
+    events: Listener
+    form: Constraint | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     computed: int = 0
     kv: int | None = None
     leader: "Sequence | None" = None
-    events: "queue.SimpleQueue[TokenEvent | HMTError | None]" = field(
-        default_factory=queue.SimpleQueue
-    )
     finish_reason: FinishReason | None = None
+    held: int = 0
+    submitted_s: float = field(default_factory=time.perf_counter)
+    admitted_s: float | None = None
+    deadline_s: float | None = None
 
     @property
     def prefilling(self) -> bool:
@@ -60,17 +78,24 @@ class Sequence:
 
         known   what `ops.survey` says of them, where somebody has looked already
 
-        Raises NumericsError where the logits are not numbers.
+        Raises NumericsError where the logits are not numbers, RequestError where the form that was
+        asked for allows nothing more.
         """
-        chosen = self.sampler.choose(logits, known)
+        allowed = None if self.form is None else self.form.allowed()
+        chosen = self.sampler.choose(logits, known, allowed)
         self.tokens.append(chosen.token_id)
         logprob = chosen if self.request.sampling.logprobs is not None else None
         if chosen.token_id in self.eos_ids and not self.request.ignore_eos:
             self._finish_text(chosen.token_id, logprob, FinishReason.STOP, self.text.flush())
             return
+        if self.form is not None:
+            self.form.push(chosen.token_id)
         text = self.stops.push(self.text.push(chosen.token_id))
         if self.stops.matched is not None:
             self._finish(chosen.token_id, text, logprob, FinishReason.STOP)
+        elif self.form is not None and self.form.complete:
+            rest = self.text.flush()
+            self._finish_text(chosen.token_id, logprob, FinishReason.STOP, rest, text)
         elif len(self.tokens) == self.positions:
             rest = self.text.flush()
             self._finish_text(chosen.token_id, logprob, FinishReason.LENGTH, rest, text)
@@ -109,4 +134,4 @@ class Sequence:
         self, token_id: int, text: str, logprob: TokenLogprob | None, reason: FinishReason
     ) -> None:
         self.finish_reason = reason
-        self.events.put(TokenEvent(token_id, text, logprob, reason))
+        self.events.put(TokenEvent(token_id, text, logprob, reason, self.stops.matched))

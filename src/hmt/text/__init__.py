@@ -1,6 +1,19 @@
 """Tokenizer, chat templates, and text as it becomes printable."""
 
+from hmt.text.grammar import Constraint, Grammars
+from hmt.text.reasoning import ReasoningReader
 from hmt.text.stream import StopStrings, TextStream
 from hmt.text.tokenizer import Tokenizer
+from hmt.text.tools import CallReader, ToolCall, ToolStyle
 
-__all__ = ["StopStrings", "TextStream", "Tokenizer"]
+__all__ = [
+    "CallReader",
+    "Constraint",
+    "Grammars",
+    "ReasoningReader",
+    "StopStrings",
+    "TextStream",
+    "Tokenizer",
+    "ToolCall",
+    "ToolStyle",
+]

@@ -22,6 +22,10 @@ class Joiner(Protocol):
         """The text that was still held; nothing follows."""
         ...
 
+    def bytes_of(self, piece: str) -> bytes:
+        """What `piece` stands for, wherever it is."""
+        ...
+
 
 class TextStream:
     """Incremental detokenizer of one sequence.
@@ -49,7 +53,8 @@ class StopStrings:
     """Passes text on up to the first stop string, and holds back what may be the start of one.
 
     The first is the one that is complete first, the longest of those that end together: so the
-    result does not depend on how the text was cut into tokens.  `matched` is that string, or None.
+    result does not depend on how the text was cut into tokens.  `matched` is that string, or None,
+    and `rest` what came behind it with the same push.
     Raises RequestError for an empty stop string.
     """
 
@@ -62,6 +67,7 @@ class StopStrings:
             )
         self._held = ""
         self.matched: str | None = None
+        self.rest = ""
 
     @property
     def any(self) -> bool:
@@ -77,6 +83,7 @@ class StopStrings:
         if found:
             begin, self.matched = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._held = ""
+            self.rest = text[begin + len(self.matched) :]
             return text[:begin]
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
@@ -141,14 +148,16 @@ class _ByteLevelJoiner:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, piece: str) -> str:
-        try:
-            data = bytes([_BYTE_OF[character] for character in piece])
-        except KeyError:
-            data = piece.encode()
-        return self._decoder.decode(data)
+        return self._decoder.decode(self.bytes_of(piece))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def bytes_of(self, piece: str) -> bytes:
+        try:
+            return bytes([_BYTE_OF[character] for character in piece])
+        except KeyError:
+            return piece.encode()
 
 
 class _FallbackJoiner:
@@ -165,8 +174,7 @@ class _FallbackJoiner:
         self._run = bytearray()
 
     def push(self, piece: str) -> str:
-        for old, new in self._replaced.items():
-            piece = piece.replace(old, new)
+        piece = self._replace(piece)
         byte = self._BYTE.fullmatch(piece)
         if byte:
             self._run.append(int(byte[1], 16))
@@ -175,6 +183,16 @@ class _FallbackJoiner:
 
     def flush(self) -> str:
         return self._cut_start(self._end_run())
+
+    def bytes_of(self, piece: str) -> bytes:
+        piece = self._replace(piece)
+        byte = self._BYTE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.encode()
+
+    def _replace(self, piece: str) -> str:
+        for old, new in self._replaced.items():
+            piece = piece.replace(old, new)
+        return piece
 
     def _end_run(self) -> str:
         run = bytes(self._run)

@@ -10,9 +10,12 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
+from hmt.text.grammar import Grammars
 from hmt.text.json_file import read_object
+from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
+from hmt.text.tools import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -96,23 +99,56 @@ class Tokenizer:
         """The text of `ids` without special tokens; U+FFFD stands for bytes without a meaning."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token writes, as bytes: a character may need several.  Special ones by name."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._special_ids:
+            return piece.encode()
+        return self._new_joiner().bytes_of(piece)
+
     def stream(self) -> TextStream:
         """A detokenizer for one sequence whose tokens come one at a time."""
         return TextStream(self._piece_of, self._new_joiner())
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What holds answers to a form."""
+        return Grammars(self._backend.to_str(), self.vocab_size, self.eos_ids)
 
     @property
     def has_chat_template(self) -> bool:
         """True where `chat_prompt` can work."""
         return self._template_source is not None
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def tool_style(self) -> ToolStyle | None:
+        """How calls of tools are written; None where the chat template has no place for tools."""
+        source = self._template_source
+        return ToolStyle.of(source) if source is not None and "tools" in source else None
+
+    def reasoning(self, prompt: Sequence[int]) -> ReasoningReader | None:
+        """For an answer to a chat of these tokens; None where the model does not think first."""
+        if CLOSE not in (self._template_source or ""):
+            return None
+        end = b"".join(map(self.token_bytes, prompt[-16:]))
+        return ReasoningReader(begun=end.rstrip().endswith(OPEN.encode()))
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
+
+        tools   that may be called, in OpenAI's form
 
         The checkpoint's template writes all special tokens; none is added.  Raises RequestError
         for messages that the template refuses and where the checkpoint has no template,
         CheckpointError for a broken template.
         """
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+        return self._encode(self._template.render(messages, tools), add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

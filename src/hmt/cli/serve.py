@@ -1,0 +1,142 @@
+"""`hmt serve`: a model over HTTP, the OpenAI way."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hmt.base.errors import MachineError
+from hmt.base.units import parse_bytes
+from hmt.cli.console import loading, notes
+from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
+
+if TYPE_CHECKING:
+    from hmt.server import ServerConfig
+
+_WHERE, _WHO, _LIMITS = "Where", "Who", "Limits"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where to listen, whom to serve, and how much of it; see hmt.server.ServerConfig."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHERE)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int, typer.Option(help="Port; 0: any that is free.", rich_help_panel=_WHERE)
+    ] = 8000
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="What clients call the model; its folder's name when left out.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that clients must send; may be repeated.  Others on this machine can see "
+            "it in the list of processes: better a file.",
+            rich_help_panel=_WHO,
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of keys, one per line, as they are or as sha256: and the hash.",
+            rich_help_panel=_WHO,
+        ),
+    ] = None
+    public: Annotated[
+        bool,
+        typer.Option(
+            "--public",
+            help="Listen where other machines can reach it, although there is no key.",
+            rich_help_panel=_WHO,
+        ),
+    ] = False
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may use it (CORS), such as https://example.org; may be "
+            "repeated.",
+            rich_help_panel=_WHO,
+        ),
+    ] = None
+    max_batch: Annotated[
+        int, typer.Option(help="Answers that are computed at once.", rich_help_panel=_LIMITS)
+    ] = 16
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            help="Answers that wait besides; more are refused at once.", rich_help_panel=_LIMITS
+        ),
+    ] = 64
+    max_tokens: Annotated[
+        int,
+        typer.Option(help="The longest answer of chats that do not say.", rich_help_panel=_LIMITS),
+    ] = 1024
+    max_body: Annotated[str, typer.Option(help="The largest request.", rich_help_panel=_LIMITS)] = (
+        "4MiB"
+    )
+    timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that an answer may take, its wait included.", rich_help_panel=_LIMITS
+        ),
+    ] = 600.0
+
+    log_requests: Annotated[
+        bool,
+        typer.Option(
+            "--log-requests",
+            help="Write a line of JSON for each response to stderr, without what was said.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = False
+
+    def config(self) -> "ServerConfig":
+        """The same for the server.  Raises ConfigError."""
+        from hmt.server import KeyRing, ServerConfig
+
+        return ServerConfig(
+            name=self.name,
+            host=self.host,
+            port=self.port,
+            keys=KeyRing.of(self.api_key or (), self.api_key_file),
+            public=self.public,
+            max_waiting=self.max_waiting,
+            default_new_tokens=self.max_tokens,
+            timeout_s=self.timeout,
+            max_body_bytes=parse_bytes(self.max_body),
+            origins=tuple(self.origin or ()),
+            log_requests=self.log_requests,
+        )
+
+
+@expand
+def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = None) -> None:
+    """Serve a model over HTTP, the OpenAI way, until Ctrl-C."""
+    try:
+        import hmt.server as room
+    except ImportError as error:
+        raise MachineError(
+            f"hmt serve needs {error.name}, which is not installed: pip install 'hmt[serve]'"
+        ) from error
+    config = server.config()
+    path, console = choose_model(model), notes()
+    name = config.name or path.name
+
+    def started(address: str) -> None:
+        console.print(f"{name} is served at {address}/v1", soft_wrap=True, markup=False)
+
+    with room.bind(config) as bound:
+        with loading(f"loading {path.name}") as report:
+            from hmt.engine import Engine
+
+            engines = Engine(**engine.arguments() | {"max_batch": server.max_batch})
+            loaded = engines.load_model(path, progress=report)
+        with engines:
+            room.serve(loaded, config, bound, started)

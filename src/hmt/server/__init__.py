@@ -1,0 +1,8 @@
+"""Models over HTTP, the OpenAI way: many users, keys, limits, metrics.  Needs `hmt[serve]`."""
+
+from hmt.server.app import create_app
+from hmt.server.config import ServerConfig
+from hmt.server.keys import KeyRing
+from hmt.server.run import bind, serve
+
+__all__ = ["KeyRing", "ServerConfig", "bind", "create_app", "serve"]

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: a thin face over what OpenAI's clients use."""

@@ -1,0 +1,93 @@
+"""The application: what answers at which path, and what every request passes first."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from hmt.engine import LoadedModel
+from hmt.server import errors, journal
+from hmt.server.anthropic import messages
+from hmt.server.config import ServerConfig
+from hmt.server.gate import Gate
+from hmt.server.guard import Guard
+from hmt.server.metrics import Metrics
+from hmt.server.openai import chat, completions, models
+from hmt.server.service import Service
+from hmt.server.stream import ClientGone, Unsent
+
+
+def create_app(model: LoadedModel, config: ServerConfig | None = None) -> FastAPI:
+    """An ASGI application that serves `model`, which stays the caller's to close.
+
+    Raises ConfigError.
+    """
+    config = config or ServerConfig()
+    config.check()
+    metrics = Metrics(model)
+    service = Service(
+        model=model,
+        name=config.name or model.prepared.source.path.name,
+        config=config,
+        gate=Gate(running=model.max_batch, waiting=config.max_waiting),
+        observer=metrics,
+    )
+    app = FastAPI(
+        title="HMT",
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        middleware=_middleware(config, metrics),
+    )
+    app.state.service = service
+    errors.install(app)
+
+    @app.exception_handler(ClientGone)
+    async def _gone(request: Request, error: ClientGone) -> Response:
+        return Unsent()
+
+    for routes in (chat.router, completions.router, models.router, messages.router):
+        app.include_router(routes)
+    _add_watching(app, service, metrics)
+    return app
+
+
+def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
+    def seen(scope: Scope, status: int, seconds: float) -> None:
+        metrics.responded(scope, status, seconds)
+        if config.log_requests:
+            journal.write(scope, status, seconds)
+
+    guard = Middleware(Guard, config=config, seen=seen)
+    if not config.origins:
+        return [guard]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=config.origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("authorization", "content-type", "x-api-key"),
+    )
+    return [cors, guard]
+
+
+def _add_watching(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """Whether the process answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether a request would be taken now."""
+        gate, closed = service.gate, service.model.closed
+        full = gate.inside >= gate.running + gate.waiting
+        state = "closed" if closed else "full" if full else "ready"
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/metrics")
+    async def measured() -> Response:
+        """What was measured, for Prometheus."""
+        content, kind = await metrics.render(service.gate)
+        return Response(content, headers={"Content-Type": kind})

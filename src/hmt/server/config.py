@@ -1,0 +1,72 @@
+"""What a server is told, checked once."""
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from hmt.base.errors import ConfigError
+from hmt.base.units import MIB
+from hmt.server.keys import KeyRing
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How a model is served.  `check` says what makes no sense.
+
+    name               what clients call the model; None: the name of its folder
+    host, port         where to listen; port 0: any that is free
+    keys               who may use it; without any, everybody who reaches it
+    public             listen on an address that others can reach although there are no keys
+    max_waiting        answers that may wait for their turn; more are refused at once
+    max_choices        answers that one request may ask for
+    default_new_tokens the longest answer of requests that do not say; less where the context ends
+    timeout_s          time that an answer may take, its wait included
+    max_body_bytes     of a request
+    body_timeout_s     in which a request's body must have come
+    shutdown_s         that answers under way have to end once the server is told to stop
+    origins            of web pages that may use it (CORS); none when empty
+    log_requests       write a line of JSON to stderr for each response, without what was said
+    max_connections    at once; more are refused
+    """
+
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: KeyRing = field(default_factory=KeyRing)
+    public: bool = False
+    max_waiting: int = 64
+    max_choices: int = 16
+    default_new_tokens: int = 1024
+    timeout_s: float = 600.0
+    max_body_bytes: int = 4 * MIB
+    body_timeout_s: float = 30.0
+    shutdown_s: float = 30.0
+    origins: tuple[str, ...] = ()
+    log_requests: bool = False
+    max_connections: int = 1024
+
+    def check(self) -> None:
+        """Raise ConfigError for what makes no sense, or is not safe."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port} is not in 0..65535")
+        least = {"max_waiting": 0, "max_choices": 1, "default_new_tokens": 1, "max_body_bytes": 1}
+        least["max_connections"] = 1
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+        if self.timeout_s <= 0 or self.body_timeout_s <= 0:
+            raise ConfigError("a timeout must be more than 0 seconds")
+        if not self.is_local and not self.keys and not self.public:
+            raise ConfigError(
+                f"{self.host} can be reached from other machines, and there is no API key: give "
+                "one with --api-key-file, listen on 127.0.0.1, or say --public to let everybody in"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

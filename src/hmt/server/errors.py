@@ -1,0 +1,228 @@
+"""Errors as clients expect them: {"error": {"message", "type", "param", "code"}} is OpenAI's form.
+
+Under /v1/messages they have Anthropic's.
+"""
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from hmt.base.errors import (
+    BudgetError,
+    Cancelled,
+    ClosedError,
+    ContextLengthError,
+    DeadlineError,
+    HMTError,
+    RequestError,
+)
+from hmt.base.log import logger
+
+_INVALID: Final = "invalid_request_error"
+_SERVER: Final = "server_error"
+
+# What pydantic calls them, and what OpenAI does.
+_CODES: Final = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "json_invalid": "invalid_json",
+}
+
+_ANTHROPIC_PATH: Final = "/v1/messages"
+_ANTHROPIC: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = _INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @classmethod
+    def internal(cls) -> "ApiError":
+        """For what should not happen; the log has the rest."""
+        message = "internal error, please report it; the server's log has the details"
+        return cls(500, message, kind=_SERVER, code="internal_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same for Anthropic's clients."""
+        kind = _ANTHROPIC.get(self.status, "api_error")
+        where = "" if self.param is None else f"{self.param}: "
+        message = (
+            self.message if self.message.startswith(f"'{self.param}") else where + self.message
+        )
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str) -> Response:
+        """As a response of its own to a request to `path`."""
+        # Only ASCII: a message may quote text that has no UTF-8.
+        body = self.anthropic_body if path.startswith(_ANTHROPIC_PATH) else self.body
+        content = json.dumps(body).encode("ascii")
+        return Response(content, self.status, self.headers, media_type="application/json")
+
+
+def told(error: HMTError, param: str | None = None) -> ApiError:
+    """What a client is told of an error of the engine.  `param` is what held the prompt."""
+    message = str(error)
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+    if isinstance(error, RequestError) and not isinstance(error, ClosedError):
+        return ApiError(400, message, param=param, code="invalid_value")
+    if isinstance(error, DeadlineError):
+        return ApiError(504, message, kind=_SERVER, code="timeout")
+    if isinstance(error, (BudgetError, Cancelled, ClosedError)):
+        return ApiError(
+            503, message, kind=_SERVER, code="unavailable", headers={"Retry-After": "5"}
+        )
+    return ApiError(500, message, kind=_SERVER, code="engine_failed")
+
+
+def install(app: FastAPI) -> None:
+    """Have all errors of `app` told in this form."""
+
+    @app.exception_handler(ApiError)
+    async def _own(request: Request, error: ApiError) -> Response:
+        return error.response(request.url.path)
+
+    @app.exception_handler(HMTError)
+    async def _engines(request: Request, error: HMTError) -> Response:
+        return told(error).response(request.url.path)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
+        return _not_valid(error).response(request.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        return _of_http(request, error).response(request.url.path)
+
+    @app.exception_handler(Exception)
+    async def _bug(request: Request, error: Exception) -> Response:
+        logger.error("the server failed for a reason that it does not know", exc_info=error)
+        return ApiError.internal().response(request.url.path)
+
+
+def _not_valid(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a request."""
+    meant = _meant(list(error.errors()))
+    place = [part for part in meant["loc"][1:] if not _is_union_member(part)]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
+    kind, context = meant["type"], meant.get("ctx", {})
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {context.get('error')}", code=_CODES[kind])
+    if context.get("param"):  # where several parameters disagree, the one to change
+        param = f"{param}.{context['param']}" if param else context["param"]
+    if not param:
+        return ApiError(400, "the body must be a JSON object", code="invalid_type")
+    messages = {
+        "missing": f"{param!r} is missing",
+        "extra_forbidden": f"{param!r} is not a parameter that this server knows",
+    }
+    message = messages.get(kind, f"{param!r}: {_plain(meant)}")
+    otherwise = "invalid_type" if _is_of_type(kind) else "invalid_value"
+    return ApiError(400, message, param=param, code=_CODES.get(kind, otherwise))
+
+
+def _meant(found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of all complaints the one to tell.
+
+    Of a union every member complains.  That one was meant whose own type fits, and which has least
+    to say.
+    """
+
+    def member(one: Mapping[str, Any]) -> tuple[Any, ...]:
+        place = one["loc"]
+        ends = [n + 1 for n, part in enumerate(place) if _is_union_member(part)]
+        return tuple(place[: ends[0]]) if ends else tuple(place)
+
+    first = member(found[0])
+    if first == tuple(found[0]["loc"]) and not _is_union_member(first[-1]):
+        return found[0]
+    members: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in found:
+        if member(one)[:-1] == first[:-1]:
+            members.setdefault(member(one), []).append(one)
+    fitting = [
+        complaints
+        for place, complaints in members.items()
+        if not (tuple(complaints[0]["loc"]) == place and _is_of_type(complaints[0]["type"]))
+    ]
+    return min(fitting or list(members.values()), key=len)[0]
+
+
+def _is_of_type(kind: str) -> bool:
+    return kind.endswith(("_type", "_attributes_type", "_from_float"))
+
+
+def _plain(found: Mapping[str, Any]) -> str:
+    text = str(found["msg"])
+    return text[:1].lower() + text[1:]
+
+
+def _is_union_member(part: object) -> bool:
+    """Pydantic names the member of a union in the place of an error: "str", "list[str]"."""
+    if not isinstance(part, str):
+        return False
+    names = ("str", "int", "float", "bool", "NamedTool")
+    return part in names or part.startswith(("constrained-", "list[", "literal["))
+
+
+def _of_http(request: Request, error: HTTPException) -> ApiError:
+    status, asked = error.status_code, f"{request.method} {request.url.path}"
+    if status == 404:
+        return ApiError(404, f"there is nothing at {asked}", code="unknown_url")
+    if status == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{asked}: this method is not allowed here; allowed: {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    if status == 400:  # FastAPI's, which does not say more
+        message = "the body is not JSON that can be read: UTF-8, not too deep, no endless numbers"
+        return ApiError(400, message, code="invalid_json")
+    kind = _INVALID if status < 500 else _SERVER
+    message = str(error.detail) or HTTPStatus(status).phrase
+    return ApiError(status, message, kind=kind, headers=error.headers)

@@ -1,0 +1,100 @@
+"""Answers in OpenAI's words: what chats and completions have in common."""
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from hmt.contracts.request import TokenEvent, TokenLogprob
+from hmt.server.generation import Generation
+from hmt.text import Tokenizer
+
+
+@dataclass(slots=True)
+class Heading:
+    """What all parts of one response begin with."""
+
+    kind: str
+    model: str
+    prefix: str
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+
+    def of(self, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
+        """A response, or a chunk of one."""
+        heading = {
+            "id": self.id, "object": self.kind, "created": self.created, "model": self.model,
+        }  # fmt: skip
+        return heading | {"choices": choices} | others
+
+
+@dataclass(slots=True)
+class Gathered:
+    """One answer, as far as it has come."""
+
+    texts: list[str] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
+
+    def add(self, event: TokenEvent) -> None:
+        """The next token."""
+        self.texts.append(event.text)
+        self.events.append(event)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """In OpenAI's words; None while it goes on."""
+        reason = self.events[-1].finish_reason if self.events else None
+        return None if reason is None else reason.value
+
+    @property
+    def mean_logprob(self) -> float:
+        """By which the best answers are found."""
+        known = [event.logprob.logprob for event in self.events if event.logprob is not None]
+        return sum(known) / max(1, len(known))
+
+
+async def gather(generation: Generation) -> list[Gathered]:
+    """All answers, once they have ended."""
+    answers = [Gathered() for _ in generation.courses]
+    async for number, event in generation.events():
+        answers[number].add(event)
+    return answers
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """What the answers took."""
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": generation.held_tokens},
+    }
+
+
+def spoken(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as text; parts of characters as OpenAI writes them, as bytes and their numbers."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def said(events: list[TokenEvent], tokenizer: Tokenizer) -> list[TokenLogprob]:
+    """The log-probabilities of tokens that are part of the answer: not of one that ended it."""
+    eos_ids = tokenizer.eos_ids
+    return [
+        event.logprob
+        for event in events
+        if event.logprob is not None
+        and not (event.finish_reason is not None and event.token_id in eos_ids)
+    ]

@@ -1,0 +1,159 @@
+"""POST /v1/chat/completions."""
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from hmt.contracts.request import FinishReason, TokenEvent, TokenLogprob
+from hmt.server.errors import ApiError
+from hmt.server.generation import Generation
+from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
+from hmt.server.openai.asking import asked
+from hmt.server.openai.reading import AnswerReader, Reading
+from hmt.server.openai.schemas import ChatBody
+from hmt.server.service import service_of
+from hmt.server.stream import EventStream, unless_gone
+from hmt.text import Tokenizer, ToolCall, ToolStyle
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """Answer a chat."""
+    service = service_of(request)
+    service.check_name(body.model)
+    tokenizer = service.model.tokenizer
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    wanted = asked(request, body, longest=body.longest, logprobs=logprobs, answers=body.choices)
+    messages, tools = [message.plain() for message in body.messages], body.callable
+    style = _style(tokenizer) if tools else None
+    if style is not None and body.must_call:
+        form, formed = style.grammar(body.forced), "tools"
+        wanted = replace(wanted, grammar=form, formed=formed)
+    prompts: list[list[int]] = []
+
+    def encode() -> list[list[int]]:
+        prompts.append(tokenizer.chat_prompt(messages, tools or None))
+        return prompts
+
+    generation = await service.begin(wanted, encode, 1, "messages")
+    names = [tool["function"]["name"] for tool in tools]
+    reading = Reading(tokenizer, prompts[0], style, names, wanted.grammar is not None)
+    if body.stream:
+        heading = Heading("chat.completion.chunk", service.name, "chatcmpl")
+        return EventStream(generation, _chunks(generation, heading, reading, body.wants_usage))
+    async with generation:
+        answers = await unless_gone(request.receive, gather(generation))
+        heading = Heading("chat.completion", service.name, "chatcmpl")
+        choices = [_choice(n, answer, reading) for n, answer in enumerate(answers)]
+        return JSONResponse(heading.of(choices, usage=usage(generation)))
+
+
+def _style(tokenizer: Tokenizer) -> ToolStyle:
+    style = tokenizer.tool_style
+    if style is None:
+        raise ApiError(
+            400,
+            "this model's chat template has no place for tools: leave them out, or serve a model "
+            "that was trained to call them",
+            param="tools",
+            code="unsupported",
+        )
+    return style
+
+
+def _choice(number: int, answer: Gathered, reading: Reading) -> dict[str, Any]:
+    """A whole answer."""
+    said, reason = reading.reader().read(answer.text, last=True), answer.finish_reason
+    message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["content"] = said.text or None
+        message["tool_calls"] = [_called(call) for call in said.calls]
+        reason = "tool_calls" if reason == "stop" else reason
+    return {
+        "index": number,
+        "message": message,
+        "logprobs": _logprobs(answer.events, reading.tokenizer),
+        "finish_reason": reason,
+    }
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One answer of a stream: what becomes of each token."""
+
+    number: int
+    tokenizer: Tokenizer
+    reader: AnswerReader
+    calls: int = 0
+
+    def parts(self, event: TokenEvent) -> Iterator[dict[str, Any]]:
+        """What is said with it."""
+        reason = event.finish_reason
+        said = self.reader.read(event.text, last=reason is not None)
+        logprobs = _logprobs([event], self.tokenizer)
+        if said.reasoning:
+            yield _part(self.number, {"reasoning_content": said.reasoning})
+        if said.text or (logprobs and logprobs["content"]):
+            yield _part(self.number, {"content": said.text}, logprobs)
+        for call in said.calls:
+            yield _part(self.number, {"tool_calls": [{"index": self.calls, **_called(call)}]})
+            self.calls += 1
+        if reason is not None:
+            stopped = self.calls and reason is FinishReason.STOP
+            yield _part(self.number, {}, None, "tool_calls" if stopped else reason.value)
+
+
+async def _chunks(
+    generation: Generation, heading: Heading, reading: Reading, with_usage: bool
+) -> AsyncIterator[dict[str, Any]]:
+    """A stream: who speaks, then what is said, then how it ended."""
+    none = {"usage": None} if with_usage else {}
+    numbers = range(len(generation.courses))
+    streams = [_Stream(n, reading.tokenizer, reading.reader()) for n in numbers]
+    for number in numbers:
+        yield heading.of([_part(number, {"role": "assistant", "content": ""})], **none)
+    async for number, event in generation.events():
+        for part in streams[number].parts(event):
+            yield heading.of([part], **none)
+    if with_usage:
+        yield heading.of([], usage=usage(generation))
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _part(
+    number: int,
+    delta: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason,
+    }  # fmt: skip
+
+
+def _logprobs(events: list[TokenEvent], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    if not events or events[0].logprob is None:
+        return None
+    return {"content": [_token(one, tokenizer) for one in said(events, tokenizer)], "refusal": None}
+
+
+def _token(found: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        return {"token": spoken(tokenizer, token_id), "logprob": logprob, "bytes": list(raw)}
+
+    top = [named(token_id, logprob) for token_id, logprob in found.top]
+    return named(found.token_id, found.logprob) | {"top_logprobs": top}

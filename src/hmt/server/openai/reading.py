@@ -1,0 +1,58 @@
+"""What an answer's text consists of: reasoning, the answer itself, calls of tools."""
+
+from dataclasses import dataclass, field
+
+from hmt.text import CallReader, ReasoningReader, Tokenizer, ToolCall, ToolStyle
+
+
+@dataclass(slots=True)
+class Said:
+    """What became known with some text."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class AnswerReader:
+    """Reads one answer as it comes."""
+
+    reasoning: ReasoningReader | None = None
+    calls: CallReader | None = None
+
+    def read(self, text: str, *, last: bool) -> Said:
+        """What `text` adds; all that was held back with the last."""
+        said = Said(text=text)
+        if self.reasoning is not None:
+            said.reasoning, said.text = self.reasoning.push(text)
+            if last:
+                reasoning, rest = self.reasoning.flush()
+                said.reasoning, said.text = said.reasoning + reasoning, said.text + rest
+        if self.calls is not None:
+            said.text, said.calls = self.calls.push(said.text)
+            if last:
+                rest, calls = self.calls.flush()
+                said.text, said.calls = said.text + rest, said.calls + calls
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers to one prompt are read.
+
+    style    of calls of tools, and `names` those that may be called; None: none may
+    formed   whether answers are held to a form: then they have no room for reasoning
+    """
+
+    tokenizer: Tokenizer
+    prompt: list[int]
+    style: ToolStyle | None
+    names: list[str]
+    formed: bool
+
+    def reader(self) -> AnswerReader:
+        """For one answer."""
+        reasoning = None if self.formed else self.tokenizer.reasoning(self.prompt)
+        calls = None if self.style is None else self.style.reader(self.names)
+        return AnswerReader(reasoning, calls)

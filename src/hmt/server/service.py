@@ -1,0 +1,132 @@
+"""The model that is served, and how requests to it begin."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastapi import Request as HttpRequest
+
+from hmt.base.errors import HMTError
+from hmt.contracts.request import Grammar, Request, Sampling
+from hmt.engine import LoadedModel
+from hmt.server.config import ServerConfig
+from hmt.server.errors import ApiError, told
+from hmt.server.gate import Gate
+from hmt.server.generation import Generation
+from hmt.server.observer import Observer
+
+LATER = -1  # priority of those who let all others go first
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one HTTP request wants of the engine, beside its prompts.
+
+    longest   tokens of an answer; None: the server's default, or what the context holds
+    answers   to each prompt; `counted` is the parameter that said so
+    grammar   the form of answers; `formed` is the parameter that said so
+    """
+
+    owner: str
+    sampling: Sampling
+    longest: int | None
+    answers: int
+    counted: str = "n"
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    priority: int = 0
+    timeout_s: float | None = None
+    grammar: Grammar | None = None
+    formed: str = "response_format"
+
+
+@dataclass(slots=True)
+class Service:
+    """A model with its name, its limits and its observer."""
+
+    model: LoadedModel
+    name: str
+    config: ServerConfig
+    gate: Gate
+    observer: Observer
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_positions(self) -> int:
+        """The longest that prompt and answer may be together."""
+        return min(self.model.prepared.model.spec.max_context, self.model.load.capacity_tokens)
+
+    def check_name(self, name: str | None) -> None:
+        """Raise ApiError unless `name` is this model, or not given."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404,
+                f"there is no model {name!r}; this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def begin(
+        self, asked: Asked, prompts: Callable[[], list[list[int]]], count: int, param: str
+    ) -> Generation:
+        """Begin answers to `count` prompts, which `prompts` makes on a thread.  Raises ApiError.
+
+        param   the parameter that holds them
+        """
+        most = self.config.max_choices
+        if asked.answers > most:
+            raise ApiError(
+                400,
+                f"{asked.answers} answers were asked for; this server gives {most} at most",
+                param=asked.counted,
+                code="invalid_value",
+            )
+        vocab_size = self.model.prepared.model.spec.vocab_size
+        for token, _ in asked.sampling.logit_bias:
+            if token >= vocab_size:
+                raise ApiError(
+                    400,
+                    f"logit_bias has token {token}; this model's tokens are 0 to {vocab_size - 1}",
+                    param="logit_bias",
+                    code="invalid_value",
+                )
+        generation = Generation(self.gate, self.observer, param)
+
+        def requests() -> list[Request]:
+            self._check_form(asked)
+            return [self._request(asked, tokens) for tokens in prompts()]
+
+        await generation.begin(self.model, requests, count * asked.answers)
+        return generation
+
+    def _check_form(self, asked: Asked) -> None:
+        """Compile the grammar, which may take a while.  Raises ApiError."""
+        if asked.grammar is not None:
+            try:
+                self.model.tokenizer.grammars.open(asked.grammar)
+            except HMTError as error:
+                raise told(error, asked.formed) from error
+
+    def _request(self, asked: Asked, tokens: list[int]) -> Request:
+        longest = asked.longest
+        if longest is None:
+            room = self.max_positions - len(tokens)
+            longest = max(1, min(self.config.default_new_tokens, room))
+        most = self.config.timeout_s
+        return Request(
+            tokens,
+            longest,
+            sampling=asked.sampling,
+            stop=asked.stops,
+            ignore_eos=asked.ignore_eos,
+            owner=asked.owner,
+            priority=asked.priority,
+            grammar=asked.grammar,
+            timeout_s=most if asked.timeout_s is None else min(most, asked.timeout_s),
+        )
+
+
+def service_of(request: HttpRequest) -> Service:
+    """What `create_app` was given."""
+    service: Service = request.app.state.service
+    return service

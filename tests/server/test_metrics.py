@@ -1,0 +1,89 @@
+"""What /metrics tells is what was done."""
+
+import asyncio
+
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+from serving import CHAT, app_on, asking, held, http, run
+
+from hmt.engine import LoadedModel
+
+Samples = dict[tuple[str, ...], float]
+
+
+async def scrape(app: FastAPI) -> Samples:
+    async with http(app) as client:
+        done = await client.get("/metrics")
+    assert done.status_code == 200 and done.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items()))):
+        sample.value
+        for family in text_string_to_metric_families(done.text)
+        for sample in family.samples
+    }  # fmt: skip
+
+
+def test_answers_are_counted_and_timed(model: LoadedModel) -> None:
+    app = app_on(model)
+
+    async def work() -> None:
+        before = await scrape(app)
+        async with http(app) as client:
+            done = (await client.post(CHAT, json=asking(n=3, max_tokens=64))).json()
+            await client.post(CHAT, json=asking(max_tokens=1, stream=True))
+            await client.post(CHAT, json=asking(n=0))
+        after = await scrape(app)
+
+        def grown(*name: str) -> float:
+            return after[name] - before.get(name, 0.0)
+
+        tokens = done["usage"]["completion_tokens"] + 1
+        prompt = done["usage"]["prompt_tokens"]
+        assert grown("hmt_answers_total", "end=stop") == 3
+        assert grown("hmt_answers_total", "end=length") == 1
+        assert grown("hmt_tokens_total") == tokens
+        for name in ("time_to_first_token", "answer", "queue"):
+            assert grown(f"hmt_{name}_seconds_count") == 4
+        assert grown("hmt_time_per_output_token_seconds_count") == 3
+        # Three answers share their prompt; the first token of each is the prompt's.
+        assert grown("hmt_computed_tokens_total", "phase=prompt") == 2 * prompt
+        assert grown("hmt_computed_tokens_total", "phase=generation") == tokens - 4
+        assert grown("hmt_http_responses_total", f"path={CHAT}", "status=200") == 2
+        assert grown("hmt_http_responses_total", f"path={CHAT}", "status=400") == 1
+        assert after[("hmt_answers_inside",)] == 0
+        assert after[("hmt_kv_pages", "state=free")] == model.load.capacity_tokens // 16
+        assert after[("hmt_budget_bytes", "tier=host")] == 96 << 20
+        assert after[("hmt_weight_bytes", "tier=host")] > 10 << 20
+        assert ("hmt_stall_seconds_total", "cause=drive", "phase=prompt") in after
+        assert ("hmt_link_bytes_total", "link=disk", "phase=generation") in after
+
+    run(work())
+
+
+def test_what_is_under_way_is_seen_while_the_engine_is_busy(model: LoadedModel) -> None:
+    app = app_on(model)
+
+    async def work() -> None:
+        async with http(app) as client:
+            with held(model):
+                asked = [asyncio.create_task(client.post(CHAT, json=asking())) for _ in range(2)]
+                while app.state.service.gate.inside < 2:
+                    await asyncio.sleep(0.005)
+                assert (await scrape(app))[("hmt_answers_inside",)] == 2
+            await asyncio.gather(*asked)
+        assert (await scrape(app))[("hmt_answers_inside",)] == 0
+
+    run(work())
+
+
+def test_paths_that_are_nothing_make_no_series(model: LoadedModel) -> None:
+    app = app_on(model)
+
+    async def work() -> None:
+        async with http(app) as client:
+            for number in range(5):
+                await client.get(f"/nothing/{number}")
+        found = await scrape(app)
+        assert found[("hmt_http_responses_total", "path=", "status=404")] == 5
+
+    run(work())
