@@ -5,10 +5,13 @@ import json
 import pytest
 
 
-def test_scores_are_shown_and_written(hmt, tmp_path):
+@pytest.mark.parametrize("gpu", [[], ["--gpu-memory", "128MiB", "--gpu-id", "pretended"]])
+def test_scores_are_shown_and_written(hmt, tmp_path, gpu):
     file = tmp_path / "new" / "kv.json"
     extent = ["--retrieval", "512x1", "--tasks", "1", "--windows", "0"]
-    outcome = hmt("bench", "kv", "--settings", "full cold:int8+parts", *extent, "--json", file)
+    outcome = hmt(
+        "bench", "kv", "--settings", "full cold:int8+parts", *extent, *gpu, "--json", file
+    )
     assert outcome.code == 0, outcome.err
     shown = [line.split() for line in outcome.out.splitlines()[2:]]
     results = json.loads(file.read_text())["results"]

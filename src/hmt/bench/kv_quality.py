@@ -158,6 +158,8 @@ def run(
 ) -> dict[str, Any]:
     """Scores of `model` for each setting and length, on held-out `text`, and what they take.
 
+    options   for all engines: a GPU, for example
+
     Raises ConfigError for settings that are none, and what loading and measuring raise.
     """
     sizes = sizes or Sizes()

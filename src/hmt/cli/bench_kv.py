@@ -34,12 +34,17 @@ def kv(
         Path | None,
         typer.Option(help="Held-out text; when left out, the one in HMT's repository."),
     ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Compute on a GPU, with so much of its memory.")
+    ] = None,
+    gpu_id: Annotated[str, typer.Option(help="Which one.")] = "0",
     json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
 ) -> None:
     """Scores of a model whose keys and values are kept at several levels, in several encodings."""
     from hmt.cli.bench import write_json
 
     lengths = _lengths(retrieval)
+    options = {} if gpu_memory is None else {"gpu_memory": gpu_memory, "gpu_id": gpu_id}
     with notes().status("starting") as status:
         from hmt.bench.kv_quality import SETTINGS, Sizes, run
 
@@ -48,6 +53,7 @@ def kv(
             held_out_text(text),
             settings.split() if settings is not None else SETTINGS,
             Sizes(lengths, tasks, windows, near),
+            options,
             progress=status.update,
         )
     _print(content)
