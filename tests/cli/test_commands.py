@@ -61,6 +61,15 @@ def test_a_plan_is_printed_without_loading(hmt):
         assert word in done.out
 
 
+def test_a_plan_with_a_gpu_says_what_goes_there(hmt):
+    moe = Path(__file__).parents[2] / "assets" / "mini-moe"
+    gpu = ["--gpu-id", "pretended", "--gpu-memory", "10MiB", "--quant", "w4a16:32"]
+    done = hmt("plan", moe, *gpu, "--context", "512")
+    assert done.code == 0, done.err
+    for word in ("experts, cached or brought", "page tables", "a prompt copies", "--prefill-chunk"):
+        assert word in done.out
+
+
 def test_a_plan_as_json_adds_up(hmt):
     plan = json.loads(hmt("plan", embedded_model(), "--host-memory", "6MiB", "--json").out)
     assert plan["budgets"] == {"host": 6 << 20}

@@ -10,6 +10,7 @@ from hmt.planner.footprint import Demand
 _MEANING = {
     "resident": "weights that stay",
     "slots": "weights that come and go",
+    "experts": "experts, cached or brought",
     "kv": "keys and values",
     "activations": "activations",
     "mapping": "page tables of host memory",
@@ -59,6 +60,14 @@ def _device_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str | No
     text = f"  computes {layers} of {demand.spec.layers} layers"
     if copied:
         text += f", of which {len(copied)} are copied there in every step"
+    sizes = {block.id: block.slot_bytes for block in demand.blocks}
+    brought = [b for b in device.computes_prompts if plan.homes[b] is not Tier.DEVICE]
+    if brought:
+        nbytes = format_bytes(sum(sizes[block] for block in brought))
+        text += (
+            f"\n  a prompt copies {nbytes} there for each {plan.prefill_chunk} of its tokens; more at "
+            "a time (--prefill-chunk) are faster and take more memory"
+        )
     return [*lines, text, ""]
 
 
