@@ -63,10 +63,10 @@ def _device_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str | No
     sizes = {block.id: block.slot_bytes for block in demand.blocks}
     brought = [b for b in device.computes_prompts if plan.homes[b] is not Tier.DEVICE]
     if brought:
-        nbytes = format_bytes(sum(sizes[block] for block in brought))
+        size = format_bytes(sum(sizes[block] for block in brought))
         text += (
-            f"\n  a prompt copies {nbytes} there for each {plan.prefill_chunk} of its tokens; more at "
-            "a time (--prefill-chunk) are faster and take more memory"
+            f"\n  a prompt copies {size} there for each {plan.prefill_chunk} of its tokens; more "
+            "at a time (--prefill-chunk) are faster and take more memory"
         )
     return [*lines, text, ""]
 
