@@ -21,6 +21,7 @@ from hmt.cli.bench_kv_speed import kv_speed
 from hmt.cli.bench_pages import pages
 from hmt.cli.bench_prefix import prefix
 from hmt.cli.bench_ram import bigger_than_ram
+from hmt.cli.bench_serve import serve
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
 
@@ -36,6 +37,7 @@ app.command("kv")(kv)
 app.command("kv-speed")(kv_speed)
 app.command("pages")(pages)
 app.command("prefix")(prefix)
+app.command("serve")(serve)
 
 
 @app.command("decode")
