@@ -8,6 +8,7 @@ import random
 from hmt.bench.load.client import Client
 
 _PROBE_CHARACTERS = 400
+_PIECES, _PIECES_TOKENS = 8, 2048  # short pieces of a text differ more, and cost less
 _USUAL_CHARACTERS = 4.0  # per token of English, where an endpoint does not count
 
 
@@ -34,9 +35,13 @@ class Prompts:
 
         Raises HMTError where it refuses a prompt of this length.
         """
-        rate, characters = _USUAL_CHARACTERS, _PROBE_CHARACTERS
-        for number in range(2):
-            counted = await client.count(self.piece(characters, number))
-            rate = characters / counted if counted else rate
-            characters = max(1, round(tokens * rate))
-        self._characters[tokens] = characters
+        rate = await self._rate(client, _PROBE_CHARACTERS, 1)
+        characters = max(1, round(tokens * rate))
+        rate = await self._rate(client, characters, max(1, min(_PIECES, _PIECES_TOKENS // tokens)))
+        self._characters[tokens] = max(1, round(tokens * rate))
+
+    async def _rate(self, client: Client, characters: int, pieces: int) -> float:
+        """Characters per token of some pieces of this length."""
+        counts = [await client.count(self.piece(characters, number)) for number in range(pieces)]
+        counted = sum(count or 0 for count in counts)
+        return pieces * characters / counted if all(counts) else _USUAL_CHARACTERS

@@ -45,7 +45,8 @@ def report_html(content: dict[str, Any]) -> str:
 
 def row(cell: dict[str, Any]) -> dict[str, str]:
     """A cell as texts, by the heading of their columns; times are P50 / P90 / P99."""
-    load = f"{cell['users']} users" if cell["rate"] is None else f"{cell['rate']:g}/s"
+    several = "s" if cell["users"] != 1 else ""
+    load = f"{cell['users']} user{several}" if cell["rate"] is None else f"{cell['rate']:g}/s"
     failures = ", ".join(f"{count} x {status}" for status, count in cell["failures"].items())
     memory, cores = cell["server_rss_bytes"], cell["server_cpu_cores"]
     prompt = cell["mean_prompt_tokens"]
