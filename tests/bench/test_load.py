@@ -421,7 +421,8 @@ def test_a_chart_is_xml_with_a_gap_where_there_is_nothing():
         "a & b", "users", ["1", "4", "16"], {"x": [1.0, None, 2.0], "<y>*": [3, 5, 4]}
     )
     lines = [one for one in ElementTree.fromstring(chart).iter() if one.tag.endswith("circle")]
-    assert len(lines) == 5 and chart.count("stroke-dasharray") == 3
+    assert len(lines) == 5 and len({one.get("fill") for one in lines}) == 1
+    assert chart.count("stroke-dasharray") == 3
     assert [ceiling(value) for value in (0, 0.3, 1, 7, 9.5, 101)] == pytest.approx(
         [1, 0.4, 1, 8, 10, 200]
     )

@@ -15,7 +15,8 @@ def chart_svg(
 ) -> str:
     """Lines over places at equal distances, from 0 up; None leaves a gap.
 
-    lines   by name, a value for each place; a name that ends in * is drawn with dashes
+    lines   by name, a value for each place; one whose name ends in * has dashes, and the colour of
+            the line before it
 
     Texts have the colour of the page (currentColor), so that it may be dark or light.
     """
@@ -42,8 +43,10 @@ def chart_svg(
         )
     middle = (_LEFT + _WIDTH) / 2
     parts.append(f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(axis)}</text>')
+    colour = -1
     for number, (name, line) in enumerate(lines.items()):
-        parts += _line(number, name, line, top)
+        colour += not name.endswith("*")
+        parts += _line(number, name, line, top, _COLOURS[colour % len(_COLOURS)])
     return "\n".join([*parts, "</svg>"])
 
 
@@ -63,8 +66,9 @@ def _y(value: float, top: float) -> float:
     return _HEIGHT - _BOTTOM - value / top * (_HEIGHT - _BOTTOM - _TOP)
 
 
-def _line(number: int, name: str, line: Sequence[float | None], top: float) -> list[str]:
-    colour = _COLOURS[number % len(_COLOURS)]
+def _line(
+    number: int, name: str, line: Sequence[float | None], top: float, colour: str
+) -> list[str]:
     stroke = f'stroke="{colour}" stroke-width="2"'
     if name.endswith("*"):
         name, stroke = name.removesuffix("*"), stroke + ' stroke-dasharray="5 4"'
