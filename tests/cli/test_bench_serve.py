@@ -38,6 +38,7 @@ def test_users_on_a_server_of_our_own(hmt, tmp_path):
         (["--url", "localhost:8000"], "--url localhost:8000"),
         (["--url", "http://x", "--serve", "--context 9"], "a server that runs"),
         (["--api-key-file", "no-such-file"], "no-such-file"),
+        (["--api-key", "größe"], "no header can hold"),
     ],
 )
 def test_wrong_options_are_told(hmt, options, said):

@@ -116,12 +116,14 @@ def _counts(option: str, listed: str) -> tuple[int, ...]:
 
 
 def _key(given: str | None, file: Path | None) -> str | None:
-    if file is None:
-        return given
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+    if file is not None:
+        try:
+            given = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from error
+    if given is not None and not (given.isascii() and given.isprintable() and given):
+        raise ConfigError("the API key is empty or has characters that no header can hold")
+    return given
 
 
 def _print(content: dict[str, Any]) -> None:
