@@ -138,12 +138,14 @@ def gpu() -> list[str]:
     hybrid = _load(_HYBRID)
     steps = {(s["routing"], s["batch"], s["context"]): s for s in hybrid["steps"]}
     one, many, long = (steps["uniform", *at] for at in ((1, 1024), (16, 1024), (1, 131072)))
+    # Plans have counted these since.
+    besides = "" if "mapping" in hybrid.get("reserved", {}) else " (page tables came on top)"
     return [
         *lines,
         "",
         f"DeepSeek-V3's shape with all its 671 billion parameters in 4 bits in host memory, "
-        f"{hybrid['machine']['cores']} cores and {hybrid['gpu_memory']} of the card, keys and "
-        "values of 131,072 positions among them: "
+        f"{hybrid['machine']['cores']} cores and {hybrid['gpu_memory']} of the card{besides}, keys "
+        "and values of 131,072 positions among them: "
         f"{one['tokens_per_s']:.1f} tokens/s, {long['tokens_per_s']:.1f} at the end of the "
         f"context, {many['tokens_per_s']:.1f} of 16 sequences together. Nothing is cached and all "
         f"experts are used alike; link and CPU at once would allow {1 / one['allowed_s']:.1f}.",

@@ -78,7 +78,7 @@ def surveys_and_next(
     token_ids, positions   int64 [tokens], changed, with what `fixed_runs` made
     """
     if runs is not None:
-        # In a launch that there is anyway: three more would each take as long as reading 8 MB.
+        # In a launch that there is anyway.
         (held,) = runs.device
         found: Tensor = gpu_kernels().survey_rows(logits, (token_ids, positions, held.spans[2]))
         return found

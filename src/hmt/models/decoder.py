@@ -45,7 +45,7 @@ class Decoder(ABC):
         self.dtype = dtype
         self._norm = norm
         self._router = router
-        self._rotaries = rotaries(config)
+        self._rotaries = rotaries(config)  # of all layer types, for `angles`
         ignored = (r"rotary_emb\.inv_freq$", *ignored)
         if config.tie_word_embeddings:
             ignored += (r"^lm_head\.weight$",)
