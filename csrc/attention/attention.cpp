@@ -16,6 +16,13 @@ namespace {
 // A run with few rows is cut into at most so many tiles and chunks, none shorter than kLeastChunk
 // positions: enough for the threads of a large machine, and at most a few MiB of partial results.
 constexpr size_t kItemsPerRun = 128;
+// Heads that are computed together, page by page, where that leaves so many chunks.  On 16 Intel
+// cores, of pages in memory: 4 heads read bf16 at 75% of the RAM rate, 2 or 8 at 71%, 1 at 66%.
+constexpr size_t kHeadsTogether = 4;
+constexpr size_t kLeastItems = 64;
+// Chunks that are merged at a time: all heads of 128 chunks are 2 MiB, for which the others would
+// wait if whoever comes last merged them all.
+constexpr size_t kMergedChunks = 8;
 constexpr size_t kLeastChunk = 256;
 // Products below which one thread is as fast: some microseconds.
 constexpr size_t kLeastShared = size_t{1} << 17;
@@ -30,16 +37,18 @@ struct Task {
   size_t chunk, chunks;  // positions in a chunk, and their number (1 where nothing is seen)
   size_t first_item;
   float* partials;                 // of all chunks, where there are several
-  std::atomic<uint32_t>* pending;  // chunks that are not computed yet
+  std::atomic<uint32_t>* pending;  // of each group of chunks: not computed yet; and groups
+  size_t groups() const { return ceil_div(chunks, kMergedChunks); }
 };
 
 size_t partial_floats(const Tile& tile) {
-  return tile.rows * (padded_width(tile.pages->layout) + 2);
+  return tile.heads * tile.rows * (padded_width(tile.pages->layout) + 2);
 }
 
 Partial partial_at(float* memory, const Tile& tile) {
-  float* tops = memory + tile.rows * padded_width(tile.pages->layout);
-  return {memory, tops, tops + tile.rows};
+  const size_t rows = tile.heads * tile.rows;
+  float* tops = memory + rows * padded_width(tile.pages->layout);
+  return {memory, tops, tops + rows};
 }
 
 class Plan {
@@ -51,11 +60,15 @@ class Plan {
       const size_t rows = runs[i].length * group, tiles = ceil_div(rows, kTileRows);
       // The last tiles see most and come first, so that none is left when the others are done.
       for (size_t t = tiles; t-- > 0;) {
-        for (size_t head = 0; head < heads; ++head) {
-          const size_t first = t * kTileRows;
-          Tile tile{&pages, runs + i, &query, &options, head, group,
-                    first, std::min(kTileRows, rows - first), 0, 0};
-          add(tile, std::max<size_t>(1, kItemsPerRun / (tiles * heads)));
+        const size_t first = t * kTileRows, some = std::min(kTileRows, rows - first);
+        Tile tile{&pages, runs + i, &query, &options, 0, 1, group, first, some, 0, 0};
+        see(tile);
+        const size_t most = tiles * ceil_div(tile.end - tile.begin, kLeastChunk);
+        size_t each = std::min({heads, kTileRows / some, kHeadsTogether});
+        while (each > 1 && most * ceil_div(heads, each) < kLeastItems) each = ceil_div(each, 2);
+        for (; tile.kv_head < heads; tile.kv_head += each) {
+          tile.heads = std::min(each, heads - tile.kv_head);
+          add(tile, std::max<size_t>(1, kItemsPerRun / (tiles * ceil_div(heads, each))));
         }
       }
     }
@@ -64,18 +77,23 @@ class Plan {
   size_t items() const { return items_; }
   size_t products() const { return products_; }
   size_t bytes() const {
-    return Scratch::round(floats_ * sizeof(float)) + tasks_.size() * sizeof(std::atomic<uint32_t>);
+    return Scratch::round(floats_ * sizeof(float)) + counts_ * sizeof(std::atomic<uint32_t>);
   }
 
   void place(Scratch& scratch) {
     float* next = scratch.take<float>(floats_);
-    auto* pending = scratch.take<std::atomic<uint32_t>>(tasks_.size());
-    for (size_t i = 0; i < tasks_.size(); ++i) {
-      Task& task = tasks_[i];
+    auto* pending = scratch.take<std::atomic<uint32_t>>(counts_);
+    for (Task& task : tasks_) {
       if (task.chunks == 1) continue;
       task.partials = next;
       next += task.chunks * partial_floats(task.tile);
-      task.pending = new (pending + i) std::atomic<uint32_t>(static_cast<uint32_t>(task.chunks));
+      task.pending = pending;
+      const size_t groups = task.groups();
+      for (size_t first = 0; first < task.chunks; first += kMergedChunks) {
+        const size_t chunks = std::min(kMergedChunks, task.chunks - first);
+        new (pending++) std::atomic<uint32_t>(static_cast<uint32_t>(chunks));
+      }
+      new (pending++) std::atomic<uint32_t>(static_cast<uint32_t>(groups));
     }
   }
 
@@ -87,13 +105,17 @@ class Plan {
   }
 
  private:
-  void add(Tile tile, size_t most_chunks) {
+  // Which positions the tile's rows see.
+  static void see(Tile& tile) {
     const size_t window = tile.options->window, start = tile.run->start;
     const size_t first = start + tile.first_row / tile.group;  // position of the first row
     const size_t seen = window != 0 && first + 1 > window ? first + 1 - window : 0;
     tile.begin = seen / kPageTokens * kPageTokens;
     tile.end = std::min(start + (tile.first_row + tile.rows - 1) / tile.group + 1, tile.run->seen);
     tile.begin = std::min(tile.begin, tile.end);
+  }
+
+  void add(const Tile& tile, size_t most_chunks) {
     const size_t span = tile.end - tile.begin;
     const size_t wanted = std::max<size_t>(1, std::min(most_chunks, ceil_div(span, kLeastChunk)));
     const size_t chunk =
@@ -101,23 +123,29 @@ class Plan {
     const size_t chunks = std::max<size_t>(1, ceil_div(span, chunk));
     tasks_.push_back({tile, chunk, chunks, items_, nullptr, nullptr});
     items_ += chunks;
-    products_ += tile.rows * span * (tile.pages->layout.key_dim + tile.pages->layout.value_dim);
-    if (chunks > 1) floats_ += chunks * partial_floats(tile);
+    const PageLayout& layout = tile.pages->layout;
+    products_ += tile.heads * tile.rows * span * (layout.key_dim + layout.value_dim);
+    if (chunks == 1) return;
+    floats_ += chunks * partial_floats(tile);
+    counts_ += tasks_.back().groups() + 1;
   }
 
   std::vector<Task> tasks_;
-  size_t items_ = 0, floats_ = 0, products_ = 0;
+  size_t items_ = 0, floats_ = 0, counts_ = 0, products_ = 0;
 };
 
-void finish_chunks(const Task& task, size_t q_heads, const AttentionResult& result) {
-  const AttentionKernels& kernels = active(attention_kernels_tables());
+// The partials of chunks [first, end), those that are `step` apart, become that of the first one.
+Partial merge_chunks(const Task& task, size_t first, size_t end, size_t step) {
   std::vector<Partial> parts;
-  parts.reserve(task.chunks);
-  for (size_t i = 0; i < task.chunks; ++i) {
+  for (size_t i = first; i < end; i += step) {
     parts.push_back(partial_at(task.partials + i * partial_floats(task.tile), task.tile));
   }
-  kernels.merge(task.tile, parts.data(), parts.size());
-  kernels.finish(task.tile, parts[0], q_heads, result);
+  active(attention_kernels_tables()).merge(task.tile, parts.data(), parts.size());
+  return parts[0];
+}
+
+bool comes_last(std::atomic<uint32_t>& pending) {
+  return pending.fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 
 void compute(const Task& task, size_t chunk, size_t q_heads, const AttentionResult& result,
@@ -136,10 +164,13 @@ void compute(const Task& task, size_t chunk, size_t q_heads, const AttentionResu
     return;
   }
   kernels.attend(tile, partial_at(task.partials + chunk * floats, tile), work);
-  // Whoever comes last merges, always in the order of positions.
-  if (task.pending->fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    finish_chunks(task, q_heads, result);
-  }
+  // Whoever comes last merges: the chunks of a group, and then groups, always in the order of
+  // positions.
+  const size_t group = chunk / kMergedChunks, first = group * kMergedChunks;
+  if (!comes_last(task.pending[group])) return;
+  merge_chunks(task, first, std::min(task.chunks, first + kMergedChunks), 1);
+  if (!comes_last(task.pending[task.groups()])) return;
+  kernels.finish(task.tile, merge_chunks(task, 0, task.chunks, kMergedChunks), q_heads, result);
 }
 
 }  // namespace
@@ -179,7 +210,7 @@ void page_masses(const Pages& pages, const PagedRun& run, size_t count, const He
       const size_t first = item * kPages, last = std::min(count, first + kPages);
       for (size_t head = 0; head < heads; ++head) {
         for (size_t row = 0; row < group; row += kTileRows) {
-          const Tile tile{&pages, &run, &query, &options, head, group, row,
+          const Tile tile{&pages, &run, &query, &options, head, 1, group, row,
                           std::min(kTileRows, group - row), first * kPageTokens,
                           last * kPageTokens};
           kernels.masses(tile, logs + head * group + row, masses + first, work);

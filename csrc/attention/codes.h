@@ -264,23 +264,24 @@ HMT_INLINE void fetch_scales(const HeadPlaces& places, const uint8_t* page) {
   fetch_bytes(page + places.value_scales, places.value_scale_bytes);
 }
 
-// Pages [first, first + count).  Meanwhile: the values of the block while its keys are scored, the
-// next one's keys while its values are mixed, and its scales here.
-inline CodeBlock code_block(const Tile& tile, const HeadPlaces& places, size_t first, size_t count,
-                            const Work& work) {
+// Pages [first, first + count) of a head.  Meanwhile: their values while their keys are scored, the
+// keys of what comes next while values are mixed, and its scales here.
+inline CodeBlock code_block(const OneHead& one, size_t first, size_t count) {
+  const Tile& tile = one.tile;
+  const Work& work = one.work;
   const PageLayout& layout = tile.pages->layout;
-  const size_t last = (tile.end - 1) / kPageTokens;
+  const Ahead ahead = one.ahead(first, kCodePages);
+  const HeadPlaces places(layout, tile.kv_head), next_places(layout, ahead.head);
   CodeBlock block;
   block.count = count;
   for (size_t i = 0; i < count; ++i) {
-    const size_t ahead = first + kCodePages + i;
     const uint8_t* page = page_at(tile, first + i);
-    const uint8_t* next = page_at(tile, ahead <= last ? ahead : last);
+    const uint8_t* next = page_at(tile, ahead.page(i));
     block.keys[i] = page + places.keys;
     block.key_scales[i] = page + places.key_scales;
     block.value_scales[i] = page + places.value_scales;
-    block.ahead_of_values[i] = next + places.keys;
-    if (ahead <= last) fetch_scales(places, next);
+    block.ahead_of_values[i] = next + next_places.keys;
+    if (ahead.has(i)) fetch_scales(next_places, next);
     if (layout.latent) {
       uint8_t* turned = work.values + i * kPageTokens * layout.value_dim;
       turn_int8_keys(block.keys[i], layout.value_dim, turned);
@@ -302,40 +303,55 @@ HMT_INLINE void fetch_between(const CodeBlock& block, size_t r, size_t rows, siz
   }
 }
 
+// Pages [page, page + count) against the rows of a head.
+template <typename Codes>
+void attend_block(const OneHead& one, size_t page, size_t count) {
+  const Tile& tile = one.tile;
+  const Work& work = one.work;
+  const PageLayout& layout = tile.pages->layout;
+  const HeadPlaces places(layout, tile.kv_head);
+  const size_t width = padded_width(layout), each = Codes::group(layout.value_dim);
+  const size_t groups = (layout.value_dim + each - 1) / each;
+  auto* bytes = reinterpret_cast<uint8_t*>(work.weights);
+  const CodeQuery query{work.query, work.query_starts, work.query_factors};
+  const CodeWeights weights{bytes, work.weight_scales, work.weight_starts, groups};
+  const CodeBlock block = code_block(one, page, count);
+  score_codes<Codes>(query, tile.rows, layout.key_dim, block, work.scores);
+  const size_t seen = tile.end - page * kPageTokens;
+  spread_value_scales(block, Codes(), groups, seen, work.value_scales);
+  for (size_t r = 0; r < tile.rows; ++r) {
+    fetch_between(block, r, tile.rows, places.key_bytes);
+    weigh_row(tile, one.partial, work, r, page * kPageTokens, count);
+    for (size_t group = 0; group < groups; ++group) {
+      const size_t at = r * groups + group;
+      round_weights(block, Codes(), work.scores + r * kCodeTokens,
+                    work.value_scales + group * kCodeTokens, bytes + at * 2 * kCodeTokens,
+                    work.weight_scales + at, work.weight_starts + at);
+    }
+  }
+  mix_codes<Codes>(weights, tile.rows, block, layout.value_dim, width, one.partial.sums);
+}
+
 // begin_rows() has been called.
 template <typename Codes>
 void attend_codes(const Tile& tile, const Partial& partial, const Work& work) {
-  const PageLayout& layout = tile.pages->layout;
-  const size_t width = padded_width(layout), each = Codes::group(layout.value_dim);
-  const size_t groups = (layout.value_dim + each - 1) / each;
+  const size_t begin_page = tile.begin / kPageTokens;
   const size_t end_page = (tile.end + kPageTokens - 1) / kPageTokens;
-  const HeadPlaces places(layout, tile.kv_head);
-  size_t page = tile.begin / kPageTokens;
-  for (size_t i = page; i < end_page && i < page + kCodePages; ++i) {
+  if (begin_page == end_page) return;
+  const HeadPlaces places(tile.pages->layout, tile.kv_head);
+  for (size_t i = begin_page; i < end_page && i < begin_page + kCodePages; ++i) {
     fetch_bytes(page_at(tile, i) + places.keys, places.key_bytes);
     fetch_scales(places, page_at(tile, i));
   }
-  load_code_query<Codes>(tile, work);
-  const CodeQuery query{work.query, work.query_starts, work.query_factors};
-  auto* bytes = reinterpret_cast<uint8_t*>(work.weights);
-  const CodeWeights weights{bytes, work.weight_scales, work.weight_starts, groups};
-  for (; page < end_page; page += kCodePages) {
+  for (size_t h = 0; h < tile.heads; ++h) {
+    const OneHead one(tile, partial, work, h);
+    load_code_query<Codes>(one.tile, one.work);
+  }
+  for (size_t page = begin_page; page < end_page; page += kCodePages) {
     const size_t count = end_page - page < kCodePages ? end_page - page : kCodePages;
-    const CodeBlock block = code_block(tile, places, page, count, work);
-    score_codes<Codes>(query, tile.rows, layout.key_dim, block, work.scores);
-    const size_t seen = tile.end - page * kPageTokens;
-    spread_value_scales(block, Codes(), groups, seen, work.value_scales);
-    for (size_t r = 0; r < tile.rows; ++r) {
-      fetch_between(block, r, tile.rows, places.key_bytes);
-      weigh_row(tile, partial, work, r, page * kPageTokens, count);
-      for (size_t group = 0; group < groups; ++group) {
-        const size_t at = r * groups + group;
-        round_weights(block, Codes(), work.scores + r * kCodeTokens,
-                      work.value_scales + group * kCodeTokens, bytes + at * 2 * kCodeTokens,
-                      work.weight_scales + at, work.weight_starts + at);
-      }
+    for (size_t h = 0; h < tile.heads; ++h) {
+      attend_block<Codes>(OneHead(tile, partial, work, h), page, count);
     }
-    mix_codes<Codes>(weights, tile.rows, block, layout.value_dim, width, partial.sums);
   }
 }
 

@@ -11,23 +11,23 @@ constexpr std::size_t kBlockPages = 4;
 constexpr std::size_t kBlockTokens = kBlockPages * kPageTokens;
 constexpr std::size_t kTileRows = 64;
 
-// Some rows of a run against some of its positions, for one KV head.  Row i of a run is token
-// i / group, head kv_head * group + i % group.
+// Some rows of a run against some of its positions, for `heads` KV heads from kv_head on.  Row i of
+// a run is, for KV head h, token i / group and head h * group + i % group.
 struct Tile {
   const Pages* pages;
   const PagedRun* run;
   const HeadRows* query;
   const AttentionOptions* options;
-  std::size_t kv_head, group;
-  std::size_t first_row, rows;  // at most kTileRows
+  std::size_t kv_head, heads, group;
+  std::size_t first_row, rows;  // heads * rows is at most kTileRows
   std::size_t begin, end;       // positions; `begin` is a multiple of 16
 };
 
 // Softmax of a tile's rows that is not divided by its total yet.
 struct Partial {
-  float* sums;    // [rows, width]: values weighted by exp(score - top); width = padded_width()
-  float* tops;    // [rows]: the greatest score, -infinity where nothing was seen
-  float* totals;  // [rows]: sum of exp(score - top)
+  float* sums;    // [heads, rows, padded_width()]: values weighted by exp(score - top)
+  float* tops;    // [heads, rows]: the greatest score, -infinity where nothing was seen
+  float* totals;  // [heads, rows]: sum of exp(score - top)
 };
 
 inline constexpr std::size_t padded_width(const PageLayout& layout) {

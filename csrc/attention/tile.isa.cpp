@@ -63,15 +63,17 @@ void fetch_ahead(const uint8_t* begin, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) fetch(begin + i);
 }
 
-// Pages [first, first + count) of the tile's run, ready for products.
+// Pages [first, first + count) of a head, ready for products.
 template <typename Form>
-Block block_of(const Tile& tile, size_t first, size_t count, const Work& work) {
+Block block_of(const OneHead& one, size_t first, size_t count) {
+  const Tile& tile = one.tile;
+  const Work& work = one.work;
+  const Ahead ahead = one.ahead(first, kBlockPages);
   const PageLayout& layout = tile.pages->layout;
   const size_t head = tile.kv_head, numbers = Form::kNumbers;
   const size_t key_bytes = kPageTokens * layout.key_dim * 4 / numbers;
   const size_t value_bytes = kPageTokens * padded_width(layout) * 4 / numbers;
   const bool keys_here = Form::keys_in_place(layout), values_here = Form::values_in_place(layout);
-  const size_t last_page = (tile.end - 1) / kPageTokens;
   Block block{};
   block.count = count;
   for (size_t i = 0; i < kBlockPages; ++i) {
@@ -80,20 +82,19 @@ Block block_of(const Tile& tile, size_t first, size_t count, const Work& work) {
     block.keys[i] = page + layout.key_at(head);
     block.key_scales[i] = page + layout.key_scales_at(head);
     block.value_scales[i] = page + layout.value_scales_at(head);
-    const size_t ahead = first + kBlockPages + i;
-    const uint8_t* next = page_at(tile, ahead <= last_page ? ahead : last_page);
+    const uint8_t* next = page_at(tile, ahead.page(i));
     if (keys_here) {
-      block.key_ahead[i] = next + layout.key_at(head);
+      block.key_ahead[i] = next + layout.key_at(ahead.head);
     } else {
-      fetch_ahead(next + layout.key_at(head), layout.key_bytes());
+      fetch_ahead(next + layout.key_at(ahead.head), layout.key_bytes());
       uint8_t* out = work.keys + (i < count ? i : 0) * key_bytes;
       if (i < count) Form::keys(layout, page, head, out);
       block.keys[i] = out;
     }
     if (i >= count) continue;
     const size_t seen = tile.end - number * kPageTokens;
-    if (values_here) block.value_ahead[i] = next + layout.value_at(head);
-    else if (!layout.latent) fetch_ahead(next + layout.value_at(head), layout.value_bytes());
+    if (values_here) block.value_ahead[i] = next + layout.value_at(ahead.head);
+    else if (!layout.latent) fetch_ahead(next + layout.value_at(ahead.head), layout.value_bytes());
     if (values_here && (seen >= kPageTokens || !Form::kHidesTokens)) {
       block.values[i] = page + layout.value_at(head);
     } else {
@@ -107,14 +108,22 @@ Block block_of(const Tile& tile, size_t first, size_t count, const Work& work) {
 
 template <typename Form>
 void attend_as(const Tile& tile, const Partial& partial, const Work& work) {
-  Form::load_query(tile, work);
+  const size_t begin_page = tile.begin / kPageTokens;
   const size_t end_page = (tile.end + kPageTokens - 1) / kPageTokens;
-  for (size_t page = tile.begin / kPageTokens; page < end_page; page += kBlockPages) {
+  if (begin_page == end_page) return;
+  for (size_t h = 0; h < tile.heads; ++h) {
+    const OneHead one(tile, partial, work, h);
+    Form::load_query(one.tile, one.work);
+  }
+  for (size_t page = begin_page; page < end_page; page += kBlockPages) {
     const size_t count = end_page - page < kBlockPages ? end_page - page : kBlockPages;
-    const Block block = block_of<Form>(tile, page, count, work);
-    Form::score(tile, block, work);
-    weigh<Form>(tile, partial, block, work, page * kPageTokens);
-    Form::mix(tile, block, work, partial.sums);
+    for (size_t h = 0; h < tile.heads; ++h) {
+      const OneHead one(tile, partial, work, h);
+      const Block block = block_of<Form>(one, page, count);
+      Form::score(one.tile, block, one.work);
+      weigh<Form>(one.tile, one.partial, block, one.work, page * kPageTokens);
+      Form::mix(one.tile, block, one.work, one.partial.sums);
+    }
   }
 }
 
@@ -139,7 +148,8 @@ void attend(const Tile& tile, const Partial& partial, uint8_t* memory) {
   work.place(tile.pages->layout, memory);
   begin_rows(tile, partial, work);
   attend_tile(tile, partial, work);
-  for (size_t r = 0; r < tile.rows; ++r) partial.totals[r] = sum(load(work.totals + 16 * r));
+  const size_t rows = tile.heads * tile.rows;
+  for (size_t r = 0; r < rows; ++r) partial.totals[r] = sum(load(work.totals + 16 * r));
 }
 
 // Adds exp(score - log) of a page's positions, for scores that are not scaled yet (by 1 if they are).
@@ -243,7 +253,7 @@ void masses(const Tile& tile, const float* logs, float* masses, uint8_t* memory)
 void merge(const Tile& tile, const Partial* parts, size_t count) {
   const size_t width = padded_width(tile.pages->layout);
   const Partial& all = parts[0];
-  for (size_t r = 0; r < tile.rows; ++r) {
+  for (size_t r = 0; r < tile.heads * tile.rows; ++r) {
     float top = kNone;
     for (size_t i = 0; i < count; ++i) top = parts[i].tops[r] > top ? parts[i].tops[r] : top;
     const float reference = top == kNone ? 0.0f : top;
@@ -266,8 +276,9 @@ void merge(const Tile& tile, const Partial* parts, size_t count) {
 void finish(const Tile& tile, const Partial& partial, size_t q_heads,
             const AttentionResult& result) {
   const size_t value_dim = tile.pages->layout.value_dim, width = padded_width(tile.pages->layout);
-  for (size_t r = 0; r < tile.rows; ++r) {
-    const size_t row = tile.first_row + r, head = tile.kv_head * tile.group + row % tile.group;
+  for (size_t r = 0; r < tile.heads * tile.rows; ++r) {
+    const size_t row = tile.first_row + r % tile.rows;
+    const size_t head = (tile.kv_head + r / tile.rows) * tile.group + row % tile.group;
     const size_t at = (tile.run->offset + row / tile.group) * q_heads + head;
     float top = partial.tops[r], total = partial.totals[r], factor = 1.0f;
     const float* sinks = tile.options->sinks;

@@ -73,17 +73,56 @@ HMT_INLINE const uint8_t* page_at(const Tile& tile, size_t page) {
 }
 
 inline void begin_rows(const Tile& tile, const Partial& partial, const Work& work) {
+  const size_t rows = tile.heads * tile.rows;
   const size_t width = padded_width(tile.pages->layout), window = tile.options->window;
-  for (size_t i = 0; i < tile.rows * width; ++i) partial.sums[i] = 0.0f;
-  for (size_t i = 0; i < tile.rows * 16; ++i) work.totals[i] = 0.0f;
+  for (size_t i = 0; i < rows * width; ++i) partial.sums[i] = 0.0f;
+  for (size_t i = 0; i < rows * 16; ++i) work.totals[i] = 0.0f;
+  for (size_t r = 0; r < rows; ++r) partial.tops[r] = kNone;
   for (size_t r = 0; r < tile.rows; ++r) {
-    partial.tops[r] = kNone;
     const size_t after = tile.run->start + (tile.first_row + r) / tile.group + 1;
     const size_t first = window != 0 && after > window ? after - window : 0;
     work.first[r] = first > tile.begin ? first : tile.begin;
     work.after[r] = after < tile.end ? after : tile.end;
   }
 }
+
+// What is fetched while something else is computed: pages from `first` on, of one head.
+struct Ahead {
+  size_t head, first, last;
+  // The last page of the tile stands for those behind it.
+  size_t page(size_t i) const { return has(i) ? first + i : last; }
+  bool has(size_t i) const { return first + i <= last; }
+};
+
+// Head `h` of a tile's heads, and where it is computed.
+struct OneHead {
+  OneHead(const Tile& all, const Partial& sums_of_all, const Work& work_of_all, size_t h)
+      : tile(all), partial(sums_of_all), work(work_of_all) {
+    const PageLayout& layout = all.pages->layout;
+    const size_t row = h * all.rows;
+    tile.kv_head += h;
+    tile.heads = 1;
+    partial.sums += row * padded_width(layout);
+    partial.tops += row;
+    partial.totals += row;
+    work.query += row * layout.key_dim;
+    work.totals += row * 16;
+    work.query_factors += row;
+    work.query_starts += row * layout.scales(layout.key_dim);
+    next = h + 1 < all.heads ? tile.kv_head + 1 : all.kv_head;
+  }
+  // While a block of `pages` pages from `first` on is computed: the same pages of the next head,
+  // whose numbers lie right behind this one's, and after the last head the next block.  On two busy
+  // Intel cores, against each head going through all pages alone, pages in memory came in faster
+  // (bf16 15 to 25%, int8 11 to 19%), and pages in caches up to 40% slower.
+  Ahead ahead(size_t first, size_t pages) const {
+    return {next, next > tile.kv_head ? first : first + pages, (tile.end - 1) / kPageTokens};
+  }
+  Tile tile;
+  Partial partial;
+  Work work;
+  size_t next;  // head
+};
 
 inline void multiply_row(float* row, size_t count, float factor) {
   for (size_t i = 0; i < count; i += 16) store(row + i, mul(load(row + i), set1(factor)));
