@@ -84,14 +84,14 @@ def scale_numbers(stored, factor, KIND: tl.constexpr):
 
 
 @triton.jit
-def pointers(addresses, KIND: tl.constexpr):
-    """Int64 addresses, multiples of 16, as pointers to numbers of dtype KIND."""
+def pointers(addresses, KIND: tl.constexpr, ALIGNED: tl.constexpr = 16):
+    """Int64 addresses, multiples of ALIGNED, as pointers to numbers of dtype KIND."""
     # Said of the pointer: what is known of an integer is forgotten when it becomes one.
     pointer = addresses.to(tl.pointer_type(KIND))
     if len(addresses.shape) == 3:
-        aligned = tl.multiple_of(pointer, [16, 16, 16])
+        aligned = tl.multiple_of(pointer, [ALIGNED, ALIGNED, ALIGNED])
     elif len(addresses.shape) == 2:
-        aligned = tl.multiple_of(pointer, [16, 16])
+        aligned = tl.multiple_of(pointer, [ALIGNED, ALIGNED])
     else:
-        aligned = tl.multiple_of(pointer, [16])
+        aligned = tl.multiple_of(pointer, [ALIGNED])
     return aligned

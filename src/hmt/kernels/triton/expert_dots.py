@@ -144,14 +144,15 @@ def panel_dots(
 def row_dots(
     data, scales, present, panel, x, x_row, rows, columns,
     KIND: tl.constexpr, DATA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, CODES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """As `panel_dots`, of row-major matrices [rows, columns]; x [.., columns], int8 if CODES."""
     row = panel * 16 + tl.arange(0, 16)[None, :, None]
     inside = present & (row < rows)
-    at = pointers(data, DATA) + row.to(tl.int64) * columns
+    at = pointers(data, DATA, ALIGNED) + row.to(tl.int64) * columns
     tiles = tl.cdiv(columns, TILE_COLUMNS)
-    scale = pointers(scales, tl.float32)
+    scale = pointers(scales, tl.float32, ALIGNED)
     if KIND == "int8" and CODES:
         total = tl.zeros((data.shape[0], 16, COLUMNS), tl.int32)
     else:

@@ -29,8 +29,8 @@ def _dots(
     present, panel, x, x_scales, x_row, rows, columns,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Sixteen rows of one matrix of several experts, or of several matrices: f32 [m, 16].
 
@@ -58,7 +58,7 @@ def _dots(
     else:
         out = row_dots(
             data, scales, present, panel, x, x_row, rows, columns,
-            KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES == 1, STEP,
+            KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED, PLANES == 1, STEP,
         )  # fmt: skip
     return out
 
@@ -71,8 +71,8 @@ def _gate_up_kernel(
     RESULT: tl.constexpr, H_PLANES: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: HEIGHT panels; axis 1: slots.  Writes activation(gate) * up of one expert.
 
@@ -97,8 +97,8 @@ def _gate_up_kernel(
             tl.where(is_up, up_data, gate_data), tl.where(is_up, up_scales, gate_scales),
             tl.where(is_up, up_extra, gate_extra), tl.where(is_up, up_factor, gate_factor),
             present, panel, x, x_scales, slot // TOP, rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES, STEP,
-            STAGES, EVEN, ASM,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED, PLANES,
+            STEP, STAGES, EVEN, ASM,
         )  # fmt: skip
         if PLANES == 1:
             out *= tl.load(x_scales + slot // TOP)
@@ -126,8 +126,8 @@ def _down_kernel(
     KEEP: tl.constexpr, LAST: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: panels; axis 1: tokens.  Adds the token's experts, PAIRS of them at a time."""
     next_may_begin(DEPENDENT)
@@ -148,8 +148,8 @@ def _down_kernel(
         result = _dots(
             table, part_stride, expert, 8, at_data, at_scales, at_extra, at_factor,
             present, tl.program_id(0), h, h_scales, tl.where(present, slot, 0), rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, PLANES, STEP,
-            STAGES, EVEN, ASM,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED, PLANES,
+            STEP, STAGES, EVEN, ASM,
         )  # fmt: skip
         flat = start + tl.arange(0, PAIRS)[:, None]
         here = tl.reshape(present, (PAIRS, 1))

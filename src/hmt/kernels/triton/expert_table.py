@@ -1,5 +1,6 @@
 """Where the experts of a layer lie, told to kernels by a table of addresses on the device."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,8 +11,10 @@ from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels.reference.experts import Expert
 
 PARTS = ("data", "scales", "extra", "factor")  # of each matrix, in the order of a table's rows
+_FACTOR = PARTS.index("factor")  # one number, read by itself
 MATRICES = ("gate_proj", "up_proj", "down_proj")
-_ALIGNMENT = 16  # bytes; kernels load as many at a time
+_ALIGNMENT = 16  # bytes; kernels load as many at a time where they can
+_NUMBER = 4  # bytes, of scales and the widest weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class ExpertMatrix:
     scale_dtype    of the scales; of float encodings, None
     extra          what `extra` holds: "zeros", "minima" or ""
     offsets        bytes from an expert's address to data, scales, extra and factor; 0 for those
-                   that the encoding does not have.  Those of data and scales are multiples of 16
+                   that the encoding does not have
+    aligned        bytes: data and scales begin at multiples of it, 16 or a smaller power of two
     """
 
     encoding: Encoding
@@ -33,6 +37,7 @@ class ExpertMatrix:
     scale_dtype: torch.dtype | None = None
     extra: str = ""
     offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
+    aligned: int = _ALIGNMENT
 
     @property
     def in_panels(self) -> bool:
@@ -41,7 +46,9 @@ class ExpertMatrix:
 
     @property
     def has_kernel(self) -> bool:
-        """False where groups are of a size that kernels do not have."""
+        """False where groups are of a size that kernels do not have, or parts lie too oddly."""
+        if self.aligned < (_ALIGNMENT if self.in_panels else _NUMBER):
+            return False
         if not self.group_size:
             return True
         whole = self.shape[1] % self.group_size == 0 and self.group_size.bit_count() == 1
@@ -110,23 +117,36 @@ def make_table(given: Sequence[Expert], experts: int, device: torch.device) -> E
     if not given:
         return None
     first = [describe(given[0][1][name]) for name in MATRICES]
-    if first[0] != first[1] or not all(matrix.has_kernel for matrix in first):
+    if first[0] != first[1]:
         return None
     addresses = torch.zeros(len(MATRICES) * len(PARTS), experts, dtype=torch.int64)
+    read = []
     for index, params in given:
         column = _addresses(params, first)
         if column is None or not 0 <= index < experts:
             return None
         addresses[:, index] = torch.tensor(column)
-    return ExpertTable(addresses.to(device), *first)
+        read += [at for part, at in enumerate(column) if part % len(PARTS) != _FACTOR]
+    # A checkpoint's tensors begin where its header ends: at any multiple of 8.
+    matrices = [replace(matrix, aligned=_alignment(read)) for matrix in first]
+    if not all(matrix.has_kernel for matrix in matrices):
+        return None
+    return ExpertTable(addresses.to(device), *matrices)
 
 
 def block_table(addresses: Tensor, sample: Mapping[str, WeightTensor], base: int) -> ExpertTable:
     """A table of blocks that are laid out as the one of `sample`, which begins at address `base`.
 
-    It holds `addresses` int64 [experts] itself, not a copy.
+    It holds `addresses` int64 [experts], multiples of 16, itself, not a copy.
     """
-    return ExpertTable(addresses, *(describe(sample[name], base) for name in MATRICES))
+    matrices = [describe(sample[name], base) for name in MATRICES]
+    aligned = _alignment([at for matrix in matrices for at in matrix.offsets[:_FACTOR]])
+    return ExpertTable(addresses, *(replace(matrix, aligned=aligned) for matrix in matrices))
+
+
+def _alignment(places: Sequence[int]) -> int:
+    """The largest power of two, up to 16, that divides all of them."""
+    return math.gcd(_ALIGNMENT, *places)
 
 
 def _parts(w: WeightTensor) -> tuple[Tensor | None, ...]:
@@ -146,6 +166,4 @@ def _addresses(
             if part is not None and not part.is_contiguous():
                 return None
             column.append(0 if part is None else part.data_ptr())
-        if any(address % _ALIGNMENT for address in column[-4:-1]):
-            return None
     return column

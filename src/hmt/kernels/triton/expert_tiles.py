@@ -19,8 +19,8 @@ from hmt.kernels.triton.tile_weights import nibble_numbers, panel_codes, panel_w
 def _code_dots(
     data, scales, extra, factor, x, x_at, x_there, first, rows, columns,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
-    EXTRA: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    EXTRA: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of codes with int8 rows of x, exact in each group: f32 [ROWS, TOKENS]."""
     row = first + tl.arange(0, ROWS)
@@ -45,15 +45,21 @@ def _code_dots(
                     total += tl.sum(mine, axis=1).to(tl.float32)[None, :] * least[:, None]
         else:
             inside = (row < rows)[:, None] & (start + k < columns)[None, :]
-            at = pointers(data, DATA) + row.to(tl.int64)[:, None] * columns
+            at = pointers(data, DATA, ALIGNED) + row.to(tl.int64)[:, None] * columns
             codes = tl.load(at + (start + k)[None, :], mask=inside, other=0)
             product = tl.dot(codes, tl.trans(numbers)).to(tl.float32)
             if KIND == "int8-group":
-                at_by = pointers(scales, tl.float32) + row * (columns // GROUP) + start // GROUP
+                at_by = (
+                    pointers(scales, tl.float32, ALIGNED)
+                    + row * (columns // GROUP)
+                    + start // GROUP
+                )
                 product *= tl.load(at_by, mask=row < rows, other=0.0)[:, None]
             total += product
     if KIND == "int8":
-        total *= tl.load(pointers(scales, tl.float32) + row, mask=row < rows, other=0.0)[:, None]
+        total *= tl.load(pointers(scales, tl.float32, ALIGNED) + row, mask=row < rows, other=0.0)[
+            :, None
+        ]
     return total
 
 
@@ -62,7 +68,7 @@ def _float_dots(
     data, scales, extra, factor, x, x_at, x_there, first, rows, columns,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Of weights brought to RESULT with rows of x, `by_nibbles` for panels: f32 [ROWS, TOKENS]."""
@@ -90,7 +96,7 @@ def _float_dots(
             numbers = tl.load(x + x_at[:, None] + column, mask=mask, other=0.0)
             weights = row_tile(
                 data, scales, first, start, rows, columns,
-                KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, ROWS, COLUMNS, RESULT,
+                KIND, DATA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED, ROWS, COLUMNS, RESULT,
             )  # fmt: skip
             total = tl.dot(weights, tl.trans(numbers), total, input_precision="ieee")
     return total
@@ -102,8 +108,8 @@ def _tile_dots(
     x, x_at, x_there, first, rows, columns,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one matrix times TOKENS rows of x, which begin at x_at: f32 [ROWS, TOKENS]."""
     parts = table + expert + first_part * part_stride
@@ -121,13 +127,13 @@ def _tile_dots(
     if CODES:
         total = _code_dots(
             data, scales, extra, factor, x, x_at, x_there, first, rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, ROWS, TOKENS, COLUMNS,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, ALIGNED, ROWS, TOKENS, COLUMNS,
         )  # fmt: skip
     else:
         total = _float_dots(
             data, scales, extra, factor, x, x_at, x_there, first, rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ROWS, TOKENS,
-            COLUMNS, RESULT,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED, ROWS,
+            TOKENS, COLUMNS, RESULT,
         )  # fmt: skip
     return total
 
@@ -157,8 +163,8 @@ def _gate_up_kernel(
     EXPERTS: tl.constexpr, TOP: tl.constexpr, ACTIVATION: tl.constexpr, BY_NIBBLES: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: ROWS rows; axis 1: `_tile_of` TOKENS.  h is in sorted order."""
     expert, tile, real = _tile_of(table, counts, tl.program_id(1), experts, EXPERTS, TOKENS)
@@ -171,14 +177,14 @@ def _gate_up_kernel(
         gate = _tile_dots(
             table, part_stride, expert, 0, gate_data, gate_scales, gate_extra, gate_factor,
             x, x_at * x_row, there, first, rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, CODES, ROWS,
-            TOKENS, COLUMNS, RESULT,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED,
+            CODES, ROWS, TOKENS, COLUMNS, RESULT,
         )  # fmt: skip
         up = _tile_dots(
             table, part_stride, expert, 4, up_data, up_scales, up_extra, up_factor,
             x, x_at * x_row, there, first, rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, CODES, ROWS,
-            TOKENS, COLUMNS, RESULT,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED,
+            CODES, ROWS, TOKENS, COLUMNS, RESULT,
         )  # fmt: skip
         if CODES:
             by = tl.load(x_scales + x_at, mask=there, other=0.0)[None, :]
@@ -200,8 +206,8 @@ def _down_kernel(
     at_data, at_scales, at_extra, at_factor,
     EXPERTS: tl.constexpr, PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr,
     SCALE: tl.constexpr, EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Axes as above.  y is in the order of pairs, rounded, not scaled."""
     expert, tile, real = _tile_of(table, counts, tl.program_id(1), experts, EXPERTS, TOKENS)
@@ -213,8 +219,8 @@ def _down_kernel(
         out = _tile_dots(
             table, part_stride, expert, 8, at_data, at_scales, at_extra, at_factor,
             h, at * columns, there, first, rows, columns,
-            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, CODES, ROWS,
-            TOKENS, COLUMNS, RESULT,
+            PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED,
+            CODES, ROWS, TOKENS, COLUMNS, RESULT,
         )  # fmt: skip
         if CODES:
             out *= tl.load(h_scales + at, mask=there, other=0.0)[None, :]

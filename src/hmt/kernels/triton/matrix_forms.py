@@ -67,5 +67,6 @@ def matrix_form(matrix: ExpertMatrix) -> MatrixForm:
             "GROUP": matrix.group_size or 1,
             "TILE_ROWS": matrix.tile[0] or 1,
             "TILE_COLUMNS": matrix.tile[1] or 1,
+            "ALIGNED": matrix.aligned,
         }
     )

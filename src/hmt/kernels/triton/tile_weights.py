@@ -144,16 +144,17 @@ def panel_codes(
 def row_tile(
     data, scales, first, start, rows, columns,
     KIND: tl.constexpr, DATA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RESULT: tl.constexpr,
 ):  # fmt: skip
     """As `panel_tile`, of row-major numbers, inputs in their own order."""
     row = first + tl.arange(0, ROWS)[:, None]
     column = start + tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < columns)
-    at = pointers(data, DATA) + row.to(tl.int64) * columns + column
+    at = pointers(data, DATA, ALIGNED) + row.to(tl.int64) * columns + column
     numbers = tl.load(at, mask=mask, other=0.0)
     if KIND != "float":
-        by = pointers(scales, tl.float32)
+        by = pointers(scales, tl.float32, ALIGNED)
         if KIND == "fp8":
             by += row // TILE_ROWS * tl.cdiv(columns, TILE_COLUMNS) + column // TILE_COLUMNS
         elif KIND == "int8-group":
