@@ -196,7 +196,8 @@ def _with_budget(
             prompt_rate(model, task.prompt)
         assert engine._device is not None
         used = engine._device.used_bytes()  # before a peer takes its own
-        read = read_bytes(model.plan, model.prepared.layouts)
+        plan, layouts = model.plan, model.prepared.layouts
+        read = read_bytes(plan, layouts, shape)
         rival: Peer | None = None
         told: dict[str, str] = {}
         if peer is not None:
@@ -210,7 +211,9 @@ def _with_budget(
         timed = [measure(model, rival, batch, task, tell) for batch in task.batches]
         if task.prompt:
             timed.append(measure(model, rival, 0, task, tell))
-    cases = [case(one, task, read, rates) for one in timed]
+    cases = [
+        case(one, task, read_bytes(plan, layouts, shape, max(1, one.batch)), rates) for one in timed
+    ]
     return {
         "gpu_memory": memory,
         "gpu_used_bytes": used,
@@ -318,18 +321,30 @@ def case(timed: Timed, task: Task, read: Mapping[str, int], rates: Rates) -> Cas
     )
 
 
-def read_bytes(plan: Plan, layouts: Mapping[BlockId, BlockLayout]) -> dict[str, int]:
-    """Parameter bytes that a token reads: on the device, copied there, and by the CPU.
+def read_bytes(
+    plan: Plan, layouts: Mapping[BlockId, BlockLayout], shape: Shape, tokens: int = 1
+) -> dict[str, int]:
+    """Parameter bytes that a step of `tokens` reads: on the device, copied there, and by the CPU.
 
-    Of a mixture of experts, as if it used all experts.
+    Of experts, those that so many tokens choose between them where all are as likely, and of these
+    what the device's cache then holds.
     """
-    read = {"device": 0, "copied": 0, "host": 0}
+    read = dict.fromkeys(("device", "copied", "host"), 0.0)
+    used = cached = 0.0
+    if shape.experts:
+        used = 1 - (1 - shape.experts_per_token / shape.experts) ** tokens
+        cached = plan.device.expert_slots / shape.experts
     for block, home in plan.homes.items():
         if block.kind is BlockKind.EMBEDDING:
             continue  # a row per token
-        where = "copied" if block in plan.device.computes else "host"
-        read["device" if home is Tier.DEVICE else where] += layouts[block].parameter_bytes
-    return read
+        nbytes = float(layouts[block].parameter_bytes)
+        here = float(home is Tier.DEVICE)
+        if block.kind is BlockKind.EXPERT:
+            nbytes *= used
+            here = max(here, cached)
+        read["device"] += here * nbytes
+        read["copied" if block in plan.device.computes else "host"] += (1 - here) * nbytes
+    return {where: round(nbytes) for where, nbytes in read.items()}
 
 
 def decode_rate(model: LoadedModel, batch: int, tokens: int) -> tuple[float, Phase]:
