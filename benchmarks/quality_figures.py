@@ -14,17 +14,20 @@ _BEGIN, _END = "<!-- figures: benchmarks/quality_figures.py kv -->", "<!-- /figu
 def table() -> list[str]:
     """Scores and bytes of every setting, for both models and all lengths that were measured."""
     found = {model: _by_setting(prefix) for model, prefix in _MODELS.items()}
-    lengths = sorted({length for results in found.values() for _, length in results})
-    heads = ["bytes per position", *(f"retrieval {length}" for length in lengths), "perplexity"]
-    columns = [f"{model}: {head}" for model in found for head in heads]
+    lengths = {model: sorted({n for _, n in results}) for model, results in found.items()}
+    columns = [
+        f"{model}: {head}"
+        for model in found
+        for head in ("bytes per position", *(f"retrieval {n}" for n in lengths[model]), "perplexity")
+    ]
     lines = [f"| keys and values | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for setting in dict.fromkeys(name for results in found.values() for name, _ in results):
         cells = []
-        for results in found.values():
-            mine = {n: results[setting, n] for n in lengths if (setting, n) in results}
+        for model, results in found.items():
+            mine = {n: results[setting, n] for n in lengths[model] if (setting, n) in results}
             cells.append(_bytes(next(iter(mine.values()), None)))
-            cells += [_retrieval(mine.get(length)) for length in lengths]
-            cells.append(_perplexity(mine.get(lengths[0])))
+            cells += [_retrieval(mine.get(length)) for length in lengths[model]]
+            cells.append(_perplexity(mine.get(lengths[model][0])))
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     return lines
 

@@ -23,6 +23,7 @@ _PREFIX, _PAGES = "prefix-xeon-amx-2-cores.json", "pages-xeon-amx-2-cores.json"
 _ON_A_GPU = {
     "Llama, 8 billion, all on the card": "gpu-8b-16gib-h200-beside-llama-cpp.json",
     "Llama, 70 billion, 16 GiB of the card": "gpu-70b-16gib-h200.json",
+    "Qwen3-MoE, 30 billion, 8 GiB of the card": "gpu-30b-moe-8gib-h200-beside-llama-cpp.json",
 }
 _BESIDE = {
     "all near": "near",

@@ -168,7 +168,7 @@ def test_parts_may_lie_as_a_checkpoint_has_them(device, tokens):
             assert table is None  # HMT itself writes those
             continue
         found = experts_by_table(x, table, chosen, scales, "silu")
-        assert torch.equal(found, experts(x, given, chosen, scales, "silu"))
+        near(found, experts(x, given, chosen, scales, "silu"), kind, x.dtype)
 
 
 def shifted(w, nbytes):
