@@ -18,7 +18,11 @@ def table() -> list[str]:
     columns = [
         f"{model}: {head}"
         for model in found
-        for head in ("bytes per position", *(f"retrieval {n}" for n in lengths[model]), "perplexity")
+        for head in (
+            "bytes per position",
+            *(f"retrieval {n}" for n in lengths[model]),
+            "perplexity",
+        )
     ]
     lines = [f"| keys and values | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for setting in dict.fromkeys(name for results in found.values() for name, _ in results):
