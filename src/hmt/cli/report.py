@@ -11,16 +11,10 @@ from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from hmt.contracts.kv import KVAccount
-    from hmt.engine import Bottleneck, DeviceAccount, ExpertAccount, Phase, RunSummary, Verdict
+    from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, Verdict
 
 _BAR_CELLS = 16
-_SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
 _LEVELS = {"near": "near", "host": "in host memory", "drive": "on the drive"}
-_LINKS = {
-    "disk": "the drive",
-    "memory": "memory",
-    "computation": "computation",
-}
 
 
 def summary_view(summary: "RunSummary") -> RenderableType:
@@ -49,7 +43,7 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     if phase.host_s is not None:
         table.add_row("Python", _host(phase, phase.host_s))
     if (limit := summary.bottleneck) is not None:
-        table.add_row("limit", _limit(limit))
+        table.add_row("limit", limit.text)
     table.add_row(
         "process", f"{format_bytes(summary.peak_rss_bytes)} at its peak, Python and torch included"
     )
@@ -179,19 +173,6 @@ def _time(phase: "Phase") -> Text:
 def _host(phase: "Phase", host_s: float) -> str:
     share = host_s / phase.seconds if phase.seconds else 0.0
     return f"{format_seconds(host_s / (phase.tokens or 1))} per token, {share:.0%} of the time"
-
-
-def _limit(limit: "Bottleneck") -> str:
-    rate, ceiling = format_rate(limit.rate), format_rate(limit.ceiling)
-    if limit.link == "conversion":
-        return f"converting weights when they are first read (the drive gave {rate})"
-    if limit.share is None:
-        return f"{_LINKS[limit.link]}, at {rate} (run hmt probe to learn what it could give)"
-    if limit.share > _SURPRISE:
-        return f"{_LINKS[limit.link]}, at {rate}, above its measured {ceiling}: run hmt probe"
-    if limit.link == "computation":
-        return f"computation: memory gave {rate}, {limit.share:.0%} of its measured {ceiling}"
-    return f"{_LINKS[limit.link]}, at {rate}: {limit.share:.0%} of its measured {ceiling}"
 
 
 def _bar(share: float, full: str, rest: str) -> Text:

@@ -56,6 +56,7 @@ class KVAccount:
     """What happened to keys and values that lie at several levels, since they were opened.
 
     capacity       pages that there is room for, by level: "near", "host", "drive"
+    held           of them, those that are taken now; filled in when it is looked at
     most           pages that were there at once
     moved          pages that went from level to level, as "near to host"
     drive_bytes    read from the drive for attention
@@ -67,6 +68,7 @@ class KVAccount:
     """
 
     capacity: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
     drive_bytes: int = 0

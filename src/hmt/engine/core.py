@@ -65,6 +65,7 @@ class Core:
         self._executor = self._make_executor(prepared, config)
         self._meter = _Meter(memory, tracer, self._guesser)
         self.load = self.scheduler.load  # as of the last step; others may read it
+        self.steps = 0  # until now
         self.reset_account()
 
     def _make_executor(self, prepared: Prepared, config: EngineConfig) -> Executor:
@@ -186,6 +187,7 @@ class Core:
             if sequence.finished:
                 self.scheduler.retire(sequence)
         self.load = self.scheduler.load
+        self.steps += 1
         now = time.perf_counter()
         cost = self._meter.lap(now - begin)
         prompt, tokens = scheduled.prompt_tokens, len(scheduled.step.token_ids)
@@ -304,6 +306,7 @@ class Core:
         try:
             return self._executor.run(step).clone()
         finally:
+            self.steps += 1
             phase.add(self._meter.lap(time.perf_counter() - begin), tokens, tokens)
 
 

@@ -33,6 +33,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
 from hmt.engine.loading import Memory, Prepared, allocate, prepare
+from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState
 from hmt.engine.scheduler import Load
@@ -132,6 +133,7 @@ class LoadedModel:
         device: Device | None = None,
     ) -> None:
         self.prepared = prepared
+        self._onlooker = Onlooker(prepared)
         self.max_batch = config.max_batch
         self.tokenizer = Tokenizer.open(prepared.source.path)
         with ExitStack() as stack:
@@ -269,18 +271,17 @@ class LoadedModel:
         """The same without waiting for the step that runs.  Raises ClosedError once closed."""
         return self._loop.begin(self._summary)
 
+    def begin_look(self) -> "Future[Look]":
+        """The summary, and where everything lies now, for who watches.  As `begin_summary`."""
+        return self._loop.begin(lambda: self._onlooker.look(self._core, self._summary()))
+
     @property
     def load(self) -> Load:
         """Who waits and runs, and what room there is, as of the last step.  Never waits."""
         return self._core.load
 
     def _summary(self) -> RunSummary:
-        blocks, homes = self.prepared.demand.blocks, self.plan.homes
-        by_home = {
-            tier: sum(b.slot_bytes for b in blocks if homes[b.id] is tier)
-            for tier in (Tier.HOST, Tier.DISK)
-        }
-        core = self._core
+        core, homes = self._core, self._onlooker.home_bytes
         return RunSummary(
             prompt=core.prompt,
             generation=core.generation,
@@ -288,8 +289,8 @@ class LoadedModel:
             published_bytes=self.prepared.published_bytes,
             budget_bytes=self.plan.budgets[Tier.HOST],
             used_bytes=core.memory.used_bytes(),
-            resident_bytes=by_home[Tier.HOST],
-            streamed_bytes=by_home[Tier.DISK],
+            resident_bytes=homes[Tier.HOST],
+            streamed_bytes=homes[Tier.DISK],
             peak_rss_bytes=peak_resident_bytes(),
             guessing=core.guessing,
             pools=core.memory.pool_stats(),

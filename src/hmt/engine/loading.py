@@ -102,7 +102,9 @@ class Memory:
     def kv_account(self) -> KVAccount | None:
         """Keys and values at several levels; None where they all lie near."""
         kv = self.kv.there if isinstance(self.kv, PlacedKV) else self.kv
-        return copy.deepcopy(kv.account) if isinstance(kv, TieredKV) else None
+        return (
+            replace(copy.deepcopy(kv.account), held=kv.held()) if isinstance(kv, TieredKV) else None
+        )
 
     def device_account(self, plan: Plan) -> DeviceAccount | None:
         """The GPU's part; None without one."""

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from hmt.base.units import format_rate
 from hmt.contracts.kv import KVAccount
 from hmt.contracts.plan import Machine
 from hmt.engine.trial import Verdict
 from hmt.memory import PoolStats
 
+_SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
+_LINKS = {"disk": "the drive", "memory": "memory", "computation": "computation"}
 _WAITING = 0.25  # of the time: from here on the drive is what a faster machine would need
 
 _SHARED_S = (
@@ -60,6 +63,13 @@ class Phase:
     guess_hits: int = 0
     guess_unneeded_bytes: int = 0
     guess_saved_s: float = 0.0
+
+    def since(self, before: "Phase") -> "Phase":
+        """What has come since it was as `before`; all of it where it has begun anew meanwhile."""
+        names = ("steps", "tokens", *_SHARED_S, *_SHARED_COUNTS)
+        if self.steps < before.steps:
+            before = Phase()
+        return Phase(**{name: getattr(self, name) - getattr(before, name) for name in names})
 
     def add(self, cost: "Phase", tokens: int, of_tokens: int) -> None:
         """Add the share of a step's `cost` that `tokens` of its `of_tokens` tokens caused."""
@@ -125,6 +135,20 @@ class Bottleneck:
     def share(self) -> float | None:
         """rate / ceiling; None when the ceiling is unknown."""
         return self.rate / self.ceiling if self.ceiling else None
+
+    @property
+    def text(self) -> str:
+        """The same for people."""
+        rate, ceiling = format_rate(self.rate), format_rate(self.ceiling)
+        if self.link == "conversion":
+            return f"converting weights when they are first read (the drive gave {rate})"
+        if self.share is None:
+            return f"{_LINKS[self.link]}, at {rate} (run hmt probe to learn what it could give)"
+        if self.share > _SURPRISE:
+            return f"{_LINKS[self.link]}, at {rate}, above its measured {ceiling}: run hmt probe"
+        if self.link == "computation":
+            return f"computation: memory gave {rate}, {self.share:.0%} of its measured {ceiling}"
+        return f"{_LINKS[self.link]}, at {rate}: {self.share:.0%} of its measured {ceiling}"
 
 
 def bottleneck(phase: Phase, machine: Machine) -> Bottleneck | None:

@@ -214,14 +214,17 @@ class Placement:
             target.take(to_tensor(new).to(target.device), source, theirs)
         self._note_moved(ids, came, level)
 
+    def held(self) -> dict[str, int]:
+        """Pages that are taken now, by level."""
+        return {_NAMES[n]: s.count - s.free for n, s in enumerate(self.book.levels)}
+
     def _note_moved(self, ids: Numbers, came: Level, level: Level) -> None:
         way = f"{_NAMES[came]} to {_NAMES[level]}"
         self.account.moved[way] = self.account.moved.get(way, 0) + len(ids)
         self._note_levels()
 
     def _note_levels(self) -> None:
-        for level, slots in enumerate(self.book.levels):
-            name, used = _NAMES[level], slots.count - slots.free
+        for name, used in self.held().items():
             self.account.most[name] = max(self.account.most.get(name, 0), used)
 
 

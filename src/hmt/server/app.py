@@ -16,6 +16,8 @@ from hmt.server.gate import Gate
 from hmt.server.guard import Guard
 from hmt.server.metrics import Metrics
 from hmt.server.openai import chat, completions, models
+from hmt.server.page import routes as page
+from hmt.server.page.watch import Watch
 from hmt.server.service import Service
 from hmt.server.stream import ClientGone, Unsent
 
@@ -42,13 +44,14 @@ def create_app(model: LoadedModel, config: ServerConfig | None = None) -> FastAP
         middleware=_middleware(config, metrics),
     )
     app.state.service = service
+    app.state.watch = Watch(model)
     errors.install(app)
 
     @app.exception_handler(ClientGone)
     async def _gone(request: Request, error: ClientGone) -> Response:
         return Unsent()
 
-    for routes in (chat.router, completions.router, models.router, messages.router):
+    for routes in (chat.router, completions.router, models.router, messages.router, page.router):
         app.include_router(routes)
     _add_watching(app, service, metrics)
     return app

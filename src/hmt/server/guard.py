@@ -12,8 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hmt.server.config import ServerConfig
 from hmt.server.errors import ApiError
+from hmt.server.page.documents import DOCUMENTS
 
-OPEN_PATHS: Final = ("/health", "/ready")  # for those who watch whether it lives
+# For those who watch whether it lives, and the page that asks people for their key.
+OPEN_PATHS: Final = frozenset(("/health", "/ready", *DOCUMENTS))
 
 _LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)

@@ -35,6 +35,7 @@ class Entry:
     load: BlockLoad | None = None
     error: HMTError | None = None
     leases: int = 0
+    uses: int = 0  # leases until now
     waiting: int = 0  # leases that wait for it
     awaited: Priority | None = None  # as what it was requested ahead, and is not leased yet
     urgent: bool = False  # it is being read, and not on a guess alone

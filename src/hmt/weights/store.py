@@ -8,7 +8,7 @@ neither leased nor still awaited.
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -79,8 +79,6 @@ class WeightStore:
         self._changed = threading.Condition()
         self._rows = RowReader(queue, rows, verify=verify is not Verify.NEVER)
         self.counters = StoreCounters()
-
-    # Life of the residents
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Read every block whose home is host memory.  `progress(bytes done, bytes in all)`.
@@ -184,7 +182,9 @@ class WeightStore:
         """
         entries = [self._entries[block] for block in blocks]
         if entries and all(entry.standing is not None for entry in entries):
-            self.counters.host_bytes += sum(entry.layout.slot_bytes for entry in entries)
+            for entry in entries:
+                entry.uses += 1
+                self.counters.host_bytes += entry.layout.slot_bytes
             views = [entry.views for entry in entries]
             return nullcontext(iter([list(zip(blocks, views, strict=True))]))
         return self._lease_each(entries)
@@ -272,6 +272,11 @@ class WeightStore:
         """What the drive was asked for and gave, since the store was made."""
         return self._queue.counters()
 
+    def seen(self, blocks: Iterable[BlockId]) -> Iterator[tuple[int, bool]]:
+        """Of each block: leases until now, and whether it is in memory.  Never waits."""
+        entries = map(self._entries.__getitem__, blocks)
+        return ((entry.uses, entry.state is State.READY) for entry in entries)
+
     # BufferOwner: the pool asks while a slot is allocated, with our lock held
 
     def movable(self, buffer: HostBuffer) -> bool:
@@ -322,6 +327,7 @@ class WeightStore:
                     return  # later blocks must not take the slot that this one waits for
 
     def _count(self, entry: Entry) -> None:
+        entry.uses += 1
         self.counters.host_bytes += entry.layout.slot_bytes
         if entry.home is Tier.HOST:
             return

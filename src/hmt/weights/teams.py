@@ -197,6 +197,18 @@ class Teams:
         found, brought, left = torch.stack([team.slots.counts for team in hybrid]).sum(0).tolist()
         return found, brought, left
 
+    def seen(self) -> dict[int, tuple[list[float], list[bool]]]:
+        """Of layers whose experts are shared out: each one's score, and whether it is cached.
+
+        Waits for the device.
+        """
+        slots = {n: one.slots for n, one in self.by_layer.items() if isinstance(one, HybridTeam)}
+        if not slots:
+            return {}
+        scores = torch.stack([one.scores for one in slots.values()]).tolist()
+        cached = torch.stack([one.table != 0 for one in slots.values()]).tolist()
+        return dict(zip(slots, zip(scores, cached, strict=True), strict=True))
+
 
 def make_teams(
     plan: Plan,

@@ -22,6 +22,7 @@ from hmt.kernels.reference.elementwise import (
     rope_inplace,
 )
 from hmt.kernels.reference.expert_cache import (
+    SCORE_DECAY,
     Cuts,
     ExpertShares,
     ExpertSlots,
@@ -66,6 +67,7 @@ from hmt.kernels.reference.sublayers import (
 
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
+    "SCORE_DECAY",
     "AttentionInputs",
     "Cuts",
     "Expert",

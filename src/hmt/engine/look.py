@@ -1,0 +1,186 @@
+"""What somebody sees who looks at a loaded model: where its bytes lie, which experts are wanted."""
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.plan import Tier
+from hmt.engine.core import Core
+from hmt.engine.foresight import expert_count, expert_layers
+from hmt.engine.loading import Prepared
+from hmt.engine.scheduler import Load
+from hmt.engine.summary import RunSummary
+from hmt.kernels.reference import SCORE_DECAY
+
+_WEIGHTS = ("resident", "slots", "experts")  # purposes of accounts; the block says which it is
+
+
+class Place(enum.IntEnum):
+    """Where an expert is."""
+
+    DEVICE = 0
+    HOST = 1  # where it stays
+    SLOT = 2  # in host memory as long as nobody else needs the room
+    DISK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """What lies in one tier, in bytes.
+
+    budget_bytes    that may be used; 0: no limit is set
+    weights_bytes   of blocks that every token needs
+    experts_bytes   of routed experts
+    kv_bytes        of keys and values, and of them
+    kv_taken_bytes  what sequences have reserved
+    other_bytes     activations, staging, tables
+    """
+
+    budget_bytes: int = 0
+    weights_bytes: int = 0
+    experts_bytes: int = 0
+    kv_bytes: int = 0
+    kv_taken_bytes: int = 0
+    other_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMap:
+    """Routed experts by layer.
+
+    layers   their numbers, ascending
+    heat     f32 [layers, experts], 0..1: the share of steps that needed each expert, where a step
+             counts 3% less than the one after it
+    places   int8 [layers, experts]: a Place
+    """
+
+    layers: tuple[int, ...]
+    heat: NDArray[np.float32]
+    places: NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A loaded model at one moment, between two steps.
+
+    at_s      time.perf_counter()
+    summary   its phases are copies
+    experts   None for a dense model
+    """
+
+    at_s: float
+    summary: RunSummary
+    load: Load
+    fills: Mapping[Tier, Fill]
+    experts: ExpertMap | None
+
+
+class Onlooker:
+    """Looks at a model from the engine's thread, between steps.
+
+    Heat is as exact as looks are frequent: uses between two of them are taken to be spread evenly.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        sizes, plan, spec = prepared.demand.blocks, prepared.plan, prepared.model.spec
+        self._budgets = plan.budgets
+        self._blocks = [size.id for size in sizes]
+        self._bytes = np.array([size.slot_bytes for size in sizes])
+        self._is_expert = np.array([block.kind is BlockKind.EXPERT for block in self._blocks])
+        homes = [plan.homes[block] for block in self._blocks]
+        self._at = {tier: np.array([home is tier for home in homes]) for tier in Tier}
+        self.home_bytes = {tier: int(self._bytes[at].sum()) for tier, at in self._at.items()}
+        self._layers = tuple(expert_layers(spec))
+        row = {layer: number for number, layer in enumerate(self._layers)}
+        experts = [block for block in self._blocks if block.kind is BlockKind.EXPERT]
+        self._cells = [row[b.layer] for b in experts], [b.index for b in experts]
+        self._uses = np.zeros(len(experts), dtype=np.int64)
+        self._heat = np.zeros((len(self._layers), expert_count(spec)), dtype=np.float32)
+        self._steps = 0
+
+    def look(self, core: Core, summary: RunSummary) -> Look:
+        """What there is now.  `summary` is of this moment."""
+        memory, count = core.memory, len(self._blocks)
+        found = (number for one in memory.weights.seen(self._blocks) for number in one)
+        uses, there = np.fromiter(found, dtype=np.int64, count=2 * count).reshape(count, 2).T
+        load, is_there = core.scheduler.load, there.astype(bool)
+        experts = None
+        if self._layers:
+            self._warm(uses[self._is_expert], core.steps)
+            experts = ExpertMap(self._layers, self._heat.copy(), self._places(is_there))
+            if memory.on_device is not None:
+                _add_shared_out(experts, memory.on_device.weights.teams.seen())
+        prompt, generation = replace(summary.prompt), replace(summary.generation)
+        fills = self._fills(summary, load, is_there)
+        return Look(
+            time.perf_counter(),
+            replace(summary, prompt=prompt, generation=generation),
+            load,
+            fills,
+            experts,
+        )
+
+    def _warm(self, uses: NDArray[np.int64], steps: int) -> None:
+        """Let heat fade by the steps since the last look, and add what was used in them."""
+        passed = steps - self._steps
+        if passed > 0:
+            left = SCORE_DECAY**passed
+            rate = np.minimum((uses - self._uses) / passed, 1.0)
+            self._heat *= left
+            self._heat[self._cells] += (1 - left) * rate
+            self._uses, self._steps = uses, steps
+
+    def _places(self, is_there: NDArray[np.bool_]) -> NDArray[np.int8]:
+        found = np.full(len(self._blocks), Place.DISK, dtype=np.int8)
+        found[is_there] = Place.SLOT
+        found[self._at[Tier.HOST]] = Place.HOST
+        found[self._at[Tier.DEVICE]] = Place.DEVICE
+        places = np.full(self._heat.shape, Place.DISK, dtype=np.int8)
+        places[self._cells] = found[self._is_expert]
+        return places
+
+    def _fills(
+        self, summary: RunSummary, load: Load, is_there: NDArray[np.bool_]
+    ) -> dict[Tier, Fill]:
+        taken = 1 - load.free_tokens / load.capacity_tokens
+        in_host = is_there & ~self._at[Tier.DEVICE]
+        fills = {
+            Tier.HOST: self._fill(
+                self._budgets[Tier.HOST], summary.used_bytes, self._split(in_host), taken
+            )
+        }
+        if (device := summary.device) is not None:
+            weights, experts = self._split(self._at[Tier.DEVICE])
+            weights += device.used_bytes["slots"]
+            experts += device.used_bytes["experts"]
+            fills[Tier.DEVICE] = self._fill(
+                device.budget_bytes, device.used_bytes, (weights, experts), taken
+            )
+        if self.home_bytes[Tier.DISK]:
+            fills[Tier.DISK] = Fill(0, *self._split(self._at[Tier.DISK]))
+        return fills
+
+    def _split(self, which: NDArray[np.bool_]) -> tuple[int, int]:
+        """Bytes of blocks that every token needs, and of experts."""
+        experts = int(self._bytes[which & self._is_expert].sum())
+        return int(self._bytes[which].sum()) - experts, experts
+
+    def _fill(
+        self, budget: int, used: Mapping[str, int], blocks: tuple[int, int], taken: float
+    ) -> Fill:
+        kv = used.get("kv", 0)
+        other = sum(n for purpose, n in used.items() if purpose not in (*_WEIGHTS, "kv"))
+        return Fill(budget, *blocks, kv, round(kv * taken), other)
+
+
+def _add_shared_out(experts: ExpertMap, seen: Mapping[int, tuple[list[float], list[bool]]]) -> None:
+    """Of layers whose experts are shared out between device and host the device knows more."""
+    for layer, (scores, cached) in seen.items():
+        row = experts.layers.index(layer)
+        experts.heat[row, : len(scores)] = np.array(scores) * (1 - SCORE_DECAY)
+        experts.places[row, : len(cached)][cached] = Place.DEVICE
