@@ -133,7 +133,6 @@ class LoadedModel:
         device: Device | None = None,
     ) -> None:
         self.prepared = prepared
-        self._onlooker = Onlooker(prepared)
         self.max_batch = config.max_batch
         self.tokenizer = Tokenizer.open(prepared.source.path)
         with ExitStack() as stack:
@@ -143,6 +142,7 @@ class LoadedModel:
             self.tracer = Tracer(TRACED_EVENTS) if self._timeline else Tracer()
             self._loop = StepLoop()
             memory = _load(self._loop, prepared, config, ledger, self.tracer, progress, device)
+            self._onlooker = Onlooker(prepared, memory.weights)
             self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
             stack.pop_all()
         self._loop.drive(self._core.advance)

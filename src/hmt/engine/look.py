@@ -16,6 +16,7 @@ from hmt.engine.loading import Prepared
 from hmt.engine.scheduler import Load
 from hmt.engine.summary import RunSummary
 from hmt.kernels.reference import SCORE_DECAY
+from hmt.weights import WeightStore
 
 _WEIGHTS = ("resident", "slots", "experts")  # purposes of accounts; the block says which it is
 
@@ -86,7 +87,8 @@ class Onlooker:
     Heat is as exact as looks are frequent: uses between two of them are taken to be spread evenly.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, weights: WeightStore) -> None:
+        """`weights` have just been loaded."""
         sizes, plan, spec = prepared.demand.blocks, prepared.plan, prepared.model.spec
         self._budgets = plan.budgets
         self._blocks = [size.id for size in sizes]
@@ -99,16 +101,16 @@ class Onlooker:
         row = {layer: number for number, layer in enumerate(self._layers)}
         experts = [block for block in self._blocks if block.kind is BlockKind.EXPERT]
         self._cells = [row[b.layer] for b in experts], [b.index for b in experts]
-        self._uses = np.zeros(len(experts), dtype=np.int64)
+        self._weights = weights
+        self._uses = self._seen()[0][self._is_expert]  # those of loading
         self._heat = np.zeros((len(self._layers), expert_count(spec)), dtype=np.float32)
         self._steps = 0
 
     def look(self, core: Core, summary: RunSummary) -> Look:
         """What there is now.  `summary` is of this moment."""
-        memory, count = core.memory, len(self._blocks)
-        found = (number for one in memory.weights.seen(self._blocks) for number in one)
-        uses, there = np.fromiter(found, dtype=np.int64, count=2 * count).reshape(count, 2).T
-        load, is_there = core.scheduler.load, there.astype(bool)
+        memory, load = core.memory, core.scheduler.load
+        uses, there = self._seen()
+        is_there = there.astype(bool)
         experts = None
         if self._layers:
             self._warm(uses[self._is_expert], core.steps)
@@ -124,6 +126,12 @@ class Onlooker:
             fills,
             experts,
         )
+
+    def _seen(self) -> NDArray[np.int64]:
+        """[2, blocks]: leases until now, and whether it is in memory."""
+        count = len(self._blocks)
+        found = (number for one in self._weights.seen(self._blocks) for number in one)
+        return np.fromiter(found, dtype=np.int64, count=2 * count).reshape(count, 2).T
 
     def _warm(self, uses: NDArray[np.int64], steps: int) -> None:
         """Let heat fade by the steps since the last look, and add what was used in them."""

@@ -130,7 +130,7 @@ class Limit:
     """What bounded the steps that were computed last.
 
     link   "disk", "conversion", "memory" or "computation"
-    now    whether they are of this window; else nothing was computed in it
+    now    whether that was in the last seconds
     """
 
     link: str

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
+from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Final
 
@@ -16,18 +16,18 @@ from hmt.server.page import state
 from hmt.server.service import Service
 
 _APART_S: Final = 0.5  # between looks, however many watch
+_LIMIT_S: Final = 5.0  # of steps that the bottleneck is of: that of one second jumps about
 _PATIENCE_S: Final = 1.0  # that somebody waits for the step that runs
 _LETTERS: Final = np.array(list("gmcd"))  # by Place
 
 
 class Watch:
-    """The last two looks at one model, shared by all who ask; for one event loop."""
+    """The last looks at one model, shared by all who ask; for one event loop."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._reading: Future[Look] | None = None
-        self._before: Look | None = None
-        self._now: Look | None = None
+        self._looks: deque[Look] = deque()  # the last ones: two at least, where there were
         self._limit: tuple[Bottleneck, Look] | None = None
 
     async def see(self, service: Service) -> state.State:
@@ -47,29 +47,37 @@ class Watch:
                 service.max_positions,
             ),
             state.Requests(load.running, load.waiting, gate.inside, gate.running, gate.waiting),
-            None if self._now is None else self._engine(self._now, self._before or self._now),
+            self._engine() if self._looks else None,
         )
 
     async def _look(self) -> None:
-        if self._now is not None and time.perf_counter() - self._now.at_s < _APART_S:
+        if self._looks and time.perf_counter() - self._looks[-1].at_s < _APART_S:
             return
-        with suppress(ClosedError, TimeoutError):
+        try:
             if self._reading is None:
                 self._reading = self._model.begin_look()
-            reading = asyncio.shield(asyncio.wrap_future(self._reading))
-            look = await asyncio.wait_for(reading, _PATIENCE_S)
-            if look is not self._now:  # others may have waited for the same one
-                self._before, self._now, self._reading = self._now, look, None
-                self._note_limit(look)
+            reading = self._reading
+            look = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(reading)), _PATIENCE_S)
+        except (ClosedError, TimeoutError):
+            return
+        if reading is self._reading:  # others waited for it as well
+            self._reading = None
+            self._looks.append(look)
+            while len(self._looks) > 2 and look.at_s - self._looks[1].at_s > _LIMIT_S:
+                self._looks.popleft()
+            self._note_limit(look)
 
     def _note_limit(self, look: Look) -> None:
-        done = [_since(look, self._before, name) for name in ("generation", "prompt")]
+        before = self._looks[0] if len(self._looks) > 1 else None
+        done = [_since(look, before, name) for name in ("generation", "prompt")]
         phase = next((phase for phase in done if phase.tokens), None)
         found = None if phase is None else bottleneck(phase, look.summary.machine)
         if found is not None:
             self._limit = found, look
 
-    def _engine(self, now: Look, before: Look) -> state.Engine:
+    def _engine(self) -> state.Engine:
+        now = self._looks[-1]
+        before = self._looks[-2] if len(self._looks) > 1 else now
         window_s = now.at_s - before.at_s
         prompt, generation = (_since(now, before, n) for n in ("prompt", "generation"))
         summary, per = now.summary, 1 / window_s if window_s else 0.0
