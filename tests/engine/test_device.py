@@ -20,6 +20,7 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.engine import machine, pieces
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.link_rates import LinkRates
+from hmt.engine.look import Place
 from hmt.engine.pieces import DecodingInPieces
 from hmt.kernels import ops
 from hmt.memory.device import PretendedDevice
@@ -131,9 +132,15 @@ def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) ->
             assert all(counts) and sum(counts) == 16 * layers * spec.experts_per_token
             account = model.summary().device.experts
             assert (account.found, account.brought, account.left) == counts
-            for team in weights.teams.by_layer.values():
+            seen = model.begin_look().result().experts
+            for layer, team in weights.teams.by_layer.items():
                 held = team.slots.holders[team.slots.holders >= 0]
                 assert len(set(held.tolist())) == len(held) <= share.expert_slots
+                row = seen.layers.index(layer)
+                there = (seen.places[row] == Place.DEVICE).nonzero()[0]
+                assert there.tolist() == sorted(held.tolist()) and seen.counted[row]
+                heat = team.slots.scores * 0.03  # as a share of steps
+                assert torch.allclose(torch.from_numpy(seen.heat[row]), heat)
 
 
 @pytest.mark.usefixtures("steady_rates")

@@ -37,6 +37,7 @@ def test_experts_and_memory_are_seen_as_they_are(tmp_path: Path) -> None:
     for _, layer, index in needed:
         uses[seen.layers.index(layer), index] += 1
     assert steps == 24 and seen.layers == (1, 2, 3, 4) and uses.shape == (4, 32)
+    assert seen.counted.all()
     assert seen.heat == pytest.approx((1 - FADES**steps) * uses / steps, abs=1e-6)
 
     slots = {(b.layer, b.index) for b in cached if b.kind is BlockKind.EXPERT}

@@ -151,6 +151,11 @@ class Core:
         """Whether guesses make steps faster, as the last trial found."""
         return None if self._guesser is None else self._guesser.verdict
 
+    @property
+    def leases_experts(self) -> bool:
+        """See Executor."""
+        return self._executor.leases_experts
+
     def reset_account(self) -> None:
         """Count from zero."""
         self.prompt, self.generation = Phase(), Phase()

@@ -31,6 +31,11 @@ class Executor(Protocol):
 
     surveys: Sequence[Survey]
 
+    @property
+    def leases_experts(self) -> bool:
+        """Whether each expert is leased for each step that needs it, so that uses are counted."""
+        ...
+
     def run(self, step: Step) -> torch.Tensor:
         """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
 
@@ -149,6 +154,7 @@ class PlainExecutor:
     """One block after the other, nothing ahead of time."""
 
     surveys: Sequence[Survey] = ()
+    leases_experts = True
 
     def __init__(
         self,
@@ -217,6 +223,11 @@ class OverlappedExecutor:
         self._together = None
         if self._places.alike:
             self._together = model.resident_layers(range(model.spec.layers), weights, kv)
+
+    @property
+    def leases_experts(self) -> bool:
+        """See Executor."""
+        return self._together is None
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:

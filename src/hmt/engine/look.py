@@ -57,11 +57,13 @@ class ExpertMap:
     layers   their numbers, ascending
     heat     f32 [layers, experts], 0..1: the share of steps that needed each expert, where a step
              counts 3% less than the one after it
+    counted  bool [layers]: false where whoever computes does not tell; heat is 0 there
     places   int8 [layers, experts]: a Place
     """
 
     layers: tuple[int, ...]
     heat: NDArray[np.float32]
+    counted: NDArray[np.bool_]
     places: NDArray[np.int8]
 
 
@@ -114,7 +116,10 @@ class Onlooker:
         experts = None
         if self._layers:
             self._warm(uses[self._is_expert], core.steps)
-            experts = ExpertMap(self._layers, self._heat.copy(), self._places(is_there))
+            places = self._places(is_there)
+            counted = (places != Place.DEVICE).all(1) & core.leases_experts
+            heat = self._heat * counted[:, None]
+            experts = ExpertMap(self._layers, heat, counted, places)
             if memory.on_device is not None:
                 _add_shared_out(experts, memory.on_device.weights.teams.seen())
         prompt, generation = replace(summary.prompt), replace(summary.generation)
@@ -190,5 +195,6 @@ def _add_shared_out(experts: ExpertMap, seen: Mapping[int, tuple[list[float], li
     """Of layers whose experts are shared out between device and host the device knows more."""
     for layer, (scores, cached) in seen.items():
         row = experts.layers.index(layer)
+        experts.counted[row] = True
         experts.heat[row, : len(scores)] = np.array(scores) * (1 - SCORE_DECAY)
         experts.places[row, : len(cached)][cached] = Place.DEVICE

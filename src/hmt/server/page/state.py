@@ -117,12 +117,12 @@ class Experts:
     places   a letter for each: g on the GPU, m in memory to stay, c in memory as long as there is
              room, d on the drive only
     heat     for each, in percent: the share of recent steps that needed it (a step counts 3% less
-             than the one after it)
+             than the one after it); null where whoever computes a layer does not tell
     """
 
     layers: list[int]
     places: list[str]
-    heat: list[list[int]]
+    heat: list[list[int] | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,12 +82,12 @@ class Watch:
         prompt, generation = (_since(now, before, n) for n in ("prompt", "generation"))
         summary, per = now.summary, 1 / window_s if window_s else 0.0
         totals, kv = (summary.prompt, summary.generation), summary.kv
-        seconds = max(prompt.seconds + generation.seconds, 1e-9)
+        seconds = prompt.seconds + generation.seconds
         waited_s, device_s = (
             getattr(prompt, name) + getattr(generation, name) for name in ("waited_s", "device_s")
         )
         # Steps that end in a window may have begun before it.
-        share = min(1.0, seconds * per) / seconds
+        share = min(1.0, seconds * per) / seconds if seconds else 0.0
         machine = summary.machine
         return state.Engine(
             age_s=time.perf_counter() - now.at_s,
@@ -156,4 +156,7 @@ def _links(now: Look, prompt: Phase, generation: Phase, per: float) -> list[stat
 def _experts(experts: ExpertMap) -> state.Experts:
     percent = np.rint(experts.heat * 100).astype(int)
     places = ["".join(_LETTERS[row]) for row in experts.places]
-    return state.Experts(list(experts.layers), places, percent.tolist())
+    heat = [
+        row.tolist() if told else None for row, told in zip(percent, experts.counted, strict=True)
+    ]
+    return state.Experts(list(experts.layers), places, heat)

@@ -99,7 +99,7 @@ function paint() {
   experts.places.forEach((places, row) => {
     for (let column = 0; column < places.length; column += 1) {
       const kind = PLACES[places[column]][1];
-      const heat = experts.heat[row][column] / 100;
+      const heat = (experts.heat[row]?.[column] ?? 0) / 100;
       const cold = kind === "drive" ? 0.14 : 0.3;
       context.globalAlpha = cold + (1 - cold) * Math.sqrt(Math.min(1, heat * 1.5));
       context.fillStyle = colours[kind];
@@ -120,8 +120,9 @@ function paint() {
 
 function about({ row, column }) {
   const [where] = PLACES[experts.places[row][column]] ?? ["not there"];
-  const heat = experts.heat[row][column];
-  return `Layer ${experts.layers[row]}, expert ${column}: ${where}; needed in ${heat}% of the last steps.`;
+  const heat = experts.heat[row]?.[column];
+  const wanted = heat === undefined ? "how often it is needed is not counted here" : `needed in ${heat}% of the last steps`;
+  return `Layer ${experts.layers[row]}, expert ${column}: ${where}; ${wanted}.`;
 }
 
 /** Nothing that changes by itself: it is read aloud. */

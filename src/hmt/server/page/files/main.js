@@ -18,7 +18,7 @@ function startTheme() {
   const set = (theme) => {
     root.dataset.theme = theme;
     say(byId("theme-name"), names[theme]);
-    button.setAttribute("aria-label", `Theme: ${theme === "auto" ? "automatic" : theme}`);
+    button.setAttribute("aria-label", `Theme: ${names[theme]}`);
     window.dispatchEvent(new Event("themechange"));
   };
   button.addEventListener("click", () => {

@@ -86,13 +86,24 @@ function run(lines, at, pattern) {
 }
 
 function listEnd(lines, at) {
+  const first = ITEM.exec(lines[at]);
   let end = at + 1;
   for (; end < lines.length; end += 1) {
     const line = lines[end];
-    if (ITEM.test(line) || /^\s{2,}\S/.test(line)) continue;
+    const item = ITEM.exec(line);
+    if (item && !isInner(item, first) && isOrdered(item) !== isOrdered(first)) break;
+    if (item || /^\s{2,}\S/.test(line)) continue;
     if (line.trim() || !ITEM.test(lines[end + 1] ?? "")) break; // one empty line may part items
   }
   return end;
+}
+
+function isOrdered(item) {
+  return /\d/.test(item[2]);
+}
+
+function isInner(item, outer) {
+  return item[1].length > outer[1].length + 1;
 }
 
 function begins(line) {
@@ -140,10 +151,9 @@ function code(lines) {
 
 function list(lines) {
   const first = ITEM.exec(lines[0]);
-  const ordered = /\d/.test(first[2]);
+  const ordered = isOrdered(first);
   const start = ordered ? Number.parseInt(first[2], 10) : 1;
   const made = make(ordered ? "ol" : "ul", { start: ordered && start !== 1 ? start : null });
-  const indent = first[1].length;
   let item = null;
   let inner = [];
   const finish = () => {
@@ -153,7 +163,7 @@ function list(lines) {
   };
   for (const line of lines) {
     const found = ITEM.exec(line);
-    if (found && found[1].length <= indent + 1) {
+    if (found && !isInner(found, first)) {
       finish();
       item = make("li", {}, ...inline(found[3]));
       inner = [];
