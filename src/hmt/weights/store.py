@@ -8,7 +8,7 @@ neither leased nor still awaited.
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -272,10 +272,10 @@ class WeightStore:
         """What the drive was asked for and gave, since the store was made."""
         return self._queue.counters()
 
-    def seen(self, blocks: Iterable[BlockId]) -> Iterator[tuple[int, bool]]:
-        """Of each block: leases until now, and whether it is in memory.  Never waits."""
-        entries = map(self._entries.__getitem__, blocks)
-        return ((entry.uses, entry.state is State.READY) for entry in entries)
+    def seen(self) -> tuple[list[int], list[bool]]:
+        """Of blocks as `layouts` had them: leases until now, and who is in memory.  Never waits."""
+        entries = self._entries.values()
+        return [e.uses for e in entries], [e.state is State.READY for e in entries]
 
     # BufferOwner: the pool asks while a slot is allocated, with our lock held
 

@@ -48,7 +48,8 @@ function showLimit(limit, requests) {
   if (!limit) {
     say(byId("limit-text"), "none yet; nothing has been computed.");
   } else {
-    say(byId("limit-text"), `${limit.text}${idle ? ", when it last computed" : ""}.`);
+    const text = limit.text.replace(/(\d) (?=[kMGT]?B)/g, "$1\u00a0");
+    say(byId("limit-text"), `${text}${idle ? ", when it last computed" : ""}.`);
   }
 }
 
@@ -120,7 +121,7 @@ function build({ machine, tiers, links }) {
     return made.element;
   };
   found.cpu = bar("CPU", counted(machine.cores, "core"));
-  const processors = make("div", { class: "processors" });
+  const processors = make("div", { class: has.has("device") ? "processors two" : "processors" });
   processors.append(make("div", {}, found.cpu.element, link("host", "cpu")));
   if (has.has("device")) {
     processors.append(make("div", {}, tier("device", machine.gpu), link("host", "device")));
