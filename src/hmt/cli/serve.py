@@ -130,7 +130,11 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
     name = config.name or path.name
 
     def started(address: str) -> None:
-        console.print(f"{name} is served at {address}/v1", soft_wrap=True, markup=False)
+        console.print(
+            f"{name} is served at {address}/v1 and has a page at {address}/",
+            soft_wrap=True,
+            markup=False,
+        )
 
     with room.bind(config) as bound:
         with loading(f"loading {path.name}") as report:

@@ -7,6 +7,7 @@ import { counted, seconds, speed } from "./units.js";
 
 const REDRAWN_MS = 60; // apart, while an answer comes
 const NEAR_END_PX = 80;
+const FEWEST_TIMED = 8; // tokens; a few that come together have no speed
 
 const log = byId("log");
 const prompt = byId("prompt");
@@ -239,7 +240,7 @@ class Answer {
     if (how === "stopped") told.push("stopped");
     if (this.reason === "length") told.push("ended at its longest length");
     if (this.tokens) told.push(counted(this.tokens, "token"));
-    if (this.tokens > 1 && this.first !== null) {
+    if (this.tokens >= FEWEST_TIMED && this.first !== null) {
       const took = (performance.now() - this.first) / 1000;
       if (took > 0) told.push(`${speed((this.tokens - 1) / took)} tokens/s`);
     }

@@ -149,6 +149,7 @@ function paint(shown, parts, label) {
     legend.replaceChildren(...parts.map(([kind]) => make("li", {}, make("i", { class: `part ${kind}` }), make("span"))));
   }
   parts.forEach(([, share, solid, words], at) => {
+    track.children[at].hidden = share === 0;
     track.children[at].style.width = `${(share * 100).toFixed(2)}%`;
     track.children[at].firstChild.style.width = `${(solid * 100).toFixed(1)}%`;
     say(legend.children[at].lastChild, words);
