@@ -1,4 +1,4 @@
-"""Models over HTTP, the OpenAI way: many users, keys, limits, metrics, a page.  Needs `hmt[serve]`."""
+"""Models over HTTP, the OpenAI way: many users, keys, limits, metrics, a page.  `hmt[serve]`."""
 
 from hmt.server.app import create_app
 from hmt.server.config import ServerConfig
