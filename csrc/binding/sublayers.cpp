@@ -97,7 +97,7 @@ class Stack {
 
   // angles: a tuple of (address of cosines, of sines, numbers that turn)
   size_t run(const Runs& runs, nb::tuple angles, Address hidden, int type, size_t tokens,
-             size_t width, size_t threads) const {
+             size_t width, Address uses, size_t threads) const {
     std::vector<Angles> turns;
     for (nb::handle item : angles) {
       auto given = nb::borrow<nb::tuple>(item);
@@ -107,7 +107,7 @@ class Stack {
     Kernel kernel;
     return run_stack(layers_,
                      {static_cast<DType>(type), tokens, width, at<void>(hidden), runs.runs.data(),
-                      runs.runs.size(), turns.data()},
+                      runs.runs.size(), turns.data(), at<int64_t>(uses)},
                      threads);
   }
 

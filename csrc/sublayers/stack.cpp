@@ -53,8 +53,8 @@ std::vector<Expert> chosen_experts(const SparseLayer& layer, const int64_t* ids,
   return experts;
 }
 
-// Returns how many experts were read.
-size_t sparse_layer(const SparseLayer& layer, const StackStep& step, const char* x,
+// Returns how many experts were read.  `uses` are those of this layer.
+size_t sparse_layer(const SparseLayer& layer, const StackStep& step, const char* x, int64_t* uses,
                     size_t threads) {
   const DType type = step.type;
   const size_t tokens = step.tokens, width = step.width, count = layer.experts.size();
@@ -78,6 +78,7 @@ size_t sparse_layer(const SparseLayer& layer, const StackStep& step, const char*
          1.0f, ids, scales},
         threads);
   const std::vector<Expert> experts = chosen_experts(layer, ids, choices);
+  for (const Expert& expert : experts) ++uses[expert.id];
   routed_experts(experts.data(), experts.size(), {ids, scales, layer.top_k}, input,
                  layer.activation, {total, width, true, rows(result, type, tokens, width)},
                  threads);
@@ -92,12 +93,15 @@ size_t run_stack(const std::vector<StackLayer>& layers, const StackStep& step, s
   Scratch scratch(bytes);
   char* x = scratch.take<char>(bytes);
   size_t experts = 0;
+  int64_t* uses = step.uses;
   for (const StackLayer& layer : layers) {
     attend_layer(layer.attention, step, x, threads);
     if (const auto* dense = std::get_if<FeedForward>(&layer.second)) {
       feed_forward(*dense, step.type, step.tokens, step.hidden, x, nullptr, threads);
     } else {
-      experts += sparse_layer(std::get<SparseLayer>(layer.second), step, x, threads);
+      const auto& sparse = std::get<SparseLayer>(layer.second);
+      experts += sparse_layer(sparse, step, x, uses, threads);
+      uses += sparse.experts.size();
     }
   }
   return experts;

@@ -40,7 +40,8 @@ struct StackLayer {
   std::variant<FeedForward, SparseLayer> second;
 };
 
-// The tokens of a step: x [tokens, width] of `type` without gaps, changed in place.
+// The tokens of a step: x [tokens, width] of `type` without gaps, changed in place.  `uses` counts
+// how often each expert was read: those of all sparse layers, layer after layer.
 struct StackStep {
   DType type;
   size_t tokens, width;
@@ -48,6 +49,7 @@ struct StackStep {
   const PagedRun* runs;
   size_t run_count;
   const Angles* angles;
+  int64_t* uses;
 };
 
 // Takes memory for its intermediate results from the thread, which keeps it: some hundred tokens at

@@ -7,10 +7,12 @@ import pytest
 from reference import MINI_DENSE, MINI_MOE
 
 import hmt
+from hmt.bench.random_model import Shape, write_random_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
 from hmt.engine.expert_trace import TraceFile
 from hmt.engine.look import Place
+from hmt.kernels import ops
 
 FADES = 0.97  # per step, as on a device
 
@@ -73,6 +75,22 @@ def test_heat_fades_with_the_steps_and_is_that_of_each_look(tmp_path: Path) -> N
         heat = heat * FADES**5 + (1 - FADES**5) * uses / 5
         assert looks[part].experts.heat == pytest.approx(heat, abs=1e-6)
     assert (looks[1].experts.places == Place.HOST).all()  # all of it has room
+
+
+def test_layers_that_run_in_one_call_count_their_experts_as_well(tmp_path: Path) -> None:
+    shape = Shape(3, 64, 32, 4, 2, experts=16, experts_per_token=2)
+    write_random_model(tmp_path / "model", shape)
+    heat = []
+    for options in ({"trace_experts": tmp_path / "trace"}, {}):  # which has them run one by one
+        with hmt.Engine(host_memory="64MiB", context=256, prefill_chunk=96, **options) as engine:
+            model = engine.load_model(tmp_path / "model")
+            for prompt in (9, 80):  # fewer tokens than run in one call, and more
+                model.infer(hmt.Request(list(range(40, 40 + prompt)), 9, ignore_eos=True))
+            heat.append(model.begin_look().result().experts)
+            together = sum(map(sum, model._core.expert_uses.values()))
+            assert bool(together) == (not options and ops.stack([]) is not None)
+    assert heat[0].counted.all() and heat[1].counted.all()
+    assert (heat[0].heat == heat[1].heat).all() and heat[0].heat.max() > 0
 
 
 def test_a_dense_model_has_no_map_and_phases_are_copies() -> None:

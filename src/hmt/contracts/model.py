@@ -1,6 +1,7 @@
 """What a model is to everyone who does not compute it: sizes, blocks, KV per layer."""
 
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +73,11 @@ class ModelSpec:
 
 class ResidentLayers(Protocol):
     """Consecutive layers whose blocks stay in memory, computed in one call."""
+
+    @property
+    def expert_uses(self) -> Mapping[int, Sequence[int]]:
+        """Of each layer with experts: how many calls have used each of them.  They lease none."""
+        ...
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> bool:
         """Change hidden [tokens, hidden_size] as the layers do, and append to the KV.

@@ -1,7 +1,7 @@
 """A loaded model at work: steps, what they cost, and teacher forcing, on the engine's thread."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from itertools import pairwise
 
@@ -152,9 +152,9 @@ class Core:
         return None if self._guesser is None else self._guesser.verdict
 
     @property
-    def leases_experts(self) -> bool:
+    def expert_uses(self) -> Mapping[int, Many[int]]:
         """See Executor."""
-        return self._executor.leases_experts
+        return self._executor.expert_uses
 
     def reset_account(self) -> None:
         """Count from zero."""

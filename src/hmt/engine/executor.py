@@ -32,8 +32,8 @@ class Executor(Protocol):
     surveys: Sequence[Survey]
 
     @property
-    def leases_experts(self) -> bool:
-        """Whether each expert is leased for each step that needs it, so that uses are counted."""
+    def expert_uses(self) -> Mapping[int, Sequence[int]]:
+        """Steps that used each expert, by layer, besides those that leased it."""
         ...
 
     def run(self, step: Step) -> torch.Tensor:
@@ -154,7 +154,7 @@ class PlainExecutor:
     """One block after the other, nothing ahead of time."""
 
     surveys: Sequence[Survey] = ()
-    leases_experts = True
+    expert_uses: Mapping[int, Sequence[int]] = {}
 
     def __init__(
         self,
@@ -225,9 +225,9 @@ class OverlappedExecutor:
             self._together = model.resident_layers(range(model.spec.layers), weights, kv)
 
     @property
-    def leases_experts(self) -> bool:
+    def expert_uses(self) -> Mapping[int, Sequence[int]]:
         """See Executor."""
-        return self._together is None
+        return {} if self._together is None else self._together.expert_uses
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:

@@ -116,9 +116,9 @@ class Onlooker:
         uses, is_there = map(np.array, self._weights.seen())
         experts = None
         if self._layers:
-            self._warm(uses[self._is_expert], core.steps)
+            self._warm(uses[self._is_expert] + self._elsewhere(core), core.steps)
             places = self._places(is_there)
-            counted = (places != Place.DEVICE).all(1) & core.leases_experts
+            counted = (places != Place.DEVICE).all(1)
             heat = self._heat * counted[:, None]
             experts = ExpertMap(self._layers, heat, counted, places)
             if memory.on_device is not None:
@@ -132,6 +132,13 @@ class Onlooker:
             fills,
             experts,
         )
+
+    def _elsewhere(self, core: Core) -> NDArray[np.int64]:
+        """Uses of each expert that needed no lease."""
+        uses = np.zeros(self._heat.shape, dtype=np.int64)
+        for layer, counts in core.expert_uses.items():
+            uses[self._layers.index(layer), : len(counts)] = counts
+        return uses[self._cells]
 
     def _warm(self, uses: NDArray[np.int64], steps: int) -> None:
         """Let heat fade by the steps since the last look, and add what was used in them."""

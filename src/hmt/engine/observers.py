@@ -1,6 +1,6 @@
 """Who listens to a step: weights and a model with ears."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -88,14 +88,24 @@ class ObservedModel:
         if inner is None:
             return None
 
-        def run(hidden: torch.Tensor, step: Step) -> bool:
-            computed = inner(hidden, step)
-            if computed:
-                self._layer_ended(layers[-1], hidden)
-            return computed
-
-        return run
+        return _ObservedLayers(inner, lambda hidden: self._layer_ended(layers[-1], hidden))
 
     def _layer_ended(self, index: int, hidden: torch.Tensor) -> None:
         for observer in self._observers:
             observer.layer_ended(index, hidden)
+
+
+class _ObservedLayers:
+    """Implements ResidentLayers for layers without experts."""
+
+    expert_uses: Mapping[int, Sequence[int]] = {}
+
+    def __init__(self, layers: ResidentLayers, ended: Callable[[torch.Tensor], None]) -> None:
+        self._layers = layers
+        self._ended = ended
+
+    def __call__(self, hidden: torch.Tensor, step: Step) -> bool:
+        computed = self._layers(hidden, step)
+        if computed:
+            self._ended(hidden)
+        return computed

@@ -53,9 +53,12 @@ class ResidentLayers:
         kv: KVCache,
         always_bytes: int,
         expert_bytes: int,
+        first: int,
     ) -> None:
         """See `build`.  always_bytes, expert_bytes: read in every step, and for each expert."""
         self._stack = stack
+        sparse = [n for n, layer in enumerate(layers, first) if isinstance(layer.second, Experts)]
+        self._uses = dict(zip(sparse, stack.uses, strict=True))
         self._rotaries = _rotaries(layers)
         self._weights = weights
         self._kv = kv
@@ -81,7 +84,12 @@ class ResidentLayers:
         stack = ops.stack(described)
         if stack is None:
             return None
-        return cls(stack, layers, weights, kv, always_bytes, expert_bytes)
+        return cls(stack, layers, weights, kv, always_bytes, expert_bytes, first)
+
+    @property
+    def expert_uses(self) -> dict[int, list[int]]:
+        """See contracts.model.ResidentLayers."""
+        return {layer: uses.tolist() for layer, uses in self._uses.items()}
 
     def __call__(self, hidden: Tensor, step: Step) -> bool:
         """Change hidden [tokens, hidden_size] as the layers do, and append to the KV.

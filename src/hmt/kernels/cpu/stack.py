@@ -69,12 +69,17 @@ StackLayer = tuple[StackAttention, StackFFN | StackExperts]
 
 
 class Stack:
-    """Layers that the extension computes in one call; borrows their parameters' memory."""
+    """Layers that the extension computes in one call; borrows their parameters' memory.
 
-    def __init__(self, native: ModuleType, layers: tuple[Any, ...]) -> None:
-        """layers: as csrc/binding/sublayers.cpp wants them."""
+    uses   int64, for each layer with experts, in order: how often each one was read until now
+    """
+
+    def __init__(self, native: ModuleType, layers: tuple[Any, ...], experts: Sequence[int]) -> None:
+        """layers: as csrc/binding/sublayers.cpp wants them; experts: of those that have some."""
         self._extension = native
         self._native = native.Stack(layers)
+        self._uses = torch.zeros(max(1, sum(experts)), dtype=torch.int64)
+        self.uses = self._uses[: sum(experts)].split(list(experts))
 
     def run(self, hidden: Tensor, runs: PagedRuns, angles: Sequence[tuple[Tensor, Tensor]]) -> int:
         """Change hidden [tokens, width] as the layers do.  Returns how many experts were read.
@@ -90,6 +95,7 @@ class Stack:
             DTYPES[hidden.dtype],
             tokens,
             width,
+            self._uses.data_ptr(),
             torch.get_num_threads(),
         )
         return experts
@@ -100,7 +106,8 @@ def stack(native: ModuleType, layers: Sequence[StackLayer]) -> Stack | None:
     described = [_describe(native, *layer) for layer in layers]
     if None in described:
         return None
-    return Stack(native, tuple(described))
+    experts = [len(second.experts) for _, second in layers if isinstance(second, StackExperts)]
+    return Stack(native, tuple(described), experts)
 
 
 def _describe(
