@@ -132,6 +132,8 @@ def _kv(kv: "KVAccount", tokens: int) -> str:
     ]
     moved = sum(kv.moved.values())
     text = f"at most {', '.join(levels)}; {moved} moved"
+    if kv.low_pages:
+        text += f", {kv.low_pages} of them, of little attention, in fewer bytes"
     if kv.drive_bytes:
         text += f"; {format_bytes(kv.drive_bytes / (tokens or 1))} from the drive per token"
     if kv.fragmentation is not None:

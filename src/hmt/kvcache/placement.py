@@ -11,7 +11,8 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import ops
 from hmt.kvcache.book import Level, Numbers, PageBook, Slots
 from hmt.kvcache.cold import ColdPages
-from hmt.kvcache.policies import PagePolicy
+from hmt.kvcache.drive_forms import Mask
+from hmt.kvcache.policies import AttentionDecayed, PagePolicy
 from hmt.kvcache.store import PageStore, recode
 from hmt.memory import Bitmap
 from hmt.memory.device import Device, Mark
@@ -69,6 +70,11 @@ class Placement:
     def free_pages(self) -> int:
         """That can be made, over all levels."""
         return sum(self.book.free_at(level) for level in Level)
+
+    @property
+    def keeps_low(self) -> bool:
+        """Whether pages of little attention are kept in fewer bytes on the drive."""
+        return self.cold is not None and self.cold.low is not None
 
     def new(self, count: int, stays: Iterable[Numbers]) -> Numbers:
         """`count` hot pages; none of `stays` moves away to make room for them."""
@@ -207,12 +213,21 @@ class Placement:
         theirs = to_tensor(old).to(source.device)
         if level is Level.COLD:
             assert self.cold is not None
-            self.cold.take(new, source, theirs)
+            self.cold.take(new, source, theirs, self._low(ids))
         else:
             target = self.hot if level is Level.HOT else self.warm
             assert target is not None
             target.take(to_tensor(new).to(target.device), source, theirs)
         self._note_moved(ids, came, level)
+
+    def _low(self, ids: Numbers) -> Mask | None:
+        """Which pages that go to the drive are of so little attention that fewer bytes do."""
+        if self.cold is None or self.cold.low is None:
+            return None
+        assert isinstance(self.policy, AttentionDecayed)
+        low: Mask = self.policy.scores(ids, self.clock()) < self.cold.low.below
+        self.account.low_pages += int(low.sum())
+        return low
 
     def _note_moved(self, ids: Numbers, came: Level, level: Level) -> None:
         way = f"{_NAMES[came]} to {_NAMES[level]}"

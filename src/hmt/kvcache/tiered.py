@@ -103,6 +103,7 @@ class TieredKV:
         self._next = 0
         self._order = sorted(hot.layers)
         self._steps = 0
+        self._every = _WEIGHED_EVERY
         self._appended: Step | None = None  # of the last call of append
         self._step: Step | None = None  # that `where` is of
         self._where = Where(ops.PagedRuns(()))
@@ -314,9 +315,9 @@ class TieredKV:
     @property
     def weighed_layer(self) -> int | None:
         """Where it is time to look at what the tokens of this step attend to."""
-        if self._steps % _WEIGHED_EVERY or not self._order:
+        if self._steps % self._every or not self._order:
             return None
-        return self._order[self._steps // _WEIGHED_EVERY % len(self._order)]
+        return self._order[self._steps // self._every % len(self._order)]
 
     def _hidden(self, layer: int, step: Step, asked: Query) -> dict[int, Numbers]:
         """Pages, by sequence, that the step's decoding tokens leave out."""
@@ -387,6 +388,10 @@ class TieredKV:
         """Make the pages that a step appends to; from now on no page moves until the next one."""
         self._appended = step
         self._steps += 1
+        # In a long prompt pages leave after a step or two, and by then it has to be known which are
+        # of little attention.  Beside so many tokens the look costs nothing.
+        prompt = self._places.keeps_low and max(run.length for run in step.runs) >= PAGE_TOKENS
+        self._every = 1 if prompt else _WEIGHED_EVERY
         if self._steps % _WEIGHED_EVERY == 1:
             self._places.promote(self._stays())
         counts = {}
