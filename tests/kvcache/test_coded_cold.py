@@ -114,7 +114,7 @@ def test_pages_of_little_attention_are_kept_in_fewer_bytes(machine, usual, low, 
     for start in range(0, tokens, 48):
         step = append(cache, text, rows, start, min(48, tokens - start))
         ids = cache._sequences[text].pages
-        hardly = (np.arange(len(ids)) % 5 < 2) | (np.arange(len(ids)) > 90)
+        hardly = (np.arange(len(ids)) % 5 < 2) | (np.arange(len(ids)) > 50)
         for _ in range(3):
             policy.weighed(ids[hardly], np.zeros(hardly.sum()), 0.0)
     is_cold = book.level_of(ids) == Level.COLD
@@ -182,7 +182,7 @@ def test_an_empty_place_in_a_group_is_harmless(machine):
     for pages, _ in store.kinds:
         pages.memory.zero_()
     slots = torch.tensor(cold.slots.take(3)).numpy()
-    cold.take(slots, store, torch.tensor([2, 0, 1]))
+    cold.write(slots, store, np.array([2, 0, 1])).result()
     for index in WHOLE:
         for pages, [(entries, table)] in cold.pieces(index, [slots]):
             key, value = ops.read_pages(pages, 0, table, PAGE_TOKENS * len(entries))

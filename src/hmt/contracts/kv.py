@@ -58,6 +58,10 @@ class KVAccount:
     capacity       pages that there is room for, by level: "near", "host", "drive"
     most           pages that were there at once
     moved          pages that went from level to level, as "near to host"
+    ahead_pages    of those that went to the drive, those of which it had a copy before their room
+                   was needed
+    stalled_s      in which steps waited for others to be written there
+    failed_writes  groups of pages that could not be, and stayed where they were
     low_pages      of those that went to the drive, pages of so little attention that they are kept
                    in fewer bytes there
     drive_bytes    read from the drive for attention
@@ -71,6 +75,9 @@ class KVAccount:
     capacity: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
+    ahead_pages: int = 0
+    stalled_s: float = 0.0
+    failed_writes: int = 0
     low_pages: int = 0
     drive_bytes: int = 0
     host_bytes: int = 0

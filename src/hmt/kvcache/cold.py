@@ -4,6 +4,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,21 +99,30 @@ class ColdPages:
         decodes = any(form.decodes for form in forms.values())
         self._decoded = self._buffers.pop() if decodes else None  # read through one buffer less
         self._ahead = _Ahead(self, sorted(layers))
+        self._writer = _writer()
 
-    def take(
-        self, slots: Numbers, source: PageStore, theirs: torch.Tensor, low: Mask | None = None
-    ) -> None:
-        """Write pages `theirs` of `source` to `slots`, which are those of whole new groups.
+    def write(
+        self, slots: Numbers, source: PageStore, theirs: Numbers, low: Mask | None = None
+    ) -> "Future[None]":
+        """Begin to write pages `theirs` of `source` to `slots`, which are those of new groups.
+
+        They are encoded and written by a thread, one call after the other.  Until that has ended
+        they must not change, nor slots be read or used for others.
 
         low   which of them are of low attention
 
-        Raises DiskReadError when the drive fails.
+        The result raises DiskReadError when the drive fails.
         """
         self._ahead.reset()
         self._note_forms(slots, low)
+        return self._writer.submit(self._write, slots, source, theirs)
+
+    @torch.inference_mode()
+    def _write(self, slots: Numbers, source: PageStore, theirs: Numbers) -> None:
+        numbers = torch.from_numpy(theirs).to(source.device)
         for first in range(0, len(slots), GROUP_PAGES):
             group = int(slots[first]) // GROUP_PAGES
-            chosen = theirs[first : first + GROUP_PAGES]
+            chosen = numbers[first : first + GROUP_PAGES]
             for kind, members in enumerate(self._members):
                 self._write_group(group, members, source.kinds[kind][0], chosen)
 
@@ -218,10 +228,13 @@ class ColdPages:
         """What `pieces` reads for these."""
         groups, form = np.unique(np.concatenate(tables) // GROUP_PAGES), self._places[layer].form
         counts, times = np.unique(self._low_in(groups), return_counts=True)
-        return sum(n * form.nbytes(low) for low, n in zip(counts, times.tolist(), strict=True))
+        return sum(
+            n * form.nbytes(low) for low, n in zip(counts.tolist(), times.tolist(), strict=True)
+        )
 
     def close(self) -> None:
         """Delete the file, and give memory back to the pool."""
+        self._writer.shutdown()
         self._ahead.reset()
         for buffer in (self._bounce, self._decoded, *self._buffers):
             if buffer is not None:
@@ -324,6 +337,16 @@ class _Reading:
     def _done(self, error: HMTError | None) -> None:
         self._error = error
         self._ended.set()
+
+
+def _writer() -> ThreadPoolExecutor:
+    """A thread that computes alone: beside a step, a team of torch's would take all cores."""
+    threads = torch.get_num_threads()
+    made = ThreadPoolExecutor(1, "hmt-kv", torch.set_num_threads, (1,))
+    made.submit(int).result()
+    # The setting is kept per thread and, as the default of new threads, once for all.
+    torch.set_num_threads(threads)
+    return made
 
 
 def _own_file(folder: Path, nbytes: int) -> tuple[int, Path]:
