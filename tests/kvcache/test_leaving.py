@@ -108,6 +108,25 @@ def test_pages_that_were_given_up_while_they_were_written_are_forgotten(
     cache.release()
 
 
+def test_a_copy_is_worth_nothing_once_its_page_may_be_written_to(
+    machine: Machine, drive: Drive
+) -> None:
+    cache = machine.cache(cold=8)
+    texts, places = Texts(cache, seed=8), cache._places
+    text = texts.open((HOT + 60) * PAGE_TOKENS)
+    while not drive.asked.wait(0.01):
+        texts.step({text: CHUNK})
+    going = places._ahead.ids
+    places.write_back(0, lambda: [going[:1]])  # before a step that goes on with this page
+    drive.open.set()
+    places._ahead._groups[0].written.result()
+    places.write_back(0, lambda: [going[:0]])
+    assert places._ahead.pages == len(going) - 16
+    texts.read(text)
+    texts.close(text)
+    cache.release()
+
+
 @pytest.mark.parametrize("warm", [0, 60])
 def test_what_a_full_drive_does_not_take_stays_where_it_is(
     machine: Machine, drive: Drive, warm: int, caplog: pytest.LogCaptureFixture

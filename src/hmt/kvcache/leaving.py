@@ -19,9 +19,12 @@ from hmt.kvcache.drive_forms import Mask
 from hmt.kvcache.store import PageStore
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Group:
-    """Pages at `level` of which the drive has a copy at `places`, once that is `written`."""
+    """Pages at `level` of which the drive has a copy at `places`, once that is `written`.
+
+    void   somebody may write to one of the pages again: the copy is worth nothing
+    """
 
     ids: Numbers
     made: Numbers  # which of the pages of these ids they are
@@ -29,6 +32,7 @@ class _Group:
     places: Numbers
     low: Mask | None
     written: Future[None]
+    void: bool = False
 
 
 class WrittenAhead:
@@ -75,9 +79,13 @@ class WrittenAhead:
         made = self._book.made(ids)
         self._groups.append(_Group(ids, made, level, places, low, written))
 
-    def forget(self) -> None:
-        """Give up copies of pages that nobody owns any more, and those that were not written."""
+    def forget(self, stays: Numbers) -> None:
+        """Give up copies of pages that nobody owns any more, and those that were not written.
+
+        stays   pages that are not to move away, among them all that the next step writes to
+        """
         for group in [*self._groups]:
+            group.void |= bool(np.isin(group.ids, stays).any())
             if group.written.done() and not (self._still_there(group) and self._is_written(group)):
                 self._drop(group)
 
@@ -111,6 +119,8 @@ class WrittenAhead:
             self._drop(group)
 
     def _still_there(self, group: _Group) -> bool:
+        if group.void:
+            return False
         alive = self._book.owned(group.ids) & (self._book.level_of(group.ids) == group.level)
         return bool((alive & (self._book.made(group.ids) == group.made)).all())
 

@@ -138,7 +138,8 @@ class Placement:
         """Begin to write pages to the drive, if `wanted` others will take their room."""
         if self._ahead is None:
             return
-        self._ahead.forget()
+        if self._ahead.pages:
+            self._ahead.forget(np.concatenate([*stays()]))
         level = Level.HOT if self.warm is None or self.warm.count < GROUP_PAGES else Level.WARM
         source = self.hot if level is Level.HOT else self.warm
         assert source is not None
