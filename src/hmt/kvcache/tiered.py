@@ -17,6 +17,7 @@ from hmt.contracts.kv import KVAccount, Stay, least_hot_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
+from hmt.kvcache.apart import ApartKV
 from hmt.kvcache.book import Level, Numbers
 from hmt.kvcache.cold import ColdPages
 from hmt.kvcache.far import MANY, Pieces, Query, attend_far
@@ -59,7 +60,7 @@ class Where:
         return self.warm is not None or bool(self.cold)
 
 
-class TieredKV:
+class TieredKV(ApartKV):
     """KVCache whose pages lie at up to three levels.
 
     A sequence's pages are made as it grows, hot, and move away when others need the room: least
@@ -177,30 +178,23 @@ class TieredKV:
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""
-        if rings := self._rings.get(layer):
-            kept, runs = rings.layers[layer], rings.runs_of(step)
-        else:
-            if self._appended is not step:
-                self._begin(step)
-            kept, runs = self._places.hot.layers[layer], self._where_is(step).near
-        ops.append_pages(kept.pages, kept.slot, runs, key, value)
+        if layer not in self._rings and self._appended is not step:
+            self._begin(step)
+        super().append(layer, step, key, value)
 
-    def attend(
+    def near_runs(self, layer: int, step: Step) -> ops.PagedRuns:
+        """See ApartKV."""
+        rings = self._rings.get(layer)
+        return self._where_is(step).near if rings is None else rings.runs_of(step)
+
+    def _attend_whole(
         self,
         layer: int,
         step: Step,
         query: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
     ) -> torch.Tensor:
-        """See KVCache."""
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-        if rings := self._rings.get(layer):
-            kept, runs = rings.layers[layer], rings.runs_of(step)
-            options |= {"window": kept.window, "sinks": sinks}
-            return ops.paged_attention_output(kept.pages, kept.slot, runs, query, **options)
         kept, where = self._places.hot.layers[layer], self._where_is(step)
         asked, hidden = Query(query), {}
         if self._selection is not None:
@@ -222,27 +216,6 @@ class TieredKV:
         if weighs:
             self.weigh(layer, step, asked, merged.lse, options, hidden)
         return merged.out.to(query.dtype)
-
-    def append_attend(
-        self, layer: int, step: Step, heads: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        """See KVCache."""
-        rings = self._rings.get(layer)
-        kept: Kept = (rings.layers if rings else self._places.hot.layers)[layer]
-        kv_heads = kept.pages.layout.heads
-        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        self.append(layer, step, key, value)
-        return self.attend(layer, step, query, **options).flatten(1)
-
-    def kernel_pages(self, layer: int) -> None:
-        """See KVCache: pages are in several places."""
-
-    def kernel_place(self, layer: int, step: Step) -> None:
-        """See KVCache: pages are in several places."""
-
-    def kernel_runs(self, step: Step) -> Any:
-        """See KVCache."""
-        raise AssertionError("kernel_pages said no")
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
