@@ -3,11 +3,12 @@
 The device attends to the pages that are near, and the CPU beside it to all others, where they lie:
 a layer's queries go down, and outputs with their log-sum-exp come up.  For that a capture is cut
 twice in each layer.  What the device does while the CPU attends is a piece of its own, in which it
-also fetches some of the CPU's pages.
+also fetches some of the CPU's pages.  Where tokens choose what they attend to, the CPU chooses
+among its own pages once a layer's queries have come; then none are fetched.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 from hmt.contracts.step import Run, Step
 from hmt.kernels import captures, ops
 from hmt.kvcache.apart import ApartKV
+from hmt.kvcache.book import Numbers
 from hmt.kvcache.far import Query, attend_into
 from hmt.kvcache.fetched import FetchedPages
 from hmt.kvcache.merging import Merged
@@ -68,6 +70,7 @@ class SteppedKV(ApartKV):
         self._fixed: WeakKeyDictionary[ops.PagedRuns, _Runs] = WeakKeyDictionary()
         self._ring_runs: dict[int, ops.PagedRuns] = {}
         self._asked: dict[tuple[int, int], _Asked] = {}  # by layer and tokens
+        self._left_out: dict[int, Mapping[int, Numbers]] = {}  # by layer, of the last step
         self._parts: dict[tuple[int, ...], tuple[torch.Tensor, Merged]] = {}  # by shape
 
     @property
@@ -80,6 +83,7 @@ class SteppedKV(ApartKV):
         where = self._kv.begin(step)
         self._where = self.fetched.begin(where)
         self._step = step
+        self._left_out.clear()
         return where.is_apart
 
     def paged_runs(self, step: Step) -> list[ops.PagedRun]:
@@ -136,7 +140,8 @@ class SteppedKV(ApartKV):
         asked = self._asked[layer, len(self._step.token_ids)]
         self._device.mark().wait()
         query = Query(asked.query.to(asked.lse.device), asked.query)
-        self._kv.weigh(layer, self._step, query, asked.lse, asked.options)
+        left = self._left_out.get(layer, {})
+        self._kv.weigh(layer, self._step, query, asked.lse, asked.options, left)
 
     def kept(self, layer: int) -> Kept:
         """See ApartKV."""
@@ -208,7 +213,11 @@ class SteppedKV(ApartKV):
         assert asked.arrived is not None
         asked.arrived.wait()
         arrived = time.perf_counter()
-        pieces = self._kv.elsewhere(layer, self._where)
+        where = self._where
+        if self._kv.selects:
+            assert self._step is not None
+            where, self._left_out[layer] = self._kv.chosen(layer, self._step, Query(asked.query))
+        pieces = self._kv.elsewhere(layer, where)
         attend_into(pieces, asked.query, there, **asked.options)
         account.waited_s += arrived - begin
         account.host_s += time.perf_counter() - arrived

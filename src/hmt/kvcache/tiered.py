@@ -103,6 +103,7 @@ class TieredKV(ApartKV):
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._order = sorted(hot.layers)
+        self._beside_device = device is not None
         self._steps = 0
         self._every = _WEIGHED_EVERY
         self._appended: Step | None = None  # of the last call of append
@@ -196,10 +197,10 @@ class TieredKV(ApartKV):
         options: dict[str, Any],
     ) -> torch.Tensor:
         kept, where = self._places.hot.layers[layer], self._where_is(step)
-        asked, hidden = Query(query), {}
+        asked = Query(query)
+        hidden: Mapping[int, Numbers] = _NOTHING
         if self._selection is not None:
-            hidden = self._hidden(layer, step, asked)
-            where = self._places_of(step, hidden)
+            where, hidden = self.chosen(layer, step, asked)
         weighs = layer == self.weighed_layer
         if not where.is_apart and not weighs:
             options["sinks"] = sinks
@@ -292,15 +293,26 @@ class TieredKV(ApartKV):
             return None
         return self._order[self._steps // self._every % len(self._order)]
 
+    def chosen(self, layer: int, step: Step, asked: Query) -> tuple[Where, Mapping[int, Numbers]]:
+        """Where the pages are that a step attends to in `layer`; by sequence, those it leaves out.
+
+        Beside a device near pages are never left out: it attends to them before anybody knows what
+        its tokens ask for, so that a step can be captured.
+        """
+        hidden = self._hidden(layer, step, asked)
+        return self._places_of(step, hidden), hidden
+
     def _hidden(self, layer: int, step: Step, asked: Query) -> dict[int, Numbers]:
-        """Pages, by sequence, that the step's decoding tokens leave out."""
         assert self._selection is not None
         hidden = {}
         for run in step.runs:
             ids = self._sequences[run.sequence].pages[: pages_of(run.context)]
             if run.length == 1 and len(ids) > self._stay.pages:
                 query = asked.there[run.offset]
-                hidden[run.sequence] = self._selection.hidden(layer, ids, query, self._stay)
+                left = self._selection.hidden(layer, ids, query, self._stay)
+                if self._beside_device:
+                    left = left[self._places.book.level_of(left) != Level.HOT]
+                hidden[run.sequence] = left
         return hidden
 
     def weigh(
