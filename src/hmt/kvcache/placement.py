@@ -25,8 +25,6 @@ Lying = tuple[ops.Pages, int, torch.Tensor, torch.Tensor]
 
 _NAMES = ("near", "host", "drive")  # of levels, for people
 _PROMOTED = 4  # pages at a time
-# Pages that can be made without waiting for the drive, where no step makes more than half of these.
-_AHEAD = 2 * GROUP_PAGES
 _MARGIN = 0.1  # of worth, below which a page stays where it is
 
 
@@ -145,8 +143,10 @@ class Placement:
         assert source is not None
         if not self._ahead.works or source.device.type != "cpu":
             return
+        # Enough for the next two steps.  More would be written before it is known what it is worth:
+        # with twice as many, pages of little attention (`LowPages`) cost 10 answers of 64 for 4.
         ready = self.book.free_at(Level.HOT) + self.book.free_at(Level.WARM) + self._ahead.pages
-        short = min(wanted, max(_AHEAD, 2 * self._made)) - ready
+        short = min(wanted, max(GROUP_PAGES, 2 * self._made)) - ready
         ids = self._movable(stays()) if level is Level.HOT else self.book.at(Level.WARM)
         ids = np.setdiff1d(ids, self._ahead.ids)
         groups = min(-(-short // GROUP_PAGES), len(ids) // GROUP_PAGES)
