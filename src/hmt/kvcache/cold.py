@@ -107,7 +107,8 @@ class ColdPages:
         """Begin to write pages `theirs` of `source` to `slots`, which are those of new groups.
 
         They are encoded and written by a thread, one call after the other.  Until that has ended
-        they must not change, nor slots be read or used for others.
+        they must not change, nor slots be read or used for others.  Pages of a device are written
+        at once, on the caller's queue there, behind what has made them.
 
         low   which of them are of low attention
 
@@ -115,7 +116,15 @@ class ColdPages:
         """
         self._ahead.reset()
         self._note_forms(slots, low)
-        return self._writer.submit(self._write, slots, source, theirs)
+        if source.device.type == "cpu":
+            return self._writer.submit(self._write, slots, source, theirs)
+        self._writer.submit(int).result()  # nothing passes through the memory for that
+        ended: Future[None] = Future()
+        try:
+            ended.set_result(self._write(slots, source, theirs))
+        except DiskReadError as error:
+            ended.set_exception(error)
+        return ended
 
     @torch.inference_mode()
     def _write(self, slots: Numbers, source: PageStore, theirs: Numbers) -> None:
