@@ -144,8 +144,8 @@ class Placement:
         if not self._ahead.works or source.device.type != "cpu":
             return
         if self.keeps_low and level is Level.HOT:
-            return  # asked as late as can be which they are: with this, 60 of 64 answers, not 54
-        # Enough for the next two steps; more would be chosen before it is known what they are worth.
+            return  # asked as late as can be which they are: 60 of 64 answers instead of 54
+        # Enough for the next two steps: what more are worth is not known yet.
         ready = self.book.free_at(Level.HOT) + self.book.free_at(Level.WARM) + self._ahead.pages
         short = min(wanted, max(GROUP_PAGES, 2 * self._made)) - ready
         ids = self._movable(stays()) if level is Level.HOT else self.book.at(Level.WARM)
