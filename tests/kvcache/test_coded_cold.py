@@ -1,11 +1,13 @@
 """Cold pages that pass through a codec: what is read is what it makes of what was written."""
 
+import numpy as np
 import pytest
 import torch
 from test_tiered import HOT, LAYERS, Machine, Texts
 
 from hmt.base.errors import ConfigError
 from hmt.base.trace import Tracer
+from hmt.base.units import round_up
 from hmt.contracts.kv import COLD_BUFFERS
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Tier
@@ -15,8 +17,9 @@ from hmt.kernels import ops
 from hmt.kvcache import TieredKV
 from hmt.kvcache.book import Level
 from hmt.kvcache.codecs import CODECS, Calibration, layer_codecs
-from hmt.kvcache.cold import ColdPages, cold_bytes
-from hmt.kvcache.opening import kv_sizes, open_tiered
+from hmt.kvcache.cold import ColdPages
+from hmt.kvcache.drive_forms import cold_bytes
+from hmt.kvcache.opening import drive_forms_of, kv_sizes, open_tiered
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.store import PageStore
 from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
@@ -37,14 +40,35 @@ def machine(tmp_path_factory):
     pool.close()
 
 
-def coded_cache(machine, name, groups=8, piece_bytes=1):
-    codecs = layer_codecs(name, WHOLE)
+def coded_cache(machine, name, groups=8, piece_bytes=1, order="lru"):
+    forms = drive_forms_of(name, WHOLE, torch.float32)
+    if "~" not in name:  # a codec also where an encoding is called so
+        forms |= {"codecs": layer_codecs(name, WHOLE), "encoding": ops.PageEncoding.F32}
     cold = ColdPages(
-        machine.folder, WHOLE, groups, ops.PageEncoding.F32, machine.pool, machine.queue,
-        piece_bytes=piece_bytes, codecs=codecs,
+        machine.folder, WHOLE, groups, pool=machine.pool, queue=machine.queue,
+        piece_bytes=piece_bytes, **forms,
     )  # fmt: skip
     hot = PageStore(WHOLE, HOT, ops.PageEncoding.F32, machine.pool)
-    return TieredKV(hot, None, cold, [], ORDERS["lru"], chunk=48), codecs
+    cache = TieredKV(hot, None, cold, [], ORDERS[order], chunk=48, clock=lambda: 0.0)
+    return cache, forms["codecs"]
+
+
+def drawn_rows(tokens):
+    """Random keys and values of a text: for each layer [tokens, heads, both dims]."""
+    random = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(tokens, k.heads, k.key_dim + k.value_dim, generator=random)
+        for k in WHOLE.values()
+    ]
+
+
+def append(cache, text, rows, start, count):
+    step = Step.build([(text, start, [0] * count, 1)])
+    for (index, layer), numbers in zip(WHOLE.items(), rows, strict=True):
+        part = numbers[start : start + count]
+        key, value = part.split([layer.key_dim, layer.value_dim], -1)
+        cache.append(index, step, key, value if layer.kind != "latent" else None)
+    return step
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,16 +77,9 @@ def test_what_was_cold_is_what_the_codec_makes_of_it(machine, name, piece_bytes)
     cache, codecs = coded_cache(machine, name, piece_bytes=piece_bytes)
     layers = tuple(WHOLE.values())
     tokens = (HOT + 100) * PAGE_TOKENS
-    text = cache.open(tokens)
-    random = torch.Generator().manual_seed(1)
-    rows = [torch.randn(tokens, k.heads, k.key_dim + k.value_dim, generator=random) for k in layers]
+    text, rows = cache.open(tokens), drawn_rows(tokens)
     for start in range(0, tokens, 48):
-        count = min(48, tokens - start)
-        step = Step.build([(text, start, [0] * count, 1)])
-        for index, layer, numbers in zip(WHOLE, layers, rows, strict=True):
-            part = numbers[start : start + count]
-            key, value = part.split([layer.key_dim, layer.value_dim], -1)
-            cache.append(index, step, key, value if layer.kind != "latent" else None)
+        append(cache, text, rows, start, min(48, tokens - start))
     cold = cache._places.book.level_of(cache._sequences[text].pages) == Level.COLD
     assert 80 < cold.sum() < 128
     far = torch.from_numpy(cold).repeat_interleave(PAGE_TOKENS)
@@ -76,6 +93,69 @@ def test_what_was_cold_is_what_the_codec_makes_of_it(machine, name, piece_bytes)
             assert torch.equal(found[~far], kept[~far])
             assert torch.equal(found[far], coded[far])
             assert not torch.equal(coded, kept)
+    cache.release()
+
+
+@pytest.mark.parametrize(
+    ("usual", "low", "piece_bytes"),
+    [
+        ("exact", "sparse24", 1),
+        ("exact", "int8", 200_000),
+        ("int8+residual", "sparse24-int8", 200_000),
+        ("int8", "int4", 1),
+    ],
+)
+def test_pages_of_little_attention_are_kept_in_fewer_bytes(machine, usual, low, piece_bytes):
+    """Beside others of the same text and of the same group, which are not."""
+    cache, _ = coded_cache(machine, f"{usual}~{low}@0.5", piece_bytes=piece_bytes, order="a2cr")
+    tokens = (HOT + 110) * PAGE_TOKENS
+    text, rows = cache.open(tokens), drawn_rows(tokens)
+    policy, book = cache._places.policy, cache._places.book
+    for start in range(0, tokens, 48):
+        step = append(cache, text, rows, start, min(48, tokens - start))
+        ids = cache._sequences[text].pages
+        hardly = (np.arange(len(ids)) % 5 < 2) | (np.arange(len(ids)) > 50)
+        for _ in range(3):
+            policy.weighed(ids[hardly], np.zeros(hardly.sum()), 0.0)
+    is_cold = book.level_of(ids) == Level.COLD
+    slots = book.slots_of(ids)[is_cold]
+    is_low = is_cold.copy()
+    is_low[is_cold] = cache._places.cold._is_low[slots]
+    assert cache.account.low_pages == is_low.sum() and 80 < is_cold.sum() <= 128
+    assert (is_low <= hardly).all()
+    in_group = [is_low[is_cold][slots // 16 == group].sum() for group in np.unique(slots // 16)]
+    assert {0 < count < 16 for count in in_group} == {True, False}, "some are mixed"
+
+    read = 0
+    for (index, layer), numbers in zip(WHOLE.items(), rows, strict=True):
+        both = numbers.split([layer.key_dim, layer.value_dim], -1)
+        wanted, page_bytes = [half.clone() for half in both], []
+        for name, mask in ((usual, is_cold & ~is_low), (low, is_low)):
+            if name == "exact":
+                page_bytes.append(64 * layer.row_width)
+                continue
+            [codec] = layer_codecs(name, {index: layer}).values()
+            there = torch.from_numpy(mask).repeat_interleave(PAGE_TOKENS)
+            coded = codec.decode(codec.encode(*both), torch.float32)
+            for kept, numbers_there in zip(wanted, coded, strict=True):
+                kept[there] = numbers_there[there]
+            page_bytes.append(codec.unit_bytes)
+        if usual in ("exact", "int8"):  # read as they lie
+            page_bytes[0] = round_up(page_bytes[0], 256)
+        read += sum(
+            round_up((16 - count) * page_bytes[0] + count * page_bytes[1], 4096)
+            for count in in_group
+        )
+        if layer.kind == "latent":
+            wanted[1] = wanted[0][..., : layer.value_dim]
+        for found, one in zip(cache.read(index, step.runs[0]), wanted, strict=True):
+            assert torch.equal(found, one)
+        query = torch.randn(len(step.token_ids), 4, layer.key_dim)
+        out = cache.attend(index, step, query, scale=0.3)
+        start = step.runs[0].start
+        expected, _ = ops.attention(query, *wanted, start=start, scale=0.3)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert cache.account.drive_bytes == read
     cache.release()
 
 
@@ -102,7 +182,7 @@ def test_an_empty_place_in_a_group_is_harmless(machine):
     for pages, _ in store.kinds:
         pages.memory.zero_()
     slots = torch.tensor(cold.slots.take(3)).numpy()
-    cold.take(slots, store, torch.tensor([2, 0, 1]))
+    cold.write(slots, store, np.array([2, 0, 1])).result()
     for index in WHOLE:
         for pages, [(entries, table)] in cold.pieces(index, [slots]):
             key, value = ops.read_pages(pages, 0, table, PAGE_TOKENS * len(entries))
@@ -111,7 +191,9 @@ def test_an_empty_place_in_a_group_is_harmless(machine):
     store.release()
 
 
-@pytest.mark.parametrize("name", ["exact", "int8", "int8+shared-parts", *NAMES])
+@pytest.mark.parametrize(
+    "name", ["exact", "int8", "int8+shared-parts", "exact~sparse24@0.4", "int8~int4@0.4", *NAMES]
+)
 def test_plans_count_what_codecs_take(machine, name):
     sizes = KVSizes(**kv_sizes(LAYERS, torch.float32, "exact", name))
     budgets = KVBudgets(HOT * sizes.hot_page + (1 << 20), 0, None)
@@ -152,6 +234,14 @@ def test_options_name_codecs_of_the_drive(tmp_path):
     Calibration().write(tmp_path / "Scales.safetensors")
     static = f"int8-static@{tmp_path}/Scales.safetensors"
     assert chosen(f"exact,{static}") == ("exact", static)
+    assert chosen("exact,INT8~int4") == ("exact", "int8~int4@0.3")
+    for wrong in ("exact,int8~", "exact,int8~int4@2", "exact,int8+shared-parts~int4"):
+        with pytest.raises(ConfigError, match=r"above 0 and at most 1|no way to keep"):
+            chosen(wrong)
+    with pytest.raises(ConfigError, match="choose a2cr"):
+        EngineConfig.resolve(kv_device_memory="1MiB", kv_quant="int8,int8~int4", kv_order="lru")
+    with pytest.raises(ConfigError, match="takes more bytes than int4"):
+        drive_forms_of("int4~sparse24", WHOLE, torch.float32)
     for wrong in ("int8+residual", "exact,int8,int4", ""):
         with pytest.raises(ConfigError, match="for the drive, which knows others"):
             chosen(wrong)

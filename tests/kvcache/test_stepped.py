@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,13 +15,16 @@ from hmt.base.trace import Tracer
 from hmt.contracts.kv import Stay, least_hot_pages, ring_pages
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.plan import Tier
-from hmt.contracts.step import Step
+from hmt.contracts.step import Run, Step
 from hmt.kernels import captures, far_pages, ops, reference
 from hmt.kvcache import SteppedKV, TieredKV, store
+from hmt.kvcache.book import Level
 from hmt.kvcache.cold import ColdPages
 from hmt.kvcache.pages import layout_of
+from hmt.kvcache.placement import Placement
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
+from hmt.kvcache.select import RANKINGS, Selection
 from hmt.kvcache.store import PageStore
 from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
 from hmt.memory.device import Device, DevicePool, open_device
@@ -84,7 +88,15 @@ class Setting:
         assert self.device.pin(memory)
         stack.callback(self.device.unpin, memory)
 
-    def cache(self, far: ops.PageEncoding, warm: int, cold: int) -> TieredKV:
+    def cache(
+        self, far: ops.PageEncoding, warm: int, cold: int, share: float | None = None
+    ) -> TieredKV:
+        """`share`: of the pages that decoding tokens attend to."""
+
+        def choose(places: Placement) -> Selection:
+            assert share is not None
+            return Selection(share, RANKINGS["bound"](places, self.host))
+
         exact = ops.PageEncoding.F32
         windows, pages = {1: LAYERS[1]}, SEQUENCES * ring_pages(37, CHUNK)
         with pytest.MonkeyPatch.context() as patch:
@@ -102,6 +114,7 @@ class Setting:
             ORDERS["a2cr"],
             chunk=CHUNK,
             device=self.device,
+            selection=None if share is None else choose,
         )
 
 
@@ -124,6 +137,7 @@ class Texts:
         self.random = torch.Generator().manual_seed(4)
         self.rows: dict[int, list[torch.Tensor]] = {}
         self.fixed: dict[int, ops.PagedRuns | None] = {}
+        self.hidden = 0  # pages that were left out
 
     def open(self, tokens: int) -> int:
         sequence = self.kv.open(tokens)
@@ -177,13 +191,27 @@ class Texts:
             out = cache.append_attend(index, step, heads, **options).view(tokens, 4, -1)
         self._keep(index, step, key, value)
         for run in step.runs:
-            held = self.rows[run.sequence][index].split([layer.key_dim, layer.value_dim], -1)
+            rows, start = self.rows[run.sequence][index], run.start
+            if run.length == 1 and self.kv.selects and not layer.window:
+                rows = rows[self.seen(index, run, query[run.offset])]
+                start = len(rows) - 1
+            held = rows.split([layer.key_dim, layer.value_dim], -1)
             wanted, _ = reference.attention(
-                query[run.tokens], *held, start=run.start, window=layer.window, sinks=sinks,
+                query[run.tokens], *held, start=start, window=layer.window, sinks=sinks,
                 **options,
             )  # fmt: skip
             error = (out[run.tokens].cpu() - wanted).norm() / wanted.norm()
             assert error <= near, (index, run, float(error))
+
+    def seen(self, index: int, run: Run, query: torch.Tensor) -> torch.Tensor:
+        """Which positions a decoding token attends to: near ones, and those of the best pages."""
+        kv, ids = self.kv, self.kv._sequences[run.sequence].pages
+        assert kv._selection is not None
+        left = kv._selection.hidden(index, ids, query, kv._stay)
+        near = kv._places.book.level_of(ids) == Level.HOT
+        seen = torch.from_numpy(near | ~np.isin(ids, left))
+        self.hidden += int((~seen).sum())
+        return seen.repeat_interleave(16)[: run.context]
 
     def _keep(self, index: int, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
         for run in step.runs:
@@ -221,4 +249,32 @@ def test_steps_give_what_attention_to_everything_gives(
         for sequence in (first, second):
             kv.close(sequence)
         assert kv.free_tokens == kv.capacity_tokens
+    kv.release()
+
+
+@pytest.mark.parametrize(("warm", "cold"), [(160, 0), (30, 10)])
+def test_steps_attend_to_near_pages_and_to_the_best_of_the_others(
+    setting: Setting, warm: int, cold: int
+) -> None:
+    """Captured or not, whatever the queries ask for."""
+    if setting.interpreted:
+        pytest.skip("the device's part is that of the other test")
+    kv = setting.cache(ops.PageEncoding.F32, warm, cold, share=0.2)
+    with torch.inference_mode(), setting.device.computing():
+        texts = Texts(setting, kv)
+        text = texts.open(CONTEXT)
+        for _ in range(16):
+            texts.step({text: CHUNK - 2}, stepped=False, near=1e-5)
+        for _ in range(6):
+            before, hidden = kv.account.host_bytes, texts.hidden
+            assert texts.step({text: 1}, stepped=True, near=1e-5)
+            assert texts.hidden > hidden
+            if not cold:
+                size = sum(kv._places.warm.layers[i].pages.layout.page_bytes for i in FULL)  # type: ignore[union-attr]
+                far = int((kv._places.book.level_of(kv._sequences[text].pages) > 0).sum())
+                read, left_out = kv.account.host_bytes - before, texts.hidden - hidden
+                assert 0 < read < far * size and left_out < far * len(FULL)
+        assert not kv.account.fetched_bytes
+        texts.step({text: 1}, stepped=False, near=1e-5)
+    kv.close(text)
     kv.release()

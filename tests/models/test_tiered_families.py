@@ -105,3 +105,43 @@ def test_nor_do_they_on_a_pretended_one(monkeypatch: pytest.MonkeyPatch, tmp_pat
         [case] = (case for case in cases() if case.name == name)
         where = {"gpu_id": "pretended", "gpu_memory": "64MiB"}
         check(case, tmp_path / name, "float32", NEAR, range(3), **where)
+
+
+def check_chosen(name: str, folder: Path, **where: Any) -> None:
+    """Logits of tokens that choose pages: captured steps give what others give."""
+    [case] = (case for case in cases() if case.name == name)
+    published(random_reference(longer(case).config, case.seed), folder)
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    rng = random.Random(case.seed)
+    tokens = [rng.randrange(case.config.vocab_size) for _ in range(POSITIONS)]
+    options: dict[str, Any] = OPTIONS | {"context": POSITIONS, "dtype": "float32"} | where
+    with hmt.Engine(**options) as engine:
+        near = 25 * engine.load_model(folder).prepared.demand.kv_sizes.hot_page
+    # Which pages are near must not depend on how long steps take.
+    options |= {"kv_device_memory": near, "kv_policy": "select", "kv_order": "lru"}
+    found, read = {}, {}
+    for executor, share in (("plain", 0.4), ("overlapped", 0.4), ("overlapped", 1.0)):
+        with hmt.Engine(executor=executor, kv_share=share, **options) as engine:
+            model = engine.load_model(folder)
+            rows = range(POSITIONS - 25, POSITIONS)
+            found[executor, share] = model.logits(tokens, rows, prefill=POSITIONS - 24)
+            read[executor, share] = model.summary().kv.host_bytes
+            captured: Any = getattr(model._core._executor, "_captured", None)
+            assert isinstance(captured, TieredDecoding) == (executor == "overlapped")
+            assert captured is None or (captured._works and captured._kinds[True])
+    wanted, kept, every = found.values()
+    assert (kept - wanted).norm() <= NEAR * wanted.norm() < (kept - every).norm()
+    assert read["overlapped", 0.4] < read["overlapped", 1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama-0", "deepseek_v3-1"])
+def test_steps_in_which_tokens_choose_pages_are_captured(
+    name: str, gpu: str, tmp_path: Path
+) -> None:
+    check_chosen(name, tmp_path, gpu_id=gpu, gpu_memory="8GiB")
+
+
+def test_so_they_are_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
+    check_chosen("llama-0", tmp_path, gpu_id="pretended", gpu_memory="64MiB")

@@ -18,12 +18,15 @@ rest, later questions included, token by token.  For the perplexity all tokens a
 Static scales are calibrated by this module: "int8-static@prompts" on prompts of the kinds that are
 asked, with other seeds, and on prose; "int8-static@prose" on prose alone, which is less than what
 comes.  After @ there may be a file instead.
+
+"cold:exact~sparse24@0.3" keeps pages in one of two ways: those whose A2CR score was below 0.3 when
+they went to the drive in the second.  How many those were is counted while it is measured.
 """
 
 import gc
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +44,13 @@ from hmt.bench.quality import (
     short_tasks,
 )
 from hmt.bench.tasks import Corpus
-from hmt.contracts.kv import GROUP_PAGES, Stay, least_hot_pages, ring_pages
+from hmt.contracts.kv import GROUP_PAGES, KVAccount, Stay, least_hot_pages, ring_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import Engine
 from hmt.engine.config import KV_ENCODINGS
 from hmt.engine.kv_scales import see_text
 from hmt.kvcache import ORDERS, group_bytes_as
-from hmt.kvcache.codecs import STATIC, Calibration, CodecName
+from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DriveName
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +84,11 @@ SETTINGS = (
     "cold:int8/sparse24-int8",
     "cold:sparse24-int8",
     "cold:sparse24",
+    "cold:exact~sparse24@0.3",
+    "cold:exact~sparse24@0.6",
+    "cold:exact~sparse24@0.9",
+    "cold:int8~sparse24-int8@0.3",
+    "cold:int8~int8/sparse24-int8@0.6",
     *SELECTIONS,
 )
 _CHUNKS = (32, 64, 128, 256, 512)
@@ -165,9 +173,8 @@ def run(
     sizes = sizes or Sizes()
     chosen = [Setting.parse(name) for name in settings]
     for setting in chosen:
-        if setting.cold in (None, *KV_ENCODINGS):
-            continue
-        if CodecName.parse(setting.cold).lacks_file:
+        usual = DriveName.parse(setting.cold or "exact").usual
+        if usual not in KV_ENCODINGS and CodecName.parse(usual).lacks_file:
             raise ConfigError(f"setting {setting.name!r} needs a file with scales, after @")
     given = {"host_memory": _HOST_MEMORY, "max_batch": 1, **(options or {})}
     results: list[dict[str, Any]] = []
@@ -176,7 +183,9 @@ def run(
         with Engine(**given, context=_PROSE_TOKENS) as engine:
             loaded = engine.load_model(model)
             prepared = loaded.prepared
-            wanted = {(setting.cold or "").partition("@")[2] for setting in chosen}
+            wanted = {
+                DriveName.parse(setting.cold or "").usual.partition("@")[2] for setting in chosen
+            }
             scales = {seen: folder / f"{seen}.safetensors" for seen in _CALIBRATIONS & wanted}
             for seen, file in scales.items():
                 progress(f"calibrating on {seen}")
@@ -200,6 +209,8 @@ def run(
                         extent,
                         lambda part, so_far, at=at: progress(f"{at}: {part} {so_far}"),  # type: ignore[misc]
                     )
+                    account = loaded.summary().kv
+                memory = memory.after(account)
                 results.append({"length": length, **memory.as_json(), **quality.as_json()})
     return {
         "model": model.resolve().name,
@@ -246,7 +257,9 @@ class KVMemory:
     near_bytes   of all near pages, and of rings
     pages        by level: "near", "warm", "cold"
     page_bytes   of one of them on average, without what only padding takes
+                 "low" those of the drive that are of little attention
     quant        how warm and cold pages are kept, for the engine
+    low_share    of the pages that went to the drive, those of little attention
     """
 
     setting: Setting
@@ -256,6 +269,7 @@ class KVMemory:
     pages: Mapping[str, int]
     page_bytes: Mapping[str, float]
     quant: tuple[str, str]
+    low_share: float = 0.0
 
     @staticmethod
     def of(
@@ -274,16 +288,29 @@ class KVMemory:
         hot = pages if setting.name == "full" else min(hot, pages)
         rings = sum(n * ring_pages(w, chunk) for w, n in sizes.ring_pages.items())
         warm = 0 if setting.warm is None else (pages - hot) // (1 if setting.cold is None else 2)
-        codec, at, seen = (setting.cold or "exact").partition("@")
-        cold = f"{codec}{at}{scales.get(seen, seen)}"
-        quant = setting.warm or "exact", cold
-        far = [group_bytes_as(name, model.spec.kv, model.dtype) / GROUP_PAGES for name in quant]
+        cold = DriveName.parse(setting.cold or "exact")
+        codec, at, seen = cold.usual.partition("@")
+        cold = replace(cold, usual=f"{codec}{at}{scales.get(seen, seen)}")
+        ways = setting.warm or "exact", cold.usual, cold.low or cold.usual
+        layers = dict(enumerate(model.spec.kv))
+        far = [group_bytes_as(name, layers, model.dtype) / GROUP_PAGES for name in ways]
         return KVMemory(
             setting, context, chunk, hot * sizes.hot_page + rings,
             {"near": hot, "warm": warm, "cold": pages - hot - warm},
-            {"near": sizes.hot_page, "warm": far[0], "cold": far[1]},
-            quant,
+            {"near": sizes.hot_page, "warm": far[0], "cold": far[1], "low": far[2]},
+            (ways[0], str(cold)),
         )  # fmt: skip
+
+    def after(self, account: KVAccount | None) -> "KVMemory":
+        """The same when it is known which pages of the drive were of little attention."""
+        written = 0
+        if account is not None:
+            written = sum(n for way, n in account.moved.items() if way.endswith("to drive"))
+        if account is None or not account.low_pages:
+            return self
+        low = account.low_pages / written
+        mixed = (1 - low) * self.page_bytes["cold"] + low * self.page_bytes["low"]
+        return replace(self, page_bytes={**self.page_bytes, "cold": mixed}, low_share=low)
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Of an engine whose cold pages lie in `folder`."""
@@ -307,8 +334,10 @@ class KVMemory:
         """What of it tells results apart."""
         total = sum(self.pages[level] * self.page_bytes[level] for level in self.pages)
         used = [level for level in self.pages if self.pages[level]]
+        low = {"low_share": self.low_share} if self.low_share else {}
         return {
             "setting": self.setting.name,
+            **low,
             "prompt_piece": self.chunk,
             "near_share": self.pages["near"] / sum(self.pages.values()),
             "bytes_per_token": {level: self.page_bytes[level] / PAGE_TOKENS for level in used},

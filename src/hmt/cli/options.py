@@ -103,7 +103,8 @@ class EngineOptions:
         typer.Option(
             help="How those are kept that do not stay: exact, int8 or int4; or two of them, for "
             "host memory and for the drive: int8,int4. The drive also knows codecs, such as "
-            "exact,int8+shared-parts: see docs/quality.md.",
+            "exact,int8+shared-parts, and another way for pages of little attention, such as "
+            "exact,int8~int8/sparse24-int8: see docs/quality.md.",
             rich_help_panel=_KV,
         ),
     ] = None

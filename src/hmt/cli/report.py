@@ -126,8 +126,14 @@ def _kv(kv: "KVAccount", tokens: int) -> str:
     ]
     moved = sum(kv.moved.values())
     text = f"at most {', '.join(levels)}; {moved} moved"
+    if kv.low_pages:
+        text += f", {kv.low_pages} of them, of little attention, in fewer bytes"
     if kv.drive_bytes:
         text += f"; {format_bytes(kv.drive_bytes / (tokens or 1))} from the drive per token"
+    if kv.stalled_s:
+        text += f"; waited {kv.stalled_s:.2f} s for the drive to take pages"
+    if kv.failed_writes:
+        text += f"; {kv.failed_writes} times it did not take them"
     if kv.fragmentation is not None:
         text += f"; {kv.fragmentation:.1%} of pages empty"
     return text

@@ -32,7 +32,7 @@ class KVLevels:
     cold_groups   of `GROUP_PAGES`, on the drive
     ring_pages    of layers with a window, by window
     warm, cold    how numbers are kept there: "exact" (as near), "int8" or "int4"; cold also by a
-                  codec's name
+                  codec's name, and with another one for pages of little attention
     piece_bytes   read from the drive at once
     """
 
@@ -59,6 +59,12 @@ class KVAccount:
     held           of them, those that are taken now; filled in when it is looked at
     most           pages that were there at once
     moved          pages that went from level to level, as "near to host"
+    ahead_pages    of those that went to the drive, those of which it had a copy before their room
+                   was needed
+    stalled_s      in which steps waited for others to be written there
+    failed_writes  groups of pages that could not be, and stayed where they were
+    low_pages      of those that went to the drive, pages of so little attention that they are kept
+                   in fewer bytes there
     drive_bytes    read from the drive for attention
     host_bytes     read by the CPU in host memory for it
     host_s         the time that took, the drive's pages included
@@ -71,6 +77,10 @@ class KVAccount:
     held: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
+    ahead_pages: int = 0
+    stalled_s: float = 0.0
+    failed_writes: int = 0
+    low_pages: int = 0
     drive_bytes: int = 0
     host_bytes: int = 0
     host_s: float = 0.0

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from hmt.base.errors import ConfigError
 from hmt.base.units import GIB, parse_bytes
 from hmt.contracts.store import Verify
 from hmt.kvcache import ORDERS
-from hmt.kvcache.codecs import CodecName
+from hmt.kvcache.codecs import CodecName, DriveName
 from hmt.memory import READERS, available_host_bytes
 from hmt.quant import Scheme, parse_scheme
 from hmt.weights import POLICIES
@@ -45,7 +45,8 @@ class EngineConfig:
     kv_disk_memory_bytes     of that drive; None: what is needed
     kv_quant            how those are kept that do not stay: "exact", "int8", "int4", or two of
                         them, for host memory and for the drive: "int8,int4"; the drive also
-                        knows codecs: see hmt.kvcache.codecs.CodecName
+                        knows codecs, also one for pages that get little attention: see
+                        hmt.kvcache.codecs.CodecName and DriveName
     kv_order            whose pages go first: those that "a2cr", "lru" or "lfu" value least
     kv_policy           "exact": attention to all of the context; "select": tokens that are decoded
                         attend to the share `kv_share` of each text's pages, chosen anew for each
@@ -168,9 +169,10 @@ def _kv_quant(given: object) -> tuple[str, str]:
             "memory and for the drive, which knows others as well, such as exact,int8+residual"
         )
     cold = rest[0] if rest else warm
-    if cold.lower() in KV_ENCODINGS:
-        return warm.lower(), cold.lower()
-    CodecName.parse(cold)  # says what is wrong with it
+    name = DriveName.parse(cold)  # says what is wrong with it, as the next does
+    if name.usual.lower() in KV_ENCODINGS:
+        return warm.lower(), str(replace(name, usual=name.usual.lower()))
+    CodecName.parse(name.usual)
     return warm.lower(), cold
 
 
@@ -227,6 +229,12 @@ def _check(values: dict[str, Any]) -> None:
         )
     if not 0 < values.get("kv_share", 1) <= 1:
         raise ConfigError(f"kv_share={values['kv_share']!r} must be above 0 and at most 1")
+    quant, order = values.get("kv_quant", ("", "")), values.get("kv_order", "a2cr")
+    if DriveName.parse(quant[1]).low is not None and order != "a2cr":
+        raise ConfigError(
+            f"kv_quant={','.join(quant)!r} keeps pages by the attention they get, which kv_order "
+            f"{order!r} does not know: choose a2cr"
+        )
     if "kv_disk_memory_bytes" in values and "kv_disk" not in values:
         raise ConfigError("kv_disk_memory needs a folder: name one with kv_disk")
     numa = values.get("numa")

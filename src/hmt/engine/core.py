@@ -135,14 +135,11 @@ class Core:
     def _capture_tiers(
         self, model: Model, plan: Plan, kv: TieredKV, on_device: OnDevice, *, in_pieces: bool
     ) -> CapturedDecoding | None:
-        """Captured steps over several levels of keys and values, where experts are on the device.
-
-        Not where tokens choose pages: that needs each layer's query before its attention begins.
-        """
+        """The same over several levels of keys and values, where experts are on the device."""
         homes = {home for b, home in plan.homes.items() if b.kind is not BlockKind.EMBEDDING}
         there = homes == {Tier.DEVICE}
         weights, device = on_device.weights, on_device.device
-        if kv.selects or not (there or in_pieces) or not captures.has_kernels(device.where):
+        if not (there or in_pieces) or not captures.has_kernels(device.where):
             return None
         return TieredDecoding(model, weights, kv, device, weights_in_pieces=not there)
 

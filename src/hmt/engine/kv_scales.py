@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.model import KVKind
 from hmt.engine.config import KV_ENCODINGS
 from hmt.engine.source import Source
-from hmt.kvcache.codecs import STATIC, Calibration, CodecName, weights_of
+from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DriveName, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -85,9 +85,10 @@ def with_scales(quant: tuple[str, str], source: Source) -> tuple[str, str]:
     missing, or was made for other weights.
     """
     warm, cold = quant
-    if cold in KV_ENCODINGS:
+    kept = DriveName.parse(cold)
+    if kept.usual in KV_ENCODINGS:
         return quant
-    name = CodecName.parse(cold)
+    name = CodecName.parse(kept.usual)
     if STATIC not in (name.keys, name.values):
         return quant
     file = name.file or source.path / SCALES
@@ -102,7 +103,7 @@ def with_scales(quant: tuple[str, str], source: Source) -> tuple[str, str]:
             f"{file} was made for other weights than those of {source.path}: "
             f"`hmt calibrate kv {source.path}` makes it anew"
         )
-    return warm, f"{cold.partition('@')[0]}@{file}"
+    return warm, str(replace(kept, usual=f"{kept.usual.partition('@')[0]}@{file}"))
 
 
 def identity(source: Source) -> str:

@@ -55,6 +55,7 @@ class PageBook:
         self._level = np.zeros(total, dtype=np.int8)
         self._slot = np.zeros(total, dtype=np.int64)
         self._owners = np.zeros(total, dtype=np.int32)
+        self._made = np.zeros(total, dtype=np.int64)
 
     @property
     def count(self) -> int:
@@ -77,6 +78,7 @@ class PageBook:
         self._level[ids] = level
         self._slot[ids] = slots
         self._owners[ids] = 1
+        self._made[ids] += 1
         return ids
 
     def share(self, ids: Numbers) -> None:
@@ -123,6 +125,14 @@ class PageBook:
     def alone(self, ids: Numbers) -> NDArray[np.bool_]:
         """Which of `ids` have one owner."""
         return self._owners[ids] == 1
+
+    def owned(self, ids: Numbers) -> NDArray[np.bool_]:
+        """Which of `ids` are in use."""
+        return self._owners[ids] > 0
+
+    def made(self, ids: Numbers) -> Numbers:
+        """How many pages have had these ids until now."""
+        return self._made[ids]
 
     def freed_by(self, ids: Numbers) -> int:
         """Places that `ids` would leave, could they all go now."""

@@ -4,6 +4,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,61 +13,36 @@ import numpy as np
 import torch
 
 from hmt.base.errors import DiskReadError, HMTError, MachineError
-from hmt.base.units import format_bytes, round_up
+from hmt.base.units import format_bytes
 from hmt.contracts.kv import COLD_BUFFERS, GROUP_PAGES
-from hmt.contracts.model import PAGE_TOKENS, KVLayer
+from hmt.contracts.model import KVLayer
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
 from hmt.kvcache.book import GroupedSlots, Numbers
 from hmt.kvcache.codecs import LayerCodec
-from hmt.kvcache.pages import kinds_of, layout_of
-from hmt.kvcache.store import PageStore, Pool, recode
+from hmt.kvcache.drive_forms import (
+    GroupForm,
+    LowPages,
+    Mask,
+    cold_bytes,
+    group_forms,
+    pages_in,
+    stride_of,
+)
+from hmt.kvcache.pages import kinds_of
+from hmt.kvcache.store import PageStore, Pool
 from hmt.memory import DiskRead, TransferQueue
-
-_STRIDE = 256  # pages begin at its multiples, so that groups begin at those of 4096
-_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a layer's pages are in the file: group g begins at begin + g * step."""
+    """Where a layer's pages are in the file: those of its kind's group g from begin + g * step."""
 
-    layout: ops.PageLayout
+    form: GroupForm
     slot: int  # among the layers of its kind
-    kind: int
     begin: int
     step: int
-    group_bytes: int
-    codec: LayerCodec | None  # what they are in the file, if not as `layout` says
-
-
-def cold_bytes(
-    layers: Mapping[int, KVLayer],
-    encoding: ops.PageEncoding,
-    codecs: Mapping[int, LayerCodec] | None = None,
-) -> tuple[int, int, int]:
-    """Bytes of a group of pages: of all layers, the largest of one layer, and of one kind.
-
-    With `codecs`, the largest of one layer may be that of a group that was decoded.
-    """
-    whole, widest, kind = 0, 0, 0
-    for layer, members in kinds_of(layers):
-        layout = layout_of(layer, encoding, torch.device("cpu"))
-        each = _group_bytes(layout, codecs[members[0]] if codecs else None)
-        whole += each * len(members)
-        widest, kind = max(widest, each, _group_bytes(layout)), max(kind, each * len(members))
-    return whole, widest, kind
-
-
-def _group_bytes(layout: ops.PageLayout, codec: LayerCodec | None = None) -> int:
-    """Of one layer.  Pages that are read as they are begin where kernels like them to."""
-    if codec is not None:
-        return round_up(codec.group_bytes, _BLOCK)
-    return GROUP_PAGES * _stride(layout)
-
-
-def _stride(layout: ops.PageLayout) -> int:
-    return round_up(layout.page_bytes, _STRIDE)
+    group_bytes: int  # the most
 
 
 class ColdPages:
@@ -86,63 +62,104 @@ class ColdPages:
         *,
         piece_bytes: int,
         codecs: Mapping[int, LayerCodec] | None = None,
+        low: LowPages | None = None,
     ) -> None:
         """Room for `groups` times 16 pages.
 
         They are kept in `encoding`; or by `codecs`, one for each layer, and decoded to `encoding`
-        when they are read.
+        when they are read.  Those of low attention are kept as `low` says, which takes no more.
 
         `pool` gives `COLD_BUFFERS` buffers of `piece_bytes`, at least one group of one layer each,
         and one for a group of all layers of a kind.  Raises MachineError where there is no such
         room on the drive, BudgetError where there is none in the pool.
         """
         self.slots = GroupedSlots(groups, GROUP_PAGES)
+        self.low = low
         self._queue = queue
         self._pool = pool
         self._places: dict[int, _Place] = {}
         self._members: list[list[int]] = []
-        end = 0
-        for kind, (layer, members) in enumerate(kinds_of(layers)):
-            layout = layout_of(layer, encoding, torch.device("cpu"))
-            each = _group_bytes(layout, codecs[members[0]] if codecs else None)
+        # By place: whether a page is of low attention, and its number among those like it.
+        self._is_low = np.zeros(groups * GROUP_PAGES, dtype=bool)
+        self._rank = np.arange(groups * GROUP_PAGES) % GROUP_PAGES
+        end, forms = 0, group_forms(layers, encoding, codecs, low)
+        for _, members in kinds_of(layers):
+            each = forms[members[0]].nbytes()
             step = len(members) * each
             for at, index in enumerate(members):
-                codec = codecs[index] if codecs else None
-                begin = end + at * each
-                self._places[index] = _Place(layout, at, kind, begin, step, each, codec)
+                assert forms[index].nbytes(GROUP_PAGES * (low is not None)) <= each
+                self._places[index] = _Place(forms[index], at, end, step, each)
             self._members.append(members)
             end += groups * step
-        _, widest, group = cold_bytes(layers, encoding, codecs)
+        _, widest, group = cold_bytes(layers, encoding, codecs, low)
         self.nbytes = end
         self._file, self._path = _own_file(folder, end)
         self._bounce = pool.allocate(group)
         self._buffers = [pool.allocate(max(piece_bytes, widest)) for _ in range(COLD_BUFFERS)]
-        self._decoded = self._buffers.pop() if codecs else None  # read through one buffer less
+        decodes = any(form.decodes for form in forms.values())
+        self._decoded = self._buffers.pop() if decodes else None  # read through one buffer less
         self._ahead = _Ahead(self, sorted(layers))
+        self._writer = _writer()
 
-    def take(self, slots: Numbers, source: PageStore, theirs: torch.Tensor) -> None:
-        """Write pages `theirs` of `source` to `slots`, which are those of whole new groups.
+    def write(
+        self, slots: Numbers, source: PageStore, theirs: Numbers, low: Mask | None = None
+    ) -> "Future[None]":
+        """Begin to write pages `theirs` of `source` to `slots`, which are those of new groups.
 
-        Raises DiskReadError when the drive fails.
+        They are encoded and written by a thread, one call after the other.  Until that has ended
+        they must not change, nor slots be read or used for others.  Pages of a device are written
+        at once, on the caller's queue there, behind what has made them.
+
+        low   which of them are of low attention
+
+        The result raises DiskReadError when the drive fails.
         """
         self._ahead.reset()
+        self._note_forms(slots, low)
+        if source.device.type == "cpu":
+            return self._writer.submit(self._write, slots, source, theirs)
+        self._writer.submit(int).result()  # nothing passes through the memory for that
+        ended: Future[None] = Future()
+        try:
+            ended.set_result(self._write(slots, source, theirs))
+        except DiskReadError as error:
+            ended.set_exception(error)
+        return ended
+
+    @torch.inference_mode()
+    def _write(self, slots: Numbers, source: PageStore, theirs: Numbers) -> None:
+        numbers = torch.from_numpy(theirs).to(source.device)
         for first in range(0, len(slots), GROUP_PAGES):
             group = int(slots[first]) // GROUP_PAGES
-            chosen = theirs[first : first + GROUP_PAGES]
+            chosen = numbers[first : first + GROUP_PAGES]
             for kind, members in enumerate(self._members):
                 self._write_group(group, members, source.kinds[kind][0], chosen)
+
+    def _note_forms(self, slots: Numbers, low: Mask | None) -> None:
+        """Places that are not filled count as usual ones, behind all others."""
+        groups = np.unique(slots // GROUP_PAGES)
+        places = (groups[:, None] * GROUP_PAGES + np.arange(GROUP_PAGES)).ravel()
+        self._is_low[places] = False
+        if low is not None:
+            self._is_low[slots] = low
+        is_low = self._is_low[places].reshape(-1, GROUP_PAGES)
+        ranks = np.where(is_low, is_low.cumsum(1), (~is_low).cumsum(1)) - 1
+        self._rank[places] = ranks.ravel()
+
+    def _low_in(self, groups: Numbers) -> Numbers:
+        """How many pages of each group are of low attention."""
+        count: Numbers = self._is_low.reshape(-1, GROUP_PAGES)[groups].sum(1)
+        return count
 
     def _write_group(
         self, group: int, members: list[int], source: ops.Pages, chosen: torch.Tensor
     ) -> None:
-        numbers = torch.arange(len(chosen))
-        place = self._places[members[0]]
-        memory = self._bounce.tensor[: place.step]
-        for at, extent in enumerate(memory.split(place.group_bytes)):
-            if codec := self._places[members[at]].codec:
-                _encode(extent, codec, source, at, chosen)
-            else:
-                recode(_pages(extent, place.layout), 0, numbers, source, at, chosen)
+        place, begin = self._places[members[0]], group * GROUP_PAGES
+        low = self._is_low[begin : begin + len(chosen)]
+        each = place.form.nbytes(int(low.sum()))
+        memory = self._bounce.tensor[: len(members) * each]
+        for at, extent in enumerate(memory.split(each)):
+            self._places[members[at]].form.write(extent, source, at, chosen, low)
         view, offset = memory.numpy().data, place.begin + group * place.step
         try:
             while view:
@@ -166,27 +183,67 @@ class ColdPages:
         groups = np.unique(np.concatenate(tables) // GROUP_PAGES)
         place = self._places[layer]
         for chosen, buffer in self._ahead.read(layer, groups):
-            memory = buffer[: len(chosen) * place.group_bytes]
-            if place.codec is None:
-                yield _pages(memory, place.layout), _entries(tables, chosen)
-                continue
-            assert self._decoded is not None
-            room = self._decoded.tensor
-            some = room.nbytes // _group_bytes(place.layout)  # groups
-            for first in range(0, len(chosen), some):
-                part = chosen[first : first + some]
-                coded = memory.view(-1, place.group_bytes)[first : first + some]
-                pages = _pages(room[: len(part) * _group_bytes(place.layout)], place.layout)
-                _decode(pages, place.codec, coded)
-                yield pages, _entries(tables, part)
+            memory = buffer[: len(chosen) * place.group_bytes].view(len(chosen), -1)
+            for is_low, form in enumerate(place.form.forms):
+                if form.codec is None:
+                    firsts = GROUP_PAGES * np.arange(len(chosen))
+                    found = self._entries(tables, chosen, firsts, low=bool(is_low))
+                    if any(len(entries) for entries, _ in found):
+                        yield pages_in(memory.flatten(), form.layout), found
+                else:
+                    yield from self._decoded_pieces(place, memory, tables, chosen, bool(is_low))
+
+    def _decoded_pieces(
+        self,
+        place: _Place,
+        memory: torch.Tensor,
+        tables: Sequence[Numbers],
+        chosen: Numbers,
+        low: bool,
+    ) -> Iterator[tuple[ops.Pages, list[tuple[Numbers, torch.Tensor]]]]:
+        """Pages of one form of groups `chosen`, which lie in `memory` [groups, bytes]."""
+        assert self._decoded is not None
+        room, form = self._decoded.tensor, place.form.forms[low]
+        some = room.nbytes // (GROUP_PAGES * stride_of(form.layout))  # groups
+        for first in range(0, len(chosen), some):
+            part, rows = chosen[first : first + some], memory[first : first + some]
+            counts = self._low_in(part)
+            each = counts if low else GROUP_PAGES - counts
+            firsts = np.cumsum(each) - each
+            found = self._entries(tables, part, firsts, low=low)
+            if any(len(entries) for entries, _ in found):
+                units = place.form.units(rows, counts, of_low=low)
+                pages = pages_in(room[: each.sum() * stride_of(form.layout)], form.layout)
+                form.decode(pages, units)
+                yield pages, found
+
+    def _entries(
+        self, tables: Sequence[Numbers], groups: Numbers, firsts: Numbers, *, low: bool
+    ) -> list[tuple[Numbers, torch.Tensor]]:
+        """Which entries of each table are in `groups` and of low attention, or not, and where.
+
+        firsts   by group: where its first page of these is
+        """
+        found = []
+        for table in tables:
+            there = np.isin(table // GROUP_PAGES, groups) & (self._is_low[table] == low)
+            entries = np.flatnonzero(there)
+            slots = table[entries]
+            at = firsts[np.searchsorted(groups, slots // GROUP_PAGES)] + self._rank[slots]
+            found.append((entries, torch.from_numpy(at)))
+        return found
 
     def read_bytes(self, layer: int, tables: Sequence[Numbers]) -> int:
         """What `pieces` reads for these."""
-        groups = np.unique(np.concatenate(tables) // GROUP_PAGES)
-        return len(groups) * self._places[layer].group_bytes
+        groups, form = np.unique(np.concatenate(tables) // GROUP_PAGES), self._places[layer].form
+        counts, times = np.unique(self._low_in(groups), return_counts=True)
+        return sum(
+            n * form.nbytes(low) for low, n in zip(counts.tolist(), times.tolist(), strict=True)
+        )
 
     def close(self) -> None:
         """Delete the file, and give memory back to the pool."""
+        self._writer.shutdown()
         self._ahead.reset()
         for buffer in (self._bounce, self._decoded, *self._buffers):
             if buffer is not None:
@@ -195,10 +252,13 @@ class ColdPages:
 
     def _reads(self, layer: int, groups: Numbers, memory: memoryview) -> list[DiskRead]:
         place, reads = self._places[layer], []
-        for at, group in enumerate(groups.tolist()):
-            offset = place.begin + group * place.step
-            view = memory[at * place.group_bytes : (at + 1) * place.group_bytes]
-            reads.append(DiskRead(self._path, offset, view, offset + place.group_bytes))
+        for at, (group, low) in enumerate(zip(groups, self._low_in(groups), strict=True)):
+            nbytes = place.form.nbytes(int(low))
+            offset = place.begin + int(group) * place.step + place.slot * nbytes
+            begin = at * place.group_bytes
+            reads.append(
+                DiskRead(self._path, offset, memory[begin : begin + nbytes], offset + nbytes)
+            )
         return reads
 
     def _per_piece(self, layer: int) -> int:
@@ -288,40 +348,14 @@ class _Reading:
         self._ended.set()
 
 
-def _pages(memory: torch.Tensor, layout: ops.PageLayout) -> ops.Pages:
-    """Pages of one layer, each of which begins at a multiple of _STRIDE."""
-    rows = memory.view(-1, _stride(layout))[:, : layout.page_bytes]
-    return ops.Pages(layout, rows[:, None])
-
-
-def _entries(tables: Sequence[Numbers], groups: Numbers) -> list[tuple[Numbers, torch.Tensor]]:
-    """Which entries of each table are in `groups`, and their pages among those of the groups."""
-    found = []
-    for table in tables:
-        entries = np.flatnonzero(np.isin(table // GROUP_PAGES, groups))
-        slots = table[entries]
-        at = np.searchsorted(groups, slots // GROUP_PAGES)
-        found.append((entries, torch.from_numpy(at * GROUP_PAGES + slots % GROUP_PAGES)))
-    return found
-
-
-def _encode(
-    extent: torch.Tensor, codec: LayerCodec, source: ops.Pages, at: int, chosen: torch.Tensor
-) -> None:
-    """Fill the bytes of a layer's group with pages `chosen` of layer `at` of `source`."""
-    key, value = ops.read_pages(source, at, chosen, PAGE_TOKENS * len(chosen))
-    coded = codec.encode(key, value).flatten()
-    extent[: len(coded)] = coded.to(extent.device)
-    extent[len(coded) :] = 0  # pages that are not there are decoded, too
-
-
-def _decode(pages: ops.Pages, codec: LayerCodec, groups: torch.Tensor) -> None:
-    """Write what groups [groups, bytes] hold to `pages`, as many."""
-    coded = groups[:, : codec.group_bytes].reshape(-1, codec.unit_bytes)
-    key, value = codec.decode(coded, pages.layout.encoding.dtype)
-    table = torch.arange(len(groups) * GROUP_PAGES)
-    runs = ops.PagedRuns([ops.PagedRun(0, len(key), 0, table)])
-    ops.append_pages(pages, 0, runs, key, None if pages.layout.latent else value)
+def _writer() -> ThreadPoolExecutor:
+    """A thread that computes alone: beside a step, a team of torch's would take all cores."""
+    threads = torch.get_num_threads()
+    made = ThreadPoolExecutor(1, "hmt-kv", torch.set_num_threads, (1,))
+    made.submit(int).result()
+    # The setting is kept per thread and, as the default of new threads, once for all.
+    torch.set_num_threads(threads)
+    return made
 
 
 def _own_file(folder: Path, nbytes: int) -> tuple[int, Path]:

@@ -35,9 +35,9 @@ class FetchedPages:
     """
 
     def __init__(self, kv: TieredKV, device: Device) -> None:
-        """Asks `kv` for room; there may be none."""
+        """Asks `kv` for room; there may be none, as where each layer chooses its pages."""
         self._kv = kv
-        rooms = [kv.staging(layer) for layer in kv.whole_layers]
+        rooms = [None if kv.selects else kv.staging(layer) for layer in kv.whole_layers]
         self._room = min((0 if room is None else len(room[0].memory) for room in rooms), default=0)
         self.share, self.count = _FIRST, 0
         self._runs: list[ops.PagedRun] = []

@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from hmt.base.errors import ConfigError
 from hmt.contracts.kv import GROUP_PAGES, KVLevels
 from hmt.contracts.model import KVLayer
 from hmt.kernels import ops
-from hmt.kvcache.codecs import LayerCodec, layer_codecs
-from hmt.kvcache.cold import ColdPages, cold_bytes
+from hmt.kvcache.codecs import DriveName, LayerCodec, layer_codecs
+from hmt.kvcache.cold import ColdPages
+from hmt.kvcache.drive_forms import LowPages, cold_bytes, group_forms
 from hmt.kvcache.placement import Placement
 from hmt.kvcache.policies import ORDERS
 from hmt.kvcache.rings import Rings
@@ -36,6 +38,19 @@ def codecs_of(name: str, layers: Mapping[int, KVLayer]) -> Mapping[int, LayerCod
     return None if name == "exact" or name in _ENCODINGS else layer_codecs(name, layers)
 
 
+def drive_forms_of(name: str, layers: Mapping[int, KVLayer], dtype: torch.dtype) -> dict[str, Any]:
+    """What ColdPages and `cold_bytes` are told of a `DriveName`.  Raises ConfigError."""
+    kept, low = DriveName.parse(name), None
+    encoding, codecs = encoding_of(kept.usual, dtype), codecs_of(kept.usual, layers)
+    if kept.low is not None:
+        exact, less = ops.PageEncoding.of(dtype), layer_codecs(kept.low, layers)
+        low = LowPages(less, exact, kept.below)
+        forms = group_forms(layers, encoding, codecs, low).values()
+        if any(form.nbytes(GROUP_PAGES) > form.nbytes() for form in forms):
+            raise ConfigError(f"{name!r}: {kept.low} takes more bytes than {kept.usual}")
+    return {"encoding": encoding, "codecs": codecs, "low": low}
+
+
 def kv_sizes(
     layers: Sequence[KVLayer],
     dtype: torch.dtype,
@@ -46,9 +61,7 @@ def kv_sizes(
     """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`; see `open_tiered`."""
     whole, windows = _by_window(dict(enumerate(layers)))
     exact = ops.PageEncoding.of(dtype)
-    group, layer_group, kind_group = cold_bytes(
-        whole, encoding_of(cold, dtype), codecs_of(cold, whole)
-    )
+    group, layer_group, kind_group = cold_bytes(whole, **drive_forms_of(cold, whole, dtype))
     return {
         "hot_page": store_page_bytes(whole, exact),
         "warm_page": store_page_bytes(whole, encoding_of(warm, dtype)),
@@ -62,12 +75,12 @@ def kv_sizes(
     }
 
 
-def group_bytes_as(name: str, layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
+def group_bytes_as(name: str, layers: Mapping[int, KVLayer], dtype: torch.dtype) -> int:
     """Bytes of `GROUP_PAGES` pages of all `layers` without a window, kept as `name` says.
 
     Without padding.  Raises ConfigError.
     """
-    whole, _ = _by_window(dict(enumerate(layers)))
+    whole, _ = _by_window(layers)
     if codecs := codecs_of(name, whole):
         return sum(codec.group_bytes for codec in codecs.values())
     return GROUP_PAGES * store_page_bytes(whole, encoding_of(name, dtype))
@@ -115,8 +128,8 @@ def open_tiered(
         if levels.cold_groups:
             assert folder is not None
             cold = ColdPages(
-                folder, whole, levels.cold_groups, encoding_of(levels.cold, dtype), host, queue,
-                piece_bytes=levels.piece_bytes, codecs=codecs_of(levels.cold, whole),
+                folder, whole, levels.cold_groups, pool=host, queue=queue,
+                piece_bytes=levels.piece_bytes, **drive_forms_of(levels.cold, whole, dtype),
             )  # fmt: skip
         made.pop_all()
 

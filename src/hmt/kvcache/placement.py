@@ -1,5 +1,6 @@
 """Where pages lie: three levels, what moves between them, and what is read from which."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,9 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import ops
 from hmt.kvcache.book import Level, Numbers, PageBook, Slots
 from hmt.kvcache.cold import ColdPages
-from hmt.kvcache.policies import PagePolicy
+from hmt.kvcache.drive_forms import Mask
+from hmt.kvcache.leaving import WrittenAhead
+from hmt.kvcache.policies import AttentionDecayed, PagePolicy
 from hmt.kvcache.store import PageStore, recode
 from hmt.memory import Bitmap
 from hmt.memory.device import Device, Mark
@@ -62,17 +65,34 @@ class Placement:
         self.clock = clock
         self._device = device
         self._leaving: _Leaving | None = None
+        self._made = 0  # pages at once, the last time
         self.crosses = warm is not None and hot.crosses_to(warm)  # kernels know the way
         self.account = KVAccount({_NAMES[n]: s.count for n, s in enumerate(self.book.levels)})
+        self._ahead = None
+        if cold is not None:
+            self._ahead = WrittenAhead(self.book, cold, self.account, self._note_moved)
 
     @property
     def free_pages(self) -> int:
         """That can be made, over all levels."""
-        return sum(self.book.free_at(level) for level in Level)
+        free = sum(self.book.free_at(level) for level in Level)
+        return free + (0 if self._ahead is None else self._ahead.pages)
+
+    @property
+    def drive_has_room(self) -> bool:
+        """Whether pages may go to the drive."""
+        ahead = self._ahead is not None and self._ahead.pages > 0
+        return ahead or self.book.free_at(Level.COLD) >= GROUP_PAGES
+
+    @property
+    def keeps_low(self) -> bool:
+        """Whether pages of little attention are kept in fewer bytes on the drive."""
+        return self.cold is not None and self.cold.low is not None
 
     def new(self, count: int, stays: Iterable[Numbers]) -> Numbers:
         """`count` hot pages; none of `stays` moves away to make room for them."""
         self._make_room(count, stays)
+        self._made = count
         made = self.book.new(count)
         self.policy.added(made, self.clock())
         self._note_levels()
@@ -82,7 +102,9 @@ class Placement:
         """Between steps: let pages that were copied to host memory go, and begin to copy others.
 
         As many as are short of `wanted` hot pages that will be made, at most a group at a time.
+        From host memory pages are copied to the drive.
         """
+        self._write_ahead(wanted, stays)
         if self._leaving is not None and self._leaving.written.reached():
             self.settle()
         room = min(GROUP_PAGES, self.book.free_at(Level.WARM))
@@ -96,6 +118,8 @@ class Placement:
             return  # what the CPU has to encode, it encodes when it must
         movable = self._movable(stays())
         ids = self._least(movable, len(movable), Level.HOT)[:room]
+        if not len(ids):
+            return
         places = self.book.reserve(len(ids), Level.WARM)
         self.book.share(ids)  # whoever gives them up meanwhile does not free them
         slots, theirs = to_tensor(places), to_tensor(self.book.slots_of(ids))
@@ -107,6 +131,30 @@ class Placement:
                 warm.take(slots, self.hot, theirs)
 
         self._leaving = _Leaving(ids, places, device.write_back(work))
+
+    def _write_ahead(self, wanted: int, stays: Callable[[], Iterable[Numbers]]) -> None:
+        """Begin to write pages to the drive, if `wanted` others will take their room."""
+        if self._ahead is None:
+            return
+        if self._ahead.pages:
+            self._ahead.forget(np.concatenate([*stays()]))
+        level = Level.HOT if self.warm is None or self.warm.count < GROUP_PAGES else Level.WARM
+        source = self.hot if level is Level.HOT else self.warm
+        assert source is not None
+        if not self._ahead.works or source.device.type != "cpu":
+            return
+        if self.keeps_low and level is Level.HOT:
+            return  # asked as late as can be which they are: 60 of 64 answers instead of 54
+        # Enough for the next two steps: what more are worth is not known yet.
+        ready = self.book.free_at(Level.HOT) + self.book.free_at(Level.WARM) + self._ahead.pages
+        short = min(wanted, max(GROUP_PAGES, 2 * self._made)) - ready
+        ids = self._movable(stays()) if level is Level.HOT else self.book.at(Level.WARM)
+        ids = np.setdiff1d(ids, self._ahead.ids)
+        groups = min(-(-short // GROUP_PAGES), len(ids) // GROUP_PAGES)
+        groups = min(groups, self.book.free_at(Level.COLD) // GROUP_PAGES)
+        if groups > 0:
+            for group in np.split(self._least(ids, groups * GROUP_PAGES, level), groups):
+                self._ahead.begin(group, source, self._low(group))
 
     def settle(self) -> None:
         """Wait for pages that are being copied, and let them go."""
@@ -140,7 +188,7 @@ class Placement:
     def promote(self, stays: Iterable[Numbers]) -> None:
         """Let some pages of host memory change places with hot ones that are worth less."""
         self.settle()
-        warm = self.book.at(Level.WARM)
+        warm = self._staying(self.book.at(Level.WARM))
         if self.warm is None or not len(warm) or self.book.free_at(Level.WARM) < _PROMOTED:
             return
         now = self.clock()
@@ -156,6 +204,8 @@ class Placement:
     def release(self) -> None:
         """Give all memory back."""
         self.settle()
+        if self._ahead is not None:
+            self._ahead.close()
         self.hot.release()
         if self.warm is not None:
             self.warm.release()
@@ -166,6 +216,8 @@ class Placement:
         """Move hot pages away until `pages` are free."""
         if pages > self.book.free_at(Level.HOT):
             self.settle()
+            if self._ahead is not None:
+                self._ahead.land(Level.HOT, pages)
         short = pages - self.book.free_at(Level.HOT)
         if short <= 0:
             return
@@ -173,9 +225,11 @@ class Placement:
         # Some more at once: each move costs calls for all layers, however few pages it is of.
         batch = min(max(short, GROUP_PAGES), len(movable))
         room = self.book.free_at(Level.WARM)
-        if room < batch and self.warm is not None and self.cold is not None:
-            aside = self.book.at(Level.WARM)
-            count = min(len(aside), self.book.free_at(Level.COLD), _whole_groups(batch - room))
+        if room < short and self.warm is not None and self._ahead is not None:
+            self._ahead.land(Level.WARM, short)
+            room = self.book.free_at(Level.WARM)
+            aside = self._staying(self.book.at(Level.WARM))
+            count = min(len(aside), self.book.free_at(Level.COLD), _whole_groups(short - room))
             if count := count // GROUP_PAGES * GROUP_PAGES:
                 self._move(self._least(aside, count, Level.WARM), Level.COLD)
             room = self.book.free_at(Level.WARM)
@@ -189,7 +243,11 @@ class Placement:
         assert self.book.free_at(Level.HOT) >= pages, "capacity was reserved"
 
     def _movable(self, stays: Iterable[Numbers]) -> Numbers:
-        return np.setdiff1d(self.book.at(Level.HOT), np.concatenate([*stays]))
+        return self._staying(np.setdiff1d(self.book.at(Level.HOT), np.concatenate([*stays])))
+
+    def _staying(self, ids: Numbers) -> Numbers:
+        """Those that do not have a place on the drive already."""
+        return ids if self._ahead is None else np.setdiff1d(ids, self._ahead.ids)
 
     def _least(self, ids: Numbers, count: int, level: Level) -> Numbers:
         """Those worth least, the least first."""
@@ -203,20 +261,43 @@ class Placement:
         came = Level(int(self.book.level_of(ids[:1])[0]))
         source = self.hot if came is Level.HOT else self.warm
         assert source is not None
-        old, new = self.book.move(ids, level)
-        theirs = to_tensor(old).to(source.device)
         if level is Level.COLD:
-            assert self.cold is not None
-            self.cold.take(new, source, theirs)
+            self._write(ids, source)
         else:
             target = self.hot if level is Level.HOT else self.warm
             assert target is not None
+            old, new = self.book.move(ids, level)
+            theirs = to_tensor(old).to(source.device)
             target.take(to_tensor(new).to(target.device), source, theirs)
         self._note_moved(ids, came, level)
 
     def held(self) -> dict[str, int]:
         """Pages that are taken now, by level."""
         return {_NAMES[n]: s.count - s.free for n, s in enumerate(self.book.levels)}
+
+    def _write(self, ids: Numbers, source: PageStore) -> None:
+        """Move pages to the drive now; if that fails they stay where they are."""
+        assert self.cold is not None and self._ahead is not None
+        begin, low = time.perf_counter(), self._low(ids)
+        places = self.book.reserve(len(ids), Level.COLD)
+        try:
+            self.cold.write(places, source, self.book.slots_of(ids), low).result()
+        except BaseException:
+            self.book.levels[Level.COLD].give(places.tolist())
+            raise
+        finally:
+            self.account.stalled_s += time.perf_counter() - begin
+        self._ahead.works = True
+        self.book.move(ids, Level.COLD, places)
+        self.account.low_pages += 0 if low is None else int(low.sum())
+
+    def _low(self, ids: Numbers) -> Mask | None:
+        """Which pages that go to the drive are of so little attention that fewer bytes do."""
+        if self.cold is None or self.cold.low is None:
+            return None
+        assert isinstance(self.policy, AttentionDecayed)
+        low: Mask = self.policy.scores(ids, self.clock()) < self.cold.low.below
+        return low
 
     def _note_moved(self, ids: Numbers, came: Level, level: Level) -> None:
         way = f"{_NAMES[came]} to {_NAMES[level]}"

@@ -3,11 +3,12 @@
 The device attends to the pages that are near, and the CPU beside it to all others, where they lie:
 a layer's queries go down, and outputs with their log-sum-exp come up.  For that a capture is cut
 twice in each layer.  What the device does while the CPU attends is a piece of its own, in which it
-also fetches some of the CPU's pages.
+also fetches some of the CPU's pages.  Where tokens choose what they attend to, the CPU chooses
+among its own pages once a layer's queries have come; then none are fetched.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +19,13 @@ import torch
 
 from hmt.contracts.step import Run, Step
 from hmt.kernels import captures, ops
+from hmt.kvcache.apart import ApartKV
+from hmt.kvcache.book import Numbers
 from hmt.kvcache.far import Query, attend_into
 from hmt.kvcache.fetched import FetchedPages
 from hmt.kvcache.merging import Merged
 from hmt.kvcache.rings import Rings
+from hmt.kvcache.store import Kept
 from hmt.kvcache.tiered import TieredKV, Where
 from hmt.memory.device import Cut, Device, Mark
 
@@ -48,7 +52,7 @@ class _Runs:
     rings: dict[int, ops.PagedRuns] = field(default_factory=dict)
 
 
-class SteppedKV:
+class SteppedKV(ApartKV):
     """KVCache over a TieredKV for steps of one token per run, computed on a device.
 
     `begin` makes a step's pages and says where they are; `hold` names the tensors that kernels read
@@ -66,6 +70,7 @@ class SteppedKV:
         self._fixed: WeakKeyDictionary[ops.PagedRuns, _Runs] = WeakKeyDictionary()
         self._ring_runs: dict[int, ops.PagedRuns] = {}
         self._asked: dict[tuple[int, int], _Asked] = {}  # by layer and tokens
+        self._left_out: dict[int, Mapping[int, Numbers]] = {}  # by layer, of the last step
         self._parts: dict[tuple[int, ...], tuple[torch.Tensor, Merged]] = {}  # by shape
 
     @property
@@ -78,6 +83,7 @@ class SteppedKV:
         where = self._kv.begin(step)
         self._where = self.fetched.begin(where)
         self._step = step
+        self._left_out.clear()
         return where.is_apart
 
     def paged_runs(self, step: Step) -> list[ops.PagedRun]:
@@ -134,31 +140,27 @@ class SteppedKV:
         asked = self._asked[layer, len(self._step.token_ids)]
         self._device.mark().wait()
         query = Query(asked.query.to(asked.lse.device), asked.query)
-        self._kv.weigh(layer, self._step, query, asked.lse, asked.options)
+        left = self._left_out.get(layer, {})
+        self._kv.weigh(layer, self._step, query, asked.lse, asked.options, left)
 
-    def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        """See KVCache."""
-        kept = self._kv.kept(layer)
-        runs = self._ring_runs[kept.window] if kept.window else self._runs
-        ops.append_pages(kept.pages, kept.slot, runs, key, value)
+    def kept(self, layer: int) -> Kept:
+        """See ApartKV."""
+        return self._kv.kept(layer)
 
-    def attend(
+    def near_runs(self, layer: int, step: Step) -> ops.PagedRuns:
+        """See ApartKV: in tensors that `hold` has named."""
+        window = self._kv.kept(layer).window
+        return self._ring_runs[window] if window else self._runs
+
+    def _attend_whole(
         self,
         layer: int,
         step: Step,
         query: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
     ) -> torch.Tensor:
-        """See KVCache."""
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
         kept = self._kv.kept(layer)
-        if kept.window:
-            options |= {"window": kept.window, "sinks": sinks}
-            runs = self._ring_runs[kept.window]
-            return ops.paged_attention_output(kept.pages, kept.slot, runs, query, **options)
         query = query.contiguous()
         asked = self._asked_of(layer, query, options)
         shape = *query.shape[:2], kept.pages.layout.value_dim
@@ -178,31 +180,6 @@ class SteppedKV:
         joined = query.new_empty(shape)
         captures.join_parts(out, asked.lse, there.out, there.lse, joined)
         return joined
-
-    def append_attend(
-        self, layer: int, step: Step, heads: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        """See KVCache."""
-        kept = self._kv.kept(layer)
-        if kept.window:
-            runs = self._ring_runs[kept.window]
-            return ops.append_attend_pages(
-                kept.pages, kept.slot, runs, heads, window=kept.window, **options
-            )
-        kv_heads = kept.pages.layout.heads
-        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        self.append(layer, step, key, value)
-        return self.attend(layer, step, query, **options).flatten(1)
-
-    def kernel_pages(self, layer: int) -> None:
-        """See KVCache: pages are in several places."""
-
-    def kernel_place(self, layer: int, step: Step) -> None:
-        """See KVCache: pages are in several places."""
-
-    def kernel_runs(self, step: Step) -> Any:
-        """See KVCache."""
-        raise AssertionError("kernel_pages said no")
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
@@ -236,7 +213,11 @@ class SteppedKV:
         assert asked.arrived is not None
         asked.arrived.wait()
         arrived = time.perf_counter()
-        pieces = self._kv.elsewhere(layer, self._where)
+        where = self._where
+        if self._kv.selects:
+            assert self._step is not None
+            where, self._left_out[layer] = self._kv.chosen(layer, self._step, Query(asked.query))
+        pieces = self._kv.elsewhere(layer, where)
         attend_into(pieces, asked.query, there, **asked.options)
         account.waited_s += arrived - begin
         account.host_s += time.perf_counter() - arrived

@@ -17,6 +17,7 @@ from hmt.contracts.kv import KVAccount, Stay, least_hot_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
+from hmt.kvcache.apart import ApartKV
 from hmt.kvcache.book import Level, Numbers
 from hmt.kvcache.cold import ColdPages
 from hmt.kvcache.far import MANY, Pieces, Query, attend_far
@@ -59,7 +60,7 @@ class Where:
         return self.warm is not None or bool(self.cold)
 
 
-class TieredKV:
+class TieredKV(ApartKV):
     """KVCache whose pages lie at up to three levels.
 
     A sequence's pages are made as it grows, hot, and move away when others need the room: least
@@ -102,7 +103,9 @@ class TieredKV:
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._order = sorted(hot.layers)
+        self._beside_device = device is not None
         self._steps = 0
+        self._every = _WEIGHED_EVERY
         self._appended: Step | None = None  # of the last call of append
         self._step: Step | None = None  # that `where` is of
         self._where = Where(ops.PagedRuns(()))
@@ -180,35 +183,28 @@ class TieredKV:
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""
-        if rings := self._rings.get(layer):
-            kept, runs = rings.layers[layer], rings.runs_of(step)
-        else:
-            if self._appended is not step:
-                self._begin(step)
-            kept, runs = self._places.hot.layers[layer], self._where_is(step).near
-        ops.append_pages(kept.pages, kept.slot, runs, key, value)
+        if layer not in self._rings and self._appended is not step:
+            self._begin(step)
+        super().append(layer, step, key, value)
 
-    def attend(
+    def near_runs(self, layer: int, step: Step) -> ops.PagedRuns:
+        """See ApartKV."""
+        rings = self._rings.get(layer)
+        return self._where_is(step).near if rings is None else rings.runs_of(step)
+
+    def _attend_whole(
         self,
         layer: int,
         step: Step,
         query: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
     ) -> torch.Tensor:
-        """See KVCache."""
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-        if rings := self._rings.get(layer):
-            kept, runs = rings.layers[layer], rings.runs_of(step)
-            options |= {"window": kept.window, "sinks": sinks}
-            return ops.paged_attention_output(kept.pages, kept.slot, runs, query, **options)
         kept, where = self._places.hot.layers[layer], self._where_is(step)
-        asked, hidden = Query(query), {}
+        asked = Query(query)
+        hidden: Mapping[int, Numbers] = _NOTHING
         if self._selection is not None:
-            hidden = self._hidden(layer, step, asked)
-            where = self._places_of(step, hidden)
+            where, hidden = self.chosen(layer, step, asked)
         weighs = layer == self.weighed_layer
         if not where.is_apart and not weighs:
             options["sinks"] = sinks
@@ -225,27 +221,6 @@ class TieredKV:
         if weighs:
             self.weigh(layer, step, asked, merged.lse, options, hidden)
         return merged.out.to(query.dtype)
-
-    def append_attend(
-        self, layer: int, step: Step, heads: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        """See KVCache."""
-        rings = self._rings.get(layer)
-        kept: Kept = (rings.layers if rings else self._places.hot.layers)[layer]
-        kv_heads = kept.pages.layout.heads
-        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        self.append(layer, step, key, value)
-        return self.attend(layer, step, query, **options).flatten(1)
-
-    def kernel_pages(self, layer: int) -> None:
-        """See KVCache: pages are in several places."""
-
-    def kernel_place(self, layer: int, step: Step) -> None:
-        """See KVCache: pages are in several places."""
-
-    def kernel_runs(self, step: Step) -> Any:
-        """See KVCache."""
-        raise AssertionError("kernel_pages said no")
 
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
@@ -318,19 +293,30 @@ class TieredKV:
     @property
     def weighed_layer(self) -> int | None:
         """Where it is time to look at what the tokens of this step attend to."""
-        if self._steps % _WEIGHED_EVERY or not self._order:
+        if self._steps % self._every or not self._order:
             return None
-        return self._order[self._steps // _WEIGHED_EVERY % len(self._order)]
+        return self._order[self._steps // self._every % len(self._order)]
+
+    def chosen(self, layer: int, step: Step, asked: Query) -> tuple[Where, Mapping[int, Numbers]]:
+        """Where the pages are that a step attends to in `layer`; by sequence, those it leaves out.
+
+        Beside a device near pages are never left out: it attends to them before anybody knows what
+        its tokens ask for, so that a step can be captured.
+        """
+        hidden = self._hidden(layer, step, asked)
+        return self._places_of(step, hidden), hidden
 
     def _hidden(self, layer: int, step: Step, asked: Query) -> dict[int, Numbers]:
-        """Pages, by sequence, that the step's decoding tokens leave out."""
         assert self._selection is not None
         hidden = {}
         for run in step.runs:
             ids = self._sequences[run.sequence].pages[: pages_of(run.context)]
             if run.length == 1 and len(ids) > self._stay.pages:
                 query = asked.there[run.offset]
-                hidden[run.sequence] = self._selection.hidden(layer, ids, query, self._stay)
+                left = self._selection.hidden(layer, ids, query, self._stay)
+                if self._beside_device:
+                    left = left[self._places.book.level_of(left) != Level.HOT]
+                hidden[run.sequence] = left
         return hidden
 
     def weigh(
@@ -391,6 +377,10 @@ class TieredKV:
         """Make the pages that a step appends to; from now on no page moves until the next one."""
         self._appended = step
         self._steps += 1
+        # In a long prompt pages leave after a step or two, and by then it has to be known which are
+        # of little attention.  Beside so many tokens the look costs nothing.
+        prompt = self._places.keeps_low and max(run.length for run in step.runs) >= PAGE_TOKENS
+        self._every = 1 if prompt else _WEIGHED_EVERY
         if self._steps % _WEIGHED_EVERY == 1:
             self._places.promote(self._stays())
         counts = {}

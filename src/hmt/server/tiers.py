@@ -80,7 +80,12 @@ def _pages(summary: RunSummary) -> Iterator[Metric]:
             most.add_metric([level], pages)
         for way, pages in summary.kv.moved.items():
             moved.add_metric([way], pages)
-        yield from (capacity, most, moved)
+        stalled = CounterMetricFamily(
+            "hmt_kv_drive_stall_seconds",
+            "Time in which steps waited for the drive to take pages",
+            value=summary.kv.stalled_s,
+        )
+        yield from (capacity, most, moved, stalled)
     if summary.prefixes is not None:
         found = CounterMetricFamily(
             "hmt_prefix", "What the prefix cache counts, by name", labels=["what"]

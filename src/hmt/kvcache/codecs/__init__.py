@@ -6,6 +6,7 @@ from hmt.kvcache.codecs.choice import (
     RESIDUALS,
     STATIC,
     CodecName,
+    DriveName,
     LayerCodec,
     layer_codecs,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Calibration",
     "Codec",
     "CodecName",
+    "DriveName",
     "Int4",
     "Int8PerChannel",
     "Int8PerToken",

@@ -25,6 +25,7 @@ CODECS: dict[str, Callable[[int, int], Codec]] = {
     "sparse24-int8": Sparse24Int8,
 }
 STATIC = "int8-static"  # has scales from a file
+LOW_SCORE = 0.3  # below which pages are of low attention
 _PART = 16  # numbers of a sub-channel
 RESIDUALS: dict[str, Callable[[Codec], Codec]] = {
     "residual": Residual,
@@ -74,6 +75,45 @@ class CodecName:
         if file and STATIC not in (keys, found.values):
             raise ConfigError(f"{name!r}: only {STATIC} takes a file with scales: {STATIC}@FILE")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class DriveName:
+    """How pages are kept on the drive, as users write it: USUAL~LOW@SCORE.
+
+    usual   an encoding of pages, or a `CodecName`
+    low     a `CodecName` of single pages, for those that tokens hardly attend to; None: none
+    below   the score of A2CR that makes a page one of these: 1 is what a page has that gets its
+            equal share of attention
+    """
+
+    usual: str
+    low: str | None = None
+    below: float = LOW_SCORE
+
+    @staticmethod
+    def parse(name: str) -> "DriveName":
+        """Raises ConfigError where there is a ~, and behind it no codec of single pages."""
+        usual, tilde, rest = name.rpartition("~")
+        if not tilde:
+            return DriveName(name)
+        low, _, score = rest.partition("@")
+        try:
+            below = float(score or LOW_SCORE)
+        except ValueError:
+            below = 0.0
+        chosen = CodecName.parse(low)
+        shares = "shared-parts" in (chosen.residual, usual.partition("@")[0].partition("+")[2])
+        if chosen.lacks_file or shares or not 0 < below <= 1:
+            raise ConfigError(
+                f"{name!r}: behind ~ comes how pages of little attention are kept, and the score "
+                f"below which they are, above 0 and at most 1, as in exact~sparse24@{LOW_SCORE}; "
+                f"{STATIC} and shared-parts cannot"
+            )
+        return DriveName(usual, low.lower(), below)
+
+    def __str__(self) -> str:
+        return self.usual if self.low is None else f"{self.usual}~{self.low}@{self.below}"
 
 
 class LayerCodec:

@@ -131,8 +131,7 @@ class SharingKV(TieredKV):
         while len(idle := self._idle()):
             short = pages - self._places.free_pages
             near = int((book.level_of(idle) != Level.COLD).sum())
-            drive = book.free_at(Level.COLD) >= GROUP_PAGES
-            lost = near - self._free_pages(_NONE) if drive else 0
+            lost = near - self._free_pages(_NONE) if self._places.drive_has_room else 0
             if max(short, lost) <= 0:
                 return
             self._prefixes.evict(max(short, lost, GROUP_PAGES))  # some more at once, as they move
