@@ -238,6 +238,11 @@ def _some_traffic(texts, data):
             assert opened[1] < length
     counts, budget = {}, CHUNK
     for sequence in texts.tokens:
+        wanted = texts.computed[sequence] + data.draw(st.sampled_from([0, 20, 300]))
+        if kv.can_grow(sequence, wanted):  # beyond what was reserved, or less than that
+            kv.grow(sequence, wanted)
+            kv.shrink(sequence, wanted)
+            texts.reserved[sequence] = wanted
         left = texts.reserved[sequence] - texts.computed[sequence]
         count = min(left, data.draw(st.sampled_from([0, 1, 5, CHUNK])), max(1, budget))
         if count:
