@@ -106,6 +106,11 @@ class PagedKV:
         self._allocator.give_back(held.pages[kept:])
         self._set_pages(held, held.pages[:kept])
 
+    @property
+    def can_park(self) -> bool:
+        """Whether others can have the place of a sequence that is parked."""
+        return True
+
     def park(self, sequence: int) -> None:
         """A sequence will take no part in steps until `resume`; its pages stay where they are."""
 

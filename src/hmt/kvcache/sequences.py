@@ -126,6 +126,11 @@ class TieredSequences:
         held = self._sequences[sequence]
         held.unmade = max(0, held.unmade + min(0, self._missing(sequence, tokens)))
 
+    @property
+    def can_park(self) -> bool:
+        """Whether others can have the place of a sequence that is parked: not that of its ring."""
+        return not self._windows
+
     def park(self, sequence: int) -> None:
         """A sequence will take no part in steps until `resume`: others have its room.
 
