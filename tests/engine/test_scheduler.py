@@ -334,6 +334,17 @@ def test_who_gives_way_to_a_higher_priority_keeps_what_was_computed(batch: int, 
     assert len(second.tokens) == 100
 
 
+def test_room_is_found_again_that_others_than_requests_had() -> None:
+    """A beam search, or teacher forcing, that held everything, and of which nobody is told."""
+    kv = CountingKV(64)
+    scheduler = Scheduler(kv, prefill_chunk=64, max_batch=2)  # type: ignore[arg-type]
+    other, one = kv.open(64), sequence(20, 4)
+    scheduler.add(one)
+    assert not compute(scheduler) and not compute(scheduler)
+    kv.close(other)
+    assert compute(scheduler) and one.computed == 20
+
+
 def test_the_batch_shrinks_under_pressure_and_grows_again() -> None:
     limit = BatchLimit(16)
 
@@ -342,14 +353,14 @@ def test_the_batch_shrinks_under_pressure_and_grows_again() -> None:
         return limit.level
 
     assert look(0.99, 12, at_risk=False) is Pressure.EASY, "all that run have what they may need"
-    assert look(0.84, 12) is Pressure.EASY and limit.most == 16
-    assert look(0.86, 12) is Pressure.TIGHT and limit.most == 12
-    assert look(0.76, 8) is Pressure.TIGHT and limit.most == 12
-    assert look(0.96, 12) is Pressure.SHORT and limit.most == 9
-    assert look(0.90, 9) is Pressure.SHORT and limit.most == 9
-    assert look(0.90, 8, back=True) is Pressure.SHORT and limit.most == 6
-    assert look(0.84, 5) is Pressure.TIGHT and limit.most == 5
-    assert look(0.74, 5) is Pressure.EASY and limit.most == 16
+    assert look(0.89, 12) is Pressure.EASY and limit.most == 16
+    assert look(0.91, 12) is Pressure.TIGHT and limit.most == 12
+    assert look(0.81, 8) is Pressure.TIGHT and limit.most == 12
+    assert look(0.98, 12) is Pressure.SHORT and limit.most == 9
+    assert look(0.95, 9) is Pressure.SHORT and limit.most == 9
+    assert look(0.95, 8, back=True) is Pressure.SHORT and limit.most == 6
+    assert look(0.89, 5) is Pressure.TIGHT and limit.most == 5
+    assert look(0.79, 5) is Pressure.EASY and limit.most == 16
     assert look(0.2, 1, back=True) is Pressure.SHORT and limit.most == 1
 
 
@@ -365,5 +376,5 @@ def test_what_is_expected_of_answers() -> None:
     for number in range(12):
         forecast.note("b", 100 + number, whole=number != 11)
     assert forecast.expected("b", 105) == 105
-    assert 106 <= forecast.expected("b", 500) <= 109
+    assert 104 <= forecast.expected("b", 500) <= 107
     assert forecast.expected("b", 500, so_far=110) == 500, "one was cut off, and may go on"

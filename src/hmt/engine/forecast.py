@@ -5,13 +5,16 @@ from collections import OrderedDict, deque
 _REMEMBERED = 64  # answers of each owner
 _ENOUGH = 8  # answers from which is judged
 _MOST_OWNERS = 1024
-_SHARE = 0.75  # of answers that are no longer than what is expected
+# Of answers, those that are no longer than what is expected.  For 200 simulated requests with
+# answers of 150 tokens (log-normal, sigma 1, at most 1024) in 4096 positions the longest takes 17.5
+# thousand steps, three of four 8.9, and half 7.6, with 3.7% of tokens computed again.
+_SHARE = 0.5
 
 _Answers = deque[tuple[int, bool]]
 
 
 class AnswerForecast:
-    """Expects of an owner's next answer what three of four of their last ones did not exceed.
+    """Expects of an owner's next answer what half of their last ones did not exceed.
 
     While an owner has had few answers, it goes by everybody's; while there were few at all, the
     longest that was asked for is expected.

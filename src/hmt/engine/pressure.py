@@ -4,8 +4,8 @@ import enum
 
 # Of positions, those in use from which a level begins, and below which it ends.  In between it
 # stays, so that the batch does not swing.
-_TIGHT, _EASY_AGAIN = 0.85, 0.75
-_SHORT, _TIGHT_AGAIN = 0.95, 0.85
+_TIGHT, _EASY_AGAIN = 0.9, 0.8
+_SHORT, _TIGHT_AGAIN = 0.97, 0.9
 
 
 class Pressure(enum.IntEnum):
