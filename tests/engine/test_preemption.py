@@ -18,8 +18,9 @@ from hmt.kvcache import PagedKV
 
 OPTIONS: dict[str, Any] = {
     "host_memory": "320MiB", "dtype": "float32", "prefill_chunk": 64, "max_batch": 4,
+    "context": 544,
 }  # fmt: skip
-LEVELS = {"kv_device_memory": "4MiB", "prefill_chunk": 32}
+LEVELS = {"kv_device_memory": "4608KiB", "prefill_chunk": 32, "context": 640}
 WAYS: dict[str, dict[str, Any]] = {
     "prefixes": {"prefix_cache": True},
     "levels and prefixes": {**LEVELS, "prefix_cache": True},
@@ -48,7 +49,7 @@ def traffic(seed: int) -> list[list[hmt.Request]]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[dict[int, list[list[tuple[int, ...]]]]]:
-    with hmt.Engine(context=1024, **OPTIONS) as engine:
+    with hmt.Engine(**OPTIONS | {"context": 1024}) as engine:
         model = engine.load_model(MINI_DENSE)
         yield {
             seed: [[model.infer(one).token_ids for one in group] for group in traffic(seed)]
@@ -141,7 +142,7 @@ def test_who_gives_way_answers_the_same(
     way: str, alone: dict[int, list[list[tuple[int, ...]]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guesses = watch_guesses(monkeypatch)
-    with hmt.Engine(context=544, **OPTIONS | WAYS[way]) as engine:
+    with hmt.Engine(**OPTIONS | WAYS[way]) as engine:
         model = engine.load_model(MINI_DENSE)
         expect_little(model)
         for seed, wanted in alone.items():

@@ -22,11 +22,9 @@ from hmt.engine.sequence import Sequence
 class CountingKV:
     """Pages that sequences reserve; at most `near` of them may take part in steps at once."""
 
-    can_park = True
-
     def __init__(self, tokens: int, near: int = 100) -> None:
         self.capacity_tokens = tokens // 16 * 16
-        self.near = near
+        self.near, self.parks = near, True
         self.open_: dict[int, int] = {}
         self.rows: dict[int, int] = {}
         self.shared: Counter[int] = Counter()  # of what is open, with others
@@ -76,8 +74,11 @@ class CountingKV:
         assert tokens >= self.rows[sequence]
         self.open_[sequence] = min(self.open_[sequence], -(-tokens // 16) * 16)
 
+    def can_park(self) -> bool:
+        return self.parks
+
     def park(self, sequence: int) -> None:
-        assert sequence not in self.parked
+        assert self.parks and sequence not in self.parked
         self.parked.add(sequence)
 
     def can_resume(self, sequence: int, tokens: int) -> bool:
@@ -183,6 +184,7 @@ def test_all_end_and_no_budget_is_ever_exceeded(
     `known` is how long answers were until now.
     """
     kv = CountingKV(tokens, near)
+    kv.parks = chunk % 4 > 0
     forecast = expecting(known)
     scheduler = Scheduler(kv, prefill_chunk=chunk, max_batch=batch, forecast=forecast)  # type: ignore[arg-type]
     every: list[Sequence] = []

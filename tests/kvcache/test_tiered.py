@@ -221,7 +221,7 @@ def _other_room(texts, data, sequence):
         cache.shrink(sequence, tokens)
         assert (len(held.pages) + held.unmade) * PAGE_TOKENS >= length
         assert cache.free_tokens >= free
-    elif what == "park":
+    elif what == "park" and cache.can_park():
         cache.park(sequence)
 
 

@@ -33,12 +33,13 @@ class Rooms:
     @property
     def can_park(self) -> bool:
         """Whether `park` leaves others the place of a sequence."""
-        return self._kv.can_park
+        return self._kv.can_park()
 
     def enter(self, sequence: Sequence, positions: int, spare: int) -> bool:
         """Reserve `positions` for a sequence that does not run, if `spare` others stay free.
 
-        What is in memory of its tokens counts as computed.  Raises DiskReadError.
+        What is in memory of its tokens counts as computed.  Raises DiskReadError where more of them
+        is on the drive.
         """
         if sequence.kv is not None:
             if not self._kv.can_resume(sequence.kv, positions + spare):

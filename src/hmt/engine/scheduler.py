@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from hmt.base.errors import ContextLengthError, DeadlineError, DiskReadError, HMTError
+from hmt.base.errors import ContextLengthError, DeadlineError, HMTError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import FinishReason
 from hmt.contracts.step import Part, Step
@@ -303,7 +303,7 @@ class Scheduler:
                 continue
             try:
                 entered = self._rooms.enter(sequence, self._expected(sequence), self._spare())
-            except DiskReadError as error:
+            except HMTError as error:
                 sequence.fail(error)
                 self.retire(sequence)
                 continue

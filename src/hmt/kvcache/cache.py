@@ -106,7 +106,6 @@ class PagedKV:
         self._allocator.give_back(held.pages[kept:])
         self._set_pages(held, held.pages[:kept])
 
-    @property
     def can_park(self) -> bool:
         """Whether others can have the place of a sequence that is parked."""
         return True

@@ -77,10 +77,9 @@ class PlacedKV:
         for cache in self._caches:
             cache.shrink(sequence, tokens)
 
-    @property
     def can_park(self) -> bool:
         """See TieredKV."""
-        return all(cache.can_park for cache in self._caches)
+        return all(cache.can_park() for cache in self._caches)
 
     def park(self, sequence: int) -> None:
         """See TieredKV."""

@@ -8,7 +8,7 @@ import numpy as np
 from hmt.base.errors import BudgetError
 from hmt.contracts.kv import KVAccount, Stay, least_hot_pages
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.kvcache.book import Level, Numbers
+from hmt.kvcache.book import Numbers
 from hmt.kvcache.placement import Placement, pages_of
 from hmt.kvcache.rings import Rings
 from hmt.kvcache.select import Selection
@@ -126,47 +126,31 @@ class TieredSequences:
         held = self._sequences[sequence]
         held.unmade = max(0, held.unmade + min(0, self._missing(sequence, tokens)))
 
-    @property
     def can_park(self) -> bool:
-        """Whether others can have the place of a sequence that is parked: not that of its ring."""
-        return not self._windows
+        """Whether others could have the place near of one that is parked: not that of its rings."""
+        return not self._windows and self._has_hot_room(len(self._at_work()), 1)
 
     def park(self, sequence: int) -> None:
-        """A sequence will take no part in steps until `resume`: others have its room.
+        """A sequence will take no part in steps until `resume`: others have its place.
 
-        It keeps its pages, which are no longer held near: they move away when room is needed.
+        It keeps its pages, which move away when room is needed, but for one that is not full.
         """
         self._sequences[sequence].parked = True
 
     def can_resume(self, sequence: int, tokens: int) -> bool:
         """Whether `resume` would succeed now."""
-        more = max(0, self._missing(sequence, tokens)) + len(self._left_page(sequence))
-        if more > 0 and more > self._free_pages(_NONE):
-            return False
-        if not self._has_hot_room():
-            return False
-        return all(rings.can_grow(sequence, pages_of(tokens)) for rings in self._windows)
+        room = self._has_hot_room(len(self._at_work()) + 1, -1)
+        return room and self.can_grow(sequence, tokens)
 
     def resume(self, sequence: int, tokens: int) -> None:
         """Let a parked sequence go on, with `tokens` positions in all.
 
-        The page that it was filling comes back; for all others attention goes to where they are.
-        Raises BudgetError, changing nothing, and DiskReadError.
+        Attention goes to where its pages are.  Raises BudgetError, changing nothing.
         """
         if not self.can_resume(sequence, tokens):
             raise self._too_little(self._missing(sequence, tokens))
-        held, left = self._sequences[sequence], self._left_page(sequence)
-        if len(left):
-            [near] = self._make({sequence: 1})
-            try:
-                self._places.copy(left, near)
-            except BaseException:
-                self._places.book.drop(near)
-                raise
-            held.pages = np.concatenate((held.pages[:-1], near))
-            self._places.book.drop(left)
-        held.parked = False
         self.grow(sequence, tokens)
+        self._sequences[sequence].parked = False
 
     def close(self, sequence: int) -> None:
         """Free a sequence's pages."""
@@ -196,10 +180,16 @@ class TieredSequences:
         return np.split(made, np.cumsum([*counts.values()])[:-1])
 
     def _stays(self) -> list[Numbers]:
-        """Pages that do not move away: the first and last of sequences that are not parked."""
+        """Pages that do not move away: sequences' first and last.
+
+        Of parked ones those that are not full: codecs of far pages want all 16 tokens.
+        """
         stays = [_NONE]
-        for sequence in self._at_work():
-            stays += [sequence.pages[: self._stay.sinks], sequence.pages[-self._stay.recent :]]
+        for sequence in self._sequences.values():
+            if not sequence.parked:
+                stays += [sequence.pages[: self._stay.sinks], sequence.pages[-self._stay.recent :]]
+            elif sequence.tokens % PAGE_TOKENS:
+                stays.append(sequence.pages[-1:])
         return stays
 
     def _free_pages(self, held: Numbers) -> int:
@@ -214,13 +204,14 @@ class TieredSequences:
 
     def _has_room(self, held: Numbers, unmade: int) -> bool:
         """For one more sequence of pages `held`, and so many that are to be made."""
-        enough = unmade <= self._free_pages(held) and self._has_hot_room()
+        enough = unmade <= self._free_pages(held) and self._has_hot_room(len(self._at_work()) + 1)
         return enough and all(rings.can_open(len(held) + unmade) for rings in self._windows)
 
-    def _has_hot_room(self) -> bool:
-        """For what one more sequence keeps near."""
-        count = len(self._at_work()) + 1
-        return least_hot_pages(self._chunk, count, self._stay) <= self._places.hot.count
+    def _has_hot_room(self, at_work: int, more_parked: int = 0) -> bool:
+        """For what so many sequences keep near, and those that are parked."""
+        parked = len(self._sequences) - len(self._at_work()) + more_parked
+        least = least_hot_pages(self._chunk, at_work, self._stay)
+        return least + parked <= self._places.hot.count
 
     def _at_work(self) -> list[_Sequence]:
         """Sequences that are not parked."""
@@ -230,13 +221,6 @@ class TieredSequences:
         """Pages that a sequence would have to reserve for so many positions; below 0: too many."""
         held = self._sequences[sequence]
         return pages_of(tokens) - len(held.pages) - held.unmade
-
-    def _left_page(self, sequence: int) -> Numbers:
-        """The page that a sequence was filling, if that has moved away."""
-        self._places.settle()  # what is on its way is gone
-        held = self._sequences[sequence]
-        last = held.pages[-1:] if held.tokens % PAGE_TOKENS else _NONE
-        return last[self._places.book.level_of(last) != Level.HOT]
 
     def _open(self, held: Numbers, unmade: int) -> int:
         pages = len(held) + unmade
