@@ -1,6 +1,9 @@
 """The scheduler over mixtures of requests, without a model, over a cache that only counts."""
 
 import queue
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -9,40 +12,87 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import ContextLengthError, DeadlineError
 from hmt.contracts.request import FinishReason, Request
+from hmt.contracts.step import Run
+from hmt.engine.forecast import AnswerForecast
+from hmt.engine.pressure import BatchLimit, Pressure
 from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 
 
 class CountingKV:
-    """Pages, of which sequences reserve what they may take."""
+    """Pages that sequences reserve; at most `near` of them may take part in steps at once."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, near: int = 100) -> None:
         self.capacity_tokens = tokens // 16 * 16
+        self.near, self.parks = near, True
         self.open_: dict[int, int] = {}
+        self.rows: dict[int, int] = {}
+        self.shared: Counter[int] = Counter()  # of what is open, with others
+        self.parked: set[int] = set()
         self.made = 0
 
     @property
     def free_tokens(self) -> int:
-        return self.capacity_tokens - sum(self.open_.values())
+        return self.capacity_tokens - sum(self.open_.values()) + sum(self.shared.values())
 
     def can_open(self, tokens: int) -> bool:
-        return -(-tokens // 16) * 16 <= self.free_tokens
+        place = len(self.open_) - len(self.parked) < self.near
+        return place and -(-tokens // 16) * 16 <= self.free_tokens
 
     def open(self, tokens: int) -> int:
         assert self.can_open(tokens), "more was promised than there is"
         self.made += 1
         self.open_[self.made] = -(-tokens // 16) * 16
+        self.rows[self.made] = 0
         return self.made
+
+    def append(self, run: Run) -> None:
+        """What is computed comes after what is there, and where there is room."""
+        assert run.sequence not in self.parked
+        assert run.start == self.rows[run.sequence]
+        assert run.context <= self.open_[run.sequence] == run.room
+        self.rows[run.sequence] = run.context
 
     def can_fork(self, sequence: int, held: int, tokens: int) -> bool:
         return self.can_open(tokens - held // 16 * 16)
 
     def fork(self, sequence: int, held: int, tokens: int) -> int:
-        assert sequence in self.open_
-        return self.open(tokens - held // 16 * 16)
+        assert held == self.rows[sequence]
+        made = self.open(tokens - held // 16 * 16)
+        self.rows[made], self.open_[made] = held, -(-tokens // 16) * 16
+        self.shared[made] = held // 16 * 16
+        return made
+
+    def can_grow(self, sequence: int, tokens: int) -> bool:
+        return -(-tokens // 16) * 16 - self.open_[sequence] <= self.free_tokens
+
+    def grow(self, sequence: int, tokens: int) -> None:
+        assert self.can_grow(sequence, tokens)
+        self.open_[sequence] = max(self.open_[sequence], -(-tokens // 16) * 16)
+
+    def shrink(self, sequence: int, tokens: int) -> None:
+        assert tokens >= self.rows[sequence]
+        self.open_[sequence] = min(self.open_[sequence], -(-tokens // 16) * 16)
+
+    def can_park(self) -> bool:
+        return self.parks
+
+    def park(self, sequence: int) -> None:
+        assert self.parks and sequence not in self.parked
+        self.parked.add(sequence)
+
+    def can_resume(self, sequence: int, tokens: int) -> bool:
+        place = len(self.open_) - len(self.parked) < self.near
+        return place and self.can_grow(sequence, tokens)
+
+    def resume(self, sequence: int, tokens: int) -> None:
+        assert self.can_resume(sequence, tokens)
+        self.parked.remove(sequence)
+        self.grow(sequence, tokens)
 
     def close(self, sequence: int) -> None:
-        del self.open_[sequence]
+        del self.open_[sequence], self.shared[sequence]
+        self.parked.discard(sequence)
 
 
 def sequence(prompt: int, new: int, **fields: Any) -> Sequence:
@@ -61,11 +111,19 @@ def sequence(prompt: int, new: int, **fields: Any) -> Sequence:
     )
 
 
-def compute(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    """One step as the core does it, with tokens that mean nothing."""
+def compute(
+    scheduler: Scheduler, ends: Mapping[int, int] = MappingProxyType({})
+) -> list[tuple[Sequence, int]]:
+    """One step as the core does it, with tokens that mean nothing.
+
+    ends   by number: tokens of answers that end by themselves
+    """
     scheduled = scheduler.next_step()
     if scheduled is None:
         return []
+    kv: Any = scheduler._rooms._kv
+    for run in scheduled.step.runs:
+        kv.append(run)
     assert sum(count for _, count in scheduled.advanced) == len(scheduled.step.token_ids)
     assert len(scheduled.step.logit_rows) == len(scheduled.sampled)
     forked: list[Sequence] = []
@@ -76,16 +134,28 @@ def compute(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
             forked += scheduler.fork(one)
     for one in [*scheduled.sampled, *forked]:
         one.tokens.append(1)
-        if len(one.tokens) == one.positions:
+        if len(one.tokens) - one.prompt_tokens == ends.get(one.number):
+            one.finish_reason = FinishReason.STOP
+        elif len(one.tokens) == one.positions:
             one.finish_reason = FinishReason.LENGTH
+        if one.finished:
             scheduler.retire(one)
     return list(scheduled.advanced)
 
 
+def expecting(tokens: int | None) -> AnswerForecast:
+    """A forecast after answers of so many tokens; None: after none."""
+    forecast = AnswerForecast()
+    for _ in range(8 if tokens else 0):
+        forecast.note("", tokens or 0, whole=True)
+    return forecast
+
+
 REQUESTS = st.lists(
     st.tuples(
-        st.integers(1, 120),  # prompt
-        st.integers(1, 12),  # new
+        st.integers(1, 80),  # prompt
+        st.integers(1, 80),  # new, at most
+        st.integers(1, 90),  # new, where the answer ends by itself
         st.sampled_from("abc"),  # owner
         st.integers(-1, 1),  # priority
         st.integers(1, 3),  # answers
@@ -98,16 +168,30 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(REQUESTS, st.integers(1, 64), st.integers(1, 5), st.integers(144, 600))
+@given(
+    REQUESTS,
+    st.integers(1, 64),
+    st.integers(1, 5),
+    st.integers(160, 600),
+    st.integers(1, 5),
+    st.sampled_from([None, 1, 30]),
+)
 def test_all_end_and_no_budget_is_ever_exceeded(
-    requests: list, chunk: int, batch: int, tokens: int
+    requests: list, chunk: int, batch: int, tokens: int, near: int, known: int | None
 ) -> None:
-    kv = CountingKV(tokens)
-    scheduler = Scheduler(kv, prefill_chunk=chunk, max_batch=batch)  # type: ignore[arg-type]
+    """Whatever was expected of answers; what was computed before is neither lost nor taken twice.
+
+    `known` is how long answers were until now.
+    """
+    kv = CountingKV(tokens, near)
+    kv.parks = chunk % 4 > 0
+    forecast = expecting(known)
+    scheduler = Scheduler(kv, prefill_chunk=chunk, max_batch=batch, forecast=forecast)  # type: ignore[arg-type]
     every: list[Sequence] = []
+    ends: dict[int, int] = {}
 
     def step() -> bool:
-        advanced = compute(scheduler)
+        advanced = compute(scheduler, ends)
         prompts = sum(count for one, count in advanced if one.computed <= one.prompt_tokens)
         assert prompts <= chunk
         assert sum(count for _, count in advanced) <= chunk + batch
@@ -115,12 +199,14 @@ def test_all_end_and_no_budget_is_ever_exceeded(
         assert 0 <= load.running <= batch and load.free_tokens >= 0
         # Never are there requests without anything going on.
         assert advanced or scheduler.idle
+        assert all(one.sent_back <= 2 for one in every)
         return bool(advanced)
 
-    for prompt, new, owner, priority, answers, steps, cancelled in requests:
+    for prompt, new, end, owner, priority, answers, steps, cancelled in requests:
         group = [sequence(prompt, new, owner=owner, priority=priority) for _ in range(answers)]
         for one in group:
             one.leader = None if one is group[0] else group[0]
+            ends[one.number] = end + group.index(one)
             scheduler.check(one)
             scheduler.add(one)
         every += group
@@ -134,11 +220,12 @@ def test_all_end_and_no_budget_is_ever_exceeded(
             break
     assert scheduler.idle and not kv.open_
     assert all(one.finished for one in every)
-    assert all(
-        len(one.tokens) == one.positions
-        for one in every
-        if one.finish_reason is FinishReason.LENGTH
-    )
+    for one in every:
+        answer = min(one.positions - one.prompt_tokens, ends[one.number])
+        if one.finish_reason is not FinishReason.CANCELLED:
+            assert len(one.tokens) - one.prompt_tokens == answer
+    if known is None and len(every) < 8 and len({one.request.priority for one in every}) == 1:
+        assert scheduler.load.dropped == 0, "the longest was reserved"
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
@@ -205,3 +292,91 @@ def test_what_can_never_run_is_refused() -> None:
     scheduler = Scheduler(CountingKV(64), prefill_chunk=64, max_batch=1)  # type: ignore[arg-type]
     with pytest.raises(ContextLengthError, match="80 positions"):
         scheduler.check(sequence(60, 5))
+
+
+def test_who_grows_takes_spare_room_and_then_the_place_of_the_least_and_youngest() -> None:
+    kv = CountingKV(240)
+    scheduler = Scheduler(kv, prefill_chunk=240, max_batch=8, forecast=expecting(20))  # type: ignore[arg-type]
+    old, low, young = sequence(40, 160), sequence(40, 160, priority=-1), sequence(40, 160)
+    for one in (old, low, young):
+        scheduler.add(one)
+    while not low.sent_back:
+        assert compute(scheduler)
+        running = [one for one in (old, low, young) if one.kv is not None]
+        assert len(running) == 3 or scheduler.load.dropped
+        spare = [one.room - len(one.tokens) >= 16 for one in running]
+    assert not any(spare) and low.kv is None and not young.sent_back
+    while not young.sent_back:
+        assert compute(scheduler)
+    assert not old.sent_back
+    while not scheduler.idle:
+        assert compute(scheduler)
+    assert old.sent_back == 0 and all(one.sent_back <= 2 for one in (low, young))
+    assert all(len(one.tokens) == 200 for one in (old, low, young)) and not kv.open_
+
+
+@pytest.mark.parametrize(("batch", "near"), [(2, 9), (9, 2)], ids=["batch", "near"])
+def test_who_gives_way_to_a_higher_priority_keeps_what_was_computed(batch: int, near: int) -> None:
+    kv = CountingKV(640, near)
+    scheduler = Scheduler(kv, prefill_chunk=640, max_batch=batch)  # type: ignore[arg-type]
+    first, second, urgent = sequence(40, 60), sequence(40, 60), sequence(40, 60, priority=1)
+    for one in (first, second):
+        scheduler.add(one)
+    for _ in range(10):
+        compute(scheduler)
+    scheduler.add(urgent)
+    compute(scheduler)
+    assert urgent.computed == 40 and second.sent_back == 1 and first.sent_back == 0
+    assert kv.parked == {second.kv} and second.computed == 49
+    while not scheduler.idle:
+        assert compute(scheduler)
+    load = scheduler.load
+    assert (load.parked, load.dropped) == (1, 0)
+    assert sum(load.batches.values()) > 60 and max(load.batches) == 2
+    assert len(second.tokens) == 100
+
+
+def test_room_is_found_again_that_others_than_requests_had() -> None:
+    """A beam search, or teacher forcing, that held everything, and of which nobody is told."""
+    kv = CountingKV(64)
+    scheduler = Scheduler(kv, prefill_chunk=64, max_batch=2)  # type: ignore[arg-type]
+    other, one = kv.open(64), sequence(20, 4)
+    scheduler.add(one)
+    assert not compute(scheduler) and not compute(scheduler)
+    kv.close(other)
+    assert compute(scheduler) and one.computed == 20
+
+
+def test_the_batch_shrinks_under_pressure_and_grows_again() -> None:
+    limit = BatchLimit(16)
+
+    def look(used: float, running: int, *, at_risk: bool = True, back: bool = False) -> Pressure:
+        limit.look(used, running, at_risk=at_risk, sent_back=back)
+        return limit.level
+
+    assert look(0.99, 12, at_risk=False) is Pressure.EASY, "all that run have what they may need"
+    assert look(0.89, 12) is Pressure.EASY and limit.most == 16
+    assert look(0.91, 12) is Pressure.TIGHT and limit.most == 12
+    assert look(0.81, 8) is Pressure.TIGHT and limit.most == 12
+    assert look(0.98, 12) is Pressure.SHORT and limit.most == 9
+    assert look(0.95, 9) is Pressure.SHORT and limit.most == 9
+    assert look(0.95, 8, back=True) is Pressure.SHORT and limit.most == 6
+    assert look(0.89, 5) is Pressure.TIGHT and limit.most == 5
+    assert look(0.79, 5) is Pressure.EASY and limit.most == 16
+    assert look(0.2, 1, back=True) is Pressure.SHORT and limit.most == 1
+
+
+def test_what_is_expected_of_answers() -> None:
+    forecast = AnswerForecast()
+    for _ in range(7):
+        forecast.note("a", 10, whole=True)
+    assert forecast.expected("a", 500) == 500, "of few answers nothing is known"
+    forecast.note("b", 10, whole=True)
+    assert forecast.expected("b", 500) == forecast.expected("c", 500) == 10
+    assert forecast.expected("a", 5) == 5
+    assert forecast.expected("a", 500, so_far=10) == 20, "longer than all before"
+    for number in range(12):
+        forecast.note("b", 100 + number, whole=number != 11)
+    assert forecast.expected("b", 105) == 105
+    assert 104 <= forecast.expected("b", 500) <= 107
+    assert forecast.expected("b", 500, so_far=110) == 500, "one was cut off, and may go on"

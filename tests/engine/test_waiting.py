@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hmt.engine.shares import share_out
-from hmt.engine.waiting import PATIENCE, WaitingQueue
+from hmt.engine.waiting import PATIENCE, WaitingQueue, first_of
 
 OWNERS = st.sampled_from("abcd")
 PRIORITIES = st.integers(-2, 2)
@@ -142,6 +142,65 @@ def test_who_is_not_ready_lets_other_owners_pass_but_not_their_own() -> None:
     queue.take("b1")
     assert queue.head(lambda item: item != "a1") is None
     assert queue.head() == "a1"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 20))
+def test_who_shares_most_goes_first(shares: list[int], passed: int) -> None:
+    place = first_of(shares, passed)
+    if passed >= PATIENCE:
+        assert place == 0
+    else:
+        assert shares[place] == max(shares) and max(shares) not in shares[:place]
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 5))
+def test_nobody_is_passed_over_for_ever_by_those_who_share_more(
+    shares: list[int], patience: int
+) -> None:
+    """However many of these keep coming; who shares equally much keeps their order."""
+    queue: WaitingQueue[tuple[int, int]] = WaitingQueue(patience)
+    passed: dict[tuple[int, int], int] = {}
+    left = [(number, share) for number, share in enumerate(shares)]
+    while left or passed:
+        for item in left[:3]:
+            queue.add(item)
+            passed[item] = 0
+        left = left[3:]
+        item = queue.head(shared=lambda one: one[1])
+        assert item is not None
+        queue.take(item)
+        del passed[item]
+        for other in passed:
+            if other < item:
+                assert other[1] < item[1]
+                passed[other] += 1
+        assert all(count <= patience for count in passed.values())
+    assert queue.head() is None
+
+
+@given(EVENTS, st.data())
+def test_who_is_sent_back_has_the_place_of_before(events: list, data: st.DataObject) -> None:
+    queue: WaitingQueue[Entry] = WaitingQueue()
+    for number, event in enumerate(events):
+        if isinstance(event, tuple):
+            add(queue, Entry(*event, number))
+            continue
+        before, entry = list(queue), queue.head()
+        if entry is None:
+            assert queue.priority is None
+            continue
+        assert queue.priority == max(one.priority for one in before)
+        taken = queue.take(entry)
+        assert entry not in list(queue)
+        if data.draw(st.booleans()):
+            queue.restore(taken)
+            assert list(queue) == before
+            mine = [w for w in before if (w.owner, w.priority) == (entry.owner, entry.priority)]
+            assert mine[0] is entry
+            # It was charged to its owner once, and that was taken back: they are next again.
+            alike = [w for w in before if w.priority == entry.priority]
+            assert queue.head(alike.__contains__) is entry
+            queue.remove(entry)
 
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 40).map(lambda n: 16 * n), st.integers(1, 900)))

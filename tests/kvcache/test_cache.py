@@ -118,7 +118,7 @@ def test_forks_are_what_a_plain_copy_would_be(data: st.DataObject) -> None:
     plain: dict[int, list[torch.Tensor]] = {}
     rooms: dict[int, int] = {}
     for _ in range(data.draw(st.integers(1, 20))):
-        what = data.draw(st.sampled_from(["open", "fork", "grow", "grow", "close"]))
+        what = data.draw(st.sampled_from(["open", "fork", "room", "grow", "grow", "close"]))
         tokens = data.draw(st.integers(1, 200))
         one = data.draw(st.sampled_from(sorted(plain))) if plain else 0
         if what == "open" and cache.can_open(tokens):
@@ -138,6 +138,22 @@ def test_forks_are_what_a_plain_copy_would_be(data: st.DataObject) -> None:
             new = cache.fork(one, held, tokens)
             plain[new], rooms[new] = [rows[:held] for rows in plain[one]], tokens
             assert cache.free_tokens == free - pages * PAGE_TOKENS
+        elif what == "room" and one:
+            length, free = len(plain[one][0]), cache.free_tokens
+            pages = -(-tokens // PAGE_TOKENS)
+            more = pages - len(cache._sequences[one].pages)
+            assert cache.can_grow(one, tokens) == (more <= 0 or more * PAGE_TOKENS <= free)
+            if not cache.can_grow(one, tokens):
+                with pytest.raises(BudgetError):
+                    cache.grow(one, tokens)
+                assert cache.free_tokens == free
+                continue
+            cache.grow(one, tokens)
+            assert cache.free_tokens == free - max(0, more) * PAGE_TOKENS
+            rooms[one] = max(rooms[one], tokens)
+            if data.draw(st.booleans()):  # it was not needed after all
+                cache.shrink(one, length)
+                rooms[one] = length
         elif what == "grow" and one and (room := rooms[one] - len(plain[one][0])):
             count = min(room, tokens)
             step = Step.build([(one, len(plain[one][0]), [0] * count, 1)])

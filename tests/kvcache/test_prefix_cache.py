@@ -127,6 +127,7 @@ class Texts:
         self.reserved: dict[int, int] = {}
         self.states: dict[int, list[int]] = {}
         self.rows: dict[int, dict[int, torch.Tensor]] = {}
+        self.parked: set[int] = set()
 
     def open(self, prompt: list[int], more: int = 0) -> tuple[int, int] | None:
         """(handle, positions held) of a text that begins with `prompt`."""
@@ -175,7 +176,7 @@ class Texts:
                 assert error <= self.near, (index, run, float(error))
 
     def run(self, sequence: int) -> None:
-        """Compute all that was reserved, and close."""
+        """Compute all that was reserved, and close.  Of one that is parked that is nothing."""
         while left := self.reserved[sequence] - self.computed[sequence]:
             self.step({sequence: min(left, CHUNK)})
         self.close(sequence)
@@ -183,6 +184,7 @@ class Texts:
     def close(self, sequence: int) -> None:
         tokens = self.tokens.pop(sequence)[: self.computed.pop(sequence)]
         del self.reserved[sequence], self.states[sequence], self.rows[sequence]
+        self.parked.discard(sequence)
         self.prefixes.close(sequence, tokens)
 
 
@@ -238,6 +240,9 @@ def _some_traffic(texts, data):
             assert opened[1] < length
     counts, budget = {}, CHUNK
     for sequence in texts.tokens:
+        _other_room(texts, data, sequence)
+        if sequence in texts.parked:
+            continue
         left = texts.reserved[sequence] - texts.computed[sequence]
         count = min(left, data.draw(st.sampled_from([0, 1, 5, CHUNK])), max(1, budget))
         if count:
@@ -247,6 +252,26 @@ def _some_traffic(texts, data):
         texts.step(counts)
     if texts.tokens and data.draw(st.integers(0, 3)) == 0:
         texts.close(data.draw(st.sampled_from(sorted(texts.tokens))))
+
+
+def _other_room(texts, data, sequence):
+    """More or less than was reserved; or a sequence waits, and goes on later."""
+    kv, computed = texts.prefixes.kv, texts.computed[sequence]
+    wanted = computed + data.draw(st.sampled_from([0, 20, 300]))
+    if sequence in texts.parked:
+        if not kv.can_resume(sequence, wanted):
+            return
+        kv.resume(sequence, wanted)
+        texts.parked.remove(sequence)
+    elif kv.can_park() and data.draw(st.integers(0, 3)) == 0:
+        wanted = computed
+        kv.park(sequence)
+        texts.parked.add(sequence)
+    elif not kv.can_grow(sequence, wanted):
+        return
+    kv.grow(sequence, wanted)
+    kv.shrink(sequence, wanted)
+    texts.reserved[sequence] = wanted
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -178,7 +178,7 @@ def test_attention_does_not_depend_on_where_pages_lie(machine, warm, cold, data,
 
 
 def _some_step(texts, data):
-    """Sequences come, grow by some tokens, and go."""
+    """Sequences come, grow by some tokens, wait, reserve more or less, and go."""
     cache = texts.cache
     tokens = data.draw(st.sampled_from([0, 1, 100, 400, 900]))
     pages = -(-tokens // PAGE_TOKENS)
@@ -186,6 +186,9 @@ def _some_step(texts, data):
         texts.open(tokens)
     counts, budget = {}, CHUNK
     for sequence, held in cache._sequences.items():
+        _other_room(texts, data, sequence)
+        if held.parked:
+            continue
         room = (len(held.pages) + held.unmade) * PAGE_TOKENS - texts.length(sequence)
         count = min(room, data.draw(st.sampled_from([0, 1, 5, CHUNK])), max(1, budget))
         if count:
@@ -195,6 +198,31 @@ def _some_step(texts, data):
         texts.step(counts)
     if texts.rows and data.draw(st.integers(0, 9)) == 0:
         texts.close(data.draw(st.sampled_from(sorted(texts.rows))))
+
+
+def _other_room(texts, data, sequence):
+    """Another reservation; what is told beforehand is what happens."""
+    cache, length = texts.cache, texts.length(sequence)
+    tokens = length + data.draw(st.sampled_from([0, 1, 40, 300]))
+    free, held = cache.free_tokens, cache._sequences[sequence]
+    what = data.draw(st.sampled_from(["grow", "shrink", "park", "nothing", "nothing"]))
+    if held.parked or what == "grow":
+        able, change = (
+            (cache.can_resume, cache.resume) if held.parked else (cache.can_grow, cache.grow)
+        )
+        if able(sequence, tokens):
+            change(sequence, tokens)
+            assert len(held.pages) + held.unmade >= -(-tokens // PAGE_TOKENS)
+        else:
+            with pytest.raises(BudgetError, match="are free"):
+                change(sequence, tokens)
+            assert cache.free_tokens == free
+    elif what == "shrink":
+        cache.shrink(sequence, tokens)
+        assert (len(held.pages) + held.unmade) * PAGE_TOKENS >= length
+        assert cache.free_tokens >= free
+    elif what == "park" and cache.can_park():
+        cache.park(sequence)
 
 
 @pytest.mark.parametrize("policy", ORDERS)

@@ -51,6 +51,14 @@ def test_answers_are_counted_and_timed(model: LoadedModel) -> None:
         assert grown("hmt_http_responses_total", f"path={CHAT}", "status=200") == 2
         assert grown("hmt_http_responses_total", f"path={CHAT}", "status=400") == 1
         assert after[("hmt_answers_inside",)] == 0
+        # All three answers went on together, after the prompt that they share.
+        steps = [grown("hmt_batch_size_bucket", f"le={size}.0") for size in (1, 2, 4, 128)]
+        assert steps[0] < steps[2] == steps[3] == grown("hmt_batch_size_count")
+        assert grown("hmt_batch_size_sum") == tokens - 4 + 2
+        assert grown("hmt_preemptions_total", "kind=parked") == 0
+        assert after[("hmt_preemptions_total", "kind=dropped")] >= 0
+        assert (after[("hmt_pressure",)], after[("hmt_kv_used_ratio",)]) == (0, 0)
+        assert after[("hmt_batch_limit",)] == 4
         assert after[("hmt_kv_pages", "state=free")] == model.load.capacity_tokens // 16
         assert after[("hmt_budget_bytes", "tier=host")] == 96 << 20
         assert after[("hmt_weight_bytes", "tier=host")] > 10 << 20

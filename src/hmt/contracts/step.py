@@ -1,7 +1,7 @@
 """A step: one forward pass over a batch of token runs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ class Run:
     length     number of tokens
     reserved   positions that the sequence may reach; 0 where that is not known.  Rotary positions
                that depend on the length go by this, so that all keys of a sequence agree.
+    room       positions that the KV cache has pages for by now; 0: all that are reserved.  Runs
+               that differ in nothing else are equal.
     """
 
     sequence: int
@@ -24,6 +26,7 @@ class Run:
     offset: int
     length: int
     reserved: int = 0
+    room: int = field(default=0, compare=False)
 
     @property
     def context(self) -> int:
@@ -52,6 +55,7 @@ class Part(NamedTuple):
     tokens: list[int]
     wanted: int
     reserved: int = 0
+    room: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,9 +80,9 @@ class Step:
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
-        for sequence, start, tokens, wanted, reserved in (Part(*part) for part in parts):
+        for sequence, start, tokens, wanted, reserved, room in (Part(*part) for part in parts):
             offset, length = len(ids), len(tokens)
-            runs.append(Run(sequence, start, offset, length, reserved))
+            runs.append(Run(sequence, start, offset, length, reserved, room))
             ids += tokens
             positions += range(start, start + length)
             rows += range(offset + length - wanted, offset + length)

@@ -59,6 +59,7 @@ class Captured:
     step      of the tensors that kernels read; its runs are those of the step that is computed now
     runs      where tokens lie, in tensors that stay where they are; None where kernels read `step`
     surveys   of the logits that `replay` leaves; None where it leaves hidden states
+    rooms     up to which position each of `runs` knows its pages
     results   two, by turns: of what it leaves on the device and in host memory, and of surveys
     """
 
@@ -68,6 +69,7 @@ class Captured:
     runs: ops.PagedRuns | None
     replay: Callable[[], torch.Tensor] | None = None
     surveys: torch.Tensor | None = None
+    rooms: list[int] = field(default_factory=list)
     results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = field(
         default_factory=list
     )
@@ -205,7 +207,10 @@ class CapturedDecoding:
             self._looks_up
             and self._head
             and self._desk is None
-            and all(run.context < min(run.reserved, captured.context) for run in step.runs)
+            and all(
+                run.context < min(_room(run), room, captured.context)
+                for run, room in zip(step.runs, captured.rooms, strict=True)
+            )
         )
 
     def _begin_next(self, captured: Captured, step: Step) -> _Result:
@@ -268,6 +273,7 @@ class CapturedDecoding:
         own.token_ids.copy_(step.token_ids, non_blocking=True)
         own.positions.copy_(step.positions, non_blocking=True)
         captured.step = Step(own.token_ids, own.positions, step.runs, own.logit_rows)
+        captured.rooms = [_room(run) for run in step.runs]
         if captured.runs is not None:
             captures.fill_runs(captured.runs, self._kv.paged_runs(step))
             self._kv.hold(captured.step, captured.runs)
@@ -309,6 +315,11 @@ class CapturedDecoding:
             if self._desk is not None:
                 self._desk.is_open = False
         return self._works
+
+
+def _room(run: Run) -> int:
+    """Positions that it has pages for: a sequence that grows may have fewer than it may need."""
+    return min(run.reserved, run.room or run.reserved)
 
 
 def _next(runs: tuple[Run, ...]) -> tuple[Run, ...]:

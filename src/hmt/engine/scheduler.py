@@ -1,15 +1,21 @@
 """The scheduler: which tokens of which requests make up the next step."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
-from hmt.base.errors import ContextLengthError, DeadlineError, DiskReadError, HMTError
+from hmt.base.errors import ContextLengthError, DeadlineError, HMTError
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.request import FinishReason
 from hmt.contracts.step import Part, Step
+from hmt.engine.forecast import AnswerForecast
+from hmt.engine.pressure import BatchLimit, Pressure
+from hmt.engine.rooms import Rooms
 from hmt.engine.sequence import Sequence
 from hmt.engine.shares import share_out
-from hmt.engine.waiting import WaitingQueue
+from hmt.engine.waiting import Taken, WaitingQueue
 from hmt.kvcache import AnyKV
 from hmt.kvcache.prefix import PrefixCache
 
@@ -29,24 +35,49 @@ class Scheduled:
     prompt_tokens: int
 
 
+# Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
+# stays: so all end.
+_MOST_SENT_BACK = 2
+_AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by where there are enough
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that wait and that run, and positions of keys and values: all, and unreserved."""
+    """Requests that wait and that run, and positions of keys and values: all, and unreserved.
+
+    pressure      how scarce these are, and `used` the share that is in use
+    most          requests that may run at once for now
+    parked        times that one gave way to others and its keys and values stayed, where there is
+                  a lower tier in that
+    dropped       times that they did not, and are computed again
+    batches       steps by how many requests had tokens in them
+    """
 
     waiting: int
     running: int
     capacity_tokens: int
     free_tokens: int
+    pressure: Pressure
+    used: float
+    most: int
+    parked: int
+    dropped: int
+    batches: dict[int, int]
 
 
 class Scheduler:
     """Decode tokens in every step, prompts in chunks beside them: `share_out` says whose.
 
-    A request is admitted when its whole KV can be reserved, prompt and longest answer, so that none
-    that has begun is ever sent back; `WaitingQueue` says who is next, and while there is no room
-    for them, nobody passes.  Several answers to one prompt: the others wait until the first has
-    computed the prompt, share it, and are on their own from then on; those that find no room
-    compute it again.  Only for the engine's thread.
+    A request is admitted when its prompt and the answer that is expected of it can be reserved, and
+    grows page by page if the answer becomes longer.  `WaitingQueue` says who is next, and while
+    there is no room for them, nobody passes.  Who has to grow and finds nothing takes what others
+    have reserved and not begun; after that somebody is sent back: the lowest priority first, of
+    these the one that came last.  Answers do not depend on that.  Who was sent back twice is
+    admitted with all that they may need, and is not sent back any more.
+
+    Several answers to one prompt: the others wait until the first has computed the prompt, share
+    it, and are on their own from then on; those that find no room compute it again.  Only for the
+    engine's thread.
     """
 
     def __init__(
@@ -58,21 +89,25 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         salt: Callable[[Sequence], str] = lambda sequence: "",
         clock: Callable[[], float] = time.monotonic,
+        forecast: AnswerForecast | None = None,
     ) -> None:
         """A step holds `prefill_chunk` tokens of prompts at most, and one of each other request.
 
         prefixes   of `kv`: texts share what begins alike and has the same `salt`
         clock      by which deadlines are meant
+        forecast   what is known of answers beforehand
         """
-        self._kv = kv
+        self._rooms = Rooms(kv, prefixes, salt)
         self._chunk = prefill_chunk
-        self._max_batch = max_batch
-        self._prefixes = prefixes
-        self._salt = salt
         self._clock = clock
+        self._forecast = AnswerForecast() if forecast is None else forecast
+        self._limit = BatchLimit(max_batch)
         self._full = False  # since the last sequence came or ended
         self._waiting: WaitingQueue[Sequence] = WaitingQueue()
         self._running: list[Sequence] = []
+        self._places: dict[int, Taken[Sequence]] = {}  # of those that run, by number
+        self._parked = self._dropped = 0
+        self._batches: Counter[int] = Counter()
 
     @property
     def idle(self) -> bool:
@@ -82,8 +117,18 @@ class Scheduler:
     @property
     def load(self) -> Load:
         """Who waits and runs, and what room there is."""
-        kv = self._kv
-        return Load(len(self._waiting), len(self._running), kv.capacity_tokens, kv.free_tokens)
+        return Load(
+            len(self._waiting),
+            len(self._running),
+            self._rooms.capacity_tokens,
+            self._rooms.free_tokens,
+            self._limit.level,
+            self._limit.used,
+            self._limit.most,
+            self._parked,
+            self._dropped,
+            dict(self._batches),
+        )
 
     def sequences(self) -> list[Sequence]:
         """Everyone who waits or runs."""
@@ -92,28 +137,28 @@ class Scheduler:
     def check(self, sequence: Sequence) -> None:
         """Raise ContextLengthError where a request could never be admitted.  For any thread."""
         needed = -(-sequence.positions // PAGE_TOKENS) * PAGE_TOKENS
-        if needed > self._kv.capacity_tokens:
+        if needed > self._rooms.capacity_tokens:
             raise ContextLengthError(
                 f"a prompt of {sequence.prompt_tokens} tokens and "
                 f"{sequence.positions - sequence.prompt_tokens} new ones need {needed} "
                 f"positions, in pages of {PAGE_TOKENS}; "
-                f"the plan has {self._kv.capacity_tokens}: shorten them, or load the model with "
+                f"the plan has {self._rooms.capacity_tokens}: shorten them, or load the model with "
                 "a larger context (--context)"
             )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request that `check` lets pass."""
         request = sequence.request
-        self._waiting.add(
-            sequence, owner=request.owner, priority=request.priority, cost=sequence.positions
-        )
+        cost = self._expected(sequence)
+        self._waiting.add(sequence, owner=request.owner, priority=request.priority, cost=cost)
         self._full = False
 
     def next_step(self) -> Scheduled | None:
         """The next step, or None when nothing runs."""
         self._expire()
+        self._look(sent_back=self._grow())
         self._admit()
-        reading = [one for one in self._running if one.computed < one.prompt_tokens]
+        reading = [one for one in self._running if one.computed < one.given]
         shares = share_out([(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk)
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         parts: list[Part] = []
@@ -123,14 +168,16 @@ class Scheduler:
             if count == 0:
                 continue
             complete = first + count == len(sequence.tokens)
-            assert sequence.kv is not None
+            assert sequence.kv is not None and first + count <= sequence.room
             tokens = sequence.tokens[first : first + count]
-            parts.append(Part(sequence.kv, first, tokens, int(complete), sequence.positions))
+            reach = sequence.positions, sequence.room
+            parts.append(Part(sequence.kv, first, tokens, int(complete), *reach))
             advanced.append((sequence, count))
             if complete:
                 sampled.append(sequence)
         if not parts:
             return None
+        self._batches[len(parts)] += 1
         return Scheduled(Step.build(parts), tuple(sampled), tuple(advanced), sum(shares))
 
     def fork(self, leader: Sequence) -> list[Sequence]:
@@ -138,18 +185,16 @@ class Scheduler:
         forked = []
         for sequence in [one for one in self._waiting if one.leader is leader]:
             sequence.leader = None
-            held = leader.computed
-            if leader.kv is None or len(self._running) >= self._max_batch:
+            if leader.kv is None or len(self._running) >= self._limit.most:
                 continue
-            if not self._kv.can_fork(leader.kv, held, sequence.positions):
-                continue
-            self._waiting.take(sequence)
             try:
-                sequence.kv = self._kv.fork(leader.kv, held, sequence.positions)
+                positions, spare = self._expected(sequence), self._spare()
+                if not self._rooms.fork(leader, sequence, positions, spare):
+                    continue
             except HMTError as error:
                 sequence.fail(error)
+                self.retire(sequence)
                 continue
-            sequence.computed = held
             self._begin(sequence)
             forked.append(sequence)
         return forked
@@ -159,15 +204,14 @@ class Scheduler:
         self._waiting.remove(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
+        self._places.pop(sequence.number, None)
         self._full = False
-        if sequence.kv is None:
-            return
-        if self._prefixes is None:
-            self._kv.close(sequence.kv)
-        else:
-            computed = sequence.tokens[: sequence.computed]
-            self._prefixes.close(sequence.kv, computed, self._salt(sequence))
-        sequence.kv = None
+        self._rooms.close(sequence)
+        reason = sequence.finish_reason
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not _is_certain(sequence):
+            answer = len(sequence.tokens) - sequence.prompt_tokens
+            whole = reason is FinishReason.STOP
+            self._forecast.note(sequence.request.owner, answer, whole=whole)
 
     def _expire(self) -> None:
         """Fail those whose deadline has passed."""
@@ -184,42 +228,161 @@ class Scheduler:
                 )
                 self.retire(sequence)
 
+    # Who grows, and who gives way
+
+    def _grow(self) -> bool:
+        """Find room for the next token of all that run; whether somebody was sent back for it."""
+        before = self._dropped
+        for sequence in sorted(self._running, key=_rank):
+            needed = len(sequence.tokens)
+            if sequence not in self._running or sequence.room >= needed:
+                continue
+            ahead = min(sequence.positions, needed + _AHEAD)
+            if self._rooms.free_tokens < 2 * _AHEAD or not self._rooms.grow(sequence, ahead):
+                while sequence in self._running and not self._rooms.grow(sequence, needed):
+                    self._give_up_some()
+        return self._dropped > before
+
+    def _give_up_some(self) -> None:
+        """Free a page or more of those who rank lowest."""
+        ranked = sorted(self._running, key=_rank, reverse=True)
+        if any(self._rooms.shrink(one, 1) for one in ranked if not _is_settled(one)):
+            return
+        if waiting := self._put_aside():
+            self._drop(waiting[0])
+        else:
+            self._send_back(next(one for one in ranked if not _is_settled(one)), park=False)
+
+    def _put_aside(self) -> list[Sequence]:
+        """Those that wait and have keys and values, who rank lowest first."""
+        there = [one for one in self._waiting if one.kv is not None]
+        return sorted(there, key=_rank, reverse=True)
+
+    def _send_back(self, sequence: Sequence, *, park: bool) -> None:
+        """Let a sequence that runs wait again, and go on later."""
+        self._running.remove(sequence)
+        self._waiting.restore(self._places.pop(sequence.number))
+        self._full = False
+        sequence.sent_back += 1
+        if park and self._rooms.can_park:
+            self._rooms.park(sequence)
+            self._parked += 1
+        else:
+            self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Take all keys and values from a sequence that waits."""
+        self._rooms.drop(sequence)
+        sequence.given = len(sequence.tokens)
+        self._dropped += 1
+
+    def _look(self, *, sent_back: bool) -> None:
+        free, every = self._rooms.free_tokens, self._rooms.capacity_tokens
+        longest = sum(max(0, one.positions - one.room) for one in self._running)
+        self._limit.look(
+            1 - free / every if every else 1.0,
+            len(self._running),
+            at_risk=longest > free,
+            sent_back=sent_back,
+        )
+
+    # Who is admitted
+
     def _admit(self) -> None:
-        while len(self._running) < self._max_batch and not self._full:
-            sequence = self._waiting.head(self._is_ready)
+        shared = cache(self._rooms.shared)
+        while not self._full or not self._running:
+            crowded = len(self._running) >= self._limit.most
+            if crowded and not self._below(self._waiting.priority):
+                return
+            sequence = self._waiting.head(self._is_ready, shared)
             if sequence is None:
                 return
-            sequence.leader = None
-            try:
-                if not self._open(sequence):
-                    self._full = True
+            if crowded:
+                if not self._make_way(sequence, crowded=True):
                     return
-            except DiskReadError as error:
-                self._waiting.remove(sequence)
-                sequence.fail(error)
                 continue
-            self._waiting.take(sequence)
-            self._begin(sequence)
+            try:
+                entered = self._rooms.enter(sequence, self._expected(sequence), self._spare())
+            except HMTError as error:
+                sequence.fail(error)
+                self.retire(sequence)
+                continue
+            if entered:
+                sequence.leader = None
+                self._begin(sequence)
+            elif not self._make_way(sequence):
+                self._full = True
+                return
+
+    def _make_way(self, head: Sequence, *, crowded: bool = False) -> bool:
+        """Let others give way to `head`, which cannot begin; whether one of them did.
+
+        Who runs does so for a higher priority only.  Who was put aside also does when nothing runs.
+
+        crowded   since as many run as may, and not since there is no room
+        """
+        lower = self._below(head.request.priority)
+        aside = [one for one in self._put_aside() if one is not head]
+        if self._running:
+            aside = [one for one in aside if one.request.priority < head.request.priority]
+        free = self._rooms.free_tokens
+        needed = self._expected(head) + self._spare() - head.room
+        if self._running and free + sum(one.room for one in (*aside, *lower)) < needed:
+            return False  # it would be in vain
+        if aside and needed > free and not crowded:
+            self._drop(aside[0])
+        elif lower:
+            # Else there is too little of what sequences keep near, or of places in a step.
+            self._send_back(lower[0], park=crowded or needed <= free)
+        elif not self._running and (aside or head.kv is not None):
+            self._drop(aside[0] if aside else head)
+        else:
+            return False
+        return True
+
+    def _below(self, priority: int | None) -> list[Sequence]:
+        """Those that run and can be sent back for one of this priority, who rank lowest first."""
+        if priority is None:
+            return []
+        lower = [one for one in self._running if one.request.priority < priority]
+        return sorted((one for one in lower if not _is_settled(one)), key=_rank, reverse=True)
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """False while another computes its prompt, which it will share."""
         return sequence.leader is None or sequence.leader not in self._running
 
     def _begin(self, sequence: Sequence) -> None:
-        sequence.held = sequence.computed
-        sequence.admitted_s = time.perf_counter()
+        self._places[sequence.number] = self._waiting.take(sequence)
+        if sequence.admitted_s is None:
+            sequence.held = sequence.computed
+            sequence.admitted_s = time.perf_counter()
         self._running.append(sequence)
 
-    def _open(self, sequence: Sequence) -> bool:
-        """Reserve what a sequence takes, if there is room."""
-        if self._prefixes is None:
-            if not self._kv.can_open(sequence.positions):
-                return False
-            sequence.kv = self._kv.open(sequence.positions)
-            return True
-        prompt = sequence.tokens[: sequence.prompt_tokens]
-        opened = self._prefixes.open(sequence.positions, prompt, self._salt(sequence))
-        if opened is None:
-            return False
-        sequence.kv, sequence.computed = opened.sequence, opened.held
-        return True
+    def _expected(self, sequence: Sequence) -> int:
+        """Positions that a sequence is expected to take, or that are reserved for it anyway."""
+        if _is_settled(sequence) or _is_certain(sequence):
+            return sequence.positions
+        prompt, tokens = sequence.prompt_tokens, len(sequence.tokens)
+        longest = sequence.positions - prompt
+        answer = self._forecast.expected(sequence.request.owner, longest, tokens - prompt)
+        return min(sequence.positions, max(prompt + answer, tokens + PAGE_TOKENS))
+
+    def _spare(self) -> int:
+        """Positions to be left free for those that run: a page of each that may grow."""
+        return PAGE_TOKENS * sum(one.room < one.positions for one in self._running)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    """By which those that run give way: the largest first."""
+    return -sequence.request.priority, sequence.number
+
+
+def _is_settled(sequence: Sequence) -> bool:
+    """Whether it has given way often enough."""
+    return sequence.sent_back >= _MOST_SENT_BACK
+
+
+def _is_certain(sequence: Sequence) -> bool:
+    """Whether the answer will be as long as it may: nothing ends it before."""
+    request = sequence.request
+    return request.ignore_eos and not request.stop and request.grammar is None

@@ -34,7 +34,11 @@ class Sequence:
     tokens      prompt and answer so far
     positions   positions of KV that prompt and answer may take
     computed    tokens whose KV has been written
-    kv          handle in the KV cache; None while waiting and after the end
+    given       tokens that are computed in chunks, like a prompt: that, and of a sequence that was
+                sent back and has to begin again what it had answered
+    kv          handle in the KV cache; None while it has nothing there
+    room        positions that are reserved for it
+    sent_back   times that it had begun and others needed its place or its room
     leader      another of the same prompt, whose keys and values are to be shared once computed
     form        what holds the answer to the form that was asked for
     events      who is told of tokens and of the end
@@ -55,7 +59,10 @@ class Sequence:
     form: Constraint | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     computed: int = 0
+    given: int = field(init=False)
     kv: int | None = None
+    room: int = 0
+    sent_back: int = 0
     leader: "Sequence | None" = None
     finish_reason: FinishReason | None = None
     held: int = 0
@@ -63,10 +70,8 @@ class Sequence:
     admitted_s: float | None = None
     deadline_s: float | None = None
 
-    @property
-    def prefilling(self) -> bool:
-        """True while prompt tokens are left that must be computed before the first new token."""
-        return self.computed < len(self.tokens) - 1
+    def __post_init__(self) -> None:
+        self.given = self.prompt_tokens
 
     @property
     def finished(self) -> bool:

@@ -3,14 +3,15 @@
 Pure data: no clock, no threads.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 8  # times that a lower priority is passed over before its turn comes all the same
+PATIENCE = 8  # times that somebody is passed over before their turn comes all the same
+_LOOKED_AT = 16  # entries of one owner, of which one may go first
 
 
 @dataclass(slots=True)
@@ -18,13 +19,23 @@ class _Entry(Generic[T]):
     item: T
     cost: int
     number: int  # in order of arrival
+    passed: int = 0  # times that later ones of the same owner and priority went before
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Generic[T]):
+    """Somebody who was admitted, and the place that they had in the queue."""
+
+    owner: str
+    priority: int
+    entry: _Entry[T]
 
 
 @dataclass(slots=True)
 class _Flow(Generic[T]):
-    """What one owner has waiting at one priority.  `start` is the virtual time of its head."""
+    """What one owner has waiting at one priority.  `start` is the virtual time of its next."""
 
-    entries: deque[_Entry[T]] = field(default_factory=deque)
+    entries: list[_Entry[T]] = field(default_factory=list)
     start: int = 0
 
 
@@ -37,15 +48,31 @@ class _Level(Generic[T]):
     now: int = 0
     passed: int = 0
 
-    def head(self, ready: Callable[[T], bool]) -> tuple[str, _Entry[T]] | None:
-        """Of the owners whose first entry is ready, the one that has had least."""
-        heads = ((owner, flow.entries[0], flow.start) for owner, flow in self.flows.items())
-        able = [(start, entry.number, owner, entry) for owner, entry, start in heads if
-                ready(entry.item)]  # fmt: skip
+    def next(
+        self, ready: Callable[[T], bool], shared: Callable[[T], int], patience: int
+    ) -> _Entry[T] | None:
+        """Of the owners whose first entry is ready, the next of the one that has had least."""
+        able = [flow for flow in self.flows.values() if ready(flow.entries[0].item)]
         if not able:
             return None
-        _, _, owner, entry = min(able, key=lambda one: one[:2])
-        return owner, entry
+        flow = min(able, key=lambda one: (one.start, one.entries[0].number))
+        some = [entry for entry in flow.entries[:_LOOKED_AT] if ready(entry.item)]
+        if len(some) == 1:
+            return some[0]
+        shares = [shared(entry.item) for entry in some]
+        return some[first_of(shares, some[0].passed, patience)]
+
+
+def first_of(shares: Sequence[int], passed: int, patience: int = PATIENCE) -> int:
+    """Which of an owner's entries goes first, by their place in order of arrival.
+
+    shares   how much each has in common with what is in memory; the largest goes first, of equal
+             ones who came first
+    passed   how often the first was passed over: after `patience` times it is its turn
+    """
+    if passed >= patience:
+        return 0
+    return max(range(len(shares)), key=lambda place: (shares[place], -place))
 
 
 class WaitingQueue(Generic[T]):
@@ -54,8 +81,9 @@ class WaitingQueue(Generic[T]):
     The highest priority goes first, but a lower one that was passed over `patience` times has its
     turn.  Among owners of one priority the one whose admitted entries have cost least goes next
     (start-time fair queueing: Goyal, Vin and Cheng, 1996), and idle owners save nothing up: of two
-    owners that both wait, neither is ahead by more than the dearest entry of each.  Entries of one
-    owner and priority keep their order.
+    owners that both wait, neither is ahead by more than the dearest entry of each.  Of one owner's
+    entries at one priority who shares most with what is in memory goes first, but nobody is passed
+    over more than `patience` times; else they keep their order.
     """
 
     def __init__(self, patience: int = PATIENCE) -> None:
@@ -79,17 +107,41 @@ class WaitingQueue(Generic[T]):
         level.flows[owner].entries.append(_Entry(item, max(1, cost), self._count))
         self._count += 1
 
-    def head(self, ready: Callable[[T], bool] = lambda item: True) -> T | None:
-        """Who is next, of those that come first for their owner and are `ready`; None: nobody."""
-        found = self._find(ready)
-        return None if found is None else found[2].item
+    def head(
+        self,
+        ready: Callable[[T], bool] = lambda item: True,
+        shared: Callable[[T], int] = lambda item: 0,
+    ) -> T | None:
+        """Who is next; None: nobody whose owner's first entry is `ready`.
 
-    def take(self, item: T) -> None:
+        shared   how many tokens an entry has in common with what is in memory
+        """
+        found = [
+            (priority, entry)
+            for priority, level in sorted(self._levels.items(), reverse=True)
+            if (entry := level.next(ready, shared, self._patience)) is not None
+        ]
+        if not found:
+            return None
+        patient = [one for one in found if self._levels[one[0]].passed >= self._patience]
+        if patient:
+            return max(patient, key=lambda one: self._levels[one[0]].passed)[1].item
+        return found[0][1].item
+
+    @property
+    def priority(self) -> int | None:
+        """The highest of those who wait; None: nobody does."""
+        return max((priority for priority, _, _ in self._flows()), default=None)
+
+    def take(self, item: T) -> Taken[T]:
         """Take out `item`, which is admitted: it counts for its owner."""
         priority, owner = self._place(item)
         level = self._levels[priority]
         flow = level.flows[owner]
-        taken = next(entry for entry in flow.entries if entry.item is item)
+        place = next(at for at, entry in enumerate(flow.entries) if entry.item is item)
+        taken = flow.entries[place]
+        for entry in flow.entries[:place]:
+            entry.passed += 1
         level.now = max(level.now, flow.start)
         flow.start += taken.cost
         for lower, other in self._levels.items():
@@ -97,6 +149,19 @@ class WaitingQueue(Generic[T]):
                 other.passed += 1
         level.passed = 0
         self._drop(priority, owner, taken)
+        return Taken(owner, priority, taken)
+
+    def restore(self, taken: Taken[T]) -> None:
+        """Queue somebody again who was admitted and sent back, where they were before.
+
+        They do not count for their owner any more.
+        """
+        level, entry = self._levels.setdefault(taken.priority, _Level()), taken.entry
+        if taken.owner not in level.flows:
+            level.flows[taken.owner] = _Flow(start=level.idle.pop(taken.owner, level.now))
+        flow = level.flows[taken.owner]
+        flow.start -= entry.cost
+        insort(flow.entries, entry, key=lambda one: one.number)
 
     def remove(self, item: T) -> None:
         """Take out `item`, which is not admitted; nothing happens where it is not there."""
@@ -105,19 +170,6 @@ class WaitingQueue(Generic[T]):
             return
         flow = self._levels[place[0]].flows[place[1]]
         self._drop(*place, next(entry for entry in flow.entries if entry.item is item))
-
-    def _find(self, ready: Callable[[T], bool]) -> tuple[int, str, _Entry[T]] | None:
-        heads = [
-            (priority, *head)
-            for priority, level in sorted(self._levels.items(), reverse=True)
-            if (head := level.head(ready)) is not None
-        ]
-        if not heads:
-            return None
-        patient = [one for one in heads if self._levels[one[0]].passed >= self._patience]
-        if patient:
-            return max(patient, key=lambda one: self._levels[one[0]].passed)
-        return heads[0]
 
     def _flows(self) -> Iterator[tuple[int, str, _Flow[T]]]:
         for priority, level in self._levels.items():

@@ -24,8 +24,8 @@ class PagedKV:
     """KVCache over pages in one memory, of the host or of a device.
 
     A page number means the same place in the store of every kind, so one block table serves all
-    layers.  Pages are reserved when a sequence is opened: a request that was admitted can always
-    finish.
+    layers.  Pages are reserved when a sequence is opened, and more of them when it grows: what was
+    reserved can always be used.
     """
 
     def __init__(
@@ -84,6 +84,42 @@ class PagedKV:
         if held % PAGE_TOKENS:
             self._store.copy(theirs[whole], own[0])
         return self._begin([*theirs[:whole], *own])
+
+    def can_grow(self, sequence: int, tokens: int) -> bool:
+        """Whether `grow` would succeed now."""
+        more = _pages(tokens) - len(self._sequences[sequence].pages)
+        return more <= 0 or more <= self._allocator.free_pages
+
+    def grow(self, sequence: int, tokens: int) -> None:
+        """Reserve `tokens` positions in all for a sequence, which keeps what it has.
+
+        Its other pages stay where they are.  Raises BudgetError, changing nothing.
+        """
+        held = self._sequences[sequence]
+        more = _pages(tokens) - len(held.pages)
+        if more > 0:
+            self._set_pages(held, [*held.pages, *self._allocator.take(more)])
+
+    def shrink(self, sequence: int, tokens: int) -> None:
+        """Give back what a sequence has reserved beyond its first `tokens` positions."""
+        held, kept = self._sequences[sequence], _pages(tokens)
+        self._allocator.give_back(held.pages[kept:])
+        self._set_pages(held, held.pages[:kept])
+
+    def can_park(self) -> bool:
+        """Whether others can have the place of a sequence that is parked."""
+        return True
+
+    def park(self, sequence: int) -> None:
+        """A sequence will take no part in steps until `resume`; its pages stay where they are."""
+
+    def can_resume(self, sequence: int, tokens: int) -> bool:
+        """Whether `resume` would succeed now."""
+        return self.can_grow(sequence, tokens)
+
+    def resume(self, sequence: int, tokens: int) -> None:
+        """Let a parked sequence go on, with `tokens` positions in all.  Raises BudgetError."""
+        self.grow(sequence, tokens)
 
     def close(self, sequence: int) -> None:
         """Free a sequence's pages."""
@@ -178,9 +214,14 @@ class PagedKV:
 
     def _begin(self, pages: list[int]) -> int:
         self._next += 1
-        table = torch.tensor(pages, dtype=torch.int64, device=self._store.device)
-        self._sequences[self._next] = _Sequence(pages, table)
+        self._sequences[self._next] = held = _Sequence([], torch.empty(0))
+        self._set_pages(held, pages)
         return self._next
+
+    def _set_pages(self, held: _Sequence, pages: list[int]) -> None:
+        """The table is a new tensor: a step on the device's queue may still read the old one."""
+        held.pages = pages
+        held.table = torch.tensor(pages, dtype=torch.int64, device=self._store.device)
 
     def _runs_of(self, step: Step) -> ops.PagedRuns:
         if self._step is not step:

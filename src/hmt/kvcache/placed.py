@@ -56,14 +56,46 @@ class PlacedKV:
     def fork(self, sequence: int, held: int, tokens: int) -> int:
         """See TieredKV.  Raises BudgetError where one of the two has no room, forking neither."""
         if not self.can_fork(sequence, held, tokens):
-            raise BudgetError(
-                f"{tokens} positions of KV that begin with {held} others were asked for, and "
-                f"{self.free_tokens} of {self.capacity_tokens} are free; ask for a shorter "
-                "context, or raise --context or --host-memory"
-            )
+            raise self._too_little(tokens)
         handles = {cache.fork(sequence, held, tokens) for cache in self._caches}
         assert len(handles) == 1, "both have opened the same sequences"
         return handles.pop()
+
+    def can_grow(self, sequence: int, tokens: int) -> bool:
+        """Whether `grow` would succeed now."""
+        return all(cache.can_grow(sequence, tokens) for cache in self._caches)
+
+    def grow(self, sequence: int, tokens: int) -> None:
+        """See PagedKV.  Raises BudgetError where one of the two has no room, changing neither."""
+        if not self.can_grow(sequence, tokens):
+            raise self._too_little(tokens)
+        for cache in self._caches:
+            cache.grow(sequence, tokens)
+
+    def shrink(self, sequence: int, tokens: int) -> None:
+        """See PagedKV."""
+        for cache in self._caches:
+            cache.shrink(sequence, tokens)
+
+    def can_park(self) -> bool:
+        """See TieredKV."""
+        return all(cache.can_park() for cache in self._caches)
+
+    def park(self, sequence: int) -> None:
+        """See TieredKV."""
+        for cache in self._caches:
+            cache.park(sequence)
+
+    def can_resume(self, sequence: int, tokens: int) -> bool:
+        """Whether `resume` would succeed now."""
+        return all(cache.can_resume(sequence, tokens) for cache in self._caches)
+
+    def resume(self, sequence: int, tokens: int) -> None:
+        """See TieredKV.  Raises BudgetError where one of the two has no room, changing neither."""
+        if not self.can_resume(sequence, tokens):
+            raise self._too_little(tokens)
+        for cache in self._caches:
+            cache.resume(sequence, tokens)
 
     def close(self, sequence: int) -> None:
         """Free a sequence's pages."""
@@ -99,6 +131,13 @@ class PlacedKV:
     def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         return self._of(layer).read(layer, run)
+
+    def _too_little(self, tokens: int) -> BudgetError:
+        return BudgetError(
+            f"a sequence of {tokens} positions of KV was asked for, and "
+            f"{self.free_tokens} of {self.capacity_tokens} are free; ask for a shorter "
+            "context, or raise --context or --host-memory"
+        )
 
     def _of(self, layer: int) -> PagedKV | TieredKV:
         return self._caches[layer in self._there]

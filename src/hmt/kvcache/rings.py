@@ -47,6 +47,20 @@ class Rings:
         taken = self._free.take(min(pages, self._longest))
         self._rings[sequence] = torch.tensor(taken, device=self.store.device)
 
+    def can_grow(self, sequence: int, pages: int) -> bool:
+        """Whether there is room for a sequence to become so many pages."""
+        return min(pages, self._longest) - len(self._rings[sequence]) <= self._free.free
+
+    def grow(self, sequence: int, pages: int) -> None:
+        """Let the ring of a sequence be that of so many pages; there must be room.
+
+        One that is shorter than the longest has never come round: its pages keep their places.
+        """
+        ring = self._rings[sequence]
+        if (more := min(pages, self._longest) - len(ring)) > 0:
+            taken = torch.tensor(self._free.take(more), device=self.store.device)
+            self._rings[sequence] = torch.cat((ring, taken))
+
     def copy(self, sequence: int, other: int) -> None:
         """Let the ring of `other` hold what that of `sequence` holds.
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hmt.base.errors import BudgetError
-from hmt.contracts.kv import KVAccount, Stay, least_hot_pages
+from hmt.contracts.kv import Stay, least_hot_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Run, Step
 from hmt.kernels import ops
@@ -26,6 +25,7 @@ from hmt.kvcache.placement import Placement, pages_of, to_tensor
 from hmt.kvcache.policies import PagePolicy
 from hmt.kvcache.rings import Rings
 from hmt.kvcache.select import Selection
+from hmt.kvcache.sequences import TieredSequences
 from hmt.kvcache.store import Kept, PageStore
 from hmt.memory.device import Device
 
@@ -35,15 +35,6 @@ _NOTHING: Mapping[int, Numbers] = {}
 # Steps between looks at what tokens attend to, each in another layer.  A look reads the layer's
 # keys once more: of 32 layers, 0.1% of what attention reads.
 _WEIGHED_EVERY = 16
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """pages: those that were made, by position; unmade: how many more it may have."""
-
-    pages: Numbers
-    unmade: int
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +51,12 @@ class Where:
         return self.warm is not None or bool(self.cold)
 
 
-class TieredKV(ApartKV):
+class TieredKV(TieredSequences, ApartKV):
     """KVCache whose pages lie at up to three levels.
 
     A sequence's pages are made as it grows, hot, and move away when others need the room: least
     worth first, but never its first pages nor its last.  Layers with a sliding window keep rings of
-    their own, which are always hot.  Capacity is reserved when a sequence is opened, over all
-    levels: a request that was admitted can always finish.
+    their own, which are always hot.
 
     rings   by window
     """
@@ -93,15 +83,10 @@ class TieredKV(ApartKV):
         device      where layers compute, if not on the CPU
         """
         assert hot.count >= least_hot_pages(chunk, 1, stay)
-        self._places = Placement(hot, warm, cold, policy, clock, device)
+        places = Placement(hot, warm, cold, policy, clock, device)
+        super().__init__(places, rings, selection, stay, chunk)
         self._rings = {index: rings for rings in rings for index in rings.layers}
-        self._windows = tuple(rings)
         self.rings = {kept.window: made for made in rings for kept in made.layers.values()}
-        self._selection = None if selection is None else selection(self._places)
-        self._stay = stay
-        self._chunk = chunk
-        self._sequences: dict[int, _Sequence] = {}
-        self._next = 0
         self._order = sorted(hot.layers)
         self._beside_device = device is not None
         self._steps = 0
@@ -110,68 +95,9 @@ class TieredKV(ApartKV):
         self._step: Step | None = None  # that `where` is of
         self._where = Where(ops.PagedRuns(()))
 
-    @property
-    def account(self) -> KVAccount:
-        """What has happened since the cache was made."""
-        return self._places.account
-
     def held(self) -> dict[str, int]:
         """Pages that are taken now, by level."""
         return self._places.held()
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Positions in all."""
-        return self._places.book.count * PAGE_TOKENS
-
-    @property
-    def free_tokens(self) -> int:
-        """Positions that no sequence has reserved."""
-        return self._free_pages(_NONE) * PAGE_TOKENS
-
-    def can_open(self, tokens: int) -> bool:
-        """Whether `open` would succeed now."""
-        return self._has_room(_NONE, pages_of(tokens))
-
-    def open(self, tokens: int) -> int:
-        """Reserve `tokens` positions for a new sequence; its handle.  Raises BudgetError."""
-        return self._open(_NONE, pages_of(tokens))
-
-    def can_fork(self, sequence: int, held: int, tokens: int) -> bool:
-        """Whether `fork` would succeed now."""
-        whole = held // PAGE_TOKENS
-        return self._has_room(self._sequences[sequence].pages[:whole], pages_of(tokens) - whole)
-
-    def fork(self, sequence: int, held: int, tokens: int) -> int:
-        """A new sequence with the first `held` positions of another, and room for `tokens` in all.
-
-        Whole pages are shared.  The last one, if it is not full, is copied at once: each of the two
-        writes to it next.  Where layers have a window, `held` has to be all that the other holds:
-        what they saw before is gone.  Raises BudgetError.
-        """
-        whole = held // PAGE_TOKENS
-        theirs = self._sequences[sequence].pages
-        forked = self._open(theirs[:whole].copy(), pages_of(tokens) - whole)
-        self._places.book.share(theirs[:whole])
-        for rings in self._windows:
-            rings.copy(sequence, forked)
-        try:
-            if held % PAGE_TOKENS:
-                self._grow({forked: 1})
-                self._places.copy(theirs[whole : whole + 1], self._sequences[forked].pages[-1:])
-        except BaseException:
-            self.close(forked)
-            raise
-        return forked
-
-    def close(self, sequence: int) -> None:
-        """Free a sequence's pages."""
-        ended = self._sequences.pop(sequence)
-        self._places.book.drop(ended.pages)
-        self.account.pages += len(ended.pages)
-        self.account.tokens += ended.tokens
-        for rings in self._windows:
-            rings.close(sequence)
 
     def release(self) -> None:
         """Give all memory back.  The cache cannot be used afterwards."""
@@ -411,60 +337,6 @@ class TieredKV(ApartKV):
             if len(there := slots[levels == Level.COLD]):
                 cold.append((run, there))
         return Where(ops.PagedRuns(hot), ops.PagedRuns(warm) if warm else None, tuple(cold))
-
-    def _grow(self, counts: Mapping[int, int]) -> None:
-        """Make pages for sequences, hot."""
-        counts = {sequence: count for sequence, count in counts.items() if count > 0}
-        if not counts:
-            return
-        made = self._places.new(sum(counts.values()), self._stays())
-        if self._selection is not None:
-            self._selection.forget(made)
-        for number, count in counts.items():
-            sequence = self._sequences[number]
-            assert count <= sequence.unmade, "more positions than were reserved"
-            sequence.pages = np.concatenate((sequence.pages, made[:count]))
-            sequence.unmade -= count
-            made = made[count:]
-
-    def _stays(self) -> list[Numbers]:
-        """Pages that do not move away: sequences' first and last."""
-        stays = [_NONE]
-        for sequence in self._sequences.values():
-            stays += [sequence.pages[: self._stay.sinks], sequence.pages[-self._stay.recent :]]
-        return stays
-
-    def _free_pages(self, held: Numbers) -> int:
-        """Pages that no sequence has reserved, once somebody holds `held`."""
-        self._places.settle()  # pages on their way count twice
-        return self._places.free_pages - self._unmade
-
-    @property
-    def _unmade(self) -> int:
-        """Pages that sequences have reserved and not made."""
-        return sum(sequence.unmade for sequence in self._sequences.values())
-
-    def _has_room(self, held: Numbers, unmade: int) -> bool:
-        """For one more sequence of pages `held`, and so many that are to be made."""
-        least = least_hot_pages(self._chunk, len(self._sequences) + 1, self._stay)
-        enough = unmade <= self._free_pages(held) and least <= self._places.hot.count
-        return enough and all(rings.can_open(len(held) + unmade) for rings in self._windows)
-
-    def _open(self, held: Numbers, unmade: int) -> int:
-        pages = len(held) + unmade
-        if not self._has_room(held, unmade):
-            near = self._places.hot.count * PAGE_TOKENS
-            raise BudgetError(
-                f"{unmade * PAGE_TOKENS} positions of KV were asked for and {self.free_tokens} of "
-                f"{self.capacity_tokens} are free, {near} of all near, with "
-                f"{len(self._sequences)} sequences open; ask for a shorter context, or raise "
-                "--kv-device-memory, --kv-host-memory or --kv-disk-memory"
-            )
-        self._next += 1
-        self._sequences[self._next] = _Sequence(held, unmade)
-        for rings in self._windows:
-            rings.open(self._next, pages)
-        return self._next
 
 
 def _over(run: Run, table: torch.Tensor) -> ops.PagedRun:

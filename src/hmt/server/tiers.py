@@ -1,12 +1,19 @@
 """The engine's account as Prometheus's metrics: bytes by tier and link, pages, and lost time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import Load, Phase, RunSummary
+
+_LARGE_BATCH = 128  # up to which sizes have buckets
 
 
 class TierCollector(Collector):
@@ -36,6 +43,32 @@ def _load(load: Load) -> Iterator[Metric]:
     pages.add_metric(["free"], free)
     pages.add_metric(["reserved"], load.capacity_tokens // PAGE_TOKENS - free)
     yield pages
+    yield GaugeMetricFamily(
+        "hmt_pressure", "How scarce pages are: 0 easy, 1 tight, 2 short", value=load.pressure
+    )
+    yield GaugeMetricFamily("hmt_kv_used_ratio", "Share of pages that is reserved", value=load.used)
+    yield GaugeMetricFamily(
+        "hmt_batch_limit", "Answers in the batch beyond which none is admitted", value=load.most
+    )
+    gave_way = CounterMetricFamily(
+        "hmt_preemptions", "Times that an answer had to wait again, by kind", labels=["kind"]
+    )
+    gave_way.add_metric(["parked"], load.parked)
+    gave_way.add_metric(["dropped"], load.dropped)
+    yield gave_way
+    yield _histogram("hmt_batch_size", "Answers that had tokens in a step", load.batches)
+
+
+def _histogram(name: str, text: str, counts: Mapping[int, int]) -> Metric:
+    """Of how often each size came, in buckets of powers of two."""
+    buckets, bound = [], 1
+    while bound <= _LARGE_BATCH:
+        within = sum(count for size, count in counts.items() if size <= bound)
+        buckets.append((str(float(bound)), within))
+        bound *= 2
+    buckets.append(("+Inf", sum(counts.values())))
+    total = sum(size * count for size, count in counts.items())
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total)
 
 
 def _memory(summary: RunSummary) -> Iterator[Metric]:

@@ -39,19 +39,27 @@ class PrefixCache:
     extents: PageExtents | None = None
     _unsaved: deque[tuple[Numbers, str]] = field(default_factory=deque)
 
-    def open(self, positions: int, prompt: Tokens, salt: str = "") -> Opened | None:
+    def shared(self, prompt: Tokens, salt: str = "") -> int:
+        """Positions that memory has of a text that begins with `prompt`.  Counts for nothing."""
+        return PAGE_TOKENS * len(self.tree.find(prompt[: max(0, len(prompt) - 1)], salt))
+
+    def open(
+        self, positions: int, prompt: Tokens, salt: str = "", *, spare: int = 0
+    ) -> Opened | None:
         """Reserve `positions` for a text that begins with `prompt`; None while there is no room.
 
         At least the last token of the prompt is not held, so that there are logits to compute.
         Whatever memory has is shared, whatever else the drive has is read.
+
+        spare   positions that have to stay free besides
         """
         known = prompt[: max(0, len(prompt) - 1)]
         self.tree.expire()
         ids = self.tree.find(known, salt)
-        if not self.kv.can_open_with(positions, ids):
+        if not self.kv.can_open_with(positions + spare, ids):
             # A prefix may hold more room than it fills, where groups on the drive are mixed.
             ids = ids[:0]
-            if not self.kv.can_open(positions):
+            if not self.kv.can_open(positions + spare):
                 return None
         self.tree.used(ids)
         sequence = self.kv.open_with(positions, ids)
@@ -63,13 +71,17 @@ class PrefixCache:
             raise
         return Opened(sequence, held * PAGE_TOKENS)
 
+    def leave(self, sequence: int, tokens: Tokens, salt: str = "") -> None:
+        """Close a sequence whose text will go on, and keep its pages in memory; see `close`."""
+        self.kv.keep(sequence, tokens, salt)
+        self.kv.close(sequence)
+
     def close(self, sequence: int, tokens: Tokens, salt: str = "") -> None:
         """Close a sequence, and keep its pages for others.
 
         tokens   all whose keys and values were appended for every layer, from the first on
         """
-        self.kv.keep(sequence, tokens, salt)
-        self.kv.close(sequence)
+        self.leave(sequence, tokens, salt)
         if self.store is not None and len(tokens) >= PAGE_TOKENS:
             self._unsaved.append((np.asarray(tokens, dtype=np.int64), salt))
             if len(self._unsaved) > _MOST_UNSAVED:

@@ -93,8 +93,7 @@ class SharingPagedKV(PagedKV):
             book.drop(ids)
             raise
         held = self._sequences[sequence]
-        held.pages = [*ids.tolist(), *held.pages]
-        held.table = torch.tensor(held.pages, dtype=torch.int64, device=self._store.device)
+        self._set_pages(held, [*ids.tolist(), *held.pages])
         return sequence
 
     def keep(self, sequence: int, tokens: Tokens, salt: str = "") -> int:

@@ -113,10 +113,10 @@ class SharingKV(TieredKV):
         alone = self._prefixes.alone()
         return np.setdiff1d(alone, held, assume_unique=True) if len(held) else alone
 
-    def _grow(self, counts: Mapping[int, int]) -> None:
+    def _make(self, counts: Mapping[int, int]) -> list[Numbers]:
         """See TieredKV; prefixes go where there would be too little room without."""
-        self._let_go(sum(max(0, count) for count in counts.values()))
-        super()._grow(counts)
+        self._let_go(sum(counts.values()))
+        return super()._make(counts)
 
     def _let_go(self, pages: int) -> None:
         """Evict prefixes until hot pages for so many can be made.

@@ -1,0 +1,131 @@
+"""What sequences hold of the cache of keys and values: taken, grown, put aside, given back."""
+
+from collections.abc import Callable
+
+from hmt.base.units import round_up
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.engine.sequence import Sequence
+from hmt.kvcache import AnyKV
+from hmt.kvcache.prefix import PrefixCache
+
+
+class Rooms:
+    """Keeps `kv`, `room` and `computed` of sequences.  Only for the engine's thread."""
+
+    def __init__(
+        self, kv: AnyKV, prefixes: PrefixCache | None, salt: Callable[[Sequence], str]
+    ) -> None:
+        """See Scheduler."""
+        self._kv = kv
+        self._prefixes = prefixes
+        self._salt = salt
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Positions in all."""
+        return self._kv.capacity_tokens
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions that nobody has reserved."""
+        return self._kv.free_tokens
+
+    @property
+    def can_park(self) -> bool:
+        """Whether `park` leaves others the place of a sequence."""
+        return self._kv.can_park()
+
+    def enter(self, sequence: Sequence, positions: int, spare: int) -> bool:
+        """Reserve `positions` for a sequence that does not run, if `spare` others stay free.
+
+        What is in memory of its tokens counts as computed.  Raises DiskReadError where more of them
+        is on the drive.
+        """
+        if sequence.kv is not None:
+            if not self._kv.can_resume(sequence.kv, positions + spare):
+                return False
+            self._kv.resume(sequence.kv, positions)
+        elif self._prefixes is None:
+            if not self._kv.can_open(positions + spare):
+                return False
+            sequence.kv = self._kv.open(positions)
+        else:
+            salt = self._salt(sequence)
+            opened = self._prefixes.open(positions, sequence.tokens, salt, spare=spare)
+            if opened is None:
+                return False
+            sequence.kv, sequence.computed = opened.sequence, opened.held
+        sequence.room = max(sequence.room, round_up(positions, PAGE_TOKENS))
+        return True
+
+    def fork(self, leader: Sequence, sequence: Sequence, positions: int, spare: int) -> bool:
+        """Let a sequence begin with all that `leader` has computed, if `spare` others stay free."""
+        assert leader.kv is not None
+        if not self._kv.can_fork(leader.kv, leader.computed, positions + spare):
+            return False
+        sequence.kv = self._kv.fork(leader.kv, leader.computed, positions)
+        sequence.computed = leader.computed
+        sequence.room = round_up(positions, PAGE_TOKENS)
+        return True
+
+    def grow(self, sequence: Sequence, positions: int) -> bool:
+        """Let a sequence have so many positions, if there is room."""
+        assert sequence.kv is not None
+        if not self._kv.can_grow(sequence.kv, positions):
+            return False
+        self._kv.grow(sequence.kv, positions)
+        sequence.room = max(sequence.room, round_up(positions, PAGE_TOKENS))
+        return True
+
+    def shrink(self, sequence: Sequence, pages: int) -> bool:
+        """Take back up to `pages` that a sequence has reserved and not begun; whether it had any.
+
+        What it chose last has its place still.
+        """
+        assert sequence.kv is not None
+        least = round_up(len(sequence.tokens), PAGE_TOKENS)
+        room = max(least, sequence.room - pages * PAGE_TOKENS)
+        if room >= sequence.room:
+            return False
+        self._kv.shrink(sequence.kv, room)
+        sequence.room = room
+        return True
+
+    def park(self, sequence: Sequence) -> None:
+        """Leave a sequence no more than what it has computed, wherever that moves meanwhile."""
+        assert sequence.kv is not None
+        self._kv.shrink(sequence.kv, sequence.computed)
+        self._kv.park(sequence.kv)
+        sequence.room = round_up(sequence.computed, PAGE_TOKENS)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take everything from a sequence that will go on; what others do not need is left to it.
+
+        That is what the prefix cache still has when it comes back; the rest is computed again.
+        """
+        assert sequence.kv is not None
+        if self._prefixes is None:
+            self._kv.close(sequence.kv)
+        else:
+            computed = sequence.tokens[: sequence.computed]
+            self._prefixes.leave(sequence.kv, computed, self._salt(sequence))
+        sequence.kv, sequence.room, sequence.computed = None, 0, 0
+
+    def close(self, sequence: Sequence) -> None:
+        """Free what an ended sequence holds, if it holds anything."""
+        if sequence.kv is None:
+            return
+        if self._prefixes is None:
+            self._kv.close(sequence.kv)
+        else:
+            computed = sequence.tokens[: sequence.computed]
+            self._prefixes.close(sequence.kv, computed, self._salt(sequence))
+        sequence.kv, sequence.room = None, 0
+
+    def shared(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that waits whose keys and values are in memory."""
+        if sequence.kv is not None:
+            return sequence.computed
+        if self._prefixes is None:
+            return 0
+        return self._prefixes.shared(sequence.tokens, self._salt(sequence))
