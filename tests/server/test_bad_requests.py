@@ -174,7 +174,8 @@ TABLE: list[tuple[str, Any, str | None, str]] = [
     (TEXT, text(suffix="x"), "suffix", "invalid_value"),
     (TEXT, text(logprobs=True), "logprobs", "invalid_type"),
     (TEXT, text(logprobs=21), "logprobs", "invalid_value"),
-    (TEXT, text(echo=True, logprobs=1), "echo", "invalid_value"),
+    (TEXT, text(max_tokens=0), "max_tokens", "invalid_value"),
+    (TEXT, text(max_tokens=-1, echo=True), "max_tokens", "invalid_value"),
     # Tokens.
     ("/tokenize", {}, "prompt", "invalid_value"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGE}, "prompt", "invalid_value"),

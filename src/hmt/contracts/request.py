@@ -60,6 +60,8 @@ class Request:
     priority         higher ones are admitted first
     grammar          the form that the answer must have; it ends where nothing may follow
     timeout_s        the time from now until it fails if it has not ended; None: no limit
+    prompt_logprobs  report the log-probability of every prompt token but the first, and this many
+                     of the likeliest in its place; max_new_tokens may then be 0.  None: do not
     """
 
     input: "str | list[dict[str, str]] | list[int]"
@@ -72,6 +74,7 @@ class Request:
     priority: int = 0
     timeout_s: float | None = None
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,24 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """What was asked of a prompt, once it is computed and before the first token.
+
+    logprobs        of its tokens from the second on
+    finish_reason   LENGTH where no tokens are to follow
+    """
+
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request.
 
-    score   of a beam search: the sum of the answer's log-probabilities over its length to the power
-            of the length penalty
+    prompt_logprobs   of the prompt's tokens from the second on, where they were asked for
+    score             of a beam search: the sum of the answer's log-probabilities over its length to
+                      the power of the length penalty
     """
 
     text: str
@@ -110,4 +126,5 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     score: float | None = None

@@ -1,7 +1,7 @@
 """A step: one forward pass over a batch of token runs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ class Part(NamedTuple):
     """One sequence's share of a step that is to be built.
 
     wanted   how many of the last tokens need logits: 0, 1, or all of them
+    scored   how many of the first tokens have logits that are looked at and not kept
     """
 
     sequence: int
@@ -52,6 +53,7 @@ class Part(NamedTuple):
     tokens: list[int]
     wanted: int
     reserved: int = 0
+    scored: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,12 +64,14 @@ class Step:
     positions     int64 [tokens]
     runs          in the order of the flat arrays; at most one run per sequence
     logit_rows    int64 [rows]: indices of the tokens whose logits are wanted
+    scored_rows   int64 [scored]: of those whose logits are only looked at, a few at a time
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     runs: tuple[Run, ...]
     logit_rows: torch.Tensor
+    scored_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @staticmethod
     def build(parts: Iterable[Part | tuple[int, int, list[int], int]]) -> "Step":
@@ -76,12 +80,14 @@ class Step:
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
-        for sequence, start, tokens, wanted, reserved in (Part(*part) for part in parts):
+        looks: list[int] = []
+        for sequence, start, tokens, wanted, reserved, scored in (Part(*part) for part in parts):
             offset, length = len(ids), len(tokens)
             runs.append(Run(sequence, start, offset, length, reserved))
             ids += tokens
             positions += range(start, start + length)
             rows += range(offset + length - wanted, offset + length)
-        flat = (torch.tensor(values, dtype=torch.int64) for values in (ids, positions, rows))
-        token_ids, all_positions, logit_rows = flat
-        return Step(token_ids, all_positions, tuple(runs), logit_rows)
+            looks += range(offset, offset + scored)
+        flat = (torch.tensor(values, dtype=torch.int64) for values in (ids, positions, rows, looks))
+        token_ids, all_positions, logit_rows, scored_rows = flat
+        return Step(token_ids, all_positions, tuple(runs), logit_rows, scored_rows)

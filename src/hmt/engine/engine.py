@@ -21,13 +21,12 @@ from hmt.base.errors import (
     ClosedError,
     ContextLengthError,
     EmptyPromptError,
-    HMTError,
     RequestError,
 )
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.request import Completion, FinishReason, Request, Sampling, TokenEvent
+from hmt.contracts.request import Completion, FinishReason, Request, Sampling
 from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
@@ -35,10 +34,10 @@ from hmt.engine.device_loading import device_budget, device_for
 from hmt.engine.loading import Memory, Prepared, allocate, prepare
 from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
-from hmt.engine.sampler import SamplerState
+from hmt.engine.sampler import SamplerState, check_logprobs
 from hmt.engine.scheduler import Load
 from hmt.engine.sequence import Listener, Sequence
-from hmt.engine.streams import Ticket, TokenStream, completions, nth
+from hmt.engine.streams import Ticket, TokenStream, Told, completions, nth
 from hmt.engine.summary import RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.kernels.cpu.threads import set_threads
@@ -215,9 +214,14 @@ class LoadedModel:
         most, sequence = self.max_batch, self._sequence(request, SimpleQueue())
         if type(beams) is not int or not 1 <= beams <= most:
             raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
-        if request.sampling != Sampling() or sequence.stops.any:
+        if (
+            request.sampling != Sampling()
+            or sequence.stops.any
+            or request.prompt_logprobs is not None
+        ):
             raise RequestError(
-                "a beam search takes the likeliest answers: leave sampling and stop strings out"
+                "a beam search takes the likeliest answers: leave sampling, stop strings and "
+                "prompt_logprobs out"
             )
         eos_ids = frozenset[int]() if request.ignore_eos else sequence.eos_ids
         search = self._loop.call(
@@ -324,7 +328,7 @@ class LoadedModel:
 
     def _submit(self, requests: Many[Request], *, shared: bool = False) -> list[TokenStream]:
         """Queue all, or none where one can never run."""
-        queues: list[SimpleQueue[TokenEvent | HMTError | None]] = [SimpleQueue() for _ in requests]
+        queues: list[SimpleQueue[Told]] = [SimpleQueue() for _ in requests]
         sequences = self._sequences(requests, queues, shared)
         streams = [
             TokenStream(sequence, events, self._cancel)
@@ -355,6 +359,8 @@ class LoadedModel:
             )
         tokens = self._prompt_tokens(request)
         sampler = SamplerState(request.sampling, tokens)
+        if request.prompt_logprobs is not None:
+            check_logprobs("prompt_logprobs", request.prompt_logprobs)
         biased = [token for token, _ in request.sampling.logit_bias]
         check_tokens(biased, self.prepared.model.spec.vocab_size)
         stops = (request.stop,) if isinstance(request.stop, str) else request.stop
@@ -369,6 +375,7 @@ class LoadedModel:
             stops=StopStrings(stops),
             eos_ids=self.tokenizer.eos_ids,
             events=listener,
+            scores=None if request.prompt_logprobs is None else [],
             form=None if request.grammar is None else self.tokenizer.grammars.open(request.grammar),
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
@@ -381,18 +388,20 @@ class LoadedModel:
                 f"context_size {request.context_size} was asked for; this model was made for "
                 f"1 to {longest}"
             )
-        if asked is not None and (type(asked) is not int or asked < 1):
-            raise RequestError(f"max_new_tokens is {asked!r}; it must be at least 1")
+        fewest = 1 if request.prompt_logprobs is None else 0
+        if asked is not None and (type(asked) is not int or asked < fewest):
+            raise RequestError(f"max_new_tokens is {asked!r}; it must be at least {fewest}")
+        least = 1 if asked is None else asked
         limit = request.context_size or longest
         if asked is None:
             limit = min(limit, self.plan.kv_tokens)
-        if prompt + (asked or 1) > limit:
+        if prompt + least > limit:
             raise ContextLengthError(
-                f"{prompt} prompt tokens and {asked or 1} new ones are more than the context of "
+                f"{prompt} prompt tokens and {least} new ones are more than the context of "
                 f"{limit}; shorten the prompt, lower max_new_tokens, or load the model with a "
                 "larger context"
             )
-        return asked or min(_DEFAULT_NEW_TOKENS, limit - prompt)
+        return min(_DEFAULT_NEW_TOKENS, limit - prompt) if asked is None else asked
 
     def _prompt_tokens(self, request: Request) -> list[int]:
         if not isinstance(request.input, (str, list, tuple)):

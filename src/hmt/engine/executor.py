@@ -5,7 +5,7 @@ the same with the same kernels in the same order, and only asks for blocks earli
 """
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -22,6 +22,8 @@ from hmt.engine.device_loading import OnDevice
 from hmt.engine.prefetch import ReadAhead
 from hmt.kernels.ops import Survey
 
+Look = Callable[[int, torch.Tensor], None]
+
 
 class Executor(Protocol):
     """Runs steps.
@@ -36,10 +38,12 @@ class Executor(Protocol):
         """Steps that used each expert, by layer, besides those that leased it."""
         ...
 
-    def run(self, step: Step) -> torch.Tensor:
+    def run(self, step: Step, look: Look | None = None) -> torch.Tensor:
         """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
 
-        Appends the step's tokens to the KV.
+        Appends the step's tokens to the KV.  `look(first, logits)` is given those of the scored
+        rows from the one numbered `first` on, f32 [some, vocab], valid during the call; it must
+        not raise.
 
         Raises DiskReadError or NumericsError of a block that could not be loaded; the KV of the
         step's sequences is then incomplete.
@@ -150,6 +154,24 @@ class _Stages:
         self._since_s = now
 
 
+class _HeadByPieces:
+    """Shows logits that nobody keeps, as many rows at a time as there is room for."""
+
+    def __init__(self, model: Model, weights: Weights, rows: int) -> None:
+        self._model = model
+        self._weights = weights
+        self._rows = rows
+
+    def show(self, step: Step, hidden: torch.Tensor, look: Look | None) -> None:
+        """The logits of the step's scored rows, from `hidden` [tokens, hidden_size]."""
+        if look is None:
+            return
+        scored = step.scored_rows.to(hidden.device)
+        for first in range(0, len(scored), self._rows):
+            rows = scored[first : first + self._rows]
+            look(first, self._model.head(hidden[rows], self._weights).cpu())
+
+
 class PlainExecutor:
     """One block after the other, nothing ahead of time."""
 
@@ -163,20 +185,23 @@ class PlainExecutor:
         kv: KVCache,
         tracer: Tracer | None = None,
         places: Places | None = None,
+        scored_rows: int = 1,
     ) -> None:
+        """`scored_rows` of logits are looked at together."""
         self._model = model
         self._weights = _OnDemand(weights)
         self._kv = kv
         self._places = places or Places()
         self._stages = _Stages(model, tracer)
+        self._head = _HeadByPieces(model, self._weights, scored_rows)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> torch.Tensor:
+    def run(self, step: Step, look: Look | None = None) -> torch.Tensor:
         """See Executor."""
         with self._places.computing():
-            return self._run(step)
+            return self._run(step, look)
 
-    def _run(self, step: Step) -> torch.Tensor:
+    def _run(self, step: Step, look: Look | None) -> torch.Tensor:
         places, layers = self._places, self._model.spec.layers
         places.begin(step)
         self._stages.begin()
@@ -185,11 +210,14 @@ class PlainExecutor:
             hidden, here = places.bring(hidden, index), places.step(index)
             hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
             self._stages.ended(index)
-        if not len(step.logit_rows):
-            return torch.empty(0, self._model.spec.vocab_size)
-        hidden = places.bring(hidden, layers)[places.step(layers).logit_rows]
-        logits = self._model.head(hidden, self._weights).cpu()
-        self._stages.ended(layers)
+        logits = torch.empty(0, self._model.spec.vocab_size)
+        if len(step.logit_rows) or len(step.scored_rows):
+            hidden = places.bring(hidden, layers)
+            self._head.show(step, hidden, look)
+        if len(step.logit_rows):
+            hidden = hidden[places.step(layers).logit_rows]
+            logits = self._model.head(hidden, self._weights).cpu()
+            self._stages.ended(layers)
         return logits
 
 
@@ -210,8 +238,12 @@ class OverlappedExecutor:
         tracer: Tracer | None = None,
         places: Places | None = None,
         captured: CapturedDecoding | None = None,
+        scored_rows: int = 1,
     ) -> None:
-        """`captured` computes what it can of steps after their embedding."""
+        """`captured` computes what it can of steps after their embedding.
+
+        `scored_rows` of logits are looked at together.
+        """
         self.surveys: Sequence[Survey] = ()
         self._model = model
         self._weights = weights
@@ -220,6 +252,7 @@ class OverlappedExecutor:
         self._captured = captured
         self._places = places or Places()
         self._stages = _Stages(model, tracer)
+        self._head = _HeadByPieces(model, self._weights, scored_rows)
         self._together = None
         if self._places.alike:
             self._together = model.resident_layers(range(model.spec.layers), weights, kv)
@@ -230,12 +263,12 @@ class OverlappedExecutor:
         return {} if self._together is None else self._together.expert_uses
 
     @torch.inference_mode()
-    def run(self, step: Step) -> torch.Tensor:
+    def run(self, step: Step, look: Look | None = None) -> torch.Tensor:
         """See Executor."""
         with self._places.computing():
-            return self._run(step)
+            return self._run(step, look)
 
-    def _run(self, step: Step) -> torch.Tensor:
+    def _run(self, step: Step, look: Look | None) -> torch.Tensor:
         ahead, places, layers = self._ahead, self._places, self._model.spec.layers
         ahead.step_begins(len(step.token_ids))
         places.begin(step)
@@ -260,10 +293,12 @@ class OverlappedExecutor:
                 ahead.stage_ends(index)
                 self._stages.ended(index)
         logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
-        if rows:
+        if rows or len(step.scored_rows):
             self._request(layers)
-            # Rows ascend and differ: as many as there are tokens are all of them.
             hidden = places.bring(hidden, layers)
+            self._head.show(step, hidden, look)
+        if rows:
+            # Rows ascend and differ: as many as there are tokens are all of them.
             wanted = hidden if rows == len(hidden) else hidden[places.step(layers).logit_rows]
             logits = self._model.head(wanted, self._weights).cpu()
             self._stages.ended(layers)

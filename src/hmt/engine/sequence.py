@@ -8,8 +8,15 @@ from typing import Protocol
 import torch
 
 from hmt.base.errors import HMTError
-from hmt.contracts.request import FinishReason, Request, TokenEvent, TokenLogprob
-from hmt.engine.sampler import SamplerState
+from hmt.contracts.request import (
+    FinishReason,
+    PromptEvent,
+    Request,
+    TokenEvent,
+    TokenLogprob,
+)
+from hmt.engine.sampler import SamplerState, logprob_of, not_finite
+from hmt.kernels import ops
 from hmt.kernels.ops import Survey
 from hmt.text import Constraint, StopStrings, TextStream
 
@@ -19,8 +26,10 @@ _numbers = itertools.count(1)
 class Listener(Protocol):
     """Who is told what becomes of a request."""
 
-    def put(self, event: TokenEvent | HMTError | None, /) -> None:
+    def put(self, event: TokenEvent | PromptEvent | HMTError | None, /) -> None:
         """A token, the last with a finish reason; or the error that ended it; None: cancelled.
+
+        Before the first token what was asked of the prompt, if anything was.
 
         On the engine's thread: it must neither wait nor raise.
         """
@@ -38,6 +47,7 @@ class Sequence:
     leader      another of the same prompt, whose keys and values are to be shared once computed
     form        what holds the answer to the form that was asked for
     events      who is told of tokens and of the end
+    scores      of the prompt's tokens from the second on, as far as computed; None: not wanted
     held        positions whose keys and values were there when it began to run
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
     deadline_s  time.monotonic() at which it fails if it has not ended; None: never
@@ -58,6 +68,7 @@ class Sequence:
     kv: int | None = None
     leader: "Sequence | None" = None
     finish_reason: FinishReason | None = None
+    scores: list[TokenLogprob] | None = None
     held: int = 0
     submitted_s: float = field(default_factory=time.perf_counter)
     admitted_s: float | None = None
@@ -72,6 +83,41 @@ class Sequence:
     def finished(self) -> bool:
         """True once nothing more will be produced."""
         return self.finish_reason is not None
+
+    @property
+    def wants_tokens(self) -> bool:
+        """False where only the prompt is computed."""
+        return self.positions > self.prompt_tokens
+
+    def scored_rows(self, first: int, count: int) -> int:
+        """Of `count` tokens from position `first` on, those whose next one is to be scored."""
+        if self.scores is None:
+            return 0
+        return max(0, min(count, self.prompt_tokens - 1 - first))
+
+    def score(self, position: int, logits: torch.Tensor) -> None:
+        """Score the prompt token behind `position` by logits f32 [vocab].
+
+        Fails the sequence where they are not numbers.
+        """
+        if self.finished or self.scores is None:
+            return
+        found = ops.survey(logits)
+        if not found.finite:
+            self.fail(not_finite(logits))
+            return
+        del self.scores[position:]  # where it is computed again
+        most, token = self.request.prompt_logprobs or 0, self.tokens[position + 1]
+        self.scores.append(logprob_of(logits, token, found.log_sum_exp, most))
+
+    def read(self) -> None:
+        """The prompt has been computed: tell what was asked of it, and end where that is all."""
+        if self.finished or self.scores is None:
+            return
+        reason = None if self.wants_tokens else FinishReason.LENGTH
+        self.finish_reason = reason
+        self.events.put(PromptEvent(tuple(self.scores), reason))
+        self.scores = None
 
     def accept(self, logits: torch.Tensor, known: Survey | None = None) -> None:
         """Choose the next token from f32 [vocab] logits and add its event.

@@ -22,9 +22,10 @@ LATER = -1  # priority of those who let all others go first
 class Asked:
     """What one HTTP request wants of the engine, beside its prompts.
 
-    longest   tokens of an answer; None: the server's default, or what the context holds
-    answers   to each prompt; `counted` is the parameter that said so
-    grammar   the form of answers; `formed` is the parameter that said so
+    longest           tokens of an answer; None: the server's default, or what the context holds
+    answers           to each prompt; `counted` is the parameter that said so
+    grammar           the form of answers; `formed` is the parameter that said so
+    prompt_logprobs   see Request
     """
 
     owner: str
@@ -38,6 +39,7 @@ class Asked:
     timeout_s: float | None = None
     grammar: Grammar | None = None
     formed: str = "response_format"
+    prompt_logprobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -122,6 +124,7 @@ class Service:
             owner=asked.owner,
             priority=asked.priority,
             grammar=asked.grammar,
+            prompt_logprobs=asked.prompt_logprobs,
             timeout_s=most if asked.timeout_s is None else min(most, asked.timeout_s),
         )
 

@@ -357,7 +357,7 @@ class CompletionBody(Choosing):
         | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -369,8 +369,10 @@ class CompletionBody(Choosing):
             raise wrong("best_of", "it must be at least n")
         if self.best_of is not None and self.best_of > self.choices and self.stream:
             raise wrong("best_of", "it cannot be streamed: which are best is known at the end")
-        if self.echo and self.logprobs is not None:
-            raise wrong("echo", "log-probabilities of the prompt are not computed yet")
+        if self.max_tokens == 0 and not self.echo:
+            raise wrong(
+                "max_tokens", "0 leaves nothing to be told but the prompt: set echo to true"
+            )
         return self
 
     @property
