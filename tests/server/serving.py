@@ -2,21 +2,30 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
+from hmt.cli.options import embedded_model
 from hmt.engine import LoadedModel
 from hmt.server import ServerConfig, create_app
 
 CHAT = "/v1/chat/completions"
 NAME = "mini-dense"
+TEMPLATE = (
+    "{{ '<|begin|>' }}{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "CALL<|end|>{% endif %}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def app_on(model: LoadedModel, **options: Any) -> FastAPI:
@@ -126,3 +135,11 @@ def events_of(text: str) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def tooled_model(folder: Path, call: str, end: str = "") -> Path:
+    """The small model with a template that knows tools, whose calls begin with `call`."""
+    shutil.copytree(embedded_model(), folder)
+    template = TEMPLATE.replace("CALL", call) + end
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder

@@ -13,18 +13,12 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from serving import app_on, openai, run
+from serving import TEMPLATE, app_on, openai, run
 
 import hmt
 from hmt.cli.options import embedded_model
 from hmt.engine import sampler
 
-TEMPLATE = (
-    "{{ '<|begin|>' }}{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
-    "CALL<|end|>{% endif %}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
-    "{% for c in m.tool_calls or [] %}CALL{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 WEATHER = {
     "type": "function",
     "function": {
@@ -42,16 +36,6 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {
     "type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip
 ASK = {"model": "tools", "messages": [{"role": "user", "content": "What is the weather?"}],
        "tools": [WEATHER, CLOCK], "max_tokens": 200}  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=["<tool_call>", "[CALL]"], ids=["tagged", "whole"])
-def tooled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
-    folder: Path = tmp_path_factory.mktemp("models") / "tools"
-    shutil.copytree(embedded_model(), folder)
-    template = TEMPLATE.replace("CALL", request.param)
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    with hmt.Engine(host_memory="64MiB", context=2048, max_batch=4) as engine:
-        yield app_on(engine.load_model(folder))
 
 
 def check(call: Any, names: tuple[str, ...]) -> None:
