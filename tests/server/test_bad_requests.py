@@ -127,6 +127,7 @@ TABLE: list[tuple[str, Any, str | None, str]] = [
     (CHAT, chat(seed=1 << 63), "seed", "invalid_value"),
     (CHAT, chat(seed="a"), "seed", "invalid_type"),
     (CHAT, chat(timeout=0), "timeout", "invalid_value"),
+    (CHAT, chat(timeout=5e-324), "timeout", "invalid_value"),
     # Answers: how many, how long, how they end.
     (CHAT, chat(n=0), "n", "invalid_value"),
     (CHAT, chat(n=17), "n", "invalid_value"),

@@ -21,6 +21,7 @@ MAX_PROMPTS = 64
 MAX_GRAMMAR = 65536  # characters
 MAX_CHOICES = 1024
 MAX_TOOLS = 128
+MIN_TIMEOUT_S = 0.01  # less is over before a request is read
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -135,7 +136,7 @@ class Choosing(Ignored):
     )
     ignore_eos: bool | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
     response_format: Format | None = None
     structured_outputs: Structured | None = None
 
