@@ -74,15 +74,21 @@ class Engine:
         self._models: list[LoadedModel] = []
 
     def load_model(
-        self, path: str | Path, progress: Callable[[int, int], None] | None = None
+        self,
+        path: str | Path,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        host_memory: int | None = None,
     ) -> "LoadedModel":
         """Plan and load the checkpoint or pack in folder `path`, in what is left of the budget.
 
+        `host_memory`: the most that it may take of it, in bytes, so that others have room.
         `progress(bytes done, bytes in all)` is called while resident weights are read, on another
         thread.  Raises CheckpointError, BudgetError, DiskReadError or NumericsError; nothing stays
         allocated then.
         """
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
+        left = left if host_memory is None else min(left, host_memory)
         try:
             prepared = prepare(Path(path), self.config, left, self._device, self._device_left())
         except BudgetError as error:

@@ -58,16 +58,6 @@ class Service:
         """The longest that prompt and answer may be together."""
         return min(self.model.prepared.model.spec.max_context, self.model.load.capacity_tokens)
 
-    def check_name(self, name: str | None) -> None:
-        """Raise ApiError unless `name` is this model, or not given."""
-        if name is not None and name != self.name:
-            raise ApiError(
-                404,
-                f"there is no model {name!r}; this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
-
     async def begin(
         self, asked: Asked, prompts: Callable[[], list[list[int]]], count: int, param: str
     ) -> Generation:
@@ -129,7 +119,8 @@ class Service:
         )
 
 
-def service_of(request: HttpRequest) -> Service:
-    """What `create_app` was given."""
-    service: Service = request.app.state.service
+def service_of(request: HttpRequest, name: str | None = None) -> Service:
+    """The model of this name, or the first one.  Raises ApiError 404 where it is not loaded."""
+    state = request.app.state
+    service: Service = state.service if name is None else state.shelf.find(name)
     return service

@@ -36,8 +36,7 @@ VOICE = Voice(
 @router.post("/v1/messages")
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a chat."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     tokenizer, chat = service.model.tokenizer, body.chat
     asked = Asked(
         owner=request.state.owner,
@@ -68,8 +67,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: Counted, request: Request) -> dict[str, int]:
     """How long a prompt is."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     try:
         tokens = await asyncio.to_thread(service.model.tokenizer.chat_prompt, body.chat)
     except HMTError as error:

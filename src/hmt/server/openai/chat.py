@@ -26,8 +26,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a chat."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     tokenizer = service.model.tokenizer
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = asked(request, body, longest=body.longest, logprobs=logprobs, answers=body.choices)

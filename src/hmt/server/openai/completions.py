@@ -28,8 +28,7 @@ _LISTS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue texts."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     tokenizer, given = service.model.tokenizer, body.prompts
     longest = _DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
     # Answers without a token are all alike.

@@ -9,9 +9,11 @@ refused.
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from hmt.base.errors import ConfigError
+from hmt.base.units import parse_bytes
 from hmt.contracts.request import Grammar, GrammarKind, Sampling
 
 MAX_STOPS = 16
@@ -396,6 +398,35 @@ class TokenizeBody(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "give either a prompt or messages")
         return self
+
+
+class LoadBody(Strict):
+    """POST /v1/models/load.  `host_memory`, such as "4GiB", is the most that it may take."""
+
+    model: str
+    host_memory: str | None = None
+
+    @field_validator("host_memory")
+    @classmethod
+    def _size(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parse_bytes(value)
+            except ConfigError as error:
+                raise wrong("", str(error)) from error
+        return value
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The same as a number."""
+        return None if self.host_memory is None else parse_bytes(self.host_memory)
+
+
+class UnloadBody(Strict):
+    """POST /v1/models/unload.  `timeout`: seconds that its answers have to end."""
+
+    model: str
+    timeout: Annotated[float, Field(ge=0)] | None = None
 
 
 class DetokenizeBody(Strict):
