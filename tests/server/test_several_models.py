@@ -62,7 +62,9 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
             assert sum(engine._ledger.reserved_bytes(tier) for tier in ("host",)) <= 20 << 20
 
             # The one that everybody had goes: what it answers ends first, and nobody else gets in.
-            answering = asyncio.create_task(post(CHAT, 200, **asking(ignore_eos=True, max_tokens=150)))
+            answering = asyncio.create_task(
+                post(CHAT, 200, **asking(ignore_eos=True, max_tokens=150))
+            )
             while not shelf.state.service.gate.inside:
                 await asyncio.sleep(0.001)
             going = asyncio.create_task(post(UNLOAD, 200, model=NAME))

@@ -144,7 +144,8 @@ class LoadedModel:
             self._timeline: Timeline | None = None
             if config.trace is not None:
                 self._timeline = stack.enter_context(closing(Timeline(config.trace)))
-            self.tracer = Tracer(TRACED_EVENTS) if self._timeline else Tracer()
+            # Events that nobody will write would fill 13 MiB of a server over its first hours.
+            self.tracer = Tracer(TRACED_EVENTS if self._timeline else 0)
             self._loop = StepLoop()
             memory = _load(self._loop, prepared, config, ledger, self.tracer, progress, device)
             self._onlooker = Onlooker(prepared, memory.weights)

@@ -26,6 +26,7 @@ class OwnServer:
 
     url: str
     pid: int
+    process: "subprocess.Popen[bytes]"
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[OwnServer]:
         with log.open("w") as wrote:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=wrote)
         try:
-            yield OwnServer(_wait(process, log), process.pid)
+            yield OwnServer(_wait(process, log), process.pid, process)
         finally:
             process.terminate()  # does nothing where it has ended
             try:
