@@ -181,7 +181,7 @@ class CapturedDecoding:
         decodes = all(run.length == 1 for run in step.runs)
         if not self._works or not decodes or len(step.logit_rows) != tokens:
             return False
-        if len(step.scored_rows):
+        if step.shows:
             return False
         return self._desk is None or tokens <= self._desk.tokens
 

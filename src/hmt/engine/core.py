@@ -19,7 +19,7 @@ from hmt.engine.beams import BeamSearch
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice
-from hmt.engine.executor import Executor, Look, OverlappedExecutor, Places, PlainExecutor
+from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecutor
 from hmt.engine.expert_recorder import ExpertRecorder
 from hmt.engine.foresight import RouterForesight
 from hmt.engine.guesser import Guesser
@@ -174,8 +174,9 @@ class Core:
         if scheduled is None:
             self.load = self.scheduler.load
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
+        look = _Looking(scheduled) if scheduled.step.shows else None
         try:
-            logits = self._executor.run(scheduled.step, _scoring(scheduled))
+            logits = self._executor.run(scheduled.step, look)
         except Exception as error:
             self._weights.abandon()
             for sequence, _ in scheduled.advanced:
@@ -415,22 +416,24 @@ def check_tokens(tokens: Many[int], vocab_size: int) -> None:
             raise RequestError(f"token id {token!r} is not in 0..{vocab_size - 1}")
 
 
-def _scoring(scheduled: Scheduled) -> Look | None:
-    """What gives the logits of scored rows to their sequences."""
-    if not scheduled.scored:
-        return None
-    owners = [
-        (sequence, position + n)
-        for sequence, position, rows in scheduled.scored
-        for n in range(rows)
-    ]
+class _Looking:
+    """Gives rows that are shown to the sequences whose prompts they are of."""
 
-    def look(first: int, logits: torch.Tensor) -> None:
-        here = owners[first : first + len(logits)]
-        for row, (sequence, position) in zip(logits, here, strict=True):
+    def __init__(self, scheduled: Scheduled) -> None:
+        self._scheduled = scheduled
+
+    def logits(self, first: int, logits: torch.Tensor) -> None:
+        """See Look."""
+        owners = self._scheduled.scored[first : first + len(logits)]
+        for row, (sequence, position) in zip(logits, owners, strict=True):
             sequence.score(position, row)
 
-    return look
+    def hidden(self, first: int, hidden: torch.Tensor) -> None:
+        """See Look."""
+        owners = self._scheduled.pooled[first : first + len(hidden)]
+        for row, (sequence, position) in zip(hidden, owners, strict=True):
+            if sequence.pool is not None:
+                sequence.pool.add(position, row)
 
 
 def _accept(sequence: Sequence, logits: torch.Tensor, known: ops.Survey | None) -> None:

@@ -33,6 +33,7 @@ from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
 from hmt.engine.loading import Memory, Prepared, allocate, prepare
 from hmt.engine.look import Look, Onlooker
+from hmt.engine.looking import Pool
 from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState, check_logprobs
 from hmt.engine.scheduler import Load
@@ -383,6 +384,7 @@ class LoadedModel:
             eos_ids=self.tokenizer.eos_ids,
             events=listener,
             scores=None if request.prompt_logprobs is None else [],
+            pool=None if request.embedding is None else Pool(request.embedding),
             form=None if request.grammar is None else self.tokenizer.grammars.open(request.grammar),
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
@@ -395,7 +397,10 @@ class LoadedModel:
                 f"context_size {request.context_size} was asked for; this model was made for "
                 f"1 to {longest}"
             )
-        fewest = 1 if request.prompt_logprobs is None else 0
+        shows = request.prompt_logprobs is not None or request.embedding is not None
+        fewest = 0 if shows else 1
+        if request.embedding is not None and asked != 0:
+            raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
         if asked is not None and (type(asked) is not int or asked < fewest):
             raise RequestError(f"max_new_tokens is {asked!r}; it must be at least {fewest}")
         least = 1 if asked is None else asked

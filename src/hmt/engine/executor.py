@@ -5,7 +5,7 @@ the same with the same kernels in the same order, and only asks for blocks earli
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -19,10 +19,9 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import ExpertTeam, KVCache, LeasedGroup, Priority, Weights
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.device_loading import OnDevice
+from hmt.engine.looking import ByPieces, Look
 from hmt.engine.prefetch import ReadAhead
 from hmt.kernels.ops import Survey
-
-Look = Callable[[int, torch.Tensor], None]
 
 
 class Executor(Protocol):
@@ -41,9 +40,7 @@ class Executor(Protocol):
     def run(self, step: Step, look: Look | None = None) -> torch.Tensor:
         """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
 
-        Appends the step's tokens to the KV.  `look(first, logits)` is given those of the scored
-        rows from the one numbered `first` on, f32 [some, vocab], valid during the call; it must
-        not raise.
+        Appends the step's tokens to the KV.  `look` is shown its scored and its pooled rows.
 
         Raises DiskReadError or NumericsError of a block that could not be loaded; the KV of the
         step's sequences is then incomplete.
@@ -154,24 +151,6 @@ class _Stages:
         self._since_s = now
 
 
-class _HeadByPieces:
-    """Shows logits that nobody keeps, as many rows at a time as there is room for."""
-
-    def __init__(self, model: Model, weights: Weights, rows: int) -> None:
-        self._model = model
-        self._weights = weights
-        self._rows = rows
-
-    def show(self, step: Step, hidden: torch.Tensor, look: Look | None) -> None:
-        """The logits of the step's scored rows, from `hidden` [tokens, hidden_size]."""
-        if look is None:
-            return
-        scored = step.scored_rows.to(hidden.device)
-        for first in range(0, len(scored), self._rows):
-            rows = scored[first : first + self._rows]
-            look(first, self._model.head(hidden[rows], self._weights).cpu())
-
-
 class PlainExecutor:
     """One block after the other, nothing ahead of time."""
 
@@ -193,7 +172,7 @@ class PlainExecutor:
         self._kv = kv
         self._places = places or Places()
         self._stages = _Stages(model, tracer)
-        self._head = _HeadByPieces(model, self._weights, scored_rows)
+        self._pieces = ByPieces(model, self._weights, scored_rows)
 
     @torch.inference_mode()
     def run(self, step: Step, look: Look | None = None) -> torch.Tensor:
@@ -211,9 +190,10 @@ class PlainExecutor:
             hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
             self._stages.ended(index)
         logits = torch.empty(0, self._model.spec.vocab_size)
-        if len(step.logit_rows) or len(step.scored_rows):
+        if len(step.logit_rows) or step.shows:
             hidden = places.bring(hidden, layers)
-            self._head.show(step, hidden, look)
+        if look is not None:
+            self._pieces.show(step, hidden, look)
         if len(step.logit_rows):
             hidden = hidden[places.step(layers).logit_rows]
             logits = self._model.head(hidden, self._weights).cpu()
@@ -252,7 +232,7 @@ class OverlappedExecutor:
         self._captured = captured
         self._places = places or Places()
         self._stages = _Stages(model, tracer)
-        self._head = _HeadByPieces(model, self._weights, scored_rows)
+        self._pieces = ByPieces(model, self._weights, scored_rows)
         self._together = None
         if self._places.alike:
             self._together = model.resident_layers(range(model.spec.layers), weights, kv)
@@ -293,10 +273,11 @@ class OverlappedExecutor:
                 ahead.stage_ends(index)
                 self._stages.ended(index)
         logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
-        if rows or len(step.scored_rows):
+        if rows or step.shows:
             self._request(layers)
             hidden = places.bring(hidden, layers)
-            self._head.show(step, hidden, look)
+        if look is not None:
+            self._pieces.show(step, hidden, look)
         if rows:
             # Rows ascend and differ: as many as there are tokens are all of them.
             wanted = hidden if rows == len(hidden) else hidden[places.step(layers).logit_rows]

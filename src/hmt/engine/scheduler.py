@@ -21,15 +21,16 @@ class Scheduled:
     sampled         sequences in the order of the step's logit rows
     advanced        (sequence, tokens of it in this step)
     prompt_tokens   tokens in this step that belong to prompts
-    scored          (sequence, position, rows) of prompts that are scored, in the order of the
-                    step's scored rows: the first row tells of the token behind `position`
+    scored          (sequence, position) of the step's scored rows, which tell of the token behind
+    pooled          (sequence, position) of its pooled rows
     """
 
     step: Step
     sampled: tuple[Sequence, ...]
     advanced: tuple[tuple[Sequence, int], ...]
     prompt_tokens: int
-    scored: tuple[tuple[Sequence, int, int], ...] = ()
+    scored: tuple[tuple[Sequence, int], ...] = ()
+    pooled: tuple[tuple[Sequence, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +121,35 @@ class Scheduler:
         shares = share_out([(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk)
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         parts: list[Part] = []
-        sampled, advanced, scored = [], [], []
+        sampled, advanced = [], []
+        scored: list[tuple[Sequence, int]] = []
+        pooled: list[tuple[Sequence, int]] = []
         for sequence in self._running:
             first, count = sequence.computed, counts.get(sequence.number, 1)
             if count == 0:
                 continue
             complete = first + count == len(sequence.tokens)
             wanted = int(complete and sequence.wants_tokens)
-            looks = sequence.scored_rows(first, count)
+            scores, pools = sequence.shown_rows(first, count)
+            scored += [(sequence, first + n) for n in range(scores)]
+            pooled += [(sequence, first + count - pools + n) for n in range(pools)]
             assert sequence.kv is not None
             tokens = sequence.tokens[first : first + count]
-            parts.append(Part(sequence.kv, first, tokens, wanted, sequence.positions, looks))
+            reserved = sequence.positions
+            parts.append(Part(sequence.kv, first, tokens, wanted, reserved, scores, pools))
             advanced.append((sequence, count))
-            if looks:
-                scored.append((sequence, first, looks))
             if wanted:
                 sampled.append(sequence)
         if not parts:
             return None
-        step = Step.build(parts)
-        return Scheduled(step, tuple(sampled), tuple(advanced), sum(shares), tuple(scored))
+        return Scheduled(
+            Step.build(parts),
+            tuple(sampled),
+            tuple(advanced),
+            sum(shares),
+            tuple(scored),
+            tuple(pooled),
+        )
 
     def fork(self, leader: Sequence) -> list[Sequence]:
         """Sequences that run from now on with the prompt that `leader` has just computed."""
@@ -225,8 +235,8 @@ class Scheduler:
                 return False
             sequence.kv = self._kv.open(sequence.positions)
             return True
-        # What is held has no logits, and those of a scored prompt are wanted.
-        held = 0 if sequence.scores is not None else sequence.prompt_tokens
+        # What is held is not computed, and has nothing to show.
+        held = 0 if sequence.shows else sequence.prompt_tokens
         prompt = sequence.tokens[:held]
         opened = self._prefixes.open(sequence.positions, prompt, self._salt(sequence))
         if opened is None:

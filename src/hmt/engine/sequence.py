@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from hmt.base.errors import HMTError
+from hmt.base.errors import HMTError, NumericsError
 from hmt.contracts.request import (
     FinishReason,
     PromptEvent,
@@ -15,6 +15,7 @@ from hmt.contracts.request import (
     TokenEvent,
     TokenLogprob,
 )
+from hmt.engine.looking import Pool
 from hmt.engine.sampler import SamplerState, logprob_of, not_finite
 from hmt.kernels import ops
 from hmt.kernels.ops import Survey
@@ -48,6 +49,7 @@ class Sequence:
     form        what holds the answer to the form that was asked for
     events      who is told of tokens and of the end
     scores      of the prompt's tokens from the second on, as far as computed; None: not wanted
+    pool        of its hidden states, likewise
     held        positions whose keys and values were there when it began to run
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
     deadline_s  time.monotonic() at which it fails if it has not ended; None: never
@@ -69,6 +71,7 @@ class Sequence:
     leader: "Sequence | None" = None
     finish_reason: FinishReason | None = None
     scores: list[TokenLogprob] | None = None
+    pool: Pool | None = None
     held: int = 0
     submitted_s: float = field(default_factory=time.perf_counter)
     admitted_s: float | None = None
@@ -89,11 +92,22 @@ class Sequence:
         """False where only the prompt is computed."""
         return self.positions > self.prompt_tokens
 
-    def scored_rows(self, first: int, count: int) -> int:
-        """Of `count` tokens from position `first` on, those whose next one is to be scored."""
-        if self.scores is None:
-            return 0
-        return max(0, min(count, self.prompt_tokens - 1 - first))
+    @property
+    def shows(self) -> bool:
+        """Whether something was asked of the prompt that is not told yet."""
+        return self.scores is not None or self.pool is not None
+
+    def shown_rows(self, first: int, count: int) -> tuple[int, int]:
+        """Of `count` tokens from position `first` on, rows that are scored, and pooled.
+
+        Those that are scored are the first of them, those that are pooled the last.
+        """
+        left = self.prompt_tokens - first
+        if left <= 0 or not self.shows:
+            return 0, 0
+        scored = 0 if self.scores is None else min(count, left - 1)
+        pooled = 0 if self.pool is None else self.pool.rows(count, complete=count == left)
+        return scored, pooled
 
     def score(self, position: int, logits: torch.Tensor) -> None:
         """Score the prompt token behind `position` by logits f32 [vocab].
@@ -112,12 +126,16 @@ class Sequence:
 
     def read(self) -> None:
         """The prompt has been computed: tell what was asked of it, and end where that is all."""
-        if self.finished or self.scores is None:
+        if self.finished or not self.shows:
+            return
+        embedding = None if self.pool is None else self.pool.embedding()
+        if embedding is not None and not embedding.isfinite().all():
+            self.fail(NumericsError("the prompt's hidden states are not all numbers"))
             return
         reason = None if self.wants_tokens else FinishReason.LENGTH
         self.finish_reason = reason
-        self.events.put(PromptEvent(tuple(self.scores), reason))
-        self.scores = None
+        self.events.put(PromptEvent(tuple(self.scores or ()), reason, embedding))
+        self.scores = self.pool = None
 
     def accept(self, logits: torch.Tensor, known: Survey | None = None) -> None:
         """Choose the next token from f32 [vocab] logits and add its event.

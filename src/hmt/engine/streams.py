@@ -11,7 +11,6 @@ from hmt.contracts.request import (
     PromptEvent,
     Request,
     TokenEvent,
-    TokenLogprob,
 )
 from hmt.engine.sequence import Sequence
 
@@ -33,8 +32,7 @@ class TokenStream(Iterator[TokenEvent]):
         self._events = events
         self._cancel = cancel
         self._ended = False
-        self._prompt: tuple[TokenLogprob, ...] = ()
-        self._reason: FinishReason | None = None
+        self._prompt = PromptEvent(())
 
     def __next__(self) -> TokenEvent:
         """The next token.  Raises what failed the request."""
@@ -42,8 +40,8 @@ class TokenStream(Iterator[TokenEvent]):
             raise StopIteration
         event = self._events.get()
         if isinstance(event, PromptEvent):
-            self._prompt, self._reason = event.logprobs, event.finish_reason
-            event = self._events.get() if self._reason is None else None
+            self._prompt = event
+            event = self._events.get() if event.finish_reason is None else None
         assert not isinstance(event, PromptEvent)
         self._ended = event is None or isinstance(event, HMTError) or bool(event.finish_reason)
         if event is None:
@@ -61,14 +59,15 @@ class TokenStream(Iterator[TokenEvent]):
     def completion(self) -> Completion:
         """All that is left, once it has come.  Raises what failed the request."""
         events = list(self)
-        finish_reason = events[-1].finish_reason if events else self._reason
+        finish_reason = events[-1].finish_reason if events else self._prompt.finish_reason
         return Completion(
             text="".join(event.text for event in events),
             token_ids=tuple(event.token_id for event in events),
             finish_reason=finish_reason or FinishReason.CANCELLED,
             prompt_tokens=self._sequence.prompt_tokens,
             logprobs=tuple(event.logprob for event in events if event.logprob is not None),
-            prompt_logprobs=self._prompt,
+            prompt_logprobs=self._prompt.logprobs,
+            embedding=self._prompt.embedding,
         )
 
     def __del__(self) -> None:

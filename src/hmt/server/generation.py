@@ -12,7 +12,6 @@ from hmt.contracts.request import (
     PromptEvent,
     Request,
     TokenEvent,
-    TokenLogprob,
 )
 from hmt.engine import LoadedModel, Ticket
 from hmt.server.errors import told
@@ -42,8 +41,7 @@ class _Ear:
 class Course:
     """How one answer goes.  Times are time.perf_counter() seconds.
 
-    prompt   log-probabilities of the prompt's tokens from the second on, where asked for: with the
-             first answer to it
+    prompt   what was asked of the prompt, with the first answer to it
     """
 
     ticket: Ticket
@@ -52,7 +50,7 @@ class Course:
     tokens: int = 0
     finish_reason: FinishReason | None = None
     failed: bool = False
-    prompt: tuple[TokenLogprob, ...] = ()
+    prompt: PromptEvent = field(default_factory=lambda: PromptEvent(()))
 
     @property
     def ended(self) -> bool:
@@ -121,7 +119,7 @@ class Generation:
             number, event = await self._heard.get()
             course = self.courses[number]
             if isinstance(event, PromptEvent):
-                course.prompt, course.finish_reason = event.logprobs, event.finish_reason
+                course.prompt, course.finish_reason = event, event.finish_reason
                 course.last_s = time.perf_counter()
                 left -= event.finish_reason is not None
                 continue

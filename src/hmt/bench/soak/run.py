@@ -63,8 +63,8 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hmt-soak-") as folder:
         second = Path(folder) / _SECOND
         second.symlink_to(model.absolute())
-        half = _half(plan.host_memory)
-        serve += ["--also", str(second), "--first-memory", half, "--max-batch", "8"]
+        half = parse_bytes(plan.host_memory) // 2
+        serve += ["--also", str(second), "--first-memory", str(half), "--max-batch", "8"]
         serve += ["--max-waiting", str(2 * plan.users), "--threads", "1"]
         with own_server(model, serve) as server:
             found = asyncio.run(_Soak(plan, server, model.name, known, half, progress).run())
@@ -83,7 +83,7 @@ class _Soak:
         server: OwnServer,
         model: str,
         known: list[Question],
-        half: str,
+        half: int,
         progress: Callable[[str], None],
     ) -> None:
         self._plan, self._server, self._model = plan, server, model
@@ -139,6 +139,7 @@ class _Soak:
     async def _budgets(self, end: float) -> None:
         """Change what the models may take, while they answer; both are as before in the end."""
         notes, draw, question = self._notes, self._draw, self._known[0]
+        first = {"model": self._model, "host_memory": str(self._half)}
         async with httpx2.AsyncClient(
             base_url=f"{self._url}/v1", timeout=120, trust_env=False
         ) as http:
@@ -152,7 +153,7 @@ class _Soak:
 
             while time.monotonic() < end:
                 await asyncio.sleep(min(draw.uniform(0.3, 5), max(0.0, end - time.monotonic())))
-                given = draw.choice(("1MiB", "12MiB", self._half))
+                given = str(round(self._half * draw.choice((0.02, 0.6, 1))))
                 if await change("load", (200, 503), model=_SECOND, host_memory=given):
                     body = {"model": _SECOND, "prompt": question.prompt, "temperature": 0}
                     done = await http.post(
@@ -165,10 +166,11 @@ class _Soak:
                 await change("unload", model=_SECOND)
                 if draw.random() < 0.3:  # the first one in another budget
                     await change("unload", model=self._model, timeout=5)
-                    given = draw.choice(("16MiB", "24MiB", self._half))
-                    await change("load", model=self._model, host_memory=given)
+                    given = str(round(self._half * draw.uniform(0.5, 1)))
+                    if not await change("load", (200, 503), **first | {"host_memory": given}):
+                        await change("load", **first)
             await change("unload", model=self._model)
-            await change("load", model=self._model, host_memory=self._half)
+            await change("load", **first)
 
     async def _shut_down(self) -> dict[str, Any]:
         """Tell the server to end while it answers: what began must end, whole, or be refused."""
@@ -211,7 +213,3 @@ class _Soak:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _half(size: str) -> str:
-    return str(parse_bytes(size) // 2)

@@ -110,7 +110,7 @@ class _Teller:
         if not self.scored:
             return text, None
         ids = self.encoded[number // self.each]
-        scores = generation.courses[number - number % self.each].prompt
+        scores = generation.courses[number - number % self.each].prompt.logprobs
         return text, _echoed(ids, scores, self.tokenizer)
 
 
