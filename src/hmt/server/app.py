@@ -15,7 +15,7 @@ from hmt.server.config import ServerConfig
 from hmt.server.gate import Gate
 from hmt.server.guard import Guard
 from hmt.server.metrics import Metrics
-from hmt.server.openai import chat, completions, models
+from hmt.server.openai import chat, completions, embeddings, models
 from hmt.server.page import routes as page
 from hmt.server.page.watch import Watch
 from hmt.server.service import Service
@@ -64,7 +64,14 @@ def create_app(
     async def _gone(request: Request, error: ClientGone) -> Response:
         return Unsent()
 
-    for routes in (chat.router, completions.router, models.router, messages.router, page.router):
+    for routes in (
+        chat.router,
+        completions.router,
+        embeddings.router,
+        models.router,
+        messages.router,
+        page.router,
+    ):
         app.include_router(routes)
     _add_watching(app, metrics)
     return app

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fastapi import Request as HttpRequest
 
 from hmt.base.errors import HMTError
-from hmt.contracts.request import Grammar, Request, Sampling
+from hmt.contracts.request import Grammar, Pooling, Request, Sampling
 from hmt.engine import LoadedModel
 from hmt.server.config import ServerConfig
 from hmt.server.errors import ApiError, told
@@ -26,6 +26,7 @@ class Asked:
     answers           to each prompt; `counted` is the parameter that said so
     grammar           the form of answers; `formed` is the parameter that said so
     prompt_logprobs   see Request
+    embedding         likewise
     """
 
     owner: str
@@ -40,6 +41,7 @@ class Asked:
     grammar: Grammar | None = None
     formed: str = "response_format"
     prompt_logprobs: int | None = None
+    embedding: Pooling | None = None
 
 
 @dataclass(slots=True)
@@ -115,6 +117,7 @@ class Service:
             priority=asked.priority,
             grammar=asked.grammar,
             prompt_logprobs=asked.prompt_logprobs,
+            embedding=asked.embedding,
             timeout_s=most if asked.timeout_s is None else min(most, asked.timeout_s),
         )
 

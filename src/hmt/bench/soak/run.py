@@ -139,7 +139,7 @@ class _Soak:
     async def _budgets(self, end: float) -> None:
         """Change what the models may take, while they answer; both are as before in the end."""
         notes, draw, question = self._notes, self._draw, self._known[0]
-        first = {"model": self._model, "host_memory": str(self._half)}
+        first: dict[str, Any] = {"model": self._model, "host_memory": str(self._half)}
         async with httpx2.AsyncClient(
             base_url=f"{self._url}/v1", timeout=120, trust_env=False
         ) as http:

@@ -20,6 +20,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_BIASES = 1024
 MAX_PROMPTS = 64
+MAX_INPUTS = 2048  # as OpenAI
 MAX_GRAMMAR = 65536  # characters
 MAX_CHOICES = 1024
 MAX_TOOLS = 128
@@ -384,6 +385,29 @@ class CompletionBody(Choosing):
         prompt: Any = self.prompt
         alone = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if alone else list(prompt)
+
+
+class EmbeddingsBody(Ignored):
+    """POST /v1/embeddings.  pooling and timeout are HMT's."""
+
+    model: str
+    input: (
+        Prompt
+        | TokenIds
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Literal["mean", "last"] | None = None
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """All of them."""
+        given: Any = self.input
+        alone = isinstance(given, str) or isinstance(given[0], int)
+        return [given] if alone else list(given)
 
 
 class TokenizeBody(Strict):
