@@ -10,6 +10,7 @@ from fastapi import Request
 
 from hmt.base.errors import HMTError
 from hmt.engine import Engine, LoadedModel
+from hmt.memory import give_back
 from hmt.server.errors import ApiError, told
 from hmt.server.service import Service
 
@@ -109,7 +110,7 @@ class Shelf:
             except TimeoutError:
                 pass  # closing tells them
             finally:
-                await asyncio.to_thread(service.model.close)
+                await asyncio.to_thread(_free, service.model)
                 del self.services[name]
                 self._leaving.discard(name)
             self.changed(next(iter(self.services.values()), service))
@@ -125,6 +126,11 @@ class Shelf:
         if name not in self.folders:
             self.find(name)
         return self.engine
+
+
+def _free(model: LoadedModel) -> None:
+    model.close()
+    give_back()
 
 
 def shelf_of(request: Request) -> Shelf:

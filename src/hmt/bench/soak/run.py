@@ -164,7 +164,7 @@ class _Soak:
                     )
                     notes.compare("second model", told, question.text)
                 await change("unload", model=_SECOND)
-                if draw.random() < 0.3:  # the first one in another budget
+                if draw.random() < 0.1:  # the first one in another budget
                     await change("unload", model=self._model, timeout=5)
                     given = str(round(self._half * draw.uniform(0.5, 1)))
                     if not await change("load", (200, 503), **first | {"host_memory": given}):
