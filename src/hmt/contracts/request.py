@@ -71,6 +71,8 @@ class Request:
     timeout_s        the time from now until it fails if it has not ended; None: no limit
     prompt_logprobs  report the log-probability of every prompt token but the first, and this many
                      of the likeliest in its place; max_new_tokens may then be 0.  None: do not
+    reasoning_tokens the longest that a model may think before it answers; with a grammar it does
+                     not.  None: as long as it likes
     embedding        report the prompt's embedding; max_new_tokens must then be 0
     """
 
@@ -85,6 +87,7 @@ class Request:
     timeout_s: float | None = None
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
+    reasoning_tokens: int | None = None
     embedding: Pooling | None = None
 
 

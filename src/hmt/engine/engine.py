@@ -44,7 +44,7 @@ from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
 from hmt.memory.device import Device
-from hmt.text import StopStrings, Tokenizer
+from hmt.text import Constraint, StopStrings, ThoughtLimit, Tokenizer
 
 _DEFAULT_NEW_TOKENS = 256
 
@@ -385,9 +385,19 @@ class LoadedModel:
             events=listener,
             scores=None if request.prompt_logprobs is None else [],
             pool=None if request.embedding is None else Pool(request.embedding),
-            form=None if request.grammar is None else self.tokenizer.grammars.open(request.grammar),
+            form=self._form(request, tokens),
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
+
+    def _form(self, request: Request, prompt: list[int]) -> Constraint | ThoughtLimit | None:
+        if request.grammar is not None:
+            return self.tokenizer.grammars.open(request.grammar)
+        most = request.reasoning_tokens
+        if most is None:
+            return None
+        if type(most) is not int or most < 0:
+            raise RequestError(f"reasoning_tokens is {most!r}; give an integer of at least 0")
+        return self.tokenizer.thought_limit(prompt, most)
 
     def _new_tokens(self, request: Request, prompt: int) -> int:
         """How many tokens a request may generate.  Raises ContextLengthError, RequestError."""

@@ -19,7 +19,7 @@ from hmt.engine.looking import Pool
 from hmt.engine.sampler import SamplerState, logprob_of, not_finite
 from hmt.kernels import ops
 from hmt.kernels.ops import Survey
-from hmt.text import Constraint, StopStrings, TextStream
+from hmt.text import Constraint, StopStrings, TextStream, ThoughtLimit
 
 _numbers = itertools.count(1)
 
@@ -46,7 +46,7 @@ class Sequence:
     computed    tokens whose KV has been written
     kv          handle in the KV cache; None while waiting and after the end
     leader      another of the same prompt, whose keys and values are to be shared once computed
-    form        what holds the answer to the form that was asked for
+    form        what holds the answer to the form that was asked for, or its reasoning to a length
     events      who is told of tokens and of the end
     scores      of the prompt's tokens from the second on, as far as computed; None: not wanted
     pool        of its hidden states, likewise
@@ -64,7 +64,7 @@ class Sequence:
     stops: StopStrings
     eos_ids: frozenset[int]
     events: Listener
-    form: Constraint | None = None
+    form: Constraint | ThoughtLimit | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     computed: int = 0
     kv: int | None = None

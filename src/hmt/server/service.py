@@ -27,6 +27,7 @@ class Asked:
     grammar           the form of answers; `formed` is the parameter that said so
     prompt_logprobs   see Request
     embedding         likewise
+    reasoning_tokens  likewise
     """
 
     owner: str
@@ -42,6 +43,7 @@ class Asked:
     formed: str = "response_format"
     prompt_logprobs: int | None = None
     embedding: Pooling | None = None
+    reasoning_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -118,6 +120,7 @@ class Service:
             grammar=asked.grammar,
             prompt_logprobs=asked.prompt_logprobs,
             embedding=asked.embedding,
+            reasoning_tokens=asked.reasoning_tokens,
             timeout_s=most if asked.timeout_s is None else min(most, asked.timeout_s),
         )
 

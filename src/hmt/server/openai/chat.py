@@ -30,6 +30,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     tokenizer = service.model.tokenizer
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = asked(request, body, longest=body.longest, logprobs=logprobs, answers=body.choices)
+    wanted = replace(wanted, reasoning_tokens=body.thinking_token_budget)
     messages, tools = [message.plain() for message in body.messages], body.callable
     style = _style(tokenizer) if tools else None
     if style is not None and body.must_call:
@@ -43,7 +44,10 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
     generation = await service.begin(wanted, encode, 1, "messages")
     names = [tool["function"]["name"] for tool in tools]
-    reading = Reading(tokenizer, prompts[0], style, names, wanted.grammar is not None)
+    reading = Reading(
+        tokenizer, prompts[0], style, names, wanted.grammar is not None,
+        several=body.parallel_tool_calls is not False,
+    )  # fmt: skip
     if body.stream:
         heading = Heading("chat.completion.chunk", service.name, "chatcmpl")
         return EventStream(generation, _chunks(generation, heading, reading, body.wants_usage))

@@ -20,6 +20,8 @@ class AnswerReader:
 
     reasoning: ReasoningReader | None = None
     calls: CallReader | None = None
+    several: bool = True
+    _called: bool = False
 
     def read(self, text: str, *, last: bool) -> Said:
         """What `text` adds; all that was held back with the last."""
@@ -34,6 +36,10 @@ class AnswerReader:
             if last:
                 rest, calls = self.calls.flush()
                 said.text, said.calls = said.text + rest, said.calls + calls
+        if self._called:
+            return Said()
+        if said.calls and not self.several:
+            self._called, said.calls = True, said.calls[:1]
         return said
 
 
@@ -43,6 +49,7 @@ class Reading:
 
     style    of calls of tools, and `names` those that may be called; None: none may
     formed   whether answers are held to a form: then they have no room for reasoning
+    several  whether one answer may have several calls; if not, it ends with the first
     """
 
     tokenizer: Tokenizer
@@ -50,9 +57,10 @@ class Reading:
     style: ToolStyle | None
     names: list[str]
     formed: bool
+    several: bool = True
 
     def reader(self) -> AnswerReader:
         """For one answer."""
         reasoning = None if self.formed else self.tokenizer.reasoning(self.prompt)
         calls = None if self.style is None else self.style.reader(self.names)
-        return AnswerReader(reasoning, calls)
+        return AnswerReader(reasoning, calls, self.several)

@@ -290,7 +290,7 @@ class NamedTool(Strict):
 
 
 class ChatBody(Choosing):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.  thinking_token_budget is vLLM's."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -300,6 +300,7 @@ class ChatBody(Choosing):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
