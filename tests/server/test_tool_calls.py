@@ -3,21 +3,17 @@
 With a model whose template knows them, and whose weights do not: what it says is forced.
 """
 
-import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from serving import CHAT, TEMPLATE, app_on, http, openai, run
+from serving import CHAT, TEMPLATE, app_on, http, openai, run, saying
 
 import hmt
 from hmt.cli.options import embedded_model
-from hmt.engine import sampler
 
 WEATHER = {
     "type": "function",
@@ -162,23 +158,6 @@ def test_calls_and_results_go_back_into_the_chat(tooled: FastAPI) -> None:
         assert done.usage.prompt_tokens == len(wanted)
 
     run(work())
-
-
-@contextmanager
-def saying(ids: list[int], *, unless_forced: bool = False) -> Iterator[None]:
-    """Every answer consists of these tokens; or where only one is allowed, of that."""
-    choose = sampler.SamplerState.choose
-
-    def scripted(self: Any, logits: Any, *others: Any) -> Any:
-        chosen = choose(self, logits, *others)
-        number = sum(self._output.values()) - 1
-        if unless_forced and others[-1] is not None:
-            return chosen
-        return dataclasses.replace(chosen, token_id=ids[number])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler.SamplerState, "choose", scripted)
-        yield
 
 
 def test_reasoning_comes_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from hmt.server.errors import ApiError
 from hmt.text import CallReader, ReasoningReader, Tokenizer, ToolCall, ToolStyle
 
 
@@ -59,8 +60,30 @@ class Reading:
     formed: bool
     several: bool = True
 
+    def id_of(self, call: ToolCall) -> str:
+        """What a call is known by: what the model called it, or a new one."""
+        assert self.style is not None
+        length = self.style.id_length
+        if call.id is not None and length in (None, len(call.id)):
+            return call.id
+        return self.style.new_id()
+
     def reader(self) -> AnswerReader:
         """For one answer."""
         reasoning = None if self.formed else self.tokenizer.reasoning(self.prompt)
         calls = None if self.style is None else self.style.reader(self.names)
         return AnswerReader(reasoning, calls, self.several)
+
+
+def style_of(tokenizer: Tokenizer) -> ToolStyle:
+    """How calls are written.  Raises ApiError where the model has no place for tools."""
+    style = tokenizer.tool_style
+    if style is None:
+        raise ApiError(
+            400,
+            "this model's chat template has no place for tools: leave them out, or serve a model "
+            "that was trained to call them",
+            param="tools",
+            code="unsupported",
+        )
+    return style
