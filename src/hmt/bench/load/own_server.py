@@ -29,6 +29,14 @@ class OwnServer:
     url: str
     pid: int
     process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def check(self) -> None:
+        """Raise HMTError with what it wrote where it has ended."""
+        status = self.process.poll()
+        if status is not None:
+            text = self.log.read_text("utf-8", "replace")
+            raise HMTError(f"hmt serve ended with status {status}: {text.strip()[-2000:]}")
 
 
 @contextmanager
@@ -45,7 +53,7 @@ def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[OwnServer]:
         with log.open("w") as wrote, _ends_in_order():
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=wrote)
             try:
-                yield OwnServer(_wait(process, log), process.pid, process)
+                yield OwnServer(_wait(process, log), process.pid, process, log)
             finally:
                 process.terminate()  # does nothing where it has ended
                 try:

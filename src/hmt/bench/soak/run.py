@@ -95,7 +95,7 @@ class _Soak:
 
     async def run(self) -> dict[str, Any]:
         plan, begin, rests = self._plan, time.monotonic(), list[Rest]()
-        async with httpx2.AsyncClient(base_url=self._url, trust_env=False) as http:
+        async with wire.client(self._url) as http:
             for part in range(plan.parts):
                 end = begin + plan.seconds * (part + 1) / plan.parts
                 users = Users(self._url, self._model, self._known, plan.context, self._notes)
@@ -104,6 +104,7 @@ class _Soak:
                         group.create_task(self._user(users, f"{plan.seed} {part} {number}", end))
                     group.create_task(self._budgets(end))
                 await users.close()
+                self._server.check()
                 rests.append(await rest(self._server.pid, http, begin, self._requests))
                 self._progress(
                     f"{rests[-1].at_s:.0f} of {plan.seconds:.0f} s, {self._requests} requests, "
@@ -134,18 +135,22 @@ class _Soak:
         while time.monotonic() < end:
             self._requests += 1
             await users.visit(draw)
+            self._server.check()
             await asyncio.sleep(draw.random() * 0.02)
 
     async def _budgets(self, end: float) -> None:
         """Change what the models may take, while they answer; both are as before in the end."""
         notes, draw, question = self._notes, self._draw, self._known[0]
         first: dict[str, Any] = {"model": self._model, "host_memory": str(self._half)}
-        async with httpx2.AsyncClient(
-            base_url=f"{self._url}/v1", timeout=120, trust_env=False
-        ) as http:
+        async with wire.client(f"{self._url}/v1") as http:
 
             async def change(what: str, allowed: tuple[int, ...] = (200,), **body: Any) -> bool:
-                done = await http.post(f"/models/{what}", json=body)
+                try:
+                    done = await http.post(f"/models/{what}", json=body)
+                except httpx2.TransportError as error:
+                    self._server.check()
+                    notes.complain(what, repr(error))
+                    return False
                 notes.add(what, str(done.status_code))
                 if done.status_code not in allowed:
                     notes.complain(what, f"{done.status_code} {done.text}")

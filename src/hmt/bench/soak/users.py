@@ -61,7 +61,7 @@ class Users:
         self._url, self._model, self._questions = url, model, questions
         self._longest = longest
         self._notes = notes
-        self._http = httpx2.AsyncClient(base_url=url, timeout=120, trust_env=False)
+        self._http = wire.client(url)
         self._kinds: list[tuple[int, Callable[[random.Random], Awaitable[None]]]] = [
             (8, self.asks), (6, self.streams), (4, self.cancels), (3, self.disconnects),
             (2, self.asks_too_much), (3, self.malforms), (2, self.reads_slowly),

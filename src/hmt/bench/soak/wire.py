@@ -6,7 +6,19 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
+
 from hmt.bench.load.events import EventReader
+
+
+def client(url: str) -> httpx2.AsyncClient:
+    """A well-behaved one.
+
+    It does not use a connection again that the server, after 5 s, may just be closing.
+    """
+    return httpx2.AsyncClient(
+        base_url=url, timeout=120, trust_env=False, limits=httpx2.Limits(keepalive_expiry=2)
+    )
 
 
 def request(path: str, body: Any, *, length: int | None = None) -> bytes:
