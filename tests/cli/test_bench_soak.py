@@ -10,7 +10,7 @@ from hmt.bench.soak.rest import Rest, judged
 def test_a_short_soak(hmt, tmp_path):
     file = tmp_path / "soak.json"
     done = hmt(
-        "bench", "soak", "--seconds", "4", "--parts", "2", "--users", "6", "--questions", "8",
+        "bench", "soak", "--seconds", "3", "--parts", "2", "--users", "6", "--questions", "6",
         "--context", "1024", "--host-memory", "64MiB", "--json", file,
     )  # fmt: skip
     content = json.loads(file.read_text())

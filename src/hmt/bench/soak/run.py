@@ -24,7 +24,7 @@ from hmt.engine.machine import machine_for
 
 _SECOND: Final = "second"
 _LAST_USERS: Final = 6  # who wait for an answer when the server is told to end
-_LAST_TOKENS: Final = 300
+_LAST_TOKENS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class _Soak:
         self._notes = Notes()
         self._draw = random.Random(plan.seed)
         self._requests = 0
+        self._answering = asyncio.Event()  # those who see the server end
 
     async def run(self) -> dict[str, Any]:
         plan, begin, rests = self._plan, time.monotonic(), list[Rest]()
@@ -182,7 +183,7 @@ class _Soak:
         body = {"model": self._model, "prompt": "Once upon a time", "temperature": 0}
         body |= {"max_tokens": _LAST_TOKENS, "ignore_eos": True, "stream": True}
         asked = [asyncio.create_task(self._last(body)) for _ in range(_LAST_USERS)]
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(self._answering.wait(), 60)
         begin = time.monotonic()
         os.kill(self._server.pid, 15)
         late = await self._last(body)
@@ -205,6 +206,7 @@ class _Soak:
             writer.write(wire.request("/v1/completions", body))
             while part := await reader.read(65536):
                 received += part
+                self._answering.set()
             await wire.close(writer)
         except OSError:
             return "", "broken" if received else "refused"
