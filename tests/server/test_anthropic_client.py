@@ -129,6 +129,11 @@ def test_errors_have_anthropics_form(app: FastAPI, model: LoadedModel) -> None:
             ):  # fmt: skip
                 with pytest.raises(anthropic.BadRequestError, match=next(reversed(wrong_))):
                     await client.messages.create(**GREEDY | {"messages": QUESTION, **wrong_})
+            with pytest.raises(anthropic.BadRequestError, match=r"content\[0\]\.input'"):
+                call = {"type": "tool_use", "id": "a", "name": "b", "input": 3}
+                await client.messages.create(
+                    **GREEDY, messages=[{"role": "assistant", "content": [call]}]
+                )
             with pytest.raises(anthropic.NotFoundError):
                 await client.messages.create(**GREEDY | {"model": "other"}, messages=QUESTION)
         async with client_of(locked, "sk-wrong-and-long") as client:
