@@ -222,14 +222,13 @@ class LoadedModel:
         most, sequence = self.max_batch, self._sequence(request, SimpleQueue())
         if type(beams) is not int or not 1 <= beams <= most:
             raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
-        if (
-            request.sampling != Sampling()
-            or sequence.stops.any
-            or request.prompt_logprobs is not None
-        ):
+        if request.sampling != Sampling() or sequence.stops.any:
             raise RequestError(
-                "a beam search takes the likeliest answers: leave sampling, stop strings and "
-                "prompt_logprobs out"
+                "a beam search takes the likeliest answers: leave sampling and stop strings out"
+            )
+        if sequence.shows:
+            raise RequestError(
+                "a beam search tells nothing of the prompt: ask for that with a request of its own"
             )
         eos_ids = frozenset[int]() if request.ignore_eos else sequence.eos_ids
         search = self._loop.call(
