@@ -174,9 +174,9 @@ class Core:
         if scheduled is None:
             self.load = self.scheduler.load
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
-        look = _Looking(scheduled) if scheduled.step.shows else None
+        viewer = _Viewing(scheduled) if scheduled.step.shows else None
         try:
-            logits = self._executor.run(scheduled.step, look)
+            logits = self._executor.run(scheduled.step, viewer)
         except Exception as error:
             self._weights.abandon()
             for sequence, _ in scheduled.advanced:
@@ -416,20 +416,20 @@ def check_tokens(tokens: Many[int], vocab_size: int) -> None:
             raise RequestError(f"token id {token!r} is not in 0..{vocab_size - 1}")
 
 
-class _Looking:
+class _Viewing:
     """Gives rows that are shown to the sequences whose prompts they are of."""
 
     def __init__(self, scheduled: Scheduled) -> None:
         self._scheduled = scheduled
 
     def logits(self, first: int, logits: torch.Tensor) -> None:
-        """See Look."""
+        """See Viewer."""
         owners = self._scheduled.scored[first : first + len(logits)]
         for row, (sequence, position) in zip(logits, owners, strict=True):
             sequence.score(position, row)
 
     def hidden(self, first: int, hidden: torch.Tensor) -> None:
-        """See Look."""
+        """See Viewer."""
         owners = self._scheduled.pooled[first : first + len(hidden)]
         for row, (sequence, position) in zip(hidden, owners, strict=True):
             if sequence.pool is not None:

@@ -33,11 +33,11 @@ from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
 from hmt.engine.loading import Memory, Prepared, allocate, prepare
 from hmt.engine.look import Look, Onlooker
-from hmt.engine.looking import Pool
 from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState, check_logprobs
 from hmt.engine.scheduler import Load
 from hmt.engine.sequence import Listener, Sequence
+from hmt.engine.shown import Pool
 from hmt.engine.streams import Ticket, TokenStream, Told, completions, nth
 from hmt.engine.summary import RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline

@@ -19,8 +19,8 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import ExpertTeam, KVCache, LeasedGroup, Priority, Weights
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.device_loading import OnDevice
-from hmt.engine.looking import ByPieces, Look
 from hmt.engine.prefetch import ReadAhead
+from hmt.engine.shown import ByPieces, Viewer
 from hmt.kernels.ops import Survey
 
 
@@ -37,10 +37,10 @@ class Executor(Protocol):
         """Steps that used each expert, by layer, besides those that leased it."""
         ...
 
-    def run(self, step: Step, look: Look | None = None) -> torch.Tensor:
+    def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:
         """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
 
-        Appends the step's tokens to the KV.  `look` is shown its scored and its pooled rows.
+        Appends the step's tokens to the KV.  `viewer` is shown its scored and its pooled rows.
 
         Raises DiskReadError or NumericsError of a block that could not be loaded; the KV of the
         step's sequences is then incomplete.
@@ -175,12 +175,12 @@ class PlainExecutor:
         self._pieces = ByPieces(model, self._weights, scored_rows)
 
     @torch.inference_mode()
-    def run(self, step: Step, look: Look | None = None) -> torch.Tensor:
+    def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:
         """See Executor."""
         with self._places.computing():
-            return self._run(step, look)
+            return self._run(step, viewer)
 
-    def _run(self, step: Step, look: Look | None) -> torch.Tensor:
+    def _run(self, step: Step, viewer: Viewer | None) -> torch.Tensor:
         places, layers = self._places, self._model.spec.layers
         places.begin(step)
         self._stages.begin()
@@ -192,8 +192,8 @@ class PlainExecutor:
         logits = torch.empty(0, self._model.spec.vocab_size)
         if len(step.logit_rows) or step.shows:
             hidden = places.bring(hidden, layers)
-        if look is not None:
-            self._pieces.show(step, hidden, look)
+        if viewer is not None:
+            self._pieces.show(step, hidden, viewer)
         if len(step.logit_rows):
             hidden = hidden[places.step(layers).logit_rows]
             logits = self._model.head(hidden, self._weights).cpu()
@@ -243,12 +243,12 @@ class OverlappedExecutor:
         return {} if self._together is None else self._together.expert_uses
 
     @torch.inference_mode()
-    def run(self, step: Step, look: Look | None = None) -> torch.Tensor:
+    def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:
         """See Executor."""
         with self._places.computing():
-            return self._run(step, look)
+            return self._run(step, viewer)
 
-    def _run(self, step: Step, look: Look | None) -> torch.Tensor:
+    def _run(self, step: Step, viewer: Viewer | None) -> torch.Tensor:
         ahead, places, layers = self._ahead, self._places, self._model.spec.layers
         ahead.step_begins(len(step.token_ids))
         places.begin(step)
@@ -276,8 +276,8 @@ class OverlappedExecutor:
         if rows or step.shows:
             self._request(layers)
             hidden = places.bring(hidden, layers)
-        if look is not None:
-            self._pieces.show(step, hidden, look)
+        if viewer is not None:
+            self._pieces.show(step, hidden, viewer)
         if rows:
             # Rows ascend and differ: as many as there are tokens are all of them.
             wanted = hidden if rows == len(hidden) else hidden[places.step(layers).logit_rows]

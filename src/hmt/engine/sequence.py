@@ -15,8 +15,8 @@ from hmt.contracts.request import (
     TokenEvent,
     TokenLogprob,
 )
-from hmt.engine.looking import Pool
 from hmt.engine.sampler import SamplerState, logprob_of, not_finite
+from hmt.engine.shown import Pool
 from hmt.kernels import ops
 from hmt.kernels.ops import Survey
 from hmt.text import Constraint, StopStrings, TextStream, ThoughtLimit

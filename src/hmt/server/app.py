@@ -47,6 +47,8 @@ def create_app(
         return Service(model=loaded, name=name, config=config, gate=gate, observer=metrics)
 
     def changed(first: Service) -> None:
+        if getattr(app.state, "service", None) is first:
+            return
         app.state.service = first
         app.state.watch = Watch(first.model)
         metrics.watch(first.model)

@@ -12,7 +12,7 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import Weights
 
 
-class Look(Protocol):
+class Viewer(Protocol):
     """Who looks at a step's rows.  Tensors are valid during the call; it must not raise."""
 
     def logits(self, first: int, logits: torch.Tensor) -> None:
@@ -32,12 +32,12 @@ class ByPieces:
         self._weights = weights
         self._rows = rows
 
-    def show(self, step: Step, hidden: torch.Tensor, look: Look) -> None:
+    def show(self, step: Step, hidden: torch.Tensor, viewer: Viewer) -> None:
         """What the step has to show, from `hidden` [tokens, hidden_size]."""
         for first, rows in self._pieces(step.scored_rows, hidden):
-            look.logits(first, self._model.head(rows, self._weights).cpu())
+            viewer.logits(first, self._model.head(rows, self._weights).cpu())
         for first, rows in self._pieces(step.pooled_rows, hidden):
-            look.hidden(first, self._model.normed(rows, self._weights).cpu())
+            viewer.hidden(first, self._model.normed(rows, self._weights).cpu())
 
     def _pieces(
         self, wanted: torch.Tensor, hidden: torch.Tensor
