@@ -2,14 +2,19 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -444,3 +449,29 @@ def test_addresses():
     assert versioned("https://a/openai/v1/") == "https://a/openai/v1"
     with pytest.raises(ConfigError, match="--url"):
         versioned("a:1")
+
+
+def test_a_server_of_our_own_ends_with_us(tmp_path: Path) -> None:
+    """Also when we are told to end by SIGTERM."""
+    serving = tmp_path / "serving"
+    serving.write_text(
+        f"#!{sys.executable}\nimport sys, time\n"
+        "print('m is served at http://localhost:1/v1', file=sys.stderr, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    serving.chmod(0o755)
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from hmt.bench.load.own_server import own_server\n"
+        f"sys.executable = {str(serving)!r}\n"
+        "with own_server(Path('m')) as server:\n"
+        "    print(server.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as ours:
+        assert ours.stdout is not None
+        pid = int(ours.stdout.readline())
+        assert psutil.pid_exists(pid)
+        ours.terminate()
+        assert ours.wait(30) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(pid)

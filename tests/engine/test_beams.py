@@ -127,6 +127,8 @@ def test_what_cannot_be_searched_is_told() -> None:
         ):
             with pytest.raises(RequestError, match="leave sampling and stop strings out"):
                 model.beam_search(request, 2)
+        with pytest.raises(RequestError, match="a request of its own"):
+            model.beam_search(hmt.Request(ids, 8, prompt_logprobs=0), 2)
         with pytest.raises(BudgetError, match="3 beams of 90 tokens after a prompt of 100"):
             model.beam_search(hmt.Request(ids, 90), 3)
         assert is_free(model)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from fastapi import FastAPI
-from serving import app_on
+from serving import app_on, tooled_model
 
 import hmt
 from hmt.cli.options import embedded_model
@@ -21,3 +21,13 @@ def model() -> Iterator[LoadedModel]:
 @pytest.fixture
 def app(model: LoadedModel) -> FastAPI:
     return app_on(model, max_waiting=12)
+
+
+@pytest.fixture(scope="session", params=["<tool_call>", "[CALL]"], ids=["tagged", "whole"])
+def tooled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FastAPI]:
+    """A server of a model whose template knows tools, and whose weights do not."""
+    folder = tooled_model(tmp_path_factory.mktemp("models") / "tools", request.param)
+    with hmt.Engine(host_memory="64MiB", context=2048, max_batch=4) as engine:
+        yield app_on(engine.load_model(folder))

@@ -1,22 +1,33 @@
 """What tests of the server share: applications on one model, clients, holding the engine."""
 
 import asyncio
+import dataclasses
 import json
+import shutil
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
-from hmt.engine import LoadedModel
+from hmt.cli.options import embedded_model
+from hmt.engine import LoadedModel, sampler
 from hmt.server import ServerConfig, create_app
 
 CHAT = "/v1/chat/completions"
 NAME = "mini-dense"
+TEMPLATE = (
+    "{{ '<|begin|>' }}{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "CALL<|end|>{% endif %}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def app_on(model: LoadedModel, **options: Any) -> FastAPI:
@@ -126,3 +137,28 @@ def events_of(text: str) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def tooled_model(folder: Path, call: str, end: str = "") -> Path:
+    """The small model with a template that knows tools, whose calls begin with `call`."""
+    shutil.copytree(embedded_model(), folder)
+    template = TEMPLATE.replace("CALL", call) + end
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+@contextmanager
+def saying(ids: list[int], *, unless_forced: bool = False) -> Iterator[None]:
+    """Every answer consists of these tokens; or where only one is allowed, of that."""
+    choose = sampler.SamplerState.choose
+
+    def scripted(self: Any, logits: Any, *others: Any) -> Any:
+        chosen = choose(self, logits, *others)
+        number = sum(self._output.values()) - 1
+        if unless_forced and others[-1] is not None:
+            return chosen
+        return dataclasses.replace(chosen, token_id=ids[number])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler.SamplerState, "choose", scripted)
+        yield

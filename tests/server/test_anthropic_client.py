@@ -7,7 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 from fastapi import FastAPI
-from serving import NAME, app_on, http, run
+from serving import NAME, app_on, http, run, saying
 
 import hmt
 from hmt.engine import LoadedModel
@@ -15,6 +15,17 @@ from hmt.server import KeyRing
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": 64, "extra_body": {"temperature": 0}}
+
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
 
 
 @asynccontextmanager
@@ -105,8 +116,24 @@ def test_errors_have_anthropics_form(app: FastAPI, model: LoadedModel) -> None:
             assert "temperature" in bad.value.body["error"]["message"]
             with pytest.raises(anthropic.BadRequestError, match="messages"):
                 await client.messages.create(**GREEDY | {"max_tokens": 9000}, messages=QUESTION)
-            with pytest.raises(anthropic.BadRequestError, match="tools"):
-                await client.messages.create(**GREEDY, messages=QUESTION, tools=[])
+            with pytest.raises(anthropic.BadRequestError, match="no place for tools"):
+                await client.messages.create(**GREEDY, messages=QUESTION, tools=[WEATHER])
+            for wrong_ in (
+                {"tools": [WEATHER, WEATHER]},
+                {"tool_choice": {"type": "any"}},
+                {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "clock"}},
+                {"tools": [{**WEATHER, "type": "web_search_20250305"}]},
+                {"thinking": {"type": "enabled", "budget_tokens": -1}},
+                {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a",
+                                                            "name": "b", "input": {}}]}]},
+            ):  # fmt: skip
+                with pytest.raises(anthropic.BadRequestError, match=next(reversed(wrong_))):
+                    await client.messages.create(**GREEDY | {"messages": QUESTION, **wrong_})
+            with pytest.raises(anthropic.BadRequestError, match=r"content\[0\]\.input'"):
+                call = {"type": "tool_use", "id": "a", "name": "b", "input": 3}
+                await client.messages.create(
+                    **GREEDY, messages=[{"role": "assistant", "content": [call]}]
+                )
             with pytest.raises(anthropic.NotFoundError):
                 await client.messages.create(**GREEDY | {"model": "other"}, messages=QUESTION)
         async with client_of(locked, "sk-wrong-and-long") as client:
@@ -134,5 +161,73 @@ def test_an_error_within_a_stream_is_one(
             with pytest.raises(anthropic.APIStatusError, match="the drive said no"):
                 async with client.messages.stream(**GREEDY, messages=QUESTION) as events:
                     await events.get_final_message()
+
+    run(work())
+
+
+def test_tools_are_called_and_answered(tooled: FastAPI) -> None:
+    asked: dict[str, Any] = {"model": "tools", "max_tokens": 200, "messages": QUESTION,
+                             "tools": [WEATHER]}  # fmt: skip
+
+    async def work() -> None:
+        async with client_of(tooled) as client:
+            for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+                done = await client.messages.create(**asked, tool_choice=choice)
+                async with client.messages.stream(**asked, tool_choice=choice) as events:
+                    streamed = await events.get_final_message()
+                for message in (done, streamed):
+                    (block,) = message.content
+                    assert (block.type, block.name) == ("tool_use", "weather")
+                    assert block.input["city"] in ("Oslo", "Rome")
+                    assert message.stop_reason == "tool_use"
+            result = {"type": "tool_result", "tool_use_id": block.id, "content": "Rain."}
+            more = [result, {"type": "text", "text": "And?"}]
+            said = {"role": "assistant", "content": done.content}
+            back = [*QUESTION, said, {"role": "user", "content": more}]
+            counted = await client.messages.count_tokens(
+                model="tools", messages=back, tools=[WEATHER]
+            )
+            after = await client.messages.create(**asked | {"messages": back, "max_tokens": 4})
+        tokenizer = tooled.state.service.model.tokenizer
+        call = done.content[0]
+        function = {"name": "weather", "arguments": call.input}
+        plain = [
+            *QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [
+                {"id": call.id, "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": block.id, "content": "Rain."},
+            {"role": "user", "content": "And?"},
+        ]  # fmt: skip
+        schema = WEATHER["input_schema"]
+        offered = {"name": "weather", "description": "Tells the weather.", "parameters": schema}
+        wanted = tokenizer.chat_prompt(plain, [{"type": "function", "function": offered}])
+        assert after.usage.input_tokens == counted.input_tokens == len(wanted)
+
+    run(work())
+
+
+def test_thinking_is_a_block_of_its_own(tooled: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tooled.state.service.model.tokenizer
+    source = tokenizer._template_source + "{% if 0 %}</think>{% endif %}"
+    monkeypatch.setattr(tokenizer, "_template_source", source)
+    asked: dict[str, Any] = {"model": "tools", "max_tokens": 60, "messages": QUESTION}
+    ids = [*tokenizer.encode("<think>Hm, so.</think>\n\nIt is 42."), *tokenizer.eos_ids]
+
+    async def work() -> None:
+        async with client_of(tooled) as client:
+            with saying(ids):
+                done = await client.messages.create(**asked)
+                async with client.messages.stream(**asked) as events:
+                    streamed = await events.get_final_message()
+            for message in (done, streamed):
+                thought, answer = message.content
+                assert (thought.type, thought.thinking) == ("thinking", "Hm, so.")
+                assert (answer.type, answer.text) == ("text", "It is 42.")
+                assert message.stop_reason == "end_turn"
+            with saying(ids, unless_forced=True):
+                less = await client.messages.create(**asked, thinking={"type": "disabled"})
+            assert all(block.type == "text" or len(block.thinking) < 6 for block in less.content)
+            back = [*QUESTION, {"role": "assistant", "content": done.content}, *QUESTION]
+            assert (await client.messages.create(**asked | {"messages": back})).content
 
     run(work())

@@ -11,6 +11,7 @@ from serving import CHAT, NAME, app_on, asking, at_rest, http, run
 from hmt.engine import LoadedModel
 
 TEXT = "/v1/completions"
+EMBED = "/v1/embeddings"
 TOOL = {"type": "function", "function": {"name": "a"}}
 MESSAGE = [{"role": "user", "content": "Hi"}]
 
@@ -21,6 +22,10 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 def text(**fields: Any) -> dict[str, Any]:
     return {"model": NAME, "prompt": "Hi", **fields}
+
+
+def embed(**fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "input": "Hi", **fields}
 
 
 def said(content: Any, role: Any = "user", **fields: Any) -> dict[str, Any]:
@@ -127,6 +132,7 @@ TABLE: list[tuple[str, Any, str | None, str]] = [
     (CHAT, chat(seed=1 << 63), "seed", "invalid_value"),
     (CHAT, chat(seed="a"), "seed", "invalid_type"),
     (CHAT, chat(timeout=0), "timeout", "invalid_value"),
+    (CHAT, chat(timeout=5e-324), "timeout", "invalid_value"),
     # Answers: how many, how long, how they end.
     (CHAT, chat(n=0), "n", "invalid_value"),
     (CHAT, chat(n=17), "n", "invalid_value"),
@@ -174,7 +180,20 @@ TABLE: list[tuple[str, Any, str | None, str]] = [
     (TEXT, text(suffix="x"), "suffix", "invalid_value"),
     (TEXT, text(logprobs=True), "logprobs", "invalid_type"),
     (TEXT, text(logprobs=21), "logprobs", "invalid_value"),
-    (TEXT, text(echo=True, logprobs=1), "echo", "invalid_value"),
+    (TEXT, text(max_tokens=0), "max_tokens", "invalid_value"),
+    (TEXT, text(max_tokens=-1, echo=True), "max_tokens", "invalid_value"),
+    # Embeddings.
+    (EMBED, {"model": NAME}, "input", "missing_required_parameter"),
+    (EMBED, embed(input=""), "input", "invalid_value"),
+    (EMBED, embed(input=[]), "input", "invalid_value"),
+    (EMBED, embed(input=["a", ""]), "input[1]", "invalid_value"),
+    (EMBED, embed(input=[999_999]), "input", "invalid_value"),
+    (EMBED, embed(input="word " * 5000), "input", "context_length_exceeded"),
+    (EMBED, embed(dimensions=0), "dimensions", "invalid_value"),
+    (EMBED, embed(dimensions=100_000), "dimensions", "invalid_value"),
+    (EMBED, embed(encoding_format="hex"), "encoding_format", "invalid_value"),
+    (EMBED, embed(pooling="max"), "pooling", "invalid_value"),
+    (EMBED, embed(truncate=True), "truncate", "unknown_parameter"),
     # Tokens.
     ("/tokenize", {}, "prompt", "invalid_value"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGE}, "prompt", "invalid_value"),
@@ -191,7 +210,9 @@ OTHERS: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("GET", "/v1/models/other", {}, 404, "model_not_found"),
     ("POST", "/tokenize", {"json": {"prompt": "a", "model": "b"}}, 404, "model_not_found"),
     ("GET", "/v1/nothing", {}, 404, "unknown_url"),
-    ("POST", "/v1/embeddings", {"json": {"model": NAME, "input": "a"}}, 404, "unknown_url"),
+    ("POST", "/v1/images/generations", {"json": {"model": NAME}}, 404, "unknown_url"),
+    ("POST", EMBED, {"json": {"model": "b", "input": "a"}}, 404, "model_not_found"),
+    ("POST", "/v1/models/load", {"json": {"model": NAME}}, 403, "models_are_fixed"),
     ("GET", "/v1/../etc/passwd", {}, 404, "unknown_url"),
     ("GET", CHAT, {}, 405, "method_not_allowed"),
     ("DELETE", "/v1/models", {}, 405, "method_not_allowed"),

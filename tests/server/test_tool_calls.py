@@ -3,28 +3,18 @@
 With a model whose template knows them, and whose weights do not: what it says is forced.
 """
 
-import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from serving import app_on, openai, run
+from serving import CHAT, TEMPLATE, app_on, http, openai, run, saying
 
 import hmt
 from hmt.cli.options import embedded_model
-from hmt.engine import sampler
 
-TEMPLATE = (
-    "{{ '<|begin|>' }}{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
-    "CALL<|end|>{% endif %}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
-    "{% for c in m.tool_calls or [] %}CALL{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 WEATHER = {
     "type": "function",
     "function": {
@@ -42,16 +32,6 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {
     "type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip
 ASK = {"model": "tools", "messages": [{"role": "user", "content": "What is the weather?"}],
        "tools": [WEATHER, CLOCK], "max_tokens": 200}  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=["<tool_call>", "[CALL]"], ids=["tagged", "whole"])
-def tooled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
-    folder: Path = tmp_path_factory.mktemp("models") / "tools"
-    shutil.copytree(embedded_model(), folder)
-    template = TEMPLATE.replace("CALL", request.param)
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    with hmt.Engine(host_memory="64MiB", context=2048, max_batch=4) as engine:
-        yield app_on(engine.load_model(folder))
 
 
 def check(call: Any, names: tuple[str, ...]) -> None:
@@ -116,6 +96,29 @@ def test_a_call_is_read_where_it_was_free_to_speak(tooled: FastAPI) -> None:
     run(work())
 
 
+def test_one_call_where_several_are_not_wanted(tooled: FastAPI) -> None:
+    style = tooled.state.service.model.tokenizer.tool_style
+    calls = [f'{{"name": "{name}", "arguments": {{}}}}' for name in ("clock", "weather")]
+    said = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    said = said if style.tagged else f"[{', '.join(calls)}]"
+
+    async def work() -> None:
+        async with openai(tooled) as client:
+            for several in (True, False):
+                ask = {**ASK, "parallel_tool_calls": several,
+                       "extra_body": {"structured_outputs": {"choice": [said]}}}  # fmt: skip
+                done = await client.chat.completions.create(**ask)
+                stream = await client.chat.completions.create(**ask, stream=True)
+                chunks = [chunk.choices[0] async for chunk in stream]
+                names = [call.function.name for call in done.choices[0].message.tool_calls]
+                parts = [call.function.name for c in chunks for call in c.delta.tool_calls or []]
+                assert names == parts == (["clock", "weather"] if several else ["clock"])
+                assert done.choices[0].finish_reason == chunks[-1].finish_reason == "tool_calls"
+                assert not done.choices[0].message.content
+
+    run(work())
+
+
 def test_text_stays_text(tooled: FastAPI) -> None:
     async def work() -> None:
         async with openai(tooled) as client:
@@ -157,21 +160,6 @@ def test_calls_and_results_go_back_into_the_chat(tooled: FastAPI) -> None:
     run(work())
 
 
-@contextmanager
-def saying(ids: list[int]) -> Iterator[None]:
-    """Every answer consists of these tokens."""
-    choose = sampler.SamplerState.choose
-
-    def scripted(self: Any, logits: Any, *others: Any) -> Any:
-        chosen = choose(self, logits, *others)
-        number = sum(self._output.values()) - 1
-        return dataclasses.replace(chosen, token_id=ids[number])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler.SamplerState, "choose", scripted)
-        yield
-
-
 def test_reasoning_comes_apart(tmp_path: Path) -> None:
     """Before a call, too."""
     folder = tmp_path / "tools"
@@ -198,6 +186,19 @@ def test_reasoning_comes_apart(tmp_path: Path) -> None:
             else:
                 assert said == "It is late." and message.tool_calls is None
 
+    async def think_no_longer(app: FastAPI, tokenizer: Any) -> None:
+        thought = tokenizer.encode("<think>This takes its time and more")
+        for most in (0, 3):
+            body = {"model": "tools", "messages": ASK["messages"], "max_tokens": 40,
+                    "thinking_token_budget": most, "temperature": 0}  # fmt: skip
+            with saying([*thought, *tokenizer.encode(" and more") * 40], unless_forced=True):
+                async with http(app) as client:
+                    done = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]
+            kept = tokenizer.encode(done.get("reasoning_content", ""))
+            assert len(kept) <= most + 1 and done["content"].startswith("and more")
+            assert "think" not in done["content"]
+
     with hmt.Engine(host_memory="64MiB", context=1024) as engine:
         model = engine.load_model(folder)
         run(work(app_on(model), model.tokenizer))
+        run(think_no_longer(app_on(model), model.tokenizer))

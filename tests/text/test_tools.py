@@ -7,9 +7,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hmt.cli.options import embedded_model
 from hmt.contracts.request import GrammarKind
-from hmt.text import ToolCall, ToolStyle
+from hmt.text import Tokenizer, ToolCall, ToolStyle
 
+V3, V31 = ToolStyle(tagged=True, fenced=True), ToolStyle(tagged=True, fenced=False)
 TAGGED, WHOLE = ToolStyle(tagged=True), ToolStyle(tagged=False)
 NAMES = ["add", "find"]
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "<tool_call>"]}}'
@@ -26,6 +28,20 @@ def read(style: ToolStyle, parts: list[str]) -> tuple[str, list[ToolCall]]:
         shown, calls = shown + text, calls + found
     text, found = reader.flush()
     return shown + text, calls + found
+
+
+def mark(*words: str) -> str:
+    return f"<\uff5c{chr(0x2581).join(['tool', *words])}\uff5c>"
+
+
+def deepseek(*calls: str) -> str:
+    inside = "".join(mark("call", "begin") + call + mark("call", "end") for call in calls)
+    return mark("calls", "begin") + inside + mark("calls", "end")
+
+
+SEPARATOR = mark("sep")
+FENCED = f'function{SEPARATOR}find\n```json\n{{"what": "é"}}\n```'
+PLAIN = f'find{SEPARATOR}{{"what": "é"}}'
 
 
 def tagged(*calls: str) -> str:
@@ -52,6 +68,17 @@ def tagged(*calls: str) -> str:
         (WHOLE, '{"name": "add", "argu', '{"name": "add", "argu', []),
         (WHOLE, "See: " + ADD, "See: " + ADD, []),
         (WHOLE, "", "", []),
+        (
+            WHOLE,
+            '[{"name": "add", "arguments": {}, "id": "abcdefghi"}]',
+            "",
+            [ToolCall("add", "{}", "abcdefghi")],
+        ),
+        (V3, "Well. " + deepseek(FENCED, FENCED), "Well. ", [FOUND, FOUND]),
+        (V31, deepseek(PLAIN), "", [FOUND]),
+        (V31, deepseek(PLAIN, "other"), deepseek(PLAIN, "other"), []),
+        (V31, deepseek(PLAIN.replace("find", "other")), None, []),
+        (V3, deepseek(FENCED.replace("}", "")), None, []),
         (WHOLE, "[" * 5000, "[" * 5000, []),
     ],
 )
@@ -98,3 +125,27 @@ def test_grammars_are_of_the_style() -> None:
     assert [one["properties"]["name"]["const"] for one in schema["anyOf"]] == NAMES
     grammar = TAGGED.grammar(tools[:1])
     assert grammar.kind is GrammarKind.GRAMMAR and "<tool_call>" in grammar.source
+
+
+def test_styles_are_told_by_templates() -> None:
+    begin = mark("calls", "begin")
+    assert ToolStyle.of(begin + "```json") == V3 and ToolStyle.of(begin) == V31
+    mistral = ToolStyle.of("[TOOL_CALLS] {% if id|length != 9 %}")
+    assert not mistral.tagged and len(mistral.new_id()) == 9 and mistral.new_id().isalnum()
+    assert ToolStyle.of("tools").new_id().startswith("call_")
+
+
+@pytest.mark.parametrize("style", [V3, V31])
+def test_what_deepseeks_grammar_allows_is_read(style: ToolStyle) -> None:
+    tools = [{"function": {"name": name, "parameters": {
+        "type": "object", "properties": {"what": {"const": "é"}}, "required": ["what"],
+        "additionalProperties": False}}} for name in NAMES]  # fmt: skip
+    grammar = style.grammar(tools)
+    tokenizer = Tokenizer.open(embedded_model())
+    for call in (FENCED if style.fenced else PLAIN,):
+        form = tokenizer.grammars.open(grammar)
+        for token in tokenizer.encode(deepseek(call)):
+            assert token in form.allowed().tolist()
+            form.push(token)
+        assert form.complete or set(form.allowed().tolist()) <= set(tokenizer.eos_ids)
+    assert read(style, [deepseek(call)]) == ("", [FOUND])

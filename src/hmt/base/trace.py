@@ -57,9 +57,10 @@ class Tracer:
         what: object = "",
     ) -> None:
         """Add one event that has ended; `what` is kept as it is, so it should be small."""
-        event = Event(kind, where, nbytes, begin_s, end_s, threading.get_ident(), what)
         with self._lock:
-            self._events.append(event)
+            if self.capacity:
+                thread = threading.get_ident()
+                self._events.append(Event(kind, where, nbytes, begin_s, end_s, thread, what))
             total = self._totals.setdefault((kind, where), Total())
             total.count += 1
             total.nbytes += nbytes

@@ -22,6 +22,7 @@ from hmt.cli.bench_pages import pages
 from hmt.cli.bench_prefix import prefix
 from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.bench_serve import serve
+from hmt.cli.bench_soak import soak
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
 
@@ -38,6 +39,7 @@ app.command("kv-speed")(kv_speed)
 app.command("pages")(pages)
 app.command("prefix")(prefix)
 app.command("serve")(serve)
+app.command("soak")(soak)
 
 
 @app.command("decode")

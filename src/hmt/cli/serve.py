@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hmt.base.errors import MachineError
+from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
@@ -31,6 +31,21 @@ class ServerOptions:
         str | None,
         typer.Option(
             help="What clients call the model; its folder's name when left out.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    also: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder of a model that clients may load, in what --host-memory has left; may be "
+            "repeated.  The first one may then be unloaded, too.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    first_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="The most that MODEL takes of --host-memory, so that others have room.",
             rich_help_panel=_WHERE,
         ),
     ] = None
@@ -97,6 +112,18 @@ class ServerOptions:
         ),
     ] = False
 
+    def others(self, first: str) -> dict[str, Path]:
+        """Folders of models by name, beside the one called `first`.  Raises ConfigError."""
+        found: dict[str, Path] = {}
+        for folder in self.also or ():
+            name = folder.absolute().name
+            if not folder.is_dir():
+                raise ConfigError(f"--also {folder}: there is no such folder")
+            if name in found or name == first:
+                raise ConfigError(f"--also {folder}: another model of this server is called {name}")
+            found[name] = folder
+        return found
+
     def config(self) -> "ServerConfig":
         """The same for the server.  Raises ConfigError."""
         from hmt.server import KeyRing, ServerConfig
@@ -128,6 +155,8 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
     config = server.config()
     path, console = choose_model(model), notes()
     name = config.name or path.name
+    also = server.others(name)
+    first = None if server.first_memory is None else parse_bytes(server.first_memory)
 
     def started(address: str) -> None:
         console.print(
@@ -141,6 +170,7 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
             from hmt.engine import Engine
 
             engines = Engine(**engine.arguments() | {"max_batch": server.max_batch})
-            loaded = engines.load_model(path, progress=report)
+            loaded = engines.load_model(path, progress=report, host_memory=first)
+        others = room.Others(engines, also) if also else None
         with engines:
-            room.serve(loaded, config, bound, started)
+            room.serve(loaded, config, bound, started, others)

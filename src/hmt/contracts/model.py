@@ -115,6 +115,10 @@ class Model(Protocol):
         """Some layers as one call with the same results; None where that cannot be."""
         ...
 
+    def normed(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The given rows behind the final norm, as the head multiplies them: f32, same shape."""
+        ...
+
     def head(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
         """Logits of the given rows, final norm included: f32 [rows, vocab_size]."""
         ...

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
+import torch
+
 
 class FinishReason(enum.StrEnum):
     """Why a completion ended (OpenAI's words, and two of our own)."""
@@ -46,6 +48,13 @@ class Grammar:
     source: str
 
 
+class Pooling(enum.StrEnum):
+    """Of which hidden states an embedding is made."""
+
+    MEAN = "mean"  # of all tokens
+    LAST = "last"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One thing to complete.
@@ -60,6 +69,11 @@ class Request:
     priority         higher ones are admitted first
     grammar          the form that the answer must have; it ends where nothing may follow
     timeout_s        the time from now until it fails if it has not ended; None: no limit
+    prompt_logprobs  report the log-probability of every prompt token but the first, and this many
+                     of the likeliest in its place; max_new_tokens may then be 0.  None: do not
+    reasoning_tokens the longest that a model may think before it answers; with a grammar it does
+                     not.  None: as long as it likes
+    embedding        report the prompt's embedding; max_new_tokens must then be 0
     """
 
     input: "str | list[dict[str, str]] | list[int]"
@@ -72,6 +86,9 @@ class Request:
     priority: int = 0
     timeout_s: float | None = None
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    reasoning_tokens: int | None = None
+    embedding: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +115,27 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """What was asked of a prompt, once it is computed and before the first token.
+
+    logprobs        of its tokens from the second on
+    finish_reason   LENGTH where no tokens are to follow
+    embedding       f32 [hidden_size], of length 1
+    """
+
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None = None
+    embedding: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request.
 
-    score   of a beam search: the sum of the answer's log-probabilities over its length to the power
-            of the length penalty
+    prompt_logprobs   of the prompt's tokens from the second on, where they were asked for
+    score             of a beam search: the sum of the answer's log-probabilities over its length to
+                      the power of the length penalty
+    embedding         f32 [hidden_size], of length 1, where it was asked for
     """
 
     text: str
@@ -110,4 +143,6 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     score: float | None = None
+    embedding: torch.Tensor | None = None

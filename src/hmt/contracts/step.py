@@ -48,6 +48,8 @@ class Part(NamedTuple):
     """One sequence's share of a step that is to be built.
 
     wanted   how many of the last tokens need logits: 0, 1, or all of them
+    scored   how many of the first tokens have logits that are looked at and not kept
+    pooled   how many of the last tokens have hidden states that are
     """
 
     sequence: int
@@ -56,6 +58,8 @@ class Part(NamedTuple):
     wanted: int
     reserved: int = 0
     room: int = 0
+    scored: int = 0
+    pooled: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,12 +70,21 @@ class Step:
     positions     int64 [tokens]
     runs          in the order of the flat arrays; at most one run per sequence
     logit_rows    int64 [rows]: indices of the tokens whose logits are wanted
+    scored_rows   int64 [scored]: of those whose logits are only looked at, a few at a time
+    pooled_rows   int64 [pooled]: of those whose last hidden states are
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     runs: tuple[Run, ...]
     logit_rows: torch.Tensor
+    scored_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    pooled_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    @property
+    def shows(self) -> bool:
+        """Whether any rows are only looked at."""
+        return bool(len(self.scored_rows) or len(self.pooled_rows))
 
     @staticmethod
     def build(parts: Iterable[Part | tuple[int, int, list[int], int]]) -> "Step":
@@ -80,12 +93,18 @@ class Step:
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
-        for sequence, start, tokens, wanted, reserved, room in (Part(*part) for part in parts):
-            offset, length = len(ids), len(tokens)
-            runs.append(Run(sequence, start, offset, length, reserved, room))
-            ids += tokens
-            positions += range(start, start + length)
-            rows += range(offset + length - wanted, offset + length)
-        flat = (torch.tensor(values, dtype=torch.int64) for values in (ids, positions, rows))
-        token_ids, all_positions, logit_rows = flat
-        return Step(token_ids, all_positions, tuple(runs), logit_rows)
+        scored: list[int] = []
+        pooled: list[int] = []
+        for part in (Part(*part) for part in parts):
+            offset, length = len(ids), len(part.tokens)
+            end = offset + length
+            runs.append(Run(part.sequence, part.start, offset, length, part.reserved, part.room))
+            ids += part.tokens
+            positions += range(part.start, part.start + length)
+            rows += range(end - part.wanted, end)
+            scored += range(offset, offset + part.scored)
+            pooled += range(end - part.pooled, end)
+        flat = [
+            torch.tensor(of, dtype=torch.int64) for of in (ids, positions, rows, scored, pooled)
+        ]
+        return Step(flat[0], flat[1], tuple(runs), *flat[2:])

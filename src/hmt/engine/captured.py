@@ -183,6 +183,8 @@ class CapturedDecoding:
         decodes = all(run.length == 1 for run in step.runs)
         if not self._works or not decodes or len(step.logit_rows) != tokens:
             return False
+        if step.shows:
+            return False
         return self._desk is None or tokens <= self._desk.tokens
 
     # Guesses

@@ -28,13 +28,14 @@ from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
 from hmt.engine.pieces import DecodingInPieces, can_be_pieces
 from hmt.engine.prefetch import PrefetchDistance, ReadAhead, streamed_stages
 from hmt.engine.prefixes import salt_of, save_some
-from hmt.engine.scheduler import Scheduler
+from hmt.engine.scheduler import Scheduled, Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
 from hmt.engine.tiers import TieredDecoding
 from hmt.engine.trial import Verdict
 from hmt.kernels import captures, ops
 from hmt.kvcache import PagedKV, TieredKV
+from hmt.planner import scored_rows
 from hmt.weights import DeviceCounters
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
@@ -82,13 +83,14 @@ class Core:
         weights: Weights = ObservedWeights(self._weights, observers) if observers else self._weights
         on_device = self.memory.on_device
         places = Places(on_device, plan.device.stages)
+        rows = scored_rows(prepared.demand, plan.prefill_chunk)
         if config.executor == "plain":
-            return PlainExecutor(model, weights, kv, self._tracer, places)
+            return PlainExecutor(model, weights, kv, self._tracer, places, rows)
         ahead = _read_ahead(prepared, config, self.memory)
         captured = None
         if on_device is not None:
             captured = self._capture(model, weights, plan, on_device, config.max_batch)
-        return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places, captured)
+        return OverlappedExecutor(model, weights, kv, ahead, self._tracer, places, captured, rows)
 
     def _capture(
         self, model: Model, weights: Weights, plan: Plan, on_device: OnDevice, batch: int
@@ -169,8 +171,9 @@ class Core:
         if scheduled is None:
             self.load = self.scheduler.load
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
+        viewer = _Viewing(scheduled) if scheduled.step.shows else None
         try:
-            logits = self._executor.run(scheduled.step)
+            logits = self._executor.run(scheduled.step, viewer)
         except Exception as error:
             self._weights.abandon()
             for sequence, _ in scheduled.advanced:
@@ -178,6 +181,8 @@ class Core:
         else:
             for sequence, count in scheduled.advanced:
                 sequence.computed += count
+                if sequence.computed == sequence.prompt_tokens:
+                    sequence.read()
             known = self._executor.surveys or (None,) * len(logits)
             for sequence, row, survey in zip(scheduled.sampled, logits, known, strict=True):
                 if sequence.computed == sequence.prompt_tokens:
@@ -408,8 +413,30 @@ def check_tokens(tokens: Many[int], vocab_size: int) -> None:
             raise RequestError(f"token id {token!r} is not in 0..{vocab_size - 1}")
 
 
+class _Viewing:
+    """Gives rows that are shown to the sequences whose prompts they are of."""
+
+    def __init__(self, scheduled: Scheduled) -> None:
+        self._scheduled = scheduled
+
+    def logits(self, first: int, logits: torch.Tensor) -> None:
+        """See Viewer."""
+        owners = self._scheduled.scored[first : first + len(logits)]
+        for row, (sequence, position) in zip(logits, owners, strict=True):
+            sequence.score(position, row)
+
+    def hidden(self, first: int, hidden: torch.Tensor) -> None:
+        """See Viewer."""
+        owners = self._scheduled.pooled[first : first + len(hidden)]
+        for row, (sequence, position) in zip(hidden, owners, strict=True):
+            if sequence.pool is not None:
+                sequence.pool.add(position, row)
+
+
 def _accept(sequence: Sequence, logits: torch.Tensor, known: ops.Survey | None) -> None:
     """Let a sequence choose its next token, or fail."""
+    if sequence.finished:
+        return  # its prompt's logits were none
     try:
         sequence.accept(logits, known)
     except Exception as error:

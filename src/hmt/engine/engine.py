@@ -21,13 +21,12 @@ from hmt.base.errors import (
     ClosedError,
     ContextLengthError,
     EmptyPromptError,
-    HMTError,
     RequestError,
 )
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.request import Completion, FinishReason, Request, Sampling, TokenEvent
+from hmt.contracts.request import Completion, FinishReason, Request, Sampling
 from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
@@ -35,16 +34,17 @@ from hmt.engine.device_loading import device_budget, device_for
 from hmt.engine.loading import Memory, Prepared, allocate, prepare
 from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
-from hmt.engine.sampler import SamplerState
+from hmt.engine.sampler import SamplerState, check_logprobs
 from hmt.engine.scheduler import Load
 from hmt.engine.sequence import Listener, Sequence
-from hmt.engine.streams import Ticket, TokenStream, completions, nth
+from hmt.engine.shown import Pool
+from hmt.engine.streams import Ticket, TokenStream, Told, completions, nth
 from hmt.engine.summary import RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
 from hmt.memory.device import Device
-from hmt.text import StopStrings, Tokenizer
+from hmt.text import Constraint, StopStrings, ThoughtLimit, Tokenizer
 
 _DEFAULT_NEW_TOKENS = 256
 
@@ -75,15 +75,21 @@ class Engine:
         self._models: list[LoadedModel] = []
 
     def load_model(
-        self, path: str | Path, progress: Callable[[int, int], None] | None = None
+        self,
+        path: str | Path,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        host_memory: int | None = None,
     ) -> "LoadedModel":
         """Plan and load the checkpoint or pack in folder `path`, in what is left of the budget.
 
+        `host_memory`: the most that it may take of it, in bytes, so that others have room.
         `progress(bytes done, bytes in all)` is called while resident weights are read, on another
         thread.  Raises CheckpointError, BudgetError, DiskReadError or NumericsError; nothing stays
         allocated then.
         """
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
+        left = left if host_memory is None else min(left, host_memory)
         try:
             prepared = prepare(Path(path), self.config, left, self._device, self._device_left())
         except BudgetError as error:
@@ -139,7 +145,8 @@ class LoadedModel:
             self._timeline: Timeline | None = None
             if config.trace is not None:
                 self._timeline = stack.enter_context(closing(Timeline(config.trace)))
-            self.tracer = Tracer(TRACED_EVENTS) if self._timeline else Tracer()
+            # Events that nobody will write would fill 13 MiB of a server over its first hours.
+            self.tracer = Tracer(TRACED_EVENTS if self._timeline else 0)
             self._loop = StepLoop()
             memory = _load(self._loop, prepared, config, ledger, self.tracer, progress, device)
             self._onlooker = Onlooker(prepared, memory.weights)
@@ -218,6 +225,10 @@ class LoadedModel:
         if request.sampling != Sampling() or sequence.stops.any:
             raise RequestError(
                 "a beam search takes the likeliest answers: leave sampling and stop strings out"
+            )
+        if sequence.shows:
+            raise RequestError(
+                "a beam search tells nothing of the prompt: ask for that with a request of its own"
             )
         eos_ids = frozenset[int]() if request.ignore_eos else sequence.eos_ids
         search = self._loop.call(
@@ -324,7 +335,7 @@ class LoadedModel:
 
     def _submit(self, requests: Many[Request], *, shared: bool = False) -> list[TokenStream]:
         """Queue all, or none where one can never run."""
-        queues: list[SimpleQueue[TokenEvent | HMTError | None]] = [SimpleQueue() for _ in requests]
+        queues: list[SimpleQueue[Told]] = [SimpleQueue() for _ in requests]
         sequences = self._sequences(requests, queues, shared)
         streams = [
             TokenStream(sequence, events, self._cancel)
@@ -355,6 +366,8 @@ class LoadedModel:
             )
         tokens = self._prompt_tokens(request)
         sampler = SamplerState(request.sampling, tokens)
+        if request.prompt_logprobs is not None:
+            check_logprobs("prompt_logprobs", request.prompt_logprobs)
         biased = [token for token, _ in request.sampling.logit_bias]
         check_tokens(biased, self.prepared.model.spec.vocab_size)
         stops = (request.stop,) if isinstance(request.stop, str) else request.stop
@@ -369,9 +382,21 @@ class LoadedModel:
             stops=StopStrings(stops),
             eos_ids=self.tokenizer.eos_ids,
             events=listener,
-            form=None if request.grammar is None else self.tokenizer.grammars.open(request.grammar),
+            scores=None if request.prompt_logprobs is None else [],
+            pool=None if request.embedding is None else Pool(request.embedding),
+            form=self._form(request, tokens),
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
+
+    def _form(self, request: Request, prompt: list[int]) -> Constraint | ThoughtLimit | None:
+        if request.grammar is not None:
+            return self.tokenizer.grammars.open(request.grammar)
+        most = request.reasoning_tokens
+        if most is None:
+            return None
+        if type(most) is not int or most < 0:
+            raise RequestError(f"reasoning_tokens is {most!r}; give an integer of at least 0")
+        return self.tokenizer.thought_limit(prompt, most)
 
     def _new_tokens(self, request: Request, prompt: int) -> int:
         """How many tokens a request may generate.  Raises ContextLengthError, RequestError."""
@@ -381,18 +406,23 @@ class LoadedModel:
                 f"context_size {request.context_size} was asked for; this model was made for "
                 f"1 to {longest}"
             )
-        if asked is not None and (type(asked) is not int or asked < 1):
-            raise RequestError(f"max_new_tokens is {asked!r}; it must be at least 1")
+        shows = request.prompt_logprobs is not None or request.embedding is not None
+        fewest = 0 if shows else 1
+        if request.embedding is not None and asked != 0:
+            raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
+        if asked is not None and (type(asked) is not int or asked < fewest):
+            raise RequestError(f"max_new_tokens is {asked!r}; it must be at least {fewest}")
+        least = 1 if asked is None else asked
         limit = request.context_size or longest
         if asked is None:
             limit = min(limit, self.plan.kv_tokens)
-        if prompt + (asked or 1) > limit:
+        if prompt + least > limit:
             raise ContextLengthError(
-                f"{prompt} prompt tokens and {asked or 1} new ones are more than the context of "
+                f"{prompt} prompt tokens and {least} new ones are more than the context of "
                 f"{limit}; shorten the prompt, lower max_new_tokens, or load the model with a "
                 "larger context"
             )
-        return asked or min(_DEFAULT_NEW_TOKENS, limit - prompt)
+        return min(_DEFAULT_NEW_TOKENS, limit - prompt) if asked is None else asked
 
     def _prompt_tokens(self, request: Request) -> list[int]:
         if not isinstance(request.input, (str, list, tuple)):

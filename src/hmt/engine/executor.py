@@ -20,6 +20,7 @@ from hmt.contracts.store import ExpertTeam, KVCache, LeasedGroup, Priority, Weig
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.device_loading import OnDevice
 from hmt.engine.prefetch import ReadAhead
+from hmt.engine.shown import ByPieces, Viewer
 from hmt.kernels.ops import Survey
 
 
@@ -36,10 +37,10 @@ class Executor(Protocol):
         """Steps that used each expert, by layer, besides those that leased it."""
         ...
 
-    def run(self, step: Step) -> torch.Tensor:
+    def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:
         """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
 
-        Appends the step's tokens to the KV.
+        Appends the step's tokens to the KV.  `viewer` is shown its scored and its pooled rows.
 
         Raises DiskReadError or NumericsError of a block that could not be loaded; the KV of the
         step's sequences is then incomplete.
@@ -163,20 +164,23 @@ class PlainExecutor:
         kv: KVCache,
         tracer: Tracer | None = None,
         places: Places | None = None,
+        scored_rows: int = 1,
     ) -> None:
+        """`scored_rows` of logits are looked at together."""
         self._model = model
         self._weights = _OnDemand(weights)
         self._kv = kv
         self._places = places or Places()
         self._stages = _Stages(model, tracer)
+        self._pieces = ByPieces(model, self._weights, scored_rows)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> torch.Tensor:
+    def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:
         """See Executor."""
         with self._places.computing():
-            return self._run(step)
+            return self._run(step, viewer)
 
-    def _run(self, step: Step) -> torch.Tensor:
+    def _run(self, step: Step, viewer: Viewer | None) -> torch.Tensor:
         places, layers = self._places, self._model.spec.layers
         places.begin(step)
         self._stages.begin()
@@ -185,11 +189,15 @@ class PlainExecutor:
             hidden, here = places.bring(hidden, index), places.step(index)
             hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
             self._stages.ended(index)
-        if not len(step.logit_rows):
-            return torch.empty(0, self._model.spec.vocab_size)
-        hidden = places.bring(hidden, layers)[places.step(layers).logit_rows]
-        logits = self._model.head(hidden, self._weights).cpu()
-        self._stages.ended(layers)
+        logits = torch.empty(0, self._model.spec.vocab_size)
+        if len(step.logit_rows) or step.shows:
+            hidden = places.bring(hidden, layers)
+        if viewer is not None:
+            self._pieces.show(step, hidden, viewer)
+        if len(step.logit_rows):
+            hidden = hidden[places.step(layers).logit_rows]
+            logits = self._model.head(hidden, self._weights).cpu()
+            self._stages.ended(layers)
         return logits
 
 
@@ -210,8 +218,12 @@ class OverlappedExecutor:
         tracer: Tracer | None = None,
         places: Places | None = None,
         captured: CapturedDecoding | None = None,
+        scored_rows: int = 1,
     ) -> None:
-        """`captured` computes what it can of steps after their embedding."""
+        """`captured` computes what it can of steps after their embedding.
+
+        `scored_rows` of logits are looked at together.
+        """
         self.surveys: Sequence[Survey] = ()
         self._model = model
         self._weights = weights
@@ -220,6 +232,7 @@ class OverlappedExecutor:
         self._captured = captured
         self._places = places or Places()
         self._stages = _Stages(model, tracer)
+        self._pieces = ByPieces(model, self._weights, scored_rows)
         self._together = None
         if self._places.alike:
             self._together = model.resident_layers(range(model.spec.layers), weights, kv)
@@ -230,12 +243,12 @@ class OverlappedExecutor:
         return {} if self._together is None else self._together.expert_uses
 
     @torch.inference_mode()
-    def run(self, step: Step) -> torch.Tensor:
+    def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:
         """See Executor."""
         with self._places.computing():
-            return self._run(step)
+            return self._run(step, viewer)
 
-    def _run(self, step: Step) -> torch.Tensor:
+    def _run(self, step: Step, viewer: Viewer | None) -> torch.Tensor:
         ahead, places, layers = self._ahead, self._places, self._model.spec.layers
         ahead.step_begins(len(step.token_ids))
         places.begin(step)
@@ -260,10 +273,13 @@ class OverlappedExecutor:
                 ahead.stage_ends(index)
                 self._stages.ended(index)
         logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
-        if rows:
+        if rows or step.shows:
             self._request(layers)
-            # Rows ascend and differ: as many as there are tokens are all of them.
             hidden = places.bring(hidden, layers)
+        if viewer is not None:
+            self._pieces.show(step, hidden, viewer)
+        if rows:
+            # Rows ascend and differ: as many as there are tokens are all of them.
             wanted = hidden if rows == len(hidden) else hidden[places.step(layers).logit_rows]
             logits = self._model.head(wanted, self._weights).cpu()
             self._stages.ended(layers)

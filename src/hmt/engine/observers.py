@@ -65,6 +65,7 @@ class ObservedModel:
         self.dtype = model.dtype
         self.embed = model.embed
         self.head = model.head
+        self.normed = model.normed
         self.layer_blocks = model.layer_blocks
         self._sparse = {b.id.layer for b in model.spec.blocks if b.id.kind is BlockKind.EXPERT}
         self.expected_experts = model.expected_experts

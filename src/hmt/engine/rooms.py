@@ -51,7 +51,9 @@ class Rooms:
             sequence.kv = self._kv.open(positions)
         else:
             salt = self._salt(sequence)
-            opened = self._prefixes.open(positions, sequence.tokens, salt, spare=spare)
+            # What is held is not computed, and has nothing to show.
+            tokens = [] if sequence.shows else sequence.tokens
+            opened = self._prefixes.open(positions, tokens, salt, spare=spare)
             if opened is None:
                 return False
             sequence.kv, sequence.computed = opened.sequence, opened.held
@@ -126,6 +128,6 @@ class Rooms:
         """Tokens of a sequence that waits whose keys and values are in memory."""
         if sequence.kv is not None:
             return sequence.computed
-        if self._prefixes is None:
+        if self._prefixes is None or sequence.shows:
             return 0
         return self._prefixes.shared(sequence.tokens, self._salt(sequence))

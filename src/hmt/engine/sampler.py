@@ -71,7 +71,7 @@ class SamplerState:
         else:
             token_id = int(scores.argmax())  # the first of equal ones
         self._output[token_id] += 1
-        return _logprob(logits, token_id, found.log_sum_exp, self._sampling.logprobs or 0)
+        return logprob_of(logits, token_id, found.log_sum_exp, self._sampling.logprobs or 0)
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits after biases and the three penalties: f32 [vocab]."""
@@ -119,7 +119,12 @@ def validate(sampling: Sampling) -> None:
         _check_integer("a token of logit_bias", token, 0, (1 << 31) - 1)
         _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     if sampling.logprobs is not None:
-        _check_integer("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+        check_logprobs("logprobs", sampling.logprobs)
+
+
+def check_logprobs(name: str, value: object) -> None:
+    """Raise RequestError unless so many can be reported."""
+    _check_integer(name, value, 0, MAX_LOGPROBS)
 
 
 def _check_number(
@@ -152,8 +157,8 @@ def not_finite(logits: torch.Tensor) -> NumericsError:
     )
 
 
-def _logprob(logits: torch.Tensor, token_id: int, log_sum_exp: float, count: int) -> TokenLogprob:
-    """Natural log-probabilities of the token and of the `count` likeliest, by raw logits."""
+def logprob_of(logits: torch.Tensor, token_id: int, log_sum_exp: float, count: int) -> TokenLogprob:
+    """Natural log-probabilities of a token and of the `count` likeliest, by raw logits [vocab]."""
     ids = ops.largest(logits, count).tolist() if count else []
     top = tuple((index, float(logits[index]) - log_sum_exp) for index in ids)
     return TokenLogprob(token_id, float(logits[token_id]) - log_sum_exp, top)

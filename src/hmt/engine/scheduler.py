@@ -27,12 +27,16 @@ class Scheduled:
     sampled         sequences in the order of the step's logit rows
     advanced        (sequence, tokens of it in this step)
     prompt_tokens   tokens in this step that belong to prompts
+    scored          (sequence, position) of the step's scored rows, which tell of the token behind
+    pooled          (sequence, position) of its pooled rows
     """
 
     step: Step
     sampled: tuple[Sequence, ...]
     advanced: tuple[tuple[Sequence, int], ...]
     prompt_tokens: int
+    scored: tuple[tuple[Sequence, int], ...] = ()
+    pooled: tuple[tuple[Sequence, int], ...] = ()
 
 
 # Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
@@ -163,22 +167,35 @@ class Scheduler:
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         parts: list[Part] = []
         sampled, advanced = [], []
+        scored: list[tuple[Sequence, int]] = []
+        pooled: list[tuple[Sequence, int]] = []
         for sequence in self._running:
             first, count = sequence.computed, counts.get(sequence.number, 1)
             if count == 0:
                 continue
             complete = first + count == len(sequence.tokens)
+            wanted = int(complete and sequence.wants_tokens)
+            scores, pools = sequence.shown_rows(first, count)
+            scored += [(sequence, first + n) for n in range(scores)]
+            pooled += [(sequence, first + count - pools + n) for n in range(pools)]
             assert sequence.kv is not None and first + count <= sequence.room
             tokens = sequence.tokens[first : first + count]
             reach = sequence.positions, sequence.room
-            parts.append(Part(sequence.kv, first, tokens, int(complete), *reach))
+            parts.append(Part(sequence.kv, first, tokens, wanted, *reach, scores, pools))
             advanced.append((sequence, count))
-            if complete:
+            if wanted:
                 sampled.append(sequence)
         if not parts:
             return None
         self._batches[len(parts)] += 1
-        return Scheduled(Step.build(parts), tuple(sampled), tuple(advanced), sum(shares))
+        return Scheduled(
+            Step.build(parts),
+            tuple(sampled),
+            tuple(advanced),
+            sum(shares),
+            tuple(scored),
+            tuple(pooled),
+        )
 
     def fork(self, leader: Sequence) -> list[Sequence]:
         """Sequences that run from now on with the prompt that `leader` has just computed."""

@@ -7,11 +7,19 @@ from typing import Protocol
 
 import torch
 
-from hmt.base.errors import HMTError
-from hmt.contracts.request import FinishReason, Request, TokenEvent, TokenLogprob
-from hmt.engine.sampler import SamplerState
+from hmt.base.errors import HMTError, NumericsError
+from hmt.contracts.request import (
+    FinishReason,
+    PromptEvent,
+    Request,
+    TokenEvent,
+    TokenLogprob,
+)
+from hmt.engine.sampler import SamplerState, logprob_of, not_finite
+from hmt.engine.shown import Pool
+from hmt.kernels import ops
 from hmt.kernels.ops import Survey
-from hmt.text import Constraint, StopStrings, TextStream
+from hmt.text import Constraint, StopStrings, TextStream, ThoughtLimit
 
 _numbers = itertools.count(1)
 
@@ -19,8 +27,10 @@ _numbers = itertools.count(1)
 class Listener(Protocol):
     """Who is told what becomes of a request."""
 
-    def put(self, event: TokenEvent | HMTError | None, /) -> None:
+    def put(self, event: TokenEvent | PromptEvent | HMTError | None, /) -> None:
         """A token, the last with a finish reason; or the error that ended it; None: cancelled.
+
+        Before the first token what was asked of the prompt, if anything was.
 
         On the engine's thread: it must neither wait nor raise.
         """
@@ -40,8 +50,10 @@ class Sequence:
     room        positions that are reserved for it
     sent_back   times that it had begun and others needed its place or its room
     leader      another of the same prompt, whose keys and values are to be shared once computed
-    form        what holds the answer to the form that was asked for
+    form        what holds the answer to the form that was asked for, or its reasoning to a length
     events      who is told of tokens and of the end
+    scores      of the prompt's tokens from the second on, as far as computed; None: not wanted
+    pool        of its hidden states, likewise
     held        positions whose keys and values were there when it began to run
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
     deadline_s  time.monotonic() at which it fails if it has not ended; None: never
@@ -56,7 +68,7 @@ class Sequence:
     stops: StopStrings
     eos_ids: frozenset[int]
     events: Listener
-    form: Constraint | None = None
+    form: Constraint | ThoughtLimit | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     computed: int = 0
     given: int = field(init=False)
@@ -65,6 +77,8 @@ class Sequence:
     sent_back: int = 0
     leader: "Sequence | None" = None
     finish_reason: FinishReason | None = None
+    scores: list[TokenLogprob] | None = None
+    pool: Pool | None = None
     held: int = 0
     submitted_s: float = field(default_factory=time.perf_counter)
     admitted_s: float | None = None
@@ -77,6 +91,56 @@ class Sequence:
     def finished(self) -> bool:
         """True once nothing more will be produced."""
         return self.finish_reason is not None
+
+    @property
+    def wants_tokens(self) -> bool:
+        """False where only the prompt is computed."""
+        return self.positions > self.prompt_tokens
+
+    @property
+    def shows(self) -> bool:
+        """Whether something was asked of the prompt that is not told yet."""
+        return self.scores is not None or self.pool is not None
+
+    def shown_rows(self, first: int, count: int) -> tuple[int, int]:
+        """Of `count` tokens from position `first` on, rows that are scored, and pooled.
+
+        Those that are scored are the first of them, those that are pooled the last.
+        """
+        left = self.prompt_tokens - first
+        if left <= 0 or not self.shows:
+            return 0, 0
+        scored = 0 if self.scores is None else min(count, left - 1)
+        pooled = 0 if self.pool is None else self.pool.rows(count, complete=count == left)
+        return scored, pooled
+
+    def score(self, position: int, logits: torch.Tensor) -> None:
+        """Score the prompt token behind `position` by logits f32 [vocab].
+
+        Fails the sequence where they are not numbers.
+        """
+        if self.finished or self.scores is None:
+            return
+        found = ops.survey(logits)
+        if not found.finite:
+            self.fail(not_finite(logits))
+            return
+        del self.scores[position:]  # where it is computed again
+        most, token = self.request.prompt_logprobs or 0, self.tokens[position + 1]
+        self.scores.append(logprob_of(logits, token, found.log_sum_exp, most))
+
+    def read(self) -> None:
+        """The prompt has been computed: tell what was asked of it, and end where that is all."""
+        if self.finished or not self.shows:
+            return
+        embedding = None if self.pool is None else self.pool.embedding()
+        if embedding is not None and not embedding.isfinite().all():
+            self.fail(NumericsError("the prompt's hidden states are not all numbers"))
+            return
+        reason = None if self.wants_tokens else FinishReason.LENGTH
+        self.finish_reason = reason
+        self.events.put(PromptEvent(tuple(self.scores or ()), reason, embedding))
+        self.scores = self.pool = None
 
     def accept(self, logits: torch.Tensor, known: Survey | None = None) -> None:
         """Choose the next token from f32 [vocab] logits and add its event.

@@ -5,10 +5,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hmt.base.errors import HMTError
-from hmt.contracts.request import Completion, FinishReason, Request, TokenEvent
+from hmt.contracts.request import (
+    Completion,
+    FinishReason,
+    PromptEvent,
+    Request,
+    TokenEvent,
+)
 from hmt.engine.sequence import Sequence
 
 Cancel = Callable[[Sequence], None]
+Told = TokenEvent | PromptEvent | HMTError | None
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -17,7 +24,7 @@ class TokenStream(Iterator[TokenEvent]):
     def __init__(
         self,
         sequence: Sequence,
-        events: "queue.SimpleQueue[TokenEvent | HMTError | None]",
+        events: "queue.SimpleQueue[Told]",
         cancel: Cancel,
     ) -> None:
         """`events` are those of `sequence`."""
@@ -25,12 +32,17 @@ class TokenStream(Iterator[TokenEvent]):
         self._events = events
         self._cancel = cancel
         self._ended = False
+        self._prompt = PromptEvent(())
 
     def __next__(self) -> TokenEvent:
         """The next token.  Raises what failed the request."""
         if self._ended:
             raise StopIteration
         event = self._events.get()
+        if isinstance(event, PromptEvent):
+            self._prompt = event
+            event = self._events.get() if event.finish_reason is None else None
+        assert not isinstance(event, PromptEvent)
         self._ended = event is None or isinstance(event, HMTError) or bool(event.finish_reason)
         if event is None:
             raise StopIteration
@@ -47,13 +59,15 @@ class TokenStream(Iterator[TokenEvent]):
     def completion(self) -> Completion:
         """All that is left, once it has come.  Raises what failed the request."""
         events = list(self)
-        finish_reason = events[-1].finish_reason if events else None
+        finish_reason = events[-1].finish_reason if events else self._prompt.finish_reason
         return Completion(
             text="".join(event.text for event in events),
             token_ids=tuple(event.token_id for event in events),
             finish_reason=finish_reason or FinishReason.CANCELLED,
             prompt_tokens=self._sequence.prompt_tokens,
             logprobs=tuple(event.logprob for event in events if event.logprob is not None),
+            prompt_logprobs=self._prompt.logprobs,
+            embedding=self._prompt.embedding,
         )
 
     def __del__(self) -> None:
@@ -97,8 +111,12 @@ class Ticket:
 
 def nth(request: Request, number: int) -> Request:
     """The request for a prompt's answer `number`."""
-    seed = request.sampling.seed if isinstance(request, Request) else None
-    if seed is None or not number:
+    if not isinstance(request, Request) or not number:
+        return request
+    if request.prompt_logprobs is not None and request.max_new_tokens != 0:
+        request = replace(request, prompt_logprobs=None)  # the first answer tells them
+    seed = request.sampling.seed
+    if seed is None:
         return request
     return replace(request, sampling=replace(request.sampling, seed=seed + number))
 

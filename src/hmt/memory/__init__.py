@@ -10,6 +10,7 @@ from hmt.memory.ledger import Account, Ledger
 from hmt.memory.limits import (
     available_host_bytes,
     cgroup_limit_bytes,
+    give_back,
     peak_resident_bytes,
     physical_host_bytes,
     resident_bytes,
@@ -60,6 +61,7 @@ __all__ = [
     "cgroup_limit_bytes",
     "disk_rate",
     "file_to_read",
+    "give_back",
     "numa_nodes",
     "open_reader",
     "peak_resident_bytes",

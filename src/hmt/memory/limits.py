@@ -1,5 +1,7 @@
 """How much memory this process may use, and how much it has used, as the kernel counts it."""
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -31,6 +33,12 @@ def cgroup_limit_bytes() -> int | None:
     # v1 says "no limit" with a number near 2**63.
     real = [limit for limit in limits if limit < 1 << 60]
     return min(real, default=None)
+
+
+def give_back() -> None:
+    """Give the system what the allocator has kept of freed memory, where it is glibc's."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:

@@ -102,6 +102,11 @@ class Decoder(ABC):
         """See Model."""
         return weights.rows(_EMBEDDING, "weight", step.token_ids).to(self.dtype)
 
+    def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
+        """See Model."""
+        with weights.lease(self._head_chunks[0]) as params:
+            return self._norm(hidden, params["norm"]).float()
+
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
         standing = weights.standing(self._head_chunks)

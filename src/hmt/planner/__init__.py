@@ -1,7 +1,7 @@
 """Where everything lives, decided before a byte is loaded: footprint, solver, explanation."""
 
 from hmt.planner.explain import explain
-from hmt.planner.footprint import Demand, activation_bytes, default_chunk, kv_bytes
+from hmt.planner.footprint import Demand, activation_bytes, default_chunk, kv_bytes, scored_rows
 from hmt.planner.levels import KVBudgets, KVSizes
 from hmt.planner.solver import PlanOptions, smallest_budget, solve
 
@@ -14,6 +14,7 @@ __all__ = [
     "default_chunk",
     "explain",
     "kv_bytes",
+    "scored_rows",
     "smallest_budget",
     "solve",
 ]

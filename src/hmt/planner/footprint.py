@@ -94,6 +94,17 @@ def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
     return 4 * numbers + scores + context * demand.kv_layer_bytes + demand.kv_work_bytes
 
 
+def scored_rows(demand: Demand, chunk: int) -> int:
+    """Rows of logits that may be looked at together behind the layers of a step.
+
+    They take the room of the layers' activations, of which the hidden states are left, and of the
+    batch's logits and their sorted copy; twice each, as the head may write them in another dtype.
+    """
+    spec, batch = demand.spec, demand.batch
+    free = (chunk + batch - 1) * (spec.activation_width - spec.hidden_size)
+    return max(1, free // (2 * spec.vocab_size) + batch)
+
+
 def device_activation_bytes(demand: Demand, chunk: int, context: int) -> int:
     """The same on a device, with a matrix unpacked and results of experts.
 

@@ -4,5 +4,6 @@ from hmt.server.app import create_app
 from hmt.server.config import ServerConfig
 from hmt.server.keys import KeyRing
 from hmt.server.run import bind, serve
+from hmt.server.shelf import Others
 
-__all__ = ["KeyRing", "ServerConfig", "bind", "create_app", "serve"]
+__all__ = ["KeyRing", "Others", "ServerConfig", "bind", "create_app", "serve"]

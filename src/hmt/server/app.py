@@ -15,45 +15,67 @@ from hmt.server.config import ServerConfig
 from hmt.server.gate import Gate
 from hmt.server.guard import Guard
 from hmt.server.metrics import Metrics
-from hmt.server.openai import chat, completions, models
+from hmt.server.openai import chat, completions, embeddings, models
 from hmt.server.page import routes as page
 from hmt.server.page.watch import Watch
 from hmt.server.service import Service
+from hmt.server.shelf import Others, Shelf
 from hmt.server.stream import ClientGone, Unsent
 
 
-def create_app(model: LoadedModel, config: ServerConfig | None = None) -> FastAPI:
+def create_app(
+    model: LoadedModel, config: ServerConfig | None = None, others: Others | None = None
+) -> FastAPI:
     """An ASGI application that serves `model`, which stays the caller's to close.
+
+    others   models that may be loaded besides, and take its place
 
     Raises ConfigError.
     """
     config = config or ServerConfig()
     config.check()
     metrics = Metrics(model)
-    service = Service(
-        model=model,
-        name=config.name or model.prepared.source.path.name,
-        config=config,
-        gate=Gate(running=model.max_batch, waiting=config.max_waiting),
-        observer=metrics,
-    )
     app = FastAPI(
         title="HMT",
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
         middleware=_middleware(config, metrics),
     )
-    app.state.service = service
-    app.state.watch = Watch(model)
+
+    def serving(name: str, loaded: LoadedModel) -> Service:
+        gate = Gate(running=loaded.max_batch, waiting=config.max_waiting)
+        return Service(model=loaded, name=name, config=config, gate=gate, observer=metrics)
+
+    def changed(first: Service) -> None:
+        if getattr(app.state, "service", None) is first:
+            return
+        app.state.service = first
+        app.state.watch = Watch(first.model)
+        metrics.watch(first.model)
+
+    app.state.shelf = Shelf(
+        serve=serving,
+        folders={} if others is None else dict(others.paths),
+        engine=None if others is None else others.engine,
+        changed=changed,
+    )
+    app.state.shelf.put(config.name or model.prepared.source.path.name, model)
     errors.install(app)
 
     @app.exception_handler(ClientGone)
     async def _gone(request: Request, error: ClientGone) -> Response:
         return Unsent()
 
-    for routes in (chat.router, completions.router, models.router, messages.router, page.router):
+    for routes in (
+        chat.router,
+        completions.router,
+        embeddings.router,
+        models.router,
+        messages.router,
+        page.router,
+    ):
         app.include_router(routes)
-    _add_watching(app, service, metrics)
+    _add_watching(app, metrics)
     return app
 
 
@@ -75,7 +97,7 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
     return [cors, guard]
 
 
-def _add_watching(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _add_watching(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether the process answers."""
@@ -84,6 +106,7 @@ def _add_watching(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         """Whether a request would be taken now."""
+        service = app.state.service
         gate, closed = service.gate, service.model.closed
         full = gate.inside >= gate.running + gate.waiting
         state = "closed" if closed else "full" if full else "ready"
@@ -92,5 +115,5 @@ def _add_watching(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def measured() -> Response:
         """What was measured, for Prometheus."""
-        content, kind = await metrics.render(service.gate)
+        content, kind = await metrics.render(app.state.shelf.inside)
         return Response(content, headers={"Content-Type": kind})

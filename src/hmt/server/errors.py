@@ -34,6 +34,7 @@ _CODES: Final = {
     "json_invalid": "invalid_json",
 }
 
+_BLOCKS: Final = ("text", "thinking", "tool_use", "tool_result")
 _ANTHROPIC_PATH: Final = "/v1/messages"
 _ANTHROPIC: Final = {
     400: "invalid_request_error",
@@ -150,7 +151,7 @@ def install(app: FastAPI) -> None:
 def _not_valid(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a request."""
     meant = _meant(list(error.errors()))
-    place = [part for part in meant["loc"][1:] if not _is_union_member(part)]
+    place = _without_tags([part for part in meant["loc"][1:] if not _is_union_member(part)])
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
     kind, context = meant["type"], meant.get("ctx", {})
     if kind == "json_invalid":
@@ -166,6 +167,15 @@ def _not_valid(error: RequestValidationError) -> ApiError:
     message = messages.get(kind, f"{param!r}: {_plain(meant)}")
     otherwise = "invalid_type" if _is_of_type(kind) else "invalid_value"
     return ApiError(400, message, param=param, code=_CODES.get(kind, otherwise))
+
+
+def _without_tags(place: list[Any]) -> list[Any]:
+    """The place of an error without the types of Anthropic's blocks, which pydantic puts in it."""
+    return [
+        part
+        for n, part in enumerate(place)
+        if not (part in _BLOCKS and n and isinstance(place[n - 1], int) and n + 1 < len(place))
+    ]
 
 
 def _meant(found: list[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from hmt.base.errors import Cancelled, HMTError
-from hmt.contracts.request import FinishReason, Request, TokenEvent
+from hmt.contracts.request import (
+    FinishReason,
+    PromptEvent,
+    Request,
+    TokenEvent,
+)
 from hmt.engine import LoadedModel, Ticket
 from hmt.server.errors import told
 from hmt.server.gate import Gate
 from hmt.server.observer import Observer
 
-Told = TokenEvent | HMTError | None
+Told = TokenEvent | PromptEvent | HMTError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,10 @@ class _Ear:
 
 @dataclass(slots=True)
 class Course:
-    """How one answer goes.  Times are time.perf_counter() seconds."""
+    """How one answer goes.  Times are time.perf_counter() seconds.
+
+    prompt   what was asked of the prompt, with the first answer to it
+    """
 
     ticket: Ticket
     first_s: float | None = None
@@ -42,6 +50,7 @@ class Course:
     tokens: int = 0
     finish_reason: FinishReason | None = None
     failed: bool = False
+    prompt: PromptEvent = field(default_factory=lambda: PromptEvent(()))
 
     @property
     def ended(self) -> bool:
@@ -101,11 +110,19 @@ class Generation:
             raise
 
     async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
-        """(answer, token) as they come, until all have ended.  Raises ApiError."""
+        """(answer, token) as they come, until all have ended.  Raises ApiError.
+
+        What was asked of a prompt is in its first course before that answer's first token.
+        """
         left = sum(not course.ended for course in self.courses)
         while left:
             number, event = await self._heard.get()
             course = self.courses[number]
+            if isinstance(event, PromptEvent):
+                course.prompt, course.finish_reason = event, event.finish_reason
+                course.last_s = time.perf_counter()
+                left -= event.finish_reason is not None
+                continue
             if not isinstance(event, TokenEvent):
                 course.failed = True
                 error = event or Cancelled("the request was cancelled")

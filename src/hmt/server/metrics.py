@@ -16,7 +16,6 @@ from starlette.types import Scope
 
 from hmt.base.errors import ClosedError
 from hmt.engine import LoadedModel, RunSummary
-from hmt.server.gate import Gate
 from hmt.server.generation import Course
 from hmt.server.tiers import TierCollector
 
@@ -78,8 +77,12 @@ class Metrics:
         if reason is not None:
             self._whole.observe(course.last_s - ticket.submitted_s)
 
-    async def render(self, gate: Gate) -> tuple[bytes, str]:
-        """All of it as text, and the text's content type.
+    def watch(self, model: LoadedModel) -> None:
+        """Whose account is told from now on."""
+        self._model, self._reading = model, None
+
+    async def render(self, inside: int) -> tuple[bytes, str]:
+        """All of it as text, and the text's content type.  `inside`: answers under way.
 
         The engine's account is as of a moment ago, or, while a step takes long, of the last time.
         """
@@ -90,5 +93,5 @@ class Metrics:
             self._tiers.summary = await asyncio.wait_for(reading, _PATIENCE_S)
             self._reading = None
         self._tiers.load = self._model.load
-        self._tiers.inside = gate.inside
+        self._tiers.inside = inside
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

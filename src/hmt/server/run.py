@@ -12,6 +12,7 @@ from hmt.base.errors import ConfigError
 from hmt.engine import LoadedModel
 from hmt.server.app import create_app
 from hmt.server.config import ServerConfig
+from hmt.server.shelf import Others
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -43,12 +44,14 @@ def serve(
     config: ServerConfig,
     bound: socket.socket,
     started: Callable[[str], None] = lambda address: None,
+    others: Others | None = None,
 ) -> None:
     """Answer until SIGINT or SIGTERM; then answers under way have `shutdown_s` to end.
 
     `started(address)` is called when clients can connect.  Takes over the socket of `bind`.
+    `others`: see create_app.
     """
-    app = create_app(model, config)
+    app = create_app(model, config, others)
     server = _Server(
         uvicorn.Config(
             app,

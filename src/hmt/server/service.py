@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fastapi import Request as HttpRequest
 
 from hmt.base.errors import HMTError
-from hmt.contracts.request import Grammar, Request, Sampling
+from hmt.contracts.request import Grammar, Pooling, Request, Sampling
 from hmt.engine import LoadedModel
 from hmt.server.config import ServerConfig
 from hmt.server.errors import ApiError, told
@@ -22,9 +22,12 @@ LATER = -1  # priority of those who let all others go first
 class Asked:
     """What one HTTP request wants of the engine, beside its prompts.
 
-    longest   tokens of an answer; None: the server's default, or what the context holds
-    answers   to each prompt; `counted` is the parameter that said so
-    grammar   the form of answers; `formed` is the parameter that said so
+    longest           tokens of an answer; None: the server's default, or what the context holds
+    answers           to each prompt; `counted` is the parameter that said so
+    grammar           the form of answers; `formed` is the parameter that said so
+    prompt_logprobs   see Request
+    embedding         likewise
+    reasoning_tokens  likewise
     """
 
     owner: str
@@ -38,6 +41,9 @@ class Asked:
     timeout_s: float | None = None
     grammar: Grammar | None = None
     formed: str = "response_format"
+    prompt_logprobs: int | None = None
+    embedding: Pooling | None = None
+    reasoning_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -55,16 +61,6 @@ class Service:
     def max_positions(self) -> int:
         """The longest that prompt and answer may be together."""
         return min(self.model.prepared.model.spec.max_context, self.model.load.capacity_tokens)
-
-    def check_name(self, name: str | None) -> None:
-        """Raise ApiError unless `name` is this model, or not given."""
-        if name is not None and name != self.name:
-            raise ApiError(
-                404,
-                f"there is no model {name!r}; this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
 
     async def begin(
         self, asked: Asked, prompts: Callable[[], list[list[int]]], count: int, param: str
@@ -122,11 +118,15 @@ class Service:
             owner=asked.owner,
             priority=asked.priority,
             grammar=asked.grammar,
+            prompt_logprobs=asked.prompt_logprobs,
+            embedding=asked.embedding,
+            reasoning_tokens=asked.reasoning_tokens,
             timeout_s=most if asked.timeout_s is None else min(most, asked.timeout_s),
         )
 
 
-def service_of(request: HttpRequest) -> Service:
-    """What `create_app` was given."""
-    service: Service = request.app.state.service
+def service_of(request: HttpRequest, name: str | None = None) -> Service:
+    """The model of this name, or the first one.  Raises ApiError 404 where it is not loaded."""
+    state = request.app.state
+    service: Service = state.service if name is None else state.shelf.find(name)
     return service

@@ -1,7 +1,7 @@
 """Tokenizer, chat templates, and text as it becomes printable."""
 
 from hmt.text.grammar import Constraint, Grammars
-from hmt.text.reasoning import ReasoningReader
+from hmt.text.reasoning import ReasoningReader, ThoughtLimit
 from hmt.text.stream import StopStrings, TextStream
 from hmt.text.tokenizer import Tokenizer
 from hmt.text.tools import CallReader, ToolCall, ToolStyle
@@ -13,6 +13,7 @@ __all__ = [
     "ReasoningReader",
     "StopStrings",
     "TextStream",
+    "ThoughtLimit",
     "Tokenizer",
     "ToolCall",
     "ToolStyle",

@@ -1,8 +1,11 @@
 """What a model thinks before it answers, apart from the answer."""
 
+from collections.abc import Sequence
 from typing import Final
 
-from hmt.text.stream import StopStrings
+import torch
+
+from hmt.text.stream import StopStrings, TextStream
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -20,6 +23,11 @@ class ReasoningReader:
         self._held = ""
         self._end = StopStrings([CLOSE])
         self._blank = True  # nothing of this part has been shown
+
+    @property
+    def inside(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._inside is True
 
     def push(self, text: str) -> tuple[str, str]:
         """What is certain to be reasoning, and answer, now that `text` follows."""
@@ -51,3 +59,31 @@ class ReasoningReader:
             text = text.lstrip()
             self._blank = not text
         return text
+
+
+class ThoughtLimit:
+    """Ends one answer's reasoning after so many tokens: then the closing tag must follow."""
+
+    complete: Final = False  # the answer goes on
+
+    def __init__(
+        self, reader: ReasoningReader, text: TextStream, closing: Sequence[int], most: int
+    ) -> None:
+        """`closing`: the tokens of the closing tag; reader and text are this answer's own."""
+        self._reader = reader
+        self._text = text
+        self._closing = list(closing)
+        self._left = most
+        self._due: list[int] = []
+
+    def allowed(self) -> torch.Tensor | None:
+        """The one token that may come next, int64 [1]; None: any."""
+        if not self._due and self._left <= 0 and self._reader.inside:
+            self._due = self._closing.copy()
+        return torch.tensor(self._due[:1]) if self._due else None
+
+    def push(self, token_id: int) -> None:
+        """The next token."""
+        self._due = self._due[1:]
+        self._reader.push(self._text.push(token_id))
+        self._left -= self._reader.inside

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
 from hmt.text.grammar import Grammars
 from hmt.text.json_file import read_object
-from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader
+from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
 from hmt.text.tools import ToolStyle
@@ -134,6 +134,14 @@ class Tokenizer:
             return None
         end = b"".join(map(self.token_bytes, prompt[-16:]))
         return ReasoningReader(begun=end.rstrip().endswith(OPEN.encode()))
+
+    def thought_limit(self, prompt: Sequence[int], most: int) -> ThoughtLimit | None:
+        """What ends the reasoning of an answer to `prompt`; None where there is none."""
+        reader = self.reasoning(prompt)
+        if reader is None:
+            return None
+        closing = self._encode(f"{CLOSE}\n\n", add_special_tokens=False)
+        return ThoughtLimit(reader, self.stream(), closing, most)
 
     def chat_prompt(
         self,

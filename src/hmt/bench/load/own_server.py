@@ -2,9 +2,11 @@
 
 import asyncio
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -26,6 +28,15 @@ class OwnServer:
 
     url: str
     pid: int
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def check(self) -> None:
+        """Raise HMTError with what it wrote where it has ended."""
+        status = self.process.poll()
+        if status is not None:
+            text = self.log.read_text("utf-8", "replace")
+            raise HMTError(f"hmt serve ended with status {status}: {text.strip()[-2000:]}")
 
 
 @contextmanager
@@ -39,17 +50,34 @@ def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[OwnServer]:
     command = [sys.executable, "-m", "hmt", "serve", "--port", "0", *options, "--", str(model)]
     with tempfile.TemporaryDirectory(prefix="hmt-serve-") as folder:
         log = Path(folder) / "stderr"  # a pipe would fill, with nobody to read it
-        with log.open("w") as wrote:
+        with log.open("w") as wrote, _ends_in_order():
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=wrote)
-        try:
-            yield OwnServer(_wait(process, log), process.pid)
-        finally:
-            process.terminate()  # does nothing where it has ended
             try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                yield OwnServer(_wait(process, log), process.pid, process, log)
+            finally:
+                process.terminate()  # does nothing where it has ended
+                try:
+                    process.wait(_STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """SIGTERM raises, so that the server does not outlive us."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def told(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, told)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path) -> str:

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -15,6 +15,7 @@ from hmt.contracts.request import FinishReason, TokenEvent
 from hmt.server.anthropic.schemas import Counted, MessagesBody
 from hmt.server.errors import told
 from hmt.server.generation import Generation
+from hmt.server.openai.reading import AnswerReader, Reading, Said, style_of
 from hmt.server.service import Asked, service_of
 from hmt.server.stream import EventStream, Voice, unless_gone
 
@@ -36,17 +37,29 @@ VOICE = Voice(
 @router.post("/v1/messages")
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a chat."""
-    service = service_of(request)
-    service.check_name(body.model)
-    tokenizer, chat = service.model.tokenizer, body.chat
+    service = service_of(request, body.model)
+    tokenizer, chat, tools = service.model.tokenizer, body.chat, body.callable
+    style = style_of(tokenizer) if tools else None
     asked = Asked(
         owner=request.state.owner,
         sampling=body.sampling,
         longest=body.max_tokens,
         answers=1,
         stops=tuple(body.stop_sequences or ()),
+        reasoning_tokens=None if body.thinking is None else body.thinking.most,
+        grammar=style.grammar(body.forced) if style is not None and body.forced else None,
+        formed="tools",
     )
-    generation = await service.begin(asked, lambda: [tokenizer.chat_prompt(chat)], 1, "messages")
+    prompts: list[list[int]] = []
+
+    def encode() -> list[list[int]]:
+        prompts.append(tokenizer.chat_prompt(chat, tools or None))
+        return prompts
+
+    generation = await service.begin(asked, encode, 1, "messages")
+    names = [tool["function"]["name"] for tool in tools]
+    formed = asked.grammar is not None
+    reading = Reading(tokenizer, prompts[0], style, names, formed, several=body.several)
     heading = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -54,13 +67,14 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "model": service.name,
     }
     if body.stream:
-        return EventStream(generation, _events(generation, heading), VOICE)
+        return EventStream(generation, _events(generation, heading, reading.reader()), VOICE)
     async with generation:
         events = await unless_gone(request.receive, _gather(generation))
-        text = "".join(event.text for event in events)
+        said = reading.reader().read("".join(event.text for event in events), last=True)
+        blocks = [block for _, block in _blocks(said)] or [{"type": "text", "text": ""}]
         return JSONResponse(
             heading
-            | {"content": [{"type": "text", "text": text}], **_end(events[-1])}
+            | {"content": blocks, **_end(events[-1], called=bool(said.calls))}
             | {"usage": _usage(generation)}
         )
 
@@ -68,10 +82,11 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: Counted, request: Request) -> dict[str, int]:
     """How long a prompt is."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     try:
-        tokens = await asyncio.to_thread(service.model.tokenizer.chat_prompt, body.chat)
+        tokens = await asyncio.to_thread(
+            service.model.tokenizer.chat_prompt, body.chat, body.callable or None
+        )
     except HMTError as error:
         raise told(error, "messages") from error
     return {"input_tokens": len(tokens)}
@@ -81,28 +96,77 @@ async def _gather(generation: Generation) -> list[TokenEvent]:
     return [event async for _, event in generation.events()]
 
 
-async def _events(generation: Generation, heading: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _events(
+    generation: Generation, heading: dict[str, Any], reader: AnswerReader
+) -> AsyncIterator[dict[str, Any]]:
     empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
     message = heading | empty | {"usage": _usage(generation)}
     yield {"type": "message_start", "message": message}
-    block = {"type": "text", "text": ""}
-    yield {"type": "content_block_start", "index": 0, "content_block": block}
+    index, kind, called = 0, "", False  # of the block that is open
     async for _, event in generation.events():
-        if event.text:
-            delta = {"type": "text_delta", "text": event.text}
-            yield {"type": "content_block_delta", "index": 0, "delta": delta}
-        if event.finish_reason is not None:
-            yield {"type": "content_block_stop", "index": 0}
-            yield {"type": "message_delta", "delta": _end(event), "usage": _usage(generation)}
+        last = event.finish_reason is not None
+        said = reader.read(event.text, last=last)
+        called = called or bool(said.calls)
+        blocks = list(_blocks(said))
+        if last and not (kind or blocks):
+            blocks = [({"type": "text_delta", "text": ""}, {"type": "text", "text": ""})]
+        for delta, block in blocks:
+            if kind != block["type"] or kind == "tool_use":
+                if kind:
+                    yield {"type": "content_block_stop", "index": index}
+                    index += 1
+                kind = block["type"]
+                yield {
+                    "type": "content_block_start", "index": index,
+                    "content_block": block | _EMPTY[kind],
+                }  # fmt: skip
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        if last:
+            yield {"type": "content_block_stop", "index": index}
+            ending = _end(event, called=called)
+            yield {"type": "message_delta", "delta": ending, "usage": _usage(generation)}
     yield {"type": "message_stop"}
 
 
-def _end(last: TokenEvent) -> dict[str, str | None]:
+_EMPTY: Final[dict[str, dict[str, Any]]] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": ""},
+    "tool_use": {"input": {}},
+}
+
+
+def _blocks(said: Said) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What was said, each as the delta of a stream and as a block of its own."""
+    if said.reasoning:
+        thought = {"thinking": said.reasoning}
+        yield (
+            {"type": "thinking_delta", **thought},
+            {"type": "thinking", "signature": "", **thought},
+        )
+    if said.text:
+        yield {"type": "text_delta", "text": said.text}, {"type": "text", "text": said.text}
+    for call in said.calls:
+        block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        yield delta, block | {"input": _object(call.arguments)}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Arguments as this API has them; what a model wrote that is no object is left out."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _end(last: TokenEvent, *, called: bool) -> dict[str, str | None]:
     """Why the answer ended."""
     if last.finish_reason is FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    reason = "end_turn" if last.stop is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": last.stop}
+    if last.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": last.stop}
+    return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
 def _usage(generation: Generation) -> dict[str, int]:

@@ -1,11 +1,11 @@
 """What clients may ask for in Anthropic's words; checked as strictly as OpenAI's."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hmt.contracts.request import Sampling
-from hmt.server.openai.schemas import MAX_STOPS, Stop, Strict
+from hmt.server.openai.schemas import MAX_STOPS, MAX_TOOLS, Stop, Strict, wrong
 
 
 class TextBlock(Strict):
@@ -20,11 +20,111 @@ class TextBlock(Strict):
 Text = str | Annotated[list[TextBlock], Field(min_length=1)]
 
 
+class ThinkingBlock(Strict):
+    """What the assistant thought before; it is not given to the model again."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Strict):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)]
+    input: dict[str, Any]
+    cache_control: dict[str, Any] | None = None
+
+
+class ToolResultBlock(Strict):
+    """What came of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(min_length=1)]
+    content: Text | None = None
+    is_error: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+_SPEAKER = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
+
+
 class Turn(Strict):
     """One message."""
 
     role: Literal["user", "assistant"]
-    content: Text
+    content: str | Annotated[list[Block], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for block in self.content if isinstance(self.content, list) else ():
+            if _SPEAKER.get(block.type, self.role) != self.role:
+                raise wrong("content", f"{block.type} is not what the {self.role} says")
+        return self
+
+    def plain(self) -> list[dict[str, Any]]:
+        """As chat templates take it: results of tools are messages of their own."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        results = [
+            {"role": "tool", "tool_call_id": one.tool_use_id, "content": plain(one.content or "")}
+            for one in self.content
+            if isinstance(one, ToolResultBlock)
+        ]
+        text = "".join(one.text for one in self.content if isinstance(one, TextBlock))
+        calls = [
+            {"id": one.id, "type": "function",
+             "function": {"name": one.name, "arguments": one.input}}
+            for one in self.content
+            if isinstance(one, ToolUseBlock)
+        ]  # fmt: skip
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if calls:
+            message["tool_calls"] = calls
+        return [*results, message] if text or calls or not results else results
+
+
+class OfferedTool(Strict):
+    """A tool that may be called."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """In OpenAI's form, as chat templates take it."""
+        function = {"name": self.name, "description": self.description}
+        known = {name: value for name, value in function.items() if value is not None}
+        return {"type": "function", "function": known | {"parameters": self.input_schema}}
+
+
+class ToolChoice(Strict):
+    """Whether, and which, tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    """Whether the model may think before it answers, and for how many tokens."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Tokens; None: as many as it likes."""
+        return 0 if self.type == "disabled" else self.budget_tokens
 
 
 class Metadata(Strict):
@@ -39,13 +139,50 @@ class Counted(Strict):
     model: str
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: Text | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        names = [tool.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise wrong("tools", "two of them have one name")
+        choice = self.tool_choice
+        if choice is not None and choice.type in ("any", "tool"):
+            if not names:
+                raise wrong("tool_choice", "there are no tools to choose from")
+            if (choice.type == "tool") != (choice.name is not None):
+                raise wrong("tool_choice", "a name belongs to the type tool")
+            if choice.name is not None and choice.name not in names:
+                raise wrong("tool_choice", "it names a tool that is not among them")
+        return self
 
     @property
-    def chat(self) -> list[dict[str, str]]:
+    def chat(self) -> list[dict[str, Any]]:
         """As chat templates take it."""
         system = [] if self.system is None else [{"role": "system", "content": plain(self.system)}]
-        turns = [{"role": turn.role, "content": plain(turn.content)} for turn in self.messages]
-        return system + turns
+        return system + [message for turn in self.messages for message in turn.plain()]
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that may be called, in OpenAI's form."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return []
+        return [tool.plain() for tool in self.tools or ()]
+
+    @property
+    def forced(self) -> list[dict[str, Any]]:
+        """Those of which one must be called."""
+        choice = self.tool_choice
+        if choice is None or choice.type not in ("any", "tool"):
+            return []
+        return [one for one in self.callable if choice.name in (None, one["function"]["name"])]
+
+    @property
+    def several(self) -> bool:
+        """Whether one answer may have several calls."""
+        return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
 
 
 class MessagesBody(Counted):

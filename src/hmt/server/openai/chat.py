@@ -1,6 +1,5 @@
 """POST /v1/chat/completions."""
 
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,15 +9,14 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from hmt.contracts.request import FinishReason, TokenEvent, TokenLogprob
-from hmt.server.errors import ApiError
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
 from hmt.server.openai.asking import asked
-from hmt.server.openai.reading import AnswerReader, Reading
+from hmt.server.openai.reading import AnswerReader, Reading, style_of
 from hmt.server.openai.schemas import ChatBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
-from hmt.text import Tokenizer, ToolCall, ToolStyle
+from hmt.text import Tokenizer, ToolCall
 
 router = APIRouter()
 
@@ -26,13 +24,13 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a chat."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     tokenizer = service.model.tokenizer
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = asked(request, body, longest=body.longest, logprobs=logprobs, answers=body.choices)
+    wanted = replace(wanted, reasoning_tokens=body.thinking_token_budget)
     messages, tools = [message.plain() for message in body.messages], body.callable
-    style = _style(tokenizer) if tools else None
+    style = style_of(tokenizer) if tools else None
     if style is not None and body.must_call:
         form, formed = style.grammar(body.forced), "tools"
         wanted = replace(wanted, grammar=form, formed=formed)
@@ -44,7 +42,10 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
     generation = await service.begin(wanted, encode, 1, "messages")
     names = [tool["function"]["name"] for tool in tools]
-    reading = Reading(tokenizer, prompts[0], style, names, wanted.grammar is not None)
+    reading = Reading(
+        tokenizer, prompts[0], style, names, wanted.grammar is not None,
+        several=body.parallel_tool_calls is not False,
+    )  # fmt: skip
     if body.stream:
         heading = Heading("chat.completion.chunk", service.name, "chatcmpl")
         return EventStream(generation, _chunks(generation, heading, reading, body.wants_usage))
@@ -55,19 +56,6 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return JSONResponse(heading.of(choices, usage=usage(generation)))
 
 
-def _style(tokenizer: Tokenizer) -> ToolStyle:
-    style = tokenizer.tool_style
-    if style is None:
-        raise ApiError(
-            400,
-            "this model's chat template has no place for tools: leave them out, or serve a model "
-            "that was trained to call them",
-            param="tools",
-            code="unsupported",
-        )
-    return style
-
-
 def _choice(number: int, answer: Gathered, reading: Reading) -> dict[str, Any]:
     """A whole answer."""
     said, reason = reading.reader().read(answer.text, last=True), answer.finish_reason
@@ -76,7 +64,7 @@ def _choice(number: int, answer: Gathered, reading: Reading) -> dict[str, Any]:
         message["reasoning_content"] = said.reasoning
     if said.calls:
         message["content"] = said.text or None
-        message["tool_calls"] = [_called(call) for call in said.calls]
+        message["tool_calls"] = [_called(call, reading) for call in said.calls]
         reason = "tool_calls" if reason == "stop" else reason
     return {
         "index": number,
@@ -91,7 +79,7 @@ class _Stream:
     """One answer of a stream: what becomes of each token."""
 
     number: int
-    tokenizer: Tokenizer
+    reading: Reading
     reader: AnswerReader
     calls: int = 0
 
@@ -99,13 +87,15 @@ class _Stream:
         """What is said with it."""
         reason = event.finish_reason
         said = self.reader.read(event.text, last=reason is not None)
-        logprobs = _logprobs([event], self.tokenizer)
+        logprobs = _logprobs([event], self.reading.tokenizer)
         if said.reasoning:
             yield _part(self.number, {"reasoning_content": said.reasoning})
         if said.text or (logprobs and logprobs["content"]):
             yield _part(self.number, {"content": said.text}, logprobs)
         for call in said.calls:
-            yield _part(self.number, {"tool_calls": [{"index": self.calls, **_called(call)}]})
+            yield _part(
+                self.number, {"tool_calls": [{"index": self.calls, **_called(call, self.reading)}]}
+            )
             self.calls += 1
         if reason is not None:
             stopped = self.calls and reason is FinishReason.STOP
@@ -118,7 +108,7 @@ async def _chunks(
     """A stream: who speaks, then what is said, then how it ended."""
     none = {"usage": None} if with_usage else {}
     numbers = range(len(generation.courses))
-    streams = [_Stream(n, reading.tokenizer, reading.reader()) for n in numbers]
+    streams = [_Stream(n, reading, reading.reader()) for n in numbers]
     for number in numbers:
         yield heading.of([_part(number, {"role": "assistant", "content": ""})], **none)
     async for number, event in generation.events():
@@ -128,9 +118,9 @@ async def _chunks(
         yield heading.of([], usage=usage(generation))
 
 
-def _called(call: ToolCall) -> dict[str, Any]:
+def _called(call: ToolCall, reading: Reading) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": reading.id_of(call), "type": "function", "function": function}
 
 
 def _part(

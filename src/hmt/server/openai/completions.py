@@ -1,15 +1,18 @@
 """POST /v1/completions: text goes on as it is, without a chat template."""
 
-from collections.abc import AsyncIterator
-from typing import Any
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from hmt.contracts.request import TokenEvent
+from hmt.contracts.request import TokenEvent, TokenLogprob
 from hmt.server.generation import Generation
-from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
+from hmt.server.openai.answers import Gathered, Heading, gather, spoken, usage
 from hmt.server.openai.asking import asked
 from hmt.server.openai.schemas import CompletionBody
 from hmt.server.service import service_of
@@ -18,63 +21,131 @@ from hmt.text import Tokenizer
 
 router = APIRouter()
 
-_DEFAULT_NEW_TOKENS = 16  # as OpenAI
+_DEFAULT_NEW_TOKENS: Final = 16  # as OpenAI
+_LISTS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue texts."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     tokenizer, given = service.model.tokenizer, body.prompts
-    tried = body.best_of or body.choices
+    longest = _DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
+    # Answers without a token are all alike.
+    tried = body.best_of or body.choices if longest else 1
     # Which are best is told by their log-probabilities, wanted or not.
     logprobs = 0 if body.logprobs is None and tried > body.choices else body.logprobs
-    longest = body.max_tokens or _DEFAULT_NEW_TOKENS
     wanted = asked(request, body, longest=longest, logprobs=logprobs, answers=tried)
+    if body.echo and (body.logprobs is not None or not longest):
+        wanted = replace(wanted, prompt_logprobs=body.logprobs or 0)
+
+    encoded: list[list[int]] = []
 
     def prompts() -> list[list[int]]:
-        return [tokenizer.encode(one) if isinstance(one, str) else one for one in given]
+        encoded.extend(tokenizer.encode(one) if isinstance(one, str) else one for one in given)
+        return encoded
 
     generation = await service.begin(wanted, prompts, len(given), "prompt")
     heading = Heading("text_completion", service.name, "cmpl")
-    echoed = [_echo(one, tokenizer) if body.echo else "" for one in given]
+    teller = _Teller(tokenizer, given, encoded, tried, bool(body.echo), body.logprobs is not None)
     if body.stream:
-        chunks = _chunks(generation, heading, tokenizer, echoed, body.wants_usage)
-        return EventStream(generation, chunks)
+        copies = 0 if longest else body.choices
+        return EventStream(
+            generation, _chunks(generation, heading, teller, copies, body.wants_usage)
+        )
     async with generation:
         answers = await unless_gone(request.receive, gather(generation))
-        choices: list[dict[str, Any]] = []
-        for number, echo in enumerate(echoed):
-            mine = answers[number * tried : (number + 1) * tried]
-            if tried > body.choices:
-                mine = sorted(mine, key=lambda one: one.mean_logprob, reverse=True)[: body.choices]
-            for answer in mine:
-                shown = _logprobs(answer.events, tokenizer) if body.logprobs is not None else None
-                choices.append(_choice(len(choices), echo, answer, shown))
-        return JSONResponse(heading.of(choices, usage=usage(generation)))
+
+        def choices() -> Iterator[dict[str, Any]]:
+            index = itertools.count()
+            for number in range(len(given)):
+                mine = list(range(number * tried, (number + 1) * tried))
+                if tried > body.choices:
+                    mine.sort(key=lambda one: answers[one].mean_logprob, reverse=True)
+                for one in (mine * body.choices)[: body.choices]:
+                    yield teller.whole(next(index), generation, one, answers[one])
+
+        # The log-probabilities of long prompts take their time; the loop is for everybody.
+        told = await asyncio.to_thread(lambda: list(choices()))
+        return JSONResponse(heading.of(told, usage=usage(generation)))
+
+
+@dataclass(slots=True)
+class _Teller:
+    """Tells answers, and before them their prompts where these are echoed.
+
+    each     answers to a prompt
+    scored   whether log-probabilities are told
+    """
+
+    tokenizer: Tokenizer
+    prompts: list[str | list[int]]
+    encoded: list[list[int]]
+    each: int
+    echo: bool
+    scored: bool
+
+    def whole(
+        self, index: int, generation: Generation, number: int, answer: Gathered
+    ) -> dict[str, Any]:
+        """An answer that has ended, as choice `index`."""
+        echo, before = self.prompt(generation, number)
+        after = _logprobs(answer.events, self.tokenizer, len(echo)) if self.scored else None
+        parts = [part for part in (before, after) if part is not None]
+        logprobs = {name: [one for part in parts for one in part[name]] for name in _LISTS}
+        reason = generation.courses[number].finish_reason
+        return _part(
+            index,
+            echo + answer.text,
+            logprobs if parts else None,
+            None if reason is None else reason.value,
+        )
+
+    def prompt(self, generation: Generation, number: int) -> tuple[str, dict[str, Any] | None]:
+        """What comes before answer `number`, once its prompt has been computed."""
+        if not self.echo:
+            return "", None
+        given = self.prompts[number // self.each]
+        text = given if isinstance(given, str) else self.tokenizer.decode(given)
+        if not self.scored:
+            return text, None
+        ids = self.encoded[number // self.each]
+        scores = generation.courses[number - number % self.each].prompt.logprobs
+        return text, _echoed(ids, scores, self.tokenizer)
 
 
 async def _chunks(
-    generation: Generation,
-    heading: Heading,
-    tokenizer: Tokenizer,
-    echoed: list[str],
-    with_usage: bool,
+    generation: Generation, heading: Heading, teller: _Teller, copies: int, with_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
+    """A stream.  Answers without a token are told as so many `copies`; 0: all have some."""
     none = {"usage": None} if with_usage else {}
-    each = len(generation.courses) // len(echoed)
-    offsets = [0] * len(generation.courses)
-    for number in range(len(generation.courses)):
-        if echo := echoed[number // each]:
-            yield heading.of([_part(number, echo)], **none)
+    numbers = range(len(generation.courses))
+    offsets: dict[int, int] = {}  # of answers that have begun
+
+    async def begin(number: int) -> list[dict[str, Any]]:
+        text, logprobs = await asyncio.to_thread(teller.prompt, generation, number)
+        offsets[number] = len(text)
+        return [_part(number, text, logprobs)] if text else []
+
+    if not (teller.scored or copies):
+        for number in numbers:
+            for part in await begin(number):
+                yield heading.of([part], **none)
     async for number, event in generation.events():
-        logprobs = _logprobs([event], tokenizer, offsets[number])
+        if number not in offsets:
+            for part in await begin(number):
+                yield heading.of([part], **none)
+        logprobs = _logprobs([event], teller.tokenizer, offsets[number])
         offsets[number] += len(event.text)
         if event.text or event.finish_reason is not None or logprobs:
             reason = event.finish_reason
             part = _part(number, event.text, logprobs, None if reason is None else reason.value)
             yield heading.of([part], **none)
+    for number in numbers:
+        parts = [*await begin(number), _part(number, "", None, "length")] if copies else []
+        for part in parts:
+            for copy in range(copies):
+                yield heading.of([part | {"index": number * copies + copy}], **none)
     if with_usage:
         yield heading.of([], usage=usage(generation))
 
@@ -88,14 +159,20 @@ def _part(
     return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _choice(
-    number: int, echo: str, answer: Gathered, logprobs: dict[str, Any] | None
+def _echoed(
+    ids: list[int], scores: tuple[TokenLogprob, ...], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    return _part(number, echo + answer.text, logprobs, answer.finish_reason)
-
-
-def _echo(prompt: str | list[int], tokenizer: Tokenizer) -> str:
-    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+    """A prompt's lists; its first token follows nothing and has no log-probability."""
+    stream, offset, offsets = tokenizer.stream(), 0, []
+    for token in ids:
+        offsets.append(offset)
+        offset += len(stream.push(token))
+    return {
+        "tokens": [spoken(tokenizer, token) for token in ids],
+        "token_logprobs": [None, *(one.logprob for one in scores)],
+        "top_logprobs": [None, *(_top(one, tokenizer) for one in scores)],
+        "text_offset": offsets,
+    }
 
 
 def _logprobs(
@@ -104,17 +181,20 @@ def _logprobs(
     """Lists by token; text_offset counts characters of the answer."""
     if not events or events[0].logprob is None:
         return None
-    tokens = said(events, tokenizer)
+    # With the token that ended the answer, as with OpenAI and vLLM: lm-eval-harness counts on it.
+    tokens = [event.logprob for event in events if event.logprob is not None]
     offsets = []
-    for event in events[: len(tokens)]:
+    for event in events:
         offsets.append(offset)
         offset += len(event.text)
     return {
         "tokens": [spoken(tokenizer, one.token_id) for one in tokens],
         "token_logprobs": [one.logprob for one in tokens],
-        "top_logprobs": [
-            {spoken(tokenizer, token): value for token, value in reversed(one.top)}
-            for one in tokens
-        ],
+        "top_logprobs": [_top(one, tokenizer) for one in tokens],
         "text_offset": offsets,
     }
+
+
+def _top(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
+    """The likeliest in a token's place; of tokens that are written alike the likeliest."""
+    return {spoken(tokenizer, token): value for token, value in reversed(one.top)}

@@ -8,31 +8,48 @@ from fastapi import APIRouter, Request
 from hmt.base.errors import HMTError
 from hmt.engine import check_tokens
 from hmt.server.errors import told
-from hmt.server.openai.schemas import DetokenizeBody, TokenizeBody
-from hmt.server.service import Service, service_of
+from hmt.server.openai.schemas import DetokenizeBody, LoadBody, TokenizeBody, UnloadBody
+from hmt.server.service import service_of
+from hmt.server.shelf import described, shelf_of
 
 router = APIRouter()
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """What can be asked."""
-    return {"object": "list", "data": [_about(service_of(request))]}
+    """What can be asked, and what could be loaded."""
+    shelf = shelf_of(request)
+    data = [described(name, service) for name, service in shelf.about()]
+    return {"object": "list", "data": data}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One of them."""
-    service = service_of(request)
-    service.check_name(name)
-    return _about(service)
+    shelf = shelf_of(request)
+    found = dict(shelf.about())
+    return described(name, found[name] if name in found else shelf.find(name))
+
+
+@router.post("/v1/models/load")
+async def load(body: LoadBody, request: Request) -> dict[str, Any]:
+    """Load a model that the server knows, in what its budget has left."""
+    return described(body.model, await shelf_of(request).load(body.model, body.memory_bytes))
+
+
+@router.post("/v1/models/unload")
+async def unload(body: UnloadBody, request: Request) -> dict[str, Any]:
+    """Let a model's answers end, and free its memory."""
+    shelf = shelf_of(request)
+    patience = service_of(request).config.shutdown_s
+    await shelf.unload(body.model, patience if body.timeout is None else body.timeout)
+    return described(body.model, None)
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     """Token ids of a text, or of a chat as the model will read it."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     tokenizer, messages = service.model.tokenizer, body.messages
 
     def encode() -> list[int]:
@@ -50,20 +67,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     """The text of token ids."""
-    service = service_of(request)
-    service.check_name(body.model)
+    service = service_of(request, body.model)
     try:
         check_tokens(body.tokens, service.model.prepared.model.spec.vocab_size)
     except HMTError as error:
         raise told(error, "tokens") from error
     return {"prompt": await asyncio.to_thread(service.model.tokenizer.decode, body.tokens)}
-
-
-def _about(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "hmt",
-        "max_model_len": service.max_positions,
-    }

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from hmt.server.errors import ApiError
 from hmt.text import CallReader, ReasoningReader, Tokenizer, ToolCall, ToolStyle
 
 
@@ -20,6 +21,8 @@ class AnswerReader:
 
     reasoning: ReasoningReader | None = None
     calls: CallReader | None = None
+    several: bool = True
+    _called: bool = False
 
     def read(self, text: str, *, last: bool) -> Said:
         """What `text` adds; all that was held back with the last."""
@@ -34,6 +37,10 @@ class AnswerReader:
             if last:
                 rest, calls = self.calls.flush()
                 said.text, said.calls = said.text + rest, said.calls + calls
+        if self._called:
+            return Said()
+        if said.calls and not self.several:
+            self._called, said.calls = True, said.calls[:1]
         return said
 
 
@@ -43,6 +50,7 @@ class Reading:
 
     style    of calls of tools, and `names` those that may be called; None: none may
     formed   whether answers are held to a form: then they have no room for reasoning
+    several  whether one answer may have several calls; if not, it ends with the first
     """
 
     tokenizer: Tokenizer
@@ -50,9 +58,32 @@ class Reading:
     style: ToolStyle | None
     names: list[str]
     formed: bool
+    several: bool = True
+
+    def id_of(self, call: ToolCall) -> str:
+        """What a call is known by: what the model called it, or a new one."""
+        assert self.style is not None
+        length = self.style.id_length
+        if call.id is not None and length in (None, len(call.id)):
+            return call.id
+        return self.style.new_id()
 
     def reader(self) -> AnswerReader:
         """For one answer."""
         reasoning = None if self.formed else self.tokenizer.reasoning(self.prompt)
         calls = None if self.style is None else self.style.reader(self.names)
-        return AnswerReader(reasoning, calls)
+        return AnswerReader(reasoning, calls, self.several)
+
+
+def style_of(tokenizer: Tokenizer) -> ToolStyle:
+    """How calls are written.  Raises ApiError where the model has no place for tools."""
+    style = tokenizer.tool_style
+    if style is None:
+        raise ApiError(
+            400,
+            "this model's chat template has no place for tools: leave them out, or serve a model "
+            "that was trained to call them",
+            param="tools",
+            code="unsupported",
+        )
+    return style

@@ -9,18 +9,22 @@ refused.
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from hmt.base.errors import ConfigError
+from hmt.base.units import parse_bytes
 from hmt.contracts.request import Grammar, GrammarKind, Sampling
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_BIASES = 1024
 MAX_PROMPTS = 64
+MAX_INPUTS = 2048  # as OpenAI
 MAX_GRAMMAR = 65536  # characters
 MAX_CHOICES = 1024
 MAX_TOOLS = 128
+MIN_TIMEOUT_S = 0.01  # less is over before a request is read
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -135,7 +139,7 @@ class Choosing(Ignored):
     )
     ignore_eos: bool | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
     response_format: Format | None = None
     structured_outputs: Structured | None = None
 
@@ -286,7 +290,7 @@ class NamedTool(Strict):
 
 
 class ChatBody(Choosing):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.  thinking_token_budget is vLLM's."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -296,6 +300,7 @@ class ChatBody(Choosing):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -357,7 +362,7 @@ class CompletionBody(Choosing):
         | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -369,8 +374,10 @@ class CompletionBody(Choosing):
             raise wrong("best_of", "it must be at least n")
         if self.best_of is not None and self.best_of > self.choices and self.stream:
             raise wrong("best_of", "it cannot be streamed: which are best is known at the end")
-        if self.echo and self.logprobs is not None:
-            raise wrong("echo", "log-probabilities of the prompt are not computed yet")
+        if self.max_tokens == 0 and not self.echo:
+            raise wrong(
+                "max_tokens", "0 leaves nothing to be told but the prompt: set echo to true"
+            )
         return self
 
     @property
@@ -379,6 +386,29 @@ class CompletionBody(Choosing):
         prompt: Any = self.prompt
         alone = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if alone else list(prompt)
+
+
+class EmbeddingsBody(Ignored):
+    """POST /v1/embeddings.  pooling and timeout are HMT's."""
+
+    model: str
+    input: (
+        Prompt
+        | TokenIds
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Literal["mean", "last"] | None = None
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """All of them."""
+        given: Any = self.input
+        alone = isinstance(given, str) or isinstance(given[0], int)
+        return [given] if alone else list(given)
 
 
 class TokenizeBody(Strict):
@@ -393,6 +423,35 @@ class TokenizeBody(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "give either a prompt or messages")
         return self
+
+
+class LoadBody(Strict):
+    """POST /v1/models/load.  `host_memory`, such as "4GiB", is the most that it may take."""
+
+    model: str
+    host_memory: str | None = None
+
+    @field_validator("host_memory")
+    @classmethod
+    def _size(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parse_bytes(value)
+            except ConfigError as error:
+                raise wrong("", str(error)) from error
+        return value
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The same as a number."""
+        return None if self.host_memory is None else parse_bytes(self.host_memory)
+
+
+class UnloadBody(Strict):
+    """POST /v1/models/unload.  `timeout`: seconds that its answers have to end."""
+
+    model: str
+    timeout: Annotated[float, Field(ge=0)] | None = None
 
 
 class DetokenizeBody(Strict):
