@@ -55,6 +55,10 @@ class TieredSequences:
         """What has happened since the cache was made."""
         return self._places.account
 
+    def held(self) -> dict[str, int]:
+        """Pages that are taken now, by level."""
+        return self._places.held()
+
     @property
     def capacity_tokens(self) -> int:
         """Positions in all."""

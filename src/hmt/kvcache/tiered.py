@@ -95,10 +95,6 @@ class TieredKV(TieredSequences, ApartKV):
         self._step: Step | None = None  # that `where` is of
         self._where = Where(ops.PagedRuns(()))
 
-    def held(self) -> dict[str, int]:
-        """Pages that are taken now, by level."""
-        return self._places.held()
-
     def release(self) -> None:
         """Give all memory back.  The cache cannot be used afterwards."""
         if self._selection is not None:
