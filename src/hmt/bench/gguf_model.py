@@ -6,6 +6,7 @@ keys are those of llama.cpp's convert_hf_to_gguf.py.
 """
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -40,6 +41,7 @@ _EXPERT_NAMES = {
     "ffn_down_exps": "down_proj",
 }
 _ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
+_NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # llama.cpp's kinds of tokens
 _BYTES_PER_32 = {"Q4_0": 18, "Q8_0": 34, "F32": 128}
 
 
@@ -109,13 +111,14 @@ def architecture(config: Mapping[str, Any]) -> str:
 def write_gguf(folder: Path, path: Path) -> int:
     """Write the checkpoint in `folder` as GGUF to `path`; returns the bytes of all tensors.
 
-    Only BF16 checkpoints of Llama and Qwen3-MoE.  The file has no tokenizer.
+    Only BF16 checkpoints of Llama and Qwen3-MoE, and tokenizers that merge pairs of bytes.
     """
     gguf = load_gguf()
     checkpoint = open_checkpoint(folder)
     tensors = gguf_tensors(checkpoint)
     writer = gguf.GGUFWriter(path, architecture(checkpoint.config))
     add_sizes(writer, checkpoint.config)
+    add_tokenizer(writer, folder, checkpoint.config)
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.nbytes, kind)
@@ -165,11 +168,35 @@ def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
     if config.get("num_experts"):
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    """The tokenizer in `folder`, filled up to the vocabulary; none where there is none."""
+    file = folder / "tokenizer.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    if known.get("model", {}).get("type") != "BPE":
+        writer.add_tokenizer_model("no_vocab")
+        return
+    ids: dict[str, int] = known["model"]["vocab"]
+    added = {one["content"]: one["id"] for one in known.get("added_tokens", ())}
+    tokens = [f"[unused {n}]" for n in range(config["vocab_size"])]
+    kinds = [_UNUSED] * len(tokens)
+    for token, number in (ids | added).items():
+        tokens[number] = token
+        kinds[number] = _CONTROL if token in added else _NORMAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(
+        [" ".join(one) if isinstance(one, list) else one for one in known["model"]["merges"]]
+    )
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
 
 
 def _read(record: TensorRecord, turned: int) -> np.ndarray:

@@ -108,6 +108,7 @@ def write_random_gguf(path: Path, shape: Shape) -> int:
     tensors = gguf_tensors(checkpoint)
     writer = gguf.GGUFWriter(path, architecture(config))
     add_sizes(writer, config)
+    writer.add_tokenizer_model("no_vocab")
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.nbytes, kind)
