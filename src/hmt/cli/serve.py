@@ -152,6 +152,9 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
         raise MachineError(
             f"hmt serve needs {error.name}, which is not installed: pip install 'hmt[serve]'"
         ) from error
+    from hmt.memory import share_arenas
+
+    share_arenas()
     config = server.config()
     path, console = choose_model(model), notes()
     name = config.name or path.name

@@ -14,6 +14,7 @@ from hmt.memory.limits import (
     peak_resident_bytes,
     physical_host_bytes,
     resident_bytes,
+    share_arenas,
 )
 from hmt.memory.numa import bind, numa_nodes
 from hmt.memory.probe import (
@@ -69,6 +70,7 @@ __all__ = [
     "quick_rate",
     "ram_read_rate",
     "resident_bytes",
+    "share_arenas",
     "size_classes",
     "sweep",
     "usable_readers",

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 
+_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
+
 
 def available_host_bytes() -> int:
     """Memory that can still be taken: the system's available RAM, less where a cgroup limits us."""
@@ -39,6 +41,16 @@ def give_back() -> None:
     """Give the system what the allocator has kept of freed memory, where it is glibc's."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def share_arenas() -> None:
+    """Let this process's threads share two arenas of glibc's allocator; before they are started.
+
+    There are up to eight for each core otherwise, and each keeps what was freed in it: a server
+    grew by 104 MiB, evenly, while models came and went 428 times.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 2)
 
 
 def resident_bytes() -> int:
