@@ -59,7 +59,7 @@ def test_experts_are_divided_as_the_reference_divides_them(
     cuts = Cuts(4, 32, regions) if cut else None
     generator = torch.Generator().manual_seed(7 * slots + tokens)
     cache, memory = make(slots, staging, device)
-    for step in range(12 if device.type == "cuda" else 6):
+    for step in range(12 if device.type == "cuda" else 4):
         likely = torch.rand(tokens, EXPERTS, generator=generator) ** (1 + step % 3)
         chosen = likely.argsort(dim=1, descending=True)[:, :top].contiguous().to(device)
         share = torch.tensor([(0.0, 0.3, 0.6, 1.0)[step % 4]], device=device)
