@@ -175,15 +175,15 @@ def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """The tokenizer in `folder`, filled up to the vocabulary; none where there is none."""
+    """The tokenizer in `folder`, filled up to the vocabulary; none where none fits it."""
     file = folder / "tokenizer.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    if known.get("model", {}).get("type") != "BPE":
-        writer.add_tokenizer_model("no_vocab")
-        return
-    ids: dict[str, int] = known["model"]["vocab"]
+    known = json.loads(file.read_text()) if file.is_file() else {"model": {}}
+    ids: dict[str, int] = known["model"].get("vocab", {})
     added = {one["content"]: one["id"] for one in known.get("added_tokens", ())}
     tokens = [f"[unused {n}]" for n in range(config["vocab_size"])]
+    if known["model"].get("type") != "BPE" or max((ids | added).values()) >= len(tokens):
+        writer.add_tokenizer_model("no_vocab")
+        return
     kinds = [_UNUSED] * len(tokens)
     for token, number in (ids | added).items():
         tokens[number] = token
