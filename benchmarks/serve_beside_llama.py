@@ -10,6 +10,7 @@ is llama.cpp's `llama-server`.  Both servers are loaded all the time, and one at
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--port", type=int, default=18080)
+    parser.add_argument("--llama-options", default="", help="further ones of llama-server")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     users = [int(n) for n in given.users.split(",")]
@@ -72,7 +74,7 @@ def main() -> int:
             ratio = rates["hmt"] / rates["llama.cpp"]
             results.append({"users": count, "tokens_per_s": rates, "ratio": ratio, "cells": found})
             print(f"{count} users: {rates['hmt']:.1f} and {rates['llama.cpp']:.1f}: {ratio:.2f}")
-    content |= {"serve_options": options, "results": results}
+    content |= {"serve_options": options, "llama_options": given.llama_options, "results": results}
     if given.json is not None:
         given.json.write_text(json.dumps(content, indent=1))
     cells = [c for one in results for some in one["cells"].values() for c in some]
@@ -95,7 +97,7 @@ def _llama(given: argparse.Namespace, gguf: Path, users: int, room: int) -> Iter
     url = f"http://127.0.0.1:{given.port}"
     command = [str(given.llama_server), "-m", str(gguf), "--port", str(given.port)]
     command += ["-t", str(given.threads), "-tb", str(given.threads), "-np", str(users)]
-    command += ["-c", str(room), "-fa", "on", "--no-webui"]
+    command += ["-c", str(room), "-fa", "on", *shlex.split(given.llama_options)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _START_S
