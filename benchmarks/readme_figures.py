@@ -123,7 +123,9 @@ def gpu() -> list[str]:
         for number, case in enumerate(result["cases"]):
             peer = case["peer_tokens_per_s"]
             beside = "-" if peer is None else f"{result['peer']['name']} {_rounded(peer)}"
-            ratio = "-" if peer is None else f"{case['ratio']:.2f}"
+            ratio = "-" if peer is None else f"{case['ratio']:.{0 if case['ratio'] >= 10 else 2}f}"
+            if peer is not None and "layers in host memory measured" in result["peer"]["note"]:
+                beside += " (bf16, reckoned from three of its layers)"
             first = "" if number else model
             own = _rounded(case["tokens_per_s"])
             lines.append(f"| {first} | {case['name']} | {own} | {beside} | {ratio} |")

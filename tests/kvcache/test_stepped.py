@@ -258,7 +258,7 @@ def test_steps_attend_to_near_pages_and_to_the_best_of_the_others(
 ) -> None:
     """Captured or not, whatever the queries ask for."""
     if setting.interpreted:
-        pytest.skip("the device's part is that of the other test")
+        pytest.skip("the CPU chooses pages; the kernels are those of the test above")
     kv = setting.cache(ops.PageEncoding.F32, warm, cold, share=0.2)
     with torch.inference_mode(), setting.device.computing():
         texts = Texts(setting, kv)
