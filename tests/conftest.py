@@ -6,6 +6,7 @@ to be said before anything imports triton, and transformers does.
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton") is not None:
+        from quick_interpreter import make_quick
+
+        make_quick()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
