@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hmt.bench import kv_peers, kv_speed
+from hmt.bench import ceilings, kv_peers, kv_speed
+from hmt.bench.ceilings import ReadRate
 from hmt.bench.gpu import SHAPES
 from hmt.bench.random_model import Shape
 from hmt.cli.main import app
@@ -16,6 +17,13 @@ from hmt.engine.link_rates import LinkRates
 
 TASK = kv_speed.Task(contexts=(1024, 2048), steps=3)
 WAYS = [kv_speed.Way(), kv_speed.Way("6MiB"), kv_speed.Way("6MiB", "int8")]
+
+
+@pytest.fixture(autouse=True)
+def little_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory, to measure its rate: a GiB takes seconds."""
+    monkeypatch.setattr(ceilings, "cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(kv_speed, "ReadRate", lambda least_bytes: ReadRate(1 << 20))
 
 
 @pytest.fixture(scope="module")
