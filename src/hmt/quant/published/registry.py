@@ -7,10 +7,12 @@ from typing import Any
 from hmt.contracts.checkpoint import FormName
 from hmt.quant.published.floats import Floats
 from hmt.quant.published.form import Form, InPlace
+from hmt.quant.published.gguf import Gguf
 
 _SCHEMES: dict[str, Callable[..., Form | InPlace]] = {
     "in place": InPlace,
     "floats": Floats,
+    "gguf": Gguf,
 }
 
 
