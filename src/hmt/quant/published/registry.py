@@ -7,12 +7,13 @@ from typing import Any
 from hmt.contracts.checkpoint import FormName
 from hmt.quant.published.floats import Floats
 from hmt.quant.published.form import Form, InPlace
-from hmt.quant.published.gguf import Gguf
+from hmt.quant.published.gguf import Gguf, GgufLatent
 
 _SCHEMES: dict[str, Callable[..., Form | InPlace]] = {
     "in place": InPlace,
     "floats": Floats,
     "gguf": Gguf,
+    "gguf latent": GgufLatent,
 }
 
 
