@@ -61,12 +61,16 @@ def formats() -> dict[str, Format]:
 
 
 def linear_contenders(
-    rows: int, columns: int, tokens: int, memory_bytes: int, names: set[str] | None = None
+    rows: int,
+    columns: int,
+    tokens: int,
+    memory_bytes: int,
+    names: set[str] | None = None,
 ) -> Iterator[Contender]:
     """Products of bf16 [tokens, columns] with a weight [rows, columns]; HMT's, then torch's.
 
-    Each takes as many copies as `memory_bytes` hold, and one more.  `names` chooses some; those
-    whose groups do not divide the columns are left out.
+    On torch's default device.  Each takes as many copies as `memory_bytes` hold, and one more.
+    `names` chooses some; those whose groups do not divide the columns are left out.
     """
     x = torch.randn(tokens, columns).bfloat16()
     operations = 2 * tokens * rows * columns
@@ -96,6 +100,8 @@ def _torch_linear(x: Tensor, rows: int, memory_bytes: int) -> Iterator[Contender
         operations,
         "bf16",
     )
+    if x.is_cuda:
+        return  # the rest is made for CPUs
     codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
     rounded = torch.randint(-127, 128, x.shape, dtype=torch.int8)
     yield Contender(

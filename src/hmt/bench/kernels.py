@@ -92,7 +92,7 @@ def run(
         "read_rate": reads.rate,
         "peaks": peaks.rates,
         "results": [
-            asdict(_result(what, count, contender, times, reads.rate, peaks.rates))
+            asdict(result_of(what, count, contender, times, reads.rate, peaks.rates))
             for what, count, contender, times in results
         ],
     }
@@ -143,7 +143,7 @@ def _groups(
         yield f"attention to {context}", sequences, list(found)
 
 
-def _result(
+def result_of(
     what: str,
     tokens: int,
     contender: Contender,
@@ -151,6 +151,7 @@ def _result(
     read_rate: float,
     peaks: dict[str, float],
 ) -> Result:
+    """The figures of a contender that took `times` seconds per call; rates are per second."""
     seconds = median(times)
     rate, operations = contender.nbytes / seconds, contender.operations / seconds
     peak = peaks.get(contender.peak)

@@ -118,40 +118,56 @@ def kernels(
         int | None, typer.Option(min=1, help="Threads; torch's choice when left out.")
     ] = None,
     sizes: Annotated[
-        str, typer.Option(help="Rows and columns of the weights.")
-    ] = "4096x4096,14336x4096",
+        str | None,
+        typer.Option(help="Rows and columns of the weights, as in 4096x4096,14336x4096."),
+    ] = None,
     tokens: Annotated[
-        str, typer.Option(help="Tokens per product: 1 measures memory, many arithmetic.")
-    ] = "1,256,1024",
+        str | None,
+        typer.Option(help="Per product, as in 1,256: 1 measures memory, many arithmetic."),
+    ] = None,
     contexts: Annotated[
-        str, typer.Option(help="Sequences and positions of the attention; none when empty.")
-    ] = "1x4096,1x32768,16x1024",
+        str | None,
+        typer.Option(help="Sequences and positions of attention, as in 16x1024; none when empty."),
+    ] = None,
     only: Annotated[
         str | None, typer.Option(help="Names as in the table, such as w4a8:32,bf16.")
     ] = None,
     runs: Annotated[int, typer.Option(min=3, help="Rounds; medians count.")] = 5,
+    gpu: Annotated[
+        str | None, typer.Option(help="Number of a GPU, to measure its kernels.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
 ) -> None:
     """Each kernel's share of the machine's memory and arithmetic, beside torch's."""
-    wanted = {"shapes": _pairs("--sizes", sizes), "contexts": _pairs("--contexts", contexts)}
-    counts = [n for (n,) in _numbers("--tokens", tokens, 1)]
-    with notes().status("starting") as status:
-        from hmt.bench.kernels import run
-
-        content = run(
-            threads=threads,
-            tokens=counts,
-            names=None if only is None else set(only.split(",")),
-            runs=runs,
-            progress=status.update,
-            **wanted,
+    wanted: dict[str, Any] = {
+        name: read(f"--{option}", given)
+        for name, option, given, read in (
+            ("shapes", "sizes", sizes, _pairs),
+            ("contexts", "contexts", contexts, _pairs),
+            ("tokens", "tokens", tokens, _counts),
         )
+        if given is not None
+    }
+    wanted |= {"names": None if only is None else set(only.split(",")), "runs": runs}
+    with notes().status("starting") as status:
+        if gpu is None:
+            from hmt.bench.kernels import run
+
+            content = run(threads=threads, progress=status.update, **wanted)
+        else:
+            from hmt.bench.gpu_kernels import run as run_on_gpu
+
+            content = run_on_gpu(gpu, progress=status.update, **wanted)
     _print_kernels(content)
     write_json(content, json)
 
 
 def _pairs(option: str, text: str) -> list[tuple[int, int]]:
     return [(a, b) for a, b in _numbers(option, text, 2)]
+
+
+def _counts(option: str, text: str) -> list[int]:
+    return [n for (n,) in _numbers(option, text, 1)]
 
 
 def _numbers(option: str, text: str, count: int) -> list[tuple[int, ...]]:
@@ -268,9 +284,14 @@ def _percent(share: float | None) -> str:
 def _print_kernels(content: dict[str, Any]) -> None:
     machine, peaks = content["machine"], content["peaks"]
     reached = ", ".join(f"{kind} {ops / 1e9:.0f}" for kind, ops in peaks.items())
+    if "gpu" in content:
+        where, how = content["gpu"], "in torch's products"
+    else:
+        where = f"{machine['name']}, {machine['threads']} threads, {content['isa']}"
+        how = "on registers"
     table = _table(
-        f"{machine['name']}, {machine['threads']} threads, {content['isa']}; memory "
-        f"{format_rate(content['read_rate'])}; billions of operations on registers: {reached}",
+        f"{where}; memory {format_rate(content['read_rate'])}; billions of operations {how}: "
+        f"{reached}",
         *("case", "tokens", "weights", "engine", "time", "reads", "of memory", "Gop/s", "of peak"),
     )
     before = None
@@ -291,3 +312,5 @@ def _print_kernels(content: dict[str, Any]) -> None:
         )
         before = case
     _show(table)
+    if content.get("not_captured"):
+        typer.echo(f"Not captured, so with the host's time: {'; '.join(content['not_captured'])}")

@@ -7,6 +7,7 @@ from hmt.quant.packed import (
     empty_weight,
     pack_codes,
     pack_groups,
+    row_slice,
     view_weight,
 )
 from hmt.quant.rtn import quantize
@@ -23,5 +24,6 @@ __all__ = [
     "pack_groups",
     "parse_scheme",
     "quantize",
+    "row_slice",
     "view_weight",
 ]

@@ -1,7 +1,7 @@
 """How an encoded parameter lies in memory: its components, their sizes, and views of them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -140,6 +140,25 @@ def empty_weight(form: Format, shape: tuple[int, ...]) -> WeightTensor:
     """A parameter of `shape` in fresh memory, not initialised."""
     buffers = (torch.empty(size, dtype=torch.uint8) for size in component_bytes(form, shape))
     return view_weight(form, shape, *buffers)
+
+
+def row_slice(w: WeightTensor, first: int, end: int) -> WeightTensor:
+    """Rows [first, end) of a parameter, as a view; `first` is a multiple of 16, and of tiles."""
+
+    def rows(part: Tensor | None, height: int) -> Tensor | None:
+        return None if part is None else part[first // height : -(-end // height)]
+
+    panels = PANEL_ROWS if w.encoding.packing is Packing.PANELS else 1
+    data = rows(w.data, panels)
+    assert data is not None
+    return replace(
+        w,
+        shape=(end - first, *w.shape[1:]),
+        data=data,
+        scales=rows(w.scales, w.tile[0] or panels),
+        zeros=rows(w.zeros, panels),
+        minima=rows(w.minima, panels),
+    )
 
 
 def pack_codes(codes: Tensor) -> Tensor:
