@@ -1,7 +1,7 @@
 """Weights of other people's formats: in memory they are what their publishers make of them.
 
-published.safetensors holds what reference packages wrote and dequantised (make_published_golden.py);
-AWQ and GPTQ are packed here, number by number.
+published.safetensors holds what reference packages wrote and dequantised: see
+make_published_golden.py.  AWQ and GPTQ are packed here, number by number.
 """
 
 from functools import cache
@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from publishers import awq_words, words
 from safetensors.torch import load_file
 
 from hmt.base.errors import CheckpointError
@@ -111,7 +112,9 @@ def test_nvfp4_of_compressed_tensors_and_of_modelopt() -> None:
     parts = golden()["nvfp4"]
     found = numbers(unpacked(NVFP4(divides=True), parts, (ROWS, COLUMNS)))
     assert torch.equal(found.bfloat16(), parts["wanted"])
-    codes = [[pair >> shift & 15 for pair in row for shift in (0, 4)] for row in parts["codes"].tolist()]
+    codes = [
+        [pair >> shift & 15 for pair in row for shift in (0, 4)] for row in parts["codes"].tolist()
+    ]
     grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     plain = grid[torch.tensor(codes)]
     for divides in (True, False):
@@ -133,21 +136,15 @@ def test_rows_of_two_weights_by_turns() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 90), st.integers(0, 9))
-def test_bits_of_words(bits: int, count: int, seed: int) -> None:
+def test_bits_ofwords(bits: int, count: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (3, count), generator=random).tolist()
     words = [sum(code << bits * at for at, code in enumerate(row)) for row in codes]
     size = -(-count * bits // 32) * 4
-    raw = torch.frombuffer(bytearray(b"".join(w.to_bytes(size, "little") for w in words)), dtype=torch.uint8)
+    raw = torch.frombuffer(
+        bytearray(b"".join(w.to_bytes(size, "little") for w in words)), dtype=torch.uint8
+    )
     assert unpack_bits(raw.view(torch.int32).view(3, -1), bits, count).tolist() == codes
-
-
-def _words(rows: list[list[int]], bits: int) -> torch.Tensor:
-    """Rows of numbers, each packed from its lowest bit on, as int32 [rows, words]."""
-    packed = [sum(code << bits * at for at, code in enumerate(row)) for row in rows]
-    size = len(rows[0]) * bits // 8
-    raw = b"".join(row.to_bytes(size, "little") for row in packed)
-    return torch.frombuffer(bytearray(raw), dtype=torch.int32).view(len(rows), -1).clone()
 
 
 @settings(max_examples=12)
@@ -159,13 +156,7 @@ def test_awq(group: int, rows: tuple[int, int], seed: int) -> None:
     zeros = torch.randint(0, 16, (outputs, groups), generator=random)
     scales = torch.randn(groups, outputs, generator=random).half()
 
-    def words(values: torch.Tensor) -> torch.Tensor:
-        """AutoAWQ: nibble n of a word of eight outputs holds output ORDER[n]."""
-        order = [0, 2, 4, 6, 1, 3, 5, 7]
-        shuffled = values.T.reshape(-1, outputs // 8, 8)[..., order].reshape(-1, outputs)
-        return _words(shuffled.tolist(), 4)
-
-    parts = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+    parts = {"qweight": awq_words(codes), "qzeros": awq_words(zeros), "scales": scales}
     wanted = (codes - zeros.repeat_interleave(inputs // groups, 1)).float()
     wanted *= scales.T.float().repeat_interleave(inputs // groups, 1)
     first, count = rows
@@ -197,8 +188,8 @@ def test_gptq(
     if ordered:
         index = index[torch.randperm(inputs, generator=random)]
     parts = {
-        "qweight": _words(codes.tolist(), bits).T,
-        "qzeros": _words(((zeros - less_one) % (1 << bits)).T.tolist(), bits),
+        "qweight": words(codes.tolist(), bits).T,
+        "qzeros": words(((zeros - less_one) % (1 << bits)).T.tolist(), bits),
         "scales": scales,
         "g_idx": index.to(torch.int32),
     }
@@ -213,11 +204,11 @@ def test_gptq(
 
 def test_a_zero_point_where_the_configuration_says_there_is_none() -> None:
     parts = {
-        "qweight": _words([[5] * 64] * 32, 4).T,
-        "qzeros": _words([[7] * 31 + [6]], 4),
+        "qweight": words([[5] * 64] * 32, 4).T,
+        "qzeros": words([[7] * 31 + [6]], 4),
         "scales": torch.ones(1, 32, dtype=F16),
     }
-    with pytest.raises(CheckpointError, match="zero point of 7 where .* symmetric, which means 8"):
+    with pytest.raises(CheckpointError, match=r"zero point of 7 where .* symmetric, which means 8"):
         unpacked(GPTQ(4, 32, 0, True, False, 1), parts, (32, 64))
     with pytest.raises(CheckpointError, match="names groups 0 to 9 of 1"):
         order = torch.tensor([0, 9] * 32, dtype=torch.int32)

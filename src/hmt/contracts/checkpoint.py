@@ -84,6 +84,7 @@ class Checkpoint:
     fp8_tile    (rows, columns) of one scale where `NAME_scale_inv` tensors accompany FP8 weights
     forms       parameters by the name that models know them by, where they are not records of that
                 name: as a tensor of another name, or a part of one; or in a form of their own
+    spare       records that are known and that no model needs, such as scales of activations
     """
 
     path: Path
@@ -91,3 +92,4 @@ class Checkpoint:
     records: Mapping[str, TensorRecord]
     fp8_tile: tuple[int, int] | None = None
     forms: Mapping[str, TensorRecord | Published] = field(default_factory=dict)
+    spare: frozenset[str] = frozenset()

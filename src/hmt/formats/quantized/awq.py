@@ -18,7 +18,9 @@ def find_awq(found: Quantized) -> None:
         columns, words = codes.shape if len(codes.shape) == 2 else (0, 0)
         group = given if given > 0 else columns
         if not columns or columns % group:
-            raise found.refuse(f"{module}.qweight {list(codes.shape)}", f"[in, out / 8], in % {group}")
+            raise found.refuse(
+                f"{module}.qweight {list(codes.shape)}", f"[in, out / 8], in % {group}"
+            )
         groups, outputs = columns // group, words * _PER_WORD
         parts = {
             "qweight": whole(codes),

@@ -26,6 +26,7 @@ _METHODS: dict[str, Callable[[Quantized], None]] = {
     "modelopt_fp4": find_modelopt,
     "mxfp4": find_gpt_oss,
 }
+_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 
 
 def find_forms(
@@ -42,6 +43,8 @@ def find_forms(
     """
     section = quantization_section(config, hf_quant_config)
     method = str(section.get("quant_method", "")).lower()
+    if method == "auto-round":  # writes other people's formats
+        method = _AUTO_ROUND.get(section.get("packing_format", ""), method)
     architectures = config.get("architectures") or [""]
     if not section:
         found = Quantized(folder, section, "floats", records)
@@ -73,6 +76,6 @@ def quantization_section(
     if isinstance(section, dict) and section:
         return section
     if section:
-        return {"quant_method": section}
+        return {"quant_method": f"{section!r}, which is no object"}
     theirs = (hf_quant_config or {}).get("quantization")
     return {"quant_method": "modelopt", **theirs} if isinstance(theirs, dict) else {}

@@ -83,7 +83,9 @@ def _tile(
 
 
 def _is_block(sizes: Any) -> bool:
-    return isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    return (
+        isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    )
 
 
 def _add_integers(

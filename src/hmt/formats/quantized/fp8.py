@@ -21,12 +21,14 @@ def find_fp8(found: Quantized) -> None:
         if codes.dtype != "F8_E4M3" or name is None or len(codes.shape) != 2:
             continue
         scales = found.tensor(module, name)
+        if tile is not None and name == _SCALES[0] and scales.dtype == "F32":
+            continue  # DeepSeek's blocks, which need no form of their own
         if tile is None:
             per_row = len(scales.shape) > 0 and scales.shape[0] == codes.shape[0] > 1
             found.add_fp8(f"{module}.weight", codes, scales, (1, 0) if per_row else (0, 0))
         else:
             found.add_fp8(f"{module}.weight", codes, scales, (tile[0], tile[1]))
-        found.spare |= {f"{module}.input_scale", f"{module}.activation_scale"}
+        found.spare.update((f"{module}.input_scale", f"{module}.activation_scale"))
 
 
 def is_tile(tile: Any) -> bool:

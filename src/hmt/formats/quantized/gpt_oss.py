@@ -23,7 +23,7 @@ def find_gpt_oss(found: Quantized) -> None:
 
 
 def _add_mxfp4(found: Quantized, at: str, stacked: str) -> None:
-    """NAME_blocks uint8 [experts, rows, in / 32, 16] and NAME_scales uint8 [experts, rows, in / 32]."""
+    """NAME_blocks uint8 [experts, rows, in / 32, 16] and NAME_scales [experts, rows, in / 32]."""
     codes = found.check(found.tensor(at, f"{stacked}_blocks"), ("U8",))
     if len(codes.shape) != 4 or codes.shape[3] != 16:
         found.check(codes, ("U8",), (0, 0, 0, 16))

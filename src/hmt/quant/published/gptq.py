@@ -60,8 +60,11 @@ class GPTQ:
         fill_grouped(target, codes, scales.contiguous(), zeros.contiguous(), 1 << self.bits - 1)
 
     def _zeros(self, part: Tensor, groups: int) -> Tensor:
-        """uint8 [groups, outputs].  Of what is stored less one, 2^bits - 1 is -1 and stands for 0:
-        AutoGPTQ adds the one and keeps the lowest bits."""
+        """uint8 [groups, outputs].
+
+        Of what is stored less one, 2^bits - 1 stands for 0: AutoGPTQ adds the one and keeps the
+        lowest bits.
+        """
         words = as_tensor(part, torch.int32, groups, self.outputs * self.bits // 32)
         stored = unpack_bits(words, self.bits, self.outputs)
         return (stored + self.zero_offset) & (1 << self.bits) - 1
