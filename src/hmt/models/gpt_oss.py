@@ -29,9 +29,7 @@ class GptOss(Decoder):
         turned_by = rotary(config)
         bias = config.attention_bias
         self.attention = [
-            attention(
-                config, turned_by, window=window, bias=bias, output_bias=bias, sinks=True
-            )
+            attention(config, turned_by, window=window, bias=bias, output_bias=bias, sinks=True)
             for window in windows(config)
         ]
         check_experts(config, config.num_local_experts)
