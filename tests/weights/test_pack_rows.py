@@ -94,7 +94,7 @@ def test_rows_are_right_and_damage_is_found(
     assert torch.equal(lookup.rows(ids), rows[ids])
     lookup.close()
     bad = data.draw(st.sampled_from(ids.tolist()))
-    (span,) = [span for span in table.spans if span.first <= bad < span.end]
+    (span,) = [span for span in table.parts[0].spans if span.first <= bad < span.end]
     at = (
         span.file.offset + (bad - span.first) * 2 * width + data.draw(st.integers(0, 2 * width - 1))
     )

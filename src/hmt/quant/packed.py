@@ -59,7 +59,7 @@ class Format:
     activations   what it is multiplied with; does not change the bytes
     scale_dtype   of INT4_GROUP: bfloat16 (None), float16 or float32
     zeros         INT4_GROUP with a zero point per group
-    minima        INT4_GROUP with a minimum per group
+    minima        INT4_GROUP or INT8_GROUP with a minimum per group
     """
 
     encoding: Encoding
@@ -91,7 +91,10 @@ class Format:
                 scales = (shape[0], shape[1] // self.group_size)
             case _:
                 return (data,)
-        return data, Component("scales", torch.float32, scales)
+        parts = [data, Component("scales", torch.float32, scales)]
+        if self.minima:
+            parts.append(Component("minima", torch.float32, scales))
+        return tuple(parts)
 
     def _panels(self, shape: tuple[int, ...]) -> tuple[Component, ...]:
         rows, columns = shape

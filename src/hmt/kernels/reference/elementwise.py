@@ -15,8 +15,8 @@ _LIMIT, _SLOPE = 7.0, 1.702
 
 def _clamped_swish(x: Tensor) -> Tensor:
     """gpt-oss: y sigmoid(1.702 y), where y is x, at most 7."""
-    y = x.clamp(max=_LIMIT)
-    return y * torch.sigmoid(_SLOPE * y)
+    y = x.float().clamp(max=_LIMIT)
+    return (y * torch.sigmoid(_SLOPE * y)).to(x.dtype)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

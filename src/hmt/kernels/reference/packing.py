@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.encoding import Encoding, Packing, WeightTensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -66,4 +66,6 @@ def integer_scales(w: WeightTensor, rows: slice) -> Tensor:
 
 def minima(w: WeightTensor, rows: slice) -> Tensor | None:
     """f32 [rows, groups], or None."""
-    return None if w.minima is None else unpack_groups(w.minima, rows, w.shape[0]).float()
+    if w.minima is None or w.encoding.packing is Packing.ROWS:
+        return None if w.minima is None else w.minima[rows]
+    return unpack_groups(w.minima, rows, w.shape[0]).float()

@@ -14,6 +14,7 @@ from hmt.quant.published.floats4 import MXFP4, NVFP4
 from hmt.quant.published.form import Form, InPlace
 from hmt.quant.published.fp8 import FP8
 from hmt.quant.published.gptq import GPTQ
+from hmt.quant.published.gguf import Gguf
 
 _SCHEMES: dict[str, Callable[..., Form | InPlace]] = {
     "in place": InPlace,
@@ -27,6 +28,7 @@ _SCHEMES: dict[str, Callable[..., Form | InPlace]] = {
     "gptq": GPTQ,
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
+    "gguf": Gguf,
 }
 
 
