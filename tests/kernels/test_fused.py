@@ -288,9 +288,7 @@ def test_the_gate_of_gpt_oss(dtype):
     y = gate.double().clamp(max=7)
     wanted = (y * torch.sigmoid(1.702 * y)).to(dtype) * (up.double().clamp(-7, 7) + 1).to(dtype)
     for found in (ops.gated(gate, up, "clamped_swish"), reference.gated(gate, up, "clamped_swish")):
-        torch.testing.assert_close(
-            found, wanted, rtol=4 * ULP[dtype], atol=1e-6, equal_nan=True
-        )
+        torch.testing.assert_close(found, wanted, rtol=4 * ULP[dtype], atol=1e-6, equal_nan=True)
 
 
 def test_results_do_not_depend_on_the_number_of_threads(on_threads):

@@ -72,7 +72,7 @@ def packed(bits: int, groups: int, *, symmetric: bool) -> CompressedIntegers:
         ("pack-4-zeros", packed(4, 3, symmetric=False), Encoding.INT4_GROUP),
         ("pack-3-group", packed(3, 3, symmetric=True), Encoding.INT4_GROUP),
         ("pack-8-group", packed(8, 3, symmetric=True), Encoding.INT8_GROUP),
-        ("pack-8-zeros", packed(8, 1, symmetric=False), Encoding.F32),
+        ("pack-8-zeros", packed(8, 1, symmetric=False), Encoding.INT8_GROUP),
         ("int-channel", CompressedIntegers(8, False, 1, "BF16", True, 0), Encoding.INT8_CHANNEL),
         ("int-tensor", CompressedIntegers(8, False, 0, "BF16", True, 0), Encoding.INT8_CHANNEL),
         ("float-tensor", FP8((0, 0), "BF16"), Encoding.FP8_BLOCK),
@@ -198,8 +198,7 @@ def test_gptq(
     for first, count in ((0, outputs), (5, 18)):
         w = unpacked(form, parts, (count, inputs), first=first)
         assert torch.equal(numbers(w), wanted[first : first + count])
-    in_floats = ordered or (bits == 8 and not symmetric)
-    assert (w.encoding is Encoding.F32) == in_floats
+    assert (w.encoding is Encoding.F32) == ordered
 
 
 def test_a_zero_point_where_the_configuration_says_there_is_none() -> None:

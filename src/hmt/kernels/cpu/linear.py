@@ -168,6 +168,8 @@ def _is_supported(w: WeightTensor) -> bool:
     parts = (w.data, w.scales, w.zeros, w.minima)
     if len(w.shape) != 2 or any(part is not None and not part.is_contiguous() for part in parts):
         return False
+    if w.minima is not None and w.encoding.packing is Packing.ROWS:
+        return False
     if w.encoding in (Encoding.INT8_CHANNEL, Encoding.INT8_GROUP):
         return w.activations is Activations.FLOAT or w.shape[1] <= _MOST_INT8_COLUMNS
     return w.encoding.packing is Packing.ROWS or w.group_size in _INT4_GROUPS

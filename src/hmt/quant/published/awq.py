@@ -10,6 +10,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.quant.packed import Format
 from hmt.quant.published.bits import as_tensor, unpack_nibbles
 from hmt.quant.published.grouped import fill_grouped, grouped_format
+from hmt.quant.published.pieces import row_pieces
 
 _BITS = 4
 # The word's nibbles, lowest first, hold these of its eight outputs: pairs that a GPU turns into
@@ -37,16 +38,25 @@ class AWQ:
 
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
         """See Form."""
-        rows, columns = target.shape
+        columns = target.shape[1]
         groups = columns // (self.group_size or columns)
-        wanted = slice(first, first + rows)
-        codes = _outputs(as_tensor(parts["qweight"], torch.int32, columns, self.outputs // 8))
-        zeros = _outputs(as_tensor(parts["qzeros"], torch.int32, groups, self.outputs // 8))
+        codes = as_tensor(parts["qweight"], torch.int32, columns, self.outputs // 8)
+        zeros = as_tensor(parts["qzeros"], torch.int32, groups, self.outputs // 8)
         scales = as_tensor(parts["scales"], torch.float16, groups, self.outputs)
-        fill_grouped(target, codes[wanted], scales[:, wanted].T.contiguous(), zeros[wanted], 8)
+        for some, piece in row_pieces(target):
+            begin, end = first + some.start, first + some.stop
+            fill_grouped(
+                piece,
+                _outputs(codes, begin, end),
+                scales[:, begin:end].T.contiguous(),
+                _outputs(zeros, begin, end),
+                8,
+            )
 
 
-def _outputs(words: Tensor) -> Tensor:
-    """Words int32 [n, outputs / 8] to codes uint8 [outputs, n]."""
-    nibbles = unpack_nibbles(words.view(torch.uint8)).unflatten(1, (-1, 8))
-    return nibbles[..., list(_NIBBLE_OF_OUTPUT)].flatten(1).T.contiguous()
+def _outputs(words: Tensor, begin: int, end: int) -> Tensor:
+    """Of words int32 [n, outputs / 8] the codes of some outputs: uint8 [end - begin, n]."""
+    some = words[:, begin // 8 : -(-end // 8)].contiguous()
+    nibbles = unpack_nibbles(some.view(torch.uint8)).unflatten(1, (-1, 8))
+    codes = nibbles[..., list(_NIBBLE_OF_OUTPUT)].flatten(1)
+    return codes[:, begin % 8 : begin % 8 + end - begin].T.contiguous()

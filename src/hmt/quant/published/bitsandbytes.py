@@ -12,6 +12,7 @@ from torch import Tensor
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.packed import Format
 from hmt.quant.published.bits import as_tensor
+from hmt.quant.published.pieces import row_pieces
 
 _FLOATS = {"F32": Encoding.F32, "F16": Encoding.F16, "BF16": Encoding.BF16}
 
@@ -63,12 +64,14 @@ class BitsAndBytesTable:
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
         """See Form."""
         rows, columns = target.shape
-        pairs = parts["weight"]
-        codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()
+        pairs = parts["weight"].view(rows, columns // 2)
         table = as_tensor(parts["quant_map"], torch.float32, 16)
-        blocks = torch.arange(first * columns, (first + rows) * columns) // self.block
-        numbers = table[codes.long()] * self._scales(parts)[blocks]
-        target.data.copy_(numbers.view(target.shape))
+        scales = self._scales(parts)
+        for some, piece in row_pieces(target):
+            codes = torch.stack((pairs[some] >> 4, pairs[some] & 15), dim=-1).view(piece.shape)
+            begin, end = ((first + row) * columns for row in (some.start, some.stop))
+            blocks = torch.arange(begin, end) // self.block
+            piece.data.copy_(table[codes.long()] * scales[blocks].view(piece.shape))
 
     def _scales(self, parts: Mapping[str, Tensor]) -> Tensor:
         """f32 [blocks]."""

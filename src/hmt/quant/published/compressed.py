@@ -13,6 +13,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.quant.packed import Format
 from hmt.quant.published.bits import DTYPES, as_tensor, unpack_bits
 from hmt.quant.published.grouped import fill_grouped, grouped_format
+from hmt.quant.published.pieces import row_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,18 @@ class CompressedIntegers:
         """See Form."""
         rows, columns = target.shape
         middle = 1 << self.bits - 1
-        if self.packed:
-            words = as_tensor(parts["weight_packed"], torch.int32, rows, -1)
-            codes = unpack_bits(words, self.bits, columns)
-        else:
-            codes = parts["weight"].view(rows, columns) + middle  # as uint8, which wraps
         scales = self._per_row(as_tensor(parts["weight_scale"], DTYPES[self.scale_dtype], -1), rows)
         zeros: Tensor | int = middle
         if not self.symmetric:
             zeros = self._zeros(parts["weight_zero_point"], first, rows)
-        fill_grouped(target, codes, scales, zeros, middle)
+        for some, piece in row_pieces(target):
+            if self.packed:
+                words = as_tensor(parts["weight_packed"], torch.int32, rows, -1)
+                codes = unpack_bits(words[some], self.bits, columns)
+            else:
+                codes = parts["weight"].view(rows, columns)[some] + middle  # as uint8, which wraps
+            own = zeros[some] if isinstance(zeros, Tensor) else zeros
+            fill_grouped(piece, codes, scales[some], own, middle)
 
     def _per_row(self, values: Tensor, rows: int) -> Tensor:
         """Values of each row [rows, groups]."""

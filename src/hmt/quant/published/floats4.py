@@ -15,6 +15,7 @@ from hmt.contracts.encoding import PANEL_BLOCK, Encoding, WeightTensor
 from hmt.kernels.reference.packing import E2M1
 from hmt.quant.packed import Format, pack_codes, pack_groups
 from hmt.quant.published.bits import as_tensor, unpack_nibbles
+from hmt.quant.published.pieces import row_pieces
 
 _NVFP4_GROUP = 16
 _MXFP4_GROUP = 32
@@ -43,18 +44,20 @@ class NVFP4:
         """See Form."""
         rows, columns = target.shape
         groups = columns // _NVFP4_GROUP
-        codes = unpack_nibbles(parts["codes"].view(rows, columns // 2))
+        pairs = parts["codes"].view(rows, columns // 2)
         scales = as_tensor(parts["scales"], torch.float8_e4m3fn, rows, groups)
         factor = as_tensor(parts["factor"], torch.float32, 1)
         if self.divides:
             factor = factor.reciprocal()
-        if target.encoding is Encoding.F32:
-            _fill_floats(target.data, codes, scales.float() * factor)
-            return
-        assert target.scales is not None and target.factor is not None
-        target.data.copy_(pack_codes(codes))
-        target.scales.view(torch.uint8).copy_(pack_groups(scales.view(torch.uint8)))
-        target.factor.copy_(factor)
+        if target.factor is not None:
+            target.factor.copy_(factor)
+        for some, piece in row_pieces(target):
+            codes = unpack_nibbles(pairs[some])
+            if piece.scales is None:
+                _fill_floats(piece.data, codes, scales[some].float() * factor)
+                continue
+            piece.data.copy_(pack_codes(codes))
+            piece.scales.view(torch.uint8).copy_(pack_groups(scales[some].view(torch.uint8)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +81,13 @@ class MXFP4:
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
         """See Form."""
         rows, columns = target.shape
-        assert target.scales is not None
         mine = slice(self.turn, None, self.interleaved)
         codes = parts["codes"].view(rows * self.interleaved, columns // 2)[mine]
         scales = parts["scales"].view(rows * self.interleaved, columns // _MXFP4_GROUP)[mine]
-        target.data.copy_(pack_codes(unpack_nibbles(codes)))
-        target.scales.copy_(pack_groups(scales))
+        for some, piece in row_pieces(target):
+            assert piece.scales is not None
+            piece.data.copy_(pack_codes(unpack_nibbles(codes[some])))
+            piece.scales.copy_(pack_groups(scales[some]))
 
 
 def _fill_floats(out: Tensor, codes: Tensor, scales: Tensor) -> None:

@@ -11,6 +11,7 @@ from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.packed import Format
 from hmt.quant.published.bits import as_tensor, unpack_bits
 from hmt.quant.published.grouped import fill_grouped, grouped_format
+from hmt.quant.published.pieces import row_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +45,33 @@ class GPTQ:
 
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
         """See Form."""
-        rows, columns = target.shape
-        groups = -(-columns // (self.group_size or columns))
-        wanted = slice(first, first + rows)
+        columns = target.shape[1]
+        groups = columns // (self.group_size or columns)
         words = as_tensor(parts["qweight"], torch.int32, columns * self.bits // 32, self.outputs)
-        codes = unpack_bits(words[:, wanted].T, self.bits, columns)
-        scales = as_tensor(parts["scales"], torch.float16, groups, self.outputs)[:, wanted].T
-        zeros = self._zeros(parts["qzeros"], groups)[:, wanted].T
-        if self.ordered:
-            index = as_tensor(parts["g_idx"], torch.int32, columns).long()
-            _check_groups(index, groups)
-            signed = codes.to(torch.int16) - zeros.to(torch.int16)[:, index]
-            target.data.copy_(signed.float() * scales.float()[:, index])
-            return
-        fill_grouped(target, codes, scales.contiguous(), zeros.contiguous(), 1 << self.bits - 1)
+        all_scales = as_tensor(parts["scales"], torch.float16, groups, self.outputs)
+        all_zeros = self._zeros(parts["qzeros"], groups)
+        index = self._groups_of_inputs(parts, columns, groups)
+        for some, piece in row_pieces(target):
+            wanted = slice(first + some.start, first + some.stop)
+            codes = unpack_bits(words[:, wanted].T, self.bits, columns)
+            scales, zeros = (part[:, wanted].T.contiguous() for part in (all_scales, all_zeros))
+            if index is not None:  # as if each input were a group
+                scales, zeros = scales[:, index], zeros[:, index]
+            fill_grouped(piece, codes, scales, zeros, 1 << self.bits - 1)
+
+    def _groups_of_inputs(
+        self, parts: Mapping[str, Tensor], columns: int, groups: int
+    ) -> Tensor | None:
+        """int64 [in] where they are not in order."""
+        if not self.ordered:
+            return None
+        index = as_tensor(parts["g_idx"], torch.int32, columns).long()
+        if bool(((index < 0) | (index >= groups)).any()):
+            raise CheckpointError(
+                f"its g_idx names groups {int(index.min())} to {int(index.max())} of {groups}: "
+                "download it again"
+            )
+        return index
 
     def _zeros(self, part: Tensor, groups: int) -> Tensor:
         """uint8 [groups, outputs].
@@ -68,11 +82,3 @@ class GPTQ:
         words = as_tensor(part, torch.int32, groups, self.outputs * self.bits // 32)
         stored = unpack_bits(words, self.bits, self.outputs)
         return (stored + self.zero_offset) & (1 << self.bits) - 1
-
-
-def _check_groups(index: Tensor, groups: int) -> None:
-    if bool(((index < 0) | (index >= groups)).any()):
-        raise CheckpointError(
-            f"its g_idx names groups {int(index.min())} to {int(index.max())} of {groups}: "
-            "download it again"
-        )

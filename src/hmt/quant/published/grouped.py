@@ -28,17 +28,17 @@ def grouped_format(
     """What weights of `bits` bits become, with `columns` inputs and a scale for each `group`.
 
     At most 4 bits become INT4_GROUP, with zeros where there are `zeros`.  More bits become
-    INT8_CHANNEL or INT8_GROUP where all zero points are the middle.  What kernels have no form for
-    becomes f32: rows that are no multiple of 32, groups that are none of 16, zero points of 8 bits.
+    INT8_CHANNEL or INT8_GROUP, with minima where there are zeros: (middle - zero) * scale, which
+    is exact where scales have 16 bits, and so is the sum.  What kernels have no form for becomes
+    f32: rows of 4 bits that are no multiple of 32, groups that are none of 16.
     """
     size = memory_group(columns, group)
     if bits <= 4 and size and columns % PANEL_BLOCK == 0:
         return Format(Encoding.INT4_GROUP, size, scale_dtype=scale_dtype, zeros=zeros)
-    if bits > 4 and not zeros:
-        if group in (0, columns):
-            return Format(Encoding.INT8_CHANNEL)
-        if size:
-            return Format(Encoding.INT8_GROUP, size)
+    if bits > 4 and not zeros and group in (0, columns):
+        return Format(Encoding.INT8_CHANNEL)
+    if bits > 4 and size and not (zeros and scale_dtype is torch.float32):
+        return Format(Encoding.INT8_GROUP, size, minima=zeros)
     return Format(Encoding.F32)
 
 
@@ -57,21 +57,23 @@ def fill_grouped(
         return
     assert target.scales is not None
     repeats = codes.shape[1] // (target.group_size or codes.shape[1]) // scales.shape[1]
-    scales = scales.repeat_interleave(repeats, 1)
-    if target.zeros is None:
+    if target.minima is not None:
+        assert isinstance(zeros, Tensor)
+        minima = (middle - zeros.float()) * scales.float()
+        target.minima.copy_(minima.repeat_interleave(repeats, 1))
+    elif target.zeros is None:
         check_middle(zeros, middle)
-        zeros = middle
     if target.encoding is Encoding.INT4_GROUP:
         offset = 8 - middle if target.zeros is None else 0
         target.data.copy_(pack_codes(codes + offset))
-        target.scales.copy_(pack_groups(scales))
+        target.scales.copy_(pack_groups(scales.repeat_interleave(repeats, 1)))
         if target.zeros is not None:
             assert isinstance(zeros, Tensor)
             target.zeros.copy_(pack_groups(zeros.repeat_interleave(repeats, 1)))
         return
     # int8 wraps: 200 - 128 is 72 as uint8 and 10 - 128 is 138 there, which is -118.
     target.data.copy_((codes - middle).view(torch.int8))
-    target.scales.copy_(scales.view(target.scales.shape))
+    target.scales.copy_(scales.repeat_interleave(repeats, 1).view(target.scales.shape))
 
 
 def check_middle(zeros: Tensor | int, middle: int) -> None:
