@@ -12,12 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from publishers import PUBLISHERS
+from publishers import PUBLISHERS, mxfp4
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import hmt
+from hmt.contracts.encoding import Encoding
 from hmt.engine import EngineConfig, prepare
+from hmt.engine.loading import Prepared
 from hmt.planner import PlanOptions, smallest_budget
 
 OPTIONS = {"dtype": "float32", "context": 32, "prefill_chunk": 16, "max_batch": 1}
@@ -45,15 +53,14 @@ def llama() -> LlamaForCausalLM:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    everything = CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]} | config
-    (folder / "config.json").write_text(json.dumps(everything, default=str))
+    (folder / "config.json").write_text(json.dumps(config, default=str))
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
 
 
 @pytest.mark.parametrize("name", PUBLISHERS)
 def test_logits_equal_those_of_the_numbers_that_are_published(
-    name: str, llama: LlamaForCausalLM, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    name: str, llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     publisher = PUBLISHERS[name]
     torch.manual_seed(6)
@@ -66,15 +73,66 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
             tensors |= {f"{module}.{end}": part for end, part in parts.items()}
         else:
             tensors[key] = plain[key] = tensor
-    write(tmp_path, {"quantization_config": publisher.config}, tensors)
+    section = {"quantization_config": publisher.config}
+    write(tmp_path, CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]} | section, tensors)
     reference = LlamaForCausalLM(CONFIG).eval()
     reference.load_state_dict(plain)
+    check(tmp_path, reference)
+
+
+def prepared(folder: Path) -> Prepared:
+    return prepare(folder, EngineConfig.resolve(host_memory="64MiB", **OPTIONS))
+
+
+def check(folder: Path, reference: PreTrainedModel) -> None:
+    """The engine's logits in the least memory against those of `reference`."""
     rng = random.Random(7)
     tokens = [rng.randrange(VOCAB) for _ in range(20)]
     with torch.inference_mode():
         wanted = reference(torch.tensor([tokens])).logits[0]
-    config = EngineConfig.resolve(host_memory="64MiB", **OPTIONS)
-    least = smallest_budget(prepare(tmp_path, config).demand, PlanOptions(0, 32, 16))
+    least = smallest_budget(prepared(folder).demand, PlanOptions(0, 32, 16))
     with hmt.Engine(host_memory=least, **OPTIONS) as engine:
-        found = engine.load_model(tmp_path).logits(tokens, range(len(tokens)), prefill=16)
+        found = engine.load_model(folder).logits(tokens, range(len(tokens)), prefill=16)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+
+
+def test_gpt_oss_as_openai_publishes_it(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        max_position_embeddings=256,
+        pad_token_id=None,
+    )
+    torch.manual_seed(8)
+    reference = GptOssForCausalLM._from_config(config, attn_implementation="eager").eval()
+    tensors = {}
+    with torch.no_grad():
+        for name, tensor in reference.named_parameters():
+            tensor.copy_((torch.randn(tensor.shape) * 0.15 + ("norm" in name)).bfloat16())
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                tensors[name] = tensor.bfloat16()
+                continue
+            codes, exponents, wanted = mxfp4(tensor.mT.flatten(0, 1))
+            tensors[f"{name}_blocks"] = codes.view(*tensor.mT.shape[:2], -1, 16)
+            tensors[f"{name}_scales"] = exponents.view(*tensor.mT.shape[:2], -1)
+            tensor.copy_(wanted.view(tensor.mT.shape).mT)
+    section = {"quantization_config": {"quant_method": "mxfp4"}}
+    write(tmp_path, config.to_dict() | {"architectures": ["GptOssForCausalLM"]} | section, tensors)
+    check(tmp_path, reference)
+    experts = [layout for at, layout in prepared(tmp_path).layouts.items() if at.layer == 1][2:]
+    assert len(experts) == 4
+    for layout in experts:
+        encodings = [placed.format.encoding for placed in layout.placed]
+        assert encodings.count(Encoding.MXFP4) == encodings.count(Encoding.BF16) == 3
+        # Gate and up projection share their bytes, which are read once.
+        read = sum(read.useful_bytes or 0 for stage in layout.staged for read in stage.reads)
+        parts = {part.file for placed in layout.placed for part in placed.param.parts}
+        assert read == sum(part.nbytes for part in parts)

@@ -5,14 +5,14 @@ from typing import Any
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.checkpoint import PublishedPart, TensorRecord
-from hmt.formats.quantized.found import Quantized, by_rows, matches, whole
+from hmt.formats.quantized.found import Quantized, by_rows, matches, table, whole
 
 _SCALES = ("F32", "F16", "BF16")
 
 
 def find_compressed(found: Quantized) -> None:
     """Every module with a `weight_packed`, or a `weight` that has a `weight_scale`."""
-    sparsity = found.config.get("sparsity_config") or {}
+    sparsity = table(found.config, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise found.refuse(f"sparsity format {sparsity['format']!r}", "dense weights")
     for module, suffix in list(found.modules("weight_packed", "weight")):
@@ -35,12 +35,12 @@ def find_compressed(found: Quantized) -> None:
 
 def _weights_of(module: str, found: Quantized) -> Mapping[str, Any]:
     """What `config_groups` says of the module's weights: by its name, else of linear layers."""
-    groups = found.config.get("config_groups")
-    groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    groups = table(found.config, "config_groups").values()
+    targeted = [(group, group.get("targets")) for group in groups if isinstance(group, dict)]
     for means in (lambda target: matches(target, module), lambda target: target == "Linear"):
-        for group in groups:
-            if any(means(target) for target in group.get("targets", ())):
-                return group.get("weights") or {}
+        for group, targets in targeted:
+            if isinstance(targets, list) and any(means(target) for target in targets):
+                return table(group, "weights")
     raise CheckpointError(
         f"{found.folder}: {module} has quantised weights, and no config_groups of the quantisation "
         "config names it in `targets`: download config.json again"

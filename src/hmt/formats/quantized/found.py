@@ -114,9 +114,15 @@ def whole(record: TensorRecord) -> PublishedPart:
     return PublishedPart(record.name, FileRange(record.file, record.offset, record.nbytes), 0)
 
 
-def matches(pattern: str, module: str) -> bool:
+def table(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Field `name` where it is an object; else an empty one."""
+    value = fields.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def matches(pattern: Any, module: str) -> bool:
     """Whether an entry of a list of modules means `module`: "re:REGEX", or a name."""
-    if pattern.startswith("re:"):
+    if isinstance(pattern, str) and pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None
         except re.error:

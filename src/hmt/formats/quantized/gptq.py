@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hmt.formats.quantized.found import Quantized, whole
+from hmt.formats.quantized.found import Quantized, table, whole
 
 _BITS = (2, 3, 4, 8)
 
@@ -55,8 +55,7 @@ def find_gptq(found: Quantized) -> None:
 
 def _fields_of(module: str, found: Quantized) -> Mapping[str, Any]:
     """The config as it is for `module`: GPTQModel's `dynamic` changes it by regexes of names."""
-    dynamic = found.config.get("dynamic") or {}
-    for pattern, changes in dynamic.items() if isinstance(dynamic, dict) else ():
+    for pattern, changes in table(found.config, "dynamic").items():
         sign, regex = (pattern[:2], pattern[2:]) if pattern[1:2] == ":" else ("+:", pattern)
         try:
             here = re.match(regex, module)
