@@ -81,7 +81,8 @@ def _gptq(bits: int, *, symmetric: bool, ordered: bool, less: int) -> Publisher:
             "scales": scales.T,
             "g_idx": (torch.arange(columns) // GROUP)[back].to(I32),
         }
-        return parts, numbers(codes, scales, zeros)[:, back]
+        found = numbers(codes, scales, zeros)[:, back]
+        return parts, found.half().float() if ordered else found
 
     config = {
         "quant_method": "gptq",

@@ -194,11 +194,13 @@ def test_gptq(
         "g_idx": index.to(torch.int32),
     }
     wanted = (codes - zeros[:, index]).float() * scales.T[:, index].float()
+    if ordered:
+        wanted = wanted.half().float()
     form = GPTQ(bits, outputs, group, symmetric, ordered, less_one)
     for first, count in ((0, outputs), (5, 18)):
         w = unpacked(form, parts, (count, inputs), first=first)
         assert torch.equal(numbers(w), wanted[first : first + count])
-    assert (w.encoding is Encoding.F32) == ordered
+    assert (w.encoding is Encoding.F16) == ordered
 
 
 def test_a_zero_point_where_the_configuration_says_there_is_none() -> None:

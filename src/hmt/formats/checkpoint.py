@@ -52,9 +52,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     records: dict[str, TensorRecord] = {}
     for number, file in enumerate(files):
         _add(records, read_header(folder / file), keep_known=0 < len(listed) <= number)
-    found = find_forms(folder, config, hf_quant_config, records)
-    spare = frozenset(found.spare)
-    return Checkpoint(folder, config, records, _fp8_tile(found.config), found.forms, spare)
+    quantized = find_forms(folder, config, hf_quant_config, records)
+    tile, spare = _fp8_tile(quantized.config), frozenset(quantized.spare)
+    return Checkpoint(folder, config, records, tile, quantized.forms, spare)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

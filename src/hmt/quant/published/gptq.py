@@ -22,7 +22,8 @@ class GPTQ:
     group_size   inputs that share a scale; 0 for all
     symmetric    all zero points are the middle, as the configuration says; checked
     ordered      inputs were quantised in the order of their activations (desc_act), so that those
-                 of a group may lie anywhere: kernels have no form for that, and it becomes f32
+                 of a group may lie anywhere.  Kernels have no form for that: it becomes f16, each
+                 number rounded as GPTQ's own dequantisers round it
     zero_offset  1 where zero points are stored less one (checkpoint format "gptq"), 0 for "gptq_v2"
 
     Parts: qweight int32 [in * bits / 32, outputs], qzeros int32 [groups, outputs * bits / 32],
@@ -39,7 +40,7 @@ class GPTQ:
     def format(self, shape: tuple[int, ...]) -> Format:
         """See Form."""
         if self.ordered:
-            return Format(Encoding.F32)
+            return Format(Encoding.F16)
         zeros = not self.symmetric
         return grouped_format(self.bits, shape[1], self.group_size, torch.float16, zeros=zeros)
 

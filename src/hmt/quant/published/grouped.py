@@ -52,7 +52,7 @@ def fill_grouped(
     zeros    uint8 of that shape, or one for all
     middle   the zero point of a format without zeros: 2^(bits - 1)
     """
-    if target.encoding is Encoding.F32:
+    if target.encoding.is_float:
         _fill_floats(target.data, codes, scales, zeros)
         return
     assert target.scales is not None
