@@ -26,6 +26,7 @@ import hmt
 from hmt.contracts.encoding import Encoding
 from hmt.engine import EngineConfig, prepare
 from hmt.engine.loading import Prepared
+from hmt.engine.packs import convert
 from hmt.planner import PlanOptions, smallest_budget
 
 OPTIONS = {"dtype": "float32", "context": 32, "prefill_chunk": 16, "max_batch": 1}
@@ -77,23 +78,33 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
     write(tmp_path, CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]} | section, tensors)
     reference = LlamaForCausalLM(CONFIG).eval()
     reference.load_state_dict(plain)
-    check(tmp_path, reference)
+    check(tmp_path, reference, packed=name in ("awq", "fp8", "modelopt-nvfp4"))
 
 
 def prepared(folder: Path) -> Prepared:
     return prepare(folder, EngineConfig.resolve(host_memory="64MiB", **OPTIONS))
 
 
-def check(folder: Path, reference: PreTrainedModel) -> None:
-    """The engine's logits in the least memory against those of `reference`."""
+def check(folder: Path, reference: PreTrainedModel, *, packed: bool = False) -> None:
+    """The engine's logits in the least memory against those of `reference`, to the bit in a pack.
+
+    packed   a pack of it, too, is run
+    """
     rng = random.Random(7)
     tokens = [rng.randrange(VOCAB) for _ in range(20)]
     with torch.inference_mode():
         wanted = reference(torch.tensor([tokens])).logits[0]
     least = smallest_budget(prepared(folder).demand, PlanOptions(0, 32, 16))
-    with hmt.Engine(host_memory=least, **OPTIONS) as engine:
-        found = engine.load_model(folder).logits(tokens, range(len(tokens)), prefill=16)
+    found = logits(folder, tokens, least)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    if packed:
+        convert(folder, folder / "pack", EngineConfig.resolve())
+        assert torch.equal(logits(folder / "pack", tokens, 64 << 20), found)
+
+
+def logits(folder: Path, tokens: list[int], budget: int) -> torch.Tensor:
+    with hmt.Engine(host_memory=budget, **OPTIONS) as engine:
+        return engine.load_model(folder).logits(tokens, range(len(tokens)), prefill=16)
 
 
 def test_gpt_oss_as_openai_publishes_it(tmp_path: Path) -> None:
@@ -126,7 +137,7 @@ def test_gpt_oss_as_openai_publishes_it(tmp_path: Path) -> None:
             tensor.copy_(wanted.view(tensor.mT.shape).mT)
     section = {"quantization_config": {"quant_method": "mxfp4"}}
     write(tmp_path, config.to_dict() | {"architectures": ["GptOssForCausalLM"]} | section, tensors)
-    check(tmp_path, reference)
+    check(tmp_path, reference, packed=True)
     experts = [layout for at, layout in prepared(tmp_path).layouts.items() if at.layer == 1][2:]
     assert len(experts) == 4
     for layout in experts:
