@@ -23,7 +23,8 @@ from transformers import (
 )
 
 import hmt
-from hmt.contracts.encoding import Encoding
+from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.encoding import Activations, Encoding
 from hmt.engine import EngineConfig, prepare
 from hmt.engine.loading import Prepared
 from hmt.engine.packs import convert
@@ -59,10 +60,8 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
 
 
-@pytest.mark.parametrize("name", PUBLISHERS)
-def test_logits_equal_those_of_the_numbers_that_are_published(
-    name: str, llama: LlamaForCausalLM, tmp_path: Path
-) -> None:
+def publish(name: str, llama: LlamaForCausalLM, folder: Path) -> dict[str, torch.Tensor]:
+    """Write what `name` makes of the layers' matrices; all parameters as numbers."""
     publisher = PUBLISHERS[name]
     torch.manual_seed(6)
     tensors, plain = {}, {}
@@ -74,8 +73,16 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
             tensors |= {f"{module}.{end}": part for end, part in parts.items()}
         else:
             tensors[key] = plain[key] = tensor
-    section = {"quantization_config": publisher.config}
-    write(tmp_path, CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]} | section, tensors)
+    section = {"quantization_config": publisher.config, "architectures": ["LlamaForCausalLM"]}
+    write(folder, CONFIG.to_dict() | section, tensors)
+    return plain
+
+
+@pytest.mark.parametrize("name", PUBLISHERS)
+def test_logits_equal_those_of_the_numbers_that_are_published(
+    name: str, llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    plain = publish(name, llama, tmp_path)
     reference = LlamaForCausalLM(CONFIG).eval()
     reference.load_state_dict(plain)
     check(tmp_path, reference, packed=name in ("awq", "fp8", "modelopt-nvfp4"))
@@ -147,3 +154,25 @@ def test_gpt_oss_as_openai_publishes_it(tmp_path: Path) -> None:
         read = sum(read.useful_bytes or 0 for stage in layout.staged for read in stage.reads)
         parts = {part.file for placed in layout.placed for part in placed.param.parts}
         assert read == sum(part.nbytes for part in parts)
+
+
+def test_few_bits_are_not_rounded_to_as_many_again(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """FP8 takes no int8 activations, so it is rounded to int8 where those are asked for."""
+    found = {}
+    for name in ("awq", "nvfp4", "fp8-blocks"):
+        (tmp_path / name).mkdir()
+        publish(name, llama, tmp_path / name)
+        for scheme in ("w4a8", "w8a8"):
+            config = EngineConfig.resolve(host_memory="64MiB", quantization=scheme, **OPTIONS)
+            layout = prepare(tmp_path / name, config).layouts[BlockId(1, BlockKind.FFN)]
+            forms = {placed.format for placed in layout.placed if placed.param.spec.shape[1:]}
+            [found[name, scheme]] = {(form.encoding, form.activations) for form in forms}
+    codes, four, eight = Activations.INT8_TOKEN, Encoding.INT4_GROUP, Encoding.INT8_CHANNEL
+    assert found == {
+        ("awq", "w4a8"): (four, codes),
+        ("awq", "w8a8"): (four, codes),
+        ("nvfp4", "w4a8"): (Encoding.NVFP4, codes),
+        ("nvfp4", "w8a8"): (Encoding.NVFP4, codes),
+        ("fp8-blocks", "w4a8"): (four, codes),
+        ("fp8-blocks", "w8a8"): (eight, codes),
+    }

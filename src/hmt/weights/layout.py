@@ -290,17 +290,17 @@ def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLa
 def _unless_smaller(param: BoundParam, wanted: Format | None) -> Format:
     """The format for a parameter in a form of its own where `wanted` is asked for.
 
-    What is published in few bits is not rounded again to as many: it stays as it is, and is
-    multiplied with what was asked for.
+    What is published in few bits is not rounded again to codes of as many, whatever scales may
+    save: it stays as it is, and is multiplied with what was asked for.
     """
     own = param.format
     if wanted is None:
         return own
-    sizes = [sum(component_bytes(form, param.spec.shape)) for form in (wanted, own)]
-    if sizes[0] < sizes[1]:
+    codes = [component_bytes(form, param.spec.shape)[0] for form in (wanted, own)]
+    has_codes = not own.encoding.is_float and own.encoding is not Encoding.FP8_BLOCK
+    if codes[0] < codes[1] or not has_codes:
         return wanted
-    takes_codes = not own.encoding.is_float and own.encoding is not Encoding.FP8_BLOCK
-    return replace(own, activations=wanted.activations) if takes_codes else own
+    return replace(own, activations=wanted.activations)
 
 
 def _same_bytes(one: Format, other: Format) -> bool:
