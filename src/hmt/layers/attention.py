@@ -87,6 +87,10 @@ class Attention:
         sinks = ParamSpec("sinks", (self.heads,), (f"{at}sinks",), Role.VECTOR)
         return (sinks,) if self.sinks else ()
 
+    def sinks_of(self, params: Params) -> Tensor | None:
+        """The heads' sinks f32 [heads]; None where there are none."""
+        return params["sinks"].data.float().contiguous() if self.sinks else None
+
     def __call__(
         self, hidden: Tensor, layer: int, step: Step, params: Params, kv: KVCache
     ) -> Tensor:
@@ -98,6 +102,6 @@ class Attention:
         heads = ops.attention_inputs(hidden, params, self.inputs, cos, sin)
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
         if self.sinks:
-            options["sinks"] = params["sinks"].data.float()
+            options["sinks"] = self.sinks_of(params)
         out = kv.append_attend(layer, step, heads, **options)
         return project(out, params, "o_proj")

@@ -8,7 +8,14 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import GatedFFN, SoftmaxRouter, request_experts, routed_experts
+from hmt.layers import (
+    Experts,
+    GatedFFN,
+    SoftmaxRouter,
+    UsualLayer,
+    request_experts,
+    routed_experts,
+)
 from hmt.models.config import Config, attention, check_experts, norm, require, rotary, windows
 from hmt.models.decoder import Decoder, attention_block, expert_block, router_block
 
@@ -67,6 +74,11 @@ class GptOss(Decoder):
         )
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
+
+    def usual_layer(self, index: int) -> UsualLayer:
+        """See Decoder."""
+        experts = Experts(self.norm, self.router, self.expert)
+        return UsualLayer(self.attention[index], experts)
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
