@@ -69,7 +69,9 @@ def _awq(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return parts, numbers(codes, scales, zeros)
 
 
-def _gptq(bits: int, *, symmetric: bool, ordered: bool, less: int) -> Publisher:
+def _gptq(
+    bits: int, *, symmetric: bool, ordered: bool, less: int, static: bool = False
+) -> Publisher:
     def publish(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         columns = w.shape[1]
         order = torch.randperm(columns) if ordered else torch.arange(columns)
@@ -89,7 +91,8 @@ def _gptq(bits: int, *, symmetric: bool, ordered: bool, less: int) -> Publisher:
         "bits": bits,
         "group_size": GROUP,
         "sym": symmetric,
-        "desc_act": ordered,
+        "desc_act": ordered or static,
+        "static_groups": static,
         "checkpoint_format": "gptq" if less else "gptq_v2",
     }
     return Publisher(config, publish)
@@ -236,6 +239,7 @@ PUBLISHERS = {
     "awq": Publisher({"quant_method": "awq", "bits": 4, "group_size": GROUP}, _awq),
     "gptq": _gptq(4, symmetric=True, ordered=False, less=1),
     "gptq-ordered": _gptq(4, symmetric=False, ordered=True, less=1),
+    "gptq-static": _gptq(4, symmetric=True, ordered=False, less=1, static=True),
     "gptq-v2": _gptq(8, symmetric=True, ordered=False, less=0),
     "pack": _compressed("pack-quantized", _GROUPED | {"symmetric": False}, _packed),
     "int8": _compressed("int-quantized", _CHANNEL, _int8),

@@ -211,6 +211,11 @@ def test_a_zero_point_where_the_configuration_says_there_is_none() -> None:
     }
     with pytest.raises(CheckpointError, match=r"zero point of 7 where .* symmetric, which means 8"):
         unpacked(GPTQ(4, 32, 0, True, False, 1), parts, (32, 64))
+    with pytest.raises(CheckpointError, match="g_idx is not in order"):
+        order = torch.tensor([1, 0] * 32, dtype=torch.int32)
+        more = {"scales": parts["scales"].expand(2, 32), "qzeros": parts["qzeros"].expand(2, 4)}
+        form = GPTQ(4, 32, 32, False, False, 1, in_order=True)
+        unpacked(form, parts | more | {"g_idx": order}, (32, 64))
     with pytest.raises(CheckpointError, match="names groups 0 to 9 of 1"):
         order = torch.tensor([0, 9] * 32, dtype=torch.int32)
         form = GPTQ(4, 32, 0, True, True, 1)

@@ -14,10 +14,10 @@ def find_awq(found: Quantized) -> None:
     if type(given) is not int or (given < 1 and given != -1):
         raise found.refuse(f"group_size {given!r}", "groups of 1 or more, or -1 for whole rows")
     for module, _ in list(found.modules("qweight")):
-        codes = found.check(found.tensor(module, "qweight"), ("I32",))
-        columns, words = codes.shape if len(codes.shape) == 2 else (0, 0)
+        codes = found.tensor(module, "qweight")
+        columns, words = found.matrix(codes, "I32")
         group = given if given > 0 else columns
-        if not columns or columns % group:
+        if columns % group:
             raise found.refuse(
                 f"{module}.qweight {list(codes.shape)}", f"[in, out / 8], in % {group}"
             )

@@ -22,8 +22,8 @@ def find_bitsandbytes(found: Quantized) -> None:
 
 
 def _add_int8(found: Quantized, module: str) -> None:
-    codes = found.check(found.tensor(module, "weight"), ("I8",))
-    rows = codes.shape[0] if codes.shape else 0
+    codes = found.tensor(module, "weight")
+    rows, _ = found.matrix(codes, "I8")
     scales = found.check(found.tensor(module, "SCB"), ("F32",), (rows,))
     found.spare.add(f"{module}.weight_format")
     parts = {"weight": by_rows(codes, rows), "SCB": by_rows(scales, rows)}

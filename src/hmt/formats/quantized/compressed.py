@@ -6,8 +6,13 @@ from typing import Any
 from hmt.base.errors import CheckpointError
 from hmt.contracts.checkpoint import PublishedPart, TensorRecord
 from hmt.formats.quantized.found import Quantized, by_rows, matches, table, whole
+from hmt.formats.quantized.fp8 import is_tile
 
 _SCALES = ("F32", "F16", "BF16")
+_SPARE = (
+    *("input_scale", "input_zero_point", "input_global_scale"),
+    *("weight_shape", "k_scale", "v_scale", "q_scale"),
+)
 
 
 def find_compressed(found: Quantized) -> None:
@@ -20,8 +25,7 @@ def find_compressed(found: Quantized) -> None:
             continue
         args = _weights_of(module, found)
         codes = found.tensor(module, suffix)
-        if len(codes.shape) != 2:
-            found.check(codes, (codes.dtype,), (0, 0))
+        found.matrix(codes, "U8", "F8_E4M3", "I8", "I32")
         if codes.dtype == "U8":
             _add_four_bit_floats(found, module, codes)
         elif codes.dtype == "F8_E4M3":
@@ -29,8 +33,7 @@ def find_compressed(found: Quantized) -> None:
             found.add_fp8(f"{module}.weight", codes, scales, _tile(args, scales, codes, found))
         else:
             _add_integers(found, module, codes, args)
-        for known in ("weight_shape", "input_scale", "input_zero_point", "input_global_scale"):
-            found.spare.add(f"{module}.{known}")
+    found.set_aside(*_SPARE)
 
 
 def _weights_of(module: str, found: Quantized) -> Mapping[str, Any]:
@@ -74,18 +77,18 @@ def _tile(
             return 1, 0
         case "group" if type(args.get("group_size")) is int and args["group_size"] > 0:
             return 1, args["group_size"]
-        case "block" if _is_block(args.get("block_structure")):
-            high, wide = args["block_structure"]
-            return high, wide
+        case "block" if (block := _block(args.get("block_structure"))) is not None:
+            return block
     raise found.refuse(
         f"strategy {strategy!r} for {codes.name}", "tensor, channel, group and block"
     )
 
 
-def _is_block(sizes: Any) -> bool:
-    return (
-        isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
-    )
+def _block(given: Any) -> tuple[int, int] | None:
+    """[rows, columns], which older versions write as "128x128"."""
+    if isinstance(given, str):
+        given = [int(size) for size in given.split("x") if size.isdecimal()]
+    return (given[0], given[1]) if is_tile(given) else None
 
 
 def _add_integers(

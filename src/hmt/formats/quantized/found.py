@@ -59,6 +59,15 @@ class Quantized:
             )
         return record
 
+    def matrix(self, record: TensorRecord, *dtypes: str) -> tuple[int, int]:
+        """Its shape; ShapeError unless that is [rows, columns], and its dtype one of `dtypes`."""
+        if record.dtype not in dtypes or len(record.shape) != 2 or 0 in record.shape:
+            raise ShapeError(
+                f"{self.folder}: {record.name} is {record.dtype} {list(record.shape)}; as part of "
+                f"a weight quantised as {self.method} it must be {' or '.join(dtypes)} and a matrix"
+            )
+        return record.shape[0], record.shape[1]
+
     def refuse(self, what: str, wanted: str) -> CheckpointError:
         """That HMT does not read `what`, but `wanted`."""
         return CheckpointError(
@@ -73,6 +82,10 @@ class Quantized:
         if value not in allowed or isinstance(value, bool) != isinstance(default, bool):
             raise self.refuse(f"{name} {value!r}", " or ".join(map(repr, allowed)))
         return value
+
+    def set_aside(self, *suffixes: str) -> None:
+        """Note that no tensor called MODULE.SUFFIX is needed."""
+        self.spare.update(f"{module}.{suffix}" for module, suffix in self.modules(*suffixes))
 
     def add(
         self,
@@ -90,7 +103,7 @@ class Quantized:
         self, name: str, codes: TensorRecord, scales: TensorRecord, tile: tuple[int, int]
     ) -> None:
         """FP8 with scales that multiply; tile: (rows, columns) of each, 0 for all."""
-        rows, columns = codes.shape
+        rows, columns = self.matrix(codes, "F8_E4M3")
         shape = (-(-rows // (tile[0] or rows)), -(-columns // (tile[1] or columns)))
         self.check(scales, ("F32", "F16", "BF16", "F8_E8M0"))
         if prod(scales.shape) != prod(shape) or scales.shape[:1] not in ((), (1,), shape[:1]):

@@ -5,6 +5,7 @@ from typing import Any
 from hmt.formats.quantized.found import Quantized
 
 _SCALES = ("weight_scale_inv", "weight_scale")  # both multiply, whatever the first is called
+_SPARE = ("input_scale", "input_scale_ub", "activation_scale", "k_scale", "v_scale", "kv_scale")
 
 
 def find_fp8(found: Quantized) -> None:
@@ -28,7 +29,7 @@ def find_fp8(found: Quantized) -> None:
             found.add_fp8(f"{module}.weight", codes, scales, (1, 0) if per_row else (0, 0))
         else:
             found.add_fp8(f"{module}.weight", codes, scales, (tile[0], tile[1]))
-        found.spare.update((f"{module}.input_scale", f"{module}.activation_scale"))
+    found.set_aside(*_SPARE)
 
 
 def is_tile(tile: Any) -> bool:

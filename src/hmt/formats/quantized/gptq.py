@@ -19,8 +19,8 @@ def find_gptq(found: Quantized) -> None:
         if bits not in _BITS or type(given) is not int or (given < 1 and given != -1):
             asked = f"bits {bits!r} and group_size {given!r} for {module}"
             raise found.refuse(asked, f"{', '.join(map(str, _BITS))} bits in groups, or -1")
-        codes = found.check(found.tensor(module, "qweight"), ("I32",))
-        words, outputs = codes.shape if len(codes.shape) == 2 else (0, 0)
+        codes = found.tensor(module, "qweight")
+        words, outputs = found.matrix(codes, "I32")
         columns = words * 32 // bits
         group = given if given > 0 else columns
         if not columns or columns % group or words * 32 % bits or outputs * bits % 32:
@@ -35,6 +35,7 @@ def find_gptq(found: Quantized) -> None:
             "scales": whole(found.check(scales, ("F16",), (groups, outputs))),
         }
         ordered = bool(ordered) and groups > 1
+        in_order = ordered and fields.get("static_groups") is True
         if ordered:
             index = found.check(found.tensor(module, "g_idx"), ("I32",), (columns,))
             parts["g_idx"] = whole(index)
@@ -48,7 +49,8 @@ def find_gptq(found: Quantized) -> None:
             outputs=outputs,
             group_size=0 if groups == 1 else group,
             symmetric=bool(symmetric),
-            ordered=ordered,
+            ordered=ordered and not in_order,
+            in_order=in_order,
             zero_offset=int(less_one),
         )
 

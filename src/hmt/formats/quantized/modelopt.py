@@ -19,14 +19,13 @@ def find_modelopt(found: Quantized) -> None:
 
 
 def _add(found: Quantized, module: str) -> None:
-    codes = found.check(found.tensor(module, "weight"), ("U8", "F8_E4M3"))
-    if len(codes.shape) != 2:
-        found.check(codes, (codes.dtype,), (0, 0))
+    codes = found.tensor(module, "weight")
+    rows, pairs = found.matrix(codes, "U8", "F8_E4M3")
     scales = found.tensor(module, "weight_scale")
     if codes.dtype == "F8_E4M3":
         found.add_fp8(f"{module}.weight", codes, scales, (0, 0))
         return
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    columns = 2 * pairs
     found.check(scales, ("F8_E4M3",), (rows, columns // 16))
     factor = found.tensor(module, "weight_scale_2")
     found.check(factor, ("F32",), factor.shape if factor.nbytes == 4 else ())

@@ -24,10 +24,13 @@ class GPTQ:
     ordered      inputs were quantised in the order of their activations (desc_act), so that those
                  of a group may lie anywhere.  Kernels have no form for that: it becomes f16, each
                  number rounded as GPTQ's own dequantisers round it
+    in_order     that is what g_idx is expected to say, as groups were made before (static_groups);
+                 checked
     zero_offset  1 where zero points are stored less one (checkpoint format "gptq"), 0 for "gptq_v2"
 
     Parts: qweight int32 [in * bits / 32, outputs], qzeros int32 [groups, outputs * bits / 32],
-    scales f16 [groups, outputs], and g_idx int32 [in] where `ordered`: the group of each input.
+    scales f16 [groups, outputs], and g_idx int32 [in], the group of each input, where `ordered` or
+    `in_order`.
     """
 
     bits: int
@@ -36,6 +39,7 @@ class GPTQ:
     symmetric: bool
     ordered: bool
     zero_offset: int
+    in_order: bool = False
 
     def format(self, shape: tuple[int, ...]) -> Format:
         """See Form."""
@@ -64,7 +68,7 @@ class GPTQ:
         self, parts: Mapping[str, Tensor], columns: int, groups: int
     ) -> Tensor | None:
         """int64 [in] where they are not in order."""
-        if not self.ordered:
+        if not self.ordered and not self.in_order:
             return None
         index = as_tensor(parts["g_idx"], torch.int32, columns).long()
         if bool(((index < 0) | (index >= groups)).any()):
@@ -72,7 +76,14 @@ class GPTQ:
                 f"its g_idx names groups {int(index.min())} to {int(index.max())} of {groups}: "
                 "download it again"
             )
-        return index
+        if not self.in_order:
+            return index
+        if not torch.equal(index, torch.arange(columns) * groups // columns):
+            raise CheckpointError(
+                "its g_idx is not in order, and the quantisation config says static_groups: set "
+                "static_groups to false in config.json"
+            )
+        return None
 
     def _zeros(self, part: Tensor, groups: int) -> Tensor:
         """uint8 [groups, outputs].
