@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from hmt.base.errors import CheckpointError, HeaderError, MissingFileError
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
+from hmt.formats.gguf import is_gguf, open_gguf
 from hmt.formats.quantized import find_forms
 from hmt.formats.safetensors import read_header
 
@@ -18,7 +19,6 @@ MAX_JSON_BYTES: Final = 100_000_000  # the index of a 671B model takes 9 MB
 _SHARD: Final = re.compile(r"(.+)-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors")
 _QUANTIZATION: Final = "hf_quant_config.json"  # of NVIDIA's ModelOpt
 _OTHER_FORMATS: Final = {
-    ".gguf": "GGUF",
     ".bin": "PyTorch pickles",
     ".pt": "PyTorch pickles",
     ".pth": "PyTorch pickles",
@@ -26,7 +26,9 @@ _OTHER_FORMATS: Final = {
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint in folder `path`.  Reads config.json and the header of every shard.
+    """The checkpoint in folder `path`, or the GGUF file there.
+
+    Of a folder reads config.json and the header of every shard.
 
     Every `*.safetensors` file counts, whatever the index says; the index only decides which of
     two copies of a tensor is meant and reveals shards that are missing.  Raises MissingFileError
@@ -34,6 +36,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     format or quantisation that is not supported.
     """
     folder = Path(path)
+    if is_gguf(folder):
+        return open_gguf(folder)
     if not folder.is_dir():
         found = "a file" if folder.exists() else "not there"
         raise MissingFileError(

@@ -10,35 +10,32 @@ from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.packed import Format
 from hmt.quant.published.rows import turn_back
 
-_DTYPES = {
-    Encoding.F32: torch.float32,
-    Encoding.F16: torch.float16,
-    Encoding.BF16: torch.bfloat16,
-}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Floats:
     """F32, F16 or BF16 that do not lie as HMT wants them.
 
+    dtype     as TensorRecord has it
     turned    rows of a head, where they lie in another order: see turn_back; else 0
-    minus     is subtracted (of F32): gemma's norms are published with 1 added in GGUF files.  As it
+    minus     is subtracted, in f32: gemma's norms are published with 1 added in GGUF files.  As it
               was added in f32 to no less than -1, subtracting it again is exact.
 
     Part: data [rows, ...].
     """
 
-    encoding: Encoding
+    dtype: str
     turned: int = 0
     minus: float = 0.0
 
     def format(self, shape: tuple[int, ...]) -> Format:
         """See Form."""
-        return Format(self.encoding)
+        return Format(Encoding.F32 if self.minus else Encoding(self.dtype.lower()))
 
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
         """See Form."""
-        dtype = _DTYPES[self.encoding]
+        dtype = _DTYPES[self.dtype]
         raw = parts["data"]
         if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
             raw = raw.clone()

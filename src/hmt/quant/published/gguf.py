@@ -1,19 +1,22 @@
 """Blocks of GGUF files, repacked without loss for the kernels that there are.
 
-Layouts: ggml's ggml-common.h.  A row is a sequence of blocks of 32 or 256 inputs, each with its codes
-and scales.  Numbers are the products and sums, in f32, that ggml's dequantisers compute: what is a
-product there (a scale times a scale of scales) is computed here, and kept in f32.
+Layouts: ggml's ggml-common.h.  A row is a sequence of blocks of 32 or 256 inputs, each with its
+codes and scales.  Numbers are the products and sums, in f32, that ggml's dequantisers compute: what
+is a product there (a scale times a scale of scales) is computed here, and kept in f32.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import Tensor
 
 from hmt.base.errors import CheckpointError
-from hmt.contracts.encoding import Encoding, Packing, WeightTensor
-from hmt.quant.packed import Format, pack_codes, pack_groups
+from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
+from hmt.kernels import ops
+from hmt.quant.packed import Format, empty_weight, pack_codes, pack_groups
+from hmt.quant.published.floats import Floats
 from hmt.quant.published.gguf_blocks import BLOCKS, Unpacked
 from hmt.quant.published.rows import turn_back
 
@@ -63,10 +66,8 @@ class Gguf:
         blocks = BLOCKS[self.kind]
         rows, columns = target.shape
         raw = parts["blocks"].view(rows, -1)
-        # Whole heads, and whole panels.
-        step = max(1, _CHUNK_NUMBERS // columns // 16) * 16
-        step = -(-step // self.turned) * self.turned if self.turned else step
-        step = rows if step % 16 else step
+        unit = lcm(PANEL_ROWS, self.turned or 1)  # whole heads, and whole panels
+        step = max(1, _CHUNK_NUMBERS // columns // unit) * unit
         for start in range(0, rows, step):
             some = slice(start, min(start + step, rows))
             found = blocks.unpack(raw[some].reshape(-1, blocks.nbytes))
@@ -81,6 +82,50 @@ class Gguf:
             return turn_back(rows, self.turned) if self.turned else rows
 
         return rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class GgufLatent:
+    """kv_b_proj of latent attention, of whose heads keys and values are tensors of their own.
+
+    Keys are transposed, so that their groups run along what are rows here: no format has that, and
+    all becomes f32.
+
+    keys, values   their types
+
+    Parts: keys [heads, rank, nope_dim], values [heads, value_dim, rank], whole.
+    """
+
+    keys: str
+    values: str
+    heads: int
+    nope_dim: int
+    value_dim: int
+    rank: int
+
+    def format(self, shape: tuple[int, ...]) -> Format:
+        """See Form."""
+        return Format(Encoding.F32)
+
+    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
+        """See Form."""
+        keys = _numbers(parts["keys"], self.keys, self.heads * self.rank, self.nope_dim)
+        values = _numbers(parts["values"], self.values, self.heads * self.value_dim, self.rank)
+        both = (
+            keys.view(self.heads, self.rank, self.nope_dim).transpose(1, 2),
+            values.view(self.heads, self.value_dim, self.rank),
+        )
+        rows = torch.cat(both, dim=1).view(-1, self.rank)
+        target.data.copy_(rows[first : first + target.shape[0]])
+
+
+def _numbers(raw: Tensor, kind: str, rows: int, columns: int) -> Tensor:
+    """f32 [rows, columns] of any type."""
+    form = Floats(kind) if kind not in BLOCKS else Gguf(kind)
+    shape = (rows, columns)
+    found = empty_weight(form.format(shape), shape)
+    form.unpack({"data": raw, "blocks": raw}, found, 0)
+    return ops.dequantize(found, torch.float32)
 
 
 def _write(

@@ -1,7 +1,7 @@
 """What the blocks of each type of GGUF hold: codes, a scale per group, perhaps a minimum.
 
-Each function takes blocks uint8 [blocks, bytes] and gives numbers code * scale (+ minimum).  Four-bit
-codes without minima are those of INT4_GROUP, 8 more than the integer they stand for.
+Each function takes blocks uint8 [blocks, bytes] and gives numbers code * scale (+ minimum).  Codes
+of 4 bits without minima are those of INT4_GROUP, 8 more than the integer they stand for.
 """
 
 from collections.abc import Callable
@@ -99,7 +99,7 @@ def _q3_k(raw: Tensor) -> Unpacked:
 
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K before codes, each f32 [blocks, 8]: see get_scale_min_k4."""
+    """Scales and minima of Q4_K and Q5_K, each f32 [blocks, 8]: ggml's get_scale_min_k4."""
     first, second, third = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), dim=1)
     minima = torch.cat((second & 63, third >> 4 | second >> 2 & 48), dim=1)

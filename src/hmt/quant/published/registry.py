@@ -13,7 +13,7 @@ from hmt.quant.published.floats import Floats
 from hmt.quant.published.floats4 import MXFP4, NVFP4
 from hmt.quant.published.form import Form, InPlace
 from hmt.quant.published.fp8 import FP8
-from hmt.quant.published.gguf import Gguf
+from hmt.quant.published.gguf import Gguf, GgufLatent
 from hmt.quant.published.gptq import GPTQ
 
 _SCHEMES: dict[str, Callable[..., Form | InPlace]] = {
@@ -29,6 +29,7 @@ _SCHEMES: dict[str, Callable[..., Form | InPlace]] = {
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
     "gguf": Gguf,
+    "gguf latent": GgufLatent,
 }
 
 
