@@ -84,8 +84,8 @@ class Checkpoint:
     fp8_tile    (rows, columns) of one scale where `NAME_scale_inv` tensors accompany FP8 weights
     forms       parameters by the name that models know them by, where they are not records of that
                 name: as a tensor of another name, or a part of one; or in a form of their own
-    spare       records that are known and that no model needs, such as scales of activations
     vocabulary  what a GGUF file says of its tokenizer, by its keys; None where there are files
+    spare       records that are known and that no model needs, such as scales of activations
     """
 
     path: Path
@@ -93,5 +93,5 @@ class Checkpoint:
     records: Mapping[str, TensorRecord]
     fp8_tile: tuple[int, int] | None = None
     forms: Mapping[str, TensorRecord | Published] = field(default_factory=dict)
-    spare: frozenset[str] = frozenset()
     vocabulary: Mapping[str, Any] | None = None
+    spare: frozenset[str] = frozenset()

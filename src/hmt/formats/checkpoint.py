@@ -58,7 +58,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         _add(records, read_header(folder / file), keep_known=0 < len(listed) <= number)
     quantized = find_forms(folder, config, hf_quant_config, records)
     tile, spare = _fp8_tile(quantized.config), frozenset(quantized.spare)
-    return Checkpoint(folder, config, records, tile, quantized.forms, spare)
+    return Checkpoint(folder, config, records, tile, quantized.forms, spare=spare)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.quant.packed import Format
-from hmt.quant.published.bits import as_tensor, unpack_nibbles
+from hmt.quant.published.bits import as_tensor
 from hmt.quant.published.grouped import fill_grouped, grouped_format
 from hmt.quant.published.pieces import row_pieces
 
 _BITS = 4
+_PER_WORD = 8
 # The word's nibbles, lowest first, hold these of its eight outputs: pairs that a GPU turns into
 # two halves at once.  So output 0 is in nibble 0, output 1 in nibble 4, output 2 in nibble 1.
 _NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -56,7 +57,8 @@ class AWQ:
 
 def _outputs(words: Tensor, begin: int, end: int) -> Tensor:
     """Of words int32 [n, outputs / 8] the codes of some outputs: uint8 [end - begin, n]."""
-    some = words[:, begin // 8 : -(-end // 8)].contiguous()
-    nibbles = unpack_nibbles(some.view(torch.uint8)).unflatten(1, (-1, 8))
-    codes = nibbles[..., list(_NIBBLE_OF_OUTPUT)].flatten(1)
-    return codes[:, begin % 8 : begin % 8 + end - begin].T.contiguous()
+    some = words[:, begin // 8 : -(-end // 8)].T.contiguous()
+    codes = some.new_empty((len(some), _PER_WORD, some.shape[1]), dtype=torch.uint8)
+    for output, nibble in enumerate(_NIBBLE_OF_OUTPUT):
+        codes[:, output] = some >> 4 * nibble & 15
+    return codes.flatten(0, 1)[begin % _PER_WORD :][: end - begin]

@@ -66,12 +66,18 @@ class BitsAndBytesTable:
         rows, columns = target.shape
         pairs = parts["weight"].view(rows, columns // 2)
         table = as_tensor(parts["quant_map"], torch.float32, 16)
+        both = torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=1)  # of a byte
         scales = self._scales(parts)
         for some, piece in row_pieces(target):
-            codes = torch.stack((pairs[some] >> 4, pairs[some] & 15), dim=-1).view(piece.shape)
+            numbers = both.view(torch.int64)[pairs[some].int(), 0].view(torch.float32)
             begin, end = ((first + row) * columns for row in (some.start, some.stop))
-            blocks = torch.arange(begin, end) // self.block
-            piece.data.copy_(table[codes.long()] * scales[blocks].view(piece.shape))
+            if begin % self.block or end % self.block:
+                blocks = torch.arange(begin, end) // self.block
+                numbers *= scales[blocks].view(piece.shape)
+            else:
+                own = scales[begin // self.block : end // self.block]
+                numbers.view(-1, self.block).mul_(own[:, None])
+            piece.data.copy_(numbers)
 
     def _scales(self, parts: Mapping[str, Tensor]) -> Tensor:
         """f32 [blocks]."""
