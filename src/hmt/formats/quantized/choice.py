@@ -45,10 +45,11 @@ def find_forms(
     method = str(section.get("quant_method", "")).lower()
     if method == "auto-round":  # writes other people's formats
         method = _AUTO_ROUND.get(section.get("packing_format", ""), method)
-    architectures = config.get("architectures") or [""]
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
     if not section:
         found = Quantized(folder, section, "floats", records)
-        if architectures[0] == "GptOssForCausalLM":
+        if architecture == "GptOssForCausalLM":
             find_gpt_oss(found)
         return found
     if method not in _METHODS:
