@@ -34,6 +34,18 @@ _HYBRID, _KV_SPEED = "gpu-hybrid-61-layers-h200.json", "kv-speed-8b-h200.json"
 _BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py {} -->", "<!-- /figures -->"
 
 
+_GPU_KERNELS = "gpu-kernels-h200.json"
+_GPU_ENCODINGS = {
+    "int4 groups of 32": "w4a16:32",
+    "int4 groups of 32, int8 activations": "w4a8:32",
+    "NVFP4": "nvfp4a16",
+    "MXFP4": "mxfp4a16",
+    "FP8 in tiles of 128 x 128": "fp8 128x128",
+    "int8": "w8a16",
+    "bf16": "bf16",
+}
+
+
 def _load(name: str) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((_RESULTS / name).read_text())
     return loaded
@@ -71,6 +83,41 @@ def kernels() -> list[str]:
             f"| {many['operations_per_s'] / 1e12:.2f} Top/s "
             f"| {int4['operations_per_s'] / 1e12:.2f} | {bf16['operations_per_s'] / 1e12:.2f} |"
         )
+    return lines
+
+
+def gpu_kernels() -> list[str]:
+    """Shares of the card's memory with one token, and of its products in bf16 with 2048."""
+    content = _load(_GPU_KERNELS)
+    found = {
+        (result["case"], result["tokens"], result["name"]): result
+        for result in content["results"]
+        if result["engine"] == "hmt"
+    }
+    sizes = list(dict.fromkeys(case for case, _, name in found if name == "bf16"))
+    head = " | ".join(f"{size}, 1 token" for size in sizes)
+    lines = [
+        f"| {content['gpu']}, share of memory's {content['read_rate'] / 1e12:.2f} TB/s | {head} | "
+        f"{sizes[1]}, 2048 tokens, Top/s |",
+        "|---" * (len(sizes) + 2) + "|",
+    ]
+    for title, name in _GPU_ENCODINGS.items():
+        shares = [f"{found[size, 1, name]['read_share']:.0%}" for size in sizes]
+        many = found[sizes[1], 2048, name]["operations_per_s"] / 1e12
+        lines.append(f"| {title} | {' | '.join(shares)} | {many:.0f} |")
+    reads = ", ".join(
+        f"{found[f'attention to {length}', sequences, 'kv bf16']['read_share']:.0%}"
+        for sequences, length in ((1, 32768), (1, 131072), (32, 4096))
+    )
+    lines += [
+        "",
+        "Attention of one token (32 heads share 8 of keys and values in bf16) reads them at so "
+        f"much of that rate: {reads} with 32768 and 131072 positions of one sequence and 4096 of "
+        "32. The 9 MB of a [4096, 4096] matrix in int4 take 2.4 us at that rate, about as long as "
+        "a kernel needs to begin and to end. Torch's "
+        f"own products reach {content['peaks']['bf16'] / 1e12:.0f} Top/s in bf16 and "
+        f"{content['peaks']['int8'] / 1e12:.0f} in int8 (`hmt bench kernels --gpu 0`).",
+    ]
     return lines
 
 
@@ -152,6 +199,8 @@ def gpu() -> list[str]:
         f"{one['tokens_per_s']:.1f} tokens/s, {long['tokens_per_s']:.1f} at the end of the "
         f"context, {many['tokens_per_s']:.1f} of 16 sequences together. Nothing is cached and all "
         f"experts are used alike; link and CPU at once would allow {1 / one['allowed_s']:.1f}.",
+        "",
+        *gpu_kernels(),
     ]
 
 

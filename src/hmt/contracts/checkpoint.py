@@ -85,6 +85,7 @@ class Checkpoint:
     forms       parameters by the name that models know them by, where they are not records of that
                 name: as a tensor of another name, or a part of one; or in a form of their own
     vocabulary  what a GGUF file says of its tokenizer, by its keys; None where there are files
+    spare       records that are known and that no model needs, such as scales of activations
     """
 
     path: Path
@@ -93,3 +94,4 @@ class Checkpoint:
     fp8_tile: tuple[int, int] | None = None
     forms: Mapping[str, TensorRecord | Published] = field(default_factory=dict)
     vocabulary: Mapping[str, Any] | None = None
+    spare: frozenset[str] = frozenset()

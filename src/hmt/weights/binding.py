@@ -75,6 +75,7 @@ def bind(spec: ModelSpec, checkpoint: Checkpoint) -> dict[BlockId, BoundBlock]:
     """
     bound = {block.id: _bind_block(block, checkpoint) for block in spec.blocks}
     used = {name for block in bound.values() for param in block.params for name in param.tensors}
+    used |= checkpoint.spare
     ignored = [re.compile(pattern) for pattern in spec.ignored]
     extra = [
         name

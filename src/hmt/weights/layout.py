@@ -53,6 +53,7 @@ class PlacedParam:
 class StagedParam:
     """A parameter that is converted on load: what to read into staging, and where it goes.
 
+    reads    none where those of the one before have brought its bytes, too
     source   its components in the staging buffer, as published or unpacked; None where it is
              unpacked straight into the slot
     parts    of one in a form of its own: (offset, bytes) of its parts in the staging buffer
@@ -275,6 +276,7 @@ def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLa
         target_place, end = _place_components(param, wanted, end)
         staged += _stage(target_place)
         placed.append(target_place)
+    staged = _read_once(staged)
     tables = {
         param.spec.name: _own_table(block.id, param)
         for param in block.params
@@ -288,17 +290,17 @@ def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLa
 def _unless_smaller(param: BoundParam, wanted: Format | None) -> Format:
     """The format for a parameter in a form of its own where `wanted` is asked for.
 
-    What is published in few bits is not rounded again to as many: it stays as it is, and is
-    multiplied with what was asked for.
+    What is published in few bits is not rounded again to codes of as many, whatever scales may
+    save: it stays as it is, and is multiplied with what was asked for.
     """
     own = param.format
     if wanted is None:
         return own
-    sizes = [sum(component_bytes(form, param.spec.shape)) for form in (wanted, own)]
-    if sizes[0] < sizes[1]:
+    codes = [component_bytes(form, param.spec.shape)[0] for form in (wanted, own)]
+    has_codes = not own.encoding.is_float and own.encoding is not Encoding.FP8_BLOCK
+    if codes[0] < codes[1] or not has_codes:
         return wanted
-    takes_codes = not own.encoding.is_float and own.encoding is not Encoding.FP8_BLOCK
-    return replace(own, activations=wanted.activations) if takes_codes else own
+    return replace(own, activations=wanted.activations)
 
 
 def _same_bytes(one: Format, other: Format) -> bool:
@@ -320,6 +322,18 @@ def _stage(placed: PlacedParam) -> list[StagedParam]:
     height = param.spec.shape[0]
     pieces = [(first, min(first + step, height)) for first in range(0, height, step)]
     return [_stage_rows(placed, _some_rows(param, rows), rows) for rows in pieces]
+
+
+def _read_once(staged: list[StagedParam]) -> list[StagedParam]:
+    """Those whose bytes are the same follow each other, and the first of them reads for all."""
+    together: dict[tuple[AlignedRead, ...], list[StagedParam]] = {}
+    for stage in staged:
+        together.setdefault(stage.reads, []).append(stage)
+    return [
+        stage if number == 0 else replace(stage, reads=())
+        for stages in together.values()
+        for number, stage in enumerate(stages)
+    ]
 
 
 def _stage_rows(

@@ -119,6 +119,9 @@ class BlockLoad:
         try:
             if error is None and stage is not None:
                 self._convert(stage)
+                while self._stages and (same := self._stages[0]) is not None and not same.reads:
+                    self._convert(same)
+                    del self._stages[0]
             if error is None and self._stages:
                 if self._cancelled:
                     raise Cancelled(f"the guess that asked for {self._layout.id} is out of date")
