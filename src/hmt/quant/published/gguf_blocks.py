@@ -46,8 +46,10 @@ def _half(raw: Tensor, at: int) -> Tensor:
 
 def _bits(raw: Tensor, run: int, *shifts: int, mask: int) -> Tensor:
     """Numbers of a few bits: of each `run` bytes, all at the first shift, all at the next, ..."""
-    runs = raw.reshape(len(raw), -1, 1, run)
-    numbers = runs >> torch.tensor(shifts, dtype=torch.uint8)[:, None] & mask
+    runs = raw.reshape(len(raw), -1, run)
+    numbers = torch.empty(len(raw), runs.shape[1], len(shifts), run, dtype=torch.uint8)
+    for index, shift in enumerate(shifts):  # one number for all of them is what torch is fast at
+        torch.bitwise_and(runs >> shift, mask, out=numbers[:, :, index])
     return numbers.view(len(raw), -1)
 
 
@@ -71,7 +73,7 @@ def _q4_1(raw: Tensor) -> Unpacked:
 
 def _fifth_bits(raw: Tensor) -> Tensor:
     """Bit i of the four bytes for number i, as 16 or 0: [blocks, 32]."""
-    bits = raw[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = torch.stack([raw >> bit & 1 for bit in range(8)], dim=2)
     return (bits << 4).view(len(raw), 32)
 
 
@@ -134,7 +136,8 @@ def _q6_k(raw: Tensor) -> Unpacked:
 
 
 def _table(nibbles: Tensor) -> Tensor:
-    return torch.tensor(_IQ4_NL, dtype=torch.int8)[nibbles.int()]
+    table = torch.tensor(_IQ4_NL, dtype=torch.int8)
+    return table.index_select(0, nibbles.view(-1).int()).view(nibbles.shape)
 
 
 def _iq4_nl(raw: Tensor) -> Unpacked:
