@@ -31,6 +31,8 @@ def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
         name = name.replace("_bias", ".bias").replace(
             "e_score_correction.bias", "e_score_correction.bias"
         )
+    if name.endswith("sinks"):
+        name += ".weight"
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
@@ -53,6 +55,16 @@ def _unturned(rows: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
+def _kind(name: str) -> str:
+    return "bias" if name.endswith("bias") else "weight"
+
+
+def _turned_inputs(name: str, numbers: np.ndarray) -> np.ndarray:
+    """Of weights [experts, in, out] the transpose; biases as they are."""
+    turned = numbers if name.endswith("bias") else numbers.swapaxes(1, 2)
+    return np.ascontiguousarray(turned)
+
+
 class ModelFile:
     """Collects the tensors of one model, in the order they are written."""
 
@@ -66,6 +78,14 @@ class ModelFile:
         stacks: dict[str, list[tuple[str, np.ndarray]]] = {}
         for name, tensor in tensors.items():
             numbers = tensor.float().numpy()
+            if name.endswith((".experts.gate_up_proj", ".experts.gate_up_proj_bias")):
+                self._add_by_turns(name, numbers)
+                continue
+            if name.endswith((".experts.down_proj", ".experts.down_proj_bias")):
+                target = f"blk.{name.split('.')[2]}.ffn_down_exps"
+                held = self._keep(f"{target}.{_kind(name)}", _turned_inputs(name, numbers))
+                self.held[name] = torch.from_numpy(_turned_inputs(name, held))
+                continue
             if ".experts." in name:
                 layer, what = name.split(".")[2], _EXPERTS[name.split(".")[-2]]
                 stacks.setdefault(f"blk.{layer}.ffn_{what}_exps.weight", []).append((name, numbers))
@@ -77,6 +97,15 @@ class ModelFile:
             self.held |= {
                 part: torch.from_numpy(h) for (part, _), h in zip(parts, held, strict=True)
             }
+
+    def _add_by_turns(self, name: str, numbers: np.ndarray) -> None:
+        """gpt-oss: inputs before outputs, and gate and up by turns."""
+        layer, both = name.split(".")[2], numbers.copy()
+        for turn, what in enumerate(("gate", "up")):
+            part = _turned_inputs(name, numbers[..., turn::2])
+            held = self._keep(f"blk.{layer}.ffn_{what}_exps.{_kind(name)}", part)
+            both[..., turn::2] = _turned_inputs(name, held)
+        self.held[name] = torch.from_numpy(both)
 
     def _add_one(self, name: str, source: str, numbers: np.ndarray) -> None:
         llama = self.arch is gguf.MODEL_ARCH.LLAMA
@@ -95,7 +124,8 @@ class ModelFile:
         """Round as the file will hold it; the numbers that it holds."""
         kind = GGMLQuantizationType[self.kinds(name)]
         block, _ = gguf.GGML_QUANT_SIZES[kind]
-        if numbers.ndim < 2 or numbers.shape[-1] % block or "ffn_gate_inp" in name:
+        vector = numbers.ndim < 2 or name.endswith("bias") or "ffn_gate_inp" in name
+        if vector or numbers.shape[-1] % block:
             kind = GGMLQuantizationType.F32
         content = gguf.quants.quantize(numbers, kind)
         self.tensors[name] = content, kind
@@ -156,7 +186,7 @@ def add_sizes(writer: GGUFWriter, arch: gguf.MODEL_ARCH, config: Any) -> None:
     else:
         writer.add_key_length(dim)
         writer.add_value_length(dim)
-        writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_dimension_count(int(dim * (rope.get("partial_rotary_factor") or 1.0)))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if rope["rope_type"] in ("linear", "yarn"):
@@ -164,7 +194,8 @@ def add_sizes(writer: GGUFWriter, arch: gguf.MODEL_ARCH, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if rope["rope_type"] == "yarn":
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+            if "mscale_all_dim" in rope:
+                writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts and arch is not gguf.MODEL_ARCH.DEEPSEEK2:
         writer.add_expert_count(experts)

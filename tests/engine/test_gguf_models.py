@@ -64,6 +64,12 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
         {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 6, "num_hidden_layers": 7,
          "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
+    "gpt-oss": (
+        ARCH.GPT_OSS,
+        "gpt_oss",
+        {"head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 6,
+         "rope_parameters": {"rope_theta": 5000.0, **YARN, "truncate": False}},
+    ),
     "phi3": (ARCH.PHI3, "phi3", {"original_max_position_embeddings": 128}),
     "deepseek2-v2": (
         ARCH.DEEPSEEK2,
@@ -90,8 +96,8 @@ def random_model(name: str, folder: Path) -> ModelFile:
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "inv_freq" not in key and tensor.is_floating_point():
-                scale = 0.3 if "norm" in key else 0.15
-                tensor.copy_(tensor * ("norm" in key) + torch.randn(tensor.shape) * scale)
+                noise = torch.randn(tensor.shape)
+                tensor.copy_(tensor + 0.3 * noise if "norm" in key else 0.15 * noise)
     model.save_pretrained(folder / "plain")
     config.architectures = json.loads((folder / "plain" / "config.json").read_text())[
         "architectures"

@@ -6,7 +6,16 @@ from typing import Any, Final
 from hmt.base.errors import CheckpointError, HeaderError, UnknownArchitectureError
 from hmt.contracts.checkpoint import TensorRecord
 
-ARCHITECTURES: Final = ("deepseek2", "gemma3", "llama", "phi3", "qwen2", "qwen3", "qwen3moe")
+ARCHITECTURES: Final = (
+    "deepseek2",
+    "gemma3",
+    "gpt-oss",
+    "llama",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+)
 
 _GEMMA3_PATTERN: Final = 6  # every sixth layer sees everything, which llama.cpp takes for granted
 _GEMMA3_27B_LAYERS: Final = 62
@@ -181,6 +190,28 @@ def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 150000.0)}
+    if keys.text("rope.scaling.type") == "yarn":
+        original = keys.count(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        )
+        rope |= _yarn(keys, original) | {"truncate": False}
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": keys.count("expert_feed_forward_length"),
+        "num_local_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "sliding_window": keys.count("attention.sliding_window"),
+        "layer_types": [
+            "full_attention" if index % 2 else "sliding_attention"
+            for index in range(config["num_hidden_layers"])
+        ],
+        "rope_parameters": rope,
+    }
+
+
 def _phi3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "architectures": ["Phi3ForCausalLM"],
@@ -244,6 +275,7 @@ def _deepseek2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
 _FAMILIES: Final = {
     "deepseek2": _deepseek2,
     "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
     "llama": _llama,
     "phi3": _phi3,
     "qwen2": _qwen2,

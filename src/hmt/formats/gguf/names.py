@@ -55,7 +55,10 @@ _LAYER: Final = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_BIASES: Final = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_WHOLE: Final = {  # names that are no weight's or bias's
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "attn_sinks": "self_attn.sinks",
+}
 _EXPERTS: Final = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _MIXTRAL: Final = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
 _SPLIT_KEYS: Final = re.compile(r"blk\.(\d+)\.attn_k_b\.weight")
@@ -97,6 +100,13 @@ def names_of(architecture: str, metadata: Mapping[str, Any], turned: int) -> Nam
                 "post_ffw_norm": "post_feedforward_layernorm",
             }
             return Names(layer, {}, shifted=True)
+        case "gpt-oss":
+            layer = {
+                **_LAYER,
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_inp": "mlp.router",
+            }
+            return Names(layer, _EXPERTS)
         case "phi3":
             return Names({**_LAYER, "ffn_up": "mlp.gate_up_proj"}, {})
         case _:
@@ -164,8 +174,8 @@ def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, Tenso
         for index, part in enumerate(_stacked(record)):
             yield at.format(layer, index) + rest, part, 0
         return
-    if what in _BIASES:
-        yield f"model.layers.{layer}.{_BIASES[what]}", record, 0
+    if what in _WHOLE:
+        yield f"model.layers.{layer}.{_WHOLE[what]}", record, 0
     elif what in names.layer and not stacked and expert is None:
         turned = names.turned if what in ("attn_q", "attn_k") else 0
         yield f"model.layers.{layer}.{names.layer[what]}.{kind}", record, turned
