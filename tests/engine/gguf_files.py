@@ -101,6 +101,20 @@ class ModelFile:
         self.tensors[name] = content, kind
         return gguf.quants.dequantize(content, kind).reshape(numbers.shape).astype(np.float32)
 
+    def split_latent(self) -> None:
+        """kv_b of latent attention as two tensors, keys transposed; what they hold is told anew."""
+        config = self.config
+        heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+        for layer in range(config.num_hidden_layers):
+            source = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
+            del self.tensors[f"blk.{layer}.attn_kv_b.weight"]
+            both = self.held[source].view(heads, -1, rank).numpy()
+            keys = np.ascontiguousarray(both[:, :nope].swapaxes(1, 2))
+            keys = self._keep(f"blk.{layer}.attn_k_b.weight", keys).swapaxes(1, 2)
+            values = self._keep(f"blk.{layer}.attn_v_b.weight", both[:, nope:])
+            joined = np.concatenate((keys, values), axis=1).reshape(-1, rank)
+            self.held[source] = torch.from_numpy(np.ascontiguousarray(joined))
+
     def write(self, path: Path, vocabulary: Callable[[GGUFWriter], None], **split: int) -> Path:
         """`path`, or the first of its parts with split_max_tensors."""
         writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[self.arch], **split)
@@ -152,7 +166,7 @@ def add_sizes(writer: GGUFWriter, arch: gguf.MODEL_ARCH, config: Any) -> None:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
             writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
+    if experts and arch is not gguf.MODEL_ARCH.DEEPSEEK2:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(

@@ -124,9 +124,9 @@ def test_a_damaged_index(tmp_path: Path, text: str) -> None:
 def test_a_folder_that_does_not_exist_or_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="not there"):
         open_checkpoint(tmp_path / "none")
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model.bin").write_bytes(b"PK")
     with pytest.raises(MissingFileError, match="is a file"):
-        open_checkpoint(tmp_path / "model.gguf")
+        open_checkpoint(tmp_path / "model.bin")
 
 
 def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
@@ -155,7 +155,8 @@ def test_a_config_too_large_to_be_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "says"), [("model.gguf", "1 files of GGUF"), ("pytorch_model.bin", "PyTorch pickles")]
+    ("file", "says"),
+    [("model.pt", "1 files of PyTorch"), ("pytorch_model.bin", "PyTorch pickles")],
 )
 def test_other_formats_are_named(tmp_path: Path, file: str, says: str) -> None:
     folder = make(tmp_path, {})

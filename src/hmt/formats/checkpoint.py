@@ -105,8 +105,8 @@ def _no_safetensors(folder: Path) -> CheckpointError:
         )
     kinds = " and ".join(f"{count} files of {kind}" for kind, count in others.items())
     return CheckpointError(
-        f"{folder} holds {kinds} and no *.safetensors file, the only format read now: download "
-        "the safetensors version of this model, or convert it with transformers' save_pretrained"
+        f"{folder} holds {kinds}, and no *.safetensors or *.gguf file: download the safetensors "
+        "version of this model, or convert it with transformers' save_pretrained"
     )
 
 

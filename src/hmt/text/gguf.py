@@ -1,5 +1,6 @@
 """The tokenizer that a GGUF file describes by its metadata."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -42,12 +43,23 @@ def gguf_tokenizer(
     try:
         given = _as_transformers_wants(vocabulary)
         backend, _ = convert_gguf_tokenizer(vocabulary["general.architecture"], given)
-        return backend, _tokenizer_config(vocabulary, tokens)
+        if vocabulary.get(f"{_AT}pre") in _BEGUN:
+            backend.model.ignore_merges = True  # a word that is a token is that token
+        return _only(backend, len(tokens)), _tokenizer_config(vocabulary, tokens)
     except Exception as error:  # of many kinds, from several packages
         raise CheckpointError(
             f"{what}: its tokenizer of kind {kind!r} cannot be read ({type(error).__name__}: "
             f"{error}): use another conversion of this model"
         ) from error
+
+
+def _only(backend: tokenizers.Tokenizer, count: int) -> tokenizers.Tokenizer:
+    """`backend` without tokens that the file has not got: transformers' classes bring their own."""
+    if backend.get_vocab_size(with_added_tokens=True) <= count:
+        return backend
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = [one for one in content["added_tokens"] if one["id"] < count]
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
 def _as_transformers_wants(vocabulary: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +95,9 @@ def _tokenizer_config(vocabulary: Mapping[str, Any], tokens: list[str]) -> dict[
         config["chat_template"] = template
     ids = {vocabulary.get(f"{_AT}{name}_token_id") for name in _ENDS}
     kinds = vocabulary.get(f"{_AT}token_type") or []
-    control = {token: n for n, (token, k) in enumerate(zip(tokens, kinds)) if k == _CONTROL}  # noqa: B905
+    kinds = kinds if len(kinds) == len(tokens) else [0] * len(tokens)
+    pairs = enumerate(zip(tokens, kinds, strict=True))
+    control = {token: number for number, (token, kind) in pairs if kind == _CONTROL}
     ids |= {control[token] for token in _ENDING_TOKENS if token in control}
     config["eos_token_ids"] = sorted(n for n in ids if type(n) is int and 0 <= n < len(tokens))
     return config

@@ -19,14 +19,11 @@ _MOST_SPLITS: Final = 10_000
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a GGUF file, or a folder that holds nothing else to be opened."""
-    if path.is_file():
+    """Whether `path` is a GGUF file, or a folder with some and no safetensors."""
+    if not path.is_dir():
         return path.suffix == ".gguf"
-    return (
-        path.is_dir()
-        and not (path / "config.json").is_file()
-        and any(file.suffix == ".gguf" for file in path.iterdir())
-    )
+    suffixes = {file.suffix for file in path.iterdir()}
+    return ".gguf" in suffixes and ".safetensors" not in suffixes
 
 
 def open_gguf(path: Path) -> Checkpoint:

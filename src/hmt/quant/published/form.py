@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.packed import Format
 
 
+@runtime_checkable
 class Form(Protocol):
     """How one parameter is published, as code: a frozen dataclass made of a FormName's options."""
 

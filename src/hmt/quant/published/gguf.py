@@ -138,7 +138,7 @@ def _write(
     if target.encoding.packing is Packing.ROWS:
         target.data[rows] = codes.view(torch.int8)
         target.scales[rows] = scales
-        if target.minima is not None:
+        if target.minima is not None and minima is not None:
             target.minima[rows] = minima
         return
     panels = slice(rows.start // 16, -(-rows.stop // 16))

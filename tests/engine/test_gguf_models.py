@@ -11,9 +11,15 @@ import torch
 import transformers
 from gguf_files import KINDS, ModelFile, bytes_vocabulary
 from reference import MINI_DENSE
+from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 import hmt
+from hmt.base.errors import MissingFileError
+from hmt.engine import EngineConfig, prepare
+from hmt.engine.source import open_source
+from hmt.formats import open_checkpoint
+from hmt.planner import PlanOptions, smallest_budget
 
 ARCH = gguf.MODEL_ARCH
 SIZES = {
@@ -59,8 +65,12 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
          "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
     "phi3": (ARCH.PHI3, "phi3", {"original_max_position_embeddings": 128}),
-    "deepseek2-v2": (ARCH.DEEPSEEK2, "deepseek_v2", {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
-         "norm_topk_prob": False}),
+    "deepseek2-v2": (
+        ARCH.DEEPSEEK2,
+        "deepseek_v2",
+        {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+         "norm_topk_prob": False},
+    ),
     "deepseek2-v3": (
         ARCH.DEEPSEEK2,
         "deepseek_v3",
@@ -70,8 +80,8 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def random_model(name: str, folder: Path) -> tuple[ModelFile, Path]:
-    """A random model of one architecture, and the folder of its numbers as the file holds them."""
+def random_model(name: str, folder: Path) -> ModelFile:
+    """A random model of one architecture."""
     arch, model_type, fields = CASES[name]
     seed = list(CASES).index(name)
     torch.manual_seed(seed)
@@ -88,14 +98,8 @@ def random_model(name: str, folder: Path) -> tuple[ModelFile, Path]:
     ]
     rng = random.Random(seed)
     file = ModelFile(arch, config, lambda tensor: rng.choice(KINDS))
-    file.add(published(folder / "plain"))
-    return file, file.write_checkpoint(folder / "checkpoint", MINI_DENSE)
-
-
-def published(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
+    file.add(load_file(folder / "plain" / "model.safetensors"))
+    return file
 
 
 PROMPT = torch.randint(8, 4000, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -111,10 +115,54 @@ def answer(path: Path, **options: Any) -> tuple[tuple[int, ...], torch.Tensor, i
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_gguf_file_answers_as_the_same_numbers_do(name: str, tmp_path: Path) -> None:
-    file, checkpoint = random_model(name, tmp_path)
-    vocabulary = bytes_vocabulary(MINI_DENSE)
-    path = file.write(tmp_path / "model.gguf", vocabulary)
+    file = random_model(name, tmp_path)
+    path = file.write(tmp_path / "model.gguf", bytes_vocabulary(MINI_DENSE))
+    checkpoint = file.write_checkpoint(tmp_path / "checkpoint", MINI_DENSE)
     tokens, logits, _ = answer(checkpoint)
     found, near, _ = answer(path)
     assert found == tokens
     torch.testing.assert_close(near, logits, rtol=2e-3, atol=2e-3)
+
+
+def test_split_files_stream_at_the_smallest_budget(tmp_path: Path) -> None:
+    """Whichever file is named, or the folder; and with latent attention's kv_b in two tensors."""
+    file = random_model("deepseek2-v3", tmp_path)
+    file.split_latent()
+    checkpoint = file.write_checkpoint(tmp_path / "checkpoint", MINI_DENSE)
+    folder = tmp_path / "split"
+    folder.mkdir()
+    first = file.write(folder / "model.gguf", bytes_vocabulary(MINI_DENSE), split_max_tensors=20)
+    tokens, logits, _ = answer(checkpoint)
+    options = EngineConfig.resolve(host_memory="256MiB", context=128, dtype="float32")
+    least = smallest_budget(prepare(first, options).demand, PlanOptions(0, 128))
+    last = max(folder.iterdir())
+    for path, budget in ((first, 256 << 20), (folder, least), (last, least)):
+        found, near, streamed = answer(path, host_memory=budget)
+        assert found == tokens
+        assert (streamed > 0) == (budget == least)
+        torch.testing.assert_close(near, logits, rtol=2e-3, atol=2e-3)
+    first.unlink()
+    with pytest.raises(MissingFileError, match="lacks 1 of the"):
+        open_checkpoint(last)
+
+
+def test_text_chats_and_rounding_again(tmp_path: Path) -> None:
+    """mini-dense as a file of Q8_0: its tokenizer and template, fewer bits, and no more bits."""
+    config = transformers.AutoConfig.from_pretrained(MINI_DENSE)
+    file = ModelFile(ARCH.LLAMA, config, lambda tensor: "Q8_0")
+    file.add(load_file(MINI_DENSE / "model.safetensors"))
+    path = file.write(tmp_path / "mini.gguf", bytes_vocabulary(MINI_DENSE))
+    ours, theirs = (open_source(one).tokenizer() for one in (path, MINI_DENSE))
+    text = "Where is the harbour? I do not know, she said."
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.eos_ids == theirs.eos_ids and ours.vocab_size == theirs.vocab_size
+    chat = [{"role": "user", "content": "What is 12 + 30?"}]
+    assert ours.chat_prompt(chat) == theirs.chat_prompt(chat)
+    weights: dict[str, int] = {}
+    for scheme in ("none", "w4a8", "w8a16:32"):
+        with hmt.Engine(quantization=scheme, context=128) as engine:
+            model = engine.load_model(path)
+            assert model.infer(hmt.Request(chat, 8)).text == "42", scheme
+            layouts = model.prepared.layouts.values()
+            weights[scheme] = sum(layout.parameter_bytes for layout in layouts)
+    assert weights["w4a8"] < weights["none"] == weights["w8a16:32"]
