@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from hmt.base.errors import CheckpointError
+from hmt.base.units import round_up
 from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
 from hmt.kernels import ops
-from hmt.quant.packed import Format, empty_weight, pack_codes, pack_groups
+from hmt.quant.packed import Format, empty_weight, pack_groups
 from hmt.quant.published.floats import Floats
 from hmt.quant.published.gguf_blocks import BLOCKS, Unpacked
 from hmt.quant.published.rows import turn_back
@@ -142,7 +143,19 @@ def _write(
             target.minima[rows] = minima
         return
     panels = slice(rows.start // 16, -(-rows.stop // 16))
-    target.data[panels] = pack_codes(codes)
+    target.data[panels] = _panels(codes)
     target.scales[panels] = pack_groups(scales)
     if target.minima is not None and minima is not None:
         target.minima[panels] = pack_groups(minima)
+
+
+def _panels(pairs: Tensor) -> Tensor:
+    """Codes in pairs uint8 [rows, in / 2] in panels; four bytes of a row stay together."""
+    rows, width = pairs.shape
+    if rows % PANEL_ROWS:
+        padded = pairs.new_zeros(round_up(rows, PANEL_ROWS), width)
+        padded[:rows] = pairs
+        pairs = padded
+    words = pairs.contiguous().view(torch.int32).view(-1, PANEL_ROWS, width // 16, 4)
+    panels = words.permute(0, 2, 3, 1).contiguous()
+    return panels.view(torch.uint8).view(*panels.shape, 4)

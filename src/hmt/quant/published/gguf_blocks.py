@@ -1,7 +1,9 @@
 """What the blocks of each type of GGUF hold: codes, a scale per group, perhaps a minimum.
 
 Each function takes blocks uint8 [blocks, bytes] and gives numbers code * scale (+ minimum).  Codes
-of 4 bits without minima are those of INT4_GROUP, 8 more than the integer they stand for.
+of 4 bits without minima are those of INT4_GROUP, 8 more than the integer they stand for.  They come
+in pairs: of 32 inputs byte k has number k in its low nibble and number k + 16 in its high nibble,
+as ggml has them in most types, and HMT in panels.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 class Unpacked(NamedTuple):
     """Numbers of some blocks.
 
-    codes    int8 or uint8 [blocks, numbers]
+    codes    int8 or uint8 [blocks, numbers]; of 4 bits uint8 [blocks, numbers / 2]
     scales   f32, f16 or uint8 (MXFP4) [blocks, groups]
     minima   in the dtype of the scales [blocks, groups], or None
     """
@@ -44,8 +46,10 @@ def _half(raw: Tensor, at: int) -> Tensor:
 
 def _bits(raw: Tensor, run: int, *shifts: int, mask: int) -> Tensor:
     """Numbers of a few bits: of each `run` bytes, all at the first shift, all at the next, ..."""
-    runs = raw.reshape(len(raw), -1, 1, run)
-    numbers = runs >> torch.tensor(shifts, dtype=torch.uint8)[:, None] & mask
+    runs = raw.reshape(len(raw), -1, run)
+    numbers = torch.empty(len(raw), runs.shape[1], len(shifts), run, dtype=torch.uint8)
+    for index, shift in enumerate(shifts):  # one number for all of them is what torch is fast at
+        torch.bitwise_and(runs >> shift, mask, out=numbers[:, :, index])
     return numbers.view(len(raw), -1)
 
 
@@ -53,17 +57,23 @@ def _nibbles(raw: Tensor, run: int) -> Tensor:
     return _bits(raw, run, 0, 4, mask=15)
 
 
+def _paired(codes: Tensor) -> Tensor:
+    """Codes 0..15 [blocks, numbers] in pairs."""
+    low, high = codes.view(len(codes), -1, 2, 16).unbind(2)
+    return (low | high << 4).view(len(codes), -1)
+
+
 def _q4_0(raw: Tensor) -> Unpacked:
-    return Unpacked(_nibbles(raw[:, 2:], 16), _half(raw, 0))
+    return Unpacked(raw[:, 2:], _half(raw, 0))
 
 
 def _q4_1(raw: Tensor) -> Unpacked:
-    return Unpacked(_nibbles(raw[:, 4:], 16), _half(raw, 0), _half(raw, 2))
+    return Unpacked(raw[:, 4:], _half(raw, 0), _half(raw, 2))
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
     """Bit i of the four bytes for number i, as 16 or 0: [blocks, 32]."""
-    bits = raw[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = torch.stack([raw >> bit & 1 for bit in range(8)], dim=2)
     return (bits << 4).view(len(raw), 32)
 
 
@@ -85,7 +95,7 @@ def _q2_k(raw: Tensor) -> Unpacked:
     both = raw[:, :16]
     scales = _half(raw, 80).float() * (both & 15).float()
     minima = _half(raw, 82).float() * (both >> 4).float()
-    return Unpacked(_bits(raw[:, 16:80], 32, 0, 2, 4, 6, mask=3), scales, -minima)
+    return Unpacked(_paired(_bits(raw[:, 16:80], 32, 0, 2, 4, 6, mask=3)), scales, -minima)
 
 
 def _q3_k(raw: Tensor) -> Unpacked:
@@ -95,7 +105,7 @@ def _q3_k(raw: Tensor) -> Unpacked:
     # A third bit that is not set takes four away.
     third = _bits(raw[:, :32], 32, *range(8), mask=1)
     codes = _bits(raw[:, 32:96], 32, 0, 2, 4, 6, mask=3) + (third << 2) + 4
-    return Unpacked(codes, _half(raw, 108).float() * scales.float())
+    return Unpacked(_paired(codes), _half(raw, 108).float() * scales.float())
 
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +117,10 @@ def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(raw: Tensor) -> Unpacked:
-    return Unpacked(_nibbles(raw[:, 16:], 32), *_k_scales(raw))
+    # Low nibbles of 32 bytes are 32 inputs, high ones the next 32.
+    first, second = raw[:, 16:].view(len(raw), 4, 2, 16).unbind(2)
+    pairs = torch.stack((first & 15 | second << 4, first >> 4 | second & 0xF0), dim=2)
+    return Unpacked(pairs.view(len(raw), -1), *_k_scales(raw))
 
 
 def _q5_k(raw: Tensor) -> Unpacked:
@@ -123,7 +136,8 @@ def _q6_k(raw: Tensor) -> Unpacked:
 
 
 def _table(nibbles: Tensor) -> Tensor:
-    return torch.tensor(_IQ4_NL, dtype=torch.int8)[nibbles.int()]
+    table = torch.tensor(_IQ4_NL, dtype=torch.int8)
+    return table.index_select(0, nibbles.view(-1).int()).view(nibbles.shape)
 
 
 def _iq4_nl(raw: Tensor) -> Unpacked:
@@ -140,7 +154,7 @@ def _iq4_xs(raw: Tensor) -> Unpacked:
 
 
 def _mxfp4(raw: Tensor) -> Unpacked:
-    return Unpacked(_nibbles(raw[:, 1:], 16), raw[:, :1])
+    return Unpacked(raw[:, 1:], raw[:, :1])
 
 
 BLOCKS = {
