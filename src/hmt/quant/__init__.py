@@ -7,6 +7,7 @@ from hmt.quant.packed import (
     empty_weight,
     pack_codes,
     pack_groups,
+    pack_pairs,
     row_slice,
     view_weight,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "empty_weight",
     "pack_codes",
     "pack_groups",
+    "pack_pairs",
     "parse_scheme",
     "quantize",
     "row_slice",

@@ -15,6 +15,7 @@ from hmt.contracts.encoding import (
     Packing,
     WeightTensor,
 )
+from hmt.kernels import panels
 
 _DTYPES = {
     Encoding.F32: torch.float32,
@@ -166,12 +167,12 @@ def row_slice(w: WeightTensor, first: int, end: int) -> WeightTensor:
 
 def pack_codes(codes: Tensor) -> Tensor:
     """4-bit codes 0..15, uint8 [rows, columns], in panels: see Packing.PANELS."""
-    rows, columns = codes.shape
-    panels = codes.new_zeros(round_up(rows, PANEL_ROWS), columns)
-    panels[:rows] = codes
-    split = panels.view(-1, PANEL_ROWS, columns // PANEL_BLOCK, 2, 4, 4)  # p, r, b, half, j, i
-    low, high = split.permute(3, 0, 2, 4, 1, 5)  # each p, b, j, r, i
-    return low | high << 4
+    return panels.pack_codes(codes)
+
+
+def pack_pairs(pairs: Tensor) -> Tensor:
+    """The same of codes two in a byte, the low nibble first: uint8 [rows, columns / 2]."""
+    return panels.pack_pairs(pairs)
 
 
 def pack_groups(values: Tensor) -> Tensor:

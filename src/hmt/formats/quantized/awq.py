@@ -18,9 +18,8 @@ def find_awq(found: Quantized) -> None:
         columns, words = found.matrix(codes, "I32")
         group = given if given > 0 else columns
         if columns % group:
-            raise found.refuse(
-                f"{module}.qweight {list(codes.shape)}", f"[in, out / 8], in % {group}"
-            )
+            shape = f"{module}.qweight {list(codes.shape)}"
+            raise found.refuse(shape, f"[in, out / 8] with in in groups of {group}")
         groups, outputs = columns // group, words * _PER_WORD
         parts = {
             "qweight": whole(codes),

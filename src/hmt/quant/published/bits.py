@@ -49,6 +49,16 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     return (pairs >> shift & (1 << bits) - 1).to(torch.uint8)
 
 
+def pairs_or_codes(words: Tensor, bits: int, count: int) -> Tensor:
+    """`unpack_bits`; but an even count of 4 bits, two in a byte as they lie: [rows, count / 2].
+
+    See `fill_grouped`.
+    """
+    if bits == 4 and count % 2 == 0:
+        return words.contiguous().view(torch.uint8)[:, : count // 2]
+    return unpack_bits(words, bits, count)
+
+
 def unpack_nibbles(pairs: Tensor) -> Tensor:
     """Two numbers of 4 bits in a byte, the low ones first: uint8 [..., n] to [..., 2 n]."""
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.quant.packed import Format
-from hmt.quant.published.bits import DTYPES, as_tensor, unpack_bits
+from hmt.quant.published.bits import DTYPES, as_tensor, pairs_or_codes, unpack_bits
 from hmt.quant.published.grouped import fill_grouped, grouped_format
 from hmt.quant.published.pieces import row_pieces
 
@@ -58,7 +58,7 @@ class CompressedIntegers:
         for some, piece in row_pieces(target):
             if self.packed:
                 words = as_tensor(parts["weight_packed"], torch.int32, rows, -1)
-                codes = unpack_bits(words[some], self.bits, columns)
+                codes = pairs_or_codes(words[some], self.bits, columns)
             else:
                 codes = parts["weight"].view(rows, columns)[some] + middle  # as uint8, which wraps
             own = zeros[some] if isinstance(zeros, Tensor) else zeros

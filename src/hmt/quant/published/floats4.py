@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hmt.contracts.encoding import PANEL_BLOCK, Encoding, WeightTensor
 from hmt.kernels.reference.packing import E2M1
-from hmt.quant.packed import Format, pack_codes, pack_groups
+from hmt.quant.packed import Format, pack_groups, pack_pairs
 from hmt.quant.published.bits import as_tensor, unpack_nibbles
 from hmt.quant.published.pieces import row_pieces
 
@@ -52,11 +52,11 @@ class NVFP4:
         if target.factor is not None:
             target.factor.copy_(factor)
         for some, piece in row_pieces(target):
-            codes = unpack_nibbles(pairs[some])
             if piece.scales is None:
+                codes = unpack_nibbles(pairs[some])
                 _fill_floats(piece.data, codes, scales[some].float() * factor)
                 continue
-            piece.data.copy_(pack_codes(codes))
+            piece.data.copy_(pack_pairs(pairs[some]))
             piece.scales.view(torch.uint8).copy_(pack_groups(scales[some].view(torch.uint8)))
 
 
@@ -86,7 +86,7 @@ class MXFP4:
         scales = parts["scales"].view(rows * self.interleaved, columns // _MXFP4_GROUP)[mine]
         for some, piece in row_pieces(target):
             assert piece.scales is not None
-            piece.data.copy_(pack_codes(unpack_nibbles(codes[some])))
+            piece.data.copy_(pack_pairs(codes[some]))
             piece.scales.copy_(pack_groups(scales[some]))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.packed import Format
-from hmt.quant.published.bits import as_tensor, unpack_bits
+from hmt.quant.published.bits import as_tensor, pairs_or_codes, unpack_bits
 from hmt.quant.published.grouped import fill_grouped, grouped_format
 from hmt.quant.published.pieces import row_pieces
 
@@ -58,7 +58,7 @@ class GPTQ:
         index = self._groups_of_inputs(parts, columns, groups)
         for some, piece in row_pieces(target):
             wanted = slice(first + some.start, first + some.stop)
-            codes = unpack_bits(words[:, wanted].T, self.bits, columns)
+            codes = pairs_or_codes(words[:, wanted].T, self.bits, columns)
             scales, zeros = (part[:, wanted].T.contiguous() for part in (all_scales, all_zeros))
             if index is not None:  # as if each input were a group
                 scales, zeros = scales[:, index], zeros[:, index]

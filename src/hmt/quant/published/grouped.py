@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import PANEL_BLOCK, Encoding, WeightTensor
-from hmt.quant.packed import Format, pack_codes, pack_groups
+from hmt.quant.packed import Format, pack_codes, pack_groups, pack_pairs
+from hmt.quant.published.bits import unpack_nibbles
 
 _GROUPS = (128, 64, 32, 16)  # those that kernels have
 
@@ -47,16 +48,21 @@ def fill_grouped(
 ) -> None:
     """Write weights to `target`, of the format that `grouped_format` said.
 
-    codes    uint8 [rows, columns]
+    codes    uint8 [rows, columns], or [rows, columns / 2] where they lie two in a byte, the low
+             nibble first
     scales   [rows, groups as published]
     zeros    uint8 of that shape, or one for all
     middle   the zero point of a format without zeros: 2^(bits - 1)
     """
+    columns = target.shape[1]
+    paired = codes.shape[1] < columns
+    if paired and target.encoding is not Encoding.INT4_GROUP:
+        codes = unpack_nibbles(codes)
     if target.encoding.is_float:
         _fill_floats(target.data, codes, scales, zeros)
         return
     assert target.scales is not None
-    repeats = codes.shape[1] // (target.group_size or codes.shape[1]) // scales.shape[1]
+    repeats = columns // (target.group_size or columns) // scales.shape[1]
     if target.minima is not None:
         assert isinstance(zeros, Tensor)
         minima = (middle - zeros.float()) * scales.float()
@@ -65,7 +71,8 @@ def fill_grouped(
         check_middle(zeros, middle)
     if target.encoding is Encoding.INT4_GROUP:
         offset = 8 - middle if target.zeros is None else 0
-        target.data.copy_(pack_codes(codes + offset))
+        assert not (paired and offset), "pairs have 4 bits"
+        target.data.copy_(pack_pairs(codes) if paired else pack_codes(codes + offset))
         target.scales.copy_(pack_groups(scales.repeat_interleave(repeats, 1)))
         if target.zeros is not None:
             assert isinstance(zeros, Tensor)
