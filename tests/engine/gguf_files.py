@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 KINDS = ("Q4_0", "Q8_0", "Q5_1", "Q4_1", "Q5_0")  # that the package can write
 _EXPERTS = {
@@ -65,6 +66,21 @@ def _turned_inputs(name: str, numbers: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(turned)
 
 
+def _rotary_factors(config: Any) -> dict[str, Any]:
+    """What frequencies are divided by, where the converter writes that as tensors."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{which}.weight": rope[f"{which}_factor"] for which in ("long", "short")
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    dim = 2 * len(scaled)
+    plain = rope["rope_theta"] ** (-torch.arange(0, dim, 2).double() / dim)
+    return {"rope_freqs.weight": (plain / scaled.double()).numpy()}
+
+
 class ModelFile:
     """Collects the tensors of one model, in the order they are written."""
 
@@ -72,6 +88,8 @@ class ModelFile:
         self.arch, self.config, self.kinds = arch, config, kinds
         self.tensors: dict[str, tuple[np.ndarray, GGMLQuantizationType]] = {}
         self.held: dict[str, torch.Tensor] = {}
+        for name, factors in _rotary_factors(config).items():
+            self.tensors[name] = np.array(factors, np.float32), GGMLQuantizationType.F32
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         names = gguf.get_tensor_name_map(self.arch, self.config.num_hidden_layers)
@@ -189,6 +207,8 @@ def add_sizes(writer: GGUFWriter, arch: gguf.MODEL_ARCH, config: Any) -> None:
         writer.add_rope_dimension_count(int(dim * (rope.get("partial_rotary_factor") or 1.0)))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

@@ -47,9 +47,26 @@ LATENT = {
     "first_k_dense_replace": 1,
     **EXPERTS,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "long_factor": [1.0 + 0.5 * n for n in range(8)],
+    "short_factor": [1.0 + 0.1 * n for n in range(8)],
+    "original_max_position_embeddings": 32,
+    "factor": 4.0,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 CASES: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
     "llama": (ARCH.LLAMA, "llama", {"tie_word_embeddings": True, "attention_bias": False}),
+    "llama3": (ARCH.LLAMA, "llama", {"rope_parameters": LLAMA3}),
     "mixtral": (ARCH.LLAMA, "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "qwen2": (ARCH.QWEN2, "qwen2", {}),
     "qwen3": (ARCH.QWEN3, "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
@@ -71,6 +88,9 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
          "rope_parameters": {"rope_theta": 5000.0, **YARN, "truncate": False}},
     ),
     "phi3": (ARCH.PHI3, "phi3", {"original_max_position_embeddings": 128}),
+    "phi3-long": (
+        ARCH.PHI3, "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32},
+    ),
     "deepseek2-v2": (
         ARCH.DEEPSEEK2,
         "deepseek_v2",

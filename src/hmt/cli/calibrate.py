@@ -48,7 +48,7 @@ def kv(
     arguments = {**engine.arguments(), "context": engine.context or length}
     with notes().status("loading") as status:
         from hmt.engine import Engine
-        from hmt.engine.kv_scales import SCALES, calibrate, identity
+        from hmt.engine.kv_scales import calibrate, identity, scales_beside
 
         with Engine(**arguments) as made:
             loaded = made.load_model(path)
@@ -57,7 +57,7 @@ def kv(
             ]
             status.update(f"reading {sum(map(len, texts))} tokens")
             found = calibrate(loaded, texts)
-            file = out or path / SCALES
+            file = out or scales_beside(path)
             try:
                 found.scales.write(file, identity(loaded.prepared.source))
             except OSError as error:

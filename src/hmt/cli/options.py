@@ -24,7 +24,9 @@ _KV = "Keys and values"
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(help="Folder of a checkpoint or pack; the embedded model when left out."),
+    typer.Argument(
+        help="Folder of a checkpoint or pack, or a GGUF file; the embedded model when left out."
+    ),
 ]
 
 

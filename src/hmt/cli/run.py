@@ -58,7 +58,7 @@ def run(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder of a checkpoint or pack; the embedded model when left out, "
+            help="Folder of a checkpoint or pack, or a GGUF file; the embedded model when left out, "
             "or when this is the only argument and is a prompt."
         ),
     ] = None,

@@ -117,8 +117,8 @@ class ServerOptions:
         found: dict[str, Path] = {}
         for folder in self.also or ():
             name = folder.absolute().name
-            if not folder.is_dir():
-                raise ConfigError(f"--also {folder}: there is no such folder")
+            if not folder.exists():
+                raise ConfigError(f"--also {folder}: there is no such folder or file")
             if name in found or name == first:
                 raise ConfigError(f"--also {folder}: another model of this server is called {name}")
             found[name] = folder

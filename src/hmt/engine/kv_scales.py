@@ -91,7 +91,7 @@ def with_scales(quant: tuple[str, str], source: Source) -> tuple[str, str]:
     name = CodecName.parse(kept.usual)
     if STATIC not in (name.keys, name.values):
         return quant
-    file = name.file or source.path / SCALES
+    file = name.file or scales_beside(source.path)
     if not file.is_file():
         raise ConfigError(
             f"{STATIC} needs scales, and {file} is not there: `hmt calibrate kv {source.path}` "
@@ -104,6 +104,11 @@ def with_scales(quant: tuple[str, str], source: Source) -> tuple[str, str]:
             f"`hmt calibrate kv {source.path}` makes it anew"
         )
     return warm, str(replace(kept, usual=f"{kept.usual.partition('@')[0]}@{file}"))
+
+
+def scales_beside(path: Path) -> Path:
+    """Where scales of the model in a folder or GGUF file are looked for."""
+    return path / SCALES if path.is_dir() else path.with_name(f"{path.stem}-{SCALES}")
 
 
 def identity(source: Source) -> str:
