@@ -49,7 +49,7 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
         read = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
     except Exception as error:  # transformers validates with errors of many kinds
         raise CheckpointError(
-            f"transformers cannot read it as {model_type!r}: {_first_line(error)}"
+            f"transformers cannot read it as {model_type!r}: {first_line(error)}"
         ) from error
     for name in _COUNTS:
         value = getattr(read, name, None)
@@ -162,6 +162,6 @@ def residual_ffn(config: Config, **differences: Any) -> ResidualFFN:
     return ResidualFFN(gated_ffn(config, **differences), norm(config))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return " ".join(line.strip() for line in lines[:2])

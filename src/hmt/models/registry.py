@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
+from hmt.base.log import warn_once
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
@@ -48,13 +49,25 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     configuration that is wrong or asks for something that its family does not compute here.
     """
     names = config.get("architectures") or []
-    if not names or names[0] not in _FAMILIES:
-        given = f"architecture {names[0]!r}" if names else "no architecture"
-        raise UnknownArchitectureError(
-            f"{path}/config.json names {given}; HMT runs {', '.join(supported_architectures())}"
-        )
-    model_type, family = _FAMILIES[names[0]]
     try:
+        if not names or names[0] not in _FAMILIES:
+            return _open_other(config, names, dtype)
+        model_type, family = _FAMILIES[names[0]]
         return family(read_config(config, model_type), dtype)
     except CheckpointError as error:
         raise type(error)(f"{path}/config.json: {error}") from error
+
+
+def _open_other(config: Mapping[str, Any], names: list[str], dtype: torch.dtype) -> Model:
+    """A model of transformers that no family here computes."""
+    from hmt.models import fallback  # transformers' modelling code takes a second to import
+
+    if not names or names[0] not in fallback.architectures():
+        given = f"architecture {names[0]!r}" if names else "no architecture"
+        raise UnknownArchitectureError(
+            f"names {given}; HMT runs {', '.join(supported_architectures())}, and causal language "
+            "models of the installed transformers library"
+        )
+    model = fallback.Fallback(config, names[0], dtype)
+    warn_once(f"fallback {names[0]}", f"{names[0]} {model.spec.remark}")
+    return model

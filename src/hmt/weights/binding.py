@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from hmt.base.errors import MissingFileError, ShapeError
@@ -112,7 +113,8 @@ def _check_shape(param: ParamSpec, record: TensorRecord, checkpoint: Checkpoint)
     if param.rows is None:
         fits = record.shape == expected
     else:
-        fits = record.shape[1:] == expected[1:] and param.rows[1] <= (record.shape or (0,))[0]
+        rows, width = _as_rows(record)
+        fits = width == (expected[1:] or (1,)) and param.rows[1] <= rows
     if not fits:
         rows = f" for rows {param.rows[0]} to {param.rows[1]}" if param.rows else ""
         raise ShapeError(
@@ -122,10 +124,17 @@ def _check_shape(param: ParamSpec, record: TensorRecord, checkpoint: Checkpoint)
         )
 
 
+def _as_rows(record: TensorRecord) -> tuple[int, tuple[int, ...]]:
+    """How many rows a tensor has, and how wide they are: all dimensions but the last are one."""
+    if len(record.shape) < 2:
+        return prod(record.shape), (1,)
+    return prod(record.shape[:-1]), record.shape[-1:]
+
+
 def _rows_of(record: TensorRecord, rows: tuple[int, int] | None) -> FileRange:
     if rows is None:
         return FileRange(record.file, record.offset, record.nbytes)
-    row_bytes = record.nbytes // record.shape[0]
+    row_bytes = record.nbytes // _as_rows(record)[0]
     first, end = rows
     return FileRange(record.file, record.offset + first * row_bytes, (end - first) * row_bytes)
 
