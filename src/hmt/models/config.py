@@ -163,5 +163,6 @@ def residual_ffn(config: Config, **differences: Any) -> ResidualFFN:
 
 
 def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     lines = str(error).strip().splitlines()
     return " ".join(line.strip() for line in lines[:2])

@@ -69,5 +69,5 @@ def _open_other(config: Mapping[str, Any], names: list[str], dtype: torch.dtype)
             "models of the installed transformers library"
         )
     model = fallback.Fallback(config, names[0], dtype)
-    warn_once(f"fallback {names[0]}", f"{names[0]} {model.spec.remark}")
+    warn_once(f"fallback {names[0]}", f"{names[0]} {fallback.REMARK}")
     return model

@@ -8,7 +8,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.step import Run
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
@@ -18,7 +17,12 @@ from hmt.models.fallback.work import StoppedError, current
 NAME = "hmt"  # of `attn_implementation` and `experts_implementation`
 
 # Class names of transformers' activations -> what kernels call them.
-ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
+ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+}
 _FAR = 1 << 30  # a position behind which every window ends
 
 
@@ -222,20 +226,11 @@ def _other_expert(module: Any, x: Tensor, params: Any) -> Tensor:
 
     def times(name: str, given: Tensor) -> Tensor:
         w = params[name]
-        if module.is_transposed:
-            y = given @ w.data.to(given.dtype)
-        else:
-            y = ops.linear(given, w)
+        y = given @ w.data.to(given.dtype) if module.is_transposed else ops.linear(given, w)
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + bias.data.to(y.dtype)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
     y = times(first, x)
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-    y = times("down_proj", y)
-    return y
-
-
-def expert_block(layer: int, expert: int) -> BlockId:
-    """The block of one expert."""
-    return BlockId(layer, BlockKind.EXPERT, expert)
+    return times("down_proj", y)

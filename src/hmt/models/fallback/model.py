@@ -8,6 +8,7 @@ once behind them, for the norm and the output layer.  No forward pass is changed
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Fallback:
             attention_heads=max(sight.heads for sight in sights.layers),
             experts_per_token=max(sight.top_k for sight in sights.layers),
             ignored=_ignored(self._tree, tied),
-            remark=REMARK,
+            remarks=(REMARK,),
         )
         self._after = [_after_attention(sight) for sight in sights.layers]
         self._layer_blocks: list[list[BlockId]] = [[] for _ in range(layers)]
@@ -110,10 +111,8 @@ class Fallback:
     def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
         with doing(Work(weights, instead=hidden[None], stops=True)) as work:
-            try:
+            with suppress(StoppedError):
                 self._behind(hidden)
-            except StoppedError:
-                pass
             assert work.seen is not None
             return work.seen[0].float()
 
@@ -132,11 +131,9 @@ class Fallback:
         by_name = units(self._parts.layers[index])
         x = hidden[None]
         with doing(Work(weights, layer=index, guessing=True)) as work:
-            try:
+            with suppress(StoppedError):
                 for name in self._after[index]:
                     x = by_name[name](x)
-            except StoppedError:
-                pass
             assert work.chosen is not None
             return work.chosen
 
@@ -173,11 +170,8 @@ class Fallback:
             cache = OneSequence(run, len(self._parts.layers))
         options = surroundings(self._tree, positions, cache)
         work = Work(weights, ends=len(self._parts.layers) - 1)
-        with doing(work):
-            try:
-                self._tree.base(input_ids=ids[None], **options)
-            except StoppedError:
-                pass
+        with doing(work), suppress(StoppedError):
+            self._tree.base(input_ids=ids[None], **options)
         return work
 
 

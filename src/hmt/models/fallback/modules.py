@@ -259,4 +259,3 @@ def call_with(
 
 def _zeros(values: Mapping[str, Value]) -> dict[str, Tensor]:
     return {name: torch.zeros(v.shape, dtype=v.dtype) for name, v in values.items()}
-

@@ -147,8 +147,8 @@ def _unset(dtype: torch.dtype) -> float | int | bool:
 
 
 def refused(architecture: str, why: str) -> UnknownArchitectureError:
+    """The error that says why a model cannot run."""
     return UnknownArchitectureError(
         f"{architecture} is not one of HMT's own families, and cannot run through transformers' "
         f"modules either: {why}"
     )
-
