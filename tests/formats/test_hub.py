@@ -38,7 +38,8 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files = dict(FILES)
-        self.cut: int | None = None  # bytes of the shard after which everything fails
+        self.cut: int | None = None  # bytes of the shard after which the connection breaks, once
+        self.lost = ""  # a file that cannot be had
         self.broken = False
         self.refusal: tuple[int, str] | None = None
         self.got: list[tuple[str, str | None]] = []  # files, and which range of them
@@ -82,14 +83,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "HEAD":
             self._answer(200, data, marks)
             return
+        if name == hub.lost:
+            self._answer(503, b"")
+            return
         wanted = self.headers.get("Range")
         hub.got.append((name, wanted))
         first = 0 if wanted is None else int(wanted.removeprefix("bytes=").partition("-")[0])
         if first:
             marks["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-        cut = hub.cut if name == "model.safetensors" else None
-        if cut is not None:
-            hub.broken = True
+        cut = None
+        if name == "model.safetensors":
+            cut, hub.cut = hub.cut, None
         self._answer(206 if first else 200, data[first:], marks, cut)
 
     def _answer(
@@ -124,6 +128,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4000)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
     yield server
     server.shutdown()
@@ -150,17 +155,26 @@ def test_what_is_needed_is_downloaded_once_and_used_without_the_hub(
     assert "as it is in the cache" in caplog.text
 
 
-def test_a_download_that_was_interrupted_goes_on(hub: Hub) -> None:
+def test_a_download_goes_on_where_the_connection_broke(hub: Hub) -> None:
     hub.cut = 100_000
-    with pytest.raises(MissingFileError, match="goes on where the download stopped"):
-        located("some/model")
-    hub.cut, hub.broken = None, False
-    hub.got.clear()
     folder = located("some/model")
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
-    [asked] = [range_ for name, range_ in hub.got if name == "model.safetensors"]
-    assert asked is not None
-    assert asked.startswith("bytes=100000-")
+    asked = [range_ for name, range_ in hub.got if name == "model.safetensors"]
+    assert asked[0] is None
+    assert asked[1:] == ["bytes=100000-"]
+
+
+def test_a_download_that_failed_goes_on_with_the_files_that_are_missing(hub: Hub) -> None:
+    hub.lost = "model.safetensors"
+    with pytest.raises(MissingFileError, match="try again, which goes on where it stopped"):
+        located("some/model")
+    kept = {name for name, _ in hub.got}
+    hub.lost = ""
+    hub.got.clear()
+    assert (located("some/model") / "model.safetensors").is_file()
+    again = [name for name, _ in hub.got]
+    assert "model.safetensors" in again
+    assert not kept & set(again)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Models by their name on a Hugging Face hub: what is needed of them, in the hub's usual cache.
 
-`huggingface_hub` downloads, resumes what was interrupted, and keeps what it has.  What it reads
-from the environment counts: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
+`huggingface_hub` downloads: it goes on inside a file where a connection broke, and keeps every file
+that is whole, so that a later attempt fetches the others only.  What it reads from the environment
+counts: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 """
 
 import re
@@ -53,6 +54,13 @@ def _exists(path: Path) -> bool:
 def _snapshot(name: str, revision: str | None) -> Path:
     """The folder of the model's files in the cache, complete."""
     from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):  # type: ignore[misc]
+        """No progress: nothing is downloaded yet."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"disable": True})
 
     wanted: dict[str, Any] = {
         "revision": revision,
@@ -61,7 +69,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
         "library_name": "hmt",
     }
     try:
-        files = snapshot_download(name, dry_run=True, **wanted)
+        files = snapshot_download(name, dry_run=True, tqdm_class=Silent, **wanted)
         _check(name, files)
         return Path(snapshot_download(name, **wanted))
     except HMTError:
@@ -94,7 +102,7 @@ def _cached(name: str, wanted: dict[str, Any], error: BaseException) -> Path:
         raise MissingFileError(
             f"{name} is no folder here, the hub cannot be reached ({reason}), and its cache "
             f"{constants.HF_HUB_CACHE} has no complete copy: try again, which goes "
-            f"on where the download stopped ({_LINKS}), or copy the model's folder here and name it"
+            f"on where it stopped ({_LINKS}), or copy the model's folder here and name it"
         ) from missing
     logger.warning("the hub cannot be reached (%s): %s is used as it is in the cache", reason, name)
     return Path(folder)

@@ -33,6 +33,8 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Qwen3ForCausalLM": ("qwen3", Qwen3),
     "Qwen3MoeForCausalLM": ("qwen3_moe", Qwen3Moe),
 }
+# What fields of types and sizes that no published file has end in, where none is checked by name.
+_WRONG = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -48,26 +50,32 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     Raises UnknownArchitectureError for a family that HMT does not have, and CheckpointError for a
     configuration that is wrong or asks for something that its family does not compute here.
     """
-    names = config.get("architectures") or []
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
     try:
-        if not names or names[0] not in _FAMILIES:
-            return _open_other(config, names, dtype)
-        model_type, family = _FAMILIES[names[0]]
+        if not isinstance(name, str) or name not in _FAMILIES:
+            return _open_other(config, name, dtype)
+        model_type, family = _FAMILIES[name]
         return family(read_config(config, model_type), dtype)
     except CheckpointError as error:
         raise type(error)(f"{path}/config.json: {error}") from error
+    except _WRONG as error:
+        raise CheckpointError(
+            f"{path}/config.json describes no model of this architecture "
+            f"({type(error).__name__}: {str(error):.300}): download it again"
+        ) from error
 
 
-def _open_other(config: Mapping[str, Any], names: list[str], dtype: torch.dtype) -> Model:
+def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Model:
     """A model of transformers that no family here computes."""
     from hmt.models import fallback  # transformers' modelling code takes a second to import
 
-    if not names or names[0] not in fallback.architectures():
-        given = f"architecture {names[0]!r}" if names else "no architecture"
+    if not isinstance(name, str) or name not in fallback.architectures():
+        given = f"architecture {name!r:.100}" if name else "no architecture"
         raise UnknownArchitectureError(
             f"names {given}; HMT runs {', '.join(supported_architectures())}, and causal language "
             "models of the installed transformers library"
         )
-    model = fallback.Fallback(config, names[0], dtype)
-    warn_once(f"fallback {names[0]}", f"{names[0]} {fallback.REMARK}")
+    model = fallback.Fallback(config, name, dtype)
+    warn_once(f"fallback {name}", f"{name} {fallback.REMARK}")
     return model

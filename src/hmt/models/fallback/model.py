@@ -46,7 +46,7 @@ class Fallback:
         """Raises UnknownArchitectureError for a model that cannot run so, and CheckpointError."""
         self.dtype = dtype
         read = tree.read(config)
-        tree.refuse_others(read, architecture)
+        tree.refuse_others(read)
         self._tree, self._parts, sights, published, tied = _open(read, architecture, dtype)
         maker = BlockMaker(self._tree, self._parts, published, architecture)
         layers = len(self._parts.layers)
@@ -68,6 +68,7 @@ class Fallback:
             attention_heads=max(sight.heads for sight in sights.layers),
             experts_per_token=max(sight.top_k for sight in sights.layers),
             ignored=_ignored(self._tree, tied),
+            host_only=True,
             remarks=(REMARK,),
         )
         self._after = [_after_attention(sight) for sight in sights.layers]

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
-from hmt.models.config import Config, first_line
+from hmt.models.config import Config, check_counts, first_line
 from hmt.models.fallback import interfaces
 
 _RECURRENT = ("mamba", "ssm", "linear_attention", "recurrent", "conv", "rwkv", "xlstm")
@@ -47,23 +47,29 @@ def architectures() -> frozenset[str]:
 
 def read(config: Mapping[str, Any]) -> Config:
     """transformers' configuration of a parsed config.json.  Raises CheckpointError."""
-    model_type = config.get("model_type")
+    model_type, architecture = config.get("model_type"), config["architectures"][0]
+    if getattr(getattr(transformers, architecture), "_is_stateful", False):
+        raise refused(architecture, "it has a state besides keys and values")
     if model_type not in CONFIG_MAPPING:
         raise UnknownArchitectureError(
             f"model_type is {model_type!r}, which transformers {transformers.__version__} does not "
             "know: a newer one may"
         )
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != architecture:
+        raise CheckpointError(f"model_type {model_type!r} is not that of a {architecture}")
     try:
-        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
+        found = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
     except Exception as error:  # transformers validates with errors of many kinds
         raise CheckpointError(
             f"transformers cannot read it as {model_type!r}: {first_line(error)}"
         ) from error
+    check_counts(found.get_text_config())
+    return found
 
 
-def refuse_others(config: Config, architecture: str) -> None:
+def refuse_others(config: Config) -> None:
     """Raise UnknownArchitectureError for models that are not text after text, token by token."""
-    found = getattr(transformers, architecture, None)
+    architecture = config.architectures[0]
     if getattr(config, "is_encoder_decoder", False):
         raise refused(architecture, "it has an encoder beside its decoder")
     inputs = [name for name in _OTHER_INPUTS if getattr(config, name, None) is not None]
@@ -71,9 +77,8 @@ def refuse_others(config: Config, architecture: str) -> None:
         raise refused(architecture, f"it also takes images or sound ({inputs[0]})")
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     odd = sorted({str(k) for k in kinds if any(word in str(k).lower() for word in _RECURRENT)})
-    if odd or getattr(found, "_is_stateful", False):
-        what = f"layers of {', '.join(odd)}" if odd else "a state besides keys and values"
-        raise refused(architecture, f"it has {what}, which HMT does not keep")
+    if odd:
+        raise refused(architecture, f"it has layers of {', '.join(odd)}, which HMT does not keep")
 
 
 def build(config: Config, architecture: str, dtype: torch.dtype, *, by_name: bool) -> Tree:
