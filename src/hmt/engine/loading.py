@@ -148,8 +148,8 @@ def prepare(
     model = open_model(source.config, source.path, _dtype(config, source))
     if device is not None and model.spec.host_only:
         raise ConfigError(
-            f"{model.spec.architecture} {', '.join(model.spec.remarks)}, and on the CPU only: leave "
-            "--gpu-memory and --gpu-id out"
+            f"{model.spec.architecture} {', '.join(model.spec.remarks)}, and on the CPU only: "
+            "leave --gpu-memory and --gpu-id out"
         )
     weights = source.weights(model.spec, config.quantization)
     kv_quant = with_scales(config.kv_quant, source)

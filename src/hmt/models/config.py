@@ -66,13 +66,16 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
     return read
 
 
-def check_counts(config: Config) -> None:
+def check_counts(config: Config, *, no_window: int | None = None) -> None:
     """Raise CheckpointError for sizes that no model has: blocks are made for what they count.
 
-    Published models stay below a hundredth of these bounds.
+    `no_window` may be what models without a sliding window have there.  Published models stay
+    below a hundredth of these bounds.
     """
     for name in _COUNTS:
         value = getattr(config, name, None)
+        if name == "sliding_window" and value == no_window:
+            continue
         most = _MOST.get(name, _MOST_ELSE)
         if isinstance(value, int) and not 1 <= value <= most:
             raise CheckpointError(f"{name} is {value}; it must be from 1 to {most}")

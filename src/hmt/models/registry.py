@@ -62,7 +62,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     except _WRONG as error:
         raise CheckpointError(
             f"{path}/config.json describes no model of this architecture "
-            f"({type(error).__name__}: {str(error):.300}): download it again"
+            f"({type(error).__name__}: {error!s:.300}): download it again"
         ) from error
 
 

@@ -130,11 +130,14 @@ class OneSequence(Cache):
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """All keys and values of the sequence in a layer: [1, heads, context, dim] each."""
+        """All keys and values of the sequence in a layer: [1, heads, context, dim] each.
+
+        Zeros while the model is looked at: no token sees another one through attention then.
+        """
         work = current()
         if work.weights is None:
             work.record.cached(key_states, value_states)
-            return key_states, value_states
+            return torch.zeros_like(key_states), torch.zeros_like(value_states)
         assert work.kv is not None and work.run is not None
         work.new.append(tuple(x[0].transpose(0, 1) for x in (key_states, value_states)))  # type: ignore[arg-type]
         start = work.run.start
@@ -175,7 +178,7 @@ def compute_experts(
     work = current()
     if work.weights is None:
         work.record.experts(module, top_k_index.shape[-1])
-        return torch.zeros_like(hidden_states)
+        return hidden_states.clone()
     if work.guessing:
         work.chosen = top_k_index
         raise StoppedError

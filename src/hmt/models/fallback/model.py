@@ -79,6 +79,7 @@ class Fallback:
         for index, layer in enumerate(self._parts.layers):
             answer = _answering(sights.layers[index].answers)
             self._tree.layers[index] = Stage(layer, index, answer)
+        self._input_width = self._tree.model.get_input_embeddings().embedding_dim
         self._prepared: tuple[Step | None, Tensor, list[dict[int, Call]]]
         self._prepared = (None, torch.empty(0), [])
 
@@ -146,7 +147,8 @@ class Fallback:
         """What the model makes of the layers' result, of which the work at hand has the rows."""
         positions = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
         options = surroundings(self._tree, positions, None)
-        return self._tree.model(inputs_embeds=hidden[None], **options).logits
+        nothing = hidden.new_zeros(1, len(hidden), self._input_width)
+        return self._tree.model(inputs_embeds=nothing, **options).logits
 
     def _prepare(self, step: Step, weights: Weights) -> tuple[Tensor, list[dict[int, Call]]]:
         """Hidden states before the layers, and what these are called with: by run, by layer."""

@@ -6,6 +6,7 @@ order of everything) is transformers' code, as it is.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class LeasedLinear(nn.Module):
         work = current()
         if work.weights is None:
             work.record.linear(self.out_features)
-            return x.new_zeros(*x.shape[:-1], self.out_features)
+            return _stand_in(x, self.out_features)
         assert self.block is not None
         params = work.use(self.block)
         flat = x.reshape(-1, self.in_features)
@@ -116,7 +117,8 @@ class LazyTable(Tensor):
         if func is F.embedding and isinstance(args[1], LazyTable):
             ids, table, work = args[0], args[1], current()
             if work.weights is None:
-                return torch.zeros(*ids.shape, table.shape[1], dtype=table.dtype)
+                waves = ids[..., None] + torch.arange(1, table.shape[1] + 1)
+                return waves.sin().to(table.dtype)
             flat = ids.reshape(-1).cpu()
             rows = work.weights.rows(table.block, "weight", flat).to(table.dtype)
             return rows.view(*ids.shape, rows.shape[1]).to(ids.device)
@@ -189,7 +191,7 @@ class Unit(nn.Module):
         work = current()
         if work.weights is None:
             with work.record.unit(self.name):
-                return call_with(self.inner, _zeros(self.values), args, kwargs)
+                return call_with(self.inner, _stand_ins(self.values), args, kwargs)
         if self.follows_attention:
             work.residual = args[0] if args else next(iter(kwargs.values()))
         assert self.block is not None
@@ -213,7 +215,7 @@ class Layer(nn.Module):
         if not self.values:
             return self.inner(*args, **kwargs)
         if work.weights is None:
-            return call_with(self.inner, _zeros(self.values), args, kwargs)
+            return call_with(self.inner, _stand_ins(self.values), args, kwargs)
         assert self.block is not None
         params = work.use(self.block)
         # Copies: the layer's children use other blocks.
@@ -257,5 +259,14 @@ def call_with(
     return functional_call(inner, found, args, kwargs) if found else inner(*args, **kwargs)
 
 
-def _zeros(values: Mapping[str, Value]) -> dict[str, Tensor]:
-    return {name: torch.zeros(v.shape, dtype=v.dtype) for name, v in values.items()}
+def _stand_in(x: Tensor, width: int) -> Tensor:
+    """Numbers for a linear layer's while a model is looked at: of each token its own."""
+    return x[..., torch.arange(width) * 7 % x.shape[-1]]
+
+
+def _stand_ins(values: Mapping[str, Value]) -> dict[str, Tensor]:
+    """Numbers for parameters while a model is looked at."""
+    return {
+        name: torch.arange(1, prod(v.shape) + 1).sin().view(v.shape).to(v.dtype)
+        for name, v in values.items()
+    }

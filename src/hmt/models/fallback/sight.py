@@ -71,7 +71,7 @@ class Sights:
         self._at = -1
         self._inside = False
         self._unit = ""
-        self._last: Tensor | None = None
+        self.last = torch.empty(0)
         self._made: list[Tensor] = []  # what layers returned besides hidden states
 
     def layer(
@@ -88,7 +88,7 @@ class Sights:
             )
         if index != self._at + 1:
             self._complain("its layers do not follow each other once each")
-        if index and hidden is not self._last:
+        if index and hidden is not self.last:
             self._complain("something is computed between its layers")
         given = [*args[1:], *kwargs.values()]
         if any(value is made for value in given for made in self._made):
@@ -101,7 +101,7 @@ class Sights:
             result, rest = result[0], result[1:]
             self.layers[index].answers = 1 + len(rest)
             self._made += [made for made in rest if isinstance(made, Tensor)]
-        self._last = result
+        self.last = result
         return (result, *rest) if self.layers[index].answers else result
 
     @contextmanager
@@ -163,23 +163,18 @@ class Sights:
 
 
 def look(tree: Tree, layers: list[nn.Module], hidden_size: int, architecture: str) -> Sights:
-    """Run the model over a few tokens.  Raises UnknownArchitectureError for one that cannot run."""
-    sights = Sights(len(layers), hidden_size)
-    for index, layer in enumerate(layers):
-        tree.layers[index] = Seen(layer, index, sights)
-    cache = OneSequence(None, len(layers)) if tree.own_attention else None
-    work = Work(None, record=sights)
-    try:
-        with torch.no_grad(), doing(work):
-            tree.model(
-                input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64),
-                **surroundings(tree, torch.arange(_TOKENS), cache),
-            )
-    except Exception as error:
-        raise refused(architecture, f"it failed when it was tried ({error!r:.300})") from error
-    finally:
-        for index, layer in enumerate(layers):
-            tree.layers[index] = layer
+    """Run the model over a few tokens.  Raises UnknownArchitectureError for one that cannot run.
+
+    Attention yields nothing meanwhile, so that tokens must not depend on each other: what passes
+    from one to the next by another way (a convolution, a shift) would be lost between steps.
+    """
+    tokens = list(range(1, _TOKENS + 1))
+    sights, hidden = _run(tree, layers, hidden_size, architecture, tokens)
+    if sights.problem:
+        return sights
+    _, other = _run(tree, layers, hidden_size, architecture, [_TOKENS + 1, *tokens[1:]])
+    if not torch.equal(hidden[:, 1:].nan_to_num(), other[:, 1:].nan_to_num()):
+        sights.problem = "tokens reach each other by other ways than attention"
     if not sights.head:
         sights.problem = sights.problem or "its output layer is not one matrix"
     counts = {len(sight.kv) for sight in sights.layers}
@@ -189,6 +184,27 @@ def look(tree: Tree, layers: list[nn.Module], hidden_size: int, architecture: st
             "something, and not one each"
         )
     return sights
+
+
+def _run(
+    tree: Tree, layers: list[nn.Module], hidden_size: int, architecture: str, tokens: list[int]
+) -> tuple[Sights, Tensor]:
+    """What was seen, and hidden states behind the layers."""
+    sights = Sights(len(layers), hidden_size)
+    for index, layer in enumerate(layers):
+        tree.layers[index] = Seen(layer, index, sights)
+    cache = OneSequence(None, len(layers)) if tree.own_attention else None
+    try:
+        with torch.no_grad(), doing(Work(None, record=sights)):
+            options = surroundings(tree, torch.arange(_TOKENS), cache)
+            tree.model(input_ids=torch.tensor([tokens]), **options)
+    except Exception as error:
+        problem = sights.problem or f"it failed when it was tried ({error!r:.300})"
+        raise refused(architecture, problem) from error
+    finally:
+        for index, layer in enumerate(layers):
+            tree.layers[index] = layer
+    return sights, sights.last
 
 
 def surroundings(tree: Tree, positions: Tensor, cache: OneSequence | None) -> dict[str, Any]:

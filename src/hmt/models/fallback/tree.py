@@ -63,7 +63,7 @@ def read(config: Mapping[str, Any]) -> Config:
         raise CheckpointError(
             f"transformers cannot read it as {model_type!r}: {first_line(error)}"
         ) from error
-    check_counts(found.get_text_config())
+    check_counts(found.get_text_config(), no_window=0)
     return found
 
 
@@ -140,7 +140,8 @@ def _fill_buffers(model: PreTrainedModel, architecture: str) -> None:
             model._init_weights(module)
         for name in missing:
             buffer = getattr(module, name)
-            if bool((buffer == _unset(buffer.dtype)).any()):
+            unset = buffer == _unset(buffer.dtype)
+            if bool(unset.all() if buffer.dtype is torch.bool else unset.any()):
                 where = f"{path}.{name}"
                 raise refused(architecture, f"what its buffer {where} holds is not known")
 
