@@ -118,14 +118,25 @@ class PlainKV:
                     rows[place] = torch.cat((old, new[run.tokens]))
 
     def attend(
-        self, layer: int, step: Step, query: torch.Tensor, *, scale: float, softcap: float = 0.0
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         window = self.layers[layer].window
         parts = []
         for run in step.runs:
             key, value = self.read(layer, run)
             options = {"start": run.start, "scale": scale, "window": window, "softcap": softcap}
-            parts.append(ops.attention_output(query[run.tokens], key, value, **options))
+            if sinks is None:
+                parts.append(ops.attention_output(query[run.tokens], key, value, **options))
+            else:
+                rows = query[run.tokens]
+                parts.append(ops.attention(rows, key, value, sinks=sinks, **options)[0])
         return torch.cat(parts)
 
     def append_attend(

@@ -1,6 +1,7 @@
 """What a checkpoint or pack holds, and how it would run here; no weight is read."""
 
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from hmt.base.errors import CheckpointError, MissingFileError
 from hmt.base.units import GIB
 from hmt.contracts.blocks import BlockId
+from hmt.contracts.checkpoint import TensorRecord
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import PAGE_TOKENS, Model, ModelSpec
 from hmt.engine.source import Source, open_source
@@ -140,7 +142,10 @@ def _unknown(source: Source, problem: str) -> Inspection:
         is_pack=source.pack is not None,
         architecture=str(names[0]) if isinstance(names, list) and names else "",
         published_bytes=source.published_bytes,
-        stored=tuple(Stored("tensors", dtype, *size) for dtype, size in sorted(sizes.items())),
+        stored=tuple(
+            Stored("tensors", dtype, count, numbers, nbytes)
+            for dtype, (count, numbers, nbytes) in sorted(sizes.items())
+        ),
         problem=problem,
     )
 
@@ -154,8 +159,8 @@ def _stored(layouts: Mapping[BlockId, BlockLayout]) -> Iterator[Stored]:
             nbytes = sum(part.nbytes for part in placed.format.components(shape))
             for place, number in enumerate((1, prod(shape), nbytes)):
                 sizes[block.kind.value, placed.format][place] += number
-    for (kind, form), size in sizes.items():
-        yield Stored(kind, describe(form), *size, _kernel(form))
+    for (kind, form), (count, numbers, nbytes) in sizes.items():
+        yield Stored(kind, describe(form), count, numbers, nbytes, _kernel(form))
 
 
 def describe(form: Format) -> str:
@@ -184,8 +189,6 @@ def _extra(
     spec: ModelSpec, source: Source, layouts: Mapping[BlockId, BlockLayout]
 ) -> tuple[str, ...]:
     """Tensors of which no parameter has a byte, and that the model does not expect either."""
-    import re
-
     used: dict[Path, list[FileRange]] = defaultdict(list)
     for layout in layouts.values():
         params = [placed.param for placed in layout.placed]
@@ -203,15 +206,17 @@ def _extra(
     )
 
 
-def _overlap(record: Any, part: FileRange) -> bool:
+def _overlap(record: TensorRecord, part: FileRange) -> bool:
     return part.offset < record.offset + record.nbytes and record.offset < part.offset + part.nbytes
 
 
-def _ranges(param: Any) -> Iterator[FileRange]:
-    """All ranges of files that a parameter is read from, whatever it is made of."""
-    for field in dataclasses.fields(param):
-        value = getattr(param, field.name)
-        values = value.values() if isinstance(value, Mapping) else [value]
-        for one in values if not isinstance(value, tuple) else value:
-            if isinstance(one, FileRange):
-                yield one
+def _ranges(found: Any) -> Iterator[FileRange]:
+    """All ranges of files in a bound parameter, whatever it is made of."""
+    if isinstance(found, FileRange):
+        yield found
+    elif isinstance(found, tuple):
+        for one in found:
+            yield from _ranges(one)
+    elif dataclasses.is_dataclass(found) and not isinstance(found, type):
+        for field in dataclasses.fields(found):
+            yield from _ranges(getattr(found, field.name))

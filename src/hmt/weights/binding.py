@@ -113,8 +113,8 @@ def _check_shape(param: ParamSpec, record: TensorRecord, checkpoint: Checkpoint)
     if param.rows is None:
         fits = record.shape == expected
     else:
-        rows, width = _as_rows(record)
-        fits = width == (expected[1:] or (1,)) and param.rows[1] <= rows
+        count, width = _as_rows(record)
+        fits = width == (expected[1:] or (1,)) and param.rows[1] <= count
     if not fits:
         rows = f" for rows {param.rows[0]} to {param.rows[1]}" if param.rows else ""
         raise ShapeError(

@@ -101,11 +101,12 @@ def attend(
     assert work.step is not None and work.kv is not None
     q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     sinks = options.get("s_aux")
-    named = {"scale": scale, "softcap": float(options.get("softcap") or 0.0)}
     if sinks is not None:
-        named["sinks"] = sinks.float().contiguous()
+        sinks = sinks.float().contiguous()
+    softcap = float(options.get("softcap") or 0.0)
     work.kv.append(work.layer, work.step, k, v)
-    return work.kv.attend(work.layer, work.step, q, **named)[None], None
+    found = work.kv.attend(work.layer, work.step, q, scale=scale, softcap=softcap, sinks=sinks)
+    return found[None], None
 
 
 class OneSequence(Cache):

@@ -79,7 +79,7 @@ class Fallback:
         for index, layer in enumerate(self._parts.layers):
             answer = _answering(sights.layers[index].answers)
             self._tree.layers[index] = Stage(layer, index, answer)
-        self._input_width = self._tree.model.get_input_embeddings().embedding_dim
+        self._input_width = next(b for b in blocks if b.params).params[0].shape[1]
         self._prepared: tuple[Step | None, Tensor, list[dict[int, Call]]]
         self._prepared = (None, torch.empty(0), [])
 

@@ -101,13 +101,16 @@ class _Aliases(TorchDispatchMode):
 
 
 def find(model: PreTrainedModel) -> Published:
-    """Where the parameters of `model` (on the meta device) are in checkpoints."""
+    """Where the parameters of `model` (on the meta device) are in checkpoints; empty if unknown."""
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     probes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {_storage(probe): name for name, probe in probes.items()}
     aliases = _Aliases()
-    with torch.no_grad(), aliases:
-        tensors = revert_weight_conversion(model, dict(probes))
+    try:
+        with torch.no_grad(), aliases:
+            tensors = revert_weight_conversion(model, dict(probes))
+    except Exception:  # of operations that a view cannot be followed through
+        tensors = {}
     pieces: dict[str, list[Piece]] = defaultdict(list)
     prefix = f"{model.base_model_prefix}."
     for name, tensor in tensors.items():

@@ -47,7 +47,7 @@ def architectures() -> frozenset[str]:
 
 def read(config: Mapping[str, Any]) -> Config:
     """transformers' configuration of a parsed config.json.  Raises CheckpointError."""
-    model_type, architecture = config.get("model_type"), config["architectures"][0]
+    model_type, architecture = str(config.get("model_type")), config["architectures"][0]
     if getattr(getattr(transformers, architecture), "_is_stateful", False):
         raise refused(architecture, "it has a state besides keys and values")
     if model_type not in CONFIG_MAPPING:
