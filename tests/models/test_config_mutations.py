@@ -87,7 +87,7 @@ def test_changed_configurations_of_our_families() -> None:
         kind = case.config.model_type.replace("_text", "").replace("_", "")
         names = [name for name in supported_architectures() if name.lower() == f"{kind}forcausallm"]
         configs.append(case.config.to_dict() | {"architectures": names})
-    check(random.Random(23), configs, 1200)
+    check(random.Random(23), configs, 2000)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -56,7 +56,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
         if not isinstance(name, str) or name not in _FAMILIES:
             return _open_other(config, name, dtype)
         model_type, family = _FAMILIES[name]
-        return family(read_config(config, model_type), dtype)
+        return _checked(family(read_config(config, model_type), dtype))
     except CheckpointError as error:
         raise type(error)(f"{path}/config.json: {error}") from error
     except _WRONG as error:
@@ -64,6 +64,18 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
             f"{path}/config.json describes no model of this architecture "
             f"({type(error).__name__}: {error!s:.300}): download it again"
         ) from error
+
+
+def _checked(model: Model) -> Model:
+    """The model, unless fields that are right alone make a tensor of no size."""
+    for block in model.spec.blocks:
+        for param in block.params:
+            if min(param.shape, default=1) < 1:
+                raise CheckpointError(
+                    f"{param.sources[0]} of {block.id} would have shape {list(param.shape)}: sizes "
+                    "do not belong together"
+                )
+    return model
 
 
 def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Model:
@@ -76,6 +88,6 @@ def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Mod
             f"names {given}; HMT runs {', '.join(supported_architectures())}, and causal language "
             "models of the installed transformers library"
         )
-    model = fallback.Fallback(config, name, dtype)
+    model = _checked(fallback.Fallback(config, name, dtype))
     warn_once(f"fallback {name}", f"{name} {fallback.REMARK}")
     return model
