@@ -9,11 +9,13 @@ once behind them, for the norm and the output layer.  No forward pass is changed
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hmt.base.errors import CheckpointError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.model import ModelSpec
 from hmt.contracts.step import Run, Step
@@ -47,13 +49,14 @@ class Fallback:
         self.dtype = dtype
         read = tree.read(config)
         tree.refuse_others(read)
-        self._tree, self._parts, sights, published, tied = _open(read, architecture, dtype)
-        maker = BlockMaker(self._tree, self._parts, published, architecture)
+        opened = _open(read, architecture, dtype)
+        self._tree, self._parts, sights = opened.tree, opened.parts, opened.sights
+        maker = BlockMaker(self._tree, self._parts, opened.published, architecture)
         layers = len(self._parts.layers)
         blocks = (
             *maker.trunk(),
             *(block for i in range(layers) for block in maker.layer(i, sights.layers[i])),
-            *maker.head(tied),
+            *maker.head(opened.tied),
         )
         text = self._tree.model.config.get_text_config()
         self.spec = ModelSpec(
@@ -67,7 +70,7 @@ class Fallback:
             activation_width=max(_width(sight, text.hidden_size) for sight in sights.layers),
             attention_heads=max(sight.heads for sight in sights.layers),
             experts_per_token=max(sight.top_k for sight in sights.layers),
-            ignored=_ignored(self._tree, tied),
+            ignored=_ignored(self._tree, opened.tied),
             host_only=True,
             remarks=(REMARK,),
         )
@@ -125,7 +128,7 @@ class Fallback:
             return logits[0].float()
 
     def angles(self, step: Step) -> tuple[int, ...]:
-        """See Model: no captured step computes another one of a model of which little is known."""
+        """See Model: those of keys never change, and steps on the CPU are not captured."""
         return ()
 
     def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
@@ -178,37 +181,51 @@ class Fallback:
         return work
 
 
-def _open(
-    config: Config, architecture: str, dtype: torch.dtype
-) -> tuple[tree.Tree, Parts, Sights, names.Published, bool]:
+@dataclass(frozen=True)
+class _Opened:
+    """A tree whose modules are replaced, and what is known of it.
+
+    tied   the output layer multiplies with the embedding
+    """
+
+    tree: tree.Tree
+    parts: Parts
+    sights: Sights
+    published: names.Published
+    tied: bool
+
+
+def _open(config: Config, architecture: str, dtype: torch.dtype) -> _Opened:
     """Build, take apart and look; with the model's own attention where that is needed."""
-    wanted = [False] if _depends_on_length(config) else [True, False]
-    problem: Exception | None = None
-    for by_name in wanted:
+    problem: CheckpointError | None = None
+    for by_name in [False] if _depends_on_length(config) else [True, False]:
         try:
-            built = tree.build(config, architecture, dtype, by_name=by_name)
-            inputs, outputs = (
-                built.model.get_input_embeddings(),
-                built.model.get_output_embeddings(),
-            )
-            tied = outputs is not None and outputs.weight is inputs.weight
-            if by_name and not built.takes_positions:
-                continue
-            published = names.find(built.model)
-            parts = take_apart(built, architecture)
-            BlockMaker(built, parts, published, architecture).values()
-            text = built.model.config.get_text_config()
-            sights = look(built, list(parts.layers), text.hidden_size, architecture)
-            if sights.problem:
-                raise tree.refused(architecture, sights.problem)
-            if sights.layers[0].kv:
-                return built, parts, sights, published, tied
-        except tree.UnknownArchitectureError as error:
+            opened = _attempt(config, architecture, dtype, by_name=by_name)
+        except CheckpointError as error:
             problem = problem or error
-        except tree.CheckpointError as error:
-            if not by_name:
-                raise problem or error from error
+        else:
+            if opened is not None:
+                return opened
     raise problem or tree.refused(architecture, "its layers have no attention that keeps anything")
+
+
+def _attempt(
+    config: Config, architecture: str, dtype: torch.dtype, *, by_name: bool
+) -> _Opened | None:
+    """The same in one of both ways; None where the other one is wanted."""
+    built = tree.build(config, architecture, dtype, by_name=by_name)
+    if by_name and not built.takes_positions:
+        return None
+    output = built.model.get_output_embeddings()
+    tied = output is not None and output.weight is built.model.get_input_embeddings().weight
+    published = names.find(built.model)
+    parts = take_apart(built, architecture)
+    BlockMaker(built, parts, published, architecture).values()
+    hidden_size = built.model.config.get_text_config().hidden_size
+    sights = look(built, list(parts.layers), hidden_size, architecture)
+    if sights.problem:
+        raise tree.refused(architecture, sights.problem)
+    return _Opened(built, parts, sights, published, tied) if sights.layers[0].kv else None
 
 
 def _depends_on_length(config: Config) -> bool:
