@@ -203,6 +203,10 @@ def _open(config: Config, architecture: str, dtype: torch.dtype) -> _Opened:
             opened = _attempt(config, architecture, dtype, by_name=by_name)
         except CheckpointError as error:
             problem = problem or error
+        except Exception as error:  # of transformers' code, which is met in a way of our own
+            problem = problem or tree.refused(
+                architecture, f"it failed when tried ({error!r:.300})"
+            )
         else:
             if opened is not None:
                 return opened
