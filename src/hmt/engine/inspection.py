@@ -13,7 +13,7 @@ import torch
 
 from hmt.base.errors import CheckpointError, MissingFileError
 from hmt.base.units import GIB
-from hmt.contracts.blocks import BlockId
+from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.checkpoint import TensorRecord
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import PAGE_TOKENS, Model, ModelSpec
@@ -152,15 +152,20 @@ def _unknown(source: Source, problem: str) -> Inspection:
 
 def _stored(layouts: Mapping[BlockId, BlockLayout]) -> Iterator[Stored]:
     """What lies in blocks, by kind and format; a table that another block holds counts there."""
-    sizes: dict[tuple[str, Format], list[int]] = defaultdict(lambda: [0, 0, 0])
+    sizes: dict[tuple[BlockKind, Format], list[int]] = defaultdict(lambda: [0, 0, 0])
     for block, layout in layouts.items():
         for placed in layout.placed:
             shape = placed.param.spec.shape
             nbytes = sum(part.nbytes for part in placed.format.components(shape))
             for place, number in enumerate((1, prod(shape), nbytes)):
-                sizes[block.kind.value, placed.format][place] += number
-    for (kind, form), (count, numbers, nbytes) in sizes.items():
-        yield Stored(kind, describe(form), count, numbers, nbytes, _kernel(form))
+                sizes[block.kind, placed.format][place] += number
+    order = list(BlockKind)
+    for (kind, form), (count, numbers, nbytes) in sorted(
+        sizes.items(), key=lambda item: (order.index(item[0][0]), -item[1][2])
+    ):
+        # Rows of a table are looked up, not multiplied with.
+        kernel = "" if kind is BlockKind.EMBEDDING else _kernel(form)
+        yield Stored(kind.value, describe(form), count, numbers, nbytes, kernel)
 
 
 def describe(form: Format) -> str:
@@ -168,7 +173,9 @@ def describe(form: Format) -> str:
     text = form.encoding.value
     if form.encoding is Encoding.FP8_BLOCK:
         return f"{text}, tiles of {form.tile[0]} x {form.tile[1]}"
-    return f"{text}, groups of {form.group_size}" if form.group_size else text
+    text += f", groups of {form.group_size}" if form.group_size else ""
+    text += ", zero points" if form.zeros else ""
+    return f"{text}, minima" if form.minima else text
 
 
 def _kernel(form: Format) -> str:
