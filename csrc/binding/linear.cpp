@@ -2,6 +2,7 @@
 
 #include "binding/binding.h"
 #include "linear/msd.h"
+#include "linear/pack.h"
 
 namespace hmt::binding {
 namespace {
@@ -66,6 +67,11 @@ void bind_linear(nb::module_& m) {
     Kernel kernel;
     quantize_tokens({at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
                     at<int8_t>(codes), columns, at<float>(scales), nullptr, 0, threads);
+  });
+  m.def("pack_panels", [](Address codes, size_t rows, size_t columns, size_t stride, bool paired,
+                          Address panels) {
+    Kernel kernel;
+    pack_panels(at<const uint8_t>(codes), rows, columns, stride, paired, at<uint8_t>(panels));
   });
 }
 

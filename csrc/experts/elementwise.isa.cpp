@@ -23,6 +23,8 @@ void activate(float* x, size_t count, Activation activation) {
       return change(x, count, [](F16v a) { return gelu(a); });
     case Activation::kGeluTanh:
       return change(x, count, [](F16v a) { return gelu_tanh(a); });
+    case Activation::kClampedSwish:
+      return change(x, count, [](F16v a) { return clamped_swish(a); });
   }
 }
 
@@ -34,11 +36,13 @@ void gated(float* gate, const float* up, size_t count, Activation activation, vo
     using Numbers = decltype(numbers);
     change(gate, count, [](F16v a) { return Numbers::round(a); });
     activate(gate, count, activation);
+    const bool plus_one = activation == Activation::kClampedSwish;
     auto* values = static_cast<typename Numbers::Type*>(out);
     for (size_t i = 0; i < count; i += 16) {
       const size_t here = count - i < 16 ? count - i : 16;
       const F16v left = Numbers::round(read<F32Numbers>(gate + i, here));
-      const F16v right = Numbers::round(read<F32Numbers>(up + i, here));
+      F16v right = Numbers::round(read<F32Numbers>(up + i, here));
+      if (plus_one) right = Numbers::round(clamped_plus_one(right));
       write<Numbers>(values + i, here, Numbers::round(mul(left, right)));
     }
   });

@@ -41,6 +41,15 @@ HMT_INLINE F16v silu(F16v x) {
   return div(x, add(set1(1.0f), exp_full(sub(zero(), x))));
 }
 
+// gpt-oss: what it does to a gate, and to what goes through the gate.
+HMT_INLINE F16v clamped_swish(F16v x) {
+  const F16v y = min(set1(7.0f), x);  // in this order NaN stays
+  return div(y, add(set1(1.0f), exp_full(mul(y, set1(-1.702f)))));
+}
+HMT_INLINE F16v clamped_plus_one(F16v x) {
+  return add(set1(1.0f), max(set1(-7.0f), min(set1(7.0f), x)));
+}
+
 // x sigmoid(2 u) instead of x / 2 (1 + tanh u): nothing cancels where u is very negative.
 HMT_INLINE F16v gelu_tanh(F16v x) {
   const F16v cubic = fma(mul(x, x), set1(0.0713548163f), set1(1.59576912f));  // of 2 u / x

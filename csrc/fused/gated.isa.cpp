@@ -10,7 +10,14 @@ template <Activation kActivation>
 HMT_INLINE F16v activate(F16v x) {
   if (kActivation == Activation::kSilu) return silu(x);
   if (kActivation == Activation::kGelu) return gelu(x);
+  if (kActivation == Activation::kClampedSwish) return clamped_swish(x);
   return gelu_tanh(x);
+}
+
+template <typename Numbers, Activation kActivation>
+HMT_INLINE F16v pass(F16v x) {
+  if (kActivation == Activation::kClampedSwish) return Numbers::round(clamped_plus_one(x));
+  return x;
 }
 
 template <typename Numbers, Activation kActivation>
@@ -23,7 +30,8 @@ void gate_rows(const Gated& call, size_t begin, size_t end) {
     for (size_t i = 0; i < call.width; i += 16) {
       const size_t count = call.width - i < 16 ? call.width - i : 16;
       const F16v active = Numbers::round(activate<kActivation>(read<Numbers>(gate + i, count)));
-      const F16v product = mul(active, read<Numbers>(up + i, count));
+      const F16v passed = pass<Numbers, kActivation>(read<Numbers>(up + i, count));
+      const F16v product = mul(active, passed);
       write<Numbers>(out + i, count, Numbers::round(product));
     }
   }
@@ -39,6 +47,8 @@ void gated(const Gated& call, size_t begin, size_t end) {
         return gate_rows<Numbers, Activation::kGelu>(call, begin, end);
       case Activation::kGeluTanh:
         return gate_rows<Numbers, Activation::kGeluTanh>(call, begin, end);
+      case Activation::kClampedSwish:
+        return gate_rows<Numbers, Activation::kClampedSwish>(call, begin, end);
     }
   });
 }

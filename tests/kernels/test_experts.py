@@ -136,7 +136,7 @@ def test_equals_layers_one_after_the_other_to_the_bit(isa, encoding, activations
 
 
 @pytest.mark.parametrize("encoding", [Encoding.BF16, Encoding.INT8_CHANNEL])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "clamped_swish"])
 def test_odd_sizes_with_biases(isa, encoding, activation):
     activations = FLOAT if encoding is Encoding.BF16 else INT8
     for tokens, hidden, width in [(1, 33, 7), (5, 17, 50), (40, 71, 129)]:

@@ -278,6 +278,19 @@ def test_gates(name, dtype):
         assert_same(ops.gated(gate.contiguous(), up.contiguous(), name), found)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_of_gpt_oss(dtype):
+    """Gates are at most 7, what goes through them lies in -7 to 7, and has one added."""
+    extremes = torch.tensor([[0.0, math.nan, 7.0, 9.0, 3e4, -3e4, -80.0, 1.0, 1.0, 1.0]])
+    others = torch.tensor([[1.0, 1.0, 8.0, -9.0, math.inf, 1.0, 1.0, math.nan, -1.0, -3e4]])
+    gate = torch.cat((extremes, random(40, 10) * 8)).to(dtype)
+    up = torch.cat((others, random(40, 10, seed=1) * 8)).to(dtype)
+    y = gate.double().clamp(max=7)
+    wanted = (y * torch.sigmoid(1.702 * y)).to(dtype) * (up.double().clamp(-7, 7) + 1).to(dtype)
+    for found in (ops.gated(gate, up, "clamped_swish"), reference.gated(gate, up, "clamped_swish")):
+        torch.testing.assert_close(found, wanted, rtol=4 * ULP[dtype], atol=1e-6, equal_nan=True)
+
+
 def test_results_do_not_depend_on_the_number_of_threads(on_threads):
     x, weight = random(150, 1024, dtype=torch.bfloat16), random(1024, seed=1)
     cos, sin = angles(150, 64)

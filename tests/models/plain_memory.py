@@ -140,7 +140,7 @@ class PlainKV:
         return torch.cat(parts)
 
     def append_attend(
-        self, layer: int, step: Step, heads: torch.Tensor, **options: float
+        self, layer: int, step: Step, heads: torch.Tensor, **options: Any
     ) -> torch.Tensor:
         kept = self.layers[layer].heads
         query, key, value = heads.split((heads.shape[1] - 2 * kept, kept, kept), dim=1)
@@ -209,8 +209,25 @@ def published(model: PreTrainedModel, folder: Path) -> tuple[dict[str, Any], dic
     """(config.json, tensors by name) as transformers publishes `model`."""
     transformers_logging.disable_progress_bar()
     model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = _experts_apart(load_file(folder / "model.safetensors"))
     return json.loads((folder / "config.json").read_text()), tensors
+
+
+def _experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """gpt-oss' stacked experts as tensors of their own, as hmt.formats finds them."""
+    apart = {}
+    for name, stacked in tensors.items():
+        at, _, kind = name.partition(".mlp.experts.")
+        if not kind or kind[0].isdigit():
+            apart[name] = stacked
+            continue
+        end = "bias" if kind.endswith("_bias") else "weight"
+        names = ("gate_proj", "up_proj") if kind.startswith("gate_up") else ("down_proj",)
+        for expert, own in enumerate(stacked):
+            for turn, one in enumerate(names):
+                rows = (own.T if own.dim() == 2 else own)[turn :: len(names)].contiguous()
+                apart[f"{at}.mlp.experts.{expert}.{one}.{end}"] = rows
+    return apart
 
 
 def bench_of(reference: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Bench:

@@ -197,6 +197,14 @@ def _deepseek_v3(rng: random.Random) -> Iterator[dict[str, Any]]:
     )
 
 
+def _gpt_oss(rng: random.Random) -> Iterator[dict[str, Any]]:
+    sparse = {"num_local_experts": 5, "head_dim": 10, "sliding_window": 6}
+    yield _dense(rng, **sparse, num_experts_per_tok=2)  # rotary positions as published: YaRN
+    yield _dense(rng, **sparse, num_experts_per_tok=4, attention_bias=False, **_rope(LINEAR))
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    yield _dense(rng, **sparse, num_experts_per_tok=1, layer_types=kinds, tie_word_embeddings=True)
+
+
 _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -208,6 +216,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
 }
 
 

@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from hmt.contracts.encoding import Activations, Encoding
 from hmt.kernels import reference
+from hmt.kernels.reference import packing
 from hmt.quant import (
     Format,
     component_bytes,
     empty_weight,
     pack_codes,
     pack_groups,
+    pack_pairs,
     view_weight,
 )
 
@@ -57,5 +59,8 @@ def test_packing_is_undone_by_unpacking(rows, blocks, seed):
     w = empty_weight(Format(Encoding.INT4_GROUP, 32), (rows, 32 * blocks))
     w.data.copy_(pack_codes(codes))
     w.scales.copy_(pack_groups(scales))
+    assert torch.equal(w.data, packing.pack_codes(codes))
+    pairs = codes.view(rows, -1, 2)
+    assert torch.equal(w.data, pack_pairs(pairs[..., 0] | pairs[..., 1] << 4))
     numbers = (codes.view(rows, blocks, 32).float() - 8) * scales.float()[..., None]
     assert torch.equal(reference.dequantize(w, torch.float32), numbers.flatten(1))

@@ -74,8 +74,9 @@ def test_fp8_rows_take_their_scales_along(tmp_path: Path) -> None:
     param = ParamSpec("w", (172, 200), ("w",), rows=(128, 300))
     (bound,) = bind(spec_of(param), checkpoint)[BLOCK].params
     assert bound.data.nbytes == 172 * 200
-    assert bound.scales is not None and bound.scales.nbytes == 2 * 2 * 4
-    assert bound.scales.offset == checkpoint.records["w_scale_inv"].offset + 2 * 4
+    scales = bound.parts[1].file
+    assert scales.nbytes == 2 * 2 * 4
+    assert scales.offset == checkpoint.records["w_scale_inv"].offset + 2 * 4
 
 
 def test_fp8_without_its_scales_or_with_wrong_ones_is_refused(tmp_path: Path) -> None:

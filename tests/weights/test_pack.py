@@ -213,7 +213,7 @@ def test_every_damaged_row_is_found_and_no_other_is_refused(
     bench.close()
     assert table.sums is not None and table.sums.run_rows == 4096 // (2 * WIDTH)
     whole = (pack / DATA).read_bytes()
-    for span in table.spans:
+    for span in table.parts[0].spans:
         for at in range(span.file.offset, span.file.offset + span.file.nbytes, 1000):
             flip(pack / DATA, at)
             bench = open_store(pack, slots_bytes=1 << 17, tied=tied)

@@ -11,12 +11,14 @@ from hmt.base.errors import DamagedPackError
 from hmt.base.trace import Tracer
 from hmt.base.units import round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, ParamSpec, Role
+from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.plan import Tier
 from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
-from hmt.weights.binding import BoundParam, FileRange
+from hmt.quant import Format
+from hmt.weights.binding import BoundParam, BoundPart
 from hmt.weights.checksum import RunSums, checksum, pack_sums
-from hmt.weights.layout import BlockLayout, RowSpan, RowSums, Table
+from hmt.weights.layout import BlockLayout, RowSpan, RowSums, Table, TablePart
 from hmt.weights.pack.extents import run_rows
 from hmt.weights.rows import RowReader, row_span_bytes
 
@@ -44,9 +46,10 @@ def write_table(
     packed += bytes(-len(packed) % 4096)
     file.write_bytes(content + packed)
     spec = ParamSpec("weight", (first, width), ("table",), Role.TABLE)
-    param = BoundParam(spec, "table", Encoding.BF16, FileRange(file, 0, 0))
+    nowhere = BoundPart("data", FileRange(file, 0, 0), 2 * width)
+    param = BoundParam(spec, "table", Format(Encoding.BF16), (nowhere,))
     stored = RowSums(run, FileRange(file, len(content), len(packed)), checksum(packed))
-    return Table(param, (), tuple(places), stored), rows
+    return Table(param, (), (TablePart("data", 2 * width, tuple(places)),), stored), rows
 
 
 class Lookup:
@@ -91,7 +94,7 @@ def test_rows_are_right_and_damage_is_found(
     assert torch.equal(lookup.rows(ids), rows[ids])
     lookup.close()
     bad = data.draw(st.sampled_from(ids.tolist()))
-    (span,) = [span for span in table.spans if span.first <= bad < span.end]
+    (span,) = [span for span in table.parts[0].spans if span.first <= bad < span.end]
     at = (
         span.file.offset + (bad - span.first) * 2 * width + data.draw(st.integers(0, 2 * width - 1))
     )

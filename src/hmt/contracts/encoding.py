@@ -71,7 +71,8 @@ class WeightTensor:
     shape    logical shape, [out_features, in_features] for a linear weight
     data     F32/F16/BF16  [*shape] in that dtype
              FP8_BLOCK     float8_e4m3fn [out, in]
-             INT8_*        int8 [out, in]
+             INT8_*        int8 [out, in]; the number is code * scale, + minimum where there are
+                           minima
              INT4_GROUP    PANELS; the number is (code - 8) * scale, (code - zero) * scale where
                            there are zeros, code * scale + minimum where there are minima
              NVFP4, MXFP4  PANELS; codes of e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6, then the negatives
@@ -84,6 +85,7 @@ class WeightTensor:
              else None
     zeros    of INT4_GROUP, or None: uint8 in panels
     minima   of INT4_GROUP, or None: in the dtype of the scales, in panels
+             of INT8_GROUP, or None: f32 [out, in / group_size]
     factor   of NVFP4: f32 [1], what every scale is multiplied with
     derived  what kernels have made of the views, for the next call
     """

@@ -45,7 +45,7 @@ from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
 from hmt.memory.device import Device
-from hmt.text import Constraint, StopStrings, ThoughtLimit, Tokenizer
+from hmt.text import Constraint, StopStrings, ThoughtLimit
 
 _DEFAULT_NEW_TOKENS = 256
 
@@ -141,7 +141,7 @@ class LoadedModel:
     ) -> None:
         self.prepared = prepared
         self.max_batch = config.max_batch
-        self.tokenizer = Tokenizer.open(prepared.source.path)
+        self.tokenizer = prepared.source.tokenizer()
         with ExitStack() as stack:
             self._timeline: Timeline | None = None
             if config.trace is not None:

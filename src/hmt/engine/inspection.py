@@ -14,7 +14,7 @@ import torch
 from hmt.base.errors import CheckpointError, MissingFileError
 from hmt.base.units import GIB
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.contracts.checkpoint import TensorRecord
+from hmt.contracts.checkpoint import FileRange, TensorRecord
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import PAGE_TOKENS, Model, ModelSpec
 from hmt.engine.source import Source, open_source
@@ -23,7 +23,6 @@ from hmt.kvcache import page_bytes
 from hmt.models import open_model
 from hmt.quant import Format, empty_weight
 from hmt.weights import BlockLayout
-from hmt.weights.binding import FileRange
 
 _MATRIX = (128, 512)  # every group and tile in use divides it
 
@@ -183,7 +182,7 @@ def _kernel(form: Format) -> str:
 
 
 def _missing(spec: ModelSpec, source: Source) -> tuple[str, ...]:
-    there = source.checkpoint.records
+    there = {*source.checkpoint.records, *source.checkpoint.forms}
     return tuple(
         param.sources[0]
         for block in spec.blocks
@@ -209,6 +208,7 @@ def _extra(
         for record in source.checkpoint.records.values()
         if (record.file, record.offset) not in starts
         and not any(_overlap(record, part) for part in used[record.file])
+        and record.name not in source.checkpoint.spare
         and not any(pattern.search(record.name) for pattern in known)
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.errors import BudgetError, CheckpointError, ConfigError
 from hmt.base.trace import Tracer
 from hmt.base.units import MIB, format_bytes
 from hmt.contracts.plan import Tier
@@ -99,6 +99,11 @@ def _subject(path: Path, scheme: Scheme) -> Subject:
     checkpoint = open_checkpoint(path)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
     bound = bind(model.spec, checkpoint)
+    if checkpoint.vocabulary is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is a GGUF file, of which no pack is made: give the file itself to "
+            "`hmt run` or `hmt serve`, which read it where it is"
+        )
     layouts = lay_out(bound, target(scheme), in_place=False)
     return Subject(
         checkpoint, layouts, str(scheme), model.spec.architecture, published_bytes(bound)

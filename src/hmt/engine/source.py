@@ -12,6 +12,7 @@ from hmt.contracts.encoding import Encoding, Packing
 from hmt.contracts.model import ModelSpec
 from hmt.formats import open_checkpoint
 from hmt.quant import Format, Scheme, parse_scheme
+from hmt.text import Tokenizer
 from hmt.weights import BlockLayout, bind, lay_out, published_bytes
 from hmt.weights.layout import Target
 from hmt.weights.pack import Pack, looks_like_pack, open_pack
@@ -52,6 +53,12 @@ class Source:
         if self.pack is not None:
             return self.pack.manifest.published_bytes
         return sum(record.nbytes for record in self.checkpoint.records.values())
+
+    def tokenizer(self) -> Tokenizer:
+        """Of the model.  Raises CheckpointError."""
+        if self.checkpoint.vocabulary is None:
+            return Tokenizer.open(self.path)
+        return Tokenizer.of_gguf(self.path, self.checkpoint.vocabulary)
 
     def weights(self, spec: ModelSpec, asked: Scheme | None) -> Weights:
         """The blocks of `spec` in the scheme that was asked for; None: as they are.

@@ -9,15 +9,16 @@ from typing import Any, Final
 
 from hmt.base.errors import CheckpointError, HeaderError, MissingFileError
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
+from hmt.formats.gguf import is_gguf, open_gguf
+from hmt.formats.quantized import find_forms
 from hmt.formats.safetensors import read_header
 
 INDEX: Final = "model.safetensors.index.json"
 MAX_JSON_BYTES: Final = 100_000_000  # the index of a 671B model takes 9 MB
 
 _SHARD: Final = re.compile(r"(.+)-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors")
-_NOW: Final = "HMT reads unquantised BF16, FP16 and FP32, and DeepSeek's FP8 blocks"
+_QUANTIZATION: Final = "hf_quant_config.json"  # of NVIDIA's ModelOpt
 _OTHER_FORMATS: Final = {
-    ".gguf": "GGUF",
     ".bin": "PyTorch pickles",
     ".pt": "PyTorch pickles",
     ".pth": "PyTorch pickles",
@@ -25,7 +26,9 @@ _OTHER_FORMATS: Final = {
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint in folder `path`.  Reads config.json and the header of every shard.
+    """The checkpoint in folder `path`, or the GGUF file there.
+
+    Of a folder reads config.json and the header of every shard.
 
     Every `*.safetensors` file counts, whatever the index says; the index only decides which of
     two copies of a tensor is meant and reveals shards that are missing.  Raises MissingFileError
@@ -33,6 +36,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     format or quantisation that is not supported.
     """
     folder = Path(path)
+    if is_gguf(folder):
+        return open_gguf(folder)
     if not folder.is_dir():
         found = "a file" if folder.exists() else "not there"
         raise MissingFileError(
@@ -40,7 +45,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             "holds config.json and the *.safetensors files (`hf download NAME --local-dir FOLDER`)"
         )
     config = _read_object(folder / "config.json")
-    fp8_tile = _fp8_tile(folder, config)
+    beside = folder / _QUANTIZATION
+    hf_quant_config = _read_object(beside) if beside.exists() else None
     listed = _listed_shards(folder)
     present = sorted(file.name for file in folder.glob("*.safetensors"))
     if not present:
@@ -50,7 +56,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     records: dict[str, TensorRecord] = {}
     for number, file in enumerate(files):
         _add(records, read_header(folder / file), keep_known=0 < len(listed) <= number)
-    return Checkpoint(folder, config, records, fp8_tile)
+    quantized = find_forms(folder, config, hf_quant_config, records)
+    tile, spare = _fp8_tile(quantized.config), frozenset(quantized.spare)
+    return Checkpoint(folder, config, records, tile, quantized.forms, spare=spare)
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -97,38 +105,15 @@ def _no_safetensors(folder: Path) -> CheckpointError:
         )
     kinds = " and ".join(f"{count} files of {kind}" for kind, count in others.items())
     return CheckpointError(
-        f"{folder} holds {kinds} and no *.safetensors file, the only format read now: download "
-        "the safetensors version of this model, or convert it with transformers' save_pretrained"
+        f"{folder} holds {kinds}, and no *.safetensors or *.gguf file: download the safetensors "
+        "version of this model, or convert it with transformers' save_pretrained"
     )
 
 
-def _fp8_tile(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns per FP8 scale, None without quantisation; raises for any other kind.
-
-    Multimodal configurations keep the entry in `text_config`.
-    """
-    text_config = config.get("text_config")
-    inner = text_config.get("quantization_config") if isinstance(text_config, dict) else None
-    quantization = config.get("quantization_config") or inner
-    if not quantization:
-        return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method != "fp8":
-        raise CheckpointError(
-            f"{folder} is quantised with {method!r}, which is not supported; {_NOW}: "
-            "download the original, unquantised model"
-        )
-    tile = quantization.get("weight_block_size")
-    if (
-        not isinstance(tile, list)
-        or len(tile) != 2
-        or any(type(size) is not int or not 1 <= size <= 1 << 20 for size in tile)
-    ):
-        raise CheckpointError(
-            f"{folder} is quantised with 'fp8' and weight_block_size {tile!r}; {_NOW}, "
-            "such as [128, 128]: download the original, unquantised model"
-        )
-    return tile[0], tile[1]
+def _fp8_tile(section: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns per FP8 scale; None where no scales belong to blocks."""
+    tile = section.get("weight_block_size")
+    return (tile[0], tile[1]) if section.get("quant_method") == "fp8" and tile else None
 
 
 def _listed_shards(folder: Path) -> list[str]:

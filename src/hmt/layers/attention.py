@@ -1,10 +1,11 @@
 """Attention with grouped queries."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from hmt.contracts.blocks import ParamSpec
+from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache
@@ -23,6 +24,7 @@ class Attention:
     window       a position sees this many positions, itself included; 0 means all before it
     softcap      bound of the scores; 0 for none
     head_norm    norm of each head of queries and keys, before they are rotated
+    sinks        each head has one more score, learned, that has no value (arXiv 2309.17453)
     inputs       what kernels need to know of all this
     """
 
@@ -38,6 +40,7 @@ class Attention:
     bias: bool = False  # of the query, key and value projections
     output_bias: bool = False
     head_norm: RMSNorm | None = None
+    sinks: bool = False
     inputs: ops.AttentionInputs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +70,7 @@ class Attention:
             *linear_params("k_proj", kv, hidden, f"{at}k_proj", bias=self.bias),
             *linear_params("v_proj", kv, hidden, f"{at}v_proj", bias=self.bias),
             *self.head_norm_params(at),
+            *self._sink_params(at),
             *linear_params("o_proj", hidden, query, f"{at}o_proj", bias=self.output_bias),
         )
 
@@ -79,6 +83,14 @@ class Attention:
             self.head_norm.param("k_norm", f"{at}k_norm.weight"),
         )
 
+    def _sink_params(self, at: str) -> tuple[ParamSpec, ...]:
+        sinks = ParamSpec("sinks", (self.heads,), (f"{at}sinks",), Role.VECTOR)
+        return (sinks,) if self.sinks else ()
+
+    def sinks_of(self, params: Params) -> Tensor | None:
+        """The heads' sinks f32 [heads]; None where there are none."""
+        return params["sinks"].data.float().contiguous() if self.sinks else None
+
     def __call__(
         self, hidden: Tensor, layer: int, step: Step, params: Params, kv: KVCache
     ) -> Tensor:
@@ -88,5 +100,8 @@ class Attention:
         """
         cos, sin = self.rotary.cos_sin(step)
         heads = ops.attention_inputs(hidden, params, self.inputs, cos, sin)
-        out = kv.append_attend(layer, step, heads, scale=self.scale, softcap=self.softcap)
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        if self.sinks:
+            options["sinks"] = self.sinks_of(params)
+        out = kv.append_attend(layer, step, heads, **options)
         return project(out, params, "o_proj")

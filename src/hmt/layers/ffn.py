@@ -14,7 +14,7 @@ from hmt.layers.norm import RMSNorm
 class GatedFFN:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202).
 
-    activation   "silu", "gelu" or "gelu_tanh"
+    activation   "silu", "gelu", "gelu_tanh", or gpt-oss' "clamped_swish"
     prefix       of local names, where a block holds other parameters of the same kind
     """
 

@@ -11,7 +11,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.store import Priority, Weights
 from hmt.kernels import fused_ops, ops
 from hmt.layers.ffn import GatedFFN
-from hmt.layers.linear import Params
+from hmt.layers.linear import Params, project
 from hmt.layers.norm import RMSNorm
 
 
@@ -61,20 +61,24 @@ class SoftmaxRouter:
     """The top_k of a softmax over all experts (Mixtral, arXiv 2401.04088; Qwen3-MoE).
 
     renormalise   make the chosen probabilities of a token add up to 1
+    bias          of the logits (gpt-oss)
     """
 
     hidden_size: int
     experts: int
     top_k: int
     renormalise: bool
+    bias: bool = False
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
-        """The router's weight, `at`.weight in the checkpoint."""
-        return (_router_param(self.experts, self.hidden_size, at),)
+        """The router's weight, `at`.weight in the checkpoint, and its bias if it has one."""
+        bias = ParamSpec("router_bias", (self.experts,), (f"{at}.bias",), Role.VECTOR)
+        weight = _router_param(self.experts, self.hidden_size, at)
+        return (weight, bias) if self.bias else (weight,)
 
     def __call__(self, x: Tensor, params: Params) -> Routing:
         """Experts for x [tokens, hidden_size]; logits in x.dtype, probabilities in f32."""
-        logits = ops.linear(x, params["router"])
+        logits = project(x, params, "router")
         return Routing(*ops.softmax_topk(logits, self.top_k, renormalise=self.renormalise))
 
 

@@ -154,6 +154,7 @@ def _describe(
         window,
         attention.softcap,
         None if post_norm is None else post_norm.options,
+        attention.sinks_of(found.attention.params),
     )
     second = layer.second
     if isinstance(second, ResidualFFN):

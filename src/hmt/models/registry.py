@@ -12,6 +12,7 @@ from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
 from hmt.models.gemma3 import Gemma3
+from hmt.models.gpt_oss import GptOss
 from hmt.models.llama import Llama
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import Mixtral
@@ -25,6 +26,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
+    "GptOssForCausalLM": ("gpt_oss", GptOss),
     "LlamaForCausalLM": ("llama", Llama),
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),

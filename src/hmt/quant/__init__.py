@@ -7,6 +7,8 @@ from hmt.quant.packed import (
     empty_weight,
     pack_codes,
     pack_groups,
+    pack_pairs,
+    row_slice,
     view_weight,
 )
 from hmt.quant.rtn import quantize
@@ -21,7 +23,9 @@ __all__ = [
     "empty_weight",
     "pack_codes",
     "pack_groups",
+    "pack_pairs",
     "parse_scheme",
     "quantize",
+    "row_slice",
     "view_weight",
 ]

@@ -1,7 +1,7 @@
 """How an encoded parameter lies in memory: its components, their sizes, and views of them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from hmt.contracts.encoding import (
     Packing,
     WeightTensor,
 )
+from hmt.kernels import panels
 
 _DTYPES = {
     Encoding.F32: torch.float32,
@@ -59,7 +60,7 @@ class Format:
     activations   what it is multiplied with; does not change the bytes
     scale_dtype   of INT4_GROUP: bfloat16 (None), float16 or float32
     zeros         INT4_GROUP with a zero point per group
-    minima        INT4_GROUP with a minimum per group
+    minima        INT4_GROUP or INT8_GROUP with a minimum per group
     """
 
     encoding: Encoding
@@ -91,7 +92,10 @@ class Format:
                 scales = (shape[0], shape[1] // self.group_size)
             case _:
                 return (data,)
-        return data, Component("scales", torch.float32, scales)
+        parts = [data, Component("scales", torch.float32, scales)]
+        if self.minima:
+            parts.append(Component("minima", torch.float32, scales))
+        return tuple(parts)
 
     def _panels(self, shape: tuple[int, ...]) -> tuple[Component, ...]:
         rows, columns = shape
@@ -142,14 +146,33 @@ def empty_weight(form: Format, shape: tuple[int, ...]) -> WeightTensor:
     return view_weight(form, shape, *buffers)
 
 
+def row_slice(w: WeightTensor, first: int, end: int) -> WeightTensor:
+    """Rows [first, end) of a parameter, as a view; `first` is a multiple of 16, and of tiles."""
+
+    def rows(part: Tensor | None, height: int) -> Tensor | None:
+        return None if part is None else part[first // height : -(-end // height)]
+
+    panels = PANEL_ROWS if w.encoding.packing is Packing.PANELS else 1
+    data = rows(w.data, panels)
+    assert data is not None
+    return replace(
+        w,
+        shape=(end - first, *w.shape[1:]),
+        data=data,
+        scales=rows(w.scales, w.tile[0] or panels),
+        zeros=rows(w.zeros, panels),
+        minima=rows(w.minima, panels),
+    )
+
+
 def pack_codes(codes: Tensor) -> Tensor:
     """4-bit codes 0..15, uint8 [rows, columns], in panels: see Packing.PANELS."""
-    rows, columns = codes.shape
-    panels = codes.new_zeros(round_up(rows, PANEL_ROWS), columns)
-    panels[:rows] = codes
-    split = panels.view(-1, PANEL_ROWS, columns // PANEL_BLOCK, 2, 4, 4)  # p, r, b, half, j, i
-    low, high = split.permute(3, 0, 2, 4, 1, 5)  # each p, b, j, r, i
-    return low | high << 4
+    return panels.pack_codes(codes)
+
+
+def pack_pairs(pairs: Tensor) -> Tensor:
+    """The same of codes two in a byte, the low nibble first: uint8 [rows, columns / 2]."""
+    return panels.pack_pairs(pairs)
 
 
 def pack_groups(values: Tensor) -> Tensor:

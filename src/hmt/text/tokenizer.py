@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
+from hmt.text.gguf import gguf_tokenizer
 from hmt.text.grammar import Grammars
 from hmt.text.json_file import read_object
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
@@ -35,15 +36,28 @@ class Tokenizer:
     eos_ids: frozenset[int]
     vocab_size: int
 
-    def __init__(self, folder: Path, backend: tokenizers.Tokenizer) -> None:
-        """Reads the other files in `folder`; changes `backend` to what they say."""
+    def __init__(
+        self,
+        folder: Path,
+        backend: tokenizers.Tokenizer,
+        said: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Reads the other files in `folder`; changes `backend` to what they say.
+
+        said   what the tokenizer_config.json of a GGUF file would be, which stands for all of them
+        """
         self._folder = folder
         self._backend = backend
-        self._config = read_object(folder / "special_tokens_map.json") | read_object(
-            folder / "tokenizer_config.json"
-        )
+        self._in_one_file = said is not None
+        if said is None:
+            self._config = read_object(folder / "special_tokens_map.json") | read_object(
+                folder / "tokenizer_config.json"
+            )
+            self._template_source = template_source(folder, self._config)
+        else:
+            self._config = dict(said)
+            self._template_source = said.get("chat_template")
         self._named = _named_tokens(self._config)
-        self._template_source = template_source(folder, self._config)
         try:
             self._prepare()
             eos_ids = self._stated_eos_ids()
@@ -84,6 +98,11 @@ class Tokenizer:
                 "download it again, or upgrade that package"
             ) from error
         return cls(folder, backend)
+
+    @classmethod
+    def of_gguf(cls, file: Path, vocabulary: Mapping[str, Any]) -> "Tokenizer":
+        """The tokenizer that a GGUF file describes.  Raises as `gguf_tokenizer` does."""
+        return cls(file, *gguf_tokenizer(vocabulary, str(file)))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the start tokens that the checkpoint puts before it.
@@ -198,6 +217,8 @@ class Tokenizer:
             )
 
     def _stated_eos_ids(self) -> frozenset[int]:
+        if self._in_one_file:
+            return frozenset(self._config["eos_token_ids"])
         config = read_object(self._folder / "config.json")
         ids: list[int] = []
         for source in (
@@ -215,8 +236,9 @@ class Tokenizer:
     def _template(self) -> ChatTemplate:
         if self._template_source is None:
             raise RequestError(
-                f"{self._folder} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json): send plain text, or use the instruction-tuned version"
+                f"{self._folder} has no chat template (chat_template.jinja, chat_template in "
+                "tokenizer_config.json, or of a GGUF file tokenizer.chat_template): send plain "
+                "text, or use the instruction-tuned version"
             )
         return ChatTemplate(self._template_source, self._named)
 

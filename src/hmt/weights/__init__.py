@@ -1,6 +1,6 @@
 """Parameters: which bytes they are, how they lie in memory, and the store that moves them."""
 
-from hmt.weights.binding import BoundBlock, BoundParam, FileRange, bind, published_bytes
+from hmt.weights.binding import BoundBlock, BoundParam, BoundPart, bind, published_bytes
 from hmt.weights.device_store import DeviceCounters, DeviceWeights, inner_homes
 from hmt.weights.expectations import GuessCounters, StoreCounters
 from hmt.weights.layout import BlockLayout, lay_out
@@ -15,10 +15,10 @@ __all__ = [
     "BlockLayout",
     "BoundBlock",
     "BoundParam",
+    "BoundPart",
     "DeviceCounters",
     "DeviceWeights",
     "EvictionPolicy",
-    "FileRange",
     "GuessCounters",
     "SpillFile",
     "StoreCounters",

@@ -4,14 +4,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
-from hmt.base.errors import MissingFileError, ShapeError
+from hmt.base.errors import CheckpointError, MissingFileError, ShapeError
 from hmt.base.log import warn_once
 from hmt.contracts.blocks import BlockId, BlockSpec, ParamSpec, Role
-from hmt.contracts.checkpoint import Checkpoint, TensorRecord
+from hmt.contracts.checkpoint import Checkpoint, FileRange, Published, PublishedPart, TensorRecord
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import ModelSpec
+from hmt.quant import Format
+from hmt.quant.published import Form, InPlace, open_form
 
 _ENCODINGS = {
     "F32": Encoding.F32,
@@ -23,27 +24,40 @@ _SCALE_SUFFIX = "_scale_inv"  # DeepSeek: NAME.weight_scale_inv, to be multiplie
 
 
 @dataclass(frozen=True, slots=True)
-class FileRange:
-    """Bytes [offset, offset + nbytes) of a file."""
+class BoundPart:
+    """One array of a parameter: its bytes, and how many of them a row takes.
 
-    path: Path
-    offset: int
-    nbytes: int
+    row_bytes   0 where there is no telling
+    """
+
+    name: str
+    file: FileRange
+    row_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BoundParam:
     """One parameter and its bytes as published.
 
-    scales   of FP8_BLOCK: f32 [ceil(out / tile[0]), ceil(in / tile[1])]
+    format    how it lies in memory where nothing else is asked for: without loss
+    parts     of a form what the form calls so, else the components of the format in their order
+    form      what brings it there; None where it is published in that very format
+    first     row of the published parameter that is the first one here
+    tensors   of the records, that it is made of
     """
 
     spec: ParamSpec
     source: str
-    encoding: Encoding
-    data: FileRange
-    scales: FileRange | None = None
-    tile: tuple[int, int] = (0, 0)
+    format: Format
+    parts: tuple[BoundPart, ...]
+    form: Form | None = None
+    first: int = 0
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> FileRange:
+        """The bytes of its first part: numbers, or codes."""
+        return self.parts[0].file
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +75,8 @@ def bind(spec: ModelSpec, checkpoint: Checkpoint) -> dict[BlockId, BoundBlock]:
     the configuration.  Tensors that nobody asked for are reported once through the log.
     """
     bound = {block.id: _bind_block(block, checkpoint) for block in spec.blocks}
-    used = {param.source for block in bound.values() for param in block.params}
-    used |= {name + _SCALE_SUFFIX for name in used}
+    used = {name for block in bound.values() for param in block.params for name in param.tensors}
+    used |= checkpoint.spare
     ignored = [re.compile(pattern) for pattern in spec.ignored]
     extra = [
         name
@@ -86,62 +100,111 @@ def _bind_block(block: BlockSpec, checkpoint: Checkpoint) -> BoundBlock:
 
 
 def _bind_param(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> BoundParam:
-    source = next((name for name in param.sources if name in checkpoint.records), None)
+    forms, records = checkpoint.forms, checkpoint.records
+    source = next((name for name in param.sources if name in forms or name in records), None)
     if source is None:
         raise MissingFileError(
             f"{block} needs tensor {' or '.join(param.sources)}, and none of the "
-            f"{len(checkpoint.records)} tensors in {checkpoint.path} is called that; "
+            f"{len(records)} tensors in {checkpoint.path} is called that; "
             "a shard may be missing: download the checkpoint again"
         )
-    record = checkpoint.records[source]
-    _check_shape(param, record, checkpoint)
-    encoding = _ENCODINGS.get(record.dtype)
+    found = forms.get(source) or records[source]
+    _check_shape(param, source, found.shape, checkpoint)
+    if isinstance(found, Published):
+        return _bind_published(param, source, found)
+    encoding = _ENCODINGS.get(found.dtype)
     if encoding is None or (encoding is Encoding.FP8_BLOCK and param.role is not Role.LINEAR):
         expected = "F32, F16 or BF16" + (" or F8_E4M3" if param.role is Role.LINEAR else "")
         raise ShapeError(
-            f"{source} has dtype {record.dtype}; as a {param.role} it must be {expected}"
+            f"{source} has dtype {found.dtype}; as a {param.role} it must be {expected}"
         )
-    data = _rows_of(record, param.rows)
-    if encoding is not Encoding.FP8_BLOCK:
-        return BoundParam(param, source, encoding, data)
-    scales, tile = _fp8_scales(param, record, checkpoint)
-    return BoundParam(param, source, encoding, data, scales, tile)
+    if encoding is Encoding.FP8_BLOCK:
+        return _bind_fp8(param, source, found, checkpoint)
+    data = BoundPart("data", _rows_of(found, param.rows), _row_bytes(found))
+    return BoundParam(param, source, Format(encoding), (data,), tensors=(found.name,))
 
 
-def _check_shape(param: ParamSpec, record: TensorRecord, checkpoint: Checkpoint) -> None:
+def _bind_published(param: ParamSpec, source: str, found: Published) -> BoundParam:
+    form = open_form(found.form)
+    try:
+        wanted = form.format(param.shape)
+    except CheckpointError as error:
+        raise type(error)(f"{source}: {error}") from error
+    by_rows = all(part.row_bytes and part.row_step == 1 for part in found.parts.values())
+    if param.role is Role.VECTOR and not wanted.encoding.is_float:
+        raise ShapeError(
+            f"{source} is published as {found.form.scheme!r}; as a {param.role} it must be numbers"
+        )
+    if param.role is Role.TABLE and not by_rows:
+        raise ShapeError(
+            f"{source} is published as {found.form.scheme!r}, whose rows cannot be read one by "
+            f"one; as a {param.role} they must be"
+        )
+    parts = tuple(
+        BoundPart(name, _rows_of_part(part, param, found), part.row_bytes)
+        for name, part in found.parts.items()
+    )
+    tensors = tuple(part.tensor for part in found.parts.values())
+    first = 0 if param.rows is None else param.rows[0]
+    unpacks = None if isinstance(form, InPlace) else form
+    return BoundParam(param, source, wanted, parts, unpacks, first, tensors)
+
+
+def _check_shape(
+    param: ParamSpec, source: str, shape: tuple[int, ...], checkpoint: Checkpoint
+) -> None:
     expected = param.shape
     if param.rows is None:
-        fits = record.shape == expected
+        fits = shape == expected
     else:
-        count, width = _as_rows(record)
-        fits = width == (expected[1:] or (1,)) and param.rows[1] <= count
+        count, width = _as_rows(shape)
+        fits = width == expected[1:] and param.rows[1] <= count
     if not fits:
         rows = f" for rows {param.rows[0]} to {param.rows[1]}" if param.rows else ""
         raise ShapeError(
-            f"{record.name} has shape {list(record.shape)}, but config.json says "
+            f"{source} has shape {list(shape)}, but config.json says "
             f"{list(expected)}{rows}; config and weights of {checkpoint.path} "
             "do not belong together"
         )
 
 
-def _as_rows(record: TensorRecord) -> tuple[int, tuple[int, ...]]:
+def _as_rows(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """How many rows a tensor has, and how wide they are: all dimensions but the last are one."""
-    if len(record.shape) < 2:
-        return prod(record.shape), (1,)
-    return prod(record.shape[:-1]), record.shape[-1:]
+    return prod(shape[:-1] or shape), shape[1:] and shape[-1:]
+
+
+def _row_bytes(record: TensorRecord) -> int:
+    rows, _ = _as_rows(record.shape)
+    return record.nbytes // rows if rows else 0
 
 
 def _rows_of(record: TensorRecord, rows: tuple[int, int] | None) -> FileRange:
     if rows is None:
         return FileRange(record.file, record.offset, record.nbytes)
-    row_bytes = record.nbytes // _as_rows(record)[0]
+    row_bytes = _row_bytes(record)
     first, end = rows
     return FileRange(record.file, record.offset + first * row_bytes, (end - first) * row_bytes)
 
 
-def _fp8_scales(
-    param: ParamSpec, record: TensorRecord, checkpoint: Checkpoint
-) -> tuple[FileRange, tuple[int, int]]:
+def _rows_of_part(part: PublishedPart, param: ParamSpec, whole: Published) -> FileRange:
+    if param.rows is None or part.row_bytes == 0:
+        return part.file
+    first, end = param.rows
+    _check_tiles(part.tensor, param.rows, part.row_step, whole.shape[0])
+    begin = part.file.offset + first // part.row_step * part.row_bytes
+    return FileRange(part.file.path, begin, -(-(end - first) // part.row_step) * part.row_bytes)
+
+
+def _check_tiles(name: str, rows: tuple[int, int], height: int, all_rows: int) -> None:
+    """Raise ShapeError unless rows are whole tiles; the last one may have fewer rows."""
+    first, end = rows
+    if first % height or (end % height and end != all_rows):
+        raise ShapeError(f"rows {first} to {end} of {name} cut through an FP8 tile")
+
+
+def _bind_fp8(
+    param: ParamSpec, source: str, record: TensorRecord, checkpoint: Checkpoint
+) -> BoundParam:
     tile, scales = checkpoint.fp8_tile, checkpoint.records.get(record.name + _SCALE_SUFFIX)
     if tile is None or scales is None:
         raise MissingFileError(
@@ -155,12 +218,17 @@ def _fp8_scales(
             f"{scales.name} is {scales.dtype} {list(scales.shape)}; FP8 weight "
             f"{list(record.shape)} in tiles of {list(tile)} needs F32 {list(full)}"
         )
-    if param.rows is None:
-        return _rows_of(scales, None), tile
-    first, end = param.rows
-    if first % tile[0] or (end % tile[0] and end != record.shape[0]):
-        raise ShapeError(f"rows {first} to {end} of {record.name} cut through an FP8 tile")
-    return _rows_of(scales, (first // tile[0], -(-end // tile[0]))), tile
+    tiles = None
+    if param.rows is not None:
+        first, end = param.rows
+        _check_tiles(record.name, param.rows, tile[0], record.shape[0])
+        tiles = (first // tile[0], -(-end // tile[0]))
+    parts = (
+        BoundPart("data", _rows_of(record, param.rows), _row_bytes(record)),
+        BoundPart("scales", _rows_of(scales, tiles)),
+    )
+    form = Format(Encoding.FP8_BLOCK, tile=tile)
+    return BoundParam(param, source, form, parts, tensors=(record.name, scales.name))
 
 
 def published_bytes(blocks: Mapping[BlockId, BoundBlock]) -> int:
@@ -168,11 +236,10 @@ def published_bytes(blocks: Mapping[BlockId, BoundBlock]) -> int:
     params = [param for block in blocks.values() for param in block.params]
     multiplied = {param.source for param in params if param.spec.role is not Role.TABLE}
     ranges = {
-        part
+        part.file
         for param in params
         # A tied embedding is the head's tensor under another name: count it once.
         if param.spec.role is not Role.TABLE or param.source not in multiplied
-        for part in (param.data, param.scales)
-        if part is not None
+        for part in param.parts
     }
     return sum(part.nbytes for part in ranges)

@@ -218,16 +218,18 @@ class DeviceWeights:
             self._tokens = where, rows[0], table.width, found[0][1]
 
     def _part(self, holder: RowHolder, host_is_pinned: bool) -> tuple[int, torch.dtype] | None:
-        """Where the device finds a table's part, and the dtype of its numbers."""
+        """Where the device finds a table's part, and the dtype of its numbers; None for codes."""
         standing = self._resident.get(holder.block)
         if standing is not None:
-            data = standing.params[holder.name].data
-            return data.data_ptr(), data.dtype
+            held = standing.params[holder.name]
+            return (held.data.data_ptr(), held.data.dtype) if held.encoding.is_float else None
         on_host = self._store.standing([holder.block]) if host_is_pinned else None
         if on_host is None or holder.name not in on_host[0].params:
             return None
-        data = on_host[0].params[holder.name].data
-        return self._device.address(data), data.dtype
+        held = on_host[0].params[holder.name]
+        if not held.encoding.is_float:
+            return None
+        return self._device.address(held.data), held.data.dtype
 
     @property
     def looks_up_tokens(self) -> bool:

@@ -11,16 +11,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hmt.base.units import KIB, round_down, round_up
+from hmt.base.units import KIB, MIB, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize, ParamSpec, Role
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.checkpoint import FileRange
+from hmt.contracts.encoding import PANEL_ROWS, Activations, Encoding, WeightTensor
 from hmt.memory import PAGE_BYTES, size_classes
-from hmt.quant import Format, view_weight
-from hmt.weights.binding import BoundBlock, BoundParam, FileRange
+from hmt.quant import Format, component_bytes, row_slice, view_weight
+from hmt.weights.binding import BoundBlock, BoundParam
 
 _MERGE_GAP_BYTES = 64 * KIB  # reading this much for nothing costs less than another request
 _COMPONENT_ALIGNMENT = 64
-_ELEMENT_BYTES = {Encoding.F32: 4, Encoding.F16: 2, Encoding.BF16: 2, Encoding.FP8_BLOCK: 1}
+# Tables in a form of their own come into memory so many published bytes at a time: they are the
+# largest parameters, and staging memory for one of them whole would be missing elsewhere.
+_TABLE_PIECE_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,21 @@ class PlacedParam:
 
 @dataclass(frozen=True, slots=True)
 class StagedParam:
-    """A parameter that is converted on load: what to read into staging, and where it goes."""
+    """A parameter that is converted on load: what to read into staging, and where it goes.
+
+    reads    none where those of the one before have brought its bytes, too
+    source   its components in the staging buffer, as published or unpacked; None where it is
+             unpacked straight into the slot
+    parts    of one in a form of its own: (offset, bytes) of its parts in the staging buffer
+    rows     (first, past last) of the parameter's rows that come with this one; None: all
+    """
 
     placed: PlacedParam
     reads: tuple[AlignedRead, ...]
-    source: PlacedParam  # its components as published, in the staging buffer
+    source: PlacedParam | None
     staging_bytes: int
+    parts: tuple[tuple[int, int], ...] = ()
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ class RowHolder:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Rows [first, end) of a table, one after the other in a file."""
+    """Rows [first, end) of one part of a table, one after the other in a file."""
 
     first: int
     end: int
@@ -90,16 +102,28 @@ class RowSums:
 
 
 @dataclass(frozen=True, slots=True)
+class TablePart:
+    """One array of a table on disk, as published; in a pack, as it lies there.
+
+    spans   where the rows are, in order
+    """
+
+    name: str
+    row_bytes: int
+    spans: tuple[RowSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A parameter whose rows are looked up, and the blocks that hold them once in memory.
 
-    spans   where the rows are on disk, in order
+    parts   of numbers there is one
     sums    of a pack's table
     """
 
     param: BoundParam
     holders: tuple[RowHolder, ...]
-    spans: tuple[RowSpan, ...]
+    parts: tuple[TablePart, ...]
     sums: RowSums | None = None
 
     @property
@@ -109,8 +133,8 @@ class Table:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row."""
-        return self.width * _ELEMENT_BYTES[self.param.encoding]
+        """Bytes per row, of the largest part."""
+        return max(part.row_bytes for part in self.parts)
 
     @property
     def run_rows(self) -> int:
@@ -163,19 +187,20 @@ class BlockLayout:
         return {placed.param.spec.name: view_placed(placed, slot) for placed in self.placed}
 
 
-def view_placed(placed: PlacedParam, buffer: torch.Tensor) -> WeightTensor:
-    """A parameter as it lies in `buffer` (uint8); copied only if it lies at an odd address."""
+def view_placed(
+    placed: PlacedParam, buffer: torch.Tensor, rows: tuple[int, int] | None = None
+) -> WeightTensor:
+    """A parameter, or `rows` of it, in `buffer` (uint8); copied only if it lies at an odd address.
+
+    Rows (first, past last) begin at a multiple of 16, and are copied nowhere.
+    """
     shape = placed.param.spec.shape
     parts = []
     for component, at in zip(placed.format.components(shape), placed.at, strict=True):
         part = buffer[at : at + component.nbytes]
         parts.append(part.clone() if at % component.dtype.itemsize else part)
-    return view_weight(placed.format, shape, *parts)
-
-
-def published_format(param: BoundParam) -> Format:
-    """The format in which the checkpoint holds `param`."""
-    return Format(param.encoding, tile=param.tile)
+    whole = view_weight(placed.format, shape, *parts)
+    return whole if rows is None else row_slice(whole, *rows)
 
 
 Target = Callable[[ParamSpec, BlockKind], Format | None]
@@ -218,7 +243,7 @@ def _other_holders(
         if layout.id != own
         for placed in layout.placed
         if placed.param.source == param.source
-        and placed.format == published_format(param)
+        and _same_bytes(placed.format, param.format)
         and (rows := placed.param.spec.shape[0])
     ]
     holders.sort(key=lambda holder: holder.first)
@@ -234,19 +259,24 @@ def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLa
     direct, converted = [], []
     for param in block.params:
         wanted = target(param.spec, block.id.kind) if param.spec.role is Role.LINEAR else None
+        wanted = wanted if param.form is None else _unless_smaller(param, wanted)
         if wanted is not None:
             converted.append((param, wanted))
         elif in_place and _lies_aligned(param):
             direct.append(param)
         else:
-            converted.append((param, published_format(param)))
-    reads, placed, end = _place_reads(direct)
-    staged = []
+            converted.append((param, param.format))
+    reads, where, end = _place_reads(direct)
+    placed = [
+        PlacedParam(param, param.format, tuple(where[part.file] for part in param.parts))
+        for param in direct
+    ]
+    staged: list[StagedParam] = []
     for param, wanted in converted:
         target_place, end = _place_components(param, wanted, end)
-        own_reads, own_placed, staging = _place_reads([param])
-        staged.append(StagedParam(target_place, own_reads, own_placed[0], staging))
+        staged += _stage(target_place)
         placed.append(target_place)
+    staged = _read_once(staged)
     tables = {
         param.spec.name: _own_table(block.id, param)
         for param in block.params
@@ -257,19 +287,100 @@ def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLa
     )
 
 
+def _unless_smaller(param: BoundParam, wanted: Format | None) -> Format:
+    """The format for a parameter in a form of its own where `wanted` is asked for.
+
+    What is published in few bits is not rounded again to codes of as many, whatever scales may
+    save: it stays as it is, and is multiplied with what was asked for.
+    """
+    own = param.format
+    if wanted is None:
+        return own
+    codes = [component_bytes(form, param.spec.shape)[0] for form in (wanted, own)]
+    has_codes = not own.encoding.is_float and own.encoding is not Encoding.FP8_BLOCK
+    if codes[0] < codes[1] or not has_codes:
+        return wanted
+    return replace(own, activations=wanted.activations)
+
+
+def _same_bytes(one: Format, other: Format) -> bool:
+    """Whether they differ in activations at most."""
+    return replace(one, activations=Activations.FLOAT) == other
+
+
+def _stage(placed: PlacedParam) -> list[StagedParam]:
+    """How a parameter that is converted comes into memory: at once, or piece by piece."""
+    param = placed.param
+    if param.form is None:
+        reads, where, staging = _place_reads([param])
+        source = PlacedParam(param, param.format, tuple(where[part.file] for part in param.parts))
+        return [StagedParam(placed, reads, source, staging)]
+    if param.spec.role is not Role.TABLE:
+        return [_stage_rows(placed, param, None)]
+    row_bytes = sum(part.row_bytes for part in param.parts)
+    step = round_up(max(1, _TABLE_PIECE_BYTES // row_bytes), PANEL_ROWS)
+    height = param.spec.shape[0]
+    pieces = [(first, min(first + step, height)) for first in range(0, height, step)]
+    return [_stage_rows(placed, _some_rows(param, rows), rows) for rows in pieces]
+
+
+def _read_once(staged: list[StagedParam]) -> list[StagedParam]:
+    """Those whose bytes are the same follow each other, and the first of them reads for all."""
+    together: dict[tuple[AlignedRead, ...], list[StagedParam]] = {}
+    for stage in staged:
+        together.setdefault(stage.reads, []).append(stage)
+    return [
+        stage if number == 0 else replace(stage, reads=())
+        for stages in together.values()
+        for number, stage in enumerate(stages)
+    ]
+
+
+def _stage_rows(
+    placed: PlacedParam, param: BoundParam, rows: tuple[int, int] | None
+) -> StagedParam:
+    """`param`, in a form of its own, has the bytes of `rows` of the placed one."""
+    reads, where, end = _place_reads([param])
+    parts = tuple((where[part.file], part.file.nbytes) for part in param.parts)
+    source = None
+    if not _same_bytes(placed.format, param.format):
+        source, end = _place_components(param, param.format, end)
+    return StagedParam(placed, reads, source, end, parts, rows)
+
+
+def _some_rows(param: BoundParam, rows: tuple[int, int]) -> BoundParam:
+    """Some rows of a parameter whose parts are all made of rows."""
+    first, end = rows
+    parts = tuple(
+        replace(
+            part,
+            file=FileRange(
+                part.file.path,
+                part.file.offset + first * part.row_bytes,
+                (end - first) * part.row_bytes,
+            ),
+        )
+        for part in param.parts
+    )
+    spec = replace(param.spec, shape=(end - first, *param.spec.shape[1:]))
+    return replace(param, spec=spec, parts=parts, first=param.first + first)
+
+
 def _own_table(block: BlockId, param: BoundParam) -> Table:
     rows = param.spec.shape[0]
-    return Table(
-        param,
-        (RowHolder(block, param.spec.name, 0, rows),),
-        (RowSpan(0, rows, param.data),),
+    parts = (
+        TablePart(part.name, part.row_bytes, (RowSpan(0, rows, part.file),)) for part in param.parts
     )
+    return Table(param, (RowHolder(block, param.spec.name, 0, rows),), tuple(parts))
 
 
 def _lies_aligned(param: BoundParam) -> bool:
     """Whether its numbers start at a multiple of their size, as every writer in use today does."""
-    aligned = param.data.offset % _ELEMENT_BYTES[param.encoding] == 0
-    return aligned and (param.scales is None or param.scales.offset % 4 == 0)
+    components = param.format.components(param.spec.shape)
+    return all(
+        part.file.offset % component.dtype.itemsize == 0
+        for part, component in zip(param.parts, components, strict=True)
+    )
 
 
 def _place_components(param: BoundParam, wanted: Format, start: int) -> tuple[PlacedParam, int]:
@@ -282,10 +393,10 @@ def _place_components(param: BoundParam, wanted: Format, start: int) -> tuple[Pl
 
 def _place_reads(
     params: list[BoundParam],
-) -> tuple[tuple[AlignedRead, ...], list[PlacedParam], int]:
-    """Aligned reads that cover all components, and where each component is after them."""
+) -> tuple[tuple[AlignedRead, ...], dict[FileRange, int], int]:
+    """Aligned reads that cover all parts; where each part is after them; how many bytes that is."""
     parts = sorted(
-        {part for param in params for part in (param.data, param.scales) if part is not None},
+        {part.file for param in params for part in param.parts},
         key=lambda part: (str(part.path), part.offset),
     )
     merged: list[list[FileRange]] = []
@@ -311,12 +422,4 @@ def _place_reads(
         reads.append(AlignedRead(FileRange(group[0].path, begin, nbytes), end, useful_end, useful))
         where |= {part: end + part.offset - begin for part in group}
         end += nbytes
-    placed = [
-        PlacedParam(
-            param,
-            published_format(param),
-            tuple(where[part] for part in (param.data, param.scales) if part is not None),
-        )
-        for param in params
-    ]
-    return tuple(reads), placed, end
+    return tuple(reads), where, end

@@ -6,8 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from hmt.base.errors import Cancelled, DamagedPackError, HMTError, NumericsError
+from hmt.base.errors import (
+    Cancelled,
+    CheckpointError,
+    DamagedPackError,
+    HMTError,
+    NumericsError,
+)
 from hmt.base.trace import Tracer
+from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.store import Priority
 from hmt.memory import DiskRead, HostBuffer, Ticket, TransferQueue
 from hmt.quant import quantize
@@ -112,6 +119,9 @@ class BlockLoad:
         try:
             if error is None and stage is not None:
                 self._convert(stage)
+                while self._stages and (same := self._stages[0]) is not None and not same.reads:
+                    self._convert(same)
+                    del self._stages[0]
             if error is None and self._stages:
                 if self._cancelled:
                     raise Cancelled(f"the guess that asked for {self._layout.id} is out of date")
@@ -135,19 +145,36 @@ class BlockLoad:
 
     def _convert(self, stage: StagedParam) -> None:
         assert self._staging is not None
-        source = view_placed(stage.source, self._staging.tensor)
-        target = view_placed(stage.placed, self._slot.tensor)
-        if stage.source.format == stage.placed.format:
-            target.data.copy_(source.data)
-            if target.scales is not None and source.scales is not None:
-                target.scales.copy_(source.scales)
-            return
+        param, staging = stage.placed.param, self._staging.tensor
+        target = view_placed(stage.placed, self._slot.tensor, stage.rows)
+        source = target if stage.source is None else view_placed(stage.source, staging)
         try:
+            if param.form is not None:
+                with self._tracer.span("unpack", "host", source.nbytes, self._layout.id):
+                    _unpack(stage, staging, source)
+            if stage.source is None:
+                return
+            if stage.source.format == stage.placed.format:
+                target.data.copy_(source.data)
+                if target.scales is not None and source.scales is not None:
+                    target.scales.copy_(source.scales)
+                return
             with self._tracer.span("convert", "host", target.nbytes, self._layout.id):
                 quantize(source, target)
-        except NumericsError as error:
-            name = stage.placed.param.source
-            raise NumericsError(f"{name} of {self._layout.id}: {error}") from error
+        except (CheckpointError, NumericsError) as error:
+            raise type(error)(f"{param.source} of {self._layout.id}: {error}") from error
+
+
+def _unpack(stage: StagedParam, staging: torch.Tensor, target: WeightTensor) -> None:
+    """Bring the bytes in `staging` into the format of `target`."""
+    param = stage.placed.param
+    assert param.form is not None
+    parts = {
+        part.name: staging[at : at + nbytes]
+        for part, (at, nbytes) in zip(param.parts, stage.parts, strict=True)
+    }
+    first = 0 if stage.rows is None else stage.rows[0]
+    param.form.unpack(parts, target, param.first + first)
 
 
 def check_seal(layout: BlockLayout, slot: memoryview) -> None:

@@ -10,11 +10,13 @@ import torch
 from hmt.base.errors import DamagedPackError
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockId
+from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.kernels import ops
 from hmt.memory import PAGE_BYTES, DiskRead, HostBuffer, HostPool, TransferQueue
-from hmt.weights.binding import FileRange
+from hmt.quant import empty_weight
 from hmt.weights.checksum import checksum, sum_at
-from hmt.weights.layout import BlockLayout, RowHolder, RowSums, Table
+from hmt.weights.layout import BlockLayout, RowHolder, RowSums, Table, TablePart
 
 _DTYPES = {
     Encoding.F32: torch.float32,
@@ -65,21 +67,26 @@ class RowReader:
         ids: torch.Tensor,
         views: Callable[[BlockId], Mapping[str, WeightTensor]],
     ) -> torch.Tensor:
-        """Rows `ids` [n] out of blocks that are all in memory: [n, width]."""
+        """Rows `ids` [n] out of blocks that are all in memory: [n, width], f32 if of codes."""
         table = layout.tables[name]
+        encoding = table.param.format.encoding
+        if not encoding.is_float:
+            distinct, back = torch.unique(ids, return_inverse=True)
+            found = [_numbers(table.holders, index, views) for index in distinct.tolist()]
+            return torch.cat(found)[back]
         if len(table.holders) == 1:
             only = table.holders[0]
             return views(only.block)[only.name].data[ids - only.first]
         if len(ids) <= _FEW_ROWS:
             return torch.stack([_row(table.holders, index, views) for index in ids.tolist()])
-        rows = torch.empty(len(ids), table.width, dtype=_DTYPES[table.param.encoding])
+        rows = torch.empty(len(ids), table.width, dtype=_DTYPES[encoding])
         for holder in table.holders:
             here = (ids >= holder.first) & (ids < holder.end)
             rows[here] = views(holder.block)[holder.name].data[ids[here] - holder.first]
         return rows
 
     def from_disk(self, layout: BlockLayout, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [n], each distinct one read once: [n, width].
+        """Rows `ids` [n], each distinct one read once: [n, width], f32 if of codes.
 
         Raises DiskReadError, and DamagedPackError for rows that are not those that were packed.
         """
@@ -92,6 +99,16 @@ class RowReader:
             batch = max(1, room // row_span_bytes(table))
             parts = [self._read_batch(table, part.tolist(), sums) for part in distinct.split(batch)]
         return torch.cat(parts)[back]
+
+    def _read_batch(self, table: Table, ids: list[int], sums: memoryview | None) -> torch.Tensor:
+        """Rows `ids`, which ascend: [n, width]."""
+        parts = {part.name: self._read_part(table, part, ids, sums) for part in table.parts}
+        form, own = table.param.form, table.param.format
+        if form is None:
+            return parts["data"].view(_DTYPES[own.encoding])
+        found = empty_weight(own, (len(ids), table.width))
+        form.unpack({name: part.view(-1) for name, part in parts.items()}, found, 0)
+        return ops.dequantize(found, torch.float32)
 
     def close(self) -> None:
         """Give back what is held between lookups."""
@@ -117,9 +134,11 @@ class RowReader:
             self._sums[sums] = buffer
         return self._sums[sums].view
 
-    def _read_batch(self, table: Table, ids: list[int], sums: memoryview | None) -> torch.Tensor:
-        """Rows `ids`, which ascend: [n, width]."""
-        runs = _runs_of(table, ids)
+    def _read_part(
+        self, table: Table, part: TablePart, ids: list[int], sums: memoryview | None
+    ) -> torch.Tensor:
+        """Rows `ids`, which ascend, of one part: uint8 [n, row_bytes]."""
+        runs = _runs_of(table, part, ids)
         span = row_span_bytes(table)
         buffer = self._pool.allocate(span * len(runs))
         try:
@@ -135,31 +154,31 @@ class RowReader:
                 for run, start in zip(runs, starts, strict=True):
                     content = buffer.view[start : start + run.file.nbytes]
                     if checksum(content) != sum_at(sums, run.number):
-                        last = run.first + run.file.nbytes // table.row_bytes - 1
+                        last = run.first + run.file.nbytes // part.row_bytes - 1
                         rows = f"rows {run.first} to {last} of {table.param.source}"
                         raise _damaged(rows, run.file)
-            return self._pick(table, ids, runs, starts, buffer)
+            return self._pick(part, ids, runs, starts, buffer)
         finally:
             self._pool.free(buffer)
 
     @staticmethod
     def _pick(
-        table: Table, ids: list[int], runs: list[_Run], starts: list[int], buffer: HostBuffer
+        part: TablePart, ids: list[int], runs: list[_Run], starts: list[int], buffer: HostBuffer
     ) -> torch.Tensor:
         firsts = [run.first for run in runs]
-        parts = []
+        rows = []
         for row in ids:
             which = bisect.bisect_right(firsts, row) - 1
-            begin = starts[which] + (row - firsts[which]) * table.row_bytes
-            parts.append(buffer.tensor[begin : begin + table.row_bytes])
-        return torch.stack(parts).view(_DTYPES[table.param.encoding])
+            begin = starts[which] + (row - firsts[which]) * part.row_bytes
+            rows.append(buffer.tensor[begin : begin + part.row_bytes])
+        return torch.stack(rows)
 
 
-def _runs_of(table: Table, ids: list[int]) -> list[_Run]:
-    """The runs that hold rows `ids`, which ascend."""
+def _runs_of(table: Table, part: TablePart, ids: list[int]) -> list[_Run]:
+    """The runs that hold rows `ids`, which ascend, of one part."""
     runs: list[_Run] = []
     end, before = 0, 0  # behind the last run; runs in the spans before this one
-    spans = iter(table.spans)
+    spans = iter(part.spans)
     span = next(spans)
     for row in ids:
         if row < end:
@@ -170,8 +189,8 @@ def _runs_of(table: Table, ids: list[int]) -> list[_Run]:
         number = (row - span.first) // table.run_rows
         first = span.first + number * table.run_rows
         end = min(first + table.run_rows, span.end)
-        begin = span.file.offset + (first - span.first) * table.row_bytes
-        where = FileRange(span.file.path, begin, (end - first) * table.row_bytes)
+        begin = span.file.offset + (first - span.first) * part.row_bytes
+        where = FileRange(span.file.path, begin, (end - first) * part.row_bytes)
         runs.append(_Run(first, before + number, where))
     return runs
 
@@ -188,3 +207,12 @@ def _row(
 ) -> torch.Tensor:
     holder = next(holder for holder in holders if holder.first <= index < holder.end)
     return views(holder.block)[holder.name].data[index - holder.first]
+
+
+def _numbers(
+    holders: Sequence[RowHolder], index: int, views: Callable[[BlockId], Mapping[str, WeightTensor]]
+) -> torch.Tensor:
+    """One row of codes as numbers: f32 [1, width]."""
+    holder = next(holder for holder in holders if holder.first <= index < holder.end)
+    row = slice(index - holder.first, index - holder.first + 1)
+    return ops.dequantize(views(holder.block)[holder.name], torch.float32, row)

@@ -13,8 +13,8 @@ from pathlib import Path
 from hmt.base.errors import MachineError
 from hmt.base.log import warn_once
 from hmt.contracts.blocks import BlockId
+from hmt.contracts.checkpoint import FileRange
 from hmt.memory import HostBuffer
-from hmt.weights.binding import FileRange
 from hmt.weights.layout import AlignedRead, BlockLayout
 
 

@@ -27,6 +27,7 @@ ROWS = [
     (Encoding.INT8_GROUP, {"group": 32}),
     (Encoding.INT8_GROUP, {"group": 64}),
     (Encoding.INT8_GROUP, {"group": 48}),
+    (Encoding.INT8_GROUP, {"group": 16, "offsets": "minima"}),
     (Encoding.FP8_BLOCK, {}),
     (Encoding.FP8_BLOCK, {"tile": (32, 48)}),
 ]

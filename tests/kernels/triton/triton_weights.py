@@ -54,6 +54,8 @@ def random_weight(
         parts["data"] = integers(-128, 128, rows, columns, dtype=torch.int8)
         group = 0 if encoding is Encoding.INT8_CHANNEL else group
         parts["scales"] = scales(rows, columns // group) if group else scales(rows)
+        if offsets == "minima":
+            parts["minima"] = scales(rows, columns // group).mul(-5)
     else:
         group = {Encoding.NVFP4: 16, Encoding.MXFP4: 32}.get(encoding, group)
         codes = integers(0, 16, rows, columns, dtype=torch.uint8)

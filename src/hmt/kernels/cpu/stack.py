@@ -29,6 +29,7 @@ class StackAttention:
 
     angles   which of the step's cosines and sines turn its heads
     place    its own place among the layers of `pages`
+    sinks    f32 [q_heads], contiguous: see `reference.attention`; None for none
     """
 
     inputs: AttentionInputs
@@ -40,6 +41,7 @@ class StackAttention:
     window: int
     softcap: float
     post_norm: NormOptions | None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,18 @@ class Stack:
     uses   int64, for each layer with experts, in order: how often each one was read until now
     """
 
-    def __init__(self, native: ModuleType, layers: tuple[Any, ...], experts: Sequence[int]) -> None:
-        """layers: as csrc/binding/sublayers.cpp wants them; experts: of those that have some."""
+    def __init__(
+        self,
+        native: ModuleType,
+        layers: tuple[Any, ...],
+        experts: Sequence[int],
+        kept: Sequence[Tensor],
+    ) -> None:
+        """layers: as csrc/binding/sublayers.cpp wants them; experts: of those that have some.
+
+        kept   tensors that layers refer to, besides parameters
+        """
+        self._kept = kept
         self._extension = native
         self._native = native.Stack(layers)
         self._uses = torch.zeros(max(1, sum(experts)), dtype=torch.int64)
@@ -107,7 +119,8 @@ def stack(native: ModuleType, layers: Sequence[StackLayer]) -> Stack | None:
     if None in described:
         return None
     experts = [len(second.experts) for _, second in layers if isinstance(second, StackExperts)]
-    return Stack(native, tuple(described), experts)
+    kept = [attention.sinks for attention, _ in layers if attention.sinks is not None]
+    return Stack(native, tuple(described), experts, kept)
 
 
 def _describe(
@@ -123,7 +136,8 @@ def _describe(
         after = _describe_experts(native, second)
     if inputs is None or not output or post_norm is None or after is None:
         return None
-    options = attention.scale, attention.window, attention.softcap, 0
+    sinks = 0 if attention.sinks is None else attention.sinks.data_ptr()
+    options = attention.scale, attention.window, attention.softcap, sinks
     return (
         inputs,
         attention.angles,

@@ -10,10 +10,20 @@ from torch.nn import functional
 from hmt.base.errors import ConfigError
 from hmt.kernels.reference.matmul import quantize_activations
 
+_LIMIT, _SLOPE = 7.0, 1.702
+
+
+def _clamped_swish(x: Tensor) -> Tensor:
+    """gpt-oss: y sigmoid(1.702 y), where y is x, at most 7."""
+    y = x.float().clamp(max=_LIMIT)
+    return (y * torch.sigmoid(_SLOPE * y)).to(x.dtype)
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "clamped_swish": _clamped_swish,
 }
 
 
@@ -97,13 +107,16 @@ def rope_inplace(
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, elementwise, in their dtype.
 
-    `activation` is "silu", "gelu" or "gelu_tanh"; ConfigError for anything else.
+    `activation` is "silu", "gelu", "gelu_tanh" or "clamped_swish", with which `up` becomes
+    1 + up, clamped to -7 and 7 before; ConfigError for anything else.
     """
     try:
         function = _ACTIVATIONS[activation]
     except KeyError:
         known = ", ".join(_ACTIVATIONS)
         raise ConfigError(f"activation {activation!r} is unknown; HMT has {known}") from None
+    if function is _clamped_swish:
+        up = up.clamp(-_LIMIT, _LIMIT) + 1
     return function(gate) * up
 
 

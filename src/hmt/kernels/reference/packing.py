@@ -1,11 +1,22 @@
-"""Codes and scales taken out of panels again."""
+"""Codes brought into panels; codes and scales taken out of them again."""
 
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.base.units import round_up
+from hmt.contracts.encoding import PANEL_BLOCK, PANEL_ROWS, Encoding, Packing, WeightTensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """4-bit codes 0..15, uint8 [rows, columns], in panels: see Packing.PANELS."""
+    rows, columns = codes.shape
+    panels = codes.new_zeros(round_up(rows, PANEL_ROWS), columns)
+    panels[:rows] = codes
+    split = panels.view(-1, PANEL_ROWS, columns // PANEL_BLOCK, 2, 4, 4)  # p, r, b, half, j, i
+    low, high = split.permute(3, 0, 2, 4, 1, 5)  # each p, b, j, r, i
+    return low | high << 4
 
 
 def unpack_codes(w: WeightTensor, rows: slice) -> Tensor:
@@ -66,4 +77,6 @@ def integer_scales(w: WeightTensor, rows: slice) -> Tensor:
 
 def minima(w: WeightTensor, rows: slice) -> Tensor | None:
     """f32 [rows, groups], or None."""
-    return None if w.minima is None else unpack_groups(w.minima, rows, w.shape[0]).float()
+    if w.minima is None or w.encoding.packing is Packing.ROWS:
+        return None if w.minima is None else w.minima[rows]
+    return unpack_groups(w.minima, rows, w.shape[0]).float()

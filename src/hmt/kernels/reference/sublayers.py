@@ -46,7 +46,7 @@ class AttentionInputs:
 class FeedForward:
     """Activation and norms of `feed_forward`; one for each kind of layer, kept.
 
-    activation   "silu", "gelu" or "gelu_tanh"
+    activation   as for `gated`
     post_norm    of the result, before it is added; None for none
     """
 

@@ -23,7 +23,15 @@ def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -
     if w.encoding.is_float:
         return reference.dequantize(w, dtype, rows)
     start, stop, _ = (rows or slice(None)).indices(w.shape[0])
-    out = torch.empty(max(0, stop - start), w.shape[1], dtype=dtype, device=w.data.device)
+    shape = max(0, stop - start), w.shape[1]
+    if w.encoding is Encoding.INT8_GROUP and w.minima is not None:
+        # No kernel has them; rounded once all the same.
+        numbers = torch.empty(shape, device=w.data.device)
+        dequantize_into(numbers, w, start)
+        minima = w.minima[start:stop]
+        numbers.view(*minima.shape, -1).add_(minima[..., None])
+        return numbers.to(dtype)
+    out = torch.empty(shape, dtype=dtype, device=w.data.device)
     dequantize_into(out, w, start)
     return out
 

@@ -49,6 +49,8 @@ class ExpertMatrix:
         """False where groups are of a size that kernels do not have, or parts lie too oddly."""
         if self.aligned < (_ALIGNMENT if self.in_panels else _NUMBER):
             return False
+        if self.extra and not self.in_panels:
+            return False  # int8 with minima
         if not self.group_size:
             return True
         whole = self.shape[1] % self.group_size == 0 and self.group_size.bit_count() == 1
@@ -137,9 +139,12 @@ def make_table(given: Sequence[Expert], experts: int, device: torch.device) -> E
 def block_table(addresses: Tensor, sample: Mapping[str, WeightTensor], base: int) -> ExpertTable:
     """A table of blocks that are laid out as the one of `sample`, which begins at address `base`.
 
-    It holds `addresses` int64 [experts], multiples of 16, itself, not a copy.
+    It holds `addresses` int64 [experts], multiples of 16, itself, not a copy.  Raises ValueError
+    for matrices that no kernel takes.
     """
     matrices = [describe(sample[name], base) for name in MATRICES]
+    if not all(replace(matrix, aligned=_ALIGNMENT).has_kernel for matrix in matrices):
+        raise ValueError("no kernel has such groups")
     aligned = _alignment([at for matrix in matrices for at in matrix.offsets[:_FACTOR]])
     return ExpertTable(addresses, *(replace(matrix, aligned=aligned) for matrix in matrices))
 

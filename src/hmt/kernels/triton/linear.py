@@ -331,6 +331,8 @@ def _in_rows(w: WeightTensor, dtype: torch.dtype) -> bool:
     """True where `few_tokens_rows` multiplies w with activations of `dtype`."""
     if dtype not in (*_TENSOR_CORE_FLOATS, torch.int8) or w.encoding.is_float:
         return False
+    if w.minima is not None:
+        return False
     group = w.tile[1] if w.encoding is Encoding.FP8_BLOCK else w.group_size
     return w.encoding.packing is Packing.ROWS and group % 32 == 0
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from hmt.base.errors import HMTError
+from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.store import Priority
 from hmt.memory import DiskRead, HostBuffer, TransferQueue
-from hmt.weights.binding import FileRange
 
 Finished = Callable[[HMTError | None], None]
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from hmt.base.errors import DamagedPackError, MissingFileError, PackError
 from hmt.contracts.blocks import BlockId, BlockSpec, ParamSpec
+from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Activations
 from hmt.contracts.model import ModelSpec
-from hmt.weights.binding import BoundBlock, BoundParam, FileRange
+from hmt.weights.binding import BoundBlock, BoundParam, BoundPart
 from hmt.weights.checksum import checksum
 from hmt.weights.layout import (
     AlignedRead,
@@ -64,11 +65,15 @@ class Pack:
 
     def _bound(self, spec: ParamSpec, packed: PackedParam) -> BoundParam:
         """A parameter as it was published; of its bytes, which are not here, only the sizes."""
-        sizes = [part.nbytes for part in packed.published.components(spec.shape)]
-        ranges = [FileRange(self.path / MANIFEST, 0, size) for size in sizes]
-        scales = ranges[1] if len(ranges) > 1 else None
-        form = packed.published
-        return BoundParam(spec, packed.source, form.encoding, ranges[0], scales, form.tile)
+        parts = tuple(
+            BoundPart(
+                part.name,
+                FileRange(self.path / MANIFEST, 0, part.nbytes),
+                part.nbytes // spec.shape[0],
+            )
+            for part in packed.published.components(spec.shape)
+        )
+        return BoundParam(spec, packed.source, packed.published, parts)
 
     def _check(self, layout: BlockLayout, packed: PackedBlock) -> None:
         """Whether the slot that this HMT makes of a block is the one that was written."""
@@ -127,7 +132,8 @@ class Pack:
                 where = self.path / self.manifest.file_name(sums.extent)
                 file = FileRange(where, sums.extent.offset, sums.extent.nbytes)
                 own = RowSums(sums.run_rows, file, sums.extent.seal)
-                return replace(table, spans=tuple(spans), sums=own)
+                part = replace(table.parts[0], spans=tuple(spans))
+                return replace(table, parts=(part,), sums=own)
         raise self._other_layout(f"no checksums of the rows of {block}")
 
     def _file(self, packed: PackedBlock) -> Path:

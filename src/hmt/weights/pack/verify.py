@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hmt.base.errors import DamagedPackError, HMTError
+from hmt.contracts.checkpoint import FileRange
 from hmt.memory import TransferQueue
-from hmt.weights.binding import FileRange
 from hmt.weights.checksum import StreamSum, as_text
 from hmt.weights.pack.manifest import Manifest
 from hmt.weights.pack.pipeline import Buffers, in_order, pieces_of

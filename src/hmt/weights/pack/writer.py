@@ -18,11 +18,11 @@ from hmt.base.errors import HMTError
 from hmt.base.trace import Tracer
 from hmt.base.units import MIB
 from hmt.contracts.blocks import BlockId
+from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import PACKING_VERSION, Activations
 from hmt.memory import PAGE_BYTES, TransferQueue
-from hmt.weights.binding import FileRange
 from hmt.weights.checksum import SUM_BYTES, RunSums, StreamSum, checksum, pack_sums
-from hmt.weights.layout import BlockLayout, PlacedParam, Table, published_format
+from hmt.weights.layout import BlockLayout, PlacedParam, Table
 from hmt.weights.pack.data_files import DataFiles
 from hmt.weights.pack.draft import Draft
 from hmt.weights.pack.extents import FILE_BYTES, Place, arrange, file_name, file_sizes, run_rows
@@ -344,7 +344,7 @@ def _packed(layout: BlockLayout, extent: Extent | None) -> PackedBlock:
 def _packed_param(placed: PlacedParam) -> PackedParam:
     spec = placed.param.spec
     form = replace(placed.format, activations=Activations.FLOAT)
-    published = published_format(placed.param)
+    published = placed.param.format
     return PackedParam(
         spec.name, placed.param.source, spec.shape, spec.rows, published, form, placed.at
     )
@@ -352,7 +352,7 @@ def _packed_param(placed: PlacedParam) -> PackedParam:
 
 def _shared(table: Table) -> PackedParam:
     """A table that other blocks hold."""
-    spec, published = table.param.spec, published_format(table.param)
+    spec, published = table.param.spec, table.param.format
     return PackedParam(
         spec.name, table.param.source, spec.shape, spec.rows, published, published, ()
     )

@@ -1,0 +1,134 @@
+"""A GGUF file, or the files of a split one, as a checkpoint."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hmt.base.errors import CheckpointError, HeaderError, MissingFileError
+from hmt.contracts.checkpoint import Checkpoint, TensorRecord
+from hmt.formats.gguf.config import read_config
+from hmt.formats.gguf.header import SPLIT, GgufHeader, read_gguf
+from hmt.formats.gguf.names import forms_of, names_of
+
+_FACTORS: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+_MOST_FACTORS: Final = 4096
+_MOST_SPLITS: Final = 10_000
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a GGUF file, or a folder with some and no safetensors."""
+    if not path.is_dir():
+        return path.suffix == ".gguf"
+    suffixes = {file.suffix for file in path.iterdir()}
+    return ".gguf" in suffixes and ".safetensors" not in suffixes
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """The checkpoint in a GGUF file, one of several split files, or a folder that holds them.
+
+    Raises MissingFileError for a missing file, HeaderError for a damaged one, CheckpointError for
+    what is not supported.
+    """
+    headers = [read_gguf(file) for file in _files(path)]
+    first = headers[0]
+    _check_splits(headers)
+    records: dict[str, TensorRecord] = {}
+    for header in headers:
+        for name, record in header.records.items():
+            if name in records:
+                raise HeaderError(
+                    f"tensor {name!r} is in {records[name].file} and in {header.path.name}: one of "
+                    "the files belongs to another model"
+                )
+            records[name] = record
+    config = read_config(first.metadata, records, _factors(records), str(first.path))
+    architecture = first.metadata["general.architecture"]
+    names = names_of(architecture, first.metadata, _turned(architecture, config))
+    heads = config["num_attention_heads"] if architecture == "deepseek2" else 0
+    vocabulary = {
+        key: value
+        for key, value in first.metadata.items()
+        if key.startswith("tokenizer.") or key == "general.architecture"
+    }
+    return Checkpoint(
+        first.path, config, records, None, forms_of(records, names, heads), vocabulary
+    )
+
+
+def _turned(architecture: str, config: Mapping[str, Any]) -> int:
+    """Rows of a head that llama.cpp orders in its own way: llama's, of a whole head."""
+    return int(config["head_dim"]) if architecture == "llama" else 0
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
+        split = [file for file in found if SPLIT.fullmatch(file.name)]
+        stems = {SPLIT.sub(r"\1", file.name) for file in split}
+        if len(found) != 1 and (len(split) < len(found) or len(stems) != 1):
+            shown = ", ".join(file.name for file in found[:4])
+            raise CheckpointError(
+                f"{path} holds {len(found)} GGUF files ({shown}{', ...' if found[4:] else ''}): "
+                "give the one that is wanted, of split files any"
+            )
+        path = found[0]
+    match = SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    if not 0 < count <= _MOST_SPLITS:
+        raise HeaderError(f"{path} is one of {count} files, by its name")
+    files = [
+        path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf")
+        for number in range(1, count + 1)
+    ]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise MissingFileError(
+            f"{path.parent} lacks {len(missing)} of the {count} files that {path.name} is one of, "
+            f"first {missing[0]}: download them"
+        )
+    return files
+
+
+def _check_splits(headers: list[GgufHeader]) -> None:
+    """Raise HeaderError where files say that they belong to others than these."""
+    for number, header in enumerate(headers):
+        said = header.metadata.get("split.count", len(headers)) or 1
+        at = header.metadata.get("split.no", number)
+        if said != len(headers) or at != number:
+            raise HeaderError(
+                f"{header.path} is file {at} of {said} by its metadata, and file {number} of "
+                f"{len(headers)} by its name: give the names back that the files came with"
+            )
+    stated = headers[0].metadata.get("split.tensors.count")
+    held = sum(len(header.records) for header in headers)
+    if stated is not None and stated != held:
+        raise HeaderError(
+            f"{headers[0].path} says that there are {stated} tensors, and its {len(headers)} files "
+            f"hold {held}: download them again"
+        )
+
+
+def _factors(records: Mapping[str, TensorRecord]) -> dict[str, list[float]]:
+    """Numbers of the small tensors that belong to the configuration."""
+    found = {}
+    for name in _FACTORS:
+        record = records.get(f"{name}.weight")
+        if record is None:
+            continue
+        if record.dtype != "F32" or len(record.shape) != 1 or record.shape[0] > _MOST_FACTORS:
+            raise HeaderError(
+                f"{record.file}: {name} is {record.dtype} {list(record.shape)}; wanted are at most "
+                f"{_MOST_FACTORS} numbers in F32"
+            )
+        with record.file.open("rb") as file:
+            file.seek(record.offset)
+            numbers = np.frombuffer(file.read(record.nbytes), "<f4").tolist()
+        if not all(math.isfinite(number) and number > 0 for number in numbers):
+            raise HeaderError(f"{record.file}: {name} holds numbers that are none: download it")
+        found[name] = numbers
+    return found

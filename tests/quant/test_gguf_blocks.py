@@ -1,0 +1,104 @@
+"""GGUF blocks in memory are, to the last bit of f32, what ggml makes of them."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from hmt.base.errors import CheckpointError
+from hmt.contracts.checkpoint import FormName
+from hmt.contracts.encoding import WeightTensor
+from hmt.kernels import ops, reference
+from hmt.quant import empty_weight
+from hmt.quant.published import Form, open_form
+from hmt.quant.published.gguf_blocks import BLOCKS
+
+# Where blocks have their f16 scales; at byte 0 where nothing is said.
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+}
+WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # by the package's own quantisers
+ROWS, COLUMNS = 40, 512
+
+
+def random_blocks(kind: str) -> np.ndarray:
+    """Valid blocks of any bytes: uint8 [ROWS, bytes of a row]."""
+    rng = np.random.default_rng(len(kind) + ord(kind[1]))
+    blocks = ROWS * COLUMNS // BLOCKS[kind].numbers
+    raw = rng.integers(0, 256, (blocks, BLOCKS[kind].nbytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        raw[:, 0] = rng.integers(0, 250, blocks)  # the largest overflow, in ggml as well
+    else:
+        for at in HALVES.get(kind, (0,)):
+            halves = rng.normal(0, 0.02, (blocks, 1)).astype(np.float16)
+            halves[:8] = [[0.0], [-0.0], [6e-8], [-6e-8], [6e-5], [65504], [-65504], [1.0]]
+            raw[:, at : at + 2] = halves.view(np.uint8)
+    return raw.reshape(ROWS, -1)
+
+
+def unpacked(kind: str, raw: np.ndarray, turned: int = 0) -> WeightTensor:
+    form = open_form(FormName("gguf", (("kind", kind), ("turned", turned))))
+    assert isinstance(form, Form)
+    shape = (len(raw), COLUMNS)
+    weight = empty_weight(form.format(shape), shape)
+    odd = torch.zeros(raw.size + 1, dtype=torch.uint8)[1:]  # at an odd address, as in a file
+    odd.copy_(torch.from_numpy(raw).flatten())
+    form.unpack({"blocks": odd}, weight, 0)
+    return weight
+
+
+def bits(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_numbers_are_those_of_ggml_to_the_last_bit(kind: str) -> None:
+    number = GGMLQuantizationType[kind]
+    cases = [random_blocks(kind)]
+    if kind in WRITTEN:
+        numbers = np.random.default_rng(0).normal(0, 0.1, (ROWS, COLUMNS)).astype(np.float32)
+        cases.append(gguf.quantize(numbers, number))
+    for raw in cases:
+        expected = torch.from_numpy(gguf.dequantize(raw, number))
+        weight = unpacked(kind, raw)
+        for compute in (reference, ops):
+            found = compute.dequantize(weight, torch.float32)
+            assert torch.equal(bits(found), bits(expected)), compute.__name__
+        turned = unpacked(kind, raw, turned=20)
+        heads = expected.view(2, 10, 2, COLUMNS).transpose(1, 2).reshape(expected.shape)
+        assert torch.equal(bits(ops.dequantize(turned, torch.float32)), bits(heads))
+
+
+@pytest.mark.parametrize("kind", ["Q5_K", "Q5_1", "Q6_K", "Q2_K", "Q4_K"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_numbers(kind: str, tokens: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(1)
+    raw = random_blocks(kind)
+    for at in HALVES.get(kind, (0,)):
+        size = BLOCKS[kind].nbytes
+        halves = rng.normal(0, 0.02, (raw.size // size, 1)).astype(np.float16)
+        raw.reshape(-1, size)[:, at : at + 2] = halves.view(np.uint8)
+    weight = unpacked(kind, raw)
+    numbers = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind])).double()
+    x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)
+    bias = torch.linspace(-1, 1, ROWS)
+    expected = x.double() @ numbers.T
+    size = x.double().abs() @ numbers.abs().T  # products cancel
+    tolerance = 1e-6 if dtype is torch.float32 else 2**-7
+    params = {"one": weight, "two": weight, "two_bias": WeightTensor("f32", (ROWS,), bias)}
+    for compute in (reference, ops):
+        found = compute.linear_many(x, params, ("one", "two")).double()
+        assert found.shape == (tokens, 2 * ROWS)
+        assert ((found[:, :ROWS] - expected).abs() <= tolerance * (size + 1)).all()
+        assert ((found[:, ROWS:] - expected - bias).abs() <= tolerance * (size + 1)).all()
+
+
+def test_rows_that_are_no_whole_blocks_are_refused() -> None:
+    form = open_form(FormName("gguf", (("kind", "Q4_K"), ("turned", 0))))
+    with pytest.raises(CheckpointError, match="blocks of 256"):
+        form.format((16, 128))
