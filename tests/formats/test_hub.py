@@ -3,6 +3,9 @@
 import hashlib
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,3 +219,21 @@ def test_what_is_here_is_never_asked_for(hub: Hub, tmp_path: Path) -> None:
     hub.broken = True
     with pytest.raises(MissingFileError, match=r"some/model is no folder here.*cannot be reached"):
         located("some/model")
+
+
+def test_the_environment_names_hub_and_cache(hub: Hub, tmp_path: Path) -> None:
+    """In a process of its own: huggingface_hub reads its environment once."""
+    program = "from hmt.formats import located; print(located('some/model'))"
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    environment = {
+        k: v
+        for k, v in environment.items()
+        if k not in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    folder = Path(done.stdout.strip())
+    assert folder.is_relative_to(tmp_path / "home" / "hub")
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert "Fetching 4 files" in done.stderr  # progress
