@@ -238,31 +238,36 @@ def mutate(rng: random.Random, raw: bytes) -> bytes:
     return bytes(data)
 
 
-def test_thousands_of_mutations_end_in_an_error_of_ours_or_in_the_right_tensors(
-    tmp_path: Path,
-) -> None:
-    """What we accept, the package accepts and reads the same; what we refuse costs no memory."""
+def test_20000_mutations_end_in_an_error_of_ours_or_in_the_right_tensors(tmp_path: Path) -> None:
+    """What we accept, the package accepts and reads the same; what we refuse costs no memory.
+
+    Memory is watched for the first tenth: that makes everything twice as slow.
+    """
     rng = random.Random(17)
     file = tmp_path / "x.safetensors"
     tensors = {"wide": torch.rand(7, 11), "half": torch.rand(12, 10).half(), "none": torch.rand(0)}
     save_file(tensors, file, metadata={"format": "pt"})
     valid = file.read_bytes()
-    accepted = refused = 0
+    changed = [valid[:size] for size in range(len(valid))]  # every place to end at
+    accepted = 0
     tracemalloc.start()
-    for _ in range(6000):
-        file.write_bytes(mutate(rng, valid))
-        try:
-            read_header(file)
-        except HMTError:
-            refused += 1
-        else:
-            accepted += 1
-            assert_equal_to_package(file)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak_bytes < 4 << 20
-    assert accepted > 100
-    assert refused > 1000
+    with file.open("r+b", buffering=0) as out:  # opening it anew takes as long as reading it
+        for number in range(20_000):
+            data = changed[number] if number < len(changed) else mutate(rng, valid)
+            out.seek(0)
+            out.write(data)
+            out.truncate()
+            try:
+                read_header(file)
+            except HMTError:
+                pass
+            else:
+                accepted += 1
+                assert_equal_to_package(file)
+            if number == 2000:
+                assert tracemalloc.get_traced_memory()[1] < 4 << 20
+                tracemalloc.stop()
+    assert 1000 < accepted < 10_000
 
 
 def test_what_the_package_accepts_of_changed_numbers_we_accept_too(tmp_path: Path) -> None:

@@ -48,8 +48,10 @@ class ResidentWeights:
     def _bind(self, param: ParamSpec) -> WeightTensor:
         source = next(name for name in param.sources if name in self.tensors)
         self.used.add(source)
-        rows = slice(*(param.rows or (None, None)))
-        data = self.tensors[source][rows]
+        data = self.tensors[source]
+        if param.rows is not None:
+            data = data.flatten(0, -2) if data.dim() > 1 else data
+            data = data[slice(*param.rows)]
         assert tuple(data.shape) == param.shape, source
         if data.dtype is not torch.float8_e4m3fn:
             return WeightTensor(_ENCODINGS[data.dtype], param.shape, data)
@@ -216,7 +218,7 @@ def _experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     apart = {}
     for name, stacked in tensors.items():
         at, _, kind = name.partition(".mlp.experts.")
-        if not kind:
+        if not kind or kind[0].isdigit():
             apart[name] = stacked
             continue
         end = "bias" if kind.endswith("_bias") else "weight"

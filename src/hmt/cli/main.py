@@ -11,7 +11,19 @@ import typer
 
 from hmt import __version__
 from hmt.base.errors import ConfigError, HMTError
-from hmt.cli import bench, calibrate, convert, doctor, eval, plan, probe, run, serve, verify
+from hmt.cli import (
+    bench,
+    calibrate,
+    convert,
+    doctor,
+    eval,
+    inspect,
+    plan,
+    probe,
+    run,
+    serve,
+    verify,
+)
 
 app = typer.Typer(
     name="hmt",
@@ -22,6 +34,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
+app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.add_typer(calibrate.app, name="calibrate")
 app.command("verify")(verify.verify)

@@ -25,7 +25,8 @@ _KV = "Keys and values"
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        help="Folder of a checkpoint or pack, or a GGUF file; the embedded model when left out."
+        help="Folder of a checkpoint or pack, a GGUF file, or owner/name on the Hugging Face hub; "
+        "the embedded model when left out."
     ),
 ]
 
@@ -336,8 +337,10 @@ def embedded_model() -> Path:
 
 
 def choose_model(model: str | None) -> Path:
-    """The folder that was named, or the embedded model."""
-    return embedded_model() if model is None else Path(model).expanduser()
+    """The folder or file that was named, perhaps on the hub, or the embedded model."""
+    from hmt.formats import located
+
+    return embedded_model() if model is None else located(model)
 
 
 def _parameters(group: type) -> list[inspect.Parameter]:

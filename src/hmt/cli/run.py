@@ -14,6 +14,7 @@ from hmt.base.errors import ConfigError, EmptyPromptError, HMTError
 from hmt.cli.console import loading, notes
 from hmt.cli.interrupt import StopKey
 from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
+from hmt.formats import shown_name
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
@@ -58,8 +59,9 @@ def run(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder of a checkpoint or pack, or a GGUF file; the embedded model when left out, "
-            "or when this is the only argument and is a prompt."
+            help="Folder of a checkpoint or pack, a GGUF file, or owner/name on the Hugging Face "
+            "hub; the embedded model when left out, or when this is the only argument and is a "
+            "prompt."
         ),
     ] = None,
     prompt: Annotated[
@@ -95,7 +97,7 @@ def answer_or_chat(job: Job) -> None:
     """Load the model, answer or chat, print the summary; also after Ctrl-C and after errors."""
     if job.prompt is not None and not job.prompt.strip():
         raise EmptyPromptError("the prompt is empty; give some text, or no prompt at all to chat")
-    with loading(f"loading {job.model.name}") as report:
+    with loading(f"loading {shown_name(job.model)}") as report:
         from hmt.cli.conversation import Conversation
         from hmt.engine import Engine
 
@@ -139,7 +141,7 @@ def _answer_once(conversation: "Conversation", prompt: str, job: Job) -> bool:
 def _chat(conversation: "Conversation", job: Job) -> None:
     """Answer line after line, until /exit, the end of the input, or Ctrl-C between answers."""
     console, person = notes(), sys.stdin.isatty()
-    console.print(f"[bold]{job.model.name}[/] [dim]· /reset forgets, /exit leaves[/]")
+    console.print(f"[bold]{shown_name(job.model)}[/] [dim]· /reset forgets, /exit leaves[/]")
     if person:
         import readline  # noqa: F401  # gives input() a line editor and a history
     while True:

@@ -10,6 +10,7 @@ from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
+from hmt.formats import shown_name
 
 if TYPE_CHECKING:
     from hmt.server import ServerConfig
@@ -157,7 +158,7 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
     share_arenas()
     config = server.config()
     path, console = choose_model(model), notes()
-    name = config.name or path.name
+    name = config.name or shown_name(path)
     also = server.others(name)
     first = None if server.first_memory is None else parse_bytes(server.first_memory)
 
@@ -169,7 +170,7 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
         )
 
     with room.bind(config) as bound:
-        with loading(f"loading {path.name}") as report:
+        with loading(f"loading {shown_name(path)}") as report:
             from hmt.engine import Engine
 
             engines = Engine(**engine.arguments() | {"max_batch": server.max_batch})

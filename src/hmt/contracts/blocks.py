@@ -49,7 +49,8 @@ class ParamSpec:
     name      local name inside its block, such as "q_proj"
     shape     shape after `rows` is taken
     sources   names in the checkpoint; the first one that exists is used (dialects differ)
-    rows      (first, past last) rows of the source tensor when only a part belongs here
+    rows      (first, past last) rows of the source tensor when only a part belongs here; all its
+              dimensions but the last count as one
     """
 
     name: str

@@ -41,6 +41,7 @@ from hmt.engine.shown import Pool
 from hmt.engine.streams import Ticket, TokenStream, Told, completions, nth
 from hmt.engine.summary import RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
+from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, bind, peak_resident_bytes
 from hmt.memory.device import Device
@@ -91,7 +92,7 @@ class Engine:
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
         left = left if host_memory is None else min(left, host_memory)
         try:
-            prepared = prepare(Path(path), self.config, left, self._device, self._device_left())
+            prepared = prepare(located(path), self.config, left, self._device, self._device_left())
         except BudgetError as error:
             taken = self._ledger.reserved_bytes(Tier.HOST)
             if not taken:
@@ -305,6 +306,7 @@ class LoadedModel:
             peak_rss_bytes=peak_resident_bytes(),
             guessing=core.guessing,
             pools=core.memory.pool_stats(),
+            notes=self.prepared.model.spec.remarks,
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,

@@ -1,6 +1,7 @@
 """Checkpoint files: safetensors headers and checkpoint folders."""
 
 from hmt.formats.checkpoint import open_checkpoint
+from hmt.formats.hub import located, shown_name
 from hmt.formats.safetensors import read_header
 
-__all__ = ["open_checkpoint", "read_header"]
+__all__ = ["located", "open_checkpoint", "read_header", "shown_name"]

@@ -26,6 +26,7 @@ _COUNTS = (
     "moe_intermediate_size",
     "n_routed_experts",
     "num_attention_heads",
+    "num_experts",
     "num_experts_per_tok",
     "num_hidden_layers",
     "num_key_value_heads",
@@ -37,6 +38,11 @@ _COUNTS = (
     "v_head_dim",
     "vocab_size",
 )
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_MOST = {"num_hidden_layers": 1 << 13, "vocab_size": 1 << 26, "max_position_embeddings": 1 << 40}
+_MOST |= {"sliding_window": 1 << 40}
+_MOST_ELSE = 1 << 22
+_MOST_BLOCKS = 1 << 20
 
 
 def read_config(config: Mapping[str, Any], model_type: str) -> Config:
@@ -49,18 +55,40 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
         read = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
     except Exception as error:  # transformers validates with errors of many kinds
         raise CheckpointError(
-            f"transformers cannot read it as {model_type!r}: {_first_line(error)}"
+            f"transformers cannot read it as {model_type!r}: {first_line(error)}"
         ) from error
-    for name in _COUNTS:
-        value = getattr(read, name, None)
-        if value is not None and value < 1:
-            raise CheckpointError(f"{name} is {value}; it must be at least 1")
+    check_counts(read)
     if read.num_attention_heads % read.num_key_value_heads:
         raise CheckpointError(
             f"{read.num_attention_heads} query heads cannot share {read.num_key_value_heads} "
             "key-value heads evenly"
         )
     return read
+
+
+def check_counts(config: Config, *, no_window: int | None = None) -> None:
+    """Raise CheckpointError for sizes that no model has: blocks are made for what they count.
+
+    `no_window` may be what models without a sliding window have there.  Published models stay
+    below a hundredth of these bounds.
+    """
+    for name in _COUNTS:
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # of configurations in which layers differ
+            continue
+        if name == "sliding_window" and value == no_window:
+            continue
+        most = _MOST.get(name, _MOST_ELSE)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise CheckpointError(f"{name} is {value}; it must be from 1 to {most}")
+    layers = getattr(config, "num_hidden_layers", None) or 1
+    experts = max(getattr(config, name, None) or 1 for name in _EXPERTS)
+    if layers * experts > _MOST_BLOCKS:
+        raise CheckpointError(
+            f"{layers} layers with {experts} experts are more than {_MOST_BLOCKS} blocks, the most "
+            "that HMT keeps account of"
+        )
 
 
 def require(config: Config, name: str, *allowed: Any) -> None:
@@ -162,6 +190,7 @@ def residual_ffn(config: Config, **differences: Any) -> ResidualFFN:
     return ResidualFFN(gated_ffn(config, **differences), norm(config))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     lines = str(error).strip().splitlines()
     return " ".join(line.strip() for line in lines[:2])

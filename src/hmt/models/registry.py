@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
+from hmt.base.log import warn_once
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
@@ -34,6 +35,8 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Qwen3ForCausalLM": ("qwen3", Qwen3),
     "Qwen3MoeForCausalLM": ("qwen3_moe", Qwen3Moe),
 }
+# What fields of types and sizes that no published file has end in, where none is checked by name.
+_WRONG = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -49,14 +52,44 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     Raises UnknownArchitectureError for a family that HMT does not have, and CheckpointError for a
     configuration that is wrong or asks for something that its family does not compute here.
     """
-    names = config.get("architectures") or []
-    if not names or names[0] not in _FAMILIES:
-        given = f"architecture {names[0]!r}" if names else "no architecture"
-        raise UnknownArchitectureError(
-            f"{path}/config.json names {given}; HMT runs {', '.join(supported_architectures())}"
-        )
-    model_type, family = _FAMILIES[names[0]]
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
     try:
-        return family(read_config(config, model_type), dtype)
+        if not isinstance(name, str) or name not in _FAMILIES:
+            return _open_other(config, name, dtype)
+        model_type, family = _FAMILIES[name]
+        return _checked(family(read_config(config, model_type), dtype))
     except CheckpointError as error:
         raise type(error)(f"{path}/config.json: {error}") from error
+    except _WRONG as error:
+        raise CheckpointError(
+            f"{path}/config.json describes no model of this architecture "
+            f"({type(error).__name__}: {error!s:.300}): download it again"
+        ) from error
+
+
+def _checked(model: Model) -> Model:
+    """The model, unless fields that are right alone make a tensor of no size."""
+    for block in model.spec.blocks:
+        for param in block.params:
+            if min(param.shape, default=1) < 1:
+                raise CheckpointError(
+                    f"{param.sources[0]} of {block.id} would have shape {list(param.shape)}: sizes "
+                    "do not belong together"
+                )
+    return model
+
+
+def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Model:
+    """A model of transformers that no family here computes."""
+    from hmt.models import fallback  # transformers' modelling code takes a second to import
+
+    if not isinstance(name, str) or name not in fallback.architectures():
+        given = f"architecture {name!r:.100}" if name else "no architecture"
+        raise UnknownArchitectureError(
+            f"names {given}; HMT runs {', '.join(supported_architectures())}, and causal language "
+            "models of the installed transformers library"
+        )
+    model = _checked(fallback.Fallback(config, name, dtype))
+    warn_once(f"fallback {name}", f"{name} {fallback.REMARK}")
+    return model

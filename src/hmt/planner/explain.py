@@ -42,7 +42,7 @@ def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
     tiers = [Tier.DEVICE] * bool(plan.device.stages) + [Tier.HOST, Tier.DISK]
     lines.append(f"{'blocks':<10}" + "".join(f"{_PLACES[tier]:>18}" for tier in tiers))
     lines += [_kind_line(kind, plan, demand.of_kind(kind), tiers) for kind in BlockKind]
-    lines += ["", *_cost_lines(plan, machine)]
+    lines += ["", *_cost_lines(plan, machine), *(f"it {r}" for r in demand.spec.remarks)]
     return "\n".join(line for line in lines if line is not None)
 
 

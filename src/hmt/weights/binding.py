@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from hmt.base.errors import CheckpointError, MissingFileError, ShapeError
 from hmt.base.log import warn_once
@@ -156,7 +157,8 @@ def _check_shape(
     if param.rows is None:
         fits = shape == expected
     else:
-        fits = shape[1:] == expected[1:] and param.rows[1] <= (shape or (0,))[0]
+        count, width = _as_rows(shape)
+        fits = width == expected[1:] and param.rows[1] <= count
     if not fits:
         rows = f" for rows {param.rows[0]} to {param.rows[1]}" if param.rows else ""
         raise ShapeError(
@@ -166,8 +168,14 @@ def _check_shape(
         )
 
 
+def _as_rows(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """How many rows a tensor has, and how wide they are: all dimensions but the last are one."""
+    return prod(shape[:-1] or shape), shape[1:] and shape[-1:]
+
+
 def _row_bytes(record: TensorRecord) -> int:
-    return record.nbytes // record.shape[0] if record.shape and record.shape[0] else 0
+    rows, _ = _as_rows(record.shape)
+    return record.nbytes // rows if rows else 0
 
 
 def _rows_of(record: TensorRecord, rows: tuple[int, int] | None) -> FileRange:

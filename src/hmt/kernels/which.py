@@ -1,0 +1,18 @@
+"""Which kernels compute on a weight here, for people who ask before they run."""
+
+import torch
+
+from hmt.contracts.encoding import WeightTensor
+from hmt.kernels import ops, reference
+from hmt.kernels.cpu import extension
+from hmt.kernels.cpu.linear import native_weight
+
+
+def kernel_name(weight: WeightTensor) -> str:
+    """What multiplies with `weight` on this machine's CPU, and on its GPU if it has one."""
+    native = extension.load()
+    compiled = native is not None and native_weight(native, weight) is not None
+    name = f"compiled ({native.isa()})" if native is not None and compiled else "plain torch"
+    if not torch.cuda.is_available():
+        return name
+    return f"{name}; GPU: {'plain torch' if ops.gpu_kernels() is reference else 'Triton'}"

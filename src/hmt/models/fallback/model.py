@@ -1,0 +1,284 @@
+"""Any causal language model of transformers, computed by its own modules.
+
+transformers' module tree is made on the meta device.  Modules that hold numbers are replaced by
+ours, which take them by lease; attention and experts, which the modules call by name, are HMT's.
+What is around the layers is run once per step without them, to learn what each is called with, and
+once behind them, for the norm and the output layer.  No forward pass is changed.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt.base.errors import CheckpointError
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
+from hmt.contracts.model import ModelSpec
+from hmt.contracts.step import Run, Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.models.config import Config
+from hmt.models.fallback import names, tree
+from hmt.models.fallback.blocks import BlockMaker, Parts, take_apart, units
+from hmt.models.fallback.interfaces import OneSequence
+from hmt.models.fallback.modules import Layer, Stage
+from hmt.models.fallback.sight import LayerSight, Sights, look, surroundings
+from hmt.models.fallback.work import Call, StoppedError, Work, doing
+
+REMARK = "runs through transformers' modules, which is slower than a family of HMT's own"
+
+# Buffers that old checkpoints have and that are computed.
+_IGNORED = (r"\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
+# Their angles depend on how long a sequence is: each sequence has to be alone in its call.
+_LENGTHS = ("dynamic", "longrope")
+
+
+class Fallback:
+    """Implements Model around a module tree of transformers.
+
+    Where its attention asks for an implementation by name, that is HMT's, over all sequences of a
+    step at once.  Else the model's own code computes attention, sequence by sequence, over keys and
+    values that are read out of the pages.
+    """
+
+    def __init__(self, config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> None:
+        """Raises UnknownArchitectureError for a model that cannot run so, and CheckpointError."""
+        self.dtype = dtype
+        read = tree.read(config)
+        tree.refuse_others(read)
+        opened = _open(read, architecture, dtype)
+        self._tree, self._parts, sights = opened.tree, opened.parts, opened.sights
+        maker = BlockMaker(self._tree, self._parts, opened.published, architecture)
+        layers = len(self._parts.layers)
+        blocks = (
+            *maker.trunk(),
+            *(block for i in range(layers) for block in maker.layer(i, sights.layers[i])),
+            *maker.head(opened.tied),
+        )
+        text = self._tree.model.config.get_text_config()
+        self.spec = ModelSpec(
+            architecture=architecture,
+            layers=layers,
+            hidden_size=text.hidden_size,
+            vocab_size=self._parts.head.out_features,
+            max_context=_max_context(text),
+            blocks=blocks,
+            kv=tuple(sight.kv[0] for sight in sights.layers),
+            activation_width=max(_width(sight, text.hidden_size) for sight in sights.layers),
+            attention_heads=max(sight.heads for sight in sights.layers),
+            experts_per_token=max(sight.top_k for sight in sights.layers),
+            ignored=_ignored(self._tree, opened.tied),
+            host_only=True,
+            remarks=(REMARK,),
+        )
+        self._after = [_after_attention(sight) for sight in sights.layers]
+        self._layer_blocks: list[list[BlockId]] = [[] for _ in range(layers)]
+        for block in blocks:
+            if block.id.layer != TRUNK and block.id.kind is not BlockKind.EXPERT:
+                self._layer_blocks[block.id.layer].append(block.id)
+        for index, layer in enumerate(self._parts.layers):
+            answer = _answering(sights.layers[index].answers)
+            self._tree.layers[index] = Stage(layer, index, answer)
+        self._input_width = next(b for b in blocks if b.params).params[0].shape[1]
+        self._prepared: tuple[Step | None, Tensor, list[dict[int, Call]]]
+        self._prepared = (None, torch.empty(0), [])
+
+    def embed(self, step: Step, weights: Weights) -> Tensor:
+        """See Model."""
+        return self._prepare(step, weights)[0].clone()
+
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        """See Model."""
+        calls = self._prepare(step, weights)[1]
+        layer = self._parts.layers[index]
+        if not self._tree.own_attention:
+            with doing(Work(weights, step=step, kv=kv, layer=index)):
+                return _called(layer, calls[0][index], hidden)
+        work = Work(weights, step=step, kv=kv, layer=index)
+        out = torch.empty_like(hidden)
+        with doing(work):
+            for run, call in zip(step.runs, calls, strict=True):
+                work.run = run
+                out[run.tokens] = _called(layer, call[index], hidden[run.tokens])
+        key, value = (torch.cat(rows).contiguous() for rows in zip(*work.new, strict=True))
+        kv.append(index, step, key, value)
+        return out
+
+    def resident_layers(self, layers: range, weights: Weights, kv: KVCache) -> None:
+        """See Model: there are none, as modules of transformers have no kernels for this."""
+        return None
+
+    def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
+        """See Model."""
+        with doing(Work(weights, instead=hidden[None], stops=True)) as work:
+            with suppress(StoppedError):
+                self._behind(hidden)
+            assert work.seen is not None
+            return work.seen[0].float()
+
+    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
+        """See Model."""
+        with doing(Work(weights, instead=hidden[None])):
+            logits: Tensor = self._behind(hidden)
+            return logits[0].float()
+
+    def angles(self, step: Step) -> tuple[int, ...]:
+        """See Model: those of keys never change, and steps on the CPU are not captured."""
+        return ()
+
+    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
+        """See Model.  Calls what follows attention in the layer, as far as its choice."""
+        by_name = units(self._parts.layers[index])
+        x = hidden[None]
+        with doing(Work(weights, layer=index, guessing=True)) as work:
+            with suppress(StoppedError):
+                for name in self._after[index]:
+                    x = by_name[name](x)
+            assert work.chosen is not None
+            return work.chosen
+
+    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
+        """See Model."""
+        return tuple(self._layer_blocks[index])
+
+    def _behind(self, hidden: Tensor) -> Any:
+        """What the model makes of the layers' result, of which the work at hand has the rows."""
+        positions = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+        options = surroundings(self._tree, positions, None)
+        nothing = hidden.new_zeros(1, len(hidden), self._input_width)
+        return self._tree.model(inputs_embeds=nothing, **options).logits
+
+    def _prepare(self, step: Step, weights: Weights) -> tuple[Tensor, list[dict[int, Call]]]:
+        """Hidden states before the layers, and what these are called with: by run, by layer."""
+        known, hidden, calls = self._prepared
+        if known is step:
+            return hidden, calls
+        parts, calls = [], []
+        runs = step.runs if self._tree.own_attention else (None,)
+        for run in runs:
+            own = slice(None) if run is None else run.tokens
+            parts.append(self._around(step.token_ids[own], step.positions[own], run, weights))
+            calls.append(parts[-1].calls)
+        first = [call[0] for call in calls]
+        hidden = torch.cat([args[0] if args else kw["hidden_states"] for args, kw in first], dim=1)
+        self._prepared = step, hidden[0], calls
+        return hidden[0], calls
+
+    def _around(self, ids: Tensor, positions: Tensor, run: Run | None, weights: Weights) -> Work:
+        """Run what is around the layers, for some tokens."""
+        cache = None
+        if self._tree.own_attention:
+            cache = OneSequence(run, len(self._parts.layers))
+        options = surroundings(self._tree, positions, cache)
+        work = Work(weights, ends=len(self._parts.layers) - 1)
+        with doing(work), suppress(StoppedError):
+            self._tree.base(input_ids=ids[None], **options)
+        return work
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A tree whose modules are replaced, and what is known of it.
+
+    tied   the output layer multiplies with the embedding
+    """
+
+    tree: tree.Tree
+    parts: Parts
+    sights: Sights
+    published: names.Published
+    tied: bool
+
+
+def _open(config: Config, architecture: str, dtype: torch.dtype) -> _Opened:
+    """Build, take apart and look; with the model's own attention where that is needed."""
+    problem: CheckpointError | None = None
+    for by_name in [False] if _depends_on_length(config) else [True, False]:
+        try:
+            opened = _attempt(config, architecture, dtype, by_name=by_name)
+        except CheckpointError as error:
+            problem = problem or error
+        except Exception as error:  # of transformers' code, which is met in a way of our own
+            problem = problem or tree.refused(
+                architecture, f"it failed when tried ({error!r:.300})"
+            )
+        else:
+            if opened is not None:
+                return opened
+    raise problem or tree.refused(architecture, "its layers have no attention that keeps anything")
+
+
+def _attempt(
+    config: Config, architecture: str, dtype: torch.dtype, *, by_name: bool
+) -> _Opened | None:
+    """The same in one of both ways; None where the other one is wanted."""
+    built = tree.build(config, architecture, dtype, by_name=by_name)
+    if by_name and not built.takes_positions:
+        return None
+    output = built.model.get_output_embeddings()
+    tied = output is not None and output.weight is built.model.get_input_embeddings().weight
+    published = names.find(built.model)
+    parts = take_apart(built, architecture)
+    BlockMaker(built, parts, published, architecture).values()
+    hidden_size = built.model.config.get_text_config().hidden_size
+    sights = look(built, list(parts.layers), hidden_size, architecture)
+    if sights.problem:
+        raise tree.refused(architecture, sights.problem)
+    return _Opened(built, parts, sights, published, tied) if sights.layers[0].kv else None
+
+
+def _depends_on_length(config: Config) -> bool:
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = parameters.values() if "rope_type" not in parameters else [parameters]
+    return any(isinstance(one, Mapping) and one.get("rope_type") in _LENGTHS for one in each)
+
+
+def _called(layer: Layer, call: Call, hidden: Tensor) -> Tensor:
+    """A layer's hidden states [tokens, hidden_size] for hidden of that shape."""
+    args, kwargs = call
+    if args:
+        result = layer(hidden[None], *args[1:], **kwargs)
+    else:
+        result = layer(**(kwargs | {"hidden_states": hidden[None]}))
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found[0]
+
+
+def _answering(count: int) -> Callable[[Tensor], Any]:
+    """How a layer returns its hidden states: alone, or as the first of `count`."""
+    return (lambda hidden: (hidden, *[None] * (count - 1))) if count else (lambda hidden: hidden)
+
+
+def _max_context(config: Config) -> int:
+    for name in ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 2048
+
+
+def _width(sight: LayerSight, hidden_size: int) -> int:
+    """Numbers alive per token: what the widest child's layers make, once more behind activations.
+
+    And hidden states: the residual stream, two norms in 32 bits, and queries before and after.
+    """
+    return 8 * hidden_size + 2 * max(sight.widths.values(), default=0)
+
+
+def _ignored(built: tree.Tree, tied: bool) -> tuple[str, ...]:
+    known = [re.escape("lm_head.weight") + "$"] if tied else []
+    unexpected = getattr(built.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return (*_IGNORED, *known, *unexpected)
+
+
+def _after_attention(sight: LayerSight) -> list[str]:
+    """Children that are called behind attention, up to the one with experts."""
+    if not sight.experts:
+        return []
+    order = list(dict.fromkeys(sight.units))
+    return order[order.index(sight.attention) + 1 : order.index(sight.experts[0][1]) + 1]

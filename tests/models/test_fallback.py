@@ -1,0 +1,244 @@
+"""Models that HMT has no file for, through transformers' modules: equal to plain transformers."""
+
+import random
+import shutil
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_memory import Bench, ResidentWeights, published, random_reference
+from transformers import CONFIG_MAPPING
+
+import hmt
+from hmt.base.errors import CheckpointError, ConfigError, UnknownArchitectureError
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.encoding import Encoding
+from hmt.engine import EngineConfig, packs, prepare
+from hmt.models import open_model
+from hmt.planner import PlanOptions, smallest_budget
+
+SHARE = 4  # of the weights, what may be in memory
+PROMPT_TOKENS, TOKENS = 35, 40
+OPTIONS = {"dtype": "float32", "context": 64, "prefill_chunk": 16, "max_batch": 3, "threads": 1}
+SIZES = {
+    "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": None,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@dataclass(frozen=True)
+class Other:
+    """A family.
+
+    own        attention is the model's code, over what HMT's pages hold
+    budgets    it is run through the engine, at a quarter of the memory
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    own: bool = False
+    experts: bool = False
+    budgets: bool = True
+    without: tuple[str, ...] = ()
+
+
+NO_KV_HEADS = ("num_key_value_heads",)
+OTHERS = {
+    "bloom": Other({"n_head": 4, "n_layer": 6}, own=True, budgets=False, without=NO_KV_HEADS),
+    "cohere": Other({"logit_scale": 0.3, "use_qk_norm": True}),
+    "falcon": Other({"multi_query": True}, own=True),
+    "gemma2": Other(
+        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}, budgets=False
+    ),
+    "glm4": Other({"head_dim": 16}),
+    "gpt2": Other(budgets=False, without=(*NO_KV_HEADS, "intermediate_size")),
+    "gpt_neox": Other({"rotary_pct": 0.5}, without=NO_KV_HEADS),
+    "granite": Other({"logits_scaling": 2.0, "attention_multiplier": 0.2}),
+    "granitemoe": Other(
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
+        experts=True,
+    ),
+    "minicpm3": Other(
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+        budgets=False,
+    ),
+    "olmo2": Other({"tie_word_embeddings": True}),
+    "olmoe": Other(EXPERTS, experts=True, budgets=False),
+    "opt": Other({"ffn_dim": 96, "word_embed_proj_dim": 48}, budgets=False, without=NO_KV_HEADS),
+    "phi": Other({"partial_rotary_factor": 0.5}),
+    "qwen2_moe": Other({**EXPERTS, "shared_expert_intermediate_size": 48}, experts=True),
+    "stablelm": Other({"use_qkv_bias": True}),
+    "starcoder2": Other({"sliding_window": 9, "use_bias": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def config_of(kind: str) -> Any:
+    other = OTHERS[kind]
+    sizes = {name: size for name, size in SIZES.items() if name not in other.without}
+    return CONFIG_MAPPING[kind](**sizes | other.config)
+
+
+def texts_for(kind: str) -> list[list[int]]:
+    rng = random.Random(len(kind))
+    return [[rng.randrange(1, 400) for _ in range(TOKENS - 9 * n)] for n in range(3)]
+
+
+def logits_of(reference: Any, text: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = reference(torch.tensor([text])).logits[0]
+    return logits
+
+
+def check(reference: Any, text: list[int], found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Our logits differ no more than transformers' two attentions do, times four, or next to it."""
+    differs = 0.0
+    if reference._supports_sdpa and reference._can_set_attn_implementation():
+        reference.set_attn_implementation("sdpa")
+        differs = float((logits_of(reference, text) - wanted).abs().max())
+    assert float((found - wanted).abs().max()) <= max(4 * differs, 2e-5 * float(wanted.std()))
+
+
+class Noting(ResidentWeights):
+    """Also notes what routers saw and chose."""
+
+    seen: list[tuple[int, torch.Tensor, torch.Tensor]]
+
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        self.seen.append((layer, hidden.clone(), experts.clone()))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_logits_equal_transformers_in_chunks_and_together(kind: str, tmp_path: Path) -> None:
+    """Two sequences, chunks and single tokens mixed; every tensor of the checkpoint is used."""
+    other, reference = OTHERS[kind], random_reference(config_of(kind), seed=len(kind))
+    config, tensors = published(reference, tmp_path)
+    model: Any = open_model(config, tmp_path, torch.float32)
+    bench = Bench(model, tensors)
+    noting = Noting(model.spec, tensors)
+    noting.seen = []
+    bench.weights = noting
+    (first, second, _) = texts_for(kind)
+    steps = [(20, 0), (1, 11), (9, 1), (1, 1), (9, 18)]
+    at, parts = [0, 0], ([], [])
+    for counts in steps:
+        taken = [
+            (n, at[n], text[at[n] : at[n] + count])
+            for n, (text, count) in enumerate(zip((first, second), counts, strict=True))
+            if count
+        ]
+        logits = bench.run(*taken)
+        for (n, _, part), rows in zip(taken, logits.split([len(t[2]) for t in taken]), strict=True):
+            parts[n].append(rows)
+            at[n] += len(part)
+    assert at == [len(first), len(second)]
+    wanted = [logits_of(reference, text) for text in (first, second)]
+    for text, rows, whole in zip((first, second), parts, wanted, strict=True):
+        check(reference, text, torch.cat(rows), whole)
+    assert set(tensors) == noting.used
+    kinds = {block.id.kind for block in model.spec.blocks if block.id.layer >= 0}
+    routed = {BlockKind.ROUTER, BlockKind.EXPERT} if other.experts else {BlockKind.FFN}
+    assert kinds == {BlockKind.ATTENTION} | routed
+    assert model._tree.own_attention == other.own
+    assert bool(noting.seen) == other.experts
+    with torch.inference_mode():
+        for layer, hidden, experts in noting.seen[:9]:
+            assert torch.equal(model.expected_experts(layer, hidden, noting), experts)
+
+
+def publish(kind: str, folder: Path) -> Any:
+    """A random model, written to `folder` with a tokenizer."""
+    reference = random_reference(config_of(kind), seed=len(kind))
+    published(reference, folder)
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    return reference
+
+
+@pytest.mark.parametrize("kind", [kind for kind, other in OTHERS.items() if other.budgets])
+def test_every_budget_and_both_executors_give_the_same(kind: str, tmp_path: Path) -> None:
+    """At most a quarter of the weights in memory; in chunks, token by token, alone, with others."""
+    reference, texts = publish(kind, tmp_path), texts_for(kind)
+    prepared = prepare(tmp_path, EngineConfig.resolve(host_memory="256MiB", **OPTIONS))
+    least = smallest_budget(prepared.demand, PlanOptions(0, 64, 16))
+    found, answers = [], []
+    for executor in ("plain", "overlapped"):
+        with hmt.Engine(host_memory=least, executor=executor, **OPTIONS) as engine:
+            model = engine.load_model(tmp_path)
+            held = sum(model.plan.reserved[purpose] for purpose in ("resident", "slots"))
+            assert held <= prepared.demand.weight_bytes // SHARE
+            assert "transformers' modules" in model.summary().notes[0]
+            found.append(model.logits(texts[0], range(TOKENS), prefill=PROMPT_TOKENS))
+            requests = [
+                hmt.Request(input=text, max_new_tokens=4, ignore_eos=True) for text in texts
+            ]
+            answers.append([answer.token_ids for answer in model.infer_batch(requests)])
+    assert torch.equal(*found)
+    assert answers[0] == answers[1]
+    wanted = [logits_of(reference, text) for text in texts]
+    check(reference, texts[0], found[0], wanted[0])
+    assert [tokens[0] for tokens in answers[0]] == [int(logits[-1].argmax()) for logits in wanted]
+
+
+def test_a_pack_of_fewer_bits_computes_the_same_as_converting_on_load(tmp_path: Path) -> None:
+    publish("granitemoe", tmp_path / "model")
+    config = EngineConfig.resolve(quantization="w8a16", host_memory="64MiB", **OPTIONS)
+    packs.convert(tmp_path / "model", tmp_path / "pack", config)
+    [text, *_] = texts_for("granitemoe")
+    found = []
+    for folder, scheme in (("model", "w8a16"), ("pack", None)):
+        with hmt.Engine(host_memory="64MiB", quantization=scheme, **OPTIONS) as engine:
+            model = engine.load_model(tmp_path / folder)
+            kinds = {b.kind for b, layout in model.prepared.layouts.items() for p in layout.placed
+                     if p.format.encoding is Encoding.INT8_CHANNEL}  # fmt: skip
+            assert kinds == {BlockKind.ATTENTION, BlockKind.EXPERT, BlockKind.HEAD}
+            found.append(model.logits(text, range(TOKENS), prefill=PROMPT_TOKENS))
+    assert torch.equal(*found)
+
+
+def test_a_gpu_is_refused(tmp_path: Path) -> None:
+    publish("olmo2", tmp_path)
+    with (
+        hmt.Engine(gpu_id="pretended", gpu_memory="1GiB", host_memory="64MiB", **OPTIONS) as engine,
+        pytest.raises(ConfigError, match="on the CPU only: leave --gpu-memory"),
+    ):
+        engine.load_model(tmp_path)
+
+
+LAYERS = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64}
+REFUSED = {
+    "bart": ({"is_encoder_decoder": True}, "BartForCausalLM", "encoder beside its decoder"),
+    "bert": ({"num_attention_heads": 2}, "BertLMHeadModel", "parameters of its own"),
+    "gemma3": ({"text_config": LAYERS}, "Gemma3ForConditionalGeneration", "images or sound"),
+    "lfm2": ({"num_attention_heads": 2, "layer_types": ["conv", "full_attention"]},
+             "Lfm2ForCausalLM", "layers of conv"),
+    "llama": ({}, "OlmoForCausalLM", "'llama' is not that of a OlmoForCausalLM"),
+    "longcat_flash": ({"num_layers": 2}, "LongcatFlashForCausalLM", "cannot run"),
+    "mamba": ({}, "MambaForCausalLM", "a state besides keys and values"),
+    "rwkv": ({}, "RwkvForCausalLM", "a state besides keys and values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_run_is_refused_with_the_reason(kind: str) -> None:
+    changes, name, says = REFUSED[kind]
+    config = {**LAYERS, **changes, "model_type": kind, "architectures": [name]}
+    with pytest.raises(CheckpointError, match=says) as caught:
+        open_model(config, Path("some/where"), torch.float32)
+    assert isinstance(caught.value, UnknownArchitectureError) == (kind != "llama")
