@@ -10,7 +10,7 @@ import torch
 from hmt.bench.random_model import write_random_llama
 from hmt.cli import doctor
 from hmt.cli.options import EngineOptions, embedded_model
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine import EngineConfig, machine
 from hmt.memory import DiskRate
 

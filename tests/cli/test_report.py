@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from hmt.cli.report import summary_json, summary_view
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, Verdict
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hmt.contracts.encoding import Activations, Encoding
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine import link_rates, machine
 from hmt.memory.device import PretendedDevice
 from hmt.planner.device import _copied_share

@@ -17,27 +17,6 @@ class Tier(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What was measured of this machine (rates in bytes per second; 0 means not measured).
-
-    device_name   the GPU; empty without one
-    link_rate     from pinned host memory to it
-    shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
-                                        model's usual format, at once
-    """
-
-    name: str
-    cores: int
-    ram_bytes: int
-    ram_read_rate: float
-    disk_read_rate: float
-    device_name: str = ""
-    link_rate: float = 0.0
-    shared_link_rate: float = 0.0
-    shared_cpu_rate: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceShare:
     """A plan's part for a GPU.
 

@@ -17,7 +17,7 @@ import torch
 from hmt.base import flags
 from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads

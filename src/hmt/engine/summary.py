@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hmt.base.units import format_rate
 from hmt.contracts.kv import KVAccount
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine.trial import Verdict
 from hmt.memory import PoolStats
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockKind, BlockSize
-from hmt.contracts.plan import Machine, Plan, Tier
+from hmt.contracts.machine import Machine
+from hmt.contracts.plan import Plan, Tier
 from hmt.planner.footprint import Demand
 
 _MEANING = {

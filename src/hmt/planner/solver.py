@@ -15,7 +15,8 @@ from hmt.base.units import format_bytes, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVLevels
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.contracts.plan import Machine, Plan, Tier
+from hmt.contracts.machine import Machine
+from hmt.contracts.plan import Plan, Tier
 from hmt.planner.device import kv_token_bytes, share_of_device
 from hmt.planner.footprint import (
     Demand,
