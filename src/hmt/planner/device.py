@@ -13,8 +13,10 @@ Experts stay on the device all or not at all.  If not, each layer gets a cache o
 beside everything else, and a step brings the link's share of those that are missing.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil
 
 from hmt.base.errors import BudgetError
@@ -38,9 +40,9 @@ _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
 _WIDE = (BlockKind.FFN, BlockKind.EXPERT)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Layer:
-    """A layer as the device sees it.
+    """A layer as the device sees it.  Its sums are made once, when it is complete.
 
     core   what attention needs, keys and values included
     wide   its feed-forward network, or its experts
@@ -51,11 +53,20 @@ class _Layer:
     wide: list[BlockSize] = field(default_factory=list)
     kv_bytes: int = 0
 
-    @property
+    @cached_property
     def core_bytes(self) -> int:
         return _bytes(self.core) + self.kv_bytes
 
-    @property
+    @cached_property
+    def wide_bytes(self) -> int:
+        return _bytes(self.wide)
+
+    @cached_property
+    def wide_sizes(self) -> Counter[int]:
+        """Blocks by the bytes of their slots, in the order in which sizes come."""
+        return Counter(block.slot_bytes for block in self.wide)
+
+    @cached_property
     def sparse(self) -> bool:
         """Whether a step of few tokens needs few of its wide blocks."""
         return any(block.id.kind is BlockKind.EXPERT for block in self.wide)
@@ -94,9 +105,12 @@ class _Choice:
             (self.copied + self.on_cpu, _SLOTS),
             (self.sparse, self.expert_copies),
         ):
-            wanted = [layer for layer in layers if layer in self.in_prompts]
-            sizes = [block.slot_bytes for layer in wanted for block in layer.wide]
-            found |= {size: min(most, sizes.count(size)) for size in dict.fromkeys(sizes)}
+            copied = set(self.in_prompts)
+            sizes: Counter[int] = Counter()
+            for layer in layers:
+                if layer in copied:
+                    sizes.update(layer.wide_sizes)
+            found |= {size: min(most, count) for size, count in sizes.items()}
         return found
 
     @property
@@ -112,7 +126,7 @@ class _Choice:
     @property
     def nbytes(self) -> int:
         """On the device, slots included."""
-        stays = sum(_bytes(layer.wide) for layer in self.stay)
+        stays = sum(layer.wide_bytes for layer in self.stay)
         cores = sum(layer.core_bytes for layer in self.layers)
         return cores + stays + _slot_bytes(self) + self.expert_bytes
 
@@ -239,11 +253,16 @@ def _choose(layers: list[_Layer], room: int, share: float, brought: int) -> _Cho
     """As many cores as fit, and then as much else: what is left is copied or the CPU's."""
     for count in range(len(layers), 0, -1):
         chosen = _spread(layers, count)
+        cores = sum(layer.core_bytes for layer in chosen)
+        if cores > room:
+            continue
         everything = _Choice(chosen, [], [])
         if everything.nbytes <= room:
             return everything
         dense = [layer for layer in chosen if not layer.sparse]
-        for staying in range(len(dense), -1, -1):
+        least = min((layer.wide_bytes for layer in dense), default=0)
+        most = min(len(dense), (room - cores) // least if least else len(dense))
+        for staying in range(most, -1, -1):
             choice = _split(dense, staying, share)
             choice.sparse = [layer for layer in chosen if layer.sparse]
             if choice.nbytes <= room:
@@ -284,8 +303,7 @@ def _cache_experts(choice: _Choice, room: int, brought: int) -> None:
 
 def _largest(layers: Sequence[_Layer]) -> int:
     """Bytes of a slot for any of the layers' experts."""
-    sizes = (block.slot_bytes for layer in layers for block in layer.wide)
-    return round_up(max(sizes, default=0), _ALIGNMENT)
+    return round_up(max((max(layer.wide_sizes) for layer in layers), default=0), _ALIGNMENT)
 
 
 def _spread(layers: list[_Layer], count: int) -> list[_Layer]:

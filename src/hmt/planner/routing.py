@@ -68,7 +68,7 @@ def needed_experts(
     Experts in the cache are chosen as often as the curve says, each of them equally; and so are
     the others.  Several tokens choose the same ones: a step reads their union.
     """
-    if not experts:
+    if not experts or not chosen:
         return Needed(0.0, 0.0)
     # No token chooses an expert twice: a cache of one never has two of its choices.
     hits = min(curve.hits(cached / experts), cached / chosen)
