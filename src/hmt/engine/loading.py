@@ -18,8 +18,8 @@ from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.kv import KVAccount
-from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.machine import Machine
+from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice, load_on_device
@@ -146,7 +146,7 @@ def prepare(
     host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source = open_source(path)
-    model = open_model(source.config, source.path, _dtype(config, source))
+    model = open_model(source.config, source.path, dtype_for(config, source))
     weights = source.weights(model.spec, config.quantization)
     kv_quant = with_scales(config.kv_quant, source)
     demand = demand_of(model, weights.layouts, config, kv_quant)
@@ -156,7 +156,7 @@ def prepare(
         config.prefill_chunk,
         0 if config.executor == "plain" else config.prefetch_distance,
         device_bytes,
-        _kv_budgets(config),
+        kv_budgets(config),
     )
     machine = machine_for(path)
     if device is not None:
@@ -166,7 +166,8 @@ def prepare(
     return Prepared(source, model, weights.layouts, weights.published_bytes, demand, machine, plan)
 
 
-def _kv_budgets(config: EngineConfig) -> KVBudgets | None:
+def kv_budgets(config: EngineConfig) -> KVBudgets | None:
+    """Of keys and values that do not all lie where layers compute; None where they do."""
     if config.kv_device_memory_bytes is None:
         return None
     disk_bytes = 0 if config.kv_disk is None else config.kv_disk_memory_bytes
@@ -366,7 +367,7 @@ def _spill_file(streamed: Sequence[BlockLayout], config: EngineConfig) -> SpillF
         return None
 
 
-def _dtype(config: EngineConfig, source: Source) -> torch.dtype:
+def dtype_for(config: EngineConfig, source: Source) -> torch.dtype:
     """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway."""
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)

@@ -77,9 +77,7 @@ def shape_demand(config: Mapping[str, Any], options: EngineConfig) -> Demand:
     return demand_of(model, layouts, options, options.kv_quant)
 
 
-def _layouts(
-    model: Model, config: Mapping[str, Any], scheme: Scheme
-) -> dict[BlockId, BlockLayout]:
+def _layouts(model: Model, config: Mapping[str, Any], scheme: Scheme) -> dict[BlockId, BlockLayout]:
     """The layout of every block; blocks of equal shapes share that of the first of them."""
     alike: dict[object, BlockSpec] = {}
     first: dict[BlockId, BlockId] = {}

@@ -23,8 +23,8 @@ from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVLevels
-from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.machine import Machine
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import DeviceShare
 from hmt.planner.footprint import Demand, device_activation_bytes, kv_bytes
 

@@ -1,11 +1,11 @@
 """Machines written down in TOML: the fields of `Machine`, sizes and rates as people write them.
 
-    name = "desktop"
-    ram_bytes = "64GiB"
-    ram_read_rate = "68GB/s"
+name = "desktop"
+ram_bytes = "64GiB"
+ram_read_rate = "68GB/s"
 
-    [cpu_ops]
-    bf16 = 1.6e12
+[cpu_ops]
+bf16 = 1.6e12
 """
 
 import difflib

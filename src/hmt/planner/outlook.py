@@ -19,7 +19,6 @@ from hmt.planner.routing import HitCurve
 from hmt.planner.solver import PlanOptions, solve
 
 _OURS = 0.9  # of a described machine's memories; the rest is the system's and the driver's
-_USUAL_CONTEXT = 8192
 _LEAST_GAIN = 0.01  # what gains less does not help
 _SCHEMES = ("w8a8", "w4a8")  # in the order of the bytes that they save
 _MOST_MEMORY = 1 << 44
@@ -33,7 +32,7 @@ class Setting:
     """What is planned for.
 
     scheme         how weights are encoded; None: as published
-    context        positions of each user; None: what is usual
+    context        positions of each user; None: the solver's choice for all of them together
     prompt_tokens  of the prompt whose time is predicted; None: the whole context
     host_bytes, device_bytes   budgets; None: 90% of the machine's
     kv             keys and values that do not all lie where layers compute
@@ -62,15 +61,11 @@ class Setting:
             return given
         return min(self.device_bytes, self.machine.device_bytes)
 
-    def context_for(self, demand: Demand) -> int:
-        """Positions of each user."""
-        return self.context or min(_USUAL_CONTEXT, demand.spec.max_context)
-
-    def options(self, demand: Demand) -> PlanOptions:
+    def options(self) -> PlanOptions:
         """The same for the solver."""
         return PlanOptions(
             self.host_budget(),
-            self.context_for(demand) * self.users,
+            None if self.context is None else self.context * self.users,
             self.prefill_chunk,
             self.prefetch_distance,
             self.device_budget(),
@@ -125,11 +120,15 @@ class Outlook:
                 f"{demand.spec.architecture} takes {format_bytes(demand.weight_bytes)} on a drive, "
                 f"and this one has {format_bytes(machine.disk_bytes)}"
             )
-        plan = solve(demand, setting.options(demand), machine)
-        context = setting.context_for(demand)
+        plan = solve(demand, setting.options(), machine)
+        return Planned(setting, demand, plan, self.predict(setting, demand, plan))
+
+    def predict(self, setting: Setting, demand: Demand, plan: Plan) -> Prediction:
+        """What a plan for the setting would reach."""
+        context = setting.context or plan.kv_tokens // setting.users
         prompt = context if setting.prompt_tokens is None else setting.prompt_tokens
-        costs = CostModel(demand, plan, machine, self._curve)
-        return Planned(setting, demand, plan, costs.predict(setting.users, context, prompt))
+        costs = CostModel(demand, plan, setting.machine, self._curve)
+        return costs.predict(setting.users, context, prompt)
 
     def fits(self, setting: Setting) -> Planned | None:
         """The same; None where it cannot be."""
@@ -170,7 +169,7 @@ class Outlook:
     def _remedies(self, setting: Setting) -> Iterator[tuple[float, Change]]:
         """Changes of one thing that suffice, each with its size: the share that it changes."""
         machine, demand = setting.machine, self.demand(setting)
-        context = setting.context_for(demand)
+        context = setting.context
 
         def change(text: str, wanted: Setting, size: float) -> Iterator[tuple[float, Change]]:
             if (planned := self.fits(wanted)) is not None:
@@ -182,7 +181,9 @@ class Outlook:
 
         def device(nbytes: int) -> Setting:
             most = max(machine.device_bytes, int(nbytes / _OURS) + 1)
-            return replace(setting, device_bytes=nbytes, machine=replace(machine, device_bytes=most))
+            return replace(
+                setting, device_bytes=nbytes, machine=replace(machine, device_bytes=most)
+            )
 
         if (more := self._least(host, setting.host_budget())) is not None:
             size = more / max(1, setting.host_budget()) - 1
@@ -193,7 +194,7 @@ class Outlook:
                 yield from change(f"{format_bytes(more)} of GPU memory", device(more), size)
             alone = replace(setting, device_bytes=0)
             yield from change("the CPU alone (GPU memory 0)", alone, 1.0)
-        if (shorter := self._most(setting, context)) is not None:
+        if context is not None and (shorter := self._most(setting, context)) is not None:
             wanted = replace(setting, context=shorter)
             size = context / shorter - 1
             yield from change(f"a context of {shorter} positions", wanted, size)
@@ -209,9 +210,10 @@ class Outlook:
         for scheme in _SCHEMES:
             if scheme != setting.scheme:
                 wanted = replace(setting, scheme=scheme)
-                smaller = self.demand(wanted).weight_bytes / max(1, demand.weight_bytes)
-                if smaller < 1:
-                    yield from change(f"weights in {scheme}", wanted, 1 / smaller - 1)
+                for _, found in change(f"weights in {scheme}", wanted, 0.0):
+                    ratio = demand.weight_bytes / max(1, found.planned.demand.weight_bytes)
+                    if ratio > 1:
+                        yield ratio - 1, found
         if machine.disk_bytes and demand.weight_bytes > machine.disk_bytes:
             larger = replace(machine, disk_bytes=demand.weight_bytes)
             text = f"a drive of {format_bytes(demand.weight_bytes)}"
@@ -251,9 +253,7 @@ def _richer(setting: Setting) -> Iterator[tuple[str, Setting]]:
 
     if setting.host_bytes is None:
         for more in (32 * GIB, machine.ram_bytes):
-            yield with_machine(
-                f"{format_bytes(more)} more RAM", ram_bytes=machine.ram_bytes + more
-            )
+            yield with_machine(f"{format_bytes(more)} more RAM", ram_bytes=machine.ram_bytes + more)
     yield with_machine("a drive twice as fast", disk_read_rate=2 * machine.disk_read_rate)
     yield with_machine(
         "memory twice as fast (more channels)",

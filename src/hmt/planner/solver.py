@@ -14,8 +14,8 @@ from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import format_bytes, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVLevels
-from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.machine import Machine
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost import CostModel
 from hmt.planner.device import kv_token_bytes, share_of_device
