@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hmt.contracts.machine import Machine
-from hmt.contracts.plan import Plan, Tier
-from hmt.planner.footprint import Demand
-from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights, loads_of
+from hmt.contracts.plan import Tier
+from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
 from hmt.planner.routing import HitCurve, needed_experts, usual_curve
 
 _FLOATS = "bf16"  # what attention is computed in
@@ -64,13 +63,11 @@ class Prediction:
 
 
 class CostModel:
-    """Costs of one plan on one machine."""
+    """Costs of one plan's loads on one machine."""
 
-    def __init__(
-        self, demand: Demand, plan: Plan, machine: Machine, curve: HitCurve | None = None
-    ) -> None:
+    def __init__(self, loads: Loads, machine: Machine, curve: HitCurve | None = None) -> None:
         """`curve` is that of caches of experts; None: the usual one for so many experts."""
-        self._loads = loads_of(demand, plan)
+        self._loads = loads
         self._machine = machine
         counts = [load.experts.count for load in self._loads.layers if load.experts]
         self._curve = curve or usual_curve(max(counts, default=0))

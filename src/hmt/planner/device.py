@@ -131,6 +131,86 @@ class _Choice:
         return cores + stays + _slot_bytes(self) + self.expert_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What a device gets, by numbers.  Layers of each sort are spread evenly over the model.
+
+    layers          whose attention computes there, with their keys and values
+    head            whether the output layer does
+    staying         of those layers, those whose dense network stays there
+    copied          of the others, those whose network is copied there in every step
+    expert_slots    of each of those layers that has experts: experts that are cached
+    staging_slots   for experts that are brought for one step
+    """
+
+    layers: int
+    head: bool = False
+    staying: int = 0
+    copied: int = 0
+    expert_slots: int = 0
+    staging_slots: int = 0
+
+
+class DeviceRoom:
+    """The part of a device's memory that choices are about, and what each of them takes."""
+
+    def __init__(
+        self,
+        demand: Demand,
+        device_bytes: int,
+        *,
+        chunk: int,
+        context: int,
+        host_bytes: int = 0,
+        levels: KVLevels | None = None,
+    ) -> None:
+        """See `share_of_device`."""
+        self.layers, self.head = _layers(demand, context, levels)
+        self.activations = device_activation_bytes(demand, chunk, context)
+        mapped = min(host_bytes, sum(block.slot_bytes for block in demand.blocks))
+        self.mapping = round_up(mapped // _PAGE_BYTES * _ENTRY_BYTES, _ALIGNMENT)
+        self.room = device_bytes - self.activations - self.mapping
+
+    def taken(self, asked: DeviceChoice) -> int | None:
+        """Bytes that a choice takes; None where they are not there."""
+        choice = self.choice(asked)
+        nbytes = choice.nbytes + (_bytes(self.head) if asked.head else 0)
+        return nbytes if nbytes <= self.room else None
+
+    def choice(self, asked: DeviceChoice) -> "_Choice":
+        """The layers that a choice means."""
+        chosen = _spread(self.layers, asked.layers)
+        dense = [layer for layer in chosen if not layer.sparse]
+        stay = _spread(dense, min(asked.staying, len(dense)))
+        kept = set(stay)
+        away = [layer for layer in dense if layer not in kept]
+        copied = _spread(away, min(asked.copied, len(away)))
+        those = set(copied)
+        on_cpu = [layer for layer in away if layer not in those]
+        found = _Choice(stay, copied, on_cpu, [layer for layer in chosen if layer.sparse])
+        if found.sparse and asked.staging_slots:
+            found.staging_slots = asked.staging_slots
+            found.expert_slots = min(asked.expert_slots, len(found.sparse[0].wide))
+            room = self.room - (_bytes(self.head) if asked.head else 0)
+            for found.expert_copies in _EXPERT_COPIES:
+                if found.nbytes <= room:
+                    break
+        return found
+
+    def best(self, demand: Demand, machine: Machine) -> tuple["_Choice", list[BlockSize]]:
+        """As much as fits, attention first; and the head's blocks, if they are there."""
+        share, brought = copied_share(machine), _brought(demand, machine)
+        head = self.head
+        choice = _choose(self.layers, self.room - _bytes(head), share, brought)
+        fits = choice.layers and choice.nbytes + _bytes(head) <= self.room
+        if not fits or (brought and not choice.can_bring):
+            without = _choose(self.layers, self.room, share, brought)
+            # A head on the CPU costs less than experts that the device has no part in.
+            if not fits or without.can_bring:
+                choice, head = without, []
+        return choice, head
+
+
 def share_of_device(
     demand: Demand,
     device_bytes: int,
@@ -140,28 +220,27 @@ def share_of_device(
     context: int,
     host_bytes: int = 0,
     levels: KVLevels | None = None,
+    asked: DeviceChoice | None = None,
 ) -> tuple[DeviceShare, list[BlockId]]:
     """Decide what the device gets of `device_bytes`, and which blocks live there.
 
     host_bytes   the budget of the host, of which all that weights take is pinned
     levels       where keys and values lie, if not all of them there
+    asked        what it shall get; None: as much as fits, attention first
 
-    Raises BudgetError where not
-    even one layer's attention would fit.
+    Raises BudgetError where not even one layer's attention would fit, or not what was asked.
     """
-    layers, head = _layers(demand, context, levels)
-    activations = device_activation_bytes(demand, chunk, context)
-    mapped = min(host_bytes, sum(block.slot_bytes for block in demand.blocks))
-    mapping = round_up(mapped // _PAGE_BYTES * _ENTRY_BYTES, _ALIGNMENT)
-    room = device_bytes - activations - mapping
-    share, brought = _copied_share(machine), _brought(demand, machine)
-    choice = _choose(layers, room - _bytes(head), share, brought)
-    fits = choice.layers and choice.nbytes + _bytes(head) <= room
-    if not fits or (brought and not choice.can_bring):
-        without = _choose(layers, room, share, brought)
-        # A head on the CPU costs less than experts that the device has no part in.
-        if not fits or without.can_bring:
-            choice, head = without, []
+    space = DeviceRoom(
+        demand, device_bytes, chunk=chunk, context=context, host_bytes=host_bytes, levels=levels
+    )
+    layers, activations, mapping = space.layers, space.activations, space.mapping
+    share = copied_share(machine)
+    if asked is None:
+        choice, head = space.best(demand, machine)
+    else:
+        if space.taken(asked) is None:
+            raise BudgetError(f"{asked} takes more than {format_bytes(space.room)} of GPU memory")
+        choice, head = space.choice(asked), space.head if asked.head else []
     if not choice.layers:
         least = min(layer.core_bytes for layer in layers) + activations + mapping
         raise BudgetError(
@@ -234,7 +313,7 @@ def _layer_kv(demand: Demand) -> list[int]:
     return [demand.kv_token_bytes * width // sum(widths) for width in widths]
 
 
-def _copied_share(machine: Machine) -> float:
+def copied_share(machine: Machine) -> float:
     """Of the bytes that do not stay on the device, those that are copied there in every step."""
     link = machine.shared_link_rate or machine.link_rate
     memory = machine.shared_cpu_rate or machine.ram_read_rate
@@ -246,7 +325,7 @@ def _brought(demand: Demand, machine: Machine) -> int:
     if not demand.experts_alike:
         return 0
     wanted = demand.spec.experts_per_token * demand.batch
-    return max(1, ceil(wanted * (_copied_share(machine) or _LINK_SHARE)))
+    return max(1, ceil(wanted * (copied_share(machine) or _LINK_SHARE)))
 
 
 def _choose(layers: list[_Layer], room: int, share: float, brought: int) -> _Choice:

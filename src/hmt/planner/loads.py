@@ -44,6 +44,14 @@ class Weights:
         self.numbers += block.slot_bytes / _BYTES_PER_NUMBER if numbers is None else numbers
         self.read_bytes += block.read_bytes
 
+    def plus(self, other: "Weights") -> "Weights":
+        """Both together."""
+        return Weights(
+            self.nbytes + other.nbytes,
+            self.numbers + other.numbers,
+            self.read_bytes + other.read_bytes,
+        )
+
     def times(self, factor: float) -> "Weights":
         """So many of them."""
         return Weights(self.nbytes * factor, self.numbers * factor, self.read_bytes * factor)
@@ -152,7 +160,7 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     share = _expert_slot_bytes(away, plan) / total if total else 0.0
     for group in away:
         group.in_memory = min(1.0, share) * group.count
-    _add_attention(layers, demand, plan)
+    add_attention(layers, demand, device.stages)
     near, warm, cold, warm_ratio, cold_ratio = _levels(demand, plan)
     return Loads(
         layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
@@ -187,12 +195,13 @@ def _expert_slot_bytes(away: list[Experts], plan: Plan) -> float:
     return float(plan.reserved.get("slots", 0))
 
 
-def _add_attention(layers: list[LayerLoad], demand: Demand, plan: Plan) -> None:
+def add_attention(layers: list[LayerLoad], demand: Demand, stages: Collection[int]) -> None:
+    """Fill in what attention reads and computes in each layer; those of `stages` are a device's."""
     kv = demand.spec.kv
     widths = sum(layer.row_width for layer in kv)
     heads = demand.spec.attention_heads
     for index, load in enumerate(layers):
-        load.attends_on_device = index in plan.device.stages
+        load.attends_on_device = index in stages
         if kv:
             load.kv_bytes = demand.kv_token_bytes * kv[index].row_width / widths
             load.kv_operations = 2.0 * heads * (kv[index].key_dim + kv[index].value_dim)

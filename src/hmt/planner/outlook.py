@@ -13,8 +13,10 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan
 from hmt.planner.cost import CostModel, Prediction
+from hmt.planner.device import DeviceChoice
 from hmt.planner.footprint import Demand
 from hmt.planner.levels import KVBudgets
+from hmt.planner.loads import loads_of
 from hmt.planner.routing import HitCurve
 from hmt.planner.solver import PlanOptions, solve
 
@@ -36,6 +38,7 @@ class Setting:
     prompt_tokens  of the prompt whose time is predicted; None: the whole context
     host_bytes, device_bytes   budgets; None: 90% of the machine's
     kv             keys and values that do not all lie where layers compute
+    device         what a GPU gets; None: as much as fits, attention first
     """
 
     machine: Machine
@@ -48,6 +51,7 @@ class Setting:
     host_bytes: int | None = None
     device_bytes: int | None = None
     kv: KVBudgets | None = None
+    device: DeviceChoice | None = None
 
     def host_budget(self) -> int:
         """Host memory that a plan may use."""
@@ -70,6 +74,7 @@ class Setting:
             self.prefetch_distance,
             self.device_budget(),
             self.kv,
+            self.device,
         )
 
 
@@ -101,7 +106,7 @@ class Outlook:
 
     def __init__(self, demand_for: DemandFor, curve: HitCurve | None = None) -> None:
         """`curve` is that of caches of experts, where it is known from a trace."""
-        self._demand_for, self._curve = demand_for, curve
+        self._demand_for, self.curve = demand_for, curve
         self._demands: dict[tuple[str | None, int], Demand] = {}
 
     def demand(self, setting: Setting) -> Demand:
@@ -127,7 +132,7 @@ class Outlook:
         """What a plan for the setting would reach."""
         context = setting.context or plan.kv_tokens // setting.users
         prompt = context if setting.prompt_tokens is None else setting.prompt_tokens
-        costs = CostModel(demand, plan, setting.machine, self._curve)
+        costs = CostModel(loads_of(demand, plan), setting.machine, self.curve)
         return costs.predict(setting.users, context, prompt)
 
     def fits(self, setting: Setting) -> Planned | None:

@@ -18,7 +18,7 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost import CostModel
-from hmt.planner.device import kv_token_bytes, share_of_device
+from hmt.planner.device import DeviceChoice, kv_token_bytes, share_of_device
 from hmt.planner.footprint import (
     Demand,
     activation_bytes,
@@ -34,6 +34,7 @@ from hmt.planner.levels import (
     plan_levels,
     work_bytes,
 )
+from hmt.planner.loads import loads_of
 from hmt.planner.slots import slot_counts
 
 _SMALLEST_CONTEXT = 256
@@ -51,6 +52,7 @@ class PlanOptions:
     prefetch_distance   layers requested ahead
     kv                  of keys and values that do not all lie where layers compute; None: they do
     device_bytes        of a GPU's memory that weights, KV and activations may take; 0: no GPU
+    device              what the GPU gets; None: as much as fits, attention first
     """
 
     host_bytes: int
@@ -59,6 +61,7 @@ class PlanOptions:
     prefetch_distance: int | None = None
     device_bytes: int = 0
     kv: KVBudgets | None = None
+    device: DeviceChoice | None = None
 
 
 def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
@@ -68,7 +71,7 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     Raises ConfigError for a context that is longer than the model's.
     """
     plan = _placed(demand, options, machine)
-    token = CostModel(demand, plan, machine).decode(1, 0)
+    token = CostModel(loads_of(demand, plan), machine).decode(1, 0)
     return replace(
         plan,
         host_bytes_per_token=token.nbytes["CPU"] + token.nbytes["link"],
@@ -110,7 +113,7 @@ def _with_device(
     context = _context(demand, options, options.host_bytes // 4)
     share, stays = share_of_device(
         demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context,
-        host_bytes=options.host_bytes, levels=levels,
+        host_bytes=options.host_bytes, levels=levels, asked=options.device,
     )  # fmt: skip
     on_device = set(stays)
     on_host = [index for index in range(demand.spec.layers) if index not in share.stages]
