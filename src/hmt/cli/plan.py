@@ -34,10 +34,25 @@ def plan(
         ),
     ] = None,
     users: Annotated[
-        int, typer.Option(min=1, help="Requests at once, each with --context positions.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Requests at once, each with --context positions; 1 usually."),
+    ] = None,
     prompt: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt whose time is predicted.")
+    ] = None,
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            help="Search for the plan that is best for latency, throughput or balanced; "
+            "throughput also chooses how many users."
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="Choices from a YAML file, or latency, throughput or balanced; what they cost is "
+            "shown beside the goal's own plan."
+        ),
     ] = None,
     explain: Annotated[
         bool,
@@ -49,14 +64,16 @@ def plan(
     """Say where a model's weights would live and how fast it would be, without loading it."""
     from hmt.engine import EngineConfig
     from hmt.engine.outlooks import outlook_on, setting_of
+    from hmt.planner.goals import choices_of_users, plan_for_goal
     from hmt.planner.machine_file import read_machine
 
     arguments = engine.arguments()
-    config = replace(EngineConfig.resolve(**arguments), max_batch=users)
+    config = replace(EngineConfig.resolve(**arguments), max_batch=users or 1)
     source = str(model or choose_model(model))
     outlook = outlook_on(source, config)
     if machine is None:
         planned = _for_this_machine(source, config, prompt, outlook)
+        setting = planned.setting
     else:
         setting = setting_of(
             config,
@@ -66,10 +83,28 @@ def plan(
             device_bytes=config.gpu_memory_bytes,
         )
         planned = _or_remedies(lambda: outlook.plan(setting), outlook, setting)
+    notes: list[str] = []
+    if profile is not None:
+        planned, notes = _with_profile(outlook, setting, profile)
+    elif goal is not None:
+        counts = choices_of_users(goal) if users is None else ()
+        planned = plan_for_goal(outlook, setting, goal, users=counts)
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
     else:
-        print("\n".join(_text(planned, outlook, explain=explain, plot=plot)))
+        print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
+
+
+def _with_profile(outlook: "Outlook", setting: "Setting", name: str) -> "tuple[Planned, list[str]]":
+    """A profile's plan, and what its choices cost."""
+    from hmt.cli.plan_view import beside_line
+    from hmt.planner.goals import plan_for_goal
+    from hmt.planner.profiles import plan_profile, read_profile
+
+    profile = read_profile(name)
+    planned = plan_profile(outlook, setting, profile)
+    own = plan_for_goal(outlook, replace(setting, users=planned.setting.users), profile.goal)
+    return planned, ["", beside_line(planned, own, profile.goal)]
 
 
 def _for_this_machine(

@@ -69,6 +69,16 @@ def help_lines(changes: "Sequence[Change]") -> list[str]:
     return lines + [f"  {change.text}: {change.gain:+.0%}" for change in changes[:_SHOWN]]
 
 
+def beside_line(planned: "Planned", own: "Planned", goal: str) -> str:
+    """A plan with somebody's choices, beside the planner's own."""
+    asked, found = planned.prediction, own.prediction
+    return (
+        f"with these choices {_number(asked.tokens_per_s)} tokens/s and a first token after "
+        f"{format_seconds(asked.ttft_s)}; without them (--goal {goal}) "
+        f"{_number(found.tokens_per_s)} tokens/s and {format_seconds(found.ttft_s)}"
+    )
+
+
 def remedy_text(changes: "Sequence[Change]") -> str:
     """The end of a refusal: what would fit."""
     if not changes:

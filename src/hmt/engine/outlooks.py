@@ -31,8 +31,15 @@ def outlook_on(model: str, config: EngineConfig, curve: HitCurve | None = None) 
     return Outlook(_from_shape(read_shape(model), config), curve)
 
 
-def setting_of(config: EngineConfig, machine: Machine, **given: int | None) -> Setting:
-    """What `config` asks of `machine`; `given` are fields of Setting."""
+def setting_of(
+    config: EngineConfig,
+    machine: Machine,
+    *,
+    prompt_tokens: int | None,
+    host_bytes: int | None,
+    device_bytes: int | None,
+) -> Setting:
+    """What `config` asks of `machine`; see Setting for the rest."""
     return Setting(
         machine=machine,
         scheme=None if config.quantization is None else str(config.quantization),
@@ -41,7 +48,9 @@ def setting_of(config: EngineConfig, machine: Machine, **given: int | None) -> S
         prefill_chunk=config.prefill_chunk,
         prefetch_distance=0 if config.executor == "plain" else config.prefetch_distance,
         kv=kv_budgets(config),
-        **given,
+        prompt_tokens=prompt_tokens,
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
     )
 
 

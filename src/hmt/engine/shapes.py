@@ -114,7 +114,7 @@ def _bound(param: ParamSpec, block: BlockId, config: Mapping[str, Any]) -> Bound
 
 def _packed(layout: BlockLayout) -> BlockLayout:
     """The layout as a pack has it: one read of the whole slot, and nothing to convert."""
-    reads = ()
+    reads: tuple[AlignedRead, ...] = ()
     if layout.slot_bytes:
         whole = FileRange(_NOWHERE, 0, layout.slot_bytes)
         reads = (AlignedRead(whole, 0, layout.slot_bytes),)

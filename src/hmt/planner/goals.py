@@ -15,7 +15,7 @@ GOALS: Final = ("latency", "throughput", "balanced")
 ANSWER_TOKENS = 256  # of the answer that goals weigh against its prompt
 
 _CHUNKS = (512, 1024, 2048, 4096, 8192)
-_USERS = (1, 2, 4, 8, 16, 32)
+_USERS = (1, 4, 16, 32)
 
 
 def seconds_for(goal: str, found: Prediction) -> float:
@@ -49,7 +49,10 @@ def plan_for_goal(
         raise ConfigError(f"goal {goal!r} is unknown; choose {', '.join(GOALS)}")
     best: Planned | None = None
     for count in users or (setting.users,):
-        found = _best_chunk(outlook, replace(setting, users=count), goal)
+        wanted = replace(setting, users=count)
+        if best is not None:  # what was right for fewer users is near to it
+            wanted = replace(wanted, prefill_chunk=best.plan.prefill_chunk)
+        found = _best_chunk(outlook, wanted, goal)
         if found is not None and (best is None or _worth(goal, found) < _worth(goal, best)):
             best = found
     if best is None:
