@@ -208,10 +208,10 @@ class _Step:
             "link": _over(brought * each.nbytes, self._machine.link_rate),
             "disk": self._disk_time(read * each.read_bytes),
         }
-        if seconds["CPU"] and seconds["link"]:
-            slower, link_share = self._at_once(experts.encoding)
-            seconds["CPU"] /= slower
-            seconds["link"] /= link_share
+        reading_s = _over(left * each.nbytes, self._cpu_rate(experts.encoding))
+        seconds["CPU"], seconds["link"] = self._beside(
+            seconds["CPU"], reading_s, seconds["link"], experts.encoding
+        )
         for name, taken in seconds.items():
             self._experts_s[name] += taken
         longest = max(seconds, key=lambda name: seconds[name])
@@ -243,12 +243,11 @@ class _Step:
         link_s = _over(self._ahead["link"], machine.link_rate)
         disk_s = self._disk_time(self._ahead["disk"])
         cpu_s = self._cpu_s
-        if link_s and cpu_s:
-            usual = max(self._cpu_bytes, key=lambda name: self._cpu_bytes[name], default="")
-            cpu_share, link_share = self._at_once(usual)
-            both = min(cpu_s / cpu_share, link_s / link_share)
-            cpu_s += both * (1 - cpu_share)
-            link_s += both * (1 - link_share)
+        usual = max(self._cpu_bytes, key=lambda name: self._cpu_bytes[name], default="")
+        reading_s = sum(
+            _over(nbytes, self._cpu_rate(name)) for name, nbytes in self._cpu_bytes.items()
+        )
+        cpu_s, link_s = self._beside(cpu_s, reading_s, link_s, usual)
         link_s += self._experts_s["link"]
         disk_s += self._experts_s["disk"]
         fixed = self._fixed_s + machine.step_s
@@ -278,10 +277,13 @@ class _Step:
         )
 
     def _cpu_time(self, weights: Weights, encoding: str, tokens: float) -> float:
-        rate = self._machine.cpu_rates.get(encoding) or self._ram_rate()
+        rate = self._cpu_rate(encoding)
         return self._time(
             weights.nbytes, 2 * weights.numbers * tokens, rate, self._machine.cpu_ops, encoding
         )
+
+    def _cpu_rate(self, encoding: str) -> float:
+        return self._machine.cpu_rates.get(encoding) or self._ram_rate()
 
     def _time(
         self,
@@ -304,6 +306,19 @@ class _Step:
         machine = self._machine
         others = (machine.numa_nodes - 1) * machine.remote_share
         return machine.ram_read_rate * (1 + others) / machine.numa_nodes
+
+    def _beside(
+        self, cpu_s: float, reading_s: float, link_s: float, encoding: str
+    ) -> tuple[float, float]:
+        """Seconds of both where they begin together: slower until one ends, then as alone.
+
+        Of the CPU's only `reading_s` get longer, which may hide behind its arithmetic.
+        """
+        if not reading_s or not link_s:
+            return cpu_s, link_s
+        cpu_share, link_share = self._at_once(encoding)
+        both = min(reading_s / cpu_share, link_s / link_share)
+        return max(cpu_s, reading_s + both * (1 - cpu_share)), link_s + both * (1 - link_share)
 
     def _at_once(self, encoding: str) -> tuple[float, float]:
         """Shares of their own rates that CPU and link have while both are busy."""

@@ -239,7 +239,10 @@ def share_of_device(
         choice, head = space.best(demand, machine)
     else:
         if space.taken(asked) is None:
-            raise BudgetError(f"{asked} takes more than {format_bytes(space.room)} of GPU memory")
+            raise BudgetError(
+                f"{asked} takes more than the {format_bytes(space.room)} of GPU memory that "
+                f"activations leave of {format_bytes(device_bytes)}"
+            )
         choice, head = space.choice(asked), space.head if asked.head else []
     if not choice.layers:
         least = min(layer.core_bytes for layer in layers) + activations + mapping

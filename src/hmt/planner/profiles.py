@@ -13,7 +13,7 @@ prompts' pieces are, and what the GPU gets where gpu_layers is left out.  `fusio
 `dynamic_batch` are what HMT always does, and cannot be turned off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from hmt.base.errors import BudgetError, ConfigError, MissingFileError
+from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.planner.device import DeviceChoice
@@ -35,7 +36,8 @@ _SECTIONS = {
     "compute": (*("fusion", "cuda_graph", "parallel", "batch_size", "auto_tune", "dynamic_batch"),),
 }
 _ALWAYS = ("fusion", "cuda_graph", "dynamic_batch")
-_BRINGS = 8  # slots for experts that are on their way, at most
+_BRINGS = (8, 2, 1)  # slots for experts that are on their way
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,28 +117,39 @@ def plan_profile(outlook: Outlook, setting: Setting, profile: Profile) -> Planne
         if profile.auto_tune:
             return plan_for_goal(outlook, setting, profile.goal)
         return outlook.plan(setting)
-    demand = outlook.demand(setting)
-    choice = _choice(demand, profile, outlook.curve)
-    setting = replace(setting, device=choice)
-    if setting.prefill_chunk is None and not profile.auto_tune:
-        return _with_smaller_pieces(outlook, setting)
-    return plan_for_goal(outlook, setting, profile.goal)
+    choices = _choices(outlook.demand(setting), profile, outlook.curve)
+    tried = (_with_smaller_pieces(outlook, replace(setting, device=each)) for each in choices)
+    found = next((planned for planned in tried if planned is not None), None)
+    if found is None:
+        raise BudgetError(
+            f"gpu_layers {profile.gpu_layers} does not fit {format_bytes(setting.device_budget())} "
+            "of GPU memory; give fewer layers, or leave gpu_layers out"
+        )
+    if profile.auto_tune:
+        return plan_for_goal(outlook, replace(found.setting, prefill_chunk=None), profile.goal)
+    return found
 
 
-def _choice(demand: Demand, profile: Profile, curve: HitCurve | None) -> DeviceChoice:
+def _choices(demand: Demand, profile: Profile, curve: HitCurve | None) -> Iterator[DeviceChoice]:
+    """What the profile wants on the device, and less and less of the experts."""
     assert profile.gpu_layers is not None
     layers = min(profile.gpu_layers, demand.spec.layers)
     experts = [block.id.layer for block in demand.of_kind(BlockKind.EXPERT)]
     if not experts:
-        return DeviceChoice(layers, staying=layers)
+        yield DeviceChoice(layers, staying=layers)
+        return
     count = experts.count(experts[0])
     slots = likely_experts(
         count, demand.spec.experts_per_token, profile.expert_threshold or 0.0,
         curve or usual_curve(count),
     )  # fmt: skip
-    return DeviceChoice(
-        layers, staying=layers, expert_slots=slots, staging_slots=min(_BRINGS, count)
-    )
+    for eighths in range(8, 0, -1):
+        yield DeviceChoice(
+            layers, staying=layers, expert_slots=slots * eighths // 8, staging_slots=_BRINGS[0]
+        )
+    for staging in _BRINGS:
+        yield DeviceChoice(layers, staying=layers, staging_slots=staging)
+    yield DeviceChoice(layers, staying=layers)
 
 
 def likely_experts(count: int, chosen: int, threshold: float, curve: HitCurve) -> int:
@@ -144,21 +157,18 @@ def likely_experts(count: int, chosen: int, threshold: float, curve: HitCurve) -
     found = 0
     for number in range(count):
         gained = curve.hits((number + 1) / count) - curve.hits(number / count)
-        if chosen * gained < threshold:
+        if chosen * gained < threshold - _ROUNDING:
             break
         found = number + 1
     return found
 
 
-def _with_smaller_pieces(outlook: Outlook, setting: Setting) -> Planned:
+def _with_smaller_pieces(outlook: Outlook, setting: Setting) -> Planned | None:
     """The setting's plan, if need be with prompts in smaller pieces, which take less memory."""
-    try:
-        return outlook.plan(setting)
-    except BudgetError:
-        smaller = outlook.fits(replace(setting, prefill_chunk=PAGE_TOKENS))
-        if smaller is None:
-            raise
-        return smaller
+    found = outlook.fits(setting)
+    if found is None and setting.prefill_chunk is None:
+        return outlook.fits(replace(setting, prefill_chunk=PAGE_TOKENS))
+    return found
 
 
 def _check(name: str, value: object, source: str) -> None:

@@ -21,6 +21,7 @@ Weigh = Callable[[CostModel], float]
 
 _STEPS = (16, 64)  # parts of the layers that one step takes at first, and then
 _NOTHING = DeviceChoice(0)
+_ROUNDS = 3
 
 
 def cheapest(
@@ -28,15 +29,19 @@ def cheapest(
 ) -> DeviceChoice:
     """The best choice that was found; without layers where the CPU alone is best."""
     search = _Search(draft, machine, weigh, curve)
-    found = search.fill(_NOTHING)
-    for field in fields(DeviceChoice):
-        if field.name == "head":
-            continue
-        less = replace(found, **{field.name: getattr(found, field.name) // 2})
-        again = search.fill(less, without=field.name)
-        if search.cost(again) < search.cost(found):
-            found = again
+    starts = [_NOTHING, *_fullest(draft)]
+    found = min((search.improved(search.fill(start)) for start in starts), key=search.cost)
     return found if search.cost(found) < search.cost(_NOTHING) else _NOTHING
+
+
+def _fullest(draft: Draft) -> Iterator[DeviceChoice]:
+    """As much attention as fits, alone, and with room for networks that are copied."""
+    for copied in (0, draft.layers):
+        for layers in range(draft.layers, 0, -1):
+            choice = DeviceChoice(layers, head=True, copied=min(copied, layers))
+            if draft.room.taken(choice) is not None:
+                yield choice
+                break
 
 
 class _Search:
@@ -52,6 +57,21 @@ class _Search:
             model = CostModel(self._draft.loads(choice), self._machine, self._curve)
             self._costs[choice] = self._weigh(model)
         return self._costs[choice]
+
+    def improved(self, choice: DeviceChoice) -> DeviceChoice:
+        """With half of each sort given back, and the room filled again, while that helps."""
+        for _ in range(_ROUNDS):
+            before = choice
+            for field in fields(DeviceChoice):
+                given: int = getattr(choice, field.name)
+                kept = False if field.name == "head" else given // 2
+                less = replace(choice, **{field.name: kept})
+                again = self.fill(self.fill(less, without=field.name))
+                if self.cost(again) < self.cost(choice):
+                    choice = again
+            if choice == before:
+                break
+        return choice
 
     def fill(self, choice: DeviceChoice, without: str = "") -> DeviceChoice:
         """Take steps until none fits that saves anything; none of the sort `without`."""
