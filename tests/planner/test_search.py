@@ -1,4 +1,4 @@
-"""What is searched for: near the best of all choices, better than chance and than rules of thumb."""
+"""Searches: near the best of all choices, better than chance and than rules of thumb."""
 
 import random
 from dataclasses import replace
@@ -24,13 +24,9 @@ def all_choices(demand: Demand) -> list[DeviceChoice]:
     experts = len(demand.blocks) > 4 * layers
     counts = range(0, layers + 1)
     slots = (0, 1, 2, 3, 4, 6, 8) if experts else (0,)
-    return [
-        DeviceChoice(*numbers)
-        for numbers in product(
-            range(1, layers + 1), (False, True), counts, counts, slots, (0, 1, 2, 4) if experts else (0,)
-        )
-        if numbers[2] + numbers[3] <= numbers[0]
-    ]  # fmt: skip
+    staging = (0, 1, 2, 4) if experts else (0,)
+    numbers = product(range(1, layers + 1), (False, True), counts, counts, slots, staging)
+    return [DeviceChoice(*one) for one in numbers if one[2] + one[3] <= one[0]]
 
 
 @pytest.mark.parametrize("device", [0.15, 0.35, 0.6])

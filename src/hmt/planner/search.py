@@ -65,7 +65,7 @@ class _Search:
             for field in fields(DeviceChoice):
                 given: int = getattr(choice, field.name)
                 kept = False if field.name == "head" else given // 2
-                less = replace(choice, **{field.name: kept})
+                less = replace(choice, **{field.name: kept})  # type: ignore[arg-type]
                 again = self.fill(self.fill(less, without=field.name))
                 if self.cost(again) < self.cost(choice):
                     choice = again
