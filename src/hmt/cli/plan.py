@@ -62,6 +62,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
+    from hmt.cli.plan_view import options_line
     from hmt.engine import EngineConfig
     from hmt.engine.outlooks import outlook_on, setting_of
     from hmt.planner.goals import choices_of_users, plan_for_goal
@@ -89,6 +90,7 @@ def plan(
     elif goal is not None:
         counts = choices_of_users(goal) if users is None else ()
         planned = plan_for_goal(outlook, setting, goal, users=counts)
+        notes = ["", options_line(planned)]
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
     else:

@@ -8,6 +8,7 @@ from hmt.base.errors import BudgetError, ConfigError
 from hmt.planner.cost import CostModel, Prediction
 from hmt.planner.draft import Draft
 from hmt.planner.footprint import default_chunk
+from hmt.planner.levels import KVBudgets
 from hmt.planner.outlook import Outlook, Planned, Setting
 from hmt.planner.search import cheapest
 
@@ -16,6 +17,8 @@ ANSWER_TOKENS = 256  # of the answer that goals weigh against its prompt
 
 _CHUNKS = (512, 1024, 2048, 4096, 8192)
 _USERS = (1, 4, 16, 32)
+_KV_SHARES = (1.0, 0.5, 0.25, 0.1)  # of keys and values, near
+_MUCH = 0.25  # of a GPU's memory
 
 
 def seconds_for(goal: str, found: Prediction) -> float:
@@ -89,6 +92,28 @@ def _candidates(outlook: Outlook, setting: Setting, goal: str) -> Iterator[Plann
             yield planned
         if setting.device_budget() and setting.kv is None and setting.device is None:
             found = searched(outlook, wanted, goal)
+            if found is not None:
+                yield found
+        yield from _by_levels(outlook, wanted, planned)
+
+
+def _by_levels(outlook: Outlook, setting: Setting, planned: Planned | None) -> Iterator[Planned]:
+    """With a part of the keys and values where layers compute, and layers with windows in rings.
+
+    Only where that could matter: keys and values are much of the GPU's memory, or have windows.
+    """
+    demand, room = outlook.demand(setting), setting.device_budget()
+    tokens = planned.plan.kv_tokens if planned else (setting.context or 0) * setting.users
+    total = tokens * demand.kv_token_bytes
+    windows = any(layer.window for layer in demand.spec.kv)
+    if demand.kv_sizes is None or setting.kv is not None or setting.device is not None or not room:
+        return
+    if not total or not (windows or total > _MUCH * room):
+        return
+    for share in _KV_SHARES:
+        if share < 1 or windows:
+            near = replace(setting, kv=KVBudgets(int(total * share)))
+            found = outlook.fits(near)
             if found is not None:
                 yield found
 
