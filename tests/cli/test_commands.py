@@ -48,6 +48,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "numa": "0",
         "cache_policy": "lfu",
         "guesses": False,
+        "goal": "latency",
         "trace": tmp_path / "timeline.json",
         "trace_experts": tmp_path / "trace.jsonl",
     }

@@ -40,13 +40,6 @@ def plan(
     prompt: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt whose time is predicted.")
     ] = None,
-    goal: Annotated[
-        str | None,
-        typer.Option(
-            help="Search for the plan that is best for latency, throughput or balanced; "
-            "throughput also chooses how many users."
-        ),
-    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -70,6 +63,7 @@ def plan(
 
     arguments = engine.arguments()
     config = replace(EngineConfig.resolve(**arguments), max_batch=users or 1)
+    goal, config = config.goal, replace(config, goal=None)  # it is searched for below
     source = str(model or choose_model(model))
     outlook = outlook_on(source, config)
     if machine is None:
@@ -90,7 +84,7 @@ def plan(
     elif goal is not None:
         counts = choices_of_users(goal) if users is None else ()
         planned = plan_for_goal(outlook, setting, goal, users=counts)
-        notes = ["", options_line(planned)]
+        notes = ["", options_line(planned, goal)]
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
     else:

@@ -1,10 +1,9 @@
 """What `hmt plan` says besides the plan: speeds, what bounds them, what would help."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hmt.base.units import MIB, format_bytes, format_seconds, round_up
+from hmt.base.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from hmt.planner.cost import StepCost
@@ -70,26 +69,11 @@ def help_lines(changes: "Sequence[Change]") -> list[str]:
     return lines + [f"  {change.text}: {change.gain:+.0%}" for change in changes[:_SHOWN]]
 
 
-def options_line(planned: "Planned") -> str:
-    """How to run a plan that was searched for; and what `run` decides by itself."""
-    from hmt.planner.levels import near_bytes
-
-    setting, parts = planned.setting, []
-    if setting.prefill_chunk is not None:
-        parts.append(f"--prefill-chunk {setting.prefill_chunk}")
-    levels, sizes = planned.plan.kv_levels, planned.demand.kv_sizes
-    if setting.kv is not None and levels is not None and sizes is not None:
-        near = round_up(near_bytes(levels, sizes), MIB)
-        parts.append(f"--kv-device-memory {near // MIB}MiB")
-    if setting.device_bytes == 0:
-        parts.append("--gpu-memory 0")
-    text = f"to run so: {' '.join(parts)}" if parts else "this is what `hmt run` plans by itself"
-    if setting.device is not None:
-        text += "\n  and a GPU's share that `hmt run` has no option for yet: "
-        text += ", ".join(
-            f"{name} {value}" for name, value in asdict(setting.device).items() if value
-        )
-    return text
+def options_line(planned: "Planned", goal: str) -> str:
+    """How to run a plan that was searched for."""
+    users = f" --max-batch {planned.setting.users}" if planned.setting.users > 1 else ""
+    command = "serve" if users else "run"
+    return f"to run so, on this machine: hmt {command} --goal {goal}{users}"
 
 
 def beside_line(planned: "Planned", own: "Planned", goal: str) -> str:

@@ -26,6 +26,7 @@ from hmt.engine.device_loading import OnDevice, load_on_device
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
+from hmt.engine.goal_plan import searched_plan
 from hmt.engine.kv_loading import open_kv, selection_of
 from hmt.engine.kv_scales import with_scales
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
@@ -161,7 +162,10 @@ def prepare(
     machine = machine_for(path)
     if device is not None:
         machine = with_device(machine, device, _usual_format(weights.layouts))
-    plan = solve(demand, options, machine)
+    if config.goal is None:
+        plan = solve(demand, options, machine)
+    else:
+        plan = searched_plan(demand, options, machine, config)
     _check_physical(plan)
     return Prepared(source, model, weights.layouts, weights.published_bytes, demand, machine, plan)
 
@@ -256,7 +260,7 @@ def allocate(
         stack.callback(weights.close)
         weights.load_residents(progress)
         on_device = None
-        if device is not None:
+        if device is not None and plan.device.stages:  # a search may find the CPU alone faster
             on_device = load_on_device(
                 device, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
                 progress,

@@ -10,8 +10,8 @@ whole.  So
                link's bytes / rate, drive's bytes / rate) + the step's own overhead
 
 Link and CPU read the same memory: while both are busy each has the rate that was measured for both
-at once.  A rate that is not known costs nothing, but without the rates of memory, and of the drive
-where it is read, nothing is predicted.
+at once.  A rate that is not known costs nothing; but without the rates of memory, and of the drive
+where it is read, nothing is predicted, and of prompts nothing without those of arithmetic.
 """
 
 from collections.abc import Mapping
@@ -294,6 +294,8 @@ class _Step:
         encoding: str = _FLOATS,
     ) -> float:
         """Reading and computing go on at once."""
+        if self._many and operations and not ops:
+            self._unknown = True  # a prompt is arithmetic
         return max(_over(nbytes, rate), _over(operations, operations_rate(ops, encoding)))
 
     def _disk_time(self, nbytes: float) -> float:
