@@ -103,6 +103,13 @@ def test_a_plan_for_a_machine_that_is_not_here(hmt, tmp_path):
     assert goal["prediction"]["ttft_s"] <= usual["prediction"]["ttft_s"]
     profiled = hmt(*asked, "--profile", "latency")
     assert profiled.code == 0 and "without them (--goal latency)" in profiled.out
+    trace = Path(__file__).parents[2] / "benchmarks" / "traces" / "mini-moe-chat.jsonl.gz"
+    experts = ("plan", "qwen3-30b-a3b", *asked[2:], "--gpu-memory", "8GiB", "--json")
+    speeds = [
+        json.loads(hmt(*experts, *more).out)["prediction"]["tokens_per_s"]
+        for more in ((), ("--routing", trace))
+    ]
+    assert speeds[1] < speeds[0], "published models choose less evenly than the small one"
     refused = hmt(*asked, "--gpu-memory", "100MiB")
     assert refused.code == 1 and "these would fit" in refused.err
     assert hmt("plan", "llama-3.1-8b", "--machine", "none").code == 1

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hmt.contracts.machine import Machine
     from hmt.engine import EngineConfig
     from hmt.planner.outlook import Outlook, Planned, Setting
+    from hmt.planner.routing import HitCurve
 
 _CONTEXTS = (1024, 8192, 32768, 131072)
 _USERS = (1, 4, 16)
@@ -47,6 +48,10 @@ def plan(
             "shown beside the goal's own plan."
         ),
     ] = None,
+    routing: Annotated[
+        Path | None,
+        typer.Option(help="Trace of --trace-experts: hits of caches of experts are taken from it."),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option("--explain", help="Speeds at several contexts, and what would help most."),
@@ -65,7 +70,7 @@ def plan(
     config = replace(EngineConfig.resolve(**arguments), max_batch=users or 1)
     goal, config = config.goal, replace(config, goal=None)  # it is searched for below
     source = str(model or choose_model(model))
-    outlook = outlook_on(source, config)
+    outlook = outlook_on(source, config, None if routing is None else _curve(routing))
     if machine is None:
         planned = _for_this_machine(source, config, prompt, outlook)
         setting = planned.setting
@@ -89,6 +94,16 @@ def plan(
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
     else:
         print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
+
+
+def _curve(file: Path) -> "HitCurve":
+    """Hits of the engine's own policy on a trace."""
+    from hmt.bench.cache import DEFAULT, curve, load_traces
+    from hmt.planner.routing import measured_curve
+
+    residencies = (0.06, 0.125, 0.25, 0.5, 0.75)
+    found = curve(load_traces([file])[0], DEFAULT, residencies)
+    return measured_curve(residencies, found.rates)
 
 
 def _with_profile(outlook: "Outlook", setting: "Setting", name: str) -> "tuple[Planned, list[str]]":
