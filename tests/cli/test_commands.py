@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from hmt.bench.random_model import write_random_llama
 from hmt.cli import doctor
 from hmt.cli.options import EngineOptions, embedded_model
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine import EngineConfig, machine
+from hmt.engine.product_rates import ProductRates
 from hmt.memory import DiskRate
+from hmt.planner.machine_file import read_machine
 
 
 def test_every_engine_option_is_one_of_the_engines(tmp_path):
@@ -45,6 +48,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "numa": "0",
         "cache_policy": "lfu",
         "guesses": False,
+        "goal": "latency",
         "trace": tmp_path / "timeline.json",
         "trace_experts": tmp_path / "trace.jsonl",
     }
@@ -84,6 +88,33 @@ def test_a_plan_that_cannot_be_says_what_could(hmt):
     assert done.code == 1 and "The smallest --host-memory that works" in done.err
 
 
+def test_a_plan_for_a_machine_that_is_not_here(hmt, tmp_path):
+    asked = ("plan", "llama-3.1-8b", "--machine", "16gb-card-gen5", "--quant", "w4a8")
+    done = hmt(*asked, "--context", "4096", "--users", "2", "--explain", "--plot")
+    assert done.code == 0, done.err
+    for word in ("RTX 4080", "tokens/s for 2 users", "16 users", "attention  G", "help most"):
+        assert word in done.out
+    config = tmp_path / "config.json"
+    config.write_text((files("hmt.planner") / "shapes" / "llama-3.1-8b.json").read_text())
+    again = json.loads(hmt("plan", config, *asked[2:], "--json", "--explain").out)
+    assert again["prediction"]["tokens_per_s"] > 10 and again["would_help"]
+    goal = json.loads(hmt(*asked, "--context", "4096", "--goal", "latency", "--json").out)
+    usual = json.loads(hmt(*asked, "--context", "4096", "--json").out)
+    assert goal["prediction"]["ttft_s"] <= usual["prediction"]["ttft_s"]
+    profiled = hmt(*asked, "--profile", "latency")
+    assert profiled.code == 0 and "without them (--goal latency)" in profiled.out
+    trace = Path(__file__).parents[2] / "benchmarks" / "traces" / "mini-moe-chat.jsonl.gz"
+    experts = ("plan", "qwen3-30b-a3b", *asked[2:], "--gpu-memory", "8GiB", "--json")
+    speeds = [
+        json.loads(hmt(*experts, *more).out)["prediction"]["tokens_per_s"]
+        for more in ((), ("--routing", trace))
+    ]
+    assert speeds[1] < speeds[0], "published models choose less evenly than the small one"
+    refused = hmt(*asked, "--gpu-memory", "100MiB")
+    assert refused.code == 1 and "these would fit" in refused.err
+    assert hmt("plan", "llama-3.1-8b", "--machine", "none").code == 1
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """The probe with figures of its own."""
@@ -96,6 +127,8 @@ def measured(monkeypatch):
 
     monkeypatch.setattr(machine, "_measure_ram", lambda quick: 4e10)
     monkeypatch.setattr(machine, "_measure_disk", measure_disk)
+    products = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
+    monkeypatch.setattr(machine, "product_rates", lambda seconds: products)
 
 
 def test_the_gpu_is_not_measured_where_there_is_none(hmt):
@@ -112,8 +145,9 @@ def test_the_gpu_is_not_measured_where_there_is_none(hmt):
 
 def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypatch):
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
-    done = hmt("probe", tmp_path)
-    assert done.code == 0
+    written = tmp_path / "here.toml"
+    done = hmt("probe", tmp_path, "--toml", written)
+    assert done.code == 0 and read_machine(str(written)) == machine.machine_for(tmp_path)
     assert "40.0 GB/s" in done.out and "3.00 GB/s" in done.out and "1.00 GB/s" in done.out
     doctor_says = hmt("doctor", tmp_path).out
     assert "drive 3.00 GB/s" in " ".join(doctor_says.split())
@@ -124,6 +158,7 @@ def test_the_probe_says_when_there_is_nothing_to_read(hmt, tmp_path, monkeypatch
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "_measure_ram", lambda quick: 0.0)
     monkeypatch.setattr(machine, "_measure_disk", lambda path, quick, progress: None)
+    monkeypatch.setattr(machine, "product_rates", lambda seconds: ProductRates())
     done = hmt("probe", tmp_path)
     assert done.code == 0 and "not measured" in done.out
     missing = hmt("probe", tmp_path / "missing")

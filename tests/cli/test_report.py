@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from hmt.cli.report import summary_json, summary_view
-from hmt.contracts.plan import Machine
-from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, Verdict
+from hmt.contracts.machine import Machine
+from hmt.engine import DeviceAccount, ExpertAccount, Foreseen, Phase, RunSummary, Verdict
 
 MIB = 1 << 20
 STREAMED = RunSummary(
@@ -69,6 +69,17 @@ def test_a_run_with_a_gpu_says_who_computed_its_experts() -> None:
     }
     nothing = replace(experts, found=0, brought=0, left=0)
     assert "brought" not in shown(replace(STREAMED, device=replace(device, experts=nothing)))
+
+
+def test_a_run_says_what_was_foreseen() -> None:
+    foreseen = Foreseen(0.08, 2e6, 1e6, 3 * MIB)
+    text = " ".join(shown(replace(STREAMED, foreseen=foreseen)).split())
+    assert "12.5 tokens/s without context" in text and "took 125% of that time" in text
+    content = summary_json(replace(STREAMED, foreseen=foreseen))["foreseen"]
+    assert abs(content.pop("error") - 0.25) < 1e-9 and content["used_bytes"] == 3 * MIB
+    several = replace(STREAMED.generation, steps=10)
+    assert foreseen.error(several) is None, "steps of several tokens are not what was foreseen"
+    assert "foreseen" not in shown(replace(STREAMED, foreseen=replace(foreseen, token_s=0.0)))
 
 
 def test_a_run_that_waited_for_conversions_says_so():

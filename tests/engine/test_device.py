@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from hmt.bench.random_model import Shape, write_random_model
 from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan, Tier
-from hmt.engine import machine, pieces
+from hmt.engine import loading, machine, pieces
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.link_rates import LinkRates
 from hmt.engine.look import Place
@@ -54,6 +56,28 @@ def run(kind: str, **options: object) -> tuple[torch.Tensor, list[int], Plan]:
 def on_cpu(request: pytest.FixtureRequest) -> tuple[str, torch.Tensor, list[int]]:
     logits, tokens, _ = run(request.param, host_memory="64MiB")
     return request.param, logits, tokens
+
+
+@pytest.mark.parametrize("link", [40e9, 1e6])
+def test_a_plan_for_a_goal_gives_the_same_tokens(
+    on_cpu: tuple[str, torch.Tensor, list[int]], link: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, _, tokens = on_cpu
+
+    def described(here: Machine, device: object, form: object) -> Machine:
+        return replace(
+            here, device_name="pretended", link_rate=link, ram_read_rate=1e10,
+            cpu_ops={"bf16": 1e11}, device_read_rate=1e12, device_ops={"bf16": 1e14},
+        )  # fmt: skip
+
+    monkeypatch.setattr(loading, "with_device", described)
+    size = sum(file.stat().st_size for file in MODELS[kind].glob("*.safetensors"))
+    options = {"gpu_memory": size // 2 + (6 << 20), "host_memory": "64MiB", **GPU}
+    _, answer, plan = run(kind, goal="latency", max_batch=1, prefill_chunk=32, **options)
+    assert answer == tokens
+    assert sum(plan.device.reserved.values()) <= plan.budgets.get(Tier.DEVICE, 0)
+    alone = run(kind, goal="latency", max_batch=1, gpu_memory=0, host_memory="64MiB")
+    assert alone[1] == tokens and not alone[2].device.stages
 
 
 @pytest.mark.parametrize("executor", ["overlapped", "plain"])

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from hmt.contracts.encoding import Activations, Encoding
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine import link_rates, machine
 from hmt.memory.device import PretendedDevice
-from hmt.planner.device import _copied_share
+from hmt.planner.device import copied_share
 from hmt.quant import Format
 
 MACHINE = Machine("a machine", 4, 1 << 34, 100e9, 1e9)
@@ -50,7 +50,7 @@ def test_a_model_without_networks_needs_only_the_link() -> None:
 
 
 def test_the_plan_divides_by_the_rates_at_once() -> None:
-    assert _copied_share(replace(MACHINE, link_rate=50e9)) == pytest.approx(1 / 3)
+    assert copied_share(replace(MACHINE, link_rate=50e9)) == pytest.approx(1 / 3)
     both = replace(MACHINE, link_rate=50e9, shared_link_rate=40e9, shared_cpu_rate=40e9)
-    assert _copied_share(both) == pytest.approx(0.5)
-    assert _copied_share(MACHINE) == 0.0
+    assert copied_share(both) == pytest.approx(0.5)
+    assert copied_share(MACHINE) == 0.0

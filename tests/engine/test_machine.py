@@ -8,9 +8,11 @@ import pytest
 
 from hmt.engine import machine
 from hmt.engine.machine import Rates, cache_file, machine_for, measure, remembered
+from hmt.engine.product_rates import ProductRates, product_rates
 from hmt.memory import DiskRate
 
 DISK = DiskRate("direct", 2 << 20, 8, 3e9)
+PRODUCTS = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
 
 
 class Probe:
@@ -43,6 +45,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     def install(probe: Probe) -> Probe:
         monkeypatch.setattr(machine, "_measure_ram", probe.measure_ram)
         monkeypatch.setattr(machine, "_measure_disk", probe.measure_disk)
+        monkeypatch.setattr(machine, "product_rates", lambda seconds: PRODUCTS)
         return probe
 
     return install
@@ -62,8 +65,10 @@ def test_measuring_anew_replaces_what_was_remembered(tmp_path: Path, install: In
     install(Probe())
     machine_for(tmp_path)
     install(Probe(5e10, DiskRate("io_uring", 1 << 20, 4, 6e9)))
-    assert measure(tmp_path, quick=True).disk_read_rate == 6e9
-    assert remembered(tmp_path) == Rates(5e10, DiskRate("io_uring", 1 << 20, 4, 6e9))
+    found = measure(tmp_path, quick=True)
+    assert found.disk_read_rate == 6e9 and found.cpu_ops == {"w4a8": 5e11}
+    assert remembered(tmp_path) == Rates(5e10, DiskRate("io_uring", 1 << 20, 4, 6e9), PRODUCTS)
+    assert machine_for(tmp_path).cpu_rates == {"w4a8": 2e10}
 
 
 def test_another_drive_is_measured_for_itself(
@@ -155,3 +160,10 @@ def test_too_little_memory_for_a_fair_measurement_gives_0(
 ) -> None:
     monkeypatch.setattr(machine, "available_host_bytes", lambda: 1 << 20)
     assert machine_for(tmp_path).ram_read_rate == 0
+
+
+def test_products_are_measured_for_real() -> None:
+    found = product_rates(0.01)
+    assert set(found.bytes_per_s) == set(found.operations_per_s)
+    assert not found.bytes_per_s or {"bf16", "w4a8", "w8a8"} <= set(found.bytes_per_s)
+    assert all(1e7 < rate < 1e14 for rate in found.bytes_per_s.values())

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSize
+from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS, PIECE_TOKENS, ModelSpec
-from hmt.contracts.plan import Machine, Tier
+from hmt.contracts.plan import Tier
 from hmt.planner import Demand, PlanOptions, activation_bytes, explain, smallest_budget, solve
 
 MACHINE = Machine("test", 2, 1 << 34, 40e9, 2e9)

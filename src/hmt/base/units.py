@@ -43,6 +43,14 @@ def parse_bytes(size: str | int) -> int:
     return int(float(match[1]) * factor)
 
 
+def parse_rate(rate: str) -> int:
+    """Bytes per second in text such as "55.4GB/s".  Raises ConfigError for anything else."""
+    size, slash, unit = rate.partition("/")
+    if not slash or unit.strip() != "s":
+        raise ConfigError(f"cannot read {rate!r} as a rate; write it as 55GB/s or 900MB/s")
+    return parse_bytes(size)
+
+
 def format_bytes(count: float) -> str:
     """`count` bytes in binary units with three significant digits, e.g. "3.67 MiB"."""
     value = float(count)

@@ -21,7 +21,7 @@ from hmt.bench.gguf_model import write_gguf
 from hmt.bench.limited import Watched, forget_pages, run_limited
 from hmt.bench.random_model import Shape, write_random_model
 from hmt.bench.routed_model import write_routed_model
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine import EngineConfig
 from hmt.engine.expert_trace import Routed
 from hmt.engine.packs import convert

@@ -14,7 +14,7 @@ from typing import Any
 
 from hmt.base.units import round_down
 from hmt.bench.environment import describe
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request
 from hmt.engine import Engine, LoadedModel, RunSummary
 from hmt.engine.source import open_source

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import hmt
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.kernels.cpu import extension
 
 

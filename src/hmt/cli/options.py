@@ -171,6 +171,13 @@ class EngineOptions:
     prefill_chunk: Annotated[
         int | None, typer.Option(help="Prompt tokens per step.", rich_help_panel=_COMPUTE)
     ] = None
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            help="Search for the plan that is best for latency, throughput or balanced.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
     disk_path: Annotated[
         Path | None,
         typer.Option(

@@ -1,50 +1,204 @@
-"""`hmt plan`: where everything would live, without loading it."""
+"""`hmt plan`: where everything would live, and how fast it would be, without loading it."""
 
 import json as json_format
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hmt.base.errors import BudgetError
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
 
 if TYPE_CHECKING:
-    from hmt.engine import Prepared
+    from hmt.contracts.machine import Machine
+    from hmt.engine import EngineConfig
+    from hmt.planner.outlook import Outlook, Planned, Setting
+    from hmt.planner.routing import HitCurve
+
+_CONTEXTS = (1024, 8192, 32768, 131072)
+_USERS = (1, 4, 16)
 
 
 @expand
 def plan(
     engine: EngineOptions,
     model: ModelArgument = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for another machine: a TOML file (`hmt probe --toml` writes one), or a name "
+            "such as rtx-4090-desktop. The model may then be a config.json, or a name such as "
+            "deepseek-v3; an unknown name lists what there is."
+        ),
+    ] = None,
+    users: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests at once, each with --context positions; 1 usually."),
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt whose time is predicted.")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="Choices from a YAML file, or latency, throughput or balanced; what they cost is "
+            "shown beside the goal's own plan."
+        ),
+    ] = None,
+    routing: Annotated[
+        Path | None,
+        typer.Option(help="Trace of --trace-experts: hits of caches of experts are taken from it."),
+    ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Speeds at several contexts, and what would help most."),
+    ] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw what goes where.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say where a model's weights would live and what a token would cost, without loading it."""
-    from hmt.engine import EngineConfig, prepare
-    from hmt.engine.device_loading import device_budget, device_for
-    from hmt.planner import explain
+    """Say where a model's weights would live and how fast it would be, without loading it."""
+    from hmt.cli.plan_view import options_line
+    from hmt.engine import EngineConfig
+    from hmt.engine.outlooks import outlook_on, setting_of
+    from hmt.planner.goals import choices_of_users, plan_for_goal
+    from hmt.planner.machine_file import read_machine
 
-    config = EngineConfig.resolve(**engine.arguments())
+    arguments = engine.arguments()
+    config = replace(EngineConfig.resolve(**arguments), max_batch=users or 1)
+    goal, config = config.goal, replace(config, goal=None)  # it is searched for below
+    source = str(model or choose_model(model))
+    outlook = outlook_on(source, config, None if routing is None else _curve(routing))
+    if machine is None:
+        planned = _for_this_machine(source, config, prompt, outlook)
+        setting = planned.setting
+    else:
+        setting = setting_of(
+            config,
+            read_machine(machine),
+            prompt_tokens=prompt,
+            host_bytes=config.host_memory_bytes if "host_memory" in arguments else None,
+            device_bytes=config.gpu_memory_bytes,
+        )
+        planned = _or_remedies(lambda: outlook.plan(setting), outlook, setting)
+    notes: list[str] = []
+    if profile is not None:
+        planned, notes = _with_profile(outlook, setting, profile)
+    elif goal is not None:
+        counts = choices_of_users(goal) if users is None else ()
+        planned = plan_for_goal(outlook, setting, goal, users=counts)
+        notes = ["", options_line(planned, goal)]
+    if json:
+        print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
+    else:
+        print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
+
+
+def _curve(file: Path) -> "HitCurve":
+    """Hits of the engine's own policy on a trace."""
+    from hmt.bench.cache import DEFAULT, curve, load_traces
+    from hmt.planner.routing import measured_curve
+
+    residencies = (0.06, 0.125, 0.25, 0.5, 0.75)
+    found = curve(load_traces([file])[0], DEFAULT, residencies)
+    return measured_curve(residencies, found.rates)
+
+
+def _with_profile(outlook: "Outlook", setting: "Setting", name: str) -> "tuple[Planned, list[str]]":
+    """A profile's plan, and what its choices cost."""
+    from hmt.cli.plan_view import beside_line
+    from hmt.planner.goals import plan_for_goal
+    from hmt.planner.profiles import plan_profile, read_profile
+
+    profile = read_profile(name)
+    planned = plan_profile(outlook, setting, profile)
+    own = plan_for_goal(outlook, replace(setting, users=planned.setting.users), profile.goal)
+    return planned, ["", beside_line(planned, own, profile.goal)]
+
+
+def _for_this_machine(
+    model: str, config: "EngineConfig", prompt: int | None, outlook: "Outlook"
+) -> "Planned":
+    """The plan that `run` would make, on this machine as it was measured."""
+    from hmt.engine import prepare
+    from hmt.engine.device_loading import device_budget, device_for
+    from hmt.engine.machine import machine_for
+    from hmt.engine.outlooks import setting_of
+    from hmt.planner.outlook import Planned
+
+    path, users = Path(model).expanduser(), config.max_batch
     device = device_for(config)
     room = 0 if device is None else device_budget(device, config)
-    prepared = prepare(choose_model(model), config, device=device, device_bytes=room)
-    if json:
-        print(json_format.dumps(_as_json(prepared), indent=1))
-    else:
-        print(explain(prepared.plan, prepared.demand, prepared.machine))
+    in_all = None if config.context is None else config.context * users
+
+    def setting(machine: "Machine", context: int | None) -> "Setting":
+        return setting_of(
+            replace(config, context=context),
+            replace(machine, device_bytes=room),
+            prompt_tokens=prompt,
+            host_bytes=config.host_memory_bytes,
+            device_bytes=room,
+        )
+
+    def planned() -> "Planned":
+        prepared = prepare(path, replace(config, context=in_all), None, device, room)
+        context = config.context or prepared.plan.kv_tokens // users
+        asked = setting(prepared.machine, context)
+        return Planned(
+            asked, prepared.demand, prepared.plan,
+            outlook.predict(asked, prepared.demand, prepared.plan),
+        )  # fmt: skip
+
+    return _or_remedies(planned, outlook, setting(machine_for(path), config.context))
 
 
-def _as_json(prepared: "Prepared") -> dict[str, Any]:
-    from dataclasses import asdict
+def _or_remedies(
+    plan: "Callable[[], Planned]", outlook: "Outlook", setting: "Setting"
+) -> "Planned":
+    """The plan; where none can be, BudgetError says what would fit."""
+    from hmt.cli.plan_view import remedy_text
 
-    plan, spec = prepared.plan, prepared.model.spec
+    try:
+        return plan()
+    except BudgetError as error:
+        raise BudgetError(f"{error}; {remedy_text(outlook.remedies(setting))}") from None
+
+
+def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) -> list[str]:
+    from hmt.cli.plan_view import help_lines, speed_lines, table_lines
+    from hmt.planner import explain as explained
+    from hmt.planner.drawing import draw
+
+    setting = planned.setting
+    lines = [f"machine: {setting.machine.name}"]
+    if setting.machine.note:
+        lines.append(f"  ({setting.machine.note})")
+    lines += ["", explained(planned.plan, planned.demand, setting.machine)]
+    lines += speed_lines(planned)
+    if plot:
+        lines += ["", draw(planned.plan, planned.demand)]
+    if explain:
+        longest = planned.demand.spec.max_context
+        context = planned.prediction.context
+        contexts = sorted({min(longest, each) for each in (*_CONTEXTS, context)})
+        users = sorted({*_USERS, setting.users})
+        rows = outlook.at(replace(setting, prompt_tokens=None), contexts, users)
+        lines += table_lines(rows, users)
+        lines += help_lines(outlook.helpful(planned))
+    return lines
+
+
+def _as_json(planned: "Planned", outlook: "Outlook | None") -> dict[str, Any]:
+    plan, spec = planned.plan, planned.demand.spec
     counts: Counter[tuple[str, str]] = Counter()
     for block, home in plan.homes.items():
         counts[block.kind.value, home.value] += 1
-    return {
+    content = {
         "architecture": spec.architecture,
         "layers": spec.layers,
-        "published_bytes": prepared.published_bytes,
-        "weight_bytes": prepared.demand.weight_bytes,
+        "weight_bytes": planned.demand.weight_bytes,
         "budgets": dict(plan.budgets),
         "reserved": dict(plan.reserved),
         "blocks": [
@@ -54,6 +208,8 @@ def _as_json(prepared: "Prepared") -> dict[str, Any]:
         "device": {
             "stages": sorted(plan.device.stages),
             "reserved": dict(plan.device.reserved),
+            "expert_slots": plan.device.expert_slots,
+            "staging_slots": plan.device.staging_slots,
         },
         "homes": {str(block): home for block, home in plan.homes.items()},
         "prefetch_distance": plan.prefetch_distance,
@@ -62,5 +218,13 @@ def _as_json(prepared: "Prepared") -> dict[str, Any]:
         "host_bytes_per_token": plan.host_bytes_per_token,
         "disk_bytes_per_token": plan.disk_bytes_per_token,
         "predicted_token_s": plan.predicted_token_s,
-        "machine": asdict(prepared.machine),
+        "prediction": asdict(planned.prediction),
+        "machine": asdict(planned.setting.machine),
     }
+    if outlook is not None:
+        content["would_help"] = [
+            {"change": change.text, "gain": change.gain, "tokens_per_s": after.tokens_per_s}
+            for change in outlook.helpful(planned)
+            if (after := change.planned.prediction)
+        ]
+    return content

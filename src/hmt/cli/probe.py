@@ -21,13 +21,18 @@ def probe(
     quick: Annotated[
         bool, typer.Option("--quick", help="Two ways of reading instead of sixty.")
     ] = False,
+    toml: Annotated[
+        Path | None,
+        typer.Option(help="File to write this machine to, for `hmt plan --machine` elsewhere."),
+    ] = None,
 ) -> None:
-    """Measure memory and disk rates, and save them for `plan` and `run`."""
+    """Measure memory, products and disk rates, and save them for `plan` and `run`."""
     from rich.console import Console
 
     from hmt.cli.console import notes
     from hmt.engine.machine import cache_file, measure, remembered
     from hmt.memory import best_of
+    from hmt.planner.machine_file import machine_toml
 
     if not path.exists():
         raise MissingFileError(f"{path} does not exist; give a folder on the drive to measure")
@@ -59,6 +64,15 @@ def probe(
         if not quick:
             for reader in dict.fromkeys(result.reader for result in results):
                 console.print(_table([r for r in results if r.reader == reader], best))
+    for kernel, read in machine.cpu_rates.items():
+        operations = machine.cpu_ops[kernel] / 1e9
+        console.print(
+            f"products with {kernel}: [bold]{format_rate(read)}[/] for one token, "
+            f"{operations:.0f} G operations/s for many"
+        )
+    if toml is not None:
+        toml.write_text(machine_toml(machine))
+        console.print(f"[dim]written to {toml}[/]")
     console.print(f"[dim]saved in {cache_file()}[/]")
 
 

@@ -11,7 +11,7 @@ from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from hmt.contracts.kv import KVAccount
-    from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, Verdict
+    from hmt.engine import DeviceAccount, ExpertAccount, Foreseen, Phase, RunSummary, Verdict
 
 _BAR_CELLS = 16
 _LEVELS = {"near": "near", "host": "in host memory", "drive": "on the drive"}
@@ -37,6 +37,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     if summary.prefixes is not None:
         table.add_row("prefixes", _prefixes(summary.prefixes))
     table.add_row("per token", _traffic(phase))
+    if (foreseen := summary.foreseen) is not None and foreseen.token_s:
+        table.add_row("foreseen", _foreseen(foreseen, summary.generation))
     if phase.guesses or summary.guessing is not None:
         table.add_row("guesses", _guesses(phase, summary.guessing))
     table.add_row("time", _time(phase))
@@ -64,6 +66,8 @@ def summary_json(summary: "RunSummary") -> dict[str, Any]:
             "guess_hit_rate": phase.guess_hit_rate,
             "host_s": phase.host_s,
         }
+    if summary.foreseen is not None:
+        content["foreseen"]["error"] = summary.foreseen.error(summary.generation)
     if (limit := summary.bottleneck) is not None:
         content["bottleneck"] = asdict(limit) | {"share": limit.share}
     return content
@@ -156,6 +160,16 @@ def _traffic(phase: "Phase") -> str:
     )
     hit_rate = phase.hit_rate
     return text if hit_rate is None else f"{text}; {hit_rate:.0%} of it in time"
+
+
+def _foreseen(foreseen: "Foreseen", phase: "Phase") -> str:
+    text = (
+        f"{1 / foreseen.token_s:.1f} tokens/s without context, "
+        f"{format_bytes(foreseen.host_bytes)} from memory, "
+        f"{format_bytes(foreseen.disk_bytes)} from disk"
+    )
+    error = foreseen.error(phase)
+    return text if error is None else f"{text}; a token took {1 + error:.0%} of that time"
 
 
 def _guesses(phase: "Phase", verdict: "Verdict | None") -> str:

@@ -74,8 +74,12 @@ class BlockSize:
 
     slot_bytes   memory that a resident copy takes, padding included
     read_bytes   bytes that leave the drive when it is loaded
+    numbers      weights that a token is multiplied with; None: not known, two bytes each
+    encoding     of most of them, as machines know rates by: "bf16", "w4a8", ...
     """
 
     id: BlockId
     slot_bytes: int
     read_bytes: int
+    numbers: int | None = None
+    encoding: str = ""

@@ -17,27 +17,6 @@ class Tier(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What was measured of this machine (rates in bytes per second; 0 means not measured).
-
-    device_name   the GPU; empty without one
-    link_rate     from pinned host memory to it
-    shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
-                                        model's usual format, at once
-    """
-
-    name: str
-    cores: int
-    ram_bytes: int
-    ram_read_rate: float
-    disk_read_rate: float
-    device_name: str = ""
-    link_rate: float = 0.0
-    shared_link_rate: float = 0.0
-    shared_cpu_rate: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceShare:
     """A plan's part for a GPU.
 
@@ -76,7 +55,8 @@ class Plan:
     prefill_chunk       prompt tokens per step
     kv_tokens           positions that fit in the KV reservation, over all sequences
     host_bytes_per_token, disk_bytes_per_token   predicted weight bytes that one decoded token reads
-    predicted_token_s   predicted seconds of one decoded token, or 0 when rates are unknown
+    predicted_token_s   predicted seconds of one decoded token before there is any context, or 0
+                        when rates are unknown
     slot_counts         slots by size in bytes, for blocks on disk; empty: sizes share the memory
     device              what a GPU does; nothing without one
     kv_levels           where keys and values lie, if not all in one place
@@ -88,9 +68,9 @@ class Plan:
     prefetch_distance: int
     prefill_chunk: int
     kv_tokens: int
-    host_bytes_per_token: float
-    disk_bytes_per_token: float
-    predicted_token_s: float
+    host_bytes_per_token: float = 0.0
+    disk_bytes_per_token: float = 0.0
+    predicted_token_s: float = 0.0
     slot_counts: Mapping[int, int] = field(default_factory=dict)
     device: DeviceShare = field(default_factory=DeviceShare)
     kv_levels: KVLevels | None = None

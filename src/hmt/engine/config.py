@@ -12,6 +12,7 @@ from hmt.contracts.store import Verify
 from hmt.kvcache import ORDERS
 from hmt.kvcache.codecs import CodecName, DriveName
 from hmt.memory import READERS, available_host_bytes
+from hmt.planner import GOALS
 from hmt.quant import Scheme, parse_scheme
 from hmt.weights import POLICIES
 
@@ -66,6 +67,8 @@ class EngineConfig:
                         affinity mask and the quota of the cgroup
     cache_policy        which experts stay in memory: "heat", "lru", ...; see hmt.weights.policies
     guesses             read experts that are likely to be needed, while that gains time
+    goal                search for the plan that is best for "latency", "throughput" or "balanced"
+                        (see hmt.planner.goals); None: attention first, then as much as fits
     trace               file to write what was read, computed and waited for, and when, for
                         ui.perfetto.dev; .gz compresses it
     trace_experts       file to write the routers' choices to, for `hmt bench cache`
@@ -105,6 +108,7 @@ class EngineConfig:
     check_weights: bool = True
     cache_policy: str = "heat"
     guesses: bool = True
+    goal: str | None = None
     trace: Path | None = None
     trace_experts: Path | None = None
     verify_reads: Verify = Verify.FIRST
@@ -194,6 +198,7 @@ def _check(values: dict[str, Any]) -> None:
         "disk_reader": READERS,
         "cache_policy": tuple(POLICIES),
         "kv_order": tuple(ORDERS),
+        "goal": GOALS,
         "kv_policy": ("exact", "select"),
         "kv_select": ("bound", "order"),
         "verify_reads": tuple(Verify),

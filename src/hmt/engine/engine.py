@@ -39,7 +39,7 @@ from hmt.engine.scheduler import Load
 from hmt.engine.sequence import Listener, Sequence
 from hmt.engine.shown import Pool
 from hmt.engine.streams import Ticket, TokenStream, Told, completions, nth
-from hmt.engine.summary import RunSummary
+from hmt.engine.summary import Foreseen, RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
@@ -310,6 +310,7 @@ class LoadedModel:
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
+            foreseen=Foreseen.of(self.plan),
         )
 
     def reset_summary(self) -> None:

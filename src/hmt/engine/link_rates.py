@@ -6,16 +6,17 @@ with every format as fast as it reads: of int4 with float activations it takes a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle
+from itertools import cycle
 
 import torch
 
 from hmt.base.units import MIB, round_down, round_up
 from hmt.contracts.encoding import WeightTensor
+from hmt.engine.product_rates import weights_in
 from hmt.kernels import ops
 from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
 from hmt.memory.device import Device, Link, link_rate, rates_at_once
-from hmt.quant import Format, component_bytes, view_weight
+from hmt.quant import Format, component_bytes
 
 _COPY_BYTES = 256 * MIB
 _SECONDS = 0.1  # per rate
@@ -62,7 +63,7 @@ def _measure(device: Device, form: Format | None) -> LinkRates:
             each = sum(component_bytes(form, _SHAPE)) + len(form.components(_SHAPE)) * _ALIGNMENT
             own = HostBuffer(round_up(max(size, 2 * cache_bytes(), each), PAGE_BYTES))
             own.tensor.fill_(_NUMBERS)
-            products = Products(_weights_in(own.tensor, form))
+            products = Products(weights_in(own.tensor, form, _SHAPE))
             both = rates_at_once(link, products.compute, _SECONDS)
             del products
             own.discard()
@@ -85,16 +86,3 @@ class Products:
         weight = next(self._weights)
         ops.linear(self._x, weight)
         return weight.nbytes
-
-
-def _weights_in(memory: torch.Tensor, form: Format) -> list[WeightTensor]:
-    """As many weights as fit, in memory whose bytes are numbers already."""
-    parts = component_bytes(form, _SHAPE)
-    ends = list(accumulate(round_up(part, _ALIGNMENT) for part in parts))
-    step = round_up(ends[-1], PAGE_BYTES)
-    weights = []
-    for begin in range(0, memory.nbytes - ends[-1] + 1, step):
-        starts = (begin + at for at in (0, *ends))
-        buffers = (memory[at : at + part] for at, part in zip(starts, parts, strict=False))
-        weights.append(view_weight(form, _SHAPE, *buffers))
-    return weights

@@ -3,7 +3,7 @@
 import copy
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,13 +18,15 @@ from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.kv import KVAccount
+from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS, Model
-from hmt.contracts.plan import Machine, Plan, Tier
+from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice, load_on_device
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
+from hmt.engine.goal_plan import searched_plan
 from hmt.engine.kv_loading import open_kv, selection_of
 from hmt.engine.kv_scales import with_scales
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
@@ -145,7 +147,7 @@ def prepare(
     host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source = open_source(path)
-    model = open_model(source.config, source.path, _dtype(config, source))
+    model = open_model(source.config, source.path, dtype_for(config, source))
     if device is not None and model.spec.host_only:
         raise ConfigError(
             f"{model.spec.architecture} {', '.join(model.spec.remarks)}, and on the CPU only: "
@@ -153,24 +155,28 @@ def prepare(
         )
     weights = source.weights(model.spec, config.quantization)
     kv_quant = with_scales(config.kv_quant, source)
-    demand = _demand(model, weights.layouts, config, kv_quant)
+    demand = demand_of(model, weights.layouts, config, kv_quant)
     options = PlanOptions(
         config.host_memory_bytes if host_bytes is None else host_bytes,
         config.context,
         config.prefill_chunk,
         0 if config.executor == "plain" else config.prefetch_distance,
         device_bytes,
-        _kv_budgets(config),
+        kv_budgets(config),
     )
     machine = machine_for(path)
     if device is not None:
         machine = with_device(machine, device, _usual_format(weights.layouts))
-    plan = solve(demand, options, machine)
+    if config.goal is None:
+        plan = solve(demand, options, machine)
+    else:
+        plan = searched_plan(demand, options, machine, config)
     _check_physical(plan)
     return Prepared(source, model, weights.layouts, weights.published_bytes, demand, machine, plan)
 
 
-def _kv_budgets(config: EngineConfig) -> KVBudgets | None:
+def kv_budgets(config: EngineConfig) -> KVBudgets | None:
+    """Of keys and values that do not all lie where layers compute; None where they do."""
     if config.kv_device_memory_bytes is None:
         return None
     disk_bytes = 0 if config.kv_disk is None else config.kv_disk_memory_bytes
@@ -189,12 +195,10 @@ def _usual_format(layouts: Mapping[BlockId, BlockLayout]) -> Format | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def _matrices(
-    layouts: Mapping[BlockId, BlockLayout], *kinds: BlockKind
-) -> Iterator[tuple[int, ...]]:
+def _matrices(layouts: Iterable[BlockLayout], *kinds: BlockKind) -> Iterator[tuple[int, ...]]:
     """Shapes of the matrices of some kinds of blocks."""
-    for block, layout in layouts.items():
-        if block.kind in kinds:
+    for layout in layouts:
+        if layout.id.kind in kinds:
             shapes = (placed.param.spec.shape for placed in layout.placed)
             yield from (shape for shape in shapes if len(shape) == 2)
 
@@ -261,7 +265,7 @@ def allocate(
         stack.callback(weights.close)
         weights.load_residents(progress)
         on_device = None
-        if device is not None:
+        if device is not None and plan.device.stages:  # a search may find the CPU alone faster
             on_device = load_on_device(
                 device, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
                 progress,
@@ -372,7 +376,7 @@ def _spill_file(streamed: Sequence[BlockLayout], config: EngineConfig) -> SpillF
         return None
 
 
-def _dtype(config: EngineConfig, source: Source) -> torch.dtype:
+def dtype_for(config: EngineConfig, source: Source) -> torch.dtype:
     """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway."""
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
@@ -381,18 +385,22 @@ def _dtype(config: EngineConfig, source: Source) -> torch.dtype:
     return torch.bfloat16 if "BF16" in source.dtypes else torch.float32
 
 
-def _demand(
+def demand_of(
     model: Model,
-    layouts: dict[BlockId, BlockLayout],
+    layouts: Mapping[BlockId, BlockLayout],
     config: EngineConfig,
     kv_quant: tuple[str, str],
 ) -> Demand:
+    """The model as the planner sees it.  Blocks that are laid out alike may share a layout."""
+    distinct = list({id(layout): layout for layout in layouts.values()}.values())
+    sizes = {id(layout): layout.size for layout in distinct}
+    numbers = {id(layout): layout.parameter_bytes for layout in distinct}
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
     guesses = config.guesses and config.executor == "overlapped"
     return Demand(
         spec=model.spec,
-        blocks=tuple(layout.size for layout in layouts.values()),
-        staging_bytes=max(layout.staging_bytes for layout in layouts.values()),
+        blocks=tuple(replace(sizes[id(layout)], id=b) for b, layout in layouts.items()),
+        staging_bytes=max(layout.staging_bytes for layout in distinct),
         row_bytes=max((row_span_bytes(table) for table in tables), default=0),
         kv_token_bytes=page_bytes(model.spec.kv, model.dtype) // PAGE_TOKENS,
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
@@ -400,12 +408,12 @@ def _demand(
         batch=config.max_batch,
         guess_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,
         row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
-        parameter_bytes=sum(layout.parameter_bytes for layout in layouts.values()),
+        parameter_bytes=sum(numbers[id(layout)] for layout in layouts.values()),
         experts_alike=laid_out_alike(
-            [layout for b, layout in layouts.items() if b.kind is BlockKind.EXPERT]
+            [layout for layout in distinct if layout.id.kind is BlockKind.EXPERT]
         ),
-        matrix_bytes=max(map(prod, _matrices(layouts, *_DENSE)), default=0) * model.dtype.itemsize,
-        expert_token_bytes=max(map(sum, _matrices(layouts, BlockKind.EXPERT)), default=0)
+        matrix_bytes=max(map(prod, _matrices(distinct, *_DENSE)), default=0) * model.dtype.itemsize,
+        expert_token_bytes=max(map(sum, _matrices(distinct, BlockKind.EXPERT)), default=0)
         * model.spec.experts_per_token
         * model.dtype.itemsize,
         prefix_bytes=prefix_bytes(model, config),

@@ -7,7 +7,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from hmt.base import flags
 from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
 from hmt.engine.link_rates import LinkRates, link_rates
+from hmt.engine.product_rates import ProductRates, product_rates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
@@ -27,6 +28,7 @@ from hmt.memory import (
     available_host_bytes,
     cache_bytes,
     file_to_read,
+    numa_nodes,
     quick_rate,
     ram_read_rate,
     sweep,
@@ -47,6 +49,7 @@ class Rates:
 
     ram_read_rate: float = 0.0
     disk: DiskRate | None = None
+    products: ProductRates = field(default_factory=ProductRates)
 
 
 def machine_for(path: Path) -> Machine:
@@ -61,6 +64,7 @@ def machine_for(path: Path) -> Machine:
     found = Rates(
         known.ram_read_rate or _measure_ram(quick=True),
         known.disk or _measure_disk(path, quick=True, progress=None),
+        known.products,
     )
     _remember(path, found)
     return _machine(found)
@@ -91,7 +95,11 @@ def measure(
 
     `progress` is told each result of the drive.
     """
-    found = Rates(_measure_ram(quick=quick), _measure_disk(path, quick=quick, progress=progress))
+    found = Rates(
+        _measure_ram(quick=quick),
+        _measure_disk(path, quick=quick, progress=progress),
+        product_rates(_QUICK_S if quick else _FULL_S),
+    )
     _remember(path, found)
     return _machine(found)
 
@@ -101,7 +109,11 @@ def remembered(path: Path) -> Rates:
     try:
         machine = _load()["machines"][_fingerprint()]
         drive = machine["drives"].get(_drive(path))
-        return Rates(float(machine["ram_read_rate"]), DiskRate(**drive) if drive else None)
+        return Rates(
+            float(machine["ram_read_rate"]),
+            DiskRate(**drive) if drive else None,
+            ProductRates(**machine.get("products", {})),
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
 
@@ -136,6 +148,9 @@ def _machine(rates: Rates) -> Machine:
         ram_bytes=int(psutil.virtual_memory().total),
         ram_read_rate=rates.ram_read_rate,
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
+        cpu_rates=rates.products.bytes_per_s,
+        cpu_ops=rates.products.operations_per_s,
+        numa_nodes=len(numa_nodes()),
     )
 
 
@@ -207,6 +222,7 @@ def _remember(path: Path, rates: Rates) -> None:
         "name": cpu_name(),
         "cores": usable_threads(),
         "ram_read_rate": rates.ram_read_rate,
+        "products": asdict(rates.products),
         "drives": drives,
     }
     file = cache_file()

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from hmt.base.units import format_rate
 from hmt.contracts.kv import KVAccount
-from hmt.contracts.plan import Machine
+from hmt.contracts.machine import Machine
+from hmt.contracts.plan import Plan
 from hmt.engine.trial import Verdict
 from hmt.memory import PoolStats
 
@@ -211,6 +212,37 @@ class DeviceAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What the plan had predicted, of one token decoded alone, before there is any context.
+
+    token_s      0 where rates were not known
+    host_bytes, disk_bytes   of weights
+    used_bytes   the most that the plan reserved of the budget
+    """
+
+    token_s: float
+    host_bytes: float
+    disk_bytes: float
+    used_bytes: int
+
+    @staticmethod
+    def of(plan: Plan) -> "Foreseen":
+        """What `plan` says."""
+        return Foreseen(
+            plan.predicted_token_s,
+            plan.host_bytes_per_token,
+            plan.disk_bytes_per_token,
+            sum(plan.reserved.values()),
+        )
+
+    def error(self, phase: Phase) -> float | None:
+        """The time of a token over the predicted one, less 1; None where they do not compare."""
+        if not self.token_s or not phase.tokens or phase.steps < phase.tokens:
+            return None
+        return phase.seconds / phase.tokens / self.token_s - 1
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """A run's account.
 
@@ -225,6 +257,7 @@ class RunSummary:
     prefixes          what texts had in common with earlier ones, as hmt.kvcache.prefix counts it;
                       None without a prefix cache
     kv                keys and values at several levels; None where they all lie near
+    foreseen          what the plan predicted
     """
 
     prompt: Phase
@@ -242,6 +275,7 @@ class RunSummary:
     device: DeviceAccount | None = None
     kv: KVAccount | None = None
     prefixes: dict[str, int] | None = None
+    foreseen: Foreseen | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

@@ -2,10 +2,12 @@
 
 from hmt.planner.explain import explain
 from hmt.planner.footprint import Demand, activation_bytes, default_chunk, kv_bytes, scored_rows
+from hmt.planner.goals import GOALS
 from hmt.planner.levels import KVBudgets, KVSizes
 from hmt.planner.solver import PlanOptions, smallest_budget, solve
 
 __all__ = [
+    "GOALS",
     "Demand",
     "KVBudgets",
     "KVSizes",

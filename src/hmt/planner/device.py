@@ -13,16 +13,19 @@ Experts stay on the device all or not at all.  If not, each layer gets a cache o
 beside everything else, and a step brings the link's share of those that are missing.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVLevels
+from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.contracts.plan import DeviceShare, Machine
+from hmt.contracts.plan import DeviceShare
 from hmt.planner.footprint import Demand, device_activation_bytes, kv_bytes
 
 _ALIGNMENT = 256
@@ -37,9 +40,9 @@ _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
 _WIDE = (BlockKind.FFN, BlockKind.EXPERT)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Layer:
-    """A layer as the device sees it.
+    """A layer as the device sees it.  Its sums are made once, when it is complete.
 
     core   what attention needs, keys and values included
     wide   its feed-forward network, or its experts
@@ -50,11 +53,20 @@ class _Layer:
     wide: list[BlockSize] = field(default_factory=list)
     kv_bytes: int = 0
 
-    @property
+    @cached_property
     def core_bytes(self) -> int:
         return _bytes(self.core) + self.kv_bytes
 
-    @property
+    @cached_property
+    def wide_bytes(self) -> int:
+        return _bytes(self.wide)
+
+    @cached_property
+    def wide_sizes(self) -> Counter[int]:
+        """Blocks by the bytes of their slots, in the order in which sizes come."""
+        return Counter(block.slot_bytes for block in self.wide)
+
+    @cached_property
     def sparse(self) -> bool:
         """Whether a step of few tokens needs few of its wide blocks."""
         return any(block.id.kind is BlockKind.EXPERT for block in self.wide)
@@ -93,9 +105,12 @@ class _Choice:
             (self.copied + self.on_cpu, _SLOTS),
             (self.sparse, self.expert_copies),
         ):
-            wanted = [layer for layer in layers if layer in self.in_prompts]
-            sizes = [block.slot_bytes for layer in wanted for block in layer.wide]
-            found |= {size: min(most, sizes.count(size)) for size in dict.fromkeys(sizes)}
+            copied = set(self.in_prompts)
+            sizes: Counter[int] = Counter()
+            for layer in layers:
+                if layer in copied:
+                    sizes.update(layer.wide_sizes)
+            found |= {size: min(most, count) for size, count in sizes.items()}
         return found
 
     @property
@@ -111,9 +126,89 @@ class _Choice:
     @property
     def nbytes(self) -> int:
         """On the device, slots included."""
-        stays = sum(_bytes(layer.wide) for layer in self.stay)
+        stays = sum(layer.wide_bytes for layer in self.stay)
         cores = sum(layer.core_bytes for layer in self.layers)
         return cores + stays + _slot_bytes(self) + self.expert_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What a device gets, by numbers.  Layers of each sort are spread evenly over the model.
+
+    layers          whose attention computes there, with their keys and values
+    head            whether the output layer does
+    staying         of those layers, those whose dense network stays there
+    copied          of the others, those whose network is copied there in every step
+    expert_slots    of each of those layers that has experts: experts that are cached
+    staging_slots   for experts that are brought for one step
+    """
+
+    layers: int
+    head: bool = False
+    staying: int = 0
+    copied: int = 0
+    expert_slots: int = 0
+    staging_slots: int = 0
+
+
+class DeviceRoom:
+    """The part of a device's memory that choices are about, and what each of them takes."""
+
+    def __init__(
+        self,
+        demand: Demand,
+        device_bytes: int,
+        *,
+        chunk: int,
+        context: int,
+        host_bytes: int = 0,
+        levels: KVLevels | None = None,
+    ) -> None:
+        """See `share_of_device`."""
+        self.layers, self.head = _layers(demand, context, levels)
+        self.activations = device_activation_bytes(demand, chunk, context)
+        mapped = min(host_bytes, sum(block.slot_bytes for block in demand.blocks))
+        self.mapping = round_up(mapped // _PAGE_BYTES * _ENTRY_BYTES, _ALIGNMENT)
+        self.room = device_bytes - self.activations - self.mapping
+
+    def taken(self, asked: DeviceChoice) -> int | None:
+        """Bytes that a choice takes; None where they are not there."""
+        choice = self.choice(asked)
+        nbytes = choice.nbytes + (_bytes(self.head) if asked.head else 0)
+        return nbytes if nbytes <= self.room else None
+
+    def choice(self, asked: DeviceChoice) -> "_Choice":
+        """The layers that a choice means."""
+        chosen = _spread(self.layers, asked.layers)
+        dense = [layer for layer in chosen if not layer.sparse]
+        stay = _spread(dense, min(asked.staying, len(dense)))
+        kept = set(stay)
+        away = [layer for layer in dense if layer not in kept]
+        copied = _spread(away, min(asked.copied, len(away)))
+        those = set(copied)
+        on_cpu = [layer for layer in away if layer not in those]
+        found = _Choice(stay, copied, on_cpu, [layer for layer in chosen if layer.sparse])
+        if found.sparse and asked.staging_slots:
+            found.staging_slots = asked.staging_slots
+            found.expert_slots = min(asked.expert_slots, len(found.sparse[0].wide))
+            room = self.room - (_bytes(self.head) if asked.head else 0)
+            for found.expert_copies in _EXPERT_COPIES:
+                if found.nbytes <= room:
+                    break
+        return found
+
+    def best(self, demand: Demand, machine: Machine) -> tuple["_Choice", list[BlockSize]]:
+        """As much as fits, attention first; and the head's blocks, if they are there."""
+        share, brought = copied_share(machine), _brought(demand, machine)
+        head = self.head
+        choice = _choose(self.layers, self.room - _bytes(head), share, brought)
+        fits = choice.layers and choice.nbytes + _bytes(head) <= self.room
+        if not fits or (brought and not choice.can_bring):
+            without = _choose(self.layers, self.room, share, brought)
+            # A head on the CPU costs less than experts that the device has no part in.
+            if not fits or without.can_bring:
+                choice, head = without, []
+        return choice, head
 
 
 def share_of_device(
@@ -125,28 +220,30 @@ def share_of_device(
     context: int,
     host_bytes: int = 0,
     levels: KVLevels | None = None,
+    asked: DeviceChoice | None = None,
 ) -> tuple[DeviceShare, list[BlockId]]:
     """Decide what the device gets of `device_bytes`, and which blocks live there.
 
     host_bytes   the budget of the host, of which all that weights take is pinned
     levels       where keys and values lie, if not all of them there
+    asked        what it shall get; None: as much as fits, attention first
 
-    Raises BudgetError where not
-    even one layer's attention would fit.
+    Raises BudgetError where not even one layer's attention would fit, or not what was asked.
     """
-    layers, head = _layers(demand, context, levels)
-    activations = device_activation_bytes(demand, chunk, context)
-    mapped = min(host_bytes, sum(block.slot_bytes for block in demand.blocks))
-    mapping = round_up(mapped // _PAGE_BYTES * _ENTRY_BYTES, _ALIGNMENT)
-    room = device_bytes - activations - mapping
-    share, brought = _copied_share(machine), _brought(demand, machine)
-    choice = _choose(layers, room - _bytes(head), share, brought)
-    fits = choice.layers and choice.nbytes + _bytes(head) <= room
-    if not fits or (brought and not choice.can_bring):
-        without = _choose(layers, room, share, brought)
-        # A head on the CPU costs less than experts that the device has no part in.
-        if not fits or without.can_bring:
-            choice, head = without, []
+    space = DeviceRoom(
+        demand, device_bytes, chunk=chunk, context=context, host_bytes=host_bytes, levels=levels
+    )
+    layers, activations, mapping = space.layers, space.activations, space.mapping
+    share = copied_share(machine)
+    if asked is None:
+        choice, head = space.best(demand, machine)
+    else:
+        if space.taken(asked) is None:
+            raise BudgetError(
+                f"{asked} takes more than the {format_bytes(space.room)} of GPU memory that "
+                f"activations leave of {format_bytes(device_bytes)}"
+            )
+        choice, head = space.choice(asked), space.head if asked.head else []
     if not choice.layers:
         least = min(layer.core_bytes for layer in layers) + activations + mapping
         raise BudgetError(
@@ -219,7 +316,7 @@ def _layer_kv(demand: Demand) -> list[int]:
     return [demand.kv_token_bytes * width // sum(widths) for width in widths]
 
 
-def _copied_share(machine: Machine) -> float:
+def copied_share(machine: Machine) -> float:
     """Of the bytes that do not stay on the device, those that are copied there in every step."""
     link = machine.shared_link_rate or machine.link_rate
     memory = machine.shared_cpu_rate or machine.ram_read_rate
@@ -231,18 +328,23 @@ def _brought(demand: Demand, machine: Machine) -> int:
     if not demand.experts_alike:
         return 0
     wanted = demand.spec.experts_per_token * demand.batch
-    return max(1, ceil(wanted * (_copied_share(machine) or _LINK_SHARE)))
+    return max(1, ceil(wanted * (copied_share(machine) or _LINK_SHARE)))
 
 
 def _choose(layers: list[_Layer], room: int, share: float, brought: int) -> _Choice:
     """As many cores as fit, and then as much else: what is left is copied or the CPU's."""
     for count in range(len(layers), 0, -1):
         chosen = _spread(layers, count)
+        cores = sum(layer.core_bytes for layer in chosen)
+        if cores > room:
+            continue
         everything = _Choice(chosen, [], [])
         if everything.nbytes <= room:
             return everything
         dense = [layer for layer in chosen if not layer.sparse]
-        for staying in range(len(dense), -1, -1):
+        least = min((layer.wide_bytes for layer in dense), default=0)
+        most = min(len(dense), (room - cores) // least if least else len(dense))
+        for staying in range(most, -1, -1):
             choice = _split(dense, staying, share)
             choice.sparse = [layer for layer in chosen if layer.sparse]
             if choice.nbytes <= room:
@@ -283,8 +385,7 @@ def _cache_experts(choice: _Choice, room: int, brought: int) -> None:
 
 def _largest(layers: Sequence[_Layer]) -> int:
     """Bytes of a slot for any of the layers' experts."""
-    sizes = (block.slot_bytes for layer in layers for block in layer.wide)
-    return round_up(max(sizes, default=0), _ALIGNMENT)
+    return round_up(max((max(layer.wide_sizes) for layer in layers), default=0), _ALIGNMENT)
 
 
 def _spread(layers: list[_Layer], count: int) -> list[_Layer]:

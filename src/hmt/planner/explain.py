@@ -4,8 +4,11 @@ from collections.abc import Sequence
 
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockKind, BlockSize
-from hmt.contracts.plan import Machine, Plan, Tier
+from hmt.contracts.machine import Machine
+from hmt.contracts.plan import Plan, Tier
+from hmt.planner.cost import CostModel
 from hmt.planner.footprint import Demand
+from hmt.planner.loads import loads_of
 
 _MEANING = {
     "resident": "weights that stay",
@@ -21,6 +24,13 @@ _MEANING = {
 }
 
 
+_LIMITS = {
+    "GPU": "the GPU",
+    "CPU": "memory",
+    "link": "the link to the GPU",
+    "disk": "disk",
+    "handing over": "what steps cost whatever they read",
+}
 _PLACES = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
 
 
@@ -42,7 +52,8 @@ def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
     tiers = [Tier.DEVICE] * bool(plan.device.stages) + [Tier.HOST, Tier.DISK]
     lines.append(f"{'blocks':<10}" + "".join(f"{_PLACES[tier]:>18}" for tier in tiers))
     lines += [_kind_line(kind, plan, demand.of_kind(kind), tiers) for kind in BlockKind]
-    lines += ["", *_cost_lines(plan, machine), *(f"it {r}" for r in demand.spec.remarks)]
+    costs = _cost_lines(plan, demand, machine)
+    lines += ["", *costs, *(f"it {remark}" for remark in demand.spec.remarks)]
     return "\n".join(line for line in lines if line is not None)
 
 
@@ -84,7 +95,7 @@ def _kind_line(
     return f"  {kind.value:<10}" + "".join(f"{cell:>18}" for cell in cells)
 
 
-def _cost_lines(plan: Plan, machine: Machine) -> list[str]:
+def _cost_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str]:
     lines = [
         f"one decoded token reads {format_bytes(plan.host_bytes_per_token)} of weights from memory "
         f"and {format_bytes(plan.disk_bytes_per_token)} from disk"
@@ -92,10 +103,9 @@ def _cost_lines(plan: Plan, machine: Machine) -> list[str]:
     if plan.disk_bytes_per_token:
         lines.append(f"reads run {plan.prefetch_distance} layers ahead of the computation")
     if plan.predicted_token_s:
-        disk_s = plan.disk_bytes_per_token / (machine.disk_read_rate or 1)
-        bound = "disk" if disk_s >= plan.predicted_token_s else "memory"
+        limit = CostModel(loads_of(demand, plan), machine).decode(1, 0).limit
         lines.append(
             f"the links allow {1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by "
-            f"{bound}; small models stay far below that"
+            f"{_LIMITS[limit]}; small models stay far below that"
         )
     return lines

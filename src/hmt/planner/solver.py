@@ -14,9 +14,11 @@ from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import format_bytes, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVLevels
+from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.contracts.plan import Machine, Plan, Tier
-from hmt.planner.device import kv_token_bytes, share_of_device
+from hmt.contracts.plan import Plan, Tier
+from hmt.planner.cost import CostModel
+from hmt.planner.device import DeviceChoice, kv_token_bytes, share_of_device
 from hmt.planner.footprint import (
     Demand,
     activation_bytes,
@@ -32,6 +34,7 @@ from hmt.planner.levels import (
     plan_levels,
     work_bytes,
 )
+from hmt.planner.loads import loads_of
 from hmt.planner.slots import slot_counts
 
 _SMALLEST_CONTEXT = 256
@@ -49,6 +52,7 @@ class PlanOptions:
     prefetch_distance   layers requested ahead
     kv                  of keys and values that do not all lie where layers compute; None: they do
     device_bytes        of a GPU's memory that weights, KV and activations may take; 0: no GPU
+    device              what the GPU gets; None: as much as fits, attention first
     """
 
     host_bytes: int
@@ -57,18 +61,31 @@ class PlanOptions:
     prefetch_distance: int | None = None
     device_bytes: int = 0
     kv: KVBudgets | None = None
+    device: DeviceChoice | None = None
 
 
 def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
-    """Decide where everything lives.
+    """Decide where everything lives, and say what one decoded token costs there.
 
     Raises BudgetError when even the smallest working set does not fit; it says what would.
     Raises ConfigError for a context that is longer than the model's.
     """
+    plan = _placed(demand, options, machine)
+    token = CostModel(loads_of(demand, plan), machine).decode(1, 0)
+    return replace(
+        plan,
+        host_bytes_per_token=token.nbytes["CPU"] + token.nbytes["link"],
+        disk_bytes_per_token=token.nbytes["disk"],
+        predicted_token_s=token.seconds,
+    )
+
+
+def _placed(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
+    """The plan, without what it costs."""
     if options.kv is None and options.device_bytes:
         return _with_device(demand, options, machine)
     if options.kv is None:
-        return _on_host(demand, options, machine)
+        return _on_host(demand, options)
     sizes = demand.kv_sizes
     assert sizes is not None
     chunk, most = _chunk(demand, options), demand.spec.max_context * demand.batch
@@ -84,7 +101,7 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     if options.device_bytes:
         plan = _with_device(demand, options, machine, levels)
     else:
-        plan = _on_host(demand, options, machine, _kv_bytes(sizes, levels))
+        plan = _on_host(demand, options, _kv_bytes(sizes, levels))
     return replace(plan, kv_tokens=levels.pages * PAGE_TOKENS, kv_levels=levels)
 
 
@@ -96,22 +113,23 @@ def _with_device(
     context = _context(demand, options, options.host_bytes // 4)
     share, stays = share_of_device(
         demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context,
-        host_bytes=options.host_bytes, levels=levels,
+        host_bytes=options.host_bytes, levels=levels, asked=options.device,
     )  # fmt: skip
+    on_device = set(stays)
     on_host = [index for index in range(demand.spec.layers) if index not in share.stages]
     rest = replace(
         demand,
-        blocks=tuple(block for block in demand.blocks if block.id not in set(stays)),
+        blocks=tuple(block for block in demand.blocks if block.id not in on_device),
         kv_token_bytes=kv_token_bytes(demand, on_host),
         # A block goes to the device from a slot in host memory.
-        passing_bytes=max((b.slot_bytes for b in demand.blocks if b.id in set(stays)), default=0),
+        passing_bytes=max((b.slot_bytes for b in demand.blocks if b.id in on_device), default=0),
     )
     options = replace(options, context=context, prefill_chunk=_chunk(demand, options))
     # Layers of the CPU keep everything in host memory, and those of the device what is not near.
     beside = None
     if levels is not None and demand.kv_sizes is not None:
         beside = kv_bytes(rest, context) + host_bytes(levels, demand.kv_sizes)
-    plan = _on_host(rest, options, machine, beside)
+    plan = _on_host(rest, options, beside)
     homes = {block.id: plan.homes.get(block.id, Tier.DEVICE) for block in demand.blocks}
     return replace(
         plan,
@@ -122,7 +140,7 @@ def _with_device(
     )
 
 
-def _on_host(demand: Demand, options: PlanOptions, machine: Machine, kv: int | None = None) -> Plan:
+def _on_host(demand: Demand, options: PlanOptions, kv: int | None = None) -> Plan:
     """`kv`: bytes of keys and values; None: those of the context."""
     needed = smallest_budget(demand, options, kv)
     if options.host_bytes < needed:
@@ -140,7 +158,6 @@ def _on_host(demand: Demand, options: PlanOptions, machine: Machine, kv: int | N
         homes, slots = _place(demand, left - demand.passing_bytes, smallest, distance)
         slots = slots + demand.passing_bytes
     resident = sum(b.slot_bytes for b in demand.blocks if homes[b.id] is Tier.HOST)
-    host, disk = _bytes_per_token(demand, homes, slots)
     return Plan(
         homes=homes,
         budgets={Tier.HOST: options.host_bytes},
@@ -148,9 +165,6 @@ def _on_host(demand: Demand, options: PlanOptions, machine: Machine, kv: int | N
         prefetch_distance=distance,
         prefill_chunk=_chunk(demand, options),
         kv_tokens=round_down(fixed["kv"] // max(1, demand.kv_token_bytes), PAGE_TOKENS),
-        host_bytes_per_token=host,
-        disk_bytes_per_token=disk,
-        predicted_token_s=_token_seconds(host, disk, machine),
         slot_counts=slot_counts(
             [b for b in _streamable(demand) if homes[b.id] is Tier.DISK], slots
         ),
@@ -267,33 +281,6 @@ def _spread(blocks: Sequence[BlockSize], room: int) -> list[BlockSize]:
             chosen.append(block)
             taken += block.slot_bytes
     return chosen
-
-
-def _bytes_per_token(demand: Demand, homes: dict[BlockId, Tier], slots: int) -> tuple[float, float]:
-    """Weight bytes that one decoded token reads from memory, and from the drive."""
-    dense = [b for b in _streamable(demand) if b.id.kind is not BlockKind.EXPERT]
-    host = float(sum(block.slot_bytes for block in dense))
-    disk = float(sum(b.read_bytes for b in dense if homes[b.id] is Tier.DISK))
-    for table in demand.of_kind(BlockKind.EMBEDDING):
-        disk += demand.row_bytes if homes[table.id] is Tier.DISK else 0
-    experts = demand.of_kind(BlockKind.EXPERT)
-    if experts:
-        layers = len({block.id.layer for block in experts})
-        reads = layers * demand.spec.experts_per_token
-        expert_bytes = sum(block.slot_bytes for block in experts)
-        host += reads * expert_bytes / len(experts)
-        if homes[experts[0].id] is Tier.DISK:
-            # Uniform routing, the worst case: the cache hits as often as it is large.
-            miss = max(0.0, 1.0 - slots / expert_bytes)
-            disk += miss * reads * sum(b.read_bytes for b in experts) / len(experts)
-    return host, disk
-
-
-def _token_seconds(host: float, disk: float, machine: Machine) -> float:
-    """Seconds per decoded token with reads and computation overlapped; 0 when not measured."""
-    if not machine.ram_read_rate or (disk and not machine.disk_read_rate):
-        return 0.0
-    return max(host / machine.ram_read_rate, disk / machine.disk_read_rate if disk else 0.0)
 
 
 def _too_small(demand: Demand, options: PlanOptions, needed: int, kv: int | None) -> str:

@@ -72,6 +72,22 @@ class Format:
     minima: bool = False
 
     @property
+    def kernel(self) -> str:
+        """The kernels that compute with it, as rates are known by: "bf16", "fp8", "w4a8", ..."""
+        bits = "8" if self.activations is Activations.INT8_TOKEN else "16"
+        match self.encoding:
+            case Encoding.FP8_BLOCK:
+                return "fp8"
+            case Encoding.INT8_CHANNEL | Encoding.INT8_GROUP:
+                return f"w8a{bits}"
+            case Encoding.INT4_GROUP:
+                return f"w4a{bits}"
+            case Encoding.NVFP4 | Encoding.MXFP4:
+                return f"{self.encoding}a{bits}"
+            case _:
+                return str(self.encoding)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the numbers or codes."""
         return _DTYPES[self.encoding]

@@ -6,8 +6,10 @@ Parameters that are re-encoded on load go through a staging buffer, one after th
 A pack holds slots as they are laid out without any range read in place: see hmt.weights.pack.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -180,7 +182,12 @@ class BlockLayout:
     @property
     def size(self) -> BlockSize:
         """What the planner needs to know."""
-        return BlockSize(self.id, self.slot_bytes, self.read_bytes)
+        numbers: Counter[str] = Counter()
+        for placed in self.placed:
+            if placed.param.spec.role is Role.LINEAR:
+                numbers[placed.format.kernel] += prod(placed.param.spec.shape)
+        usual = max(numbers, key=numbers.__getitem__, default="")
+        return BlockSize(self.id, self.slot_bytes, self.read_bytes, numbers.total(), usual)
 
     def views(self, slot: torch.Tensor) -> dict[str, WeightTensor]:
         """The block's parameters in `slot` (uint8 [slot_bytes]); views, nothing is copied."""

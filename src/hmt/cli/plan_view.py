@@ -1,0 +1,113 @@
+"""What `hmt plan` says besides the plan: speeds, what bounds them, what would help."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hmt.base.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hmt.planner.cost import StepCost
+    from hmt.planner.outlook import Change, Planned
+
+_LIMITS = {
+    "GPU": "the GPU",
+    "CPU": "the CPU and its memory",
+    "link": "the link to the GPU",
+    "disk": "the drive",
+    "handing over": "handing over between parts",
+}
+_SHOWN = 5  # of what would help
+
+
+def speed_lines(planned: "Planned") -> list[str]:
+    """The prediction for what was asked, and what bounds it."""
+    found = planned.prediction
+    if not found.tokens_per_s:
+        return ["no speed is predicted: rates of memory or of the drive are not known (hmt probe)"]
+    users = f"{found.users} users" if found.users > 1 else "one user"
+    lines = [
+        f"predicted: {_number(found.tokens_per_s)} tokens/s for {users} with {found.context} "
+        f"positions each, bound by {_LIMITS[found.step.limit]}"
+    ]
+    if found.ttft_s:
+        lines.append(
+            f"  a prompt of {found.prompt_tokens} tokens: first token after "
+            f"{format_seconds(found.ttft_s)}, bound by {_LIMITS[found.prompt.limit]}"
+        )
+    lines.append(f"  a step of {format_seconds(found.step.seconds)}: {_parts(found.step)}")
+    return lines
+
+
+def table_lines(rows: "Sequence[Sequence[Planned | None]]", users: Sequence[int]) -> list[str]:
+    """Tokens/s of all users together, by context; and the time of a prompt as long as it."""
+    lines = [
+        "",
+        f"{'tokens/s':>10}"
+        + "".join(f"{_users(count):>12}" for count in users)
+        + "      first token",
+    ]
+    for row in rows:
+        known = [planned for planned in row if planned is not None]
+        if not known:
+            continue
+        cells = [
+            "-" if planned is None else _number(planned.prediction.tokens_per_s) for planned in row
+        ]
+        first = known[0].prediction
+        wait = format_seconds(first.ttft_s) if first.ttft_s else "-"
+        lines.append(
+            f"{first.context:>10}" + "".join(f"{cell:>12}" for cell in cells) + f"{wait:>17}"
+        )
+    return lines
+
+
+def help_lines(changes: "Sequence[Change]") -> list[str]:
+    """What would make it faster."""
+    if not changes:
+        return ["", "nothing that was tried would make it faster by 1%"]
+    lines = ["", "what would help most:"]
+    return lines + [f"  {change.text}: {change.gain:+.0%}" for change in changes[:_SHOWN]]
+
+
+def options_line(planned: "Planned", goal: str) -> str:
+    """How to run a plan that was searched for."""
+    users = f" --max-batch {planned.setting.users}" if planned.setting.users > 1 else ""
+    command = "serve" if users else "run"
+    return f"to run so, on this machine: hmt {command} --goal {goal}{users}"
+
+
+def beside_line(planned: "Planned", own: "Planned", goal: str) -> str:
+    """A plan with somebody's choices, beside the planner's own."""
+    asked, found = planned.prediction, own.prediction
+    return (
+        f"with these choices {_number(asked.tokens_per_s)} tokens/s and a first token after "
+        f"{format_seconds(asked.ttft_s)}; without them (--goal {goal}) "
+        f"{_number(found.tokens_per_s)} tokens/s and {format_seconds(found.ttft_s)}"
+    )
+
+
+def remedy_text(changes: "Sequence[Change]") -> str:
+    """The end of a refusal: what would fit."""
+    if not changes:
+        return "no change of one thing would make it fit"
+    return "these would fit: " + "; ".join(change.text for change in changes)
+
+
+def _parts(step: "StepCost") -> str:
+    parts = []
+    for name, seconds in step.busy_s.items():
+        if seconds:
+            nbytes = step.nbytes.get(name, 0.0)
+            what = f" ({format_bytes(nbytes)})" if nbytes else ""
+            parts.append(f"{name} {format_seconds(seconds)}{what}")
+    return ", ".join(parts)
+
+
+def _users(count: int) -> str:
+    return f"{count} user{'s' if count > 1 else ''}"
+
+
+def _number(rate: float) -> str:
+    if not rate:
+        return "-"
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"

@@ -1,0 +1,55 @@
+"""A machine as data: everything that planning and prediction need to know of one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was measured of a machine, or written down about one.
+
+    Rates are bytes per second; 0, or an absent entry, means not known.
+
+    cores              that may compute
+    ram_bytes, ram_read_rate, core_read_rate   memory, read by all cores together, and by one
+    cpu_rates          weights multiplied with one token, by encoding: "bf16", "w4a8", ...
+    cpu_ops            operations per second with hundreds of tokens, by encoding
+    numa_nodes         of the memory that a model is spread over
+    remote_share       of the rate of a node's own memory, what another node's gives
+    disk_bytes, disk_read_rate
+    device_name        the GPU; empty without one
+    device_bytes, device_read_rate   its memory
+    device_ops         operations per second there, by encoding
+    link_rate          from pinned host memory to it
+    shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
+                       model's usual format, at once
+    step_s             of a step, whatever it computes: scheduling, choosing tokens
+    layer_s            of a layer on the CPU, beyond its bytes
+    launch_s           of a layer on the GPU, beyond its bytes
+    sync_s             of handing over from GPU to CPU, or back
+    note               where the figures come from
+    """
+
+    name: str
+    cores: int
+    ram_bytes: int
+    ram_read_rate: float
+    disk_read_rate: float
+    device_name: str = ""
+    link_rate: float = 0.0
+    shared_link_rate: float = 0.0
+    shared_cpu_rate: float = 0.0
+    core_read_rate: float = 0.0
+    cpu_rates: Mapping[str, float] = field(default_factory=dict)
+    cpu_ops: Mapping[str, float] = field(default_factory=dict)
+    numa_nodes: int = 1
+    remote_share: float = 1.0
+    disk_bytes: int = 0
+    device_bytes: int = 0
+    device_read_rate: float = 0.0
+    device_ops: Mapping[str, float] = field(default_factory=dict)
+    step_s: float = 0.0
+    layer_s: float = 0.0
+    launch_s: float = 0.0
+    sync_s: float = 0.0
+    note: str = ""

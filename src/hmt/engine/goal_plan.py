@@ -1,0 +1,40 @@
+"""The plan of a loaded model, where a goal is to be searched for."""
+
+from dataclasses import replace
+
+from hmt.contracts.machine import Machine
+from hmt.contracts.plan import Plan
+from hmt.engine.config import EngineConfig
+from hmt.planner import Demand, PlanOptions
+from hmt.planner.goals import plan_for_goal
+from hmt.planner.outlook import Outlook, Setting
+
+
+def searched_plan(
+    demand: Demand, options: PlanOptions, machine: Machine, config: EngineConfig
+) -> Plan:
+    """The best plan that is found for `config.goal`; what `options` say stays as they say.
+
+    Raises BudgetError as `solve` does.
+    """
+    assert config.goal is not None
+    if config.prefix_cache:  # which is told by options, not by plans, what pages hold
+        demand = replace(demand, kv_sizes=None) if options.kv is None else demand
+    users = config.max_batch
+    setting = Setting(
+        # Budgets are the user's: what is physically there is looked at for the plan that is found.
+        replace(
+            machine,
+            ram_bytes=max(machine.ram_bytes, options.host_bytes),
+            device_bytes=max(machine.device_bytes, options.device_bytes),
+        ),
+        users=users,
+        context=None if options.context is None else -(-options.context // users),
+        prefill_chunk=options.prefill_chunk,
+        prefetch_distance=options.prefetch_distance,
+        host_bytes=options.host_bytes,
+        device_bytes=options.device_bytes,
+        kv=options.kv,
+    )
+    outlook = Outlook(lambda scheme, count: replace(demand, batch=count))
+    return plan_for_goal(outlook, setting, config.goal).plan

@@ -1,0 +1,79 @@
+"""Outlooks on models: from a folder with weights, or from a configuration alone."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from hmt.contracts.machine import Machine
+from hmt.engine.config import EngineConfig
+from hmt.engine.kv_scales import with_scales
+from hmt.engine.loading import demand_of, dtype_for, kv_budgets
+from hmt.engine.shapes import read_shape, shape_demand
+from hmt.engine.source import open_source
+from hmt.models import open_model
+from hmt.planner import Demand
+from hmt.planner.outlook import DemandFor, Outlook, Setting
+from hmt.planner.routing import HitCurve
+from hmt.quant import parse_scheme
+from hmt.weights.pack import looks_like_pack
+
+
+def outlook_on(model: str, config: EngineConfig, curve: HitCurve | None = None) -> Outlook:
+    """Plans of a model that need no weights: of a checkpoint or pack only headers are read.
+
+    model   a folder; or without weights a folder, a config.json, or a name of `shape_names`
+    curve   of caches of experts, where a trace tells it
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() and (looks_like_pack(path) or any(path.glob("*.safetensors"))):
+        return Outlook(_from_folder(path, config), curve)
+    return Outlook(_from_shape(read_shape(model), config), curve)
+
+
+def setting_of(
+    config: EngineConfig,
+    machine: Machine,
+    *,
+    prompt_tokens: int | None,
+    host_bytes: int | None,
+    device_bytes: int | None,
+) -> Setting:
+    """What `config` asks of `machine`; see Setting for the rest."""
+    return Setting(
+        machine=machine,
+        scheme=None if config.quantization is None else str(config.quantization),
+        users=config.max_batch,
+        context=config.context,
+        prefill_chunk=config.prefill_chunk,
+        prefetch_distance=0 if config.executor == "plain" else config.prefetch_distance,
+        kv=kv_budgets(config),
+        prompt_tokens=prompt_tokens,
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+    )
+
+
+def _from_shape(shape: Mapping[str, object], config: EngineConfig) -> DemandFor:
+    @cache
+    def demand(scheme: str | None) -> Demand:
+        return shape_demand(shape, _in_scheme(config, scheme))
+
+    return lambda scheme, users: replace(demand(scheme), batch=users)
+
+
+def _from_folder(path: Path, config: EngineConfig) -> DemandFor:
+    source = open_source(path)
+    model = open_model(source.config, source.path, dtype_for(config, source))
+
+    @cache
+    def demand(scheme: str | None) -> Demand:
+        wanted = _in_scheme(config, scheme)
+        layouts = source.weights(model.spec, wanted.quantization).layouts
+        return demand_of(model, layouts, wanted, with_scales(config.kv_quant, source))
+
+    return lambda scheme, users: replace(demand(scheme), batch=users)
+
+
+def _in_scheme(config: EngineConfig, scheme: str | None) -> EngineConfig:
+    return replace(config, quantization=None if scheme is None else parse_scheme(scheme))

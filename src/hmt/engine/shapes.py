@@ -1,0 +1,136 @@
+"""Models of which only the configuration is there: enough to plan, as if they were packs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hmt.base.errors import CheckpointError, MissingFileError
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
+from hmt.contracts.encoding import Encoding
+from hmt.contracts.model import Model
+from hmt.engine.config import EngineConfig
+from hmt.engine.loading import demand_of
+from hmt.engine.source import target
+from hmt.models import open_model
+from hmt.planner import Demand
+from hmt.quant import Format, Scheme, component_bytes
+from hmt.weights import BlockLayout, lay_out
+from hmt.weights.binding import BoundBlock, BoundParam, FileRange
+from hmt.weights.layout import AlignedRead
+
+_DTYPES = {
+    "bfloat16": Encoding.BF16,
+    "float16": Encoding.F16,
+    "float32": Encoding.F32,
+}
+_NOWHERE = Path("config.json")
+
+
+def shape_names() -> list[str]:
+    """Models whose configurations come with HMT."""
+    folder = files("hmt.planner") / "shapes"
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".json")
+    )
+
+
+def read_shape(model: str) -> dict[str, Any]:
+    """The configuration of a model by name, or by a file or folder.  Raises MissingFileError."""
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        if path.is_file():
+            text = path.read_text()
+        else:
+            text = (files("hmt.planner") / "shapes" / f"{model}.json").read_text()
+        config = json.loads(text)
+    except FileNotFoundError:
+        raise MissingFileError(
+            f"{model} is no checkpoint, no config.json, and none of the shapes that HMT knows: "
+            + ", ".join(shape_names())
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, as a model's config.json does")
+    return config
+
+
+def shape_demand(config: Mapping[str, Any], options: EngineConfig) -> Demand:
+    """What the model of a configuration needs, as a pack of the wanted encoding.
+
+    Raises UnknownArchitectureError and CheckpointError; see hmt.models.
+    """
+    published = _published(config)
+    dtype = torch.float32 if published is Encoding.F32 else torch.bfloat16
+    if options.dtype != "auto":
+        dtype = getattr(torch, options.dtype)
+    model = open_model(config, Path(), dtype)
+    layouts = _layouts(model, config, options.quantization or Scheme())
+    return demand_of(model, layouts, options, options.kv_quant)
+
+
+def _layouts(model: Model, config: Mapping[str, Any], scheme: Scheme) -> dict[BlockId, BlockLayout]:
+    """The layout of every block; blocks of equal shapes share that of the first of them."""
+    alike: dict[object, BlockSpec] = {}
+    first: dict[BlockId, BlockId] = {}
+    for block in model.spec.blocks:
+        form: object = (
+            block.id
+            if block.id.layer == TRUNK
+            else (block.id.kind, tuple((p.name, p.shape, p.role) for p in block.params))
+        )
+        first[block.id] = alike.setdefault(form, block).id
+    bound = {
+        block.id: BoundBlock(
+            block.id, tuple(_bound(param, block.id, config) for param in block.params)
+        )
+        for block in alike.values()
+    }
+    layouts = {
+        block: _packed(layout)
+        for block, layout in lay_out(bound, target(scheme), in_place=False).items()
+    }
+    return {block: layouts[representative] for block, representative in first.items()}
+
+
+def _bound(param: ParamSpec, block: BlockId, config: Mapping[str, Any]) -> BoundParam:
+    """A parameter as it would be published; of its bytes, which are nowhere, only the sizes."""
+    form = Format(_published(config))
+    tile = _fp8_tile(config)
+    if tile is not None and param.role is Role.LINEAR and block.kind is not BlockKind.HEAD:
+        form = Format(Encoding.FP8_BLOCK, tile=tile)
+    ranges = [FileRange(_NOWHERE, 0, size) for size in component_bytes(form, param.shape)]
+    scales = ranges[1] if len(ranges) > 1 else None
+    return BoundParam(param, param.sources[0], form.encoding, ranges[0], scales, form.tile)
+
+
+def _packed(layout: BlockLayout) -> BlockLayout:
+    """The layout as a pack has it: one read of the whole slot, and nothing to convert."""
+    reads: tuple[AlignedRead, ...] = ()
+    if layout.slot_bytes:
+        whole = FileRange(_NOWHERE, 0, layout.slot_bytes)
+        reads = (AlignedRead(whole, 0, layout.slot_bytes),)
+    return replace(layout, reads=reads, staged=())
+
+
+def _published(config: Mapping[str, Any]) -> Encoding:
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if name not in _DTYPES:
+        raise CheckpointError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _fp8_tile(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        return None
+    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    return int(rows), int(columns)

@@ -1,0 +1,341 @@
+"""What a plan costs: seconds and bytes of a step, from sums of bytes and a machine's rates.
+
+A layer waits for the one before it, and within a layer what the GPU does for attention and what
+the CPU does for a network follow each other: their times add up.  A layer's experts are shared
+out, and each share computes at once: the longest counts.  Blocks that are known in advance are
+copied or read ahead, through the whole step: there the link, or the drive, bounds the step as a
+whole.  So
+
+    step = max(sum over layers of (GPU + CPU + max of experts' shares + handing over),
+               link's bytes / rate, drive's bytes / rate) + the step's own overhead
+
+Link and CPU read the same memory: while both are busy each has the rate that was measured for both
+at once.  A rate that is not known costs nothing; but without the rates of memory, and of the drive
+where it is read, nothing is predicted, and of prompts nothing without those of arithmetic.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hmt.contracts.machine import Machine
+from hmt.contracts.plan import Tier
+from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
+from hmt.planner.routing import HitCurve, needed_experts, usual_curve
+
+_FLOATS = "bf16"  # what attention is computed in
+_LEAST_SHARE = 0.5  # of memory's rate that is left to the CPU while the link reads, if not measured
+
+
+@dataclass(slots=True)
+class StepCost:
+    """A step, predicted.
+
+    seconds   0 where rates are missing that it depends on
+    busy_s    by part: "GPU", "CPU", "link", "disk", and "handing over" with all fixed overheads
+    nbytes    read of weights, keys and values: "GPU" (its memory), "CPU" (host memory), "link",
+              "disk"
+    limit     the part that bounds it
+    """
+
+    seconds: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    nbytes: dict[str, float] = field(default_factory=dict)
+    limit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A plan's speed for some users at some context.
+
+    step           of one token for each user
+    prompt         one chunk of a prompt, at half of its length
+    tokens_per_s   of all users together; 0: not known
+    ttft_s         of one user's prompt with the machine to itself; 0: not known
+    """
+
+    users: int
+    context: int
+    prompt_tokens: int
+    step: StepCost
+    prompt: StepCost
+    tokens_per_s: float
+    ttft_s: float
+
+
+class CostModel:
+    """Costs of one plan's loads on one machine."""
+
+    def __init__(self, loads: Loads, machine: Machine, curve: HitCurve | None = None) -> None:
+        """`curve` is that of caches of experts; None: the usual one for so many experts."""
+        self._loads = loads
+        self._machine = machine
+        counts = [load.experts.count for load in self._loads.layers if load.experts]
+        self._curve = curve or usual_curve(max(counts, default=0))
+
+    def predict(self, users: int, context: int, prompt_tokens: int = 0) -> Prediction:
+        """Decoding for `users` with `context` positions each, after a prompt."""
+        step = self.decode(users, context)
+        prompt, ttft = StepCost(), 0.0
+        if prompt_tokens:
+            chunk = min(self._loads.chunk, prompt_tokens)
+            prompt = self.prompt(chunk, prompt_tokens / 2)
+            ttft = prompt.seconds * prompt_tokens / chunk
+        rate = users / step.seconds if step.seconds else 0.0
+        return Prediction(users, context, prompt_tokens, step, prompt, rate, ttft)
+
+    def decode(self, users: int, context: float) -> StepCost:
+        """One token for each of `users`, who have `context` positions each."""
+        return _Step(self._loads, self._machine, self._curve, users, users, context, False).cost()
+
+    def prompt(self, tokens: int, context: float) -> StepCost:
+        """A chunk of one prompt, whose tokens attend to `context` positions on average."""
+        return _Step(self._loads, self._machine, self._curve, tokens, 1, context, True).cost()
+
+
+class _Step:
+    """Adds up one step."""
+
+    def __init__(
+        self,
+        loads: Loads,
+        machine: Machine,
+        curve: HitCurve,
+        tokens: int,
+        texts: int,
+        context: float,
+        many: bool,
+    ) -> None:
+        self._loads, self._machine, self._curve = loads, machine, curve
+        self._tokens, self._texts, self._context, self._many = tokens, texts, context, many
+        self._gpu_s = self._cpu_s = self._fixed_s = 0.0
+        self._experts_s = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
+        self._in_layers_s = 0.0
+        self._longest: dict[str, float] = {}
+        self._bytes = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
+        self._ahead = {"link": 0.0, "disk": 0.0}  # bytes
+        self._unknown = False
+        self._cpu_bytes: dict[str, float] = {}  # by encoding
+
+    def cost(self) -> StepCost:
+        before = False  # whether the layer before ended on the device
+        for load in self._loads.layers:
+            before = self._layer(load, before)
+        self._head(before)
+        self._ahead["disk"] += self._tokens * self._loads.row_bytes
+        self._bytes["disk"] += self._tokens * self._loads.row_bytes
+        return self._sum()
+
+    def _layer(self, load: LayerLoad, before: bool) -> bool:
+        machine = self._machine
+        on_device = load.attends_on_device
+        handed = int(on_device != before)
+        gpu_s, cpu_s = self._gpu_s, self._cpu_s
+        self._dense(load.many if self._many else load.few, self._tokens)
+        self._attention(load)
+        left = self._experts(load, load.experts) if load.experts is not None else 0.0
+        cpu = self._cpu_s > cpu_s or left > 0
+        if on_device and cpu:
+            handed += 2
+        self._fixed_s += machine.launch_s if on_device or self._gpu_s > gpu_s else 0.0
+        self._fixed_s += machine.layer_s if cpu else 0.0
+        self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
+        return on_device
+
+    def _dense(self, sums: Sums, tokens: int) -> None:
+        for (place, encoding), weights in sums.items():
+            if place.on_device:
+                self._gpu_s += self._gpu_time(weights, encoding, tokens)
+                self._bytes["GPU"] += weights.nbytes
+            else:
+                self._cpu_s += self._cpu_time(weights, encoding, tokens)
+                self._bytes["CPU"] += weights.nbytes
+                so_far = self._cpu_bytes.get(encoding, 0.0)
+                self._cpu_bytes[encoding] = so_far + weights.nbytes
+            if place.copied:
+                self._ahead["link"] += weights.nbytes
+                self._bytes["link"] += weights.nbytes
+            if place.read:
+                self._ahead["disk"] += weights.read_bytes
+                self._bytes["disk"] += weights.read_bytes
+
+    def _attention(self, load: LayerLoad) -> None:
+        """Of this step's tokens to the positions before them, at the levels where these lie."""
+        loads, machine = self._loads, self._machine
+        reach = min(self._context, load.window) if load.window else self._context
+        nbytes = self._texts * reach * load.kv_bytes
+        operations = self._tokens * reach * load.kv_operations
+        near, host = loads.near, loads.warm + loads.cold
+        if load.window or not load.attends_on_device:
+            near, host = (1.0, 0.0) if load.window else (loads.near + loads.warm, loads.cold)
+        # The CPU attends to what is in host memory, beside the device.
+        rates = (machine.device_read_rate, machine.device_ops)
+        on_cpu = self._time(host * nbytes, host * operations, self._ram_rate(), machine.cpu_ops)
+        if not load.attends_on_device:
+            rates = (self._ram_rate(), machine.cpu_ops)
+        near_s = self._time(near * nbytes, near * operations, *rates)
+        side = "GPU" if load.attends_on_device else "CPU"
+        self._bytes[side] += near * nbytes
+        self._bytes["CPU"] += host * nbytes
+        if load.attends_on_device:
+            self._gpu_s += near_s
+            self._cpu_s += max(0.0, on_cpu - near_s)  # at once
+        else:
+            self._cpu_s += near_s + on_cpu
+        cold = 0.0 if load.window else loads.cold * loads.cold_ratio * nbytes
+        self._ahead["disk"] += cold
+        self._bytes["disk"] += cold
+
+    def _experts(self, load: LayerLoad, experts: Experts) -> float:
+        """Experts that the CPU computes."""
+        chosen, count, each = self._loads.chosen, experts.count, experts.each
+        needed = needed_experts(count, chosen, self._tokens, experts.on_device, self._curve)
+        read = 0.0
+        if experts.home is Tier.DISK:
+            kept = max(experts.in_memory, experts.on_device)
+            read = needed_experts(count, chosen, self._tokens, kept, self._curve).absent
+        brought = 0.0
+        if self._many and load.many_experts_on_device:
+            brought = needed.absent
+        elif experts.brought:
+            brought = min(needed.absent * self._loads.link_share, experts.brought)
+        left = needed.absent - brought
+        here = needed.cached + brought
+        # Each token multiplies with those it has chosen, however many share one.
+        uses = self._tokens * chosen / max(1e-9, needed.cached + needed.absent)
+        seconds = {
+            "GPU": self._gpu_time(each.times(here), experts.encoding, uses),
+            "CPU": self._cpu_time(each.times(left), experts.encoding, uses),
+            "link": _over(brought * each.nbytes, self._machine.link_rate),
+            "disk": self._disk_time(read * each.read_bytes),
+        }
+        reading_s = _over(left * each.nbytes, self._cpu_rate(experts.encoding))
+        seconds["CPU"], seconds["link"] = self._beside(
+            seconds["CPU"], reading_s, seconds["link"], experts.encoding
+        )
+        for name, taken in seconds.items():
+            self._experts_s[name] += taken
+        longest = max(seconds, key=lambda name: seconds[name])
+        # In steps of many tokens every expert is wanted: link and drive go ahead of the layers.
+        if self._many:
+            ahead = {"link": brought * each.nbytes, "disk": read * each.read_bytes}
+            for name, nbytes in ahead.items():
+                self._ahead[name] += nbytes
+                self._experts_s[name] -= seconds[name]
+            self._in_layers_s += max(seconds["GPU"], seconds["CPU"])
+        else:
+            self._in_layers_s += seconds[longest]
+            self._longest[longest] = self._longest.get(longest, 0.0) + seconds[longest]
+        self._bytes["GPU"] += here * each.nbytes
+        self._bytes["CPU"] += left * each.nbytes
+        self._bytes["link"] += brought * each.nbytes
+        self._bytes["disk"] += read * each.read_bytes
+        return left
+
+    def _head(self, before: bool) -> None:
+        rows = self._texts
+        self._dense(self._loads.head.few, rows)
+        on_device = any(place.on_device for place, _ in self._loads.head.few)
+        if self._machine.device_name and on_device != before:
+            self._fixed_s += self._machine.sync_s
+
+    def _sum(self) -> StepCost:
+        machine = self._machine
+        link_s = _over(self._ahead["link"], machine.link_rate)
+        disk_s = self._disk_time(self._ahead["disk"])
+        cpu_s = self._cpu_s
+        usual = max(self._cpu_bytes, key=lambda name: self._cpu_bytes[name], default="")
+        reading_s = sum(
+            _over(nbytes, self._cpu_rate(name)) for name, nbytes in self._cpu_bytes.items()
+        )
+        cpu_s, link_s = self._beside(cpu_s, reading_s, link_s, usual)
+        link_s += self._experts_s["link"]
+        disk_s += self._experts_s["disk"]
+        fixed = self._fixed_s + machine.step_s
+        in_turn = self._gpu_s + cpu_s + self._in_layers_s + fixed
+        seconds = max(in_turn, link_s, disk_s)
+        busy = {
+            "GPU": self._gpu_s + self._experts_s["GPU"],
+            "CPU": cpu_s + self._experts_s["CPU"],
+            "link": link_s,
+            "disk": disk_s,
+            "handing over": fixed,
+        }
+        waits = {"GPU": self._gpu_s, "CPU": cpu_s, "handing over": fixed}
+        for name, taken in self._longest.items():
+            waits[name] = waits.get(name, 0.0) + taken
+        if seconds > in_turn:
+            limit = "link" if link_s >= disk_s else "disk"
+        else:
+            limit = max(waits, key=lambda name: waits[name])
+        unknown = self._unknown or not machine.ram_read_rate
+        return StepCost(0.0 if unknown else seconds, busy, self._bytes, limit)
+
+    def _gpu_time(self, weights: Weights, encoding: str, tokens: float) -> float:
+        rate = self._machine.device_read_rate
+        return self._time(
+            weights.nbytes, 2 * weights.numbers * tokens, rate, self._machine.device_ops, encoding
+        )
+
+    def _cpu_time(self, weights: Weights, encoding: str, tokens: float) -> float:
+        rate = self._cpu_rate(encoding)
+        return self._time(
+            weights.nbytes, 2 * weights.numbers * tokens, rate, self._machine.cpu_ops, encoding
+        )
+
+    def _cpu_rate(self, encoding: str) -> float:
+        return self._machine.cpu_rates.get(encoding) or self._ram_rate()
+
+    def _time(
+        self,
+        nbytes: float,
+        operations: float,
+        rate: float,
+        ops: Mapping[str, float],
+        encoding: str = _FLOATS,
+    ) -> float:
+        """Reading and computing go on at once."""
+        if self._many and operations and not ops:
+            self._unknown = True  # a prompt is arithmetic
+        return max(_over(nbytes, rate), _over(operations, operations_rate(ops, encoding)))
+
+    def _disk_time(self, nbytes: float) -> float:
+        if nbytes and not self._machine.disk_read_rate:
+            self._unknown = True
+        return _over(nbytes, self._machine.disk_read_rate)
+
+    def _ram_rate(self) -> float:
+        """Of memory that is spread over all nodes."""
+        machine = self._machine
+        others = (machine.numa_nodes - 1) * machine.remote_share
+        return machine.ram_read_rate * (1 + others) / machine.numa_nodes
+
+    def _beside(
+        self, cpu_s: float, reading_s: float, link_s: float, encoding: str
+    ) -> tuple[float, float]:
+        """Seconds of both where they begin together: slower until one ends, then as alone.
+
+        Of the CPU's only `reading_s` get longer, which may hide behind its arithmetic.
+        """
+        if not reading_s or not link_s:
+            return cpu_s, link_s
+        cpu_share, link_share = self._at_once(encoding)
+        both = min(reading_s / cpu_share, link_s / link_share)
+        return max(cpu_s, reading_s + both * (1 - cpu_share)), link_s + both * (1 - link_share)
+
+    def _at_once(self, encoding: str) -> tuple[float, float]:
+        """Shares of their own rates that CPU and link have while both are busy."""
+        machine, memory = self._machine, self._ram_rate()
+        alone = machine.cpu_rates.get(encoding) or memory
+        shared = machine.shared_cpu_rate or max(_LEAST_SHARE * memory, memory - machine.link_rate)
+        link = machine.shared_link_rate / machine.link_rate if machine.shared_link_rate else 1.0
+        return min(1.0, shared / alone) if alone else 1.0, min(1.0, link) or 1.0
+
+
+def operations_rate(rates: Mapping[str, float], encoding: str) -> float:
+    """Operations per second with an encoding, or with what is nearest to it; 0: not known."""
+    nearest = "w8a8" if encoding.endswith("a8") else _FLOATS
+    return rates.get(encoding) or rates.get(nearest) or max(rates.values(), default=0.0)
+
+
+def _over(amount: float, rate: float) -> float:
+    return amount / rate if rate else 0.0

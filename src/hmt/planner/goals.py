@@ -1,0 +1,154 @@
+"""Plans for a goal: soon, much, or both."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from hmt.base.errors import BudgetError, ConfigError
+from hmt.planner.cost import CostModel, Prediction
+from hmt.planner.draft import Draft
+from hmt.planner.footprint import default_chunk
+from hmt.planner.levels import KVBudgets
+from hmt.planner.outlook import Outlook, Planned, Setting
+from hmt.planner.search import cheapest
+
+GOALS: Final = ("latency", "throughput", "balanced")
+ANSWER_TOKENS = 256  # of the answer that goals weigh against its prompt
+
+_CHUNKS = (512, 1024, 2048, 4096, 8192)
+_USERS = (1, 4, 16, 32)
+_KV_SHARES = (1.0, 0.5, 0.25, 0.1)  # of keys and values, near
+_MUCH = 0.25  # of a GPU's memory
+
+
+def seconds_for(goal: str, found: Prediction) -> float:
+    """What a goal wants little of.
+
+    latency      seconds of one prompt and its answer, other users decoding beside it
+    throughput   seconds of the machine for each answer, prompts included
+    balanced     the geometric mean of both
+    """
+    answer = ANSWER_TOKENS * found.step.seconds
+    latency = found.ttft_s + answer
+    throughput = found.ttft_s + answer / found.users
+    match goal:
+        case "latency":
+            return latency
+        case "throughput":
+            return throughput
+    return float((latency * throughput) ** 0.5)
+
+
+def plan_for_goal(
+    outlook: Outlook, setting: Setting, goal: str, *, users: Sequence[int] = ()
+) -> Planned:
+    """The best plan that is found for a goal; what the setting says stays as it says.
+
+    users   numbers of users to choose from; none: as the setting says
+
+    Raises BudgetError where nothing fits, and ConfigError for an unknown goal.
+    """
+    if goal not in GOALS:
+        raise ConfigError(f"goal {goal!r} is unknown; choose {', '.join(GOALS)}")
+    best: Planned | None = None
+    for count in users or (setting.users,):
+        wanted = replace(setting, users=count)
+        if best is not None:  # what was right for fewer users is near to it
+            wanted = replace(wanted, prefill_chunk=best.plan.prefill_chunk)
+        found = _best_chunk(outlook, wanted, goal)
+        if found is not None and (best is None or _worth(goal, found) < _worth(goal, best)):
+            best = found
+    if best is None:
+        return outlook.plan(setting)  # which says why not
+    return best
+
+
+def choices_of_users(goal: str) -> tuple[int, ...]:
+    """Numbers of users at once that a goal may choose from, where nobody says how many."""
+    return _USERS if goal == "throughput" else (1, 4) if goal == "balanced" else (1,)
+
+
+def _best_chunk(outlook: Outlook, setting: Setting, goal: str) -> Planned | None:
+    """Over the sizes of prompts' pieces; larger ones cost memory, which may be worth more."""
+    best: Planned | None = None
+    for planned in _candidates(outlook, setting, goal):
+        if best is None or _worth(goal, planned) < _worth(goal, best):
+            best = planned
+    return best
+
+
+def _candidates(outlook: Outlook, setting: Setting, goal: str) -> Iterator[Planned]:
+    usual = outlook.fits(setting)
+    if usual is not None:
+        yield usual
+    demand = outlook.demand(setting)
+    prompt = setting.prompt_tokens or setting.context
+    sizes = {default_chunk(demand), *(c for c in _CHUNKS if prompt is None or c < 2 * prompt)}
+    chunks = sorted(sizes) if setting.prefill_chunk is None else [setting.prefill_chunk]
+    for chunk in chunks:
+        wanted = replace(setting, prefill_chunk=chunk)
+        planned = outlook.fits(wanted)
+        if planned is not None:
+            yield planned
+        if setting.device_budget() and setting.kv is None and setting.device is None:
+            found = searched(outlook, wanted, goal)
+            if found is not None:
+                yield found
+        yield from _by_levels(outlook, wanted, planned)
+
+
+def _by_levels(outlook: Outlook, setting: Setting, planned: Planned | None) -> Iterator[Planned]:
+    """With a part of the keys and values where layers compute, and layers with windows in rings.
+
+    Only where that could matter: keys and values are much of the GPU's memory, or have windows.
+    """
+    demand, room = outlook.demand(setting), setting.device_budget()
+    tokens = planned.plan.kv_tokens if planned else (setting.context or 0) * setting.users
+    total = tokens * demand.kv_token_bytes
+    windows = any(layer.window for layer in demand.spec.kv)
+    if demand.kv_sizes is None or setting.kv is not None or setting.device is not None or not room:
+        return
+    if not total or not (windows or total > _MUCH * room):
+        return
+    for share in _KV_SHARES:
+        if share < 1 or windows:
+            near = replace(setting, kv=KVBudgets(int(total * share)))
+            found = outlook.fits(near)
+            if found is not None:
+                yield found
+
+
+def searched(outlook: Outlook, setting: Setting, goal: str) -> Planned | None:
+    """The plan of the cheapest choice for the device; None where it does not fit."""
+    demand = outlook.demand(setting)
+    options = setting.options()
+    context = options.context or 0
+    if not context:
+        known = outlook.fits(setting)
+        context = 0 if known is None else known.plan.kv_tokens
+    chunk = setting.prefill_chunk or default_chunk(demand)
+    try:
+        draft = Draft(
+            demand, setting.machine, device_bytes=options.device_bytes,
+            host_bytes=options.host_bytes, chunk=chunk, context=context,
+        )  # fmt: skip
+    except BudgetError:
+        return None
+    each = max(1, context // setting.users)
+    prompt = setting.prompt_tokens or each
+    weigh = _weigher(goal, setting.users, each, prompt)
+    choice = cheapest(draft, setting.machine, weigh, outlook.curve)
+    if not choice.layers:
+        return outlook.fits(replace(setting, device_bytes=0))
+    return outlook.fits(replace(setting, device=choice))
+
+
+def _weigher(goal: str, users: int, context: int, prompt: int) -> Callable[[CostModel], float]:
+    def weigh(costs: CostModel) -> float:
+        return seconds_for(goal, costs.predict(users, context, prompt))
+
+    return weigh
+
+
+def _worth(goal: str, planned: Planned) -> float:
+    return seconds_for(goal, planned.prediction)

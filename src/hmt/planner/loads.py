@@ -1,0 +1,221 @@
+"""A plan as work: which bytes each layer reads where, and how much there is to compute with them.
+
+Everything of a layer that lies in one place, in one encoding, is one sum.  So a step's cost is a
+walk over layers, whether they have three blocks or three hundred.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
+from hmt.contracts.kv import GROUP_PAGES
+from hmt.contracts.plan import Plan, Tier
+from hmt.planner.footprint import Demand
+
+_BYTES_PER_NUMBER = 2  # where nothing is known of a block but its bytes
+
+
+class Place(NamedTuple):
+    """Where a block computes, and how it gets there.
+
+    on_device   otherwise the CPU computes
+    copied      over the link to the device, in every step
+    read        from the drive, in every step
+    """
+
+    on_device: bool
+    copied: bool
+    read: bool
+
+
+@dataclass(slots=True)
+class Weights:
+    """Weights of one encoding, summed up.  `read_bytes` is what the drive would read of them."""
+
+    nbytes: float = 0
+    numbers: float = 0
+    read_bytes: float = 0
+
+    def add(self, block: BlockSize) -> None:
+        """Count `block`, too."""
+        numbers = block.numbers
+        self.nbytes += block.slot_bytes
+        self.numbers += block.slot_bytes / _BYTES_PER_NUMBER if numbers is None else numbers
+        self.read_bytes += block.read_bytes
+
+    def plus(self, other: "Weights") -> "Weights":
+        """Both together."""
+        return Weights(
+            self.nbytes + other.nbytes,
+            self.numbers + other.numbers,
+            self.read_bytes + other.read_bytes,
+        )
+
+    def times(self, factor: float) -> "Weights":
+        """So many of them."""
+        return Weights(self.nbytes * factor, self.numbers * factor, self.read_bytes * factor)
+
+
+Sums = dict[tuple[Place, str], Weights]
+
+
+@dataclass(slots=True)
+class Experts:
+    """A layer's routed experts.
+
+    each            one of them, on average
+    home            where they live
+    on_device       cached there, or all of them if that is their home
+    in_memory       in slots of host memory, where they live on the drive
+    brought         at most, to the device in one step
+    """
+
+    count: int
+    each: Weights
+    encoding: str
+    home: Tier
+    on_device: float = 0.0
+    in_memory: float = 0.0
+    brought: int = 0
+
+
+@dataclass(slots=True)
+class LayerLoad:
+    """What one layer reads and computes.
+
+    few, many       dense blocks in steps of few tokens, and of many
+    many_experts_on_device   whether prompts' experts compute on the device
+    attends_on_device
+    kv_bytes        of one position's keys and values
+    kv_operations   of one token's attention to one position
+    window          positions that are seen at most; 0: all
+    """
+
+    few: Sums = field(default_factory=dict)
+    many: Sums = field(default_factory=dict)
+    experts: Experts | None = None
+    many_experts_on_device: bool = False
+    attends_on_device: bool = False
+    kv_bytes: float = 0.0
+    kv_operations: float = 0.0
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """A model under a plan.
+
+    head         of the rows whose logits are wanted
+    row_bytes    read from the drive for each token's embedding
+    chosen       experts of a token in each layer
+    link_share   of experts that are nowhere near the device, those that are brought
+    near, warm, cold   of attention's positions: where layers compute, in host memory beside a
+                 device, and on the drive
+    cold_ratio   bytes of a position there, over those near
+    chunk        prompt tokens per step
+    """
+
+    layers: list[LayerLoad]
+    head: LayerLoad
+    row_bytes: int
+    chosen: int
+    link_share: float
+    near: float
+    warm: float
+    cold: float
+    warm_ratio: float
+    cold_ratio: float
+    chunk: int
+
+
+def loads_of(demand: Demand, plan: Plan) -> Loads:
+    """What each layer does under `plan`."""
+    spec, device = demand.spec, plan.device
+    layers = [LayerLoad() for _ in range(spec.layers)]
+    head, row_bytes = LayerLoad(), 0
+    experts: dict[int, list[BlockSize]] = {}
+    for block in demand.blocks:
+        layer, kind, _ = block.id
+        home = plan.homes[block.id]
+        if kind is BlockKind.EXPERT:
+            experts.setdefault(layer, []).append(block)
+            continue
+        if kind is BlockKind.EMBEDDING:
+            row_bytes += demand.row_bytes if home is Tier.DISK else 0
+            continue
+        load = head if layer == TRUNK else layers[layer]
+        for sums, computing in (
+            (load.few, device.computes),
+            (load.many, device.computes_prompts),
+        ):
+            place = _place(block, home, computing)
+            sums.setdefault((place, block.encoding), Weights()).add(block)
+    for index, blocks in experts.items():
+        layers[index].experts = _experts(blocks, plan)
+        layers[index].many_experts_on_device = blocks[0].id in device.computes_prompts
+    # Slots of host memory hold the experts of all layers that live on the drive.
+    away = [load.experts for load in layers if load.experts and load.experts.home is Tier.DISK]
+    total = sum(group.count * group.each.nbytes for group in away)
+    share = _expert_slot_bytes(away, plan) / total if total else 0.0
+    for group in away:
+        group.in_memory = min(1.0, share) * group.count
+    add_attention(layers, demand, device.stages)
+    near, warm, cold, warm_ratio, cold_ratio = _levels(demand, plan)
+    return Loads(
+        layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
+        warm_ratio, cold_ratio, plan.prefill_chunk,
+    )  # fmt: skip
+
+
+def _place(block: BlockSize, home: Tier, computing: Collection[object]) -> Place:
+    on_device = block.id in computing
+    return Place(on_device, on_device and home is not Tier.DEVICE, home is Tier.DISK)
+
+
+def _experts(blocks: list[BlockSize], plan: Plan) -> Experts:
+    total = Weights()
+    for block in blocks:
+        total.add(block)
+    count, home = len(blocks), plan.homes[blocks[0].id]
+    found = Experts(count, total.times(1 / count), blocks[0].encoding, home)
+    if home is Tier.DEVICE:
+        found.on_device = count
+    elif blocks[0].id.layer in plan.device.stages:
+        found.on_device = min(plan.device.expert_slots, count)
+        found.brought = plan.device.staging_slots
+    return found
+
+
+def _expert_slot_bytes(away: list[Experts], plan: Plan) -> float:
+    if plan.slot_counts and away:
+        sizes = {group.each.nbytes for group in away}
+        if sizes <= set(plan.slot_counts):
+            return float(sum(size * plan.slot_counts[int(size)] for size in sizes))
+    return float(plan.reserved.get("slots", 0))
+
+
+def add_attention(layers: list[LayerLoad], demand: Demand, stages: Collection[int]) -> None:
+    """Fill in what attention reads and computes in each layer; those of `stages` are a device's."""
+    kv = demand.spec.kv
+    widths = sum(layer.row_width for layer in kv)
+    heads = demand.spec.attention_heads
+    for index, load in enumerate(layers):
+        load.attends_on_device = index in stages
+        if kv:
+            load.kv_bytes = demand.kv_token_bytes * kv[index].row_width / widths
+            load.kv_operations = 2.0 * heads * (kv[index].key_dim + kv[index].value_dim)
+            load.window = kv[index].window
+        else:
+            load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
+
+
+def _levels(demand: Demand, plan: Plan) -> tuple[float, float, float, float, float]:
+    levels, sizes = plan.kv_levels, demand.kv_sizes
+    if levels is None or sizes is None or not levels.pages or not sizes.hot_page:
+        return 1.0, 0.0, 0.0, 1.0, 1.0
+    warm = levels.warm_pages / levels.pages
+    cold = levels.cold_groups * GROUP_PAGES / levels.pages
+    warm_ratio = sizes.warm_page / sizes.hot_page
+    cold_ratio = sizes.cold_group / (GROUP_PAGES * sizes.hot_page)
+    return 1.0 - warm - cold, warm, cold, warm_ratio, cold_ratio

@@ -1,0 +1,132 @@
+"""Machines written down in TOML: the fields of `Machine`, sizes and rates as people write them.
+
+name = "desktop"
+ram_bytes = "64GiB"
+ram_read_rate = "68GB/s"
+
+[cpu_ops]
+bf16 = 1.6e12
+"""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hmt.base.errors import ConfigError, MissingFileError
+from hmt.base.units import parse_bytes, parse_rate
+from hmt.contracts.machine import Machine
+
+_MAPS = ("cpu_rates", "cpu_ops", "device_ops")
+_TEXTS = ("name", "device_name", "note")
+_COUNTS = ("cores", "numa_nodes")
+
+
+def machine_names() -> list[str]:
+    """Descriptions that come with HMT."""
+    folder = files("hmt.planner") / "machines"
+    ending = ".toml"
+    names = (entry.name for entry in folder.iterdir())
+    return sorted(name.removesuffix(ending) for name in names if name.endswith(ending))
+
+
+def read_machine(source: str) -> Machine:
+    """The machine of a TOML file, or one of `machine_names`.
+
+    Raises MissingFileError, and ConfigError for a key that is unknown, missing or makes no sense.
+    """
+    path = Path(source).expanduser()
+    try:
+        if path.is_file():
+            text = path.read_text()
+        else:
+            text = (files("hmt.planner") / "machines" / f"{source}.toml").read_text()
+        content = tomllib.loads(text)
+    except FileNotFoundError:
+        raise MissingFileError(
+            f"{source} is neither a file nor one of the machines that HMT knows: "
+            + ", ".join(machine_names())
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    return machine_of(content, source)
+
+
+def machine_of(content: Mapping[str, Any], source: str) -> Machine:
+    """The machine of a parsed file; `source` is its name, for messages.  Raises ConfigError."""
+    known = {entry.name: entry for entry in fields(Machine)}
+    for key in content:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{source}: {key} is unknown; {hint}")
+    for name, entry in known.items():
+        needed = entry.default is MISSING and entry.default_factory is MISSING
+        if needed and name not in content:
+            raise ConfigError(f"{source}: {name} is missing")
+    values = {name: _value(name, given, source) for name, given in content.items()}
+    machine = Machine(**values)
+    if machine.device_name and not (machine.device_bytes and machine.link_rate):
+        raise ConfigError(f"{source}: a GPU needs device_bytes and link_rate")
+    if not machine.cores or not machine.ram_bytes:
+        raise ConfigError(f"{source}: cores and ram_bytes must be more than 0")
+    return machine
+
+
+def machine_toml(machine: Machine) -> str:
+    """The file of `machine`; reading it gives an equal one."""
+    lines, tables = [], []
+    for entry in fields(Machine):
+        value = getattr(machine, entry.name)
+        if isinstance(value, Mapping):
+            if value:
+                tables.append(f"\n[{entry.name}]")
+                tables += [f"{_text(key)} = {number!r}" for key, number in value.items()]
+        elif value or entry.default is MISSING:
+            shown = _text(value) if isinstance(value, str) else repr(value)
+            lines.append(f"{entry.name} = {shown}")
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _value(name: str, given: Any, source: str) -> Any:
+    try:
+        if name in _MAPS:
+            if not isinstance(given, dict):
+                raise ConfigError("must be a table, from encodings to rates")
+            return {str(key): _number(value) for key, value in given.items()}
+        if name in _TEXTS:
+            if not isinstance(given, str):
+                raise ConfigError("must be text")
+            return given
+        if name.endswith("_bytes"):
+            return parse_bytes(given)
+        number = _number(given)
+        if name in _COUNTS and (number < 1 or number != int(number)):
+            raise ConfigError("must be a whole number of at least 1")
+        if name == "remote_share" and number > 1:
+            raise ConfigError("is a share of at most 1")
+        return int(number) if name in _COUNTS else number
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {name} = {given!r}: {error}") from None
+
+
+def _number(given: Any) -> float:
+    number = parse_rate(given) if isinstance(given, str) else given
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ConfigError("must be a number, or a rate such as 55GB/s")
+    if not 0 <= number < math.inf:
+        raise ConfigError("must be a number of at least 0")
+    return float(number)
+
+
+def _text(text: str) -> str:
+    """A basic string of TOML."""
+    escaped = "".join(
+        f"\\u{ord(character):04x}" if ord(character) < 32 or character in '"\\\x7f' else character
+        for character in text
+    )
+    return f'"{escaped}"'

@@ -1,0 +1,289 @@
+"""Plans for machines and loads that may not be there: what would be, how fast, what would help.
+
+Nothing here reads or measures anything.  A `Setting` is everything that a plan depends on; each
+answer is found by planning, and every change that is proposed has been planned, too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.units import GIB, format_bytes, round_down, round_up
+from hmt.contracts.machine import Machine
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.plan import Plan
+from hmt.planner.cost import CostModel, Prediction
+from hmt.planner.device import DeviceChoice
+from hmt.planner.footprint import Demand
+from hmt.planner.levels import KVBudgets
+from hmt.planner.loads import loads_of
+from hmt.planner.routing import HitCurve
+from hmt.planner.solver import PlanOptions, solve
+
+_OURS = 0.9  # of a described machine's memories; the rest is the system's and the driver's
+_LEAST_GAIN = 0.01  # what gains less does not help
+_SCHEMES = ("w8a8", "w4a8")  # in the order of the bytes that they save
+_MOST_MEMORY = 1 << 44
+
+DemandFor = Callable[[str | None, int], Demand]
+"""The model's demand in an encoding (None: as published), for so many users at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is planned for.
+
+    scheme         how weights are encoded; None: as published
+    context        positions of each user; None: the solver's choice for all of them together
+    prompt_tokens  of the prompt whose time is predicted; None: the whole context
+    host_bytes, device_bytes   budgets; None: 90% of the machine's
+    kv             keys and values that do not all lie where layers compute
+    device         what a GPU gets; None: as much as fits, attention first
+    """
+
+    machine: Machine
+    scheme: str | None = None
+    users: int = 1
+    context: int | None = None
+    prompt_tokens: int | None = None
+    prefill_chunk: int | None = None
+    prefetch_distance: int | None = None
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+    kv: KVBudgets | None = None
+    device: DeviceChoice | None = None
+
+    def host_budget(self) -> int:
+        """Host memory that a plan may use."""
+        given = int(self.machine.ram_bytes * _OURS)
+        return given if self.host_bytes is None else min(self.host_bytes, self.machine.ram_bytes)
+
+    def device_budget(self) -> int:
+        """Memory of the GPU that a plan may use; 0 without one."""
+        given = int(self.machine.device_bytes * _OURS)
+        if self.device_bytes is None:
+            return given
+        return min(self.device_bytes, self.machine.device_bytes)
+
+    def options(self) -> PlanOptions:
+        """The same for the solver."""
+        return PlanOptions(
+            self.host_budget(),
+            None if self.context is None else self.context * self.users,
+            self.prefill_chunk,
+            self.prefetch_distance,
+            self.device_budget(),
+            self.kv,
+            self.device,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A setting with its plan, and what is predicted for it."""
+
+    setting: Setting
+    demand: Demand
+    plan: Plan
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another setting.
+
+    text    what is different, for people
+    gain    tokens/s over those of the setting before, less 1
+    """
+
+    text: str
+    planned: Planned
+    gain: float = 0.0
+
+
+class Outlook:
+    """Plans settings of one model."""
+
+    def __init__(self, demand_for: DemandFor, curve: HitCurve | None = None) -> None:
+        """`curve` is that of caches of experts, where it is known from a trace."""
+        self._demand_for, self.curve = demand_for, curve
+        self._demands: dict[tuple[str | None, int], Demand] = {}
+
+    def demand(self, setting: Setting) -> Demand:
+        """What the model needs."""
+        key = setting.scheme, setting.users
+        if key not in self._demands:
+            self._demands[key] = self._demand_for(*key)
+        return self._demands[key]
+
+    def plan(self, setting: Setting) -> Planned:
+        """The setting's plan.  Raises BudgetError and ConfigError."""
+        demand = self.demand(setting)
+        machine = setting.machine
+        if machine.disk_bytes and demand.weight_bytes > machine.disk_bytes:
+            raise BudgetError(
+                f"{demand.spec.architecture} takes {format_bytes(demand.weight_bytes)} on a drive, "
+                f"and this one has {format_bytes(machine.disk_bytes)}"
+            )
+        plan = solve(demand, setting.options(), machine)
+        return Planned(setting, demand, plan, self.predict(setting, demand, plan))
+
+    def predict(self, setting: Setting, demand: Demand, plan: Plan) -> Prediction:
+        """What a plan for the setting would reach."""
+        context = setting.context or plan.kv_tokens // setting.users
+        prompt = context if setting.prompt_tokens is None else setting.prompt_tokens
+        costs = CostModel(loads_of(demand, plan), setting.machine, self.curve)
+        return costs.predict(setting.users, context, prompt)
+
+    def fits(self, setting: Setting) -> Planned | None:
+        """The same; None where it cannot be."""
+        try:
+            return self.plan(setting)
+        except (BudgetError, ConfigError):
+            return None
+
+    def at(
+        self, setting: Setting, contexts: Sequence[int], users: Sequence[int]
+    ) -> list[list[Planned | None]]:
+        """Plans for several contexts (rows) and numbers of users (columns)."""
+        return [
+            [self.fits(replace(setting, context=context, users=count)) for count in users]
+            for context in contexts
+        ]
+
+    def helpful(self, planned: Planned) -> list[Change]:
+        """What would make it faster, the most helpful first."""
+        before = planned.prediction.tokens_per_s
+        found = []
+        for text, setting in _richer(planned.setting):
+            after = self.fits(setting)
+            if after is None or not before:
+                continue
+            gain = after.prediction.tokens_per_s / before - 1
+            if gain >= _LEAST_GAIN:
+                found.append(Change(text, after, gain))
+        return sorted(found, key=lambda change: -change.gain)
+
+    def remedies(self, setting: Setting, count: int = 3) -> list[Change]:
+        """The smallest changes with which a setting that does not fit does, the smallest first."""
+        found: list[tuple[float, Change]] = []
+        for size, change in self._remedies(setting):
+            found.append((size, change))
+        return [change for _, change in sorted(found, key=lambda one: one[0])[:count]]
+
+    def _remedies(self, setting: Setting) -> Iterator[tuple[float, Change]]:
+        """Changes of one thing that suffice, each with its size: the share that it changes."""
+        machine, demand = setting.machine, self.demand(setting)
+        context = setting.context
+
+        def change(text: str, wanted: Setting, size: float) -> Iterator[tuple[float, Change]]:
+            if (planned := self.fits(wanted)) is not None:
+                yield size, Change(text, planned)
+
+        def host(nbytes: int) -> Setting:
+            ram = max(machine.ram_bytes, int(nbytes / _OURS) + 1)
+            return replace(setting, host_bytes=nbytes, machine=replace(machine, ram_bytes=ram))
+
+        def device(nbytes: int) -> Setting:
+            most = max(machine.device_bytes, int(nbytes / _OURS) + 1)
+            return replace(
+                setting, device_bytes=nbytes, machine=replace(machine, device_bytes=most)
+            )
+
+        if (more := self._least(host, setting.host_budget())) is not None:
+            size = more / max(1, setting.host_budget()) - 1
+            yield from change(f"{format_bytes(more)} of host memory", host(more), size)
+        if machine.device_name:
+            if (more := self._least(device, setting.device_budget())) is not None:
+                size = more / max(1, setting.device_budget()) - 1
+                yield from change(f"{format_bytes(more)} of GPU memory", device(more), size)
+            alone = replace(setting, device_bytes=0)
+            yield from change("the CPU alone (GPU memory 0)", alone, 1.0)
+        if context is not None and (shorter := self._most(setting, context)) is not None:
+            wanted = replace(setting, context=shorter)
+            size = context / shorter - 1
+            yield from change(f"a context of {shorter} positions", wanted, size)
+        for users in range(setting.users - 1, 0, -1):
+            wanted = replace(setting, users=users)
+            if self.fits(wanted) is not None:
+                text = f"{users} user{'s' if users > 1 else ''} at once"
+                yield from change(text, wanted, setting.users / users - 1)
+                break
+        if setting.prefill_chunk is None or setting.prefill_chunk > PAGE_TOKENS:
+            wanted = replace(setting, prefill_chunk=PAGE_TOKENS)
+            yield from change(f"prompts in pieces of {PAGE_TOKENS} tokens", wanted, 0.5)
+        for scheme in _SCHEMES:
+            if scheme != setting.scheme:
+                wanted = replace(setting, scheme=scheme)
+                for _, found in change(f"weights in {scheme}", wanted, 0.0):
+                    ratio = demand.weight_bytes / max(1, found.planned.demand.weight_bytes)
+                    if ratio > 1:
+                        yield ratio - 1, found
+        if machine.disk_bytes and demand.weight_bytes > machine.disk_bytes:
+            larger = replace(machine, disk_bytes=demand.weight_bytes)
+            text = f"a drive of {format_bytes(demand.weight_bytes)}"
+            size = demand.weight_bytes / machine.disk_bytes - 1
+            yield from change(text, replace(setting, machine=larger), size)
+
+    def _least(self, setting: Callable[[int], Setting], least: int) -> int | None:
+        """The least memory above `least` with which `setting` fits, to 1 part in 256."""
+        low, high = least, max(least, GIB)
+        while self.fits(setting(high)) is None:
+            low, high = high, 2 * high
+            if high > _MOST_MEMORY:
+                return None
+        while high - low > max(1, high // 256):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(setting(middle)) is not None else (middle, high)
+        return high
+
+    def _most(self, setting: Setting, context: int) -> int | None:
+        """The longest context below `context` that fits, in whole pages; None: no context does."""
+        low, high = 0, round_up(context, PAGE_TOKENS)
+        while high - low > max(PAGE_TOKENS, high // 64):
+            middle = round_down((low + high) // 2, PAGE_TOKENS)
+            if middle <= low:
+                break
+            fits = self.fits(replace(setting, context=middle)) is not None
+            low, high = (middle, high) if fits else (low, middle)
+        return low or None
+
+
+def _richer(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    """The setting with more of one thing."""
+    machine = setting.machine
+
+    def with_machine(text: str, **values: object) -> tuple[str, Setting]:
+        return text, replace(setting, machine=replace(machine, **values))  # type: ignore[arg-type]
+
+    if setting.host_bytes is None:
+        for more in (32 * GIB, machine.ram_bytes):
+            yield with_machine(f"{format_bytes(more)} more RAM", ram_bytes=machine.ram_bytes + more)
+    yield with_machine("a drive twice as fast", disk_read_rate=2 * machine.disk_read_rate)
+    yield with_machine(
+        "memory twice as fast (more channels)",
+        ram_read_rate=2 * machine.ram_read_rate,
+        core_read_rate=2 * machine.core_read_rate,
+        shared_cpu_rate=2 * machine.shared_cpu_rate,
+        cpu_rates={name: 2 * rate for name, rate in machine.cpu_rates.items()},
+    )
+    if machine.device_name:
+        if setting.device_bytes is None:
+            for more in (8 * GIB, machine.device_bytes):
+                yield with_machine(
+                    f"{format_bytes(more)} more GPU memory",
+                    device_bytes=machine.device_bytes + more,
+                )
+        yield with_machine(
+            "a link twice as fast",
+            link_rate=2 * machine.link_rate,
+            shared_link_rate=2 * machine.shared_link_rate,
+        )
+        yield with_machine(
+            "a GPU twice as fast",
+            device_read_rate=2 * machine.device_read_rate,
+            device_ops={name: 2 * rate for name, rate in machine.device_ops.items()},
+        )
+    for scheme in ("w8a8", "w4a8"):
+        if scheme != setting.scheme:
+            yield f"weights in {scheme}", replace(setting, scheme=scheme)

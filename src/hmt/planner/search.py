@@ -1,0 +1,125 @@
+"""The choice for a device that costs least: greedy by seconds saved per byte.
+
+It starts with nothing on the device, and takes one step after the other: a few layers' attention,
+a few networks, one more expert of each layer, the head; always the step that saves most seconds
+for the bytes that it takes.  Steps get smaller when the large ones no longer fit.  At the end it
+gives back half of what it took of each sort, in turn, and fills the room again: a step that was
+right when the device was empty may not be when it is full.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+
+from hmt.contracts.machine import Machine
+from hmt.planner.cost import CostModel
+from hmt.planner.device import DeviceChoice
+from hmt.planner.draft import Draft
+from hmt.planner.routing import HitCurve
+
+Weigh = Callable[[CostModel], float]
+"""What a plan costs for a goal: the less the better."""
+
+_STEPS = (16, 64)  # parts of the layers that one step takes at first, and then
+_NOTHING = DeviceChoice(0)
+_ROUNDS = 3
+
+
+def cheapest(
+    draft: Draft, machine: Machine, weigh: Weigh, curve: HitCurve | None = None
+) -> DeviceChoice:
+    """The best choice that was found; without layers where the CPU alone is best."""
+    search = _Search(draft, machine, weigh, curve)
+    starts = [_NOTHING, *_fullest(draft)]
+    found = min((search.improved(search.fill(start)) for start in starts), key=search.cost)
+    return found if search.cost(found) < search.cost(_NOTHING) else _NOTHING
+
+
+def _fullest(draft: Draft) -> Iterator[DeviceChoice]:
+    """As much attention as fits, alone, and with room for networks that are copied."""
+    for copied in (0, draft.layers):
+        for layers in range(draft.layers, 0, -1):
+            choice = DeviceChoice(layers, head=True, copied=min(copied, layers))
+            if draft.room.taken(choice) is not None:
+                yield choice
+                break
+
+
+class _Search:
+    def __init__(
+        self, draft: Draft, machine: Machine, weigh: Weigh, curve: HitCurve | None
+    ) -> None:
+        self._draft, self._machine, self._weigh, self._curve = draft, machine, weigh, curve
+        self._costs: dict[DeviceChoice, float] = {}
+
+    def cost(self, choice: DeviceChoice) -> float:
+        """Seconds, or what the goal weighs."""
+        if choice not in self._costs:
+            model = CostModel(self._draft.loads(choice), self._machine, self._curve)
+            self._costs[choice] = self._weigh(model)
+        return self._costs[choice]
+
+    def improved(self, choice: DeviceChoice) -> DeviceChoice:
+        """With half of each sort given back, and the room filled again, while that helps."""
+        for _ in range(_ROUNDS):
+            before = choice
+            for field in fields(DeviceChoice):
+                given: int = getattr(choice, field.name)
+                kept = False if field.name == "head" else given // 2
+                less = replace(choice, **{field.name: kept})  # type: ignore[arg-type]
+                again = self.fill(self.fill(less, without=field.name))
+                if self.cost(again) < self.cost(choice):
+                    choice = again
+            if choice == before:
+                break
+        return choice
+
+    def fill(self, choice: DeviceChoice, without: str = "") -> DeviceChoice:
+        """Take steps until none fits that saves anything; none of the sort `without`."""
+        for parts in _STEPS:
+            while True:
+                better = self._step(choice, parts, without)
+                if better is None:
+                    break
+                choice = better
+        return choice
+
+    def _step(self, choice: DeviceChoice, parts: int, without: str) -> DeviceChoice | None:
+        now, before = self.cost(choice), self._draft.room.taken(choice) or 0
+        best, best_worth = None, 0.0
+        for after in self._steps(choice, parts):
+            if without and getattr(after, without) > getattr(choice, without):
+                continue
+            taken = self._draft.room.taken(after)
+            if taken is None:
+                continue
+            worth = (now - self.cost(after)) / max(1, taken - before)
+            if worth > best_worth:
+                best, best_worth = after, worth
+        return best
+
+    def _steps(self, choice: DeviceChoice, parts: int) -> Iterator[DeviceChoice]:
+        layers, experts = self._draft.layers, self._draft.experts
+        unit = max(1, layers // parts)
+        more = min(layers, choice.layers + unit)
+        if choice.layers < layers:
+            yield replace(choice, layers=more)
+            # A network on the device is worth most where attention is there, too.
+            yield replace(choice, layers=more, staying=choice.staying + more - choice.layers)
+        if not choice.layers:
+            return
+        if not choice.head:
+            yield replace(choice, head=True)
+        if choice.staying < choice.layers:
+            yield replace(choice, staying=min(choice.layers, choice.staying + unit))
+        if choice.staying + choice.copied < choice.layers:
+            yield replace(choice, copied=choice.copied + unit)
+        if choice.copied and choice.staying < choice.layers:
+            less = max(0, choice.copied - unit)
+            yield replace(choice, staying=min(choice.layers, choice.staying + unit), copied=less)
+        if experts:
+            slots = max(1, experts // parts)
+            staging = max(1, choice.staging_slots)
+            yield replace(choice, staging_slots=choice.staging_slots + 1)
+            if choice.expert_slots < experts:
+                slots = min(experts, choice.expert_slots + slots)
+                yield replace(choice, expert_slots=slots, staging_slots=staging)

@@ -1,0 +1,109 @@
+"""The cost model against sums by hand, and against chance."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from models import machine_with, outlook, random_machine, random_model, setting, small_model
+
+from hmt.base.errors import BudgetError
+from hmt.planner.cost import CostModel
+from hmt.planner.loads import loads_of
+from hmt.planner.routing import PUBLISHED, UNIFORM, measured_curve, needed_experts, usual_curve
+
+NETWORKS = 8 * (20 + 60) + 2 * 30  # units of 256 KiB in a small model, its embedding aside
+
+
+def test_a_model_in_memory_costs_its_bytes() -> None:
+    demand = small_model()
+    machine = replace(machine_with(demand), step_s=0.0, layer_s=0.0)
+    found = outlook(demand).plan(setting(machine, context=16)).plan
+    step = CostModel(loads_of(demand, found), machine).decode(1, 0)
+    assert step.seconds == pytest.approx(NETWORKS * (1 << 18) / 100e9)
+    assert step.nbytes == {"GPU": 0, "CPU": NETWORKS << 18, "link": 0, "disk": 0}
+    assert step.limit == "CPU" and found.predicted_token_s == step.seconds
+    # Keys and values of the context are read, too, and fixed costs are added.
+    more = replace(machine, step_s=1.0, layer_s=0.5)
+    later = CostModel(loads_of(demand, found), more).decode(2, 1000)
+    kv = 2 * 1000 * demand.kv_token_bytes
+    assert later.nbytes["CPU"] == pytest.approx((NETWORKS << 18) + kv)
+    assert later.seconds == pytest.approx(5 + later.nbytes["CPU"] / 100e9)
+
+
+def test_many_tokens_cost_arithmetic() -> None:
+    demand = small_model()
+    machine = replace(machine_with(demand), step_s=0.0, layer_s=0.0)
+    planned = outlook(demand).plan(setting(machine))
+    prompt = CostModel(loads_of(demand, planned.plan), machine).prompt(512, 0)
+    # Each unit of 256 KiB holds twice as many weights; the head computes one row.
+    expected = 2 * 512 * 2 * (NETWORKS - 60 << 18) / 1e12 + (60 << 18) / 100e9
+    assert prompt.seconds == pytest.approx(expected, rel=0.01)
+
+
+def test_a_drive_bounds_a_step_that_reads_ahead() -> None:
+    demand = small_model(24)
+    machine = machine_with(demand)
+    planned = outlook(demand).plan(setting(machine, host_bytes=demand.weight_bytes // 3))
+    step = planned.prediction.step
+    assert step.limit == "disk" and step.nbytes["disk"] > demand.weight_bytes / 2
+    assert step.seconds == pytest.approx(step.nbytes["disk"] / 5e9)
+    unknown = outlook(demand).plan(setting(replace(machine, disk_read_rate=0.0),
+                                           host_bytes=demand.weight_bytes // 3))  # fmt: skip
+    assert unknown.prediction.tokens_per_s == 0, "nothing is predicted without the drive's rate"
+
+
+def test_copying_and_computing_share_memory() -> None:
+    demand = small_model(24)
+    machine = replace(machine_with(demand, device=0.45), step_s=0.0)
+    planned = outlook(demand).plan(setting(machine, context=16))
+    step = CostModel(loads_of(demand, planned.plan), machine).decode(1, 0)
+    copied, computed = step.nbytes["link"], step.nbytes["CPU"]
+    assert copied and computed
+    alone = max(copied / 25e9, computed / 100e9)
+    both = max(copied / 22e9, computed / 80e9)
+    assert alone < max(step.busy_s["link"], step.busy_s["CPU"]) <= both
+    assert step.seconds >= max(step.busy_s.values())
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (1, 16), (4, 16), (16, 40)])
+def test_experts_of_several_tokens_are_their_union(tokens: int, cached: int) -> None:
+    chance = random.Random(5)
+    found = needed_experts(64, 4, tokens, cached, UNIFORM)
+    near = far = 0
+    for _ in range(2000):
+        union = set().union(*(chance.sample(range(64), 4) for _ in range(tokens)))
+        near += sum(expert < cached for expert in union)
+        far += sum(expert >= cached for expert in union)
+    assert found.cached == pytest.approx(near / 2000, rel=0.05, abs=0.02)
+    assert found.absent == pytest.approx(far / 2000, rel=0.05, abs=0.02)
+
+
+def test_more_cache_never_misses_more() -> None:
+    for curve in (PUBLISHED, UNIFORM, usual_curve(8)):
+        for tokens in (1, 3, 32):
+            absent = [needed_experts(64, 4, tokens, n, curve).absent for n in range(65)]
+            assert absent == sorted(absent, reverse=True) and absent[-1] == 0
+    # No token has two choices in a cache of one, whatever the curve says.
+    assert needed_experts(64, 8, 1, 1, PUBLISHED).cached <= 1
+    assert measured_curve([0.1, 0.5, 0.9], [0.4, 0.3, 2.0]).hits(0.5) == 0.4
+
+
+def test_a_plan_is_never_slower_on_a_faster_machine() -> None:
+    chance, compared = random.Random(8), 0
+    faster = ("ram_read_rate", "disk_read_rate", "device_read_rate", "link_rate")
+    while compared < 60:
+        demand = random_model(chance)
+        machine = random_machine(chance, demand)
+        try:
+            planned = outlook(demand).plan(setting(machine, users=chance.choice([1, 4])))
+        except BudgetError:
+            continue
+        compared += 1
+        before, loads = planned.prediction, loads_of(demand, planned.plan)
+        for name in faster:
+            other = CostModel(loads, replace(machine, **{name: 2 * getattr(machine, name)}))
+            after = other.predict(before.users, before.context, before.prompt_tokens)
+            assert after.step.seconds <= before.step.seconds * (1 + 1e-9), name
+            assert after.ttft_s <= before.ttft_s * (1 + 1e-9), name
+        fewer = CostModel(loads, machine).predict(1, before.context // 2, 32)
+        assert fewer.step.seconds <= before.step.seconds * (1 + 1e-9)

@@ -1,0 +1,120 @@
+"""Machines in TOML and profiles in YAML: what is shipped can be read, what is wrong is said."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from models import machine_with, outlook, setting, small_model
+
+from hmt.base.errors import ConfigError, MissingFileError
+from hmt.planner.machine_file import machine_names, machine_of, machine_toml, read_machine
+from hmt.planner.profiles import (
+    likely_experts,
+    plan_profile,
+    profile_names,
+    profile_of,
+    read_profile,
+)
+from hmt.planner.routing import PUBLISHED, UNIFORM
+
+LEAST = {
+    "name": 'a "new" one\n', "cores": 4, "ram_bytes": "8GiB", "ram_read_rate": "40GB/s",
+    "disk_read_rate": 2e9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_shipped_machines_are_read_and_written_alike(name: str, tmp_path: Path) -> None:
+    machine = read_machine(name)
+    file = tmp_path / "machine.toml"
+    file.write_text(machine_toml(machine))
+    assert read_machine(str(file)) == machine
+    assert machine.note and machine.ram_read_rate and machine.cpu_ops
+
+
+def test_sizes_and_rates_are_read_as_people_write_them() -> None:
+    machine = machine_of(LEAST | {"cpu_rates": {"w4a8": "30GB/s"}}, "here")
+    assert (machine.ram_bytes, machine.ram_read_rate) == (8 << 30, 40e9)
+    assert machine.cpu_rates == {"w4a8": 30e9}
+    assert machine_of(tomllib.loads(machine_toml(machine)), "again") == machine
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ram_rate": 1}, "did you mean ram_read_rate"),
+        ({"cores": 0}, "whole number"),
+        ({"cores": True}, "number"),
+        ({"ram_read_rate": "fast"}, "55GB/s"),
+        ({"disk_read_rate": -1}, "at least 0"),
+        ({"ram_bytes": []}, "cannot read"),
+        ({"cpu_ops": 3}, "table"),
+        ({"name": 3}, "text"),
+        ({"remote_share": 1.5}, "share"),
+        ({"device_name": "a GPU"}, "device_bytes"),
+        ({"ram_bytes": 0}, "more than 0"),
+        ({"disk_read_rate": float("nan")}, "at least 0"),
+    ],
+)
+def test_a_wrong_description_is_refused_by_key(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        machine_of(LEAST | change, "here")
+
+
+def test_what_is_not_there_is_listed(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="rtx-4090-desktop"):
+        read_machine("no-such-machine")
+    with pytest.raises(MissingFileError, match="balanced, latency, throughput"):
+        read_profile("no-such-profile")
+    with pytest.raises(ConfigError, match="cores is missing"):
+        machine_of({key: value for key, value in LEAST.items() if key != "cores"}, "here")
+    file = tmp_path / "broken"
+    file.write_text("= [")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        read_machine(str(file))
+    file.write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        read_profile(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("goal: speed", "one of latency"),
+        ("memory: {gpu_layer: 2}", "gpu_layer is unknown"),
+        ("memory: {gpu_layers: 0}", "at least 1"),
+        ("memory: {expert_threshold: 2}", "0 to 1"),
+        ("compute: {batch_size: 1.5}", "whole number"),
+        ("compute: {cuda_graph: false}", "HMT always does that"),
+        ("compute: {parallel: 1}", "true or false"),
+        ("gpu: {}", "gpu is unknown"),
+        ("[]", "must be a mapping"),
+    ],
+)
+def test_a_wrong_profile_is_refused_by_key(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        profile_of(yaml.safe_load(text), "here")
+
+
+def test_a_profile_decides_what_it_names() -> None:
+    demand = small_model(8, experts=32, chosen=4)
+    setting_here = setting(machine_with(demand, device=0.4))
+    plans = {
+        name: plan_profile(outlook(demand), setting_here, read_profile(name)).plan
+        for name in profile_names()
+    }
+    layers = {name: sum(s < 8 for s in plan.device.stages) for name, plan in plans.items()}
+    assert layers["latency"] == 2 and layers["throughput"] == 4
+    assert plans["throughput"].device.expert_slots >= plans["latency"].device.expert_slots
+    alone = plan_profile(
+        outlook(demand), setting(machine_with(demand)), read_profile("latency")
+    ).plan
+    assert not alone.device.stages, "without a GPU the rest of the profile is planned"
+
+
+def test_a_threshold_is_a_probability_of_an_expert() -> None:
+    assert likely_experts(100, 8, 0.08, UNIFORM) == 100
+    assert likely_experts(100, 8, 0.081, UNIFORM) == 0
+    kept = [likely_experts(256, 8, share, PUBLISHED) for share in (0.2, 0.1, 0.05, 0.0)]
+    assert kept == [0, 16, 64, 256]

@@ -1,0 +1,94 @@
+"""Outlooks: refusals name what fits, what helps does, and no machine is too strange."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from models import machine_with, outlook, random_machine, random_model, setting, small_model
+
+from hmt.base.errors import BudgetError, ConfigError
+from hmt.contracts.plan import Tier
+from hmt.planner import explain
+from hmt.planner.drawing import draw
+
+
+def test_any_machine_and_model_has_a_plan_or_a_reason() -> None:
+    chance, planned, refused = random.Random(1), 0, 0
+    for _ in range(250):
+        demand = random_model(chance)
+        machine = random_machine(chance, demand)
+        asked = setting(machine, users=chance.choice([1, 4]), context=chance.choice([64, 100_000]))
+        plans = outlook(demand)
+        try:
+            found = plans.plan(asked)
+        except BudgetError:
+            refused += 1
+            for change in plans.remedies(asked):
+                plan = change.planned.plan
+                assert plans.plan(change.planned.setting).plan == plan
+                assert sum(plan.reserved.values()) <= plan.budgets[Tier.HOST]
+            continue
+        planned += 1
+        assert sum(found.plan.reserved.values()) <= asked.host_budget()
+        reserved = sum(found.plan.device.reserved.values())
+        assert reserved <= asked.device_budget()
+        assert found.plan == plans.plan(asked).plan
+        assert found.prediction.tokens_per_s > 0 and found.prediction.ttft_s > 0
+    assert planned > 30 and refused > 10
+
+
+def test_a_refusal_comes_with_the_smallest_changes() -> None:
+    demand = small_model(8)
+    machine = machine_with(demand, ram=10)
+    asked = setting(machine, context=1 << 17, users=4, host_bytes=1 << 30)
+    with pytest.raises(BudgetError):
+        outlook(demand).plan(asked)
+    changes = outlook(demand).remedies(asked)
+    assert len(changes) == 3
+    texts = " ".join(change.text for change in changes)
+    assert "host memory" in texts and "context" in texts
+    memory = next(change for change in changes if "host memory" in change.text)
+    nbytes = memory.planned.setting.host_bytes
+    assert nbytes is not None
+    less = replace(memory.planned.setting, host_bytes=nbytes - nbytes // 100)
+    assert outlook(demand).fits(less) is None, "a hundredth less is too little"
+
+
+def test_a_drive_that_is_too_small_is_refused() -> None:
+    demand = small_model()
+    machine = replace(machine_with(demand), disk_bytes=demand.weight_bytes - 1)
+    with pytest.raises(BudgetError, match="on a drive"):
+        outlook(demand).plan(setting(machine))
+    (change,) = outlook(demand).remedies(setting(machine))
+    assert change.text.startswith("a drive of")
+
+
+def test_what_helps_is_what_bounds() -> None:
+    demand = small_model(24)
+    machine = machine_with(demand, ram=0.3)
+    found = outlook(demand).plan(setting(machine))
+    changes = outlook(demand).helpful(found)
+    assert found.prediction.step.limit == "disk"
+    assert {"RAM", "drive"} & set(changes[0].text.split())
+    for change in changes:
+        rate = change.planned.prediction.tokens_per_s
+        assert change.gain > 0 and rate == pytest.approx(
+            found.prediction.tokens_per_s * (1 + change.gain)
+        )
+    assert [c.gain for c in changes] == sorted((c.gain for c in changes), reverse=True)
+
+
+def test_plans_are_drawn_and_explained() -> None:
+    demand = small_model(8, experts=32, chosen=4, dense_first=2)
+    for device in (0.0, 0.3, 1.5):
+        found = outlook(demand).plan(setting(machine_with(demand, device=device)))
+        drawing = draw(found.plan, demand)
+        assert "attention" in drawing and "experts" in drawing and "host" in drawing
+        assert ("GPU       [" in drawing) is bool(device)
+        assert "tokens/s" in explain(found.plan, demand, found.setting.machine)
+
+
+def test_a_context_beyond_the_model_is_refused() -> None:
+    demand = small_model()
+    with pytest.raises(ConfigError, match="1 to"):
+        outlook(demand).plan(setting(machine_with(demand), context=1 << 21))
