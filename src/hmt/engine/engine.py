@@ -1,7 +1,6 @@
 """The engine's API: requests go to the engine's thread, and tokens come back."""
 
 import atexit
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch
 
 from hmt.base.errors import (
     BudgetError,
-    Cancelled,
     ClosedError,
     ContextLengthError,
     EmptyPromptError,
@@ -31,7 +29,7 @@ from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
-from hmt.engine.loading import Memory, Prepared, allocate, prepare
+from hmt.engine.loading import Prepared, allocate_on, prepare
 from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState, check_logprobs
@@ -149,7 +147,9 @@ class LoadedModel:
             # Events that nobody will write would fill 13 MiB of a server over its first hours.
             self.tracer = Tracer(TRACED_EVENTS if self._timeline else 0)
             self._loop = StepLoop()
-            memory = _load(self._loop, prepared, config, ledger, self.tracer, progress, device)
+            memory = allocate_on(
+                self._loop, prepared, config, ledger, self.tracer, progress, device
+            )
             self._onlooker = Onlooker(prepared, memory.weights)
             self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
             stack.pop_all()
@@ -470,32 +470,3 @@ _open_models: "weakref.WeakSet[LoadedModel]" = weakref.WeakSet()
 def _close_all() -> None:
     for model in list(_open_models):
         model.close()
-
-
-def _load(
-    loop: StepLoop,
-    prepared: Prepared,
-    config: EngineConfig,
-    ledger: Ledger,
-    tracer: Tracer,
-    progress: Callable[[int, int], None] | None,
-    device: Device | None,
-) -> Memory:
-    """`allocate` on the loop's thread; whatever interrupts the waiting caller ends it cleanly."""
-    interrupted = threading.Event()
-
-    def report(done: int, total: int) -> None:
-        if interrupted.is_set():
-            raise Cancelled("loading was interrupted")
-        if progress is not None:
-            progress(done, total)
-
-    loading = loop.begin(lambda: allocate(prepared, config, ledger, tracer, report, device))
-    try:
-        return loading.result()
-    except BaseException:
-        interrupted.set()
-        loop.stop()
-        if loading.exception() is None:  # it had just ended
-            loading.result().close()
-        raise

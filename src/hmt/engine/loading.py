@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hmt.base import flags
-from hmt.base.errors import BudgetError, ConfigError, MachineError
+from hmt.base.errors import BudgetError, Cancelled, ConfigError, MachineError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
@@ -29,6 +30,7 @@ from hmt.engine.foresight import Transitions, expert_count
 from hmt.engine.goal_plan import searched_plan
 from hmt.engine.kv_loading import open_kv, selection_of
 from hmt.engine.kv_scales import with_scales
+from hmt.engine.loop import StepLoop
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.prefixes import open_prefixes, prefix_bytes
 from hmt.engine.source import Source, open_source
@@ -294,6 +296,35 @@ def allocate(
             on_device,
             prefixes,
         )
+
+
+def allocate_on(
+    loop: StepLoop,
+    prepared: Prepared,
+    config: EngineConfig,
+    ledger: Ledger,
+    tracer: Tracer,
+    progress: Callable[[int, int], None] | None,
+    device: Device | None,
+) -> Memory:
+    """`allocate` on the loop's thread; whatever interrupts the waiting caller ends it cleanly."""
+    interrupted = threading.Event()
+
+    def report(done: int, total: int) -> None:
+        if interrupted.is_set():
+            raise Cancelled("loading was interrupted")
+        if progress is not None:
+            progress(done, total)
+
+    loading = loop.begin(lambda: allocate(prepared, config, ledger, tracer, report, device))
+    try:
+        return loading.result()
+    except BaseException:
+        interrupted.set()
+        loop.stop()
+        if loading.exception() is None:  # it had just ended
+            loading.result().close()
+        raise
 
 
 def _surroundings(prepared: Prepared, slots: HostPool) -> Surroundings:

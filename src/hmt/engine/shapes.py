@@ -11,6 +11,7 @@ import torch
 
 from hmt.base.errors import CheckpointError, MissingFileError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
+from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import Model
 from hmt.engine.config import EngineConfig
@@ -18,9 +19,9 @@ from hmt.engine.loading import demand_of
 from hmt.engine.source import target
 from hmt.models import open_model
 from hmt.planner import Demand
-from hmt.quant import Format, Scheme, component_bytes
+from hmt.quant import Format, Scheme
 from hmt.weights import BlockLayout, lay_out
-from hmt.weights.binding import BoundBlock, BoundParam, FileRange
+from hmt.weights.binding import BoundBlock, BoundParam, BoundPart
 from hmt.weights.layout import AlignedRead
 
 _DTYPES = {
@@ -107,9 +108,11 @@ def _bound(param: ParamSpec, block: BlockId, config: Mapping[str, Any]) -> Bound
     tile = _fp8_tile(config)
     if tile is not None and param.role is Role.LINEAR and block.kind is not BlockKind.HEAD:
         form = Format(Encoding.FP8_BLOCK, tile=tile)
-    ranges = [FileRange(_NOWHERE, 0, size) for size in component_bytes(form, param.shape)]
-    scales = ranges[1] if len(ranges) > 1 else None
-    return BoundParam(param, param.sources[0], form.encoding, ranges[0], scales, form.tile)
+    parts = tuple(
+        BoundPart(part.name, FileRange(_NOWHERE, 0, part.nbytes), part.nbytes // param.shape[0])
+        for part in form.components(param.shape)
+    )
+    return BoundParam(param, param.sources[0], form, parts)
 
 
 def _packed(layout: BlockLayout) -> BlockLayout:
