@@ -104,10 +104,10 @@ def test_contenders_take_turns() -> None:
 
 def test_medians_rates_and_shares() -> None:
     peaks = {"int8": 1e4}
-    found = kernels._result("[2, 3]", 1, contender(()), [0.5, 0.1, 4.0], 400.0, peaks)
+    found = kernels.result_of("[2, 3]", 1, contender(()), [0.5, 0.1, 4.0], 400.0, peaks)
     assert (found.seconds, found.rate, found.read_share) == (0.5, 200.0, 0.5)
     assert (found.operations_per_s, found.peak_share) == (2000.0, 0.2)
-    assert kernels._result("", 1, contender(()), [1.0], 1.0, {}).peak_share is None
+    assert kernels.result_of("", 1, contender(()), [1.0], 1.0, {}).peak_share is None
 
 
 def test_threads_are_given_back() -> None:

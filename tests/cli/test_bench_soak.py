@@ -34,6 +34,7 @@ def at(rss_mib, threads=9, descriptors=11, pages=0, inside=0):
     [
         (None, [at(500), at(530), at(498), at(505), at(531), at(503)]),
         ("rss_flat", [at(500), at(505), at(510), at(515), at(520), at(525)]),
+        (None, [at(500), at(500, threads=11), at(500, threads=11), *[at(500, threads=10)] * 3]),
         ("threads_flat", [at(500), at(500, threads=10)]),
         ("descriptors_flat", [at(500), at(500, descriptors=12)]),
         ("pages_free", [at(500), at(500, pages=1), at(500)]),

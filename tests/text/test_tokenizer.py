@@ -1,7 +1,11 @@
 """Ids and chat prompts equal transformers'; broken checkpoints and requests get clear errors."""
 
+import ctypes
+import gc
 import json
+import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -243,3 +247,31 @@ def test_a_gemma_like_checkpoint_equals_transformers(tmp_path: Path) -> None:
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.chat_prompt(messages) == expected
     assert expected.count(2) == 1
+
+
+class _Heap(ctypes.Structure):
+    """struct mallinfo2 of malloc.h."""
+
+    _fields_ = [(f"_{n}", ctypes.c_size_t) for n in range(7)] + [
+        ("used", ctypes.c_size_t),
+        ("free", ctypes.c_size_t),
+        ("last", ctypes.c_size_t),
+    ]
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc tells what its heap holds"
+)
+def test_what_a_tokenizer_keeps_goes_with_it():
+    told = ctypes.CDLL(None).mallinfo2
+    told.restype = _Heap
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=9)) for _ in range(16000)]
+    texts = [" ".join(words[part::8]) for part in range(8)]
+    used = []
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            list(pool.map(Tokenizer.open(MINI_DENSE).encode, texts))
+            gc.collect()
+            used.append(told().used)
+    assert used[-1] - used[1] < 4 << 20, used  # 19 MiB with what threads kept

@@ -55,21 +55,22 @@ async def rest(pid: int, http: httpx2.AsyncClient, begin_s: float, requests: int
 
 
 def judged(rests: list[Rest]) -> dict[str, Any]:
-    """What grew since the first rest, when everything had happened once.
+    """What grew since the first third of all rests, when everything had happened.
 
     Of resident bytes, which go up and down with models that are loaded, the median of the last
-    third beside that of the first.  Every value is true where all is well; `figures` are those it
-    was judged by.
+    third beside that of the first; of threads and descriptors, of which some come with the first
+    need of them, the most.  Every value is true where all is well; `figures` are those it was
+    judged by.
     """
-    first, last, third = rests[0], rests[-1], max(1, len(rests) // 3)
+    third = max(1, len(rests) // 3)
     before = statistics.median(one.rss_bytes for one in rests[:third])
     growth = statistics.median(one.rss_bytes for one in rests[-third:]) - before
     allowed = max(_LEAST_GROWTH_BYTES, _GROWTH * before)
     return {
         "pages_free": all(one.pages == 0 for one in rests),
         "nothing_left_inside": all(one.inside == 0 for one in rests),
-        "descriptors_flat": last.descriptors <= first.descriptors,
-        "threads_flat": last.threads <= first.threads,
+        "descriptors_flat": not _grew([one.descriptors for one in rests], third),
+        "threads_flat": not _grew([one.threads for one in rests], third),
         "rss_flat": growth <= allowed,
         "figures": {
             "rss_growth_bytes": round(growth),
@@ -77,6 +78,10 @@ def judged(rests: list[Rest]) -> dict[str, Any]:
             "rests": [asdict(one) for one in rests],
         },
     }
+
+
+def _grew(counts: list[int], third: int) -> bool:
+    return max(counts[-third:]) > max(counts[:third])
 
 
 def _connections(process: psutil.Process) -> int:
