@@ -58,8 +58,8 @@ def run(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder of a checkpoint or pack, or a GGUF file; the embedded model when left out, "
-            "or when this is the only argument and is a prompt."
+            help="Folder of a checkpoint or pack, or a GGUF file; the embedded model when left "
+            "out, or when this is the only argument and is a prompt."
         ),
     ] = None,
     prompt: Annotated[
