@@ -5,6 +5,7 @@ then holds is given back in f32, for a checkpoint of the same numbers.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,8 @@ def add_sizes(writer: GGUFWriter, arch: gguf.MODEL_ARCH, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    latent = arch is gguf.MODEL_ARCH.DEEPSEEK2
+    writer.add_head_count_kv(1 if latent else config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
@@ -208,7 +210,10 @@ def add_sizes(writer: GGUFWriter, arch: gguf.MODEL_ARCH, config: Any) -> None:
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if rope["rope_type"] == "longrope":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        longer = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(longer) / math.log(original)))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
