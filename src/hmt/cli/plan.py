@@ -148,7 +148,7 @@ def _for_this_machine(
         asked = setting(prepared.machine, context)
         return Planned(
             asked, prepared.demand, prepared.plan,
-            outlook.predict(asked, prepared.demand, prepared.plan),
+            outlook.predict(asked, prepared.demand, prepared.plan), prepared.published_bytes,
         )  # fmt: skip
 
     return _or_remedies(planned, outlook, setting(machine_for(path), config.context))
@@ -198,6 +198,7 @@ def _as_json(planned: "Planned", outlook: "Outlook | None") -> dict[str, Any]:
     content = {
         "architecture": spec.architecture,
         "layers": spec.layers,
+        "published_bytes": planned.published_bytes,
         "weight_bytes": planned.demand.weight_bytes,
         "budgets": dict(plan.budgets),
         "reserved": dict(plan.reserved),

@@ -80,12 +80,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A setting with its plan, and what is predicted for it."""
+    """A setting with its plan, and what is predicted for it.
+
+    published_bytes   of the checkpoint; 0 where there is none
+    """
 
     setting: Setting
     demand: Demand
     plan: Plan
     prediction: Prediction
+    published_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
