@@ -14,7 +14,6 @@ from hmt.base.errors import ConfigError, EmptyPromptError, HMTError
 from hmt.cli.console import loading, notes
 from hmt.cli.interrupt import StopKey
 from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
-from hmt.formats import shown_name
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
@@ -97,6 +96,8 @@ def answer_or_chat(job: Job) -> None:
     """Load the model, answer or chat, print the summary; also after Ctrl-C and after errors."""
     if job.prompt is not None and not job.prompt.strip():
         raise EmptyPromptError("the prompt is empty; give some text, or no prompt at all to chat")
+    from hmt.formats import shown_name
+
     with loading(f"loading {shown_name(job.model)}") as report:
         from hmt.cli.conversation import Conversation
         from hmt.engine import Engine
@@ -141,6 +142,8 @@ def _answer_once(conversation: "Conversation", prompt: str, job: Job) -> bool:
 def _chat(conversation: "Conversation", job: Job) -> None:
     """Answer line after line, until /exit, the end of the input, or Ctrl-C between answers."""
     console, person = notes(), sys.stdin.isatty()
+    from hmt.formats import shown_name
+
     console.print(f"[bold]{shown_name(job.model)}[/] [dim]· /reset forgets, /exit leaves[/]")
     if person:
         import readline  # noqa: F401  # gives input() a line editor and a history

@@ -10,7 +10,6 @@ from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
-from hmt.formats import shown_name
 
 if TYPE_CHECKING:
     from hmt.server import ServerConfig
@@ -153,6 +152,7 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
         raise MachineError(
             f"hmt serve needs {error.name}, which is not installed: pip install 'hmt[serve]'"
         ) from error
+    from hmt.formats import shown_name
     from hmt.memory import share_arenas
 
     share_arenas()
