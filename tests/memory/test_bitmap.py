@@ -1,5 +1,7 @@
 """The bitmap against a plain set."""
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -80,3 +82,26 @@ def test_a_number_given_twice_in_one_call_is_seen() -> None:
         bitmap.give([3, 5, 3])
     with pytest.raises(AssertionError, match="none of"):
         bitmap.give([8])
+
+
+def test_a_hundred_thousand_operations() -> None:
+    """Texts that take pages, grow and end, in a pool that is full half of the time."""
+    draw, count = random.Random(0), 1000
+    bitmap, free, texts = Bitmap(count), set(range(count)), list[list[int]]()
+    for _ in range(100_000):
+        wanted = draw.randrange(1, 40)
+        if texts and (draw.random() < 0.45 or wanted > len(free)):
+            given = texts.pop(draw.randrange(len(texts)))
+            bitmap.give(given)
+            free |= set(given)
+        else:
+            taken = bitmap.take(wanted)
+            assert len(taken) == wanted and free.issuperset(taken)
+            free.difference_update(taken)
+            if texts and draw.random() < 0.5:
+                draw.choice(texts).extend(taken)
+            else:
+                texts.append(taken)
+        assert bitmap.free == len(free)
+    bitmap.give([page for text in texts for page in text])
+    assert bitmap.free == bitmap.longest_run == count
