@@ -46,8 +46,8 @@ def give_back() -> None:
 def share_arenas() -> None:
     """Let this process's threads share two arenas of glibc's allocator; before they are started.
 
-    There are up to eight for each core otherwise, and each keeps what was freed in it: a server
-    grew by 104 MiB, evenly, while models came and went 428 times.
+    There are up to eight for each core otherwise, and each keeps what was freed in it: a process
+    that answered grew by 22 MiB while models came and went 225 times, and by nothing with one.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 2)
