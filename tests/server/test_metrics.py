@@ -4,10 +4,11 @@ import asyncio
 
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
-from serving import CHAT, app_on, asking, held, http, run
+from serving import CHAT, NAME, app_on, asking, held, http, run
 
 from hmt.engine import LoadedModel
 
+OURS = f"model_name={NAME}"
 Samples = dict[tuple[str, ...], float]
 
 
@@ -39,31 +40,32 @@ def test_answers_are_counted_and_timed(model: LoadedModel) -> None:
 
         tokens = done["usage"]["completion_tokens"] + 1
         prompt = done["usage"]["prompt_tokens"]
-        assert grown("hmt_answers_total", "end=stop") == 3
-        assert grown("hmt_answers_total", "end=length") == 1
-        assert grown("hmt_tokens_total") == tokens
+        assert grown("hmt_answers_total", "end=stop", OURS) == 3
+        assert grown("hmt_answers_total", "end=length", OURS) == 1
+        assert grown("hmt_tokens_total", OURS) == tokens
         for name in ("time_to_first_token", "answer", "queue"):
-            assert grown(f"hmt_{name}_seconds_count") == 4
-        assert grown("hmt_time_per_output_token_seconds_count") == 3
+            assert grown(f"hmt_{name}_seconds_count", OURS) == 4
+        assert grown("hmt_time_per_output_token_seconds_count", OURS) == 3
         # Three answers share their prompt; the first token of each is the prompt's.
-        assert grown("hmt_computed_tokens_total", "phase=prompt") == 2 * prompt
-        assert grown("hmt_computed_tokens_total", "phase=generation") == tokens - 4
+        assert grown("hmt_computed_tokens_total", OURS, "phase=prompt") == 2 * prompt
+        assert grown("hmt_computed_tokens_total", OURS, "phase=generation") == tokens - 4
         assert grown("hmt_http_responses_total", f"path={CHAT}", "status=200") == 2
         assert grown("hmt_http_responses_total", f"path={CHAT}", "status=400") == 1
-        assert after[("hmt_answers_inside",)] == 0
+        assert after[("hmt_answers_inside", OURS)] == 0
         # All three answers went on together, after the prompt that they share.
-        steps = [grown("hmt_batch_size_bucket", f"le={size}.0") for size in (1, 2, 4, 128)]
-        assert steps[0] < steps[2] == steps[3] == grown("hmt_batch_size_count")
-        assert grown("hmt_batch_size_sum") == tokens - 4 + 2
-        assert grown("hmt_preemptions_total", "kind=parked") == 0
-        assert after[("hmt_preemptions_total", "kind=dropped")] >= 0
-        assert (after[("hmt_pressure",)], after[("hmt_kv_used_ratio",)]) == (0, 0)
-        assert after[("hmt_batch_limit",)] == 4
-        assert after[("hmt_kv_pages", "state=free")] == model.load.capacity_tokens // 16
-        assert after[("hmt_budget_bytes", "tier=host")] == 96 << 20
-        assert after[("hmt_weight_bytes", "tier=host")] > 10 << 20
-        assert ("hmt_stall_seconds_total", "cause=drive", "phase=prompt") in after
-        assert ("hmt_link_bytes_total", "link=disk", "phase=generation") in after
+        steps = [grown("hmt_batch_size_bucket", f"le={size}.0", OURS) for size in (1, 2, 4, 128)]
+        assert steps[0] < steps[2] == steps[3] == grown("hmt_batch_size_count", OURS)
+        assert grown("hmt_batch_size_sum", OURS) == tokens - 4 + 2
+        assert grown("hmt_preemptions_total", "kind=parked", OURS) == 0
+        assert after[("hmt_preemptions_total", "kind=dropped", OURS)] >= 0
+        assert after[("hmt_pressure", OURS)] == after[("hmt_kv_used_ratio", OURS)] == 0
+        assert after[("hmt_batch_limit", OURS)] == 4
+        assert after[("hmt_kv_pages", OURS, "state=free")] == model.load.capacity_tokens // 16
+        assert after[("hmt_budget_bytes", OURS, "tier=host")] == 96 << 20
+        assert after[("hmt_weight_bytes", OURS, "tier=host")] > 10 << 20
+        assert after[("hmt_peak_resident_bytes",)] > 10 << 20
+        assert ("hmt_stall_seconds_total", "cause=drive", OURS, "phase=prompt") in after
+        assert ("hmt_link_bytes_total", "link=disk", OURS, "phase=generation") in after
 
     run(work())
 
@@ -77,9 +79,9 @@ def test_what_is_under_way_is_seen_while_the_engine_is_busy(model: LoadedModel) 
                 asked = [asyncio.create_task(client.post(CHAT, json=asking())) for _ in range(2)]
                 while app.state.service.gate.inside < 2:
                     await asyncio.sleep(0.005)
-                assert (await scrape(app))[("hmt_answers_inside",)] == 2
+                assert (await scrape(app))[("hmt_answers_inside", OURS)] == 2
             await asyncio.gather(*asked)
-        assert (await scrape(app))[("hmt_answers_inside",)] == 0
+        assert (await scrape(app))[("hmt_answers_inside", OURS)] == 0
 
     run(work())
 

@@ -333,6 +333,40 @@ def test_the_machine_is_drawn_and_works_by_keyboard(opened: Opened) -> None:
     assert order[8:] == ["send", "machine", "heat"]
 
 
+def test_of_several_models_one_is_chosen(opened: Opened) -> None:
+    page = opened(expected="404")
+    away = []
+
+    def told(route: Any) -> None:
+        other = "model=other" in route.request.url
+        if other and away:
+            problem = {"message": "not loaded", "type": "x", "param": None, "code": None}
+            route.fulfill(status=404, json={"error": problem})
+            return
+        state = route.fetch(url=route.request.url.split("?")[0]).json()
+        state["models"] = ["mini-dense"] if away else ["mini-dense", "other"]
+        if other:
+            state["model"]["name"] = "other"
+        route.fulfill(json=state)
+
+    assert page.is_hidden("#model-choice") and page.is_visible("#model-name")
+    page.route("**/v1/hmt/state*", told)
+    page.wait_for_selector("#model-choice:visible")
+    assert page.is_hidden("#model-name") and page.title() == "mini-dense · HMT"
+    page.get_by_label("Model").select_option("other")
+    sync_api.expect(page).to_have_title("other · HMT", timeout=20_000)
+    sent = []
+    page.route("**/chat/completions", lambda route: (
+        sent.append(route.request.post_data_json), route.fulfill(**stream({"content": "Yes."}))
+    ))  # fmt: skip
+    ask(page, "Hello")
+    answered(page, 0)
+    assert sent[0]["model"] == "other"
+    away.append(True)  # it is unloaded: the page shows what there is
+    sync_api.expect(page).to_have_title("mini-dense · HMT", timeout=20_000)
+    assert page.is_hidden("#model-choice") and page.is_hidden("#problem")
+
+
 @pytest.mark.skipif(not AXE.exists(), reason="needs axe-core: npm install --no-save axe-core")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(opened: Opened, scheme: str) -> None:
@@ -343,7 +377,9 @@ def test_axe_finds_nothing(opened: Opened, scheme: str) -> None:
         assert told == []
 
     page = opened(color_scheme=scheme, reduced_motion="reduce")
-    page.route("**/v1/hmt/state", lambda r: r.fulfill(json=machine_with_gpu(r.fetch().json())))
+    page.route("**/v1/hmt/state*", lambda r: r.fulfill(
+        json=machine_with_gpu(r.fetch().json()) | {"models": ["mini-dense", "another"]}
+    ))  # fmt: skip
     parts = [{"reasoning_content": "Let me *see*."}, {"content": HOSTILE}]
     page.route("**/chat/completions", lambda route: route.fulfill(**stream(*parts)))
     page.reload()

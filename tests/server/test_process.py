@@ -96,7 +96,7 @@ def answers_users_at_once_as_it_does_alone(server: Server) -> None:
 
 
 def frees_the_pages_of_a_closed_connection(server: Server) -> None:
-    free = server.metric('hmt_kv_pages{state="free"}')
+    free = server.metric('hmt_kv_pages{model_name="mini-dense",state="free"}')
     body = json.dumps(
         {"model": NAME, "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     )
@@ -107,12 +107,15 @@ def frees_the_pages_of_a_closed_connection(server: Server) -> None:
         )
         assert client.recv(200).startswith(b"HTTP/1.1 200")
         end = time.monotonic() + 30  # it is told so before it is admitted
-        while server.metric('hmt_kv_pages{state="free"}') >= free:
+        while server.metric('hmt_kv_pages{model_name="mini-dense",state="free"}') >= free:
             assert time.monotonic() < end
     end = time.monotonic() + 30
-    while server.metric("hmt_answers_inside") or server.metric('hmt_kv_pages{state="free"}') < free:
+    while (
+        server.metric('hmt_answers_inside{model_name="mini-dense"}')
+        or server.metric('hmt_kv_pages{model_name="mini-dense",state="free"}') < free
+    ):
         assert time.monotonic() < end
-    assert server.metric('hmt_answers_total{end="cancelled"}') >= 1
+    assert server.metric('hmt_answers_total{end="cancelled",model_name="mini-dense"}') >= 1
 
 
 def ends_once_what_it_answers_has_ended(server: Server) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 from serving import CHAT, NAME, asking, http, run
 
 import hmt
 from hmt.cli.options import embedded_model
 from hmt.server import Others, ServerConfig, create_app
 
-LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
+LOAD, UNLOAD, STATE = "/v1/models/load", "/v1/models/unload", "/v1/hmt/state"
 
 
 @pytest.fixture
@@ -26,6 +27,26 @@ def shelf(tmp_path: Path) -> Iterator[FastAPI]:
     with hmt.Engine(host_memory="20MiB", context=512, max_batch=4) as engine:
         first = engine.load_model(embedded_model(), host_memory=9 << 20)
         yield create_app(first, ServerConfig(), Others(engine, folders))
+
+
+async def told_of(client: Any) -> dict[str, tuple[float, float, float]]:
+    """By model that is there: answers and tokens of clients, and tokens that steps computed."""
+    text = (await client.get("/metrics")).text
+    found = {
+        (one.name, one.labels["model_name"], one.labels.get("phase")): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if "model_name" in one.labels
+    }
+    return {
+        name: (
+            found["hmt_answer_seconds_count", name, None],
+            found["hmt_tokens_total", name, None],
+            found["hmt_computed_tokens_total", name, "generation"],
+        )
+        for metric, name, _ in found
+        if metric == "hmt_kv_used_ratio"
+    }
 
 
 def test_models_come_and_go(shelf: FastAPI) -> None:
@@ -53,8 +74,25 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
             )
             assert (await both)[0]["loaded"]
             assert (await post(LOAD, 200, model="second"))["loaded"]  # it is
+            before = await told_of(client)
             theirs = await post(CHAT, 200, **asking(model="second"))
             assert theirs["choices"] == own["choices"] and theirs["model"] == "second"
+
+            # Metrics and the page's state know both, each by its name.
+            after = await told_of(client)
+            used = theirs["usage"]["completion_tokens"]
+            assert after["second"] == (1, used, used - 1) and after[NAME] == before[NAME]
+            assert before["second"] == (0, 0, 0)
+            states = [
+                (await client.get(STATE, params={"model": name} if name else None)).json()
+                for name in (None, "second")
+            ]
+            assert [one["model"]["name"] for one in states] == [NAME, "second"]
+            assert [one["models"] for one in states] == [[NAME, "second"]] * 2
+            generated = [one["engine"]["tokens"]["generation"] for one in states]
+            assert generated == [after[NAME][2], after["second"][2]]
+            absent = await client.get(STATE, params={"model": "third"})
+            assert absent.status_code == 404
 
             told = await post(LOAD, 503, model="third")
             assert "Other models of this engine hold" in told["error"]["message"]
@@ -75,7 +113,8 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
             await post(UNLOAD, 200, model=NAME)  # it is
             assert await loaded() == {"second": True, NAME: False, "third": False}
             await post(LOAD, 200, model="third", host_memory="9MiB")
-            assert "hmt_kv_pages" in (await client.get("/metrics")).text
+            assert list(await told_of(client)) == ["second", "third"]
+            assert (await client.get(STATE)).json()["model"]["name"] == "second"
             assert (await client.get("/ready")).json() == {"status": "ready"}
 
             # Without patience an answer is cut off.

@@ -34,7 +34,7 @@ def create_app(
     """
     config = config or ServerConfig()
     config.check()
-    metrics = Metrics(model)
+    metrics = Metrics()
     app = FastAPI(
         title="HMT",
         docs_url=None,  # they load scripts from elsewhere
@@ -44,14 +44,17 @@ def create_app(
 
     def serving(name: str, loaded: LoadedModel) -> Service:
         gate = Gate(running=loaded.max_batch, waiting=config.max_waiting)
-        return Service(model=loaded, name=name, config=config, gate=gate, observer=metrics)
+        return Service(
+            model=loaded,
+            name=name,
+            config=config,
+            gate=gate,
+            observer=metrics.of(name),
+            watch=Watch(loaded),
+        )
 
     def changed(first: Service) -> None:
-        if getattr(app.state, "service", None) is first:
-            return
         app.state.service = first
-        app.state.watch = Watch(first.model)
-        metrics.watch(first.model)
 
     app.state.shelf = Shelf(
         serve=serving,
@@ -115,5 +118,5 @@ def _add_watching(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def measured() -> Response:
         """What was measured, for Prometheus."""
-        content, kind = await metrics.render(app.state.shelf.inside)
+        content, kind = await metrics.render(app.state.shelf.services)
         return Response(content, headers={"Content-Type": kind})

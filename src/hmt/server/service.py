@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastapi import Request as HttpRequest
 
@@ -14,6 +15,9 @@ from hmt.server.errors import ApiError, told
 from hmt.server.gate import Gate
 from hmt.server.generation import Generation
 from hmt.server.observer import Observer
+
+if TYPE_CHECKING:
+    from hmt.server.page.watch import Watch
 
 LATER = -1  # priority of those who let all others go first
 
@@ -48,13 +52,14 @@ class Asked:
 
 @dataclass(slots=True)
 class Service:
-    """A model with its name, its limits and its observer."""
+    """A model with its name, its limits, its observer, and the last looks at it."""
 
     model: LoadedModel
     name: str
     config: ServerConfig
     gate: Gate
     observer: Observer
+    watch: "Watch"
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

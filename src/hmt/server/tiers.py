@@ -1,6 +1,8 @@
 """The engine's account as Prometheus's metrics: bytes by tier and link, pages, and lost time."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -13,19 +15,20 @@ from prometheus_client.registry import Collector
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import Load, Phase, RunSummary
 
+MODEL_LABEL: Final = "model_name"  # as others call it
 _LARGE_BATCH = 128  # up to which sizes have buckets
 
 
-class TierCollector(Collector):
-    """Metrics of what was last set here; nothing of what was not."""
+@dataclass(slots=True)
+class Account:
+    """What one model's engine last told, and how many answers of it are under way."""
 
-    def __init__(self) -> None:
-        self.summary: RunSummary | None = None
-        self.load: Load | None = None
-        self.inside = 0
+    summary: RunSummary | None = None
+    load: Load | None = None
+    inside: int = 0
 
-    def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
+    def metrics(self) -> Iterator[Metric]:
+        """All of it; nothing of what is not known."""
         yield GaugeMetricFamily("hmt_answers_inside", "Answers under way", value=self.inside)
         if self.load is not None:
             yield from _load(self.load)
@@ -33,6 +36,33 @@ class TierCollector(Collector):
             yield from _memory(self.summary)
             yield from _pages(self.summary)
             yield from _work(self.summary)
+
+
+class TierCollector(Collector):
+    """Metrics of the accounts that were last set here, by the names of their models."""
+
+    def __init__(self) -> None:
+        self.accounts: Mapping[str, Account] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client.  A metric's samples come together, as its text form wants them."""
+        whole: dict[str, Metric] = {}
+        for name, account in self.accounts.items():
+            for metric in account.metrics():
+                samples = [
+                    one._replace(labels={MODEL_LABEL: name, **one.labels}) for one in metric.samples
+                ]
+                metric.samples = whole[metric.name].samples if metric.name in whole else []
+                metric.samples += samples
+                whole[metric.name] = metric
+        yield from whole.values()
+        told = [one.summary for one in self.accounts.values() if one.summary is not None]
+        if told:
+            yield GaugeMetricFamily(
+                "hmt_peak_resident_bytes",
+                "Of the process, at its peak",
+                value=max(one.peak_rss_bytes for one in told),
+            )
 
 
 def _load(load: Load) -> Iterator[Metric]:
@@ -91,9 +121,6 @@ def _memory(summary: RunSummary) -> Iterator[Metric]:
     if summary.device is not None:
         weights.add_metric(["device"], summary.device.resident_bytes)
     yield weights
-    yield GaugeMetricFamily(
-        "hmt_peak_resident_bytes", "Of the process, at its peak", value=summary.peak_rss_bytes
-    )
 
 
 def _pages(summary: RunSummary) -> Iterator[Metric]:

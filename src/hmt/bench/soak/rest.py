@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import httpx2
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from hmt.base.errors import HMTError
 
@@ -38,8 +39,8 @@ async def rest(pid: int, http: httpx2.AsyncClient, begin_s: float, requests: int
     process, end = psutil.Process(pid), time.monotonic() + _PATIENCE_S
     while True:
         measured = (await http.get("/metrics")).text
-        pages = _metric(measured, 'hmt_kv_pages{state="reserved"}')
-        inside = _metric(measured, "hmt_answers_inside")
+        pages = _total(measured, "hmt_kv_pages", state="reserved")
+        inside = _total(measured, "hmt_answers_inside")
         descriptors = process.num_fds()
         if (not pages and not inside and not _connections(process)) or time.monotonic() > end:
             return Rest(
@@ -89,8 +90,14 @@ def _connections(process: psutil.Process) -> int:
     return sum(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections()) - 1
 
 
-def _metric(text: str, name: str) -> int:
-    for line in text.splitlines():
-        if line.startswith(name):
-            return round(float(line.split()[-1]))
-    raise HMTError(f"the server's /metrics has no {name}")
+def _total(text: str, name: str, **labels: str) -> int:
+    """Of all models that are loaded."""
+    found = [
+        one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if one.name == name and labels.items() <= one.labels.items()
+    ]
+    if not found:
+        raise HMTError(f"the server's /metrics has no {name}")
+    return round(sum(found))

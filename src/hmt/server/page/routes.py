@@ -5,17 +5,20 @@ from starlette.responses import Response
 
 from hmt.server.page import state
 from hmt.server.page.documents import DOCUMENTS, Document
-from hmt.server.page.watch import Watch
 from hmt.server.service import service_of
+from hmt.server.shelf import shelf_of
 
 router = APIRouter()
 
 
 @router.get("/v1/hmt/state")
-async def engine_state(request: Request) -> state.State:
-    """What the machine does: memory, links, experts, requests, and what bounds them."""
-    watch: Watch = request.app.state.watch
-    return await watch.see(service_of(request))
+async def engine_state(request: Request, model: str | None = None) -> state.State:
+    """What the machine does: memory, links, experts, requests, and what bounds them.
+
+    model   whose; the first one when left out
+    """
+    service = service_of(request, model)
+    return await service.watch.see(service, list(shelf_of(request).services))
 
 
 def _serve(path: str, document: Document) -> None:

@@ -160,8 +160,13 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All of it.  engine: null until the first look, which waits for the step that runs."""
+    """All of it.
+
+    engine   null until the first look, which waits for the step that runs
+    models   the names of those that are loaded, this one included
+    """
 
     model: Model
     requests: Requests
     engine: Engine | None
+    models: list[str]

@@ -30,8 +30,8 @@ class Watch:
         self._looks: deque[Look] = deque()  # the last ones: two at least, where there were
         self._limit: tuple[Bottleneck, Look] | None = None
 
-    async def see(self, service: Service) -> state.State:
-        """What there is to tell.
+    async def see(self, service: Service, models: list[str]) -> state.State:
+        """What there is to tell.  `models`: the names of those that are loaded.
 
         The engine's part is as of a moment ago, or, while a step takes long, of the last time.
         """
@@ -48,6 +48,7 @@ class Watch:
             ),
             state.Requests(load.running, load.waiting, gate.inside, gate.running, gate.waiting),
             self._engine() if self._looks else None,
+            models,
         )
 
     async def _look(self) -> None:

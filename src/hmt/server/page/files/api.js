@@ -48,8 +48,10 @@ function sentence(text) {
   return message.charAt(0).toUpperCase() + message.slice(1);
 }
 
-export async function state() {
-  const response = await ask("v1/hmt/state", { signal: AbortSignal.timeout(8000) }).catch((error) => {
+/** What the machine does.  model: whose; null for the server's first one. */
+export async function state(model) {
+  const path = "v1/hmt/state" + (model === null ? "" : `?model=${encodeURIComponent(model)}`);
+  const response = await ask(path, { signal: AbortSignal.timeout(8000) }).catch((error) => {
     throw error instanceof Problem ? error : new Problem("The server does not answer.");
   });
   return response.json();

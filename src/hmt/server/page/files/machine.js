@@ -23,6 +23,11 @@ export function startMachine() {
   startExperts();
 }
 
+/** Call when another model is shown from now on. */
+export function forgetTrends() {
+  for (const history of Object.values(trends)) history.length = 0;
+}
+
 export function showMachine({ model, requests, engine }) {
   showRequests(requests);
   byId("machine-wait").hidden = engine !== null;

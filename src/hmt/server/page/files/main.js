@@ -2,8 +2,8 @@
 
 import { Problem, state, storedKey, storeKey } from "./api.js";
 import { startChat, useModel } from "./chat.js";
-import { byId, say } from "./dom.js";
-import { showMachine, startMachine } from "./machine.js";
+import { byId, make, say } from "./dom.js";
+import { forgetTrends, showMachine, startMachine } from "./machine.js";
 import { bytes, counted } from "./units.js";
 
 const APART_MS = 1000;
@@ -92,6 +92,29 @@ function wrongKey() {
   return storedKey() ? "The key that was given is not one of this server's." : undefined;
 }
 
+let chosen = null; // the model that was asked for, where there are several; null: the first one
+
+function startModels() {
+  byId("model-choice").addEventListener("change", (event) => {
+    chosen = event.target.value;
+    useModel(chosen);
+    forgetTrends();
+    lookNow();
+  });
+}
+
+/** One model has its name in the header; of several one is chosen there. */
+function showModels(names, shown) {
+  const choice = byId("model-choice");
+  const several = names.length > 1;
+  byId("model-name").hidden = several;
+  byId("model-choice-label").hidden = choice.hidden = !several;
+  if ([...choice.options].map((one) => one.value).join("\n") !== names.join("\n")) {
+    choice.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+  }
+  choice.value = shown;
+}
+
 let timer = null;
 let looking = false;
 let declined = false; // to give a key: asked again only by the button, or by a question
@@ -107,8 +130,14 @@ async function look() {
   looking = true;
   let wait = APART_MS;
   try {
-    const seen = await state();
+    const asked = chosen;
+    const seen = await state(asked);
+    if (asked !== chosen) {
+      wait = 0; // another one was chosen meanwhile
+      return;
+    }
     byId("problem").hidden = true;
+    showModels(seen.models, seen.model.name);
     showModel(seen.model);
     showMachine(seen);
   } catch (error) {
@@ -118,15 +147,19 @@ async function look() {
       showProblem("The server asks for a key.");
       if (!declined && (await askForKey(wrongKey()))) wait = 0;
       else declined = true;
+    } else if (error.status === 404 && chosen !== null) {
+      chosen = null; // it has been unloaded
+      forgetTrends();
+      wait = 0;
     } else {
       showProblem(`${error.message} Trying again…`);
     }
   } finally {
     looking = false;
+    clearTimeout(timer);
+    // Whoever does not see it does not need it.
+    if (!document.hidden && !declined) timer = setTimeout(look, wait);
   }
-  clearTimeout(timer);
-  // Whoever does not see it does not need it.
-  if (!document.hidden && !declined) timer = setTimeout(look, wait);
 }
 
 function showProblem(text) {
@@ -152,6 +185,7 @@ async function askForChat() {
 
 startTheme();
 startViews();
+startModels();
 startKey();
 startMachine();
 startChat(askForChat);
