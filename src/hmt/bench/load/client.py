@@ -142,7 +142,10 @@ async def connect(endpoint: Endpoint) -> AsyncIterator[Client]:
         base_url=endpoint.url,
         headers=headers,
         timeout=None,  # asyncio's counts for the whole
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        # Servers close what is idle, llama.cpp's after 5 s: whoever asks just then is not answered.
+        limits=httpx2.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
+        ),
         trust_env=urlsplit(endpoint.url).hostname not in _HERE,  # no proxy to this machine
     ) as http:
         yield Client(endpoint, http)
