@@ -49,6 +49,22 @@ async def told_of(client: Any) -> dict[str, tuple[float, float, float]]:
     }
 
 
+async def both_are_told_of(client: Any, before: Any, used: int) -> None:
+    """Metrics and the page's state know both models, each by its name."""
+    after = await told_of(client)
+    assert before["second"] == (0, 0, 0)
+    assert after["second"] == (1, used, used - 1) and after[NAME] == before[NAME]
+    states = [
+        (await client.get(STATE, params={"model": name} if name else None)).json()
+        for name in (None, "second")
+    ]
+    assert [one["model"]["name"] for one in states] == [NAME, "second"]
+    assert [one["models"] for one in states] == [[NAME, "second"]] * 2
+    generated = [one["engine"]["tokens"]["generation"] for one in states]
+    assert generated == [after[NAME][2], after["second"][2]]
+    assert (await client.get(STATE, params={"model": "third"})).status_code == 404
+
+
 def test_models_come_and_go(shelf: FastAPI) -> None:
     async def work() -> None:
         async with http(shelf) as client:
@@ -78,21 +94,7 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
             theirs = await post(CHAT, 200, **asking(model="second"))
             assert theirs["choices"] == own["choices"] and theirs["model"] == "second"
 
-            # Metrics and the page's state know both, each by its name.
-            after = await told_of(client)
-            used = theirs["usage"]["completion_tokens"]
-            assert after["second"] == (1, used, used - 1) and after[NAME] == before[NAME]
-            assert before["second"] == (0, 0, 0)
-            states = [
-                (await client.get(STATE, params={"model": name} if name else None)).json()
-                for name in (None, "second")
-            ]
-            assert [one["model"]["name"] for one in states] == [NAME, "second"]
-            assert [one["models"] for one in states] == [[NAME, "second"]] * 2
-            generated = [one["engine"]["tokens"]["generation"] for one in states]
-            assert generated == [after[NAME][2], after["second"][2]]
-            absent = await client.get(STATE, params={"model": "third"})
-            assert absent.status_code == 404
+            await both_are_told_of(client, before, theirs["usage"]["completion_tokens"])
 
             told = await post(LOAD, 503, model="third")
             assert "Other models of this engine hold" in told["error"]["message"]
