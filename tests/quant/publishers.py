@@ -42,10 +42,10 @@ def awq_words(values: torch.Tensor) -> torch.Tensor:
 
 
 def grouped(
-    w: torch.Tensor, bits: int, dtype: torch.dtype, *, symmetric: bool
+    w: torch.Tensor, bits: int, dtype: torch.dtype, *, symmetric: bool, size: int = GROUP
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [out, in] from 0 on, scales and zero points [out, groups]."""
-    groups, largest = w.view(len(w), -1, GROUP), (1 << bits) - 1
+    groups, largest = w.view(len(w), -1, size), (1 << bits) - 1
     if symmetric:
         scales = (2 * groups.abs().amax(-1) / largest).to(dtype)
         zeros = torch.full_like(scales, 1 << bits - 1).long()
@@ -63,25 +63,40 @@ def numbers(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> t
     return signed * scales.float().repeat_interleave(spread, 1)
 
 
-def _awq(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-    codes, scales, zeros = grouped(w, 4, torch.float16, symmetric=False)
-    parts = {"qweight": awq_words(codes), "qzeros": awq_words(zeros), "scales": scales.T}
-    return parts, numbers(codes, scales, zeros)
+def awq(size: int = GROUP) -> Publisher:
+    """Groups of `size`."""
+
+    def publish(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        codes, scales, zeros = grouped(w, 4, torch.float16, symmetric=False, size=size)
+        parts = {"qweight": awq_words(codes), "qzeros": awq_words(zeros), "scales": scales.T}
+        return parts, numbers(codes, scales, zeros)
+
+    return Publisher({"quant_method": "awq", "bits": 4, "group_size": size}, publish)
 
 
-def _gptq(
-    bits: int, *, symmetric: bool, ordered: bool, less: int, static: bool = False
+def gptq(
+    bits: int,
+    *,
+    symmetric: bool,
+    ordered: bool = False,
+    less: int = 1,
+    static: bool = False,
+    size: int = GROUP,
 ) -> Publisher:
+    """Groups of `size`; `less`: what is stored for a zero point is so much less."""
+
     def publish(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         columns = w.shape[1]
         order = torch.randperm(columns) if ordered else torch.arange(columns)
-        codes, scales, zeros = grouped(w[:, order], bits, torch.float16, symmetric=symmetric)
+        codes, scales, zeros = grouped(
+            w[:, order], bits, torch.float16, symmetric=symmetric, size=size
+        )
         back = order.argsort()
         parts = {
             "qweight": words(codes[:, back].tolist(), bits).T,
             "qzeros": words(((zeros - less) % (1 << bits)).T.tolist(), bits),
             "scales": scales.T,
-            "g_idx": (torch.arange(columns) // GROUP)[back].to(I32),
+            "g_idx": (torch.arange(columns) // size)[back].to(I32),
         }
         found = numbers(codes, scales, zeros)[:, back]
         return parts, found.half().float() if ordered else found
@@ -89,7 +104,7 @@ def _gptq(
     config = {
         "quant_method": "gptq",
         "bits": bits,
-        "group_size": GROUP,
+        "group_size": size,
         "sym": symmetric,
         "desc_act": ordered or static,
         "static_groups": static,
@@ -110,15 +125,21 @@ def _compressed(form: str, weights: dict[str, Any], publish: Callable[..., Any])
     return Publisher(config, publish)
 
 
-def _packed(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-    codes, scales, zeros = grouped(w, 4, torch.bfloat16, symmetric=False)
-    parts = {
-        "weight_packed": words(codes.tolist(), 4),
-        "weight_scale": scales,
-        "weight_zero_point": words(zeros.T.tolist(), 4).T,
-        "weight_shape": torch.tensor(w.shape),
-    }
-    return parts, numbers(codes, scales, zeros)
+def packed_integers(size: int = GROUP) -> Publisher:
+    """compressed-tensors, 4 bits with zero points."""
+
+    def publish(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        codes, scales, zeros = grouped(w, 4, torch.bfloat16, symmetric=False, size=size)
+        parts = {
+            "weight_packed": words(codes.tolist(), 4),
+            "weight_scale": scales,
+            "weight_zero_point": words(zeros.T.tolist(), 4).T,
+            "weight_shape": torch.tensor(w.shape),
+        }
+        return parts, numbers(codes, scales, zeros)
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
+    return _compressed("pack-quantized", weights | {"symmetric": False}, publish)
 
 
 def _int8(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
@@ -138,6 +159,12 @@ def _e4m3(w: torch.Tensor, tile: tuple[int, int]) -> tuple[torch.Tensor, torch.T
 def _times(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     high = scales.float().repeat_interleave(len(codes) // len(scales), 0)
     return codes.float() * high.repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+
+
+def fp8_blocks(size: int) -> Publisher:
+    """Tiles of size x size."""
+    config = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    return Publisher(config, _fp8((size, size), "weight_scale_inv", torch.bfloat16))
 
 
 def _fp8(tile: tuple[int, int], name: str, dtype: torch.dtype) -> Callable[..., Any]:
@@ -234,14 +261,13 @@ def _table(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
 
 _CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
-_GROUPED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 PUBLISHERS = {
-    "awq": Publisher({"quant_method": "awq", "bits": 4, "group_size": GROUP}, _awq),
-    "gptq": _gptq(4, symmetric=True, ordered=False, less=1),
-    "gptq-ordered": _gptq(4, symmetric=False, ordered=True, less=1),
-    "gptq-static": _gptq(4, symmetric=True, ordered=False, less=1, static=True),
-    "gptq-v2": _gptq(8, symmetric=True, ordered=False, less=0),
-    "pack": _compressed("pack-quantized", _GROUPED | {"symmetric": False}, _packed),
+    "awq": awq(),
+    "gptq": gptq(4, symmetric=True),
+    "gptq-ordered": gptq(4, symmetric=False, ordered=True),
+    "gptq-static": gptq(4, symmetric=True, static=True),
+    "gptq-v2": gptq(8, symmetric=True, less=0),
+    "pack": packed_integers(),
     "int8": _compressed("int-quantized", _CHANNEL, _int8),
     "float": _compressed(
         "float-quantized",
@@ -262,10 +288,7 @@ PUBLISHERS = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         _fp8((0, 0), "weight_scale_inv", torch.float32),
     ),
-    "fp8-blocks": Publisher(
-        {"quant_method": "fp8", "weight_block_size": [32, 32]},
-        _fp8((32, 32), "weight_scale_inv", torch.bfloat16),
-    ),
+    "fp8-blocks": fp8_blocks(32),
     "fbgemm": Publisher(
         {"quant_method": "fbgemm_fp8"}, _fp8((1, 0), "weight_scale", torch.float32)
     ),

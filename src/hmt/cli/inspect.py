@@ -37,7 +37,10 @@ def _as_json(found: "Inspection") -> dict[str, Any]:
 
     content = asdict(found) | {"path": str(found.path)}
     content["kv_tokens_per_gib"] = found.kv_tokens_per_gib
-    content["stored"] = [asdict(one) | {"bits": one.bits} for one in found.stored]
+    content["stored"] = [
+        asdict(one) | {"bits": one.bits, "published_bits": one.published_bits}
+        for one in found.stored
+    ]
     return content
 
 
@@ -53,12 +56,16 @@ def _view(found: "Inspection") -> "RenderableType":
     what = found.architecture or "no architecture"
     head = f"{shown_name(found.path)}: a {kind} of {what}, {size}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, side in (("blocks", "left"), ("encoding", "left"), ("tensors", "right"),
-                       ("size", "right"), ("bits", "right"), ("kernel", "left")):  # fmt: skip
-        table.add_column(name, justify=side, header_style="dim")  # type: ignore[arg-type]
+    for name, side in (("blocks", "left"), ("published as", "left"), ("bits", "right"),
+                       ("in memory as", "left"), ("bits", "right"), ("size", "right"),
+                       ("kernel", "left")):  # fmt: skip
+        table.add_column(name, justify=side, header_style="dim", overflow="fold")  # type: ignore[arg-type]
     for one in found.stored:
         size = format_bytes(one.nbytes)
-        table.add_row(one.kind, one.encoding, f"{one.count}", size, f"{one.bits:.2f}", one.kernel)
+        table.add_row(
+            one.kind, one.published, f"{one.published_bits:.2f}", one.encoding, f"{one.bits:.2f}",
+            size, one.kernel,
+        )  # fmt: skip
     return Group(head, Text(), table, Text(), *map(Text, _lines(found)))
 
 

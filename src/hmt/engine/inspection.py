@@ -23,6 +23,7 @@ from hmt.kvcache import page_bytes
 from hmt.models import open_model
 from hmt.quant import Format, empty_weight
 from hmt.weights import BlockLayout
+from hmt.weights.binding import BoundParam
 
 _MATRIX = (128, 512)  # every group and tile in use divides it
 
@@ -31,12 +32,14 @@ _MATRIX = (128, 512)  # every group and tile in use divides it
 class Stored:
     """Parameters of one kind of blocks that are stored in one way.
 
-    kind      of blocks, or where these are not known "tensors"
-    encoding  with what goes with it, such as "int4, groups of 32"
-    count     of parameters
-    numbers   that they hold
-    nbytes    scales and what else goes with them included
-    kernel    what multiplies with them here; "" where nothing does
+    kind             of blocks, or where these are not known "tensors"
+    encoding         in memory, with what goes with it, such as "int4, groups of 32"
+    count            of parameters
+    numbers          that they hold
+    nbytes           in memory, scales and what else goes with them included
+    kernel           what multiplies with them here; "" where nothing does
+    published        how the file holds them, such as "Q4_K" or "awq"
+    published_bytes  in the file, scales included
     """
 
     kind: str
@@ -44,12 +47,19 @@ class Stored:
     count: int
     numbers: int
     nbytes: int
-    kernel: str = ""
+    kernel: str
+    published: str
+    published_bytes: int
 
     @property
     def bits(self) -> float:
-        """Per number."""
+        """Per number, in memory."""
         return 8 * self.nbytes / self.numbers if self.numbers else 0.0
+
+    @property
+    def published_bits(self) -> float:
+        """Per number, in the file."""
+        return 8 * self.published_bytes / self.numbers if self.numbers else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ def inspect(path: Path) -> Inspection:
             is_pack=source.pack is not None,
             architecture=spec.architecture,
             published_bytes=source.published_bytes,
-            stored=tuple(_stored(layouts)),
+            stored=tuple(_stored(layouts, source)),
             extra=_extra(spec, source, layouts),
             largest=(str(largest.id), largest.slot_bytes),
         ),
@@ -142,29 +152,61 @@ def _unknown(source: Source, problem: str) -> Inspection:
         architecture=str(names[0]) if isinstance(names, list) and names else "",
         published_bytes=source.published_bytes,
         stored=tuple(
-            Stored("tensors", dtype, count, numbers, nbytes)
+            Stored("tensors", dtype, count, numbers, nbytes, "", dtype, nbytes)
             for dtype, (count, numbers, nbytes) in sorted(sizes.items())
         ),
         problem=problem,
     )
 
 
-def _stored(layouts: Mapping[BlockId, BlockLayout]) -> Iterator[Stored]:
-    """What lies in blocks, by kind and format; a table that another block holds counts there."""
-    sizes: dict[tuple[BlockKind, Format], list[int]] = defaultdict(lambda: [0, 0, 0])
+@dataclass(slots=True)
+class _Sum:
+    """What several parameters take; those that share bytes of a file count these once."""
+
+    count: int = 0
+    numbers: int = 0
+    nbytes: int = 0
+    ranges: set[FileRange] = dataclasses.field(default_factory=set)
+
+
+def _stored(layouts: Mapping[BlockId, BlockLayout], source: Source) -> Iterator[Stored]:
+    """What lies in blocks, by kind and form; a table that another block holds counts there."""
+    sums: dict[tuple[BlockKind, str, Format], _Sum] = defaultdict(_Sum)
     for block, layout in layouts.items():
         for placed in layout.placed:
-            shape = placed.param.spec.shape
-            nbytes = sum(part.nbytes for part in placed.format.components(shape))
-            for place, number in enumerate((1, prod(shape), nbytes)):
-                sizes[block.kind, placed.format][place] += number
+            shape, param = placed.param.spec.shape, placed.param
+            one = sums[block.kind, _published(param, source), placed.format]
+            one.count += 1
+            one.numbers += prod(shape)
+            one.nbytes += sum(part.nbytes for part in placed.format.components(shape))
+            one.ranges |= {part.file for part in param.parts}
     order = list(BlockKind)
-    for (kind, form), (count, numbers, nbytes) in sorted(
-        sizes.items(), key=lambda item: (order.index(item[0][0]), -item[1][2])
+    for (kind, published, form), one in sorted(
+        sums.items(), key=lambda item: (order.index(item[0][0]), -item[1].nbytes)
     ):
         # Rows of a table are looked up, not multiplied with.
         kernel = "" if kind is BlockKind.EMBEDDING else _kernel(form)
-        yield Stored(kind.value, describe(form), count, numbers, nbytes, kernel)
+        in_file = sum(part.nbytes for part in one.ranges)
+        yield Stored(
+            kind.value, describe(form), one.count, one.numbers, one.nbytes, kernel, published,
+            one.nbytes if source.pack is not None else in_file,
+        )  # fmt: skip
+
+
+def _published(param: BoundParam, source: Source) -> str:
+    """How a file holds a parameter, in a word or two."""
+    found = source.checkpoint.forms.get(param.source)
+    if param.form is None or found is None:
+        return param.format.encoding.value
+    if isinstance(found, TensorRecord):
+        return found.dtype.lower()
+    scheme, options = found.form.scheme, dict(found.form.options)
+    if scheme.startswith("gguf"):
+        kinds = dict.fromkeys(str(options[n]) for n in ("kind", "keys", "values") if n in options)
+        return " and ".join(kinds)
+    if scheme == "floats":
+        return str(options["dtype"]).lower()
+    return f"{scheme}, {options['bits']} bits" if "bits" in options else scheme
 
 
 def describe(form: Format) -> str:
