@@ -3,6 +3,7 @@
 from hmt.cli.options import SamplingOptions
 from hmt.contracts.request import Request
 from hmt.engine import LoadedModel
+from hmt.text import HarmonyReader
 
 _DEFAULT_ANSWER_TOKENS = 512
 
@@ -41,6 +42,10 @@ class Conversation:
             sampling=self._options.sampling(),
             stop=tuple(self._options.stop or ()),
         )
+
+    def reader(self, line: str) -> HarmonyReader | None:
+        """What parts an answer from its reasoning; None where it is shown as it comes."""
+        return None if self._raw else self.model.tokenizer.channels(self._tokens(line), ())
 
     def remember(self, line: str, answer: str) -> None:
         """Add a turn."""

@@ -17,8 +17,10 @@ from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
-    from hmt.contracts.request import FinishReason, Request
+    from hmt.contracts.request import FinishReason, TokenEvent
     from hmt.engine import LoadedModel
+    from hmt.engine.streams import TokenStream
+    from hmt.text import HarmonyReader
 
 _INTERRUPTED = 130  # as shells count: 128 + SIGINT
 
@@ -42,6 +44,7 @@ class Answer:
 
     prompt_tokens: int
     text: str = ""
+    reasoning: str = ""  # of models whose answers have channels; else part of the text
     token_ids: tuple[int, ...] = ()
     finish_reason: "FinishReason | None" = None
 
@@ -182,7 +185,8 @@ def _answer(conversation: "Conversation", line: str, write: Callable[[str], None
     answer = Answer(prompt_tokens=len(request.input))
     with StopKey() as key:
         try:
-            _stream(conversation.model, request, answer, key, write)
+            reader = conversation.reader(line)
+            _stream(conversation.model.stream(request), reader, answer, key, write)
         except KeyboardInterrupt:
             if key.pressed:
                 raise
@@ -190,22 +194,40 @@ def _answer(conversation: "Conversation", line: str, write: Callable[[str], None
 
 
 def _stream(
-    model: "LoadedModel",
-    request: "Request",
+    events: "TokenStream",
+    reader: "HarmonyReader | None",
     answer: Answer,
     key: StopKey,
     write: Callable[[str], None],
 ) -> None:
-    events = model.stream(request)
     with closing(events):  # which cancels the request
         for event in events:
-            answer.text += event.text
+            text = event.text
+            if reader is not None:
+                text = _parted(reader, event, answer, write is _write)
+            answer.text += text
             answer.token_ids += (event.token_id,)
             answer.finish_reason = event.finish_reason
-            write(event.text)
+            write(text)
             key.patient = True
             if key.pressed:
                 return
+
+
+def _parted(reader: "HarmonyReader", event: "TokenEvent", answer: Answer, shown: bool) -> str:
+    """What the answer goes on with; what was thought goes to where notes go, if it is shown."""
+    thought, text, _ = reader.push(event.text)
+    if event.finish_reason is not None:
+        rest, ending, _ = reader.flush()
+        thought, text = thought + rest, text + ending
+    answer.reasoning += thought
+    if shown and thought:
+        from rich.text import Text
+
+        notes().print(Text(thought, style="dim"), end="", soft_wrap=True)
+    if shown and text and answer.reasoning and not answer.text:
+        notes().print("\n")
+    return text
 
 
 def _write(text: str) -> None:
@@ -226,6 +248,7 @@ def _print_json(answer: Answer, model: "LoadedModel") -> None:
 
     content = {
         "text": answer.text,
+        **({"reasoning": answer.reasoning} if answer.reasoning else {}),
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason or "cancelled",
         "prompt_tokens": answer.prompt_tokens,

@@ -5,13 +5,13 @@ import torch
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops, reference
 from hmt.kernels.cpu import extension
-from hmt.kernels.cpu.linear import native_weight
+from hmt.kernels.cpu.linear import is_compiled
 
 
 def kernel_name(weight: WeightTensor) -> str:
     """What multiplies with `weight` on this machine's CPU, and on its GPU if it has one."""
     native = extension.load()
-    compiled = native is not None and native_weight(native, weight) is not None
+    compiled = native is not None and is_compiled(native, weight)
     name = f"compiled ({native.isa()})" if native is not None and compiled else "plain torch"
     if not torch.cuda.is_available():
         return name

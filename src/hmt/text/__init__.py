@@ -1,5 +1,6 @@
 """Tokenizer, chat templates, and text as it becomes printable."""
 
+from hmt.text.channels import HarmonyReader
 from hmt.text.grammar import Constraint, Grammars
 from hmt.text.reasoning import ReasoningReader, ThoughtLimit
 from hmt.text.stream import StopStrings, TextStream
@@ -10,6 +11,7 @@ __all__ = [
     "CallReader",
     "Constraint",
     "Grammars",
+    "HarmonyReader",
     "ReasoningReader",
     "StopStrings",
     "TextStream",

@@ -17,6 +17,8 @@ _ENDING_TOKENS: Final = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
     "<|return|>", "<|call|>", "<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
+# Where both of these end answers, as in gpt-oss, <|end|> ends a part of one.
+_HARMONY_ENDS: Final = ("<|return|>", "<|call|>")
 # Vocabularies of pairs of bytes that want BOS where the file does not say: Llama 3's.
 _BEGUN: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 
@@ -99,5 +101,7 @@ def _tokenizer_config(vocabulary: Mapping[str, Any], tokens: list[str]) -> dict[
     pairs = enumerate(zip(tokens, kinds, strict=True))
     control = {token: number for number, (token, kind) in pairs if kind == _CONTROL}
     ids |= {control[token] for token in _ENDING_TOKENS if token in control}
+    if all(token in control for token in _HARMONY_ENDS):
+        ids.discard(control.get("<|end|>"))
     config["eos_token_ids"] = sorted(n for n in ids if type(n) is int and 0 <= n < len(tokens))
     return config

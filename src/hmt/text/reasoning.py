@@ -1,7 +1,7 @@
 """What a model thinks before it answers, apart from the answer."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -61,15 +61,28 @@ class ReasoningReader:
         return text
 
 
+class Thinking(Protocol):
+    """Follows an answer, and knows whether it is reasoning."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether what comes next is."""
+        ...
+
+    def push(self, text: str) -> Any:
+        """The text that comes next."""
+        ...
+
+
 class ThoughtLimit:
     """Ends one answer's reasoning after so many tokens: then the closing tag must follow."""
 
     complete: Final = False  # the answer goes on
 
     def __init__(
-        self, reader: ReasoningReader, text: TextStream, closing: Sequence[int], most: int
+        self, reader: Thinking, text: TextStream, closing: Sequence[int], most: int
     ) -> None:
-        """`closing`: the tokens of the closing tag; reader and text are this answer's own."""
+        """`closing`: the tokens that end reasoning; reader and text are this answer's own."""
         self._reader = reader
         self._text = text
         self._closing = list(closing)

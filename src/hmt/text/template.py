@@ -45,10 +45,12 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        effort: str | None = None,
     ) -> str:
         """The text of `messages`, up to where the assistant's answer begins.
 
-        tools   that may be called, in OpenAI's form
+        tools    that may be called, in OpenAI's form
+        effort   how long to reason; None: as the template says
 
         Raises RequestError for messages without a role and for those the template refuses.
         """
@@ -60,6 +62,7 @@ class ChatTemplate:
                     f"message {number} of {len(messages)} has no role; "
                     'write it as {"role": "user", "content": "..."}'
                 )
+        asked = {} if effort is None else {"reasoning_effort": effort}
         try:
             return self._template.render(
                 messages=messages,
@@ -67,6 +70,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
+                **asked,
             )
         except Exception as error:  # a template may fail in any way that Python knows
             roles = ", ".join(message["role"] for message in messages[:8])

@@ -10,8 +10,19 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
+from hmt.text.channels import HarmonyReader
 from hmt.text.gguf import gguf_tokenizer
 from hmt.text.grammar import Grammars
+from hmt.text.harmony import (
+    ENDINGS,
+    FINAL,
+    LEAVE,
+    MARKS,
+    START,
+    harmony_messages,
+    harmony_tools,
+    is_harmony,
+)
 from hmt.text.json_file import read_object
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
 from hmt.text.stream import TextStream, joiner_for
@@ -69,6 +80,10 @@ class Tokenizer:
             ) from error
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self._harmony = is_harmony(self._template_source or "")
+        if self._harmony:  # marks tell what an answer's parts are
+            self._special_ids -= {id_ for id_, token in added.items() if token.content in MARKS}
+            eos_ids |= {id_ for id_, token in added.items() if token.content in ENDINGS}
         decoder = backend.decoder
         self._new_joiner = joiner_for(decoder and json.loads(decoder.__getstate__()))
         self._bos_id = self._id_of(self._named.get("bos_token"))
@@ -115,7 +130,13 @@ class Tokenizer:
         return ids[1:] if twice else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` without special tokens; U+FFFD stands for bytes without a meaning."""
+        """The text of `ids` without special tokens; U+FFFD stands for bytes without a meaning.
+
+        The marks between gpt-oss's messages are no special tokens here.
+        """
+        if self._harmony:
+            stream = self.stream()
+            return "".join([*map(stream.push, ids), stream.flush()])
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -148,7 +169,10 @@ class Tokenizer:
         return ToolStyle.of(source) if source is not None and "tools" in source else None
 
     def reasoning(self, prompt: Sequence[int]) -> ReasoningReader | None:
-        """For an answer to a chat of these tokens; None where the model does not think first."""
+        """For an answer to a chat of these tokens; None where the model does not think first.
+
+        None also where `channels` reads all of it.
+        """
         if CLOSE not in (self._template_source or ""):
             return None
         end = b"".join(map(self.token_bytes, prompt[-16:]))
@@ -156,26 +180,51 @@ class Tokenizer:
 
     def thought_limit(self, prompt: Sequence[int], most: int) -> ThoughtLimit | None:
         """What ends the reasoning of an answer to `prompt`; None where there is none."""
-        reader = self.reasoning(prompt)
+        reader = self.channels(prompt, ()) or self.reasoning(prompt)
         if reader is None:
             return None
-        closing = self._encode(f"{CLOSE}\n\n", add_special_tokens=False)
+        leave = LEAVE if self._harmony else f"{CLOSE}\n\n"
+        closing = self._encode(leave, add_special_tokens=False)
         return ThoughtLimit(reader, self.stream(), closing, most)
+
+    def channels(self, prompt: Sequence[int], names: Iterable[str]) -> HarmonyReader | None:
+        """What reads an answer to `prompt` where answers have channels; None where they have none.
+
+        names   of functions that may be called
+        """
+        if not self._harmony:
+            return None
+        end = b"".join(map(self.token_bytes, prompt[-16:])).decode(errors="replace")
+        return HarmonyReader(end.rpartition(START)[2], names)
+
+    @property
+    def takes_effort(self) -> bool:
+        """Whether the chat template has a place for how long to reason."""
+        return "reasoning_effort" in (self._template_source or "")
 
     def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        effort: str | None = None,
+        formed: bool = False,
     ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
 
-        tools   that may be called, in OpenAI's form
+        tools    that may be called, in OpenAI's form
+        effort   how long to reason, in the template's words
+        formed   whether the answer has a form, and no room for anything before it
 
         The checkpoint's template writes all special tokens; none is added.  Raises RequestError
         for messages that the template refuses and where the checkpoint has no template,
         CheckpointError for a broken template.
         """
-        return self._encode(self._template.render(messages, tools), add_special_tokens=False)
+        if self._harmony:
+            messages, tools = harmony_messages(messages), tools and harmony_tools(tools)
+        text = self._template.render(messages, tools, effort)
+        text += FINAL if formed and self._harmony else ""
+        return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

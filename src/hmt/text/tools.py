@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from hmt.contracts.request import Grammar, GrammarKind
+from hmt.text.harmony import harmony_rules, is_harmony
 from hmt.text.stream import StopStrings
 
 _OPEN: Final = "<tool_call>"
@@ -49,6 +50,7 @@ class ToolStyle:
     tagged      each between <tool_call> and </tool_call> (Hermes, Qwen); otherwise the whole answer
                 is an object, or a list of them (Llama 3, Mistral)
     arguments   what they are called in the object
+    harmony     gpt-oss's messages instead, which `HarmonyReader` reads
     fenced      DeepSeek's tags instead: True where the arguments stand in a block of code behind
                 the word "function" (V3, R1), False where they do not (V3.1); None: not DeepSeek's
     id_length   of calls' ids where the template demands one (Mistral); else they may be any
@@ -58,10 +60,13 @@ class ToolStyle:
     arguments: str = "arguments"
     fenced: bool | None = None
     id_length: int | None = None
+    harmony: bool = False
 
     @classmethod
     def of(cls, template: str) -> "ToolStyle":
         """That of a chat template."""
+        if is_harmony(template):
+            return cls(tagged=False, harmony=True)
         if _CALLS[0] in template:
             return cls(tagged=True, fenced="```json" in template)
         if _OPEN in template:
@@ -90,6 +95,8 @@ class ToolStyle:
     def grammar(self, tools: Sequence[Mapping[str, Any]]) -> Grammar:
         """Of answers that are a call of one of `tools`, in OpenAI's form."""
         functions = [tool["function"] for tool in tools]
+        if self.harmony:
+            return Grammar(GrammarKind.GRAMMAR, harmony_rules(functions, _COMPACT))
         if self.fenced is not None:
             return Grammar(GrammarKind.GRAMMAR, _deepseek_rules(functions, fenced=self.fenced))
         calls = [self._call(function) for function in functions]

@@ -146,6 +146,11 @@ def native_weight(native: ModuleType, w: WeightTensor) -> Any:
         return weight
 
 
+def is_compiled(native: ModuleType, w: WeightTensor) -> bool:
+    """Whether the extension multiplies with `w`, in one piece or as two weights."""
+    return native_weight(native, w) is not None or _apart(w) is not None
+
+
 def _apart(w: WeightTensor) -> tuple[WeightTensor, WeightTensor] | None:
     """int8 groups with minima as two weights: without them, and the minima [out, groups] alone.
 

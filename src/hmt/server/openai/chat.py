@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from hmt.contracts.request import FinishReason, TokenEvent, TokenLogprob
+from hmt.server.errors import ApiError
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
 from hmt.server.openai.asking import asked
@@ -34,10 +35,23 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     if style is not None and body.must_call:
         form, formed = style.grammar(body.forced), "tools"
         wanted = replace(wanted, grammar=form, formed=formed)
+    if body.reasoning_effort is not None and not tokenizer.takes_effort:
+        raise ApiError(
+            400,
+            "this model's chat template has no place for an effort: leave it out, or limit its "
+            "thoughts by thinking_token_budget",
+            param="reasoning_effort",
+            code="unsupported",
+        )
+    bare = wanted.grammar is not None and not body.must_call
     prompts: list[list[int]] = []
 
     def encode() -> list[list[int]]:
-        prompts.append(tokenizer.chat_prompt(messages, tools or None))
+        prompts.append(
+            tokenizer.chat_prompt(
+                messages, tools or None, effort=body.reasoning_effort, formed=bare
+            )
+        )
         return prompts
 
     generation = await service.begin(wanted, encode, 1, "messages")

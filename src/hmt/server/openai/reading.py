@@ -3,7 +3,14 @@
 from dataclasses import dataclass, field
 
 from hmt.server.errors import ApiError
-from hmt.text import CallReader, ReasoningReader, Tokenizer, ToolCall, ToolStyle
+from hmt.text import (
+    CallReader,
+    HarmonyReader,
+    ReasoningReader,
+    Tokenizer,
+    ToolCall,
+    ToolStyle,
+)
 
 
 @dataclass(slots=True)
@@ -17,8 +24,9 @@ class Said:
 
 @dataclass(slots=True)
 class AnswerReader:
-    """Reads one answer as it comes."""
+    """Reads one answer as it comes: by its channels where it has some."""
 
+    channels: HarmonyReader | None = None
     reasoning: ReasoningReader | None = None
     calls: CallReader | None = None
     several: bool = True
@@ -27,6 +35,11 @@ class AnswerReader:
     def read(self, text: str, *, last: bool) -> Said:
         """What `text` adds; all that was held back with the last."""
         said = Said(text=text)
+        if self.channels is not None:
+            said = Said(*self.channels.push(text))
+            if last:
+                reasoning, rest, calls = self.channels.flush()
+                said = Said(said.reasoning + reasoning, said.text + rest, said.calls + calls)
         if self.reasoning is not None:
             said.reasoning, said.text = self.reasoning.push(text)
             if last:
@@ -49,7 +62,8 @@ class Reading:
     """How the answers to one prompt are read.
 
     style    of calls of tools, and `names` those that may be called; None: none may
-    formed   whether answers are held to a form: then they have no room for reasoning
+    formed   whether answers are held to a form: then they have no room for reasoning, but for
+             that of models with channels, which are part of it
     several  whether one answer may have several calls; if not, it ends with the first
     """
 
@@ -70,9 +84,12 @@ class Reading:
 
     def reader(self) -> AnswerReader:
         """For one answer."""
+        channels = self.tokenizer.channels(self.prompt, self.names)
+        if channels is not None:
+            return AnswerReader(channels, several=self.several)
         reasoning = None if self.formed else self.tokenizer.reasoning(self.prompt)
         calls = None if self.style is None else self.style.reader(self.names)
-        return AnswerReader(reasoning, calls, self.several)
+        return AnswerReader(None, reasoning, calls, self.several)
 
 
 def style_of(tokenizer: Tokenizer) -> ToolStyle:

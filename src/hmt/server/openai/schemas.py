@@ -232,12 +232,15 @@ class Message(Strict):
     name: str | None = None
     tool_calls: Annotated[list[Called], Field(min_length=1)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.tool_calls is not None and self.role != "assistant":
             raise wrong("tool_calls", "only an assistant has tool_calls")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise wrong("reasoning_content", "only an assistant has reasoning_content")
         if self.content is None and self.tool_calls is None:
             raise wrong("content", "a message needs content, or tool_calls")
         return self
@@ -250,6 +253,8 @@ class Message(Strict):
         message: dict[str, Any] = {"role": role, "content": text}
         if self.name is not None:
             message["name"] = self.name
+        if self.reasoning_content is not None:  # by the names in templates of Qwen and of gpt-oss
+            message["reasoning_content"] = message["thinking"] = self.reasoning_content
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls is not None:
@@ -300,6 +305,7 @@ class ChatBody(Choosing):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     modalities: list[Literal["text"]] | None = None
 
