@@ -1,4 +1,4 @@
-"""Writes docs/quality.md's table of KV settings from measurements; `--check` only compares."""
+"""Writes docs/quality.md's generated tables from measurements; `--check` only compares."""
 
 import json
 import sys
@@ -8,10 +8,39 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
 _MODELS = {"dense": "kv-quality-dense", "moe": "kv-quality-moe"}
-_BEGIN, _END = "<!-- figures: benchmarks/quality_figures.py kv -->", "<!-- /figures -->"
+_FORMATS = "published-formats-xeon-amx-2-cores.json"
+_BEGIN, _END = "<!-- figures: benchmarks/quality_figures.py {} -->", "<!-- /figures -->"
 
 
-def table() -> list[str]:
+def formats() -> list[str]:
+    """Sizes and scores of both models in the formats of others, in the order of measuring."""
+    results = json.loads((_RESULTS / _FORMATS).read_text())["results"]
+    models = list(dict.fromkeys(one["model"] for one in results))
+    found = {(one["model"], one["format"]): one for one in results}
+    heads = ("bits in the file", "in memory", "MB", "tasks", "retrieval", "perplexity")
+    columns = [f"{model.removeprefix('mini-')}: {head}" for model in models for head in heads]
+    lines = [f"| published as | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for form in dict.fromkeys(form for _, form in found):
+        cells = [cell for model in models for cell in _scores(found.get((model, form)))]
+        lines.append(f"| {form} | {' | '.join(cells)} |")
+    return lines
+
+
+def _scores(one: dict[str, Any] | None) -> list[str]:
+    if one is None:
+        return ["-"] * 6
+    bits = [8 * one[key] / one["numbers"] for key in ("published_bytes", "memory_bytes")]
+    [(right, _)] = one["retrieval"].values()
+    return [
+        *(f"{count:.2f}" for count in bits),
+        f"{one['published_bytes'] / 1e6:.1f}",
+        str(one["tasks"][0]),
+        str(right),
+        f"{one['heldout_ppl']:.2f}",
+    ]
+
+
+def kv() -> list[str]:
     """Scores and bytes of every setting, for both models and all lengths that were measured."""
     found = {model: _by_setting(prefix) for model, prefix in _MODELS.items()}
     lengths = {model: sorted({n for _, n in results}) for model, results in found.items()}
@@ -66,9 +95,11 @@ def _perplexity(result: dict[str, Any] | None) -> str:
 def main() -> int:
     """Bring the page up to date; 1 where `--check` finds that it is not."""
     page = _ROOT / "docs" / "quality.md"
-    text = page.read_text()
-    before, rest = text.split(_BEGIN)
-    wanted = before + "\n".join([_BEGIN, *table(), _END]) + rest.split(_END, 1)[1]
+    text = wanted = page.read_text()
+    for table in (formats, kv):
+        begin = _BEGIN.format(table.__name__)
+        before, rest = wanted.split(begin)
+        wanted = before + "\n".join([begin, *table(), _END]) + rest.split(_END, 1)[1]
     if "--check" in sys.argv:
         return int(wanted != text)
     page.write_text(wanted)

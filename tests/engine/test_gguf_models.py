@@ -106,12 +106,12 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def random_model(name: str, folder: Path) -> ModelFile:
-    """A random model of one architecture."""
+def random_model(name: str, folder: Path, *kinds: str, **others: Any) -> ModelFile:
+    """A random model of one architecture, in types that are drawn from `kinds`."""
     arch, model_type, fields = CASES[name]
     seed = list(CASES).index(name)
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[model_type](**(SIZES | fields))
+    config = CONFIG_MAPPING[model_type](**(SIZES | fields | others))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -123,7 +123,7 @@ def random_model(name: str, folder: Path) -> ModelFile:
         "architectures"
     ]
     rng = random.Random(seed)
-    file = ModelFile(arch, config, lambda tensor: rng.choice(KINDS))
+    file = ModelFile(arch, config, lambda tensor: rng.choice(kinds or KINDS))
     file.add(load_file(folder / "plain" / "model.safetensors"))
     return file
 

@@ -73,6 +73,19 @@ def test_anthropics_blocks(served: FastAPI) -> None:
         assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
         assert (call["type"], call["name"], call["input"]) == ("tool_use", "clock", {"zone": "UTC"})
         assert done["stop_reason"] == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "late"}
+        chat = [*ASK["messages"], {"role": "assistant", "content": [thought, call]},
+                {"role": "user", "content": [result]}]  # fmt: skip
+        async with http(served) as client:
+            counted = await client.post(
+                "/v1/messages/count_tokens", json={"model": "model", "messages": chat}
+            )
+            chat[1]["content"] = [call]
+            less = await client.post(
+                "/v1/messages/count_tokens", json={"model": "model", "messages": chat}
+            )
+        kept = tokens(served, "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>")
+        assert counted.json()["input_tokens"] == less.json()["input_tokens"] + len(kept)
 
     run(work())
 

@@ -21,7 +21,7 @@ Text = str | Annotated[list[TextBlock], Field(min_length=1)]
 
 
 class ThinkingBlock(Strict):
-    """What the assistant thought before; it is not given to the model again."""
+    """What the assistant thought before; where it led to a call, templates may give it again."""
 
     type: Literal["thinking"]
     thinking: str
@@ -84,8 +84,11 @@ class Turn(Strict):
             if isinstance(one, ToolUseBlock)
         ]  # fmt: skip
         message: dict[str, Any] = {"role": self.role, "content": text}
+        thought = "".join(one.thinking for one in self.content if isinstance(one, ThinkingBlock))
         if calls:
             message["tool_calls"] = calls
+        if calls and thought:
+            message["reasoning_content"] = message["thinking"] = thought
         return [*results, message] if text or calls or not results else results
 
 

@@ -1,0 +1,82 @@
+"""The same file through llama.cpp, where llama-cpp-python is installed (CI has not got it).
+
+With keys, values and attention in f32 there, logits of up to 7 differ by at most 0.004; a wrong
+order of rows, a wrong frequency or a wrong norm makes them differ by 1 or more.  llama.cpp rounds
+activations to 8 bits for weights of few bits, so that those differ by more.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import ModelFile, bytes_vocabulary
+from reference import MINI_DENSE
+from safetensors.torch import load_file
+from test_gguf_models import CASES, PROMPT, answer, random_model
+from transformers import AutoConfig
+
+llama_cpp = pytest.importorskip("llama_cpp")
+
+TOLERANCE = 0.01
+ROUNDED = 0.08  # of the logits' own spread, as mean squares
+# llama.cpp rounds YaRN's limits to whole dimensions, which gpt-oss's configuration says not to do.
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+}
+
+
+def theirs(path: Path) -> torch.Tensor:
+    """Logits of the prompt's tokens: f32 [tokens, vocab]."""
+    defaults = llama_cpp.llama_model_default_params
+
+    def as_they_lie() -> Any:
+        params = defaults()
+        params.use_extra_bufts = False  # its copies for AMX crash with so small a model (0.3.36)
+        return params
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", as_they_lie)
+        model = llama_cpp.Llama(
+            str(path), n_ctx=128, n_threads=1, logits_all=True, verbose=False, flash_attn=False,
+            type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+        )  # fmt: skip
+    try:
+        model.eval(PROMPT)
+        return torch.from_numpy(model.scores[: len(PROMPT)].copy())
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_llama_cpps(name: str, tmp_path: Path) -> None:
+    file = random_model(name, tmp_path, "F32", **OTHERS.get(name, {}))
+    if name.startswith("deepseek"):
+        file.split_latent()  # llama.cpp reads no others any more
+    path = file.write(tmp_path / "model.gguf", bytes_vocabulary(MINI_DENSE))
+    _, logits, _ = answer(path)
+    torch.testing.assert_close(logits, theirs(path), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K"])
+def test_files_of_its_own_quantiser(kind: str, tmp_path: Path) -> None:
+    """mini-dense, whose rows are whole blocks of K types; and the same numbers in f32 there."""
+    config = AutoConfig.from_pretrained(MINI_DENSE)
+    file = ModelFile(gguf.MODEL_ARCH.LLAMA, config, lambda tensor: "F32")
+    file.add(load_file(MINI_DENSE / "model.safetensors"))
+    source = file.write(tmp_path / "source.gguf", bytes_vocabulary(MINI_DENSE))
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    path = tmp_path / "model.gguf"
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params) == 0
+    for tensor in gguf.GGUFReader(path).tensors:
+        numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+        plain = numbers.reshape(tensor.shape[::-1].tolist()).astype(np.float32)
+        file.tensors[tensor.name] = plain, gguf.GGMLQuantizationType.F32
+    _, logits, _ = answer(path)
+    exact = theirs(file.write(tmp_path / "plain.gguf", bytes_vocabulary(MINI_DENSE)))
+    torch.testing.assert_close(logits, exact, atol=TOLERANCE, rtol=0)
+    rounded = (logits - theirs(path)).square().mean().sqrt() / logits.std()
+    assert rounded < ROUNDED
