@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING
 import hmt
 from hmt.base.errors import MissingFileError
 from hmt.engine import EngineConfig, prepare
+from hmt.engine.inspection import inspect
 from hmt.engine.source import open_source
 from hmt.formats import open_checkpoint
 from hmt.planner import PlanOptions, smallest_budget
@@ -179,6 +180,9 @@ def test_text_chats_and_rounding_again(tmp_path: Path) -> None:
     file.add(load_file(MINI_DENSE / "model.safetensors"))
     path = file.write(tmp_path / "mini.gguf", bytes_vocabulary(MINI_DENSE))
     ours, theirs = (open_source(one).tokenizer() for one in (path, MINI_DENSE))
+    bits = {(one.published, one.encoding): (one.published_bits, one.bits)
+            for one in inspect(path).stored}  # fmt: skip
+    assert bits == {("Q8_0", "int8-group, groups of 32"): (8.5, 9.0), ("f32", "f32"): (32, 32)}
     text = "Where is the harbour? I do not know, she said."
     assert ours.encode(text) == theirs.encode(text)
     assert ours.eos_ids == theirs.eos_ids and ours.vocab_size == theirs.vocab_size

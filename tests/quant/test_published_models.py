@@ -28,8 +28,10 @@ import hmt
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import Activations, Encoding
 from hmt.engine import EngineConfig, prepare
+from hmt.engine.inspection import inspect
 from hmt.engine.loading import Prepared
 from hmt.engine.packs import convert
+from hmt.formats import open_checkpoint
 from hmt.planner import PlanOptions, smallest_budget
 
 OPTIONS = {"dtype": "float32", "context": 32, "prefill_chunk": 16, "max_batch": 1}
@@ -86,9 +88,20 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
     name: str, llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     plain = publish(name, llama, tmp_path)
+    check_sizes(tmp_path)
     reference = LlamaForCausalLM(CONFIG).eval()
     reference.load_state_dict(plain)
     check(tmp_path, reference, packed=name in ("awq", "fp8", "modelopt-nvfp4"))
+
+
+def check_sizes(folder: Path) -> None:
+    """`hmt inspect` finds every byte of the file, and a kernel for every matrix."""
+    found, checkpoint = inspect(folder), open_checkpoint(folder)
+    spare = sum(checkpoint.records[name].nbytes for name in checkpoint.spare)
+    assert sum(one.published_bytes for one in found.stored) + spare == found.published_bytes
+    assert not found.problem and not found.extra
+    assert all(one.published for one in found.stored)
+    assert all(bool(one.kernel) == (one.kind != "embedding") for one in found.stored)
 
 
 def prepared(folder: Path) -> Prepared:
