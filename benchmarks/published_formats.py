@@ -234,8 +234,8 @@ def _measured(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "published_bytes": sum(one.published_bytes for one in found.stored),
         "memory_bytes": sum(one.nbytes for one in found.stored),
         "stored": [
-            [one.kind, one.published, one.encoding, one.kernel, one.numbers, one.published_bytes,
-             one.nbytes]
+            f"{one.kind}: {one.published} in {one.published_bits:.2f} bits becomes {one.encoding} "
+            f"in {one.bits:.2f}, {one.kernel or 'looked up'}"
             for one in found.stored
         ],
     }  # fmt: skip
