@@ -14,7 +14,7 @@ import torch
 from random_configs import cases
 from transformers import CONFIG_MAPPING
 
-from hmt.base.errors import HMTError
+from hmt.base.errors import CheckpointError, HMTError
 from hmt.models import open_model, supported_architectures
 
 PATH = Path("some/where")
@@ -97,3 +97,15 @@ def test_changed_configurations_of_other_models() -> None:
         for kind, name in OTHERS.items()
     ]
     check(random.Random(29), configs, 60)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_nextn_predict_layers", "num_labels"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM", "Olmo2ForCausalLM"]
+)
+def test_nothing_is_made_as_often_as_a_file_says(architecture: str, name: str) -> None:
+    """Of a file without layer_types transformers makes a list of all layers' types."""
+    kind = {"DeepseekV3ForCausalLM": "deepseek_v3"}.get(architecture, architecture[:-11].lower())
+    config = {"architectures": [architecture], "model_type": kind, **SMALL, name: 10**12}
+    with pytest.raises(CheckpointError, match=f"{name} is 1000000000000; it must be at most 8192"):
+        open_model(config, PATH, torch.float32)

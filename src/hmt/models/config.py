@@ -51,12 +51,7 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
     Published files omit fields whose default they use, and write rotary settings in several ways;
     transformers' classes know both.  Raises CheckpointError where they refuse the file.
     """
-    try:
-        read = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
-    except Exception as error:  # transformers validates with errors of many kinds
-        raise CheckpointError(
-            f"transformers cannot read it as {model_type!r}: {first_line(error)}"
-        ) from error
+    read = as_transformers_reads(config, model_type)
     check_counts(read)
     if read.num_attention_heads % read.num_key_value_heads:
         raise CheckpointError(
@@ -64,6 +59,26 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
             "key-value heads evenly"
         )
     return read
+
+
+def as_transformers_reads(config: Mapping[str, Any], model_type: str) -> Config:
+    """transformers' object, unless the file states sizes that no object should be made of.
+
+    Some of its classes make a list as long as there are layers, or labels, while they are made: a
+    changed digit would take all of the machine's memory.  Raises CheckpointError.
+    """
+    most = _MOST["num_hidden_layers"]
+    for part in (config, *(one for one in config.values() if isinstance(one, Mapping))):
+        for name, value in part.items():
+            counts = "layer" in str(name) or name == "num_labels"
+            if counts and isinstance(value, int | float) and value > most:
+                raise CheckpointError(f"{name} is {value}; it must be at most {most}")
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
+    except Exception as error:  # transformers validates with errors of many kinds
+        raise CheckpointError(
+            f"transformers cannot read it as {model_type!r}: {first_line(error)}"
+        ) from error
 
 
 def check_counts(config: Config, *, no_window: int | None = None) -> None:

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
-from hmt.models.config import Config, check_counts, first_line
+from hmt.models.config import Config, as_transformers_reads, check_counts, first_line
 from hmt.models.fallback import interfaces
 
 _RECURRENT = ("mamba", "ssm", "linear_attention", "recurrent", "conv", "rwkv", "xlstm")
@@ -57,12 +57,7 @@ def read(config: Mapping[str, Any]) -> Config:
         )
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != architecture:
         raise CheckpointError(f"model_type {model_type!r} is not that of a {architecture}")
-    try:
-        found = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
-    except Exception as error:  # transformers validates with errors of many kinds
-        raise CheckpointError(
-            f"transformers cannot read it as {model_type!r}: {first_line(error)}"
-        ) from error
+    found = as_transformers_reads(config, model_type)
     check_counts(found.get_text_config(), no_window=0)
     return found
 
