@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harmony_model import harmony_folder
+from scripted import saying
 
 from hmt.cli import run
 from hmt.cli.options import embedded_model
+from hmt.text import Tokenizer
 
 SMALL = ("--host-memory", "6MiB", "--threads", "1")
 QUESTION = "Which is the largest of 3, 55, 21?"
@@ -156,3 +159,21 @@ def test_a_chat_goes_on_after_a_request_that_fails(hmt, monkeypatch):
     done = hmt("run", *SMALL, "--context", "64")
     assert done.code == 0 and "shorten" in done.err
     assert len(done.out.splitlines()) == 1
+
+
+def test_reasoning_goes_where_the_price_goes(hmt, monkeypatch, tmp_path):
+    """Of a model whose answers have channels; the next prompt has the answer alone."""
+    folder = harmony_folder(tmp_path / "model")
+    tokenizer = Tokenizer.open(folder)
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is late.<|return|>"
+    )
+    options = ("--context", "512", "--no-summary")
+    with saying(tokenizer.encode(text)):
+        found = json.loads(hmt("run", folder, "What time is it?", *options, "--json").out)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Time?\nAnd now?\n"))
+        chat = hmt("run", folder, *options)
+    assert (found["text"], found["reasoning"]) == ("It is late.", "Hm.")
+    assert chat.out.count("It is late.") == 2 and "Hm." not in chat.out
+    assert chat.err.count("Hm.") == 2

@@ -1,7 +1,6 @@
 """What tests of the server share: applications on one model, clients, holding the engine."""
 
 import asyncio
-import dataclasses
 import json
 import shutil
 import threading
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
+from scripted import saying as saying
 
 from hmt.cli.options import embedded_model
-from hmt.engine import LoadedModel, sampler
+from hmt.engine import LoadedModel
 from hmt.server import ServerConfig, create_app
 
 CHAT = "/v1/chat/completions"
@@ -145,20 +144,3 @@ def tooled_model(folder: Path, call: str, end: str = "") -> Path:
     template = TEMPLATE.replace("CALL", call) + end
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return folder
-
-
-@contextmanager
-def saying(ids: list[int], *, unless_forced: bool = False) -> Iterator[None]:
-    """Every answer consists of these tokens; or where only one is allowed, of that."""
-    choose = sampler.SamplerState.choose
-
-    def scripted(self: Any, logits: Any, *others: Any) -> Any:
-        chosen = choose(self, logits, *others)
-        number = sum(self._output.values()) - 1
-        if unless_forced and others[-1] is not None:
-            return chosen
-        return dataclasses.replace(chosen, token_id=ids[number])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler.SamplerState, "choose", scripted)
-        yield
