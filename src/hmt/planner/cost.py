@@ -22,6 +22,7 @@ from hmt.contracts.plan import Tier
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
 from hmt.planner.routing import HitCurve, needed_experts, usual_curve
 
+_MANY_TOKENS = 32  # of a step in which a device computes as with prompts
 _FLOATS = "bf16"  # what attention is computed in
 _LEAST_SHARE = 0.5  # of memory's rate that is left to the CPU while the link reads, if not measured
 
@@ -91,6 +92,17 @@ class CostModel:
         """A chunk of one prompt, whose tokens attend to `context` positions on average."""
         return _Step(self._loads, self._machine, self._curve, tokens, 1, context, True).cost()
 
+    def mixed(self, tokens: int, texts: int, context: float, seen: float) -> StepCost:
+        """Pieces of prompts, and one token of each text that decodes: `tokens` of `texts` in all.
+
+        context   positions of each text on average, which are read
+        seen      positions that each token attends to on average
+        """
+        many = tokens >= _MANY_TOKENS
+        return _Step(
+            self._loads, self._machine, self._curve, tokens, texts, context, many, seen
+        ).cost()
+
 
 class _Step:
     """Adds up one step."""
@@ -104,9 +116,11 @@ class _Step:
         texts: int,
         context: float,
         many: bool,
+        seen: float | None = None,
     ) -> None:
         self._loads, self._machine, self._curve = loads, machine, curve
         self._tokens, self._texts, self._context, self._many = tokens, texts, context, many
+        self._seen = context if seen is None else seen
         self._gpu_s = self._cpu_s = self._fixed_s = 0.0
         self._experts_s = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
         self._in_layers_s = 0.0
@@ -162,8 +176,9 @@ class _Step:
         """Of this step's tokens to the positions before them, at the levels where these lie."""
         loads, machine = self._loads, self._machine
         reach = min(self._context, load.window) if load.window else self._context
+        seen = min(self._seen, load.window) if load.window else self._seen
         nbytes = self._texts * reach * load.kv_bytes
-        operations = self._tokens * reach * load.kv_operations
+        operations = self._tokens * seen * load.kv_operations
         near, host = loads.near, loads.warm + loads.cold
         if load.window or not load.attends_on_device:
             near, host = (1.0, 0.0) if load.window else (loads.near + loads.warm, loads.cold)
