@@ -49,12 +49,14 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "cache_policy": "lfu",
         "guesses": False,
         "goal": "latency",
+        "profile": None,  # not with a goal
         "trace": tmp_path / "timeline.json",
         "trace_experts": tmp_path / "trace.jsonl",
     }
     assert set(values) == {field.name for field in fields(EngineOptions)}
     config = EngineConfig.resolve(**EngineOptions(**values).arguments())
     assert config.numa == (0, 0) and config.host_memory_bytes == 8 << 20
+    assert EngineOptions(numa="auto").arguments() == {"numa": "auto", "max_batch": 1}
     assert EngineOptions(numa="0,1").arguments() == {"numa": (0, 1), "max_batch": 1}
 
 

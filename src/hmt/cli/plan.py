@@ -41,13 +41,6 @@ def plan(
     prompt: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt whose time is predicted.")
     ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="Choices from a YAML file, or latency, throughput or balanced; what they cost is "
-            "shown beside the goal's own plan."
-        ),
-    ] = None,
     routing: Annotated[
         Path | None,
         typer.Option(help="Trace of --trace-experts: hits of caches of experts are taken from it."),
@@ -60,7 +53,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
-    asked = Asked(model, machine, users, prompt, profile, routing)
+    asked = Asked(model, machine, users, prompt, routing)
     planned, outlook, notes = planned_for(engine, asked)
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
@@ -76,7 +69,6 @@ class Asked:
     machine: str | None
     users: int | None
     prompt: int | None
-    profile: str | None = None
     routing: Path | None = None
 
 
@@ -89,6 +81,7 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
     from hmt.planner.machine_file import read_machine
 
     arguments = engine.arguments()
+    profile = arguments.pop("profile", None)  # beside it the goal's own plan is shown
     config = replace(EngineConfig.resolve(**arguments), max_batch=asked.users or 1)
     goal, config = config.goal, replace(config, goal=None)  # it is searched for below
     source = str(asked.model or choose_model(asked.model))
@@ -107,8 +100,8 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
         )
         planned = _or_remedies(lambda: outlook.plan(setting), outlook, setting)
     notes: list[str] = []
-    if asked.profile is not None:
-        planned, notes = _with_profile(outlook, setting, asked.profile)
+    if profile is not None:
+        planned, notes = _with_profile(outlook, setting, profile)
     elif goal is not None:
         counts = choices_of_users(goal) if asked.users is None else ()
         planned = plan_for_goal(outlook, setting, goal, users=counts)

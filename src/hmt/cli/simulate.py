@@ -59,9 +59,6 @@ def simulate(
         float, typer.Option(min=0.001, help="How long requests come; all are answered.")
     ] = _SECONDS,
     seed: Annotated[int, typer.Option(help="Of moments and lengths.")] = 0,
-    profile: Annotated[
-        str | None, typer.Option(help="Choices from a YAML file or a name, as for hmt plan.")
-    ] = None,
     routing: Annotated[Path | None, typer.Option(help="Trace of experts, as for hmt plan.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -77,7 +74,7 @@ def simulate(
     traffic = _traffic(requests, cell, rate, users, prompt, answer, spread, seconds, seed)
     if engine.context is None:
         engine = replace(engine, context=traffic.longest)
-    asked = Asked(model, machine, users, prompt, profile, routing)
+    asked = Asked(model, machine, users, prompt, routing)
     planned, outlook, _ = planned_for(engine, asked)
     costs = CostModel(
         loads_of(planned.demand, planned.plan), planned.setting.machine, outlook.curve

@@ -169,7 +169,7 @@ def prepare(
     machine = machine_for(path)
     if device is not None:
         machine = with_device(machine, device, _usual_format(weights.layouts))
-    if config.goal is None:
+    if config.goal is None and config.profile is None:
         plan = solve(demand, options, machine)
     else:
         plan = searched_plan(demand, options, machine, config)
