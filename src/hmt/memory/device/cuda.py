@@ -44,9 +44,8 @@ class _CudaCopy(_CudaMark):
 def _pci_address(properties: object) -> str:
     """As sysfs writes it; "" where torch does not tell, as before 2.5."""
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if not all(isinstance(part, int) for part in parts):
-        return ""
-    return "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    domain, bus, device = (part if isinstance(part, int) else -1 for part in parts)
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0" if min(domain, bus, device) >= 0 else ""
 
 
 class CudaDevice:
