@@ -18,8 +18,6 @@ def searched_plan(
 
     What `options` say stays as they say.  Raises BudgetError as `solve` does.
     """
-    if config.prefix_cache:  # which is told by options, not by plans, what pages hold
-        demand = replace(demand, kv_sizes=None) if options.kv is None else demand
     users = config.max_batch
     setting = Setting(
         # Budgets are the user's: what is physically there is looked at for the plan that is found.

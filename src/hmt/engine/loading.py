@@ -428,6 +428,9 @@ def demand_of(
     numbers = {id(layout): layout.parameter_bytes for layout in distinct}
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
     guesses = config.guesses and config.executor == "overlapped"
+    # Texts that share what is near have all of it there, windows included.
+    near = config.prefix_cache and config.kv_device_memory_bytes is None
+    sizes_at_levels = kv_sizes(model.spec.kv, model.dtype, *kv_quant, selection_of(config))
     return Demand(
         spec=model.spec,
         blocks=tuple(replace(sizes[id(layout)], id=b) for b, layout in layouts.items()),
@@ -448,5 +451,5 @@ def demand_of(
         * model.spec.experts_per_token
         * model.dtype.itemsize,
         prefix_bytes=prefix_bytes(model, config),
-        kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *kv_quant, selection_of(config))),
+        kv_sizes=None if near else KVSizes(**sizes_at_levels),
     )

@@ -108,7 +108,8 @@ class _Choice:
             copied = set(self.in_prompts)
             sizes: Counter[int] = Counter()
             for layer in layers:
-                if layer in copied:
+                full = all(sizes[size] >= most for size in layer.wide_sizes)
+                if layer in copied and not full:
                     sizes.update(layer.wide_sizes)
             found |= {size: min(most, count) for size, count in sizes.items()}
         return found
