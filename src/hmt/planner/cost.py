@@ -156,16 +156,16 @@ class _Step:
     def cost(self) -> StepCost:
         before = False  # whether the layer before ended on the device
         # Drafts share what layers do that are alike: searches take a fourth of the time.
-        counted: dict[tuple[int, bool], _Sums] = {}
+        alike: dict[tuple[int, bool], tuple[LayerLoad, int]] = {}
         for load in self._loads.layers:
             place = id(load), before
-            if place in counted:
-                self._add(counted[place])
-                before = load.attends_on_device
-                continue
-            begin = self._so_far()
-            before = self._layer(load, before)
-            counted[place] = begin.until(self._so_far())
+            alike[place] = load, 1 + (alike[place][1] if place in alike else 0)
+            before = load.attends_on_device
+        for (_, after_device), (load, times) in alike.items():
+            begin = self._so_far() if times > 1 else None
+            self._layer(load, after_device)
+            if begin is not None:
+                self._add(begin.until(self._so_far()), times - 1)
         self._head(before)
         self._ahead["disk"] += self._tokens * self._loads.row_bytes
         self._bytes["disk"] += self._tokens * self._loads.row_bytes
@@ -176,19 +176,19 @@ class _Step:
         times = self._gpu_s, self._cpu_s, self._fixed_s, self._in_layers_s
         return _Sums(times, tuple(dict(part) for part in parts))
 
-    def _add(self, sums: "_Sums") -> None:
-        """What another layer that is like one before adds."""
+    def _add(self, sums: "_Sums", times: int) -> None:
+        """What so many other layers add that are like one before."""
         gpu_s, cpu_s, fixed_s, in_layers_s = sums.times
-        self._gpu_s += gpu_s
-        self._cpu_s += cpu_s
-        self._fixed_s += fixed_s
-        self._in_layers_s += in_layers_s
+        self._gpu_s += times * gpu_s
+        self._cpu_s += times * cpu_s
+        self._fixed_s += times * fixed_s
+        self._in_layers_s += times * in_layers_s
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
         for part, more in zip(parts, sums.parts, strict=True):
             for name, amount in more.items():
-                part[name] += amount
+                part[name] += times * amount
 
-    def _layer(self, load: LayerLoad, before: bool) -> bool:
+    def _layer(self, load: LayerLoad, before: bool) -> None:
         machine = self._machine
         on_device = load.attends_on_device
         handed = int(on_device != before)
@@ -202,7 +202,6 @@ class _Step:
         self._fixed_s += machine.launch_s if on_device or self._gpu_s > gpu_s else 0.0
         self._fixed_s += machine.layer_s if cpu else 0.0
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
-        return on_device
 
     def _dense(self, sums: Sums, tokens: int) -> None:
         for (place, encoding), weights in sums.items():

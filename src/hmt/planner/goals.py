@@ -20,9 +20,9 @@ _CHUNKS = (512, 1024, 2048, 4096, 8192)
 _USERS = (1, 4, 16, 32)
 _KV_SHARES = (1.0, 0.5, 0.25, 0.1)  # of keys and values, near
 _MUCH = 0.25  # of a GPU's memory
-_LESS = (0.9, 0.75, 0.6, 0.5, 0.35)  # of memories
+_LESS = (0.85, 0.7, 0.5)  # of memories
 _SEARCHED_LESS = (0.75, 0.5)  # of host memory; a search takes as long as ten plans
-_SEARCHED = 2  # sizes of pieces for which the device's share is searched for
+_SEARCHED = 1  # sizes of pieces for which the share of the device is searched for
 
 
 def seconds_for(goal: str, found: Prediction) -> float:

@@ -24,7 +24,7 @@ _STEPS = (16, 64)  # parts of the layers that one step takes at first, and then
 _NOTHING = DeviceChoice(0)
 _ROUNDS = 3
 _SORTS = ("staying", "copied", "expert_slots", "staging_slots")
-_IMPROVED = 4  # of the starts, those that are gone on with
+_IMPROVED = 3  # of the starts, those that are gone on with
 
 
 def cheapest(
