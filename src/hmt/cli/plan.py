@@ -79,6 +79,7 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
     from hmt.engine.outlooks import outlook_on, setting_of
     from hmt.planner.goals import choices_of_users, plan_for_goal
     from hmt.planner.machine_file import read_machine
+    from hmt.planner.nodes import on_its_nodes
 
     arguments = engine.arguments()
     profile = arguments.pop("profile", None)  # beside it the goal's own plan is shown
@@ -91,9 +92,11 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
         planned = _for_this_machine(source, config, asked.prompt, outlook)
         setting = planned.setting
     else:
+        described = read_machine(asked.machine)
+        given = config.host_memory_bytes if "host_memory" in arguments else described.ram_bytes
         setting = setting_of(
             config,
-            read_machine(asked.machine),
+            on_its_nodes(described, config.numa, given),
             prompt_tokens=asked.prompt,
             host_bytes=config.host_memory_bytes if "host_memory" in arguments else None,
             device_bytes=config.gpu_memory_bytes,

@@ -52,6 +52,7 @@ from hmt.memory import (
 from hmt.memory.device import Device
 from hmt.models import open_model
 from hmt.planner import Demand, KVBudgets, KVSizes, PlanOptions, solve
+from hmt.planner.nodes import on_its_nodes
 from hmt.quant import Format, component_bytes
 from hmt.weights import (
     BlockLayout,
@@ -169,6 +170,7 @@ def prepare(
     machine = machine_for(path)
     if device is not None:
         machine = with_device(machine, device, _usual_format(weights.layouts))
+    machine = on_its_nodes(machine, config.numa, options.host_bytes)
     if config.goal is None and config.profile is None:
         plan = solve(demand, options, machine)
     else:
