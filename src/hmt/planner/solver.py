@@ -113,6 +113,9 @@ def _better_in_rings(
         return plan
     if plan is None:
         return ringed
+    homes = (ringed.homes[b] for b in ringed.homes if b.kind is BlockKind.EXPERT)
+    if ringed.device.stages and any(home is not Tier.DEVICE for home in homes):
+        return plan  # steps that ask for experts elsewhere are not captured beside rings
     assert context is not None
     each = context / demand.batch
     before, after = (
