@@ -15,7 +15,7 @@ from random_configs import Case, cases
 import hmt
 from hmt.contracts.kv import ring_pages
 from hmt.contracts.plan import Tier
-from hmt.engine import machine
+from hmt.engine import EngineConfig, machine, prepare
 from hmt.engine.link_rates import LinkRates
 from hmt.engine.tiers import TieredDecoding
 from hmt.planner import PlanOptions, smallest_budget
@@ -175,5 +175,5 @@ def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> 
             request = hmt.Request(tokens[:60], 20, ignore_eos=True)
             assert len(model.infer(request).token_ids) == 20
         assert float((found - wanted).norm() / wanted.norm()) <= NEAR
-    with hmt.Engine(**options | {"host_memory": least + 4096}, prefix_cache=True) as engine:
-        assert engine.load_model(tmp_path).plan.kv_levels is None, "texts share whole pages"
+    sharing = EngineConfig.resolve(**options | {"host_memory": least + 4096}, prefix_cache=True)
+    assert prepare(tmp_path, sharing).plan.kv_levels is None, "texts share whole pages"

@@ -64,8 +64,7 @@ class Simulated:
     limits_s       seconds of steps by the part that bounded them
     prompt_tokens  computed, those included that were computed again
     steps, batch   steps, and texts in a step on average over its time
-    queue          requests that have had no step yet, on average over time
-    longest_queue  requests that are not admitted, at most
+    queue, longest_queue   requests that have had no step yet, on average over time, and at most
     sent_back      times that one gave way to others
     """
 
@@ -212,6 +211,7 @@ class _Simulation:
         self._running: dict[int, _Running] = {}  # by number of the sequence
         self._sums = np.zeros(1 + len(PARTS) + len(MEMORIES))
         self._filled = 0.0
+        self._unbegun = 0
         self._before: tuple[int, ...] = ()
         self._found = Simulated()
 
@@ -252,6 +252,7 @@ class _Simulation:
             self._found.refused += 1
             return
         self._running[sequence.number] = _Running(asked)
+        self._unbegun += 1
         self._scheduler.add(sequence)
 
     def _take(self, scheduled: Scheduled) -> None:
@@ -260,12 +261,12 @@ class _Simulation:
         count = self._alike(scheduled, float(cost[0]))
         if count > 1:
             cost, limit = self._cost(scheduled, count)
-        load, found, texts = self._scheduler.load, self._found, len(scheduled.advanced)
+        found, texts = self._found, len(scheduled.advanced)
         begin, seconds = self._now, float(cost[0]) * count
         self._now += seconds
         self._sums += cost * count
         self._filled += texts * seconds
-        found.longest_queue = max(found.longest_queue, load.waiting)
+        found.longest_queue = max(found.longest_queue, self._unbegun)
         found.most_batch = max(found.most_batch, texts)
         found.limits_s[limit] = found.limits_s.get(limit, 0.0) + seconds
         found.steps += count
@@ -273,7 +274,9 @@ class _Simulation:
         for sequence, tokens in scheduled.advanced:
             sequence.computed += tokens * count
             one = self._running[sequence.number]
-            one.begun_s = begin if one.begun_s is None else one.begun_s
+            if one.begun_s is None:
+                one.begun_s = begin
+                self._unbegun -= 1
         for sequence in scheduled.sampled:
             self._accept(sequence, count)
 
