@@ -69,7 +69,7 @@ class _Search:
 
     def most(self, choice: DeviceChoice, sort: str) -> DeviceChoice:
         """With as much of one sort as fits, whatever it saves: where a greedy step sees no gain."""
-        while True:
+        for _ in range(2 * _STEPS[0]):  # slots that take no room would never end
             more = [
                 after
                 for after in self._steps(choice, _STEPS[0])
@@ -78,8 +78,9 @@ class _Search:
                 and self.taken(after) is not None
             ]
             if not more:
-                return choice
+                break
             choice = more[0]
+        return choice
 
     def improved(self, choice: DeviceChoice) -> DeviceChoice:
         """With half of each sort given back, and the room filled again, while that helps."""
