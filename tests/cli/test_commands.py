@@ -49,12 +49,14 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "cache_policy": "lfu",
         "guesses": False,
         "goal": "latency",
+        "profile": None,  # not with a goal
         "trace": tmp_path / "timeline.json",
         "trace_experts": tmp_path / "trace.jsonl",
     }
     assert set(values) == {field.name for field in fields(EngineOptions)}
     config = EngineConfig.resolve(**EngineOptions(**values).arguments())
     assert config.numa == (0, 0) and config.host_memory_bytes == 8 << 20
+    assert EngineOptions(numa="auto").arguments() == {"numa": "auto", "max_batch": 1}
     assert EngineOptions(numa="0,1").arguments() == {"numa": (0, 1), "max_batch": 1}
 
 
@@ -86,6 +88,21 @@ def test_a_plan_as_json_adds_up(hmt):
 def test_a_plan_that_cannot_be_says_what_could(hmt):
     done = hmt("plan", "--host-memory", "1MiB")
     assert done.code == 1 and "The smallest --host-memory that works" in done.err
+
+
+def test_requests_are_simulated_on_a_machine_that_is_not_here(hmt, tmp_path):
+    asked = ("simulate", "llama-3.1-8b", "--machine", "16gb-card-gen5", "--quant", "w4a8")
+    done = hmt(*asked, "--users", "8", "--prompt", "200", "--answer", "40", "--seconds", "2")
+    assert "8 requests at once at most" in done.out and "first token after" in done.out
+    assert "bound by the GPU" in done.out
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"due_s": 3.5, "prompt_tokens": 90, "tokens": 12}\n' * 3)
+    found = json.loads(hmt(*asked, "--requests", file, "--json").out)
+    assert (found["answered"], found["tokens"], found["batch"]["most"]) == (3, 36, 1)
+    assert found["bytes"]["GPU"] > 36 * 4e9 and found["ttft_s"]["p50"] > 0
+    rates = (*asked, "--rate", "5", "--seconds", "20", "--seed", "4", "--json")
+    assert hmt(*rates).out == hmt(*rates).out
+    assert hmt(*asked, "--requests", file, "--rate", "5").code == 2
 
 
 def test_a_plan_for_a_machine_that_is_not_here(hmt, tmp_path):

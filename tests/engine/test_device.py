@@ -19,7 +19,7 @@ from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan, Tier
-from hmt.engine import loading, machine, pieces
+from hmt.engine import EngineConfig, loading, machine, pieces
 from hmt.engine.captured import CapturedDecoding
 from hmt.engine.link_rates import LinkRates
 from hmt.engine.look import Place
@@ -78,6 +78,23 @@ def test_a_plan_for_a_goal_gives_the_same_tokens(
     assert sum(plan.device.reserved.values()) <= plan.budgets.get(Tier.DEVICE, 0)
     alone = run(kind, goal="latency", max_batch=1, gpu_memory=0, host_memory="64MiB")
     assert alone[1] == tokens and not alone[2].device.stages
+
+
+def test_a_profile_runs_as_it_says_and_gives_the_same_tokens(
+    on_cpu: tuple[str, torch.Tensor, list[int]], tmp_path: Path
+) -> None:
+    kind, _, tokens = on_cpu
+    file = tmp_path / "profile.yaml"
+    file.write_text("memory: {gpu_layers: 2, prefetch: 1}\ncompute: {batch_size: 3}\n")
+    config = EngineConfig.resolve(profile=file)
+    assert (config.max_batch, config.prefetch_distance) == (3, 1)
+    assert EngineConfig.resolve(profile=file, max_batch=2).max_batch == 2
+    with pytest.raises(ConfigError, match="not both"):
+        EngineConfig.resolve(profile="latency", goal="latency")
+    options = {"gpu_memory": "64MiB", "host_memory": "64MiB", **GPU}
+    _, answer, plan = run(kind, profile=file, **options)
+    assert answer == tokens and plan.prefetch_distance == 1
+    assert len(plan.device.stages) == 2
 
 
 @pytest.mark.parametrize("executor", ["overlapped", "plain"])

@@ -14,9 +14,11 @@ from random_configs import Case, cases
 
 import hmt
 from hmt.contracts.kv import ring_pages
-from hmt.engine import machine
+from hmt.contracts.plan import Tier
+from hmt.engine import EngineConfig, machine, prepare
 from hmt.engine.link_rates import LinkRates
 from hmt.engine.tiers import TieredDecoding
+from hmt.planner import PlanOptions, smallest_budget
 
 NEAR = 1e-5  # relative: parts of a row's attention are added in f32, in another order
 # At 16 bits host and device round attention weights in different places, and layers make more of
@@ -145,3 +147,33 @@ def test_steps_in_which_tokens_choose_pages_are_captured(
 def test_so_they_are_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
     check_chosen("llama-0", tmp_path, gpu_id="pretended", gpu_memory="64MiB")
+
+
+@pytest.mark.parametrize("name", ["gemma3_text-0", "gpt_oss-0"])
+def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> None:
+    """By itself: the plan with all positions in all layers would stream more, or not fit at all."""
+    [case] = (case for case in cases() if case.name == name)
+    published(random_reference(longer(case).config, case.seed), tmp_path)
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    rng = random.Random(case.seed)
+    tokens = [rng.randrange(case.config.vocab_size) for _ in range(POSITIONS)]
+    rows, prefill = range(POSITIONS - 60, POSITIONS), POSITIONS - 30
+    options: dict[str, Any] = OPTIONS | {"context": POSITIONS, "dtype": "float32"}
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(tmp_path)
+        wanted, demand = model.logits(tokens, rows, prefill=prefill), model.prepared.demand
+        assert model.plan.kv_levels is None, "everything fits"
+    least = smallest_budget(demand, PlanOptions(0, POSITIONS, 16))
+    for budget in (least - 4096, least + 4096):
+        with hmt.Engine(**options | {"host_memory": budget}) as engine:
+            model = engine.load_model(tmp_path)
+            levels = model.plan.kv_levels
+            assert levels is not None and levels.pages == levels.hot_pages == -(-POSITIONS // 16)
+            assert max(levels.ring_pages.values()) < levels.pages
+            found = model.logits(tokens, rows, prefill=prefill)
+            assert engine._ledger.reserved_bytes(Tier.HOST) <= budget
+            request = hmt.Request(tokens[:60], 20, ignore_eos=True)
+            assert len(model.infer(request).token_ids) == 20
+        assert float((found - wanted).norm() / wanted.norm()) <= NEAR
+    sharing = EngineConfig.resolve(**options | {"host_memory": least + 4096}, prefix_cache=True)
+    assert prepare(tmp_path, sharing).plan.kv_levels is None, "texts share whole pages"

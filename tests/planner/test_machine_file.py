@@ -9,6 +9,7 @@ from models import machine_with, outlook, setting, small_model
 
 from hmt.base.errors import ConfigError, MissingFileError
 from hmt.planner.machine_file import machine_names, machine_of, machine_toml, read_machine
+from hmt.planner.nodes import on_its_nodes
 from hmt.planner.profiles import (
     likely_experts,
     plan_profile,
@@ -118,3 +119,15 @@ def test_a_threshold_is_a_probability_of_an_expert() -> None:
     assert likely_experts(100, 8, 0.081, UNIFORM) == 0
     kept = [likely_experts(256, 8, share, PUBLISHED) for share in (0.2, 0.1, 0.05, 0.0)]
     assert kept == [0, 16, 64, 256]
+
+
+def test_one_node_of_several_has_its_share() -> None:
+    machine = read_machine("dgx-h100")
+    assert machine.numa_nodes == 2
+    assert on_its_nodes(machine, None, 1 << 30) == machine == on_its_nodes(machine, (0, 1), 1 << 30)
+    one = on_its_nodes(machine, (1, 1), 1 << 30)
+    assert (one.cores, one.ram_bytes) == (machine.cores // 2, machine.ram_bytes // 2)
+    assert one.ram_read_rate == machine.ram_read_rate / 2 and one.link_rate == machine.link_rate
+    assert on_its_nodes(machine, "auto", 1 << 30) == one
+    assert on_its_nodes(machine, "auto", machine.ram_bytes) == machine, "it does not fit one"
+    assert on_its_nodes(one, "auto", 1 << 30) == one

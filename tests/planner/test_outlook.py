@@ -8,8 +8,12 @@ from models import machine_with, outlook, random_machine, random_model, setting,
 
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.contracts.plan import Tier
+from hmt.engine import EngineConfig
+from hmt.engine.outlooks import outlook_on
 from hmt.planner import explain
 from hmt.planner.drawing import draw
+from hmt.planner.machine_file import read_machine
+from hmt.planner.outlook import Setting
 
 
 def test_any_machine_and_model_has_a_plan_or_a_reason() -> None:
@@ -92,3 +96,18 @@ def test_a_context_beyond_the_model_is_refused() -> None:
     demand = small_model()
     with pytest.raises(ConfigError, match="1 to"):
         outlook(demand).plan(setting(machine_with(demand), context=1 << 21))
+
+
+def test_windows_are_rings_by_default_where_that_is_faster() -> None:
+    """Gemma at 128K on 48 GB: with all positions in all layers 8 tokens/s, with rings 28."""
+    plans = outlook_on("gemma-3-27b", EngineConfig.resolve(quantization="w4a8", max_batch=1))
+    asked = Setting(read_machine("l20-epyc-7742"), "w4a8", context=1 << 17, prompt_tokens=2048)
+    found, short = plans.plan(asked), plans.plan(replace(asked, context=4096))
+    levels = found.plan.kv_levels
+    assert levels is not None and levels.pages == levels.hot_pages == (1 << 17) // 16
+    assert found.prediction.tokens_per_s > 20 and levels.ring_pages[1024] < 200
+    assert short.plan.kv_levels is None, "everything is on the GPU as it is"
+    demand = plans.demand(asked)
+    shared = outlook(replace(demand, kv_sizes=None)).plan(asked)
+    assert shared.plan.kv_levels is None and shared.prediction.tokens_per_s < 10
+    assert sum(found.plan.device.reserved.values()) <= asked.device_budget()

@@ -21,7 +21,7 @@ def inference(
         Path | None,
         typer.Option(help="Folder of a checkpoint; the embedded model when left out."),
     ] = None,
-    numa_node: Annotated[int | None, typer.Option(help="NUMA node to bind to.")] = None,
+    numa_node: Annotated[str | None, typer.Option(help="NUMA node to bind to, or auto.")] = None,
     gpu_id: Annotated[
         str, typer.Option(help="GPU to compute on, by number; none for the CPU alone.")
     ] = "none",
@@ -38,7 +38,7 @@ def inference(
         gpu_id=None if gpu_id in ("none", "-1") else gpu_id,
         context=max_context,
         disk_path=ssd_path,
-        numa=None if numa_node is None else str(numa_node),
+        numa=numa_node,
     )
     path, prompt = run.choose(None if model is None else str(model), prompt)
     run.answer_or_chat(run.Job(path, prompt, engine, SamplingOptions()))

@@ -22,6 +22,7 @@ from hmt.cli import (
     probe,
     run,
     serve,
+    simulate,
     verify,
 )
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.add_typer(calibrate.app, name="calibrate")

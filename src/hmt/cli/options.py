@@ -178,6 +178,14 @@ class EngineOptions:
             rich_help_panel=_MEMORY,
         ),
     ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="Choices from a YAML file, or latency, throughput or balanced; hmt plan shows "
+            "what they cost beside the goal's own plan.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
     disk_path: Annotated[
         Path | None,
         typer.Option(
@@ -211,7 +219,10 @@ class EngineOptions:
     numa: Annotated[
         str | None,
         typer.Option(
-            help="NUMA node to bind to; or two, of the CPU and of memory, such as 0,1.",
+            "--numa-node",
+            "--numa",
+            help="NUMA node to bind to; or two, of the CPU and of memory, such as 0,1; or auto: "
+            "the GPU's where the model fits there, else memory is spread over all.",
             rich_help_panel=_MEMORY,
         ),
     ] = None
@@ -363,11 +374,13 @@ def _parameters(group: type) -> list[inspect.Parameter]:
     ]
 
 
-def _nodes(text: str) -> tuple[int, int]:
+def _nodes(text: str) -> tuple[int, int] | str:
+    if text == "auto":
+        return text
     try:
         nodes = [int(part) for part in text.split(",")]
     except ValueError:
         nodes = []
     if len(nodes) not in (1, 2):
-        raise ConfigError(f"--numa {text}: give one node, such as 0, or two, such as 0,1")
+        raise ConfigError(f"--numa {text}: give one node, such as 0, two, such as 0,1, or auto")
     return nodes[0], nodes[-1]

@@ -3,7 +3,7 @@
 import json as json_format
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,13 +41,6 @@ def plan(
     prompt: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt whose time is predicted.")
     ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="Choices from a YAML file, or latency, throughput or balanced; what they cost is "
-            "shown beside the goal's own plan."
-        ),
-    ] = None,
     routing: Annotated[
         Path | None,
         typer.Option(help="Trace of --trace-experts: hits of caches of experts are taken from it."),
@@ -60,25 +53,51 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
+    asked = Asked(model, machine, users, prompt, routing)
+    planned, outlook, notes = planned_for(engine, asked)
+    if json:
+        print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
+    else:
+        print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a plan is asked for besides the engine's options: see `hmt plan`."""
+
+    model: str | None
+    machine: str | None
+    users: int | None
+    prompt: int | None
+    routing: Path | None = None
+
+
+def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook, list[str]]":
+    """The plan, what else could be planned, and remarks; raises BudgetError and ConfigError."""
     from hmt.cli.plan_view import options_line
     from hmt.engine import EngineConfig
     from hmt.engine.outlooks import outlook_on, setting_of
     from hmt.planner.goals import choices_of_users, plan_for_goal
     from hmt.planner.machine_file import read_machine
+    from hmt.planner.nodes import on_its_nodes
 
     arguments = engine.arguments()
-    config = replace(EngineConfig.resolve(**arguments), max_batch=users or 1)
+    profile = arguments.pop("profile", None)  # beside it the goal's own plan is shown
+    config = replace(EngineConfig.resolve(**arguments), max_batch=asked.users or 1)
     goal, config = config.goal, replace(config, goal=None)  # it is searched for below
-    source = str(model or choose_model(model))
-    outlook = outlook_on(source, config, None if routing is None else _curve(routing))
-    if machine is None:
-        planned = _for_this_machine(source, config, prompt, outlook)
+    source = str(asked.model or choose_model(asked.model))
+    curve = None if asked.routing is None else _curve(asked.routing)
+    outlook = outlook_on(source, config, curve)
+    if asked.machine is None:
+        planned = _for_this_machine(source, config, asked.prompt, outlook)
         setting = planned.setting
     else:
+        described = read_machine(asked.machine)
+        given = config.host_memory_bytes if "host_memory" in arguments else described.ram_bytes
         setting = setting_of(
             config,
-            read_machine(machine),
-            prompt_tokens=prompt,
+            on_its_nodes(described, config.numa, given),
+            prompt_tokens=asked.prompt,
             host_bytes=config.host_memory_bytes if "host_memory" in arguments else None,
             device_bytes=config.gpu_memory_bytes,
         )
@@ -87,13 +106,10 @@ def plan(
     if profile is not None:
         planned, notes = _with_profile(outlook, setting, profile)
     elif goal is not None:
-        counts = choices_of_users(goal) if users is None else ()
+        counts = choices_of_users(goal) if asked.users is None else ()
         planned = plan_for_goal(outlook, setting, goal, users=counts)
         notes = ["", options_line(planned, goal)]
-    if json:
-        print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
-    else:
-        print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
+    return planned, outlook, notes
 
 
 def _curve(file: Path) -> "HitCurve":

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hmt.planner.cost import StepCost
     from hmt.planner.outlook import Change, Planned
 
-_LIMITS = {
+LIMITS = {
     "GPU": "the GPU",
     "CPU": "the CPU and its memory",
     "link": "the link to the GPU",
@@ -27,12 +27,12 @@ def speed_lines(planned: "Planned") -> list[str]:
     users = f"{found.users} users" if found.users > 1 else "one user"
     lines = [
         f"predicted: {_number(found.tokens_per_s)} tokens/s for {users} with {found.context} "
-        f"positions each, bound by {_LIMITS[found.step.limit]}"
+        f"positions each, bound by {LIMITS[found.step.limit]}"
     ]
     if found.ttft_s:
         lines.append(
             f"  a prompt of {found.prompt_tokens} tokens: first token after "
-            f"{format_seconds(found.ttft_s)}, bound by {_LIMITS[found.prompt.limit]}"
+            f"{format_seconds(found.ttft_s)}, bound by {LIMITS[found.prompt.limit]}"
         )
     lines.append(f"  a step of {format_seconds(found.step.seconds)}: {_parts(found.step)}")
     return lines

@@ -117,6 +117,8 @@ def answer_or_chat(job: Job) -> None:
         finally:
             if job.summary and not job.json:
                 _print_summary(model)
+                if told := engine.numa:
+                    notes().print(f"NUMA: {told}", soft_wrap=True, markup=False)
 
 
 def _is_prompt(text: str) -> bool:

@@ -81,8 +81,12 @@ class ServerOptions:
         ),
     ] = None
     max_batch: Annotated[
-        int, typer.Option(help="Answers that are computed at once.", rich_help_panel=_LIMITS)
-    ] = 16
+        int | None,
+        typer.Option(
+            help="Answers that are computed at once; 16, or what --profile says, when left out.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -174,6 +178,8 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
             from hmt.engine import Engine
 
             engines = Engine(**engine.arguments() | {"max_batch": server.max_batch})
+            if told := engines.numa:
+                console.print(f"NUMA: {told}", soft_wrap=True, markup=False)
             loaded = engines.load_model(path, progress=report, host_memory=first)
         others = room.Others(engines, also) if also else None
         with engines:

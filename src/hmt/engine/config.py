@@ -4,7 +4,7 @@ import difflib
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import GIB, parse_bytes
@@ -12,7 +12,7 @@ from hmt.contracts.store import Verify
 from hmt.kvcache import ORDERS
 from hmt.kvcache.codecs import CodecName, DriveName
 from hmt.memory import READERS, available_host_bytes
-from hmt.planner import GOALS
+from hmt.planner import GOALS, Profile, read_profile
 from hmt.quant import Scheme, parse_scheme
 from hmt.weights import POLICIES
 
@@ -62,13 +62,17 @@ class EngineConfig:
     disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" or "mmap"; None: of the
                         first two, the one that was measured to be faster on the model's drive
     disk_depth          reads of disk_chunk_bytes at a time, and their size; None: as measured
-    numa                (CPU node, memory node) to bind to; None: no binding
+    numa                (CPU node, memory node) to bind to; "auto": the GPU's, or without one memory
+                        is spread over all nodes (see hmt.memory.numa.choose); None: no binding
     threads             that compute; None: torch's setting, up to one per physical core within the
                         affinity mask and the quota of the cgroup
     cache_policy        which experts stay in memory: "heat", "lru", ...; see hmt.weights.policies
     guesses             read experts that are likely to be needed, while that gains time
     goal                search for the plan that is best for "latency", "throughput" or "balanced"
                         (see hmt.planner.goals); None: attention first, then as much as fits
+    profile             choices written down: a YAML file, or "latency", "throughput", "balanced"
+                        (see hmt.planner.profiles); prefetch_distance and max_batch, where they are
+                        given, come first
     trace               file to write what was read, computed and waited for, and when, for
                         ui.perfetto.dev; .gz compresses it
     trace_experts       file to write the routers' choices to, for `hmt bench cache`
@@ -103,12 +107,13 @@ class EngineConfig:
     disk_reader: str | None = None
     disk_depth: int | None = None
     disk_chunk_bytes: int | None = None
-    numa: tuple[int, int] | None = None
+    numa: tuple[int, int] | Literal["auto"] | None = None
     threads: int | None = None
     check_weights: bool = True
     cache_policy: str = "heat"
     guesses: bool = True
     goal: str | None = None
+    profile: Profile | None = None
     trace: Path | None = None
     trace_experts: Path | None = None
     verify_reads: Verify = Verify.FIRST
@@ -160,9 +165,22 @@ class EngineConfig:
         for name in ("disk_path", "kv_disk"):
             if name in values:
                 values[name] = _writable_folder(name, values[name])
+        if "profile" in values:
+            _with_profile(values)
         _check(values)
         values["verify_reads"] = Verify(values.get("verify_reads", Verify.FIRST))
         return EngineConfig(**values)
+
+
+def _with_profile(values: dict[str, Any]) -> None:
+    """Read the profile, and what it says of options that nobody gives."""
+    if "goal" in values:
+        raise ConfigError("a profile has a goal of its own: give --profile or --goal, not both")
+    values["profile"] = profile = read_profile(str(values["profile"]))
+    ahead = profile.prefetch if profile.parallel else 0
+    for name, chosen in (("prefetch_distance", ahead), ("max_batch", profile.batch_size)):
+        if chosen is not None:
+            values.setdefault(name, chosen)
 
 
 def _kv_quant(given: object) -> tuple[str, str]:
@@ -243,10 +261,11 @@ def _check(values: dict[str, Any]) -> None:
     if "kv_disk_memory_bytes" in values and "kv_disk" not in values:
         raise ConfigError("kv_disk_memory needs a folder: name one with kv_disk")
     numa = values.get("numa")
-    if numa is not None and not (
-        isinstance(numa, tuple) and len(numa) == 2 and all(isinstance(n, int) for n in numa)
-    ):
-        raise ConfigError(f"numa={numa!r} must be a pair (CPU node, memory node), such as (0, 0)")
+    pair = isinstance(numa, tuple) and len(numa) == 2 and all(isinstance(n, int) for n in numa)
+    if numa not in (None, "auto") and not pair:
+        raise ConfigError(
+            f'numa={numa!r} must be a pair (CPU node, memory node), such as (0, 0), or "auto"'
+        )
 
 
 def _writable_folder(name: str, path: str | Path) -> Path:

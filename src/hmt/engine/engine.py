@@ -41,8 +41,9 @@ from hmt.engine.summary import Foreseen, RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
-from hmt.memory import Ledger, bind, peak_resident_bytes
+from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
+from hmt.memory.numa import Binding, bytes_by_node, choose, verify
 from hmt.text import Constraint, StopStrings, ThoughtLimit
 
 _DEFAULT_NEW_TOKENS = 256
@@ -63,10 +64,14 @@ class Engine:
         threads of torch and of the compiled kernels.
         """
         self.config = EngineConfig.resolve(**options)
-        if self.config.numa is not None:
-            bind(*self.config.numa)
-        set_threads(self.config.threads)
         self._device = device_for(self.config)
+        self._binding, self._elsewhere = Binding(), bytes_by_node()
+        if self.config.numa is not None:
+            address = "" if self._device is None else self._device.pci
+            budget = self.config.host_memory_bytes
+            self._binding = choose(self.config.numa, host_bytes=budget, device=address)
+            self._binding.apply()
+        set_threads(self.config.threads)
         budgets = {Tier.HOST: self.config.host_memory_bytes}
         if self._device is not None:
             budgets[Tier.DEVICE] = device_budget(self._device, self.config)
@@ -103,6 +108,14 @@ class Engine:
         self._models = [other for other in self._models if not other.closed]
         self._models.append(model)
         return model
+
+    @property
+    def numa(self) -> str:
+        """Where threads and memory are, as the kernel says; "" where nothing was to be bound.
+
+        For the thread that made the engine.
+        """
+        return verify(self._binding, self._elsewhere) if self.config.numa is not None else ""
 
     def _device_left(self) -> int:
         """Of the device's budget, what no model has."""

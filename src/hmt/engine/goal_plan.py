@@ -1,4 +1,4 @@
-"""The plan of a loaded model, where a goal is to be searched for."""
+"""The plan of a loaded model, where a goal is to be searched for, or a profile says how."""
 
 from dataclasses import replace
 
@@ -8,18 +8,16 @@ from hmt.engine.config import EngineConfig
 from hmt.planner import Demand, PlanOptions
 from hmt.planner.goals import plan_for_goal
 from hmt.planner.outlook import Outlook, Setting
+from hmt.planner.profiles import plan_profile
 
 
 def searched_plan(
     demand: Demand, options: PlanOptions, machine: Machine, config: EngineConfig
 ) -> Plan:
-    """The best plan that is found for `config.goal`; what `options` say stays as they say.
+    """The best plan that is found for `config.goal`, or the one that `config.profile` asks for.
 
-    Raises BudgetError as `solve` does.
+    What `options` say stays as they say.  Raises BudgetError as `solve` does.
     """
-    assert config.goal is not None
-    if config.prefix_cache:  # which is told by options, not by plans, what pages hold
-        demand = replace(demand, kv_sizes=None) if options.kv is None else demand
     users = config.max_batch
     setting = Setting(
         # Budgets are the user's: what is physically there is looked at for the plan that is found.
@@ -37,4 +35,10 @@ def searched_plan(
         kv=options.kv,
     )
     outlook = Outlook(lambda scheme, count: replace(demand, batch=count))
+    if config.profile is not None:
+        # Its number of users and how far it reads ahead are in `config` already.
+        ahead = setting.prefetch_distance
+        profile = replace(config.profile, batch_size=None, prefetch=ahead, parallel=True)
+        return plan_profile(outlook, setting, profile).plan
+    assert config.goal is not None
     return plan_for_goal(outlook, setting, config.goal).plan

@@ -52,6 +52,7 @@ from hmt.memory import (
 from hmt.memory.device import Device
 from hmt.models import open_model
 from hmt.planner import Demand, KVBudgets, KVSizes, PlanOptions, solve
+from hmt.planner.nodes import on_its_nodes
 from hmt.quant import Format, component_bytes
 from hmt.weights import (
     BlockLayout,
@@ -169,7 +170,8 @@ def prepare(
     machine = machine_for(path)
     if device is not None:
         machine = with_device(machine, device, _usual_format(weights.layouts))
-    if config.goal is None:
+    machine = on_its_nodes(machine, config.numa, options.host_bytes)
+    if config.goal is None and config.profile is None:
         plan = solve(demand, options, machine)
     else:
         plan = searched_plan(demand, options, machine, config)
@@ -428,6 +430,9 @@ def demand_of(
     numbers = {id(layout): layout.parameter_bytes for layout in distinct}
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
     guesses = config.guesses and config.executor == "overlapped"
+    # Texts that share what is near have all of it there, windows included.
+    near = config.prefix_cache and config.kv_device_memory_bytes is None
+    sizes_at_levels = kv_sizes(model.spec.kv, model.dtype, *kv_quant, selection_of(config))
     return Demand(
         spec=model.spec,
         blocks=tuple(replace(sizes[id(layout)], id=b) for b, layout in layouts.items()),
@@ -448,5 +453,5 @@ def demand_of(
         * model.spec.experts_per_token
         * model.dtype.itemsize,
         prefix_bytes=prefix_bytes(model, config),
-        kv_sizes=KVSizes(**kv_sizes(model.spec.kv, model.dtype, *kv_quant, selection_of(config))),
+        kv_sizes=None if near else KVSizes(**sizes_at_levels),
     )

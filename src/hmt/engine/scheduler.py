@@ -12,11 +12,10 @@ from hmt.contracts.request import FinishReason
 from hmt.contracts.step import Part, Step
 from hmt.engine.forecast import AnswerForecast
 from hmt.engine.pressure import BatchLimit, Pressure
-from hmt.engine.rooms import Rooms
+from hmt.engine.rooms import Places, Rooms
 from hmt.engine.sequence import Sequence
 from hmt.engine.shares import share_out
 from hmt.engine.waiting import Taken, WaitingQueue
-from hmt.kvcache import AnyKV
 from hmt.kvcache.prefix import PrefixCache
 
 
@@ -86,7 +85,7 @@ class Scheduler:
 
     def __init__(
         self,
-        kv: AnyKV,
+        kv: Places,
         *,
         prefill_chunk: int,
         max_batch: int,
@@ -94,22 +93,26 @@ class Scheduler:
         salt: Callable[[Sequence], str] = lambda sequence: "",
         clock: Callable[[], float] = time.monotonic,
         forecast: AnswerForecast | None = None,
+        build: Callable[[list[Part]], Step] = Step.build,
     ) -> None:
         """A step holds `prefill_chunk` tokens of prompts at most, and one of each other request.
 
         prefixes   of `kv`: texts share what begins alike and has the same `salt`
         clock      by which deadlines are meant
         forecast   what is known of answers beforehand
+        build      makes a step of its parts; where nothing computes it, any step will do
         """
         self._rooms = Rooms(kv, prefixes, salt)
         self._chunk = prefill_chunk
         self._clock = clock
         self._forecast = AnswerForecast() if forecast is None else forecast
         self._limit = BatchLimit(max_batch)
+        self._build = build
         self._full = False  # since the last sequence came or ended
         self._waiting: WaitingQueue[Sequence] = WaitingQueue()
         self._running: list[Sequence] = []
         self._places: dict[int, Taken[Sequence]] = {}  # of those that run, by number
+        self._timed: dict[int, Sequence] = {}  # that have a deadline, by number
         self._parked = self._dropped = 0
         self._batches: Counter[int] = Counter()
 
@@ -155,6 +158,8 @@ class Scheduler:
         request = sequence.request
         cost = self._expected(sequence)
         self._waiting.add(sequence, owner=request.owner, priority=request.priority, cost=cost)
+        if sequence.deadline_s is not None:
+            self._timed[sequence.number] = sequence
         self._full = False
 
     def next_step(self) -> Scheduled | None:
@@ -189,7 +194,7 @@ class Scheduler:
             return None
         self._batches[len(parts)] += 1
         return Scheduled(
-            Step.build(parts),
+            self._build(parts),
             tuple(sampled),
             tuple(advanced),
             sum(shares),
@@ -218,9 +223,11 @@ class Scheduler:
 
     def retire(self, sequence: Sequence) -> None:
         """Free what a sequence holds; it has finished, failed or been cancelled."""
-        self._waiting.remove(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._timed.pop(sequence.number, None)
         self._places.pop(sequence.number, None)
         self._full = False
         self._rooms.close(sequence)
@@ -233,7 +240,7 @@ class Scheduler:
     def _expire(self) -> None:
         """Fail those whose deadline has passed."""
         now = self._clock()
-        for sequence in self.sequences():
+        for sequence in list(self._timed.values()):
             if sequence.deadline_s is not None and sequence.deadline_s <= now:
                 state = "waited" if sequence.admitted_s is None else "ran"
                 sequence.fail(

@@ -3,13 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hmt.base.errors import CheckpointError, MissingFileError
+from hmt.base.errors import CheckpointError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Encoding
@@ -19,6 +18,7 @@ from hmt.engine.loading import demand_of
 from hmt.engine.source import target
 from hmt.models import open_model
 from hmt.planner import Demand
+from hmt.planner.shipped import shipped_names, text_of
 from hmt.quant import Format, Scheme
 from hmt.weights import BlockLayout, lay_out
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart
@@ -34,29 +34,16 @@ _NOWHERE = Path("config.json")
 
 def shape_names() -> list[str]:
     """Models whose configurations come with HMT."""
-    folder = files("hmt.planner") / "shapes"
-    return sorted(
-        entry.name.removesuffix(".json")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".json")
-    )
+    return shipped_names("shapes", ".json")
 
 
 def read_shape(model: str) -> dict[str, Any]:
     """The configuration of a model by name, or by a file or folder.  Raises MissingFileError."""
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
+    source = str(path) if path.is_file() else model
     try:
-        if path.is_file():
-            text = path.read_text()
-        else:
-            text = (files("hmt.planner") / "shapes" / f"{model}.json").read_text()
-        config = json.loads(text)
-    except FileNotFoundError:
-        raise MissingFileError(
-            f"{model} is no checkpoint, no config.json, and none of the shapes that HMT knows: "
-            + ", ".join(shape_names())
-        ) from None
+        config = json.loads(text_of(source, "shapes", ".json", "shapes"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(config, dict):

@@ -16,7 +16,7 @@ from hmt.memory.limits import (
     resident_bytes,
     share_arenas,
 )
-from hmt.memory.numa import bind, numa_nodes
+from hmt.memory.numa import Binding, numa_nodes
 from hmt.memory.probe import (
     DiskRate,
     best_of,
@@ -40,6 +40,7 @@ __all__ = [
     "POISON",
     "READERS",
     "Account",
+    "Binding",
     "Bitmap",
     "BufferOwner",
     "DiskRate",
@@ -57,7 +58,6 @@ __all__ = [
     "TransferQueue",
     "available_host_bytes",
     "best_of",
-    "bind",
     "cache_bytes",
     "cgroup_limit_bytes",
     "disk_rate",

@@ -1,52 +1,186 @@
-"""Binding threads and memory to NUMA nodes, through the kernel's own interfaces."""
+"""Threads and memory on NUMA nodes: what there is, where a model belongs, and whether it is there.
+
+Through the kernel's own interfaces: sysfs, sched_setaffinity, set_mempolicy, and /proc to check.
+"""
 
 import ctypes
 import os
 import platform
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from hmt.base.errors import MachineError
+from hmt.base.units import format_bytes
 
-_NODES = Path("/sys/devices/system/node")
-_MPOL_BIND = 2  # linux/mempolicy.h
+_SYS, _PROC = Path("/sys"), Path("/proc/thread-self")
+_MPOL_BIND, _MPOL_INTERLEAVE = 2, 3  # linux/mempolicy.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # asm/unistd.h
+_OURS = 0.9  # of a node's memory; the rest is the system's and the driver's
+_MASK_BITS = 64
+
+AUTO = "auto"
 
 
-def numa_nodes() -> dict[int, frozenset[int]]:
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where threads run and memory is taken.
+
+    cpu_node   None: wherever the process may
+    memory_nodes   one, or several among which memory is spread page by page; none: the kernel's way
+    reason     why, for people
+    """
+
+    cpu_node: int | None = None
+    memory_nodes: tuple[int, ...] = ()
+    reason: str = ""
+
+    @property
+    def one_node(self) -> bool:
+        """Whether threads and memory are on one node, of several."""
+        return self.cpu_node is not None and self.memory_nodes == (self.cpu_node,)
+
+    def apply(self, sysfs: Path = _SYS) -> None:
+        """Bind this thread, and those it starts.
+
+        Raises MachineError when a node has no usable CPU, or the kernel refuses.
+        """
+        if self.cpu_node is not None:
+            cpus = numa_nodes(sysfs)[self.cpu_node] & os.sched_getaffinity(0)
+            if not cpus:
+                node = self.cpu_node
+                raise MachineError(f"no CPU of NUMA node {node} may be used by this process")
+            os.sched_setaffinity(0, cpus)
+        if self.memory_nodes:
+            mode = _MPOL_BIND if len(self.memory_nodes) == 1 else _MPOL_INTERLEAVE
+            _set_policy(mode, self.memory_nodes)
+
+
+def numa_nodes(sysfs: Path = _SYS) -> dict[int, frozenset[int]]:
     """CPUs by NUMA node; one node 0 with all CPUs where the kernel does not say."""
+    folder = sysfs / "devices/system/node"
     nodes = {
         int(path.name.removeprefix("node")): _cpu_list((path / "cpulist").read_text())
-        for path in sorted(_NODES.glob("node[0-9]*"))
+        for path in sorted(folder.glob("node[0-9]*"))
     }
     return nodes or {0: frozenset(os.sched_getaffinity(0))}
 
 
-def bind(cpu_node: int, memory_node: int) -> None:
-    """Run this thread and those it starts on `cpu_node`; take new memory from `memory_node`.
+def node_bytes(node: int, sysfs: Path = _SYS) -> int:
+    """Memory of a node; 0 where the kernel does not say."""
+    try:
+        text = (sysfs / f"devices/system/node/node{node}/meminfo").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"MemTotal:\s*(\d+) kB", text)
+    return 1024 * int(found[1]) if found else 0
 
-    Raises MachineError when a node does not exist, has no usable CPU, or the kernel refuses.
+
+def node_of_pci(address: str, sysfs: Path = _SYS) -> int | None:
+    """The node next to a device such as "0000:18:00.0"; None where the kernel does not know."""
+    try:
+        node = int((sysfs / "bus/pci/devices" / address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def choose(
+    asked: tuple[int, int] | str, *, host_bytes: int, device: str = "", sysfs: Path = _SYS
+) -> Binding:
+    """What a choice means on this machine.
+
+    asked    (CPU node, memory node), or "auto"
+    device   PCI address of the GPU in use; "" without one
+
+    "auto": with a GPU, its own node where `host_bytes` fit there, so that copies do not cross to
+    another; otherwise memory is spread over all nodes, whose rates then add up, and threads run
+    everywhere.  Where there is one node nothing is bound.  Raises MachineError for a node that
+    does not exist.
     """
-    nodes = numa_nodes()
-    for node in (cpu_node, memory_node):
-        if node not in nodes:
-            known = ", ".join(map(str, sorted(nodes)))
-            raise MachineError(f"NUMA node {node} was asked for; this machine has node(s) {known}")
-    cpus = nodes[cpu_node] & os.sched_getaffinity(0)
-    if not cpus:
-        raise MachineError(f"no CPU of NUMA node {cpu_node} may be used by this process")
-    os.sched_setaffinity(0, cpus)
-    _bind_memory(memory_node)
+    nodes = numa_nodes(sysfs)
+    if asked != AUTO:
+        assert isinstance(asked, tuple)
+        for node in asked:
+            if node not in nodes:
+                known = ", ".join(map(str, sorted(nodes)))
+                raise MachineError(
+                    f"NUMA node {node} was asked for; this machine has node(s) {known}"
+                )
+        return Binding(asked[0], (asked[1],), "as asked")
+    if len(nodes) < 2:
+        return Binding(reason="this machine has one NUMA node: nothing to bind")
+    filled = tuple(sorted(node for node in nodes if node_bytes(node, sysfs)))
+    everywhere = filled if len(filled) > 1 else ()
+    if not device:
+        return Binding(None, everywhere, "without a GPU, memory is spread over all nodes")
+    near = node_of_pci(device, sysfs)
+    if near is None or near not in nodes or not nodes[near] & os.sched_getaffinity(0):
+        return Binding(None, everywhere, "it is not known which node the GPU is next to")
+    room = int(_OURS * node_bytes(near, sysfs))
+    if host_bytes > room:
+        told = f"{format_bytes(host_bytes)} do not fit node {near}, the GPU's: memory is spread"
+        return Binding(None, everywhere, told)
+    return Binding(near, (near,), f"the GPU is next to node {near}")
 
 
-def _bind_memory(node: int) -> None:
+def bytes_by_node(proc: Path = _PROC) -> dict[int, int]:
+    """Memory of this process by the node where it lies, from numa_maps; empty if not known."""
+    found: dict[int, int] = {}
+    try:
+        text = (proc / "numa_maps").read_text()
+    except OSError:
+        return found
+    for line in text.splitlines():
+        size = re.search(r"kernelpagesize_kB=(\d+)", line)
+        for node, pages in re.findall(r"\bN(\d+)=(\d+)", line):
+            nbytes = int(pages) * 1024 * (int(size[1]) if size else 4)
+            found[int(node)] = found.get(int(node), 0) + nbytes
+    return found
+
+
+def allowed_cpus(proc: Path = _PROC) -> frozenset[int]:
+    """CPUs on which the process may run, as the kernel says."""
+    found = re.search(r"^Cpus_allowed_list:\s*(\S+)", (proc / "status").read_text(), re.MULTILINE)
+    return _cpu_list(found[1]) if found else frozenset()
+
+
+def verify(
+    binding: Binding, before: dict[int, int], *, proc: Path = _PROC, sysfs: Path = _SYS
+) -> str:
+    """Whether what was asked is so, in words; for the thread that `apply` was called on.
+
+    before   `bytes_by_node` of when memory was not bound yet, which stays where it was
+    """
+    told = []
+    if binding.cpu_node is not None:
+        strays = allowed_cpus(proc) - numa_nodes(sysfs)[binding.cpu_node]
+        where = f"threads on node {binding.cpu_node}"
+        told.append(f"{where}, but for CPUs {_text(strays)}" if strays else where)
+    now = bytes_by_node(proc)
+    grown = {node: max(0, nbytes - before.get(node, 0)) for node, nbytes in now.items()}
+    total = sum(grown.values())
+    if binding.memory_nodes and total:
+        shares = ", ".join(
+            f"{grown[node] / total:.0%} on node {node}" for node in sorted(grown) if grown[node]
+        )
+        told.append(f"{format_bytes(total)} of memory: {shares}")
+    return "; ".join([binding.reason, *told])
+
+
+def _set_policy(mode: int, nodes: tuple[int, ...]) -> None:
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise MachineError(f"memory binding is not known for {platform.machine()}")
     libc = ctypes.CDLL(None, use_errno=True)
-    mask = ctypes.c_ulong(1 << node)
-    if libc.syscall(number, _MPOL_BIND, ctypes.byref(mask), ctypes.c_ulong(64)) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise MachineError(f"the kernel refused to bind memory to NUMA node {node}: {reason}")
+    mask = ctypes.c_ulong(sum(1 << node for node in nodes))
+    if libc.syscall(number, mode, ctypes.byref(mask), ctypes.c_ulong(_MASK_BITS)) != 0:
+        reason, where = os.strerror(ctypes.get_errno()), ", ".join(map(str, nodes))
+        raise MachineError(f"the kernel refused to bind memory to NUMA node {where}: {reason}")
+
+
+def _text(cpus: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(cpus)))
 
 
 def _cpu_list(text: str) -> frozenset[int]:

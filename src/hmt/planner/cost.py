@@ -22,6 +22,7 @@ from hmt.contracts.plan import Tier
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
 from hmt.planner.routing import HitCurve, needed_experts, usual_curve
 
+_MANY_TOKENS = 32  # of a step in which a device computes as with prompts
 _FLOATS = "bf16"  # what attention is computed in
 _LEAST_SHARE = 0.5  # of memory's rate that is left to the CPU while the link reads, if not measured
 
@@ -91,6 +92,40 @@ class CostModel:
         """A chunk of one prompt, whose tokens attend to `context` positions on average."""
         return _Step(self._loads, self._machine, self._curve, tokens, 1, context, True).cost()
 
+    def mixed(self, tokens: int, texts: int, context: float, seen: float) -> StepCost:
+        """Pieces of prompts, and one token of each text that decodes: `tokens` of `texts` in all.
+
+        context   positions of each text on average, which are read
+        seen      positions that each token attends to on average
+        """
+        many = tokens >= _MANY_TOKENS
+        return _Step(
+            self._loads, self._machine, self._curve, tokens, texts, context, many, seen
+        ).cost()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What a step has added up: seconds, and seconds or bytes by name."""
+
+    times: tuple[float, float, float, float]
+    parts: tuple[dict[str, float], ...]
+
+    def until(self, later: "_Sums") -> "_Sums":
+        """What has been added since."""
+        gpu_s, cpu_s, fixed_s, in_layers_s = (
+            b - a for a, b in zip(self.times, later.times, strict=True)
+        )
+        parts = [
+            {
+                name: more
+                for name, amount in after.items()
+                if (more := amount - before.get(name, 0.0))
+            }
+            for before, after in zip(self.parts, later.parts, strict=True)
+        ]
+        return _Sums((gpu_s, cpu_s, fixed_s, in_layers_s), tuple(parts))
+
 
 class _Step:
     """Adds up one step."""
@@ -104,9 +139,11 @@ class _Step:
         texts: int,
         context: float,
         many: bool,
+        seen: float | None = None,
     ) -> None:
         self._loads, self._machine, self._curve = loads, machine, curve
         self._tokens, self._texts, self._context, self._many = tokens, texts, context, many
+        self._seen = context if seen is None else seen
         self._gpu_s = self._cpu_s = self._fixed_s = 0.0
         self._experts_s = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
         self._in_layers_s = 0.0
@@ -118,14 +155,40 @@ class _Step:
 
     def cost(self) -> StepCost:
         before = False  # whether the layer before ended on the device
+        # Drafts share what layers do that are alike: searches take a fourth of the time.
+        alike: dict[tuple[int, bool], tuple[LayerLoad, int]] = {}
         for load in self._loads.layers:
-            before = self._layer(load, before)
+            place = id(load), before
+            alike[place] = load, 1 + (alike[place][1] if place in alike else 0)
+            before = load.attends_on_device
+        for (_, after_device), (load, times) in alike.items():
+            begin = self._so_far() if times > 1 else None
+            self._layer(load, after_device)
+            if begin is not None:
+                self._add(begin.until(self._so_far()), times - 1)
         self._head(before)
         self._ahead["disk"] += self._tokens * self._loads.row_bytes
         self._bytes["disk"] += self._tokens * self._loads.row_bytes
         return self._sum()
 
-    def _layer(self, load: LayerLoad, before: bool) -> bool:
+    def _so_far(self) -> "_Sums":
+        parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
+        times = self._gpu_s, self._cpu_s, self._fixed_s, self._in_layers_s
+        return _Sums(times, tuple(dict(part) for part in parts))
+
+    def _add(self, sums: "_Sums", times: int) -> None:
+        """What so many other layers add that are like one before."""
+        gpu_s, cpu_s, fixed_s, in_layers_s = sums.times
+        self._gpu_s += times * gpu_s
+        self._cpu_s += times * cpu_s
+        self._fixed_s += times * fixed_s
+        self._in_layers_s += times * in_layers_s
+        parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
+        for part, more in zip(parts, sums.parts, strict=True):
+            for name, amount in more.items():
+                part[name] += times * amount
+
+    def _layer(self, load: LayerLoad, before: bool) -> None:
         machine = self._machine
         on_device = load.attends_on_device
         handed = int(on_device != before)
@@ -139,7 +202,6 @@ class _Step:
         self._fixed_s += machine.launch_s if on_device or self._gpu_s > gpu_s else 0.0
         self._fixed_s += machine.layer_s if cpu else 0.0
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
-        return on_device
 
     def _dense(self, sums: Sums, tokens: int) -> None:
         for (place, encoding), weights in sums.items():
@@ -162,8 +224,9 @@ class _Step:
         """Of this step's tokens to the positions before them, at the levels where these lie."""
         loads, machine = self._loads, self._machine
         reach = min(self._context, load.window) if load.window else self._context
+        seen = min(self._seen, load.window) if load.window else self._seen
         nbytes = self._texts * reach * load.kv_bytes
-        operations = self._tokens * reach * load.kv_operations
+        operations = self._tokens * seen * load.kv_operations
         near, host = loads.near, loads.warm + loads.cold
         if load.window or not load.attends_on_device:
             near, host = (1.0, 0.0) if load.window else (loads.near + loads.warm, loads.cold)

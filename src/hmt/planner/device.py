@@ -62,9 +62,9 @@ class _Layer:
         return _bytes(self.wide)
 
     @cached_property
-    def wide_sizes(self) -> Counter[int]:
-        """Blocks by the bytes of their slots, in the order in which sizes come."""
-        return Counter(block.slot_bytes for block in self.wide)
+    def wide_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Bytes of slots, and how many of its blocks have them, in the order in which they come."""
+        return tuple(Counter(block.slot_bytes for block in self.wide).items())
 
     @cached_property
     def sparse(self) -> bool:
@@ -101,15 +101,14 @@ class _Choice:
     @property
     def slot_counts(self) -> dict[int, int]:
         found: dict[int, int] = {}
-        for layers, most in (
-            (self.copied + self.on_cpu, _SLOTS),
-            (self.sparse, self.expert_copies),
-        ):
-            copied = set(self.in_prompts)
+        groups = [([*self.copied, *self.on_cpu], _SLOTS)]
+        if self.staging_slots:
+            groups.append((self.sparse, self.expert_copies))
+        for layers, most in groups:
             sizes: Counter[int] = Counter()
-            for layer in layers:
-                if layer in copied:
-                    sizes.update(layer.wide_sizes)
+            for alike, times in Counter(layer.wide_sizes for layer in layers).items():
+                for size, count in alike:
+                    sizes[size] += count * times
             found |= {size: min(most, count) for size, count in sizes.items()}
         return found
 
@@ -385,7 +384,9 @@ def _cache_experts(choice: _Choice, room: int, brought: int) -> None:
 
 def _largest(layers: Sequence[_Layer]) -> int:
     """Bytes of a slot for any of the layers' experts."""
-    return round_up(max((max(layer.wide_sizes) for layer in layers), default=0), _ALIGNMENT)
+    return round_up(
+        max((size for layer in layers for size, _ in layer.wide_sizes), default=0), _ALIGNMENT
+    )
 
 
 def _spread(layers: list[_Layer], count: int) -> list[_Layer]:

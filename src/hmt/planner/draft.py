@@ -56,6 +56,7 @@ class Draft:
         bare = [LayerLoad() for _ in range(self.layers)]
         add_attention(bare, demand, frozenset())
         self._bare = bare
+        self._alike = self._kinds()
         self.experts = max((group.count for group in self._experts.values()), default=0)
 
     def loads(self, asked: DeviceChoice) -> Loads:
@@ -67,11 +68,15 @@ class Draft:
         away = {layer.index for layer in choice.on_cpu}
         read = self._read(asked.head, on_device, stay)
         share = self._cached(asked.head, on_device, stay)
-        layers = []
+        layers: list[LayerLoad] = []
+        made: dict[tuple[object, ...], LayerLoad] = {}
         for index, bare in enumerate(self._bare):
-            here = index in on_device
+            here, gone = index in on_device, index in read
+            key = self._alike[index], here, gone, index in stay, index in copied, index in away
+            if key in made:
+                layers.append(made[key])
+                continue
             load = replace(bare, few={}, many={}, attends_on_device=here)
-            gone = index in read
             _put(load.few, self._core[index], Place(here, False, gone and not here))
             _put(load.many, self._core[index], Place(here, False, gone and not here))
             staying, moved = index in stay, index in copied
@@ -90,12 +95,26 @@ class Draft:
                 )
                 load.many_experts_on_device = here and bool(choice.staging_slots)
             layers.append(load)
+            made[key] = load
         head = LayerLoad()
         _put(head.few, self._head, Place(asked.head, False, self.layers in read and not asked.head))
         return Loads(
             layers, head, 0, self._demand.spec.experts_per_token,
             self._link_share if choice.staging_slots else 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, self._chunk,
         )  # fmt: skip
+
+    def _kinds(self) -> list[int]:
+        """For each layer the number of the first that has as much of everything."""
+        kinds: list[int] = []
+        first: list[tuple[int, tuple[object, ...]]] = []
+        for index in range(self.layers):
+            own = (self._core[index], self._wide[index], self._bare[index],
+                   self._experts.get(index), self._kv_bytes[index])  # fmt: skip
+            known = next((number for number, other in first if other == own), None)
+            if known is None:
+                first.append((index, own))
+            kinds.append(index if known is None else known)
+        return kinds
 
     def _dense_bytes(self, head: bool, on_device: set[int], stay: set[int]) -> dict[int, float]:
         """Bytes of dense blocks that are the host's, by layer; the head's by the next number."""

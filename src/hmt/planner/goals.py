@@ -1,7 +1,8 @@
 """Plans for a goal: soon, much, or both."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Final
 
 from hmt.base.errors import BudgetError, ConfigError
@@ -19,6 +20,9 @@ _CHUNKS = (512, 1024, 2048, 4096, 8192)
 _USERS = (1, 4, 16, 32)
 _KV_SHARES = (1.0, 0.5, 0.25, 0.1)  # of keys and values, near
 _MUCH = 0.25  # of a GPU's memory
+_LESS = (0.85, 0.7, 0.5)  # of memories
+_SEARCHED_LESS = (0.75, 0.5)  # of host memory; a search takes as long as ten plans
+_SEARCHED = 1  # sizes of pieces for which the share of the device is searched for
 
 
 def seconds_for(goal: str, found: Prediction) -> float:
@@ -60,7 +64,38 @@ def plan_for_goal(
             best = found
     if best is None:
         return outlook.plan(setting)  # which says why not
-    return best
+    return min(_with_less(outlook, best, goal), key=lambda planned: _worth(goal, planned))
+
+
+def _with_less(outlook: Outlook, best: Planned, goal: str) -> Iterator[Planned]:
+    """The plan, and what plans for smaller memories would be.
+
+    The solver fills what it is given by rules, which may be worse with more: a larger part of a
+    network on the device, or a page table there for more of host memory.  And a search may end
+    elsewhere.
+    """
+    yield best
+    setting = best.setting
+    host, device = setting.host_budget(), setting.device_budget()
+    for share in _LESS:
+        less = [replace(setting, host_bytes=int(share * host))]
+        if device and setting.kv is None:
+            less.append(replace(setting, device_bytes=int(share * device), device=None))
+        yield from _fitting(outlook, less)
+    if not device or setting.kv is not None:
+        return
+    for share in _SEARCHED_LESS:
+        smaller = replace(setting, host_bytes=int(share * host), device=None)
+        found = searched(outlook, smaller, goal)
+        if found is not None:
+            yield found
+            yield from _fitting(outlook, [replace(setting, device=found.setting.device)])
+
+
+def _fitting(outlook: Outlook, settings: Iterable[Setting]) -> Iterator[Planned]:
+    for setting in settings:
+        if (planned := outlook.fits(setting)) is not None:
+            yield planned
 
 
 def choices_of_users(goal: str) -> tuple[int, ...]:
@@ -69,32 +104,28 @@ def choices_of_users(goal: str) -> tuple[int, ...]:
 
 
 def _best_chunk(outlook: Outlook, setting: Setting, goal: str) -> Planned | None:
-    """Over the sizes of prompts' pieces; larger ones cost memory, which may be worth more."""
-    best: Planned | None = None
-    for planned in _candidates(outlook, setting, goal):
-        if best is None or _worth(goal, planned) < _worth(goal, best):
-            best = planned
-    return best
+    """Over the sizes of prompts' pieces; larger ones cost memory, which may be worth more.
 
-
-def _candidates(outlook: Outlook, setting: Setting, goal: str) -> Iterator[Planned]:
-    usual = outlook.fits(setting)
-    if usual is not None:
-        yield usual
+    What the device gets is searched for where the solver's own choice is best.
+    """
+    found = [*_fitting(outlook, [setting])]
     demand = outlook.demand(setting)
     prompt = setting.prompt_tokens or setting.context
     sizes = {default_chunk(demand), *(c for c in _CHUNKS if prompt is None or c < 2 * prompt)}
     chunks = sorted(sizes) if setting.prefill_chunk is None else [setting.prefill_chunk]
+    ranked: list[tuple[float, int]] = []
     for chunk in chunks:
         wanted = replace(setting, prefill_chunk=chunk)
         planned = outlook.fits(wanted)
-        if planned is not None:
-            yield planned
-        if setting.device_budget() and setting.kv is None and setting.device is None:
-            found = searched(outlook, wanted, goal)
-            if found is not None:
-                yield found
-        yield from _by_levels(outlook, wanted, planned)
+        plans = [] if planned is None else [planned]
+        plans += _by_levels(outlook, wanted, planned)
+        found += plans
+        ranked.append((min((_worth(goal, one) for one in plans), default=inf), chunk))
+    if setting.device_budget() and setting.kv is None and setting.device is None:
+        for _, chunk in sorted(ranked)[:_SEARCHED]:
+            one = searched(outlook, replace(setting, prefill_chunk=chunk), goal)
+            found += [] if one is None else [one]
+    return min(found, key=lambda planned: _worth(goal, planned), default=None)
 
 
 def _by_levels(outlook: Outlook, setting: Setting, planned: Planned | None) -> Iterator[Planned]:
@@ -137,10 +168,12 @@ def searched(outlook: Outlook, setting: Setting, goal: str) -> Planned | None:
     each = max(1, context // setting.users)
     prompt = setting.prompt_tokens or each
     weigh = _weigher(goal, setting.users, each, prompt)
-    choice = cheapest(draft, setting.machine, weigh, outlook.curve)
-    if not choice.layers:
-        return outlook.fits(replace(setting, device_bytes=0))
-    return outlook.fits(replace(setting, device=choice))
+    found = []
+    for choice in dict.fromkeys(cheapest(draft, setting.machine, weigh, outlook.curve)):
+        wanted = replace(setting, device=choice if choice.layers else None)
+        found.append(outlook.fits(wanted if choice.layers else replace(wanted, device_bytes=0)))
+    fitting = [planned for planned in found if planned is not None]
+    return min(fitting, key=lambda planned: _worth(goal, planned), default=None)
 
 
 def _weigher(goal: str, users: int, context: int, prompt: int) -> Callable[[CostModel], float]:

@@ -13,13 +13,12 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from hmt.base.errors import ConfigError, MissingFileError
+from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes, parse_rate
 from hmt.contracts.machine import Machine
+from hmt.planner.shipped import shipped_names, text_of
 
 _MAPS = ("cpu_rates", "cpu_ops", "device_ops")
 _TEXTS = ("name", "device_name", "note")
@@ -28,10 +27,7 @@ _COUNTS = ("cores", "numa_nodes")
 
 def machine_names() -> list[str]:
     """Descriptions that come with HMT."""
-    folder = files("hmt.planner") / "machines"
-    ending = ".toml"
-    names = (entry.name for entry in folder.iterdir())
-    return sorted(name.removesuffix(ending) for name in names if name.endswith(ending))
+    return shipped_names("machines", ".toml")
 
 
 def read_machine(source: str) -> Machine:
@@ -39,18 +35,8 @@ def read_machine(source: str) -> Machine:
 
     Raises MissingFileError, and ConfigError for a key that is unknown, missing or makes no sense.
     """
-    path = Path(source).expanduser()
     try:
-        if path.is_file():
-            text = path.read_text()
-        else:
-            text = (files("hmt.planner") / "machines" / f"{source}.toml").read_text()
-        content = tomllib.loads(text)
-    except FileNotFoundError:
-        raise MissingFileError(
-            f"{source} is neither a file nor one of the machines that HMT knows: "
-            + ", ".join(machine_names())
-        ) from None
+        content = tomllib.loads(text_of(source, "machines", ".toml", "machines"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from None
     return machine_of(content, source)

@@ -15,13 +15,11 @@ prompts' pieces are, and what the GPU gets where gpu_layers is left out.  `fusio
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hmt.base.errors import BudgetError, ConfigError, MissingFileError
+from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import PAGE_TOKENS
@@ -30,6 +28,7 @@ from hmt.planner.footprint import Demand
 from hmt.planner.goals import GOALS, plan_for_goal
 from hmt.planner.outlook import Outlook, Planned, Setting
 from hmt.planner.routing import HitCurve, usual_curve
+from hmt.planner.shipped import shipped_names, text_of
 
 _SECTIONS = {
     "memory": ("gpu_layers", "prefetch", "expert_threshold"),
@@ -58,9 +57,7 @@ class Profile:
 
 def profile_names() -> list[str]:
     """Profiles that come with HMT."""
-    ending = ".yaml"
-    names = (entry.name for entry in (files("hmt.planner") / "profiles").iterdir())
-    return sorted(name.removesuffix(ending) for name in names if name.endswith(ending))
+    return shipped_names("profiles", ".yaml")
 
 
 def read_profile(source: str) -> Profile:
@@ -68,18 +65,8 @@ def read_profile(source: str) -> Profile:
 
     Raises MissingFileError, and ConfigError for a key that is unknown or makes no sense.
     """
-    path = Path(source).expanduser()
     try:
-        if path.is_file():
-            text = path.read_text()
-        else:
-            text = (files("hmt.planner") / "profiles" / f"{source}.yaml").read_text()
-        content = yaml.safe_load(text) or {}
-    except FileNotFoundError:
-        raise MissingFileError(
-            f"{source} is neither a file nor one of the profiles that HMT knows: "
-            + ", ".join(profile_names())
-        ) from None
+        content = yaml.safe_load(text_of(source, "profiles", ".yaml", "profiles")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from None
     return profile_of(content, source)

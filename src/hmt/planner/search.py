@@ -9,6 +9,7 @@ right when the device was empty may not be when it is full.
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import cache
 
 from hmt.contracts.machine import Machine
 from hmt.planner.cost import CostModel
@@ -22,16 +23,23 @@ Weigh = Callable[[CostModel], float]
 _STEPS = (16, 64)  # parts of the layers that one step takes at first, and then
 _NOTHING = DeviceChoice(0)
 _ROUNDS = 3
+_SORTS = ("staying", "copied", "expert_slots", "staging_slots")
+_IMPROVED = 3  # of the starts, those that are gone on with
 
 
 def cheapest(
     draft: Draft, machine: Machine, weigh: Weigh, curve: HitCurve | None = None
-) -> DeviceChoice:
-    """The best choice that was found; without layers where the CPU alone is best."""
+) -> list[DeviceChoice]:
+    """The best choices that were found, the best first; without layers the CPU is alone.
+
+    A draft is not quite the plan: whoever can should compare the plans of these.
+    """
     search = _Search(draft, machine, weigh, curve)
     starts = [_NOTHING, *_fullest(draft)]
-    found = min((search.improved(search.fill(start)) for start in starts), key=search.cost)
-    return found if search.cost(found) < search.cost(_NOTHING) else _NOTHING
+    starts += [search.most(start, sort) for start in starts[1:2] for sort in _SORTS]
+    filled = sorted({search.fill(start): None for start in starts}, key=search.cost)
+    found = {search.improved(start): None for start in filled[:_IMPROVED]}
+    return sorted((*found, *filled[:1], _NOTHING), key=search.cost)
 
 
 def _fullest(draft: Draft) -> Iterator[DeviceChoice]:
@@ -50,6 +58,7 @@ class _Search:
     ) -> None:
         self._draft, self._machine, self._weigh, self._curve = draft, machine, weigh, curve
         self._costs: dict[DeviceChoice, float] = {}
+        self.taken = cache(draft.room.taken)
 
     def cost(self, choice: DeviceChoice) -> float:
         """Seconds, or what the goal weighs."""
@@ -57,6 +66,21 @@ class _Search:
             model = CostModel(self._draft.loads(choice), self._machine, self._curve)
             self._costs[choice] = self._weigh(model)
         return self._costs[choice]
+
+    def most(self, choice: DeviceChoice, sort: str) -> DeviceChoice:
+        """With as much of one sort as fits, whatever it saves: where a greedy step sees no gain."""
+        for _ in range(2 * _STEPS[0]):  # slots that take no room would never end
+            more = [
+                after
+                for after in self._steps(choice, _STEPS[0])
+                if getattr(after, sort) > getattr(choice, sort)
+                and after.layers == choice.layers
+                and self.taken(after) is not None
+            ]
+            if not more:
+                break
+            choice = more[0]
+        return choice
 
     def improved(self, choice: DeviceChoice) -> DeviceChoice:
         """With half of each sort given back, and the room filled again, while that helps."""
@@ -84,12 +108,12 @@ class _Search:
         return choice
 
     def _step(self, choice: DeviceChoice, parts: int, without: str) -> DeviceChoice | None:
-        now, before = self.cost(choice), self._draft.room.taken(choice) or 0
+        now, before = self.cost(choice), self.taken(choice) or 0
         best, best_worth = None, 0.0
         for after in self._steps(choice, parts):
             if without and getattr(after, without) > getattr(choice, without):
                 continue
-            taken = self._draft.room.taken(after)
+            taken = self.taken(after)
             if taken is None:
                 continue
             worth = (now - self.cost(after)) / max(1, taken - before)

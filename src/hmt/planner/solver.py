@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import format_bytes, round_down, round_up
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
-from hmt.contracts.kv import KVLevels
+from hmt.contracts.kv import KVLevels, Stay, least_hot_pages, ring_pages
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan, Tier
@@ -40,6 +40,7 @@ from hmt.planner.slots import slot_counts
 _SMALLEST_CONTEXT = 256
 _LARGEST_DEFAULT_CONTEXT = 8192
 _MEMORY_PAGE_BYTES = 4096
+_FASTER = 0.98  # of the time or the bytes: what is less better is not worth another cache
 _MOST_ROWS = 64  # of a table on disk, looked up at once
 
 
@@ -70,7 +71,16 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     Raises BudgetError when even the smallest working set does not fit; it says what would.
     Raises ConfigError for a context that is longer than the model's.
     """
-    plan = _placed(demand, options, machine)
+    refusal: BudgetError | None = None
+    plan: Plan | None = None
+    try:
+        plan = _placed(demand, options, machine)
+    except BudgetError as error:
+        refusal = error
+    plan = _better_in_rings(demand, options, machine, plan)
+    if plan is None:
+        assert refusal is not None
+        raise refusal
     token = CostModel(loads_of(demand, plan), machine).decode(1, 0)
     return replace(
         plan,
@@ -78,6 +88,66 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         disk_bytes_per_token=token.nbytes["disk"],
         predicted_token_s=token.seconds,
     )
+
+
+def _better_in_rings(
+    demand: Demand, options: PlanOptions, machine: Machine, plan: Plan | None
+) -> Plan | None:
+    """`plan`, or one whose layers with windows keep those alone, where that is faster.
+
+    plan   keeps all positions in all layers; None: that does not fit
+
+    Whole pages in one place are the simpler cache: they stay where the memory that rings save
+    would hold nothing that is wanted.
+    """
+    context = options.context
+    if context is None and plan is not None:
+        context = min(plan.kv_tokens, demand.spec.max_context * demand.batch)
+    near = None if context is None else _ring_bytes(demand, options, context)
+    if near is None:
+        return plan
+    try:
+        kept = replace(options, context=context, kv=KVBudgets(near))
+        ringed = _placed(demand, kept, machine)
+    except BudgetError:
+        return plan
+    if plan is None:
+        return ringed
+    homes = (ringed.homes[b] for b in ringed.homes if b.kind is BlockKind.EXPERT)
+    if ringed.device.stages and any(home is not Tier.DEVICE for home in homes):
+        return plan  # steps that ask for experts elsewhere are not captured beside rings
+    assert context is not None
+    each = context / demand.batch
+    before, after = (
+        CostModel(loads_of(demand, one), machine).decode(1, each).seconds for one in (plan, ringed)
+    )
+    if not before or not after:  # nothing is known of the machine
+        before, after = _slow_bytes(demand, plan), _slow_bytes(demand, ringed)
+    return ringed if after < _FASTER * before else plan
+
+
+def _ring_bytes(demand: Demand, options: PlanOptions, context: int) -> int | None:
+    """Bytes of keys and values near, with rings for windows; None where that is not for us to say.
+
+    Or where rings would save little, or too few pages would be left for all requests at once.
+    """
+    sizes = demand.kv_sizes
+    if sizes is None or not sizes.ring_pages or options.kv is not None or options.device:
+        return None
+    chunk, pages = _chunk(demand, options), -(-context // PAGE_TOKENS)
+    if pages < least_hot_pages(chunk, demand.batch, Stay()):
+        return None
+    longest = {window: demand.batch * ring_pages(window, chunk) for window in sizes.ring_pages}
+    rings = {window: min(pages, count) for window, count in longest.items()}
+    levels = KVLevels(pages, ring_pages=rings)
+    nbytes = near_bytes(levels, sizes)
+    return nbytes if nbytes < _FASTER * kv_bytes(demand, context) else None
+
+
+def _slow_bytes(demand: Demand, plan: Plan) -> float:
+    """Bytes of weights weighed by how far they are."""
+    far = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 100}
+    return float(sum(far[plan.homes[block.id]] * block.slot_bytes for block in demand.blocks))
 
 
 def _placed(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:

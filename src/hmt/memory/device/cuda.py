@@ -41,6 +41,13 @@ class _CudaCopy(_CudaMark):
         return self._begin.elapsed_time(self.event) * 1e-3
 
 
+def _pci_address(properties: object) -> str:
+    """As sysfs writes it; "" where torch does not tell, as before 2.5."""
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, device = (part if isinstance(part, int) else -1 for part in parts)
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0" if min(domain, bus, device) >= 0 else ""
+
+
 class CudaDevice:
     """Implements Device."""
 
@@ -56,6 +63,7 @@ class CudaDevice:
                 "without --gpu-memory everything is computed on the CPU"
             ) from error
         self.name = properties.name
+        self.pci = _pci_address(properties)
         self._process = ProcessMemory(str(properties.uuid))
         self._free_at_start = torch.cuda.mem_get_info(self.where)[0]
         with torch.cuda.device(self.where):

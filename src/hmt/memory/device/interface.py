@@ -40,9 +40,11 @@ class Device(Protocol):
 
     name     for people
     where    what torch calls it; tensors of its memory live there
+    pci      its address, such as "0000:18:00.0"; "" where that is not known
     """
 
     name: str
+    pci: str
     where: torch.device
 
     def free_bytes(self) -> int:

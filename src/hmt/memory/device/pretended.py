@@ -45,6 +45,7 @@ class PretendedDevice:
 
     def __init__(self) -> None:
         self.name = "a pretended device"
+        self.pci = ""
         self.where = torch.device("cpu")
         self._taken = 0
         self._under_way: list[_Pretended] = []

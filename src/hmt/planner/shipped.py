@@ -1,0 +1,30 @@
+"""Files that come with HMT beside the code: machines, shapes of models, profiles."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from hmt.base.errors import MissingFileError
+
+
+def shipped_names(folder: str, ending: str) -> list[str]:
+    """What `folder` of the planner has, without `ending`, such as ".toml"."""
+    names = (entry.name for entry in (files("hmt.planner") / folder).iterdir())
+    return sorted(name.removesuffix(ending) for name in names if name.endswith(ending))
+
+
+def text_of(source: str, folder: str, ending: str, what: str) -> str:
+    """The text of a file, or of one of `shipped_names`.
+
+    what   such a file holds, for the message: "machines"
+
+    Raises MissingFileError where there is neither, and UnicodeDecodeError for what is no text.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if source in (names := shipped_names(folder, ending)):
+        name = f"{source}{ending}"
+        return (files("hmt.planner") / folder / name).read_text(encoding="utf-8")
+    raise MissingFileError(
+        f"{source} is neither a file nor one of the {what} that HMT knows: {', '.join(names)}"
+    )
