@@ -1,4 +1,4 @@
-"""Products of one token with int4 weights in panels, on Hopper: copies run ahead of sums.
+"""Products of one token with 4-bit weights in panels, on Hopper: copies run ahead of sums.
 
 In Gluon, as the assembler lets what Triton loads ahead into registers begin only where a step of
 the loop ends.  Here a program copies its weights to shared memory, some steps ahead and from before
@@ -10,7 +10,14 @@ Lane (4 g + j) of a warp takes words of rows 4 q to 4 q + 3 of panel g // 4, q =
 Such products of int8 take half as many instructions as those of bf16, which kept multiprocessors
 busy for as long as the memory: so x is made integers 256 h + l, see `one_token_inputs`.  The eight
 columns of a product are h and l of four blocks: x is zero in those of other blocks, so scales are
-applied once in four blocks, to exact sums.
+applied once in four blocks, to exact sums.  Where groups are of 16 inputs they are halves of two
+blocks.
+
+Codes of e2m1 select bytes from tables: `prmt` copies the byte that three bits of a nibble say, and
+where the fourth is set it spreads that byte's sign instead, which is 0 here.  So twice the number
+of a positive code less the number of any code is the number.  Both go to the tensor cores, which
+have time; the other way, choosing by sign, took twice the instructions that the memory allows.  A
+word's first four nibbles, then, are inputs 0 and 1 of one half of a block, and of the other.
 
 Around the product is what a layer has there: a norm of x + residual in front; behind it rotary
 positions, a gate, or a sum.  Results are rounded where those of `hmt.kernels.reference` are.
@@ -58,6 +65,51 @@ _PRODUCT = tl.constexpr(
     """
 )
 
+# As above, of codes of e2m1: for both words of an operand what is positive, doubled, and all less 0.
+_E2M1_PRODUCT = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b, c, d, m, n, s, t;
+    and.b32 m, $8, 0x77777777;
+    and.b32 n, $9, 0x77777777;
+    shr.u32 s, $8, 16;
+    shr.u32 t, $9, 16;
+    prmt.b32 a, 0x06040200, 0x18100C08, $8;
+    prmt.b32 b, 0x06040200, 0x18100C08, $9;
+    prmt.b32 c, 0x06040200, 0x18100C08, s;
+    prmt.b32 d, 0x06040200, 0x18100C08, t;
+    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0, $1, $2, $3}, {a, b, c, d}, {$12, $13},
+        {$14, $15, $16, $17};
+    shr.u32 s, m, 16;
+    shr.u32 t, n, 16;
+    prmt.b32 a, 0xFDFEFF00, 0xF4F8FAFC, m;
+    prmt.b32 b, 0xFDFEFF00, 0xF4F8FAFC, n;
+    prmt.b32 c, 0xFDFEFF00, 0xF4F8FAFC, s;
+    prmt.b32 d, 0xFDFEFF00, 0xF4F8FAFC, t;
+    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0, $1, $2, $3}, {a, b, c, d}, {$12, $13},
+        {$0, $1, $2, $3};
+    and.b32 m, $10, 0x77777777;
+    and.b32 n, $11, 0x77777777;
+    shr.u32 s, $10, 16;
+    shr.u32 t, $11, 16;
+    prmt.b32 a, 0x06040200, 0x18100C08, $10;
+    prmt.b32 b, 0x06040200, 0x18100C08, $11;
+    prmt.b32 c, 0x06040200, 0x18100C08, s;
+    prmt.b32 d, 0x06040200, 0x18100C08, t;
+    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$4, $5, $6, $7}, {a, b, c, d}, {$12, $13},
+        {$18, $19, $20, $21};
+    shr.u32 s, m, 16;
+    shr.u32 t, n, 16;
+    prmt.b32 a, 0xFDFEFF00, 0xF4F8FAFC, m;
+    prmt.b32 b, 0xFDFEFF00, 0xF4F8FAFC, n;
+    prmt.b32 c, 0xFDFEFF00, 0xF4F8FAFC, s;
+    prmt.b32 d, 0xFDFEFF00, 0xF4F8FAFC, t;
+    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$4, $5, $6, $7}, {a, b, c, d}, {$12, $13},
+        {$4, $5, $6, $7};
+    }
+    """
+)
+
 
 # Constants of kernels in this module:
 #
@@ -67,7 +119,10 @@ _PRODUCT = tl.constexpr(
 # SLOTS     steps, of one weight, that are copied ahead
 # APART     panels from one of a program's two to the other
 # COUNT     weights side by side
-# GROUP_BLOCKS   blocks of 32 inputs per group
+# GROUP_BLOCKS   blocks of 32 inputs per group; 0 stands for groups of 16 inputs
+# PARTS     of a step, in each of which a thread sees to two groups of four: 2 where groups are of
+#           16 inputs, else 1
+# E2M1      codes are of e2m1
 # NORM      x is normed first, after `more` was added where it is there; GEMMA: times offset + norm
 # ACTIVATION     "", or of a gate: weight 0 is a gate and weight 1 what goes through it
 # TURN      heads of weights 0 and 1 are rotated; APART is half a head then
@@ -113,7 +168,10 @@ def _fetch(rings, codes, scales, step, slot, WARPS: gl.constexpr, GROUP_BLOCKS: 
     code_ring, scale_ring, word, number = rings
     at = gl.multiple_of(codes + step * (WARPS * 8 * 64), 16)
     _copy(code_ring.index(slot), at[:, None] + word)
-    at = gl.multiple_of(scales + step * (WARPS * 8) // GROUP_BLOCKS * 16, 16)
+    if GROUP_BLOCKS == 0:
+        at = gl.multiple_of(scales + step * (WARPS * 16) * 16, 16)
+    else:
+        at = gl.multiple_of(scales + step * (WARPS * 8) // GROUP_BLOCKS * 16, 16)
     _copy(scale_ring.index(slot), at[:, None] + number)
     async_copy.commit_group()
 
@@ -141,9 +199,21 @@ def _codes_of(ring, index, WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl
 
 
 @gluon.jit
+def _numbers(scales):
+    """Scales in f32; bytes are exponents of two (MXFP4)."""
+    if scales.dtype == gl.uint8:
+        exponents = scales.to(gl.int32)
+        bits = gl.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is subnormal
+        numbers = bits.to(gl.float32, bitcast=True)
+    else:
+        numbers = scales.to(gl.float32)
+    return numbers
+
+
+@gluon.jit
 def _scales_of(ring, slot, WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr):
     """Of four rows, in the thread's block of the first four and in that of the others."""
-    found = ring.index(slot).load(_scale_layout(WARPS)).to(gl.float32)
+    found = _numbers(ring.index(slot).load(_scale_layout(WARPS)))
     found = gl.permute(gl.reshape(found, [2, WARPS, 2, 4, 4, 4]), (1, 0, 4, 3, 5, 2))
     one, two = gl.split(gl.reshape(found, [WARPS * 32, 4, 2]))
     return _apart(one, QUADS, THREADS, WARPS * 32), _apart(two, QUADS, THREADS, WARPS * 32)
@@ -165,10 +235,11 @@ def _of_blocks(
 
 
 @gluon.jit
-def _product(words, low, high, sums):
+def _product(words, low, high, sums, E2M1: gl.constexpr):
     """Sums of a thread's eight elements with a block more."""
+    CODE: gl.constexpr = _E2M1_PRODUCT if E2M1 else _PRODUCT
     return gl.inline_asm_elementwise(
-        _PRODUCT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        CODE, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
         [words[0], words[1], words[2], words[3], low, high,
          sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7]],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
@@ -197,26 +268,33 @@ def _with_four_blocks(totals, sums, offset, scales, unit):
 
 @gluon.jit
 def _advance(
-    totals, kept, step, slot, lane_block,
+    totals, kept, step, slot, lane_block, PART: gl.constexpr, PARTS: gl.constexpr,
+    E2M1: gl.constexpr,
     WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr, BLOCKS_OF: gl.constexpr,
 ):
-    """Totals of a thread's four rows with a step of one weight."""
+    """Totals of a thread's four rows with a part of a step of one weight."""
     N: gl.constexpr = WARPS * 32
+    BLOCKS: gl.constexpr = 4 // PARTS  # in which four groups are
+    step = step * PARTS + PART
     code_ring, scale_ring, inputs, units, offsets = kept
     EIGHT_THREADS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     x = _apart(inputs.index(step).load(EIGHT_THREADS), QUADS, THREADS, N)
     nothing = gl.full([N], 0, gl.int32, THREADS)
     first = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     other = first
-    for block in gl.static_range(4):
+    for block in gl.static_range(BLOCKS):
         own = gl.where(lane_block == block, 1, 0)
-        words = _codes_of(code_ring, slot * 8 + block, WARPS, QUADS, THREADS)
-        first = _product(words, _times(x[0], own), _times(x[1], own), first)
-        words = _codes_of(code_ring, slot * 8 + 4 + block, WARPS, QUADS, THREADS)
-        other = _product(words, _times(x[2], own), _times(x[3], own), other)
-    one, two = _scales_of(scale_ring, slot, WARPS, QUADS, THREADS)
+        at = slot * 8 + PART * (2 * BLOCKS) + block
+        words = _codes_of(code_ring, at, WARPS, QUADS, THREADS)
+        first = _product(words, _times(x[0], own), _times(x[1], own), first, E2M1)
+        words = _codes_of(code_ring, at + BLOCKS, WARPS, QUADS, THREADS)
+        other = _product(words, _times(x[2], own), _times(x[3], own), other, E2M1)
+    one, two = _scales_of(scale_ring, slot * PARTS + PART, WARPS, QUADS, THREADS)
     unit, other_unit = _of_blocks(units, step, WARPS, THREADS, BLOCKS_OF)
-    offset, other_offset = _of_blocks(offsets, step, WARPS, THREADS, BLOCKS_OF)
+    if E2M1:
+        offset, other_offset = nothing, nothing
+    else:
+        offset, other_offset = _of_blocks(offsets, step, WARPS, THREADS, BLOCKS_OF)
     totals = _with_four_blocks(totals, first, offset, one, unit)
     return _with_four_blocks(totals, other, other_offset, two, other_unit)
 
@@ -267,7 +345,8 @@ def _places(
 ):
     """From the beginning of a weight to rows of what is copied in a step, and columns of these.
 
-    Of codes, in words, rows are (block, panel, warp, half of j); of scales (panel, block).
+    Of codes, in words, rows are (block, panel, warp, half of j); of scales (panel, block), or
+    where groups are of 16 inputs (part, panel, warp, group).
     """
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     row = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, COPY))
@@ -276,10 +355,16 @@ def _places(
     codes = own_panel * (BLOCKS * 64) + (block * 64 + row % 2 * 32)
     word = gl.arange(0, 32, layout=gl.SliceLayout(0, COPY))[None, :]
     NUMBERS: gl.constexpr = _number_copies(KIND, WARPS)
-    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, NUMBERS))
-    own_panel = (panel + row // (8 * WARPS) * APART).to(gl.int64)
-    group = row % (8 * WARPS) // GROUP_BLOCKS
-    scales = own_panel * (BLOCKS // GROUP_BLOCKS * 16) + group * 16
+    if GROUP_BLOCKS == 0:
+        row = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, NUMBERS))
+        own_panel = (panel + row // (8 * WARPS) % 2 * APART).to(gl.int64)
+        group = row % (8 * WARPS) // 8 * 16 + row // (16 * WARPS) * 8 + row % 8
+        scales = own_panel * (BLOCKS * 32) + group * 16
+    else:
+        row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, NUMBERS))
+        own_panel = (panel + row // (8 * WARPS) * APART).to(gl.int64)
+        group = row % (8 * WARPS) // GROUP_BLOCKS
+        scales = own_panel * (BLOCKS // GROUP_BLOCKS * 16) + group * 16
     number = gl.arange(0, 16, layout=gl.SliceLayout(0, NUMBERS))[None, :]
     return codes, scales, word, number
 
@@ -287,15 +372,16 @@ def _places(
 @gluon.jit
 def _sums(
     kept, rings, codes, scales, WARPS: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr,
-    SETS: gl.constexpr, GROUP_BLOCKS: gl.constexpr,
+    SETS: gl.constexpr, GROUP_BLOCKS: gl.constexpr, E2M1: gl.constexpr,
 ):
     """Totals of threads, of one weight or of two."""
+    PARTS: gl.constexpr = 2 if GROUP_BLOCKS == 0 else 1
     QUADS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     OF: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 2], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0]
     )
-    lane_block = gl.arange(0, WARPS * 32, layout=THREADS) // 8 % 4
+    lane_block = gl.arange(0, WARPS * 32, layout=THREADS) % 32 // (8 * PARTS)
     nothing = gl.full([WARPS * 32], 0.0, gl.float32, THREADS)
     totals = (nothing, nothing, nothing, nothing)
     others = totals
@@ -303,10 +389,17 @@ def _sums(
     for step in range(STEPS):
         for part in gl.static_range(SETS):
             async_copy.wait_group(SLOTS - 1)
-            if part == 0:
-                totals = _advance(totals, kept, step, slot, lane_block, WARPS, QUADS, THREADS, OF)
-            else:
-                others = _advance(others, kept, step, slot, lane_block, WARPS, QUADS, THREADS, OF)
+            for half in gl.static_range(PARTS):
+                if part == 0:
+                    totals = _advance(
+                        totals, kept, step, slot, lane_block, half, PARTS, E2M1, WARPS, QUADS,
+                        THREADS, OF,
+                    )
+                else:
+                    others = _advance(
+                        others, kept, step, slot, lane_block, half, PARTS, E2M1, WARPS, QUADS,
+                        THREADS, OF,
+                    )
             ahead = step * SETS + part + SLOTS
             if ahead < STEPS * SETS:
                 _fetch(
@@ -372,14 +465,22 @@ def _turned(
 
 @gluon.jit
 def _store(
-    out, totals, others, biases, last, row, which, WARPS: gl.constexpr, APART: gl.constexpr,
-    ACTIVATION: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr, KIND: gl.constexpr,
+    out, totals, others, biases, factors, last, row, which,
+    COUNT: gl.constexpr, WARPS: gl.constexpr, APART: gl.constexpr, ACTIVATION: gl.constexpr,
+    TURN: gl.constexpr, ADD: gl.constexpr, E2M1: gl.constexpr, KIND: gl.constexpr,
 ):
     """Results of a program's rows; `last` is what `_wanted_last` found."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     here = row >= 0
     total, up = _over_threads(totals, others, WARPS, ROWS, ACTIVATION != "")
+    if E2M1:  # codes were doubled
+        total *= 0.5
+        up *= 0.5
+    if factors[0] is not None:
+        total *= gl.load(_pick(which, factors[0], factors[1], factors[2], COUNT))
+        if ACTIVATION != "":
+            up *= gl.load(factors[1])
     if ACTIVATION != "":
         gate = _rounded(_with_bias(total, biases[0], row, here), KIND)
         up = _rounded(_with_bias(up, biases[1], row, here), KIND)
@@ -398,17 +499,18 @@ def _store(
 @gluon.jit
 def one_token(
     out, x, more, norm,
-    codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, bias_0, bias_1, bias_2,
-    cos, sin, rows_0, rows_1, eps, offset,
+    codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, factor_0, factor_1, factor_2,
+    bias_0, bias_1, bias_2, cos, sin, rows_0, rows_1, eps, offset,
     COUNT: gl.constexpr, GROUP_BLOCKS: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
     PADDED: gl.constexpr, SLOTS: gl.constexpr, APART: gl.constexpr, NORM: gl.constexpr,
     GEMMA: gl.constexpr, ACTIVATION: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr,
-    CODES: gl.constexpr, DEPENDENT: gl.constexpr,
+    CODES: gl.constexpr, E2M1: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """x [in] times up to three weights, side by side; a program has 32 rows."""
     _next_may_begin(DEPENDENT)
     N: gl.constexpr = WARPS * 32
     SETS: gl.constexpr = 2 if ACTIVATION != "" else 1
+    PARTS: gl.constexpr = 2 if GROUP_BLOCKS == 0 else 1
     SCALE: gl.constexpr = scales_0.dtype.element_ty
     # Swizzled so that neither copies nor loads wait for each other's banks.  The 32 bytes that come
     # from memory together stay together.
@@ -417,12 +519,14 @@ def one_token(
     PLAIN_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     PLAIN_4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     code_ring = gl.allocate_shared_memory(gl.int32, [SLOTS, N, 32], SWIZZLED)
-    scale_ring = gl.allocate_shared_memory(SCALE, [SLOTS, 16 * WARPS, 16], PLAIN)
+    scale_ring = gl.allocate_shared_memory(SCALE, [SLOTS, PARTS * 16 * WARPS, 16], PLAIN)
     inputs = gl.allocate_shared_memory(
-        gl.int8, [PADDED * WARPS * 4, 128], gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+        gl.int8, [PADDED * PARTS * WARPS * 4, 128], gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     )
-    units = gl.allocate_shared_memory(gl.float32, [PADDED, WARPS, 4, 2], PLAIN_4)
-    offsets = gl.allocate_shared_memory(gl.int32, [PADDED, WARPS, 4, 2], PLAIN_4)
+    units = gl.allocate_shared_memory(gl.float32, [PADDED * PARTS, WARPS, 4, 2], PLAIN_4)
+    offsets = units
+    if not E2M1:
+        offsets = gl.allocate_shared_memory(gl.int32, [PADDED, WARPS, 4, 2], PLAIN_4)
 
     tile, column, which = _which_tile(rows_0, rows_1, COUNT)
     panel = tile // APART * (2 * APART) + tile % APART
@@ -444,22 +548,23 @@ def one_token(
             async_copy.commit_group()
     keep_inputs(
         (inputs, units, offsets), x, more, norm, eps, offset, PADDED, WARPS, STEPS, NORM, GEMMA,
-        CODES, DEPENDENT,
+        CODES, E2M1, PARTS, DEPENDENT,
     )
     kept = (
         _seen_as(code_ring, gl.int32, [SLOTS * 8, 4 * WARPS, 32], SWIZZLED),
-        scale_ring,
+        _seen_as(scale_ring, SCALE, [SLOTS * PARTS, 16 * WARPS, 16], PLAIN),
         _seen_as(
-            inputs, gl.int32, [PADDED, WARPS * 4, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+            inputs, gl.int32, [PADDED * PARTS, WARPS * 4, 32],
+            gl.SwizzledSharedLayout(4, 1, 8, [1, 0]),
         ),
-        _seen_as(units, gl.float32, [PADDED, WARPS, 4, 2], PLAIN_3),
-        _seen_as(offsets, gl.int32, [PADDED, WARPS, 4, 2], PLAIN_3),
+        _seen_as(units, gl.float32, [PADDED * PARTS, WARPS, 4, 2], PLAIN_3),
+        _seen_as(offsets, gl.int32, [PADDED * PARTS, WARPS, 4, 2], PLAIN_3),
     )
     KIND: gl.constexpr = x.dtype.element_ty
     row = _rows_of(panel, WARPS, APART)
     last = _wanted_last((out + column, more), (cos, sin), row, APART, TURN, ADD, KIND)
-    totals, others = _sums(kept, rings, codes, scales, WARPS, STEPS, SLOTS, SETS, GROUP_BLOCKS)
+    totals, others = _sums(kept, rings, codes, scales, WARPS, STEPS, SLOTS, SETS, GROUP_BLOCKS, E2M1)
     _store(
-        out + column, totals, others, (bias_0, bias_1, bias_2), last, row, which, WARPS, APART,
-        ACTIVATION, TURN, ADD, KIND,
+        out + column, totals, others, (bias_0, bias_1, bias_2), (factor_0, factor_1, factor_2),
+        last, row, which, COUNT, WARPS, APART, ACTIVATION, TURN, ADD, E2M1, KIND,
     )

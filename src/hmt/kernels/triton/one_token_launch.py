@@ -24,6 +24,7 @@ _SLOTS = {2: 4, 4: 4, 8: 3}
 _MULTIPROCESSORS = 132
 _MOST_INPUTS = 16384  # of more, programs leave no room for others
 _GATED_SLOTS = 2
+_ENCODINGS = (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,13 @@ def takes_one_token(x: Tensor, weights: Sequence[WeightTensor], *, gated: bool =
 
 
 def _takes(w: WeightTensor, gated: bool) -> bool:
-    if w.encoding is not Encoding.INT4_GROUP or offset_kind(w):
+    if w.encoding not in _ENCODINGS or offset_kind(w):
         return False
     warps = _warps(w.shape[1], gated)
-    whole = warps > 0 and w.shape[0] % _ROWS == 0 and w.group_size % 32 == 0
-    if not whole or _STEP_BLOCKS * warps % (w.group_size // 32):
+    whole = warps > 0 and w.shape[0] % _ROWS == 0
+    if w.encoding is Encoding.INT4_GROUP:
+        whole = whole and w.group_size % 32 == 0
+    if not whole or _STEP_BLOCKS * warps % max(1, w.group_size // 32):
         return False
     assert w.scales is not None
     return w.data.data_ptr() % 16 == 0 and w.scales.data_ptr() % 16 == 0
@@ -107,6 +110,7 @@ def multiply_one(
         None if norm is None else norm.weight,
         *(None if one is None else one.data.view(torch.int32) for one in given),
         *(None if one is None else one.scales for one in given),
+        *(None if one is None else one.factor for one in given),
         *[*biases, None, None][:3],
         None if turn is None else turn.cos,
         None if turn is None else turn.sin,
@@ -123,6 +127,7 @@ def multiply_one(
         TURN=turn is not None,
         ADD=add,
         CODES=w.activations is Activations.INT8_TOKEN,
+        E2M1=w.encoding is not Encoding.INT4_GROUP,
         num_warps=sizes["WARPS"],
         **constants,
     )
