@@ -68,17 +68,16 @@ def several_tokens(
     near, far = 0, 0
     if GATED:
         near, far = _distance(codes_0, codes_1, 4), _distance(scales_0, scales_1, 2)
-    panel = _panels(along(2 * WARPS, 1, CODES), tile, rows, near, ROWS, WARPS, GATED)
+    panel = panels_of(along(2 * WARPS, 1, CODES), tile, rows, near, ROWS, WARPS, GATED)
     code_at = gl.multiple_of(codes + (panel[0] * (blocks * 64) + panel[1]), [16, 16, 16, 16])
     code_at = code_at + along(4, 2, CODES) * 16 + along(16, 3, CODES)
-    panel = _panels(along(2 * WARPS, 1, SCALES), tile, rows, far, ROWS, WARPS, GATED)
+    panel = panels_of(along(2 * WARPS, 1, SCALES), tile, rows, far, ROWS, WARPS, GATED)
     scale_at = scales + (panel[0] * (blocks // GROUP * 16) + panel[1])
     scale_at = gl.multiple_of(scale_at, [16, 16, 16]) + along(16, 2, SCALES)
-    total = _sum_of_steps(
-        code_at, scale_at, x, first, last, blocks, first_token, tokens, x_stride, GROUP, BLOCKS,
-        PART, STAGES, TOKENS, WARPS, EVEN, CODES, CODE_PART, MMA, DEPENDENT,
+    total = sum_of_steps(
+        code_at, scale_at, x, None, first, last, blocks, first_token, tokens, x_stride, 1, GROUP,
+        BLOCKS, PART, STAGES, TOKENS, WARPS, EVEN, CODES, CODE_PART, MMA, DEPENDENT,
     )  # fmt: skip
-    total *= 18446744073709551616.0  # 2^64
     if GATED:
         write_gated(
             out, total, bias_0, bias_1, tile, rows, first_token, tokens, out_stride, WARPS, TOKENS,
@@ -87,21 +86,22 @@ def several_tokens(
     else:
         bias = pick(which, bias_0, bias_1, bias_2, COUNT) if bias_0 is not None else None
         write_sums(
-            out, total, bias, tile, rows, column, rows_0 + rows_1 + rows_2, first_token, tokens,
+            out, total, bias, None, tile, rows, column, rows_0 + rows_1 + rows_2, first_token, tokens,
             out_stride, WARPS, TOKENS, SPLIT, ADD, MMA,
         )  # fmt: skip
 
 
 @gluon.jit
-def _sum_of_steps(
-    code_at, scale_at, x, first, last, blocks, first_token, tokens, x_stride,
-    GROUP: gl.constexpr, BLOCKS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+def sum_of_steps(
+    code_at, scale_at, x, order, first, last, blocks, first_token, tokens, x_stride,
+    TOP: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     TOKENS: gl.constexpr, WARPS: gl.constexpr, EVEN: gl.constexpr, CODES: gl.constexpr,
     CODE_PART: gl.constexpr, MMA: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """2^-64 of sums [32 WARPS, TOKENS] over steps first to last.
+    """Sums [32 WARPS, TOKENS] over steps first to last.
 
     code_at, scale_at   of block 0: [1, panels, 4, 16] and [1, panels, 16]
+    order               None, or which pair of a token and one of its TOP experts stands where
     """
     STEP: gl.constexpr = 32 * BLOCKS
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -128,8 +128,11 @@ def _sum_of_steps(
     inputs_are_there(DEPENDENT)
     token = first_token + along(TOKENS, 0, X)
     k = along(STEP, 1, X)
-    x_at = x + token.to(gl.int64) * x_stride + k
     known = token < tokens
+    place = token
+    if order is not None:
+        place = gl.load(order + token, mask=known, other=0) // TOP
+    x_at = x + place.to(gl.int64) * x_stride + k
     end = gl.minimum(blocks, last * BLOCKS) * 32
     values = gl.load(x_at + first * STEP, mask=known & (first * STEP + k < end), other=0.0)
     inputs.index(0).store(_by_nibbles(values, TOKENS, BLOCKS))
@@ -160,7 +163,7 @@ def _sum_of_steps(
         half = 1 - half
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
     async_copy.wait_group(0)
-    return total
+    return total * 18446744073709551616.0  # 2^64
 
 
 def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
@@ -173,7 +176,7 @@ def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _panels(at, tile, rows, distance, ROWS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr):
+def panels_of(at, tile, rows, distance, ROWS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr):
     """Panels of a program, int64, none behind the last, and where their weight begins."""
     last = gl.cdiv(rows, 16) - 1
     begin = (at * 0).to(gl.int64)

@@ -27,7 +27,7 @@ _COLUMNS = 512  # of sums, in a program of `add_parts`
 
 
 def _several(x: Tensor) -> bool:
-    return len(x) >= _FEWEST and _is_hopper(x.device)
+    return len(x) >= _FEWEST and is_hopper(x.device)
 
 
 def _width(x: Tensor) -> int:
@@ -37,7 +37,8 @@ def _width(x: Tensor) -> int:
 
 
 @cache
-def _is_hopper(where: torch.device) -> bool:
+def is_hopper(where: torch.device) -> bool:
+    """Whether tensors there are multiplied by the kernels for several tokens."""
     return where.type == "cuda" and torch.cuda.get_device_capability(where)[0] == 9
 
 
