@@ -129,8 +129,8 @@ class Sizes:
     warps: int
 
 
-def takes_one_token(x: Tensor, w: WeightTensor) -> bool:
-    """Whether `multiply_one_token` takes x [tokens, in] and w."""
+def takes_numbers(x: Tensor, w: WeightTensor) -> bool:
+    """Whether `multiply_numbers` takes x [tokens, in] and w."""
     if len(x) != 1 or x.dtype not in _FLOATS or x.stride(1) != 1:
         return False
     if w.activations is not Activations.FLOAT or w.data.data_ptr() % _VECTOR_BYTES:
@@ -149,7 +149,7 @@ def sizes_of(w: WeightTensor) -> Sizes:
     return Sizes(16, 1024 // w.data.element_size(), 4)
 
 
-def multiply_one_token(
+def multiply_numbers(
     out: Tensor,
     x: Tensor,
     w: WeightTensor,
