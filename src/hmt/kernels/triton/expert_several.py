@@ -87,8 +87,9 @@ def _products(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
     tile = gl.program_id(0)
-    near = gl.multiple_of(to_up, 16) // 4
-    far = gl.multiple_of(to_up_scales, 16) // 2
+    near, far = 0, 0
+    if GATED:
+        near, far = gl.multiple_of(to_up, 16) // 4, gl.multiple_of(to_up_scales, 16) // 2
     codes = gl.multiple_of(data.to(gl.pointer_type(gl.int32)), 16)
     panel = panels_of(along(2 * WARPS, 1, CODES), tile, rows, near, ROWS, WARPS, GATED)
     panel_at = panel[0] * (blocks * 64) + gl.multiple_of(panel[1], [4, 4, 4, 4])
