@@ -23,7 +23,10 @@ _ROWS = 32  # of a program
 _SLOTS = {2: 4, 4: 4, 8: 3}
 _MULTIPROCESSORS = 132
 _MOST_INPUTS = 16384  # of more, programs leave no room for others
-_GATED_SLOTS = 2
+_FEW_SLOTS = 2  # of two weights, and where codes take long: a third program in their place is worth more
+# Of NVFP4 with floats, fewer rows leave a multiprocessor one program, whose inputs take long to
+# prepare: 6.4 us for 4096 of 4096 inputs, where `few_tokens` takes 4.6.
+_NVFP4_ROWS = 8192
 _ENCODINGS = (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4)
 
 
@@ -59,6 +62,8 @@ def _takes(w: WeightTensor, gated: bool) -> bool:
     whole = warps > 0 and w.shape[0] % _ROWS == 0
     if w.encoding is Encoding.INT4_GROUP:
         whole = whole and w.group_size % 32 == 0
+    if w.encoding is Encoding.NVFP4 and w.activations is Activations.FLOAT:
+        whole = whole and w.shape[0] * (2 if gated else 1) >= _NVFP4_ROWS
     if not whole or _STEP_BLOCKS * warps % max(1, w.group_size // 32):
         return False
     assert w.scales is not None
@@ -100,7 +105,8 @@ def multiply_one(
     w = weights[0]
     given: list[WeightTensor | None] = [*weights, None, None][:3]
     rows = w.shape[0] if activation else sum(one.shape[0] for one in weights)
-    sizes = sizes_of(w.shape[1], rows, gated=bool(activation))
+    e2m1 = w.encoding is not Encoding.INT4_GROUP
+    sizes = sizes_of(w.shape[1], rows, gated=bool(activation), e2m1=e2m1)
     options = NormOptions(0.0) if norm is None else norm.options
     constants: dict[str, Any] = dependent(x.device)
     one_token[(rows // _ROWS,)](
@@ -127,13 +133,15 @@ def multiply_one(
         TURN=turn is not None,
         ADD=add,
         CODES=w.activations is Activations.INT8_TOKEN,
-        E2M1=w.encoding is not Encoding.INT4_GROUP,
+        E2M1=e2m1,
         num_warps=sizes["WARPS"],
         **constants,
     )
 
 
-def sizes_of(columns: int, rows: int, *, gated: bool = False) -> dict[str, int]:
+def sizes_of(
+    columns: int, rows: int, *, gated: bool = False, e2m1: bool = False
+) -> dict[str, int]:
     """Block sizes.  Sums are made by inputs alone, so parts of a matrix have the results of all."""
     warps = _warps(columns, gated)
     steps = columns // (32 * _STEP_BLOCKS * warps)
@@ -142,5 +150,5 @@ def sizes_of(columns: int, rows: int, *, gated: bool = False) -> dict[str, int]:
         "WARPS": warps,
         "STEPS": steps,
         "PADDED": triton.next_power_of_2(steps),
-        "SLOTS": _GATED_SLOTS if gated else slots,
+        "SLOTS": min(slots, _FEW_SLOTS) if gated or e2m1 else slots,
     }

@@ -16,6 +16,8 @@ from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_b
 from hmt.kernels.triton.scalars import interpreted, rounded
 
 _VECTOR_BYTES = 16
+_STEP_BYTES = 1024  # of each row
+_MANY_ROWS = 8192
 _FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -86,7 +88,7 @@ def _load(at, element, start, elements, EVEN: tl.constexpr):
     if EVEN:
         found = tl.load(at + start)
     else:
-        found = tl.load(at + start, mask=(start + element < elements)[None, :], other=0)
+        found = tl.load(at + start, mask=(start + element < elements)[None, :], other=0.0)
     return found
 
 
@@ -145,8 +147,16 @@ def takes_numbers(x: Tensor, w: WeightTensor) -> bool:
 
 
 def sizes_of(w: WeightTensor) -> Sizes:
-    """Block sizes.  Sums are made by inputs alone, so parts of a matrix have the results of all."""
-    return Sizes(16, 1024 // w.data.element_size(), 4)
+    """Block sizes: steps of 1 KiB of each row, in which sums are made in one order.
+
+    On an H200 28672 rows of 4096 inputs take 57 us in bf16 and in f16 and 33 in FP8 (of 56 and 28
+    that reading takes), 4096 rows 10, 9.6 and 6.3, and of 14336 inputs 30, 30 and 18.  With steps
+    of 512 bytes the last take 39, 37 and 31.
+    """
+    size = w.data.element_size()
+    if w.shape[0] >= _MANY_ROWS:
+        return Sizes(16, _STEP_BYTES // size, 4)
+    return Sizes(16, _STEP_BYTES, 8) if size == 1 else Sizes(8, _STEP_BYTES // size, 4)
 
 
 def multiply_numbers(

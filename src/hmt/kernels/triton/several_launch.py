@@ -23,6 +23,7 @@ _FEWEST = 5
 _PROGRAMS = 132
 _MOST_PARTS = 8
 _FEW_ROWS, _FEW_BLOCKS = 4352, 256
+_ENCODINGS = (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4)
 _COLUMNS = 512  # of sums, in a program of `add_parts`
 
 
@@ -44,20 +45,24 @@ def is_hopper(where: torch.device) -> bool:
 
 def takes_panels(x: Tensor, w: WeightTensor) -> bool:
     """True where `multiply_panels` multiplies x with w."""
-    group = w.group_size // 32
     return (
         _several(x)
         and x.dtype is torch.bfloat16
-        and w.encoding is Encoding.INT4_GROUP
+        and w.encoding in _ENCODINGS
         and w.activations is Activations.FLOAT
         and w.zeros is None
         and w.minima is None
         and w.scales is not None
-        and w.scales.dtype is torch.bfloat16
-        and group > 0
-        and group & (group - 1) == 0
+        and (w.encoding is not Encoding.INT4_GROUP or _has_plain_groups(w))
         and all(part.data_ptr() % 16 == 0 for part in (w.data, w.scales))
     )
+
+
+def _has_plain_groups(w: WeightTensor) -> bool:
+    """Of int4: scales as most checkpoints have them."""
+    assert w.scales is not None
+    group = w.group_size // 32
+    return w.scales.dtype is torch.bfloat16 and group > 0 and group & (group - 1) == 0
 
 
 def panel_sizes(tokens: int, rows: int, blocks: int, *, gated: bool) -> dict[str, Any]:
@@ -91,7 +96,7 @@ def multiply_panels(
 ) -> None:
     """As `few_launch.multiply_panels`, or with an activation as `multiply_gated`."""
     # What this is written in changes more often than Triton: others shall not load it.
-    from hmt.kernels.triton.several import code_layout, several_tokens
+    from hmt.kernels.triton.several import code_layout, scale_layout, several_tokens
 
     w = weights[0]
     rows = [one.shape[0] for one in weights]
@@ -114,6 +119,7 @@ def multiply_panels(
         x,
         *(None if one is None else one.data for one in given),
         *(None if one is None else one.scales for one in given),
+        *(None if one is None else one.factor for one in given),
         *known,
         *(0 if one is None else one.shape[0] for one in given),
         len(x),
@@ -128,6 +134,8 @@ def multiply_panels(
         ADD=add and split == 1,
         CODES=code_layout(sizes["BLOCKS"], warps),
         CODE_PART=code_layout(sizes["PART"], warps),
+        SCALES=scale_layout(sizes["BLOCKS"], warps, w.group_size // 32),
+        E2M1=w.encoding is not Encoding.INT4_GROUP,
         **sizes,
         num_warps=warps,
         **dependent(x.device),

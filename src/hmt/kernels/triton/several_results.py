@@ -60,7 +60,7 @@ def write_sums(
 
 @gluon.jit
 def write_gated(
-    out, total, bias_0, bias_1, tile, rows, first_token, tokens, out_stride,
+    out, total, factor_0, factor_1, bias_0, bias_1, tile, rows, first_token, tokens, out_stride,
     WARPS: gl.constexpr, TOKENS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of sums in which the upper half of the warps has `up`."""
@@ -74,6 +74,9 @@ def write_gated(
     gate, up = gl.split(both)
     row = tile * ROWS + along(ROWS, 0, HERE)
     token = first_token + along(TOKENS, 1, HERE)
+    if factor_0 is not None:
+        gate *= gl.load(factor_0)
+        up *= gl.load(factor_1)
     if bias_0 is not None:
         gate += gl.load(bias_0 + row, mask=row < rows, other=0.0).to(gl.float32)
     if bias_1 is not None:
