@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def kernel_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_kernel(monkeypatch, "one_token", ("one_token_inputs",))
+    load_kernel(monkeypatch, "one_token", ("one_token_inputs", "one_token_products"))
 
 
 def random_tensor(*sizes: int, seed: int = 1) -> torch.Tensor:

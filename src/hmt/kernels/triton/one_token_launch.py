@@ -23,7 +23,7 @@ _ROWS = 32  # of a program
 _SLOTS = {2: 4, 4: 4, 8: 3}
 _MULTIPROCESSORS = 132
 _MOST_INPUTS = 16384  # of more, programs leave no room for others
-_FEW_SLOTS = 2  # of two weights, and where codes take long: a third program in their place is worth more
+_FEW_SLOTS = 2  # of two weights, and where codes take long: other programs are worth more
 # Of NVFP4 with floats, fewer rows leave a multiprocessor one program, whose inputs take long to
 # prepare: 6.4 us for 4096 of 4096 inputs, where `few_tokens` takes 4.6.
 _NVFP4_ROWS = 8192
@@ -139,9 +139,7 @@ def multiply_one(
     )
 
 
-def sizes_of(
-    columns: int, rows: int, *, gated: bool = False, e2m1: bool = False
-) -> dict[str, int]:
+def sizes_of(columns: int, rows: int, *, gated: bool = False, e2m1: bool = False) -> dict[str, int]:
     """Block sizes.  Sums are made by inputs alone, so parts of a matrix have the results of all."""
     warps = _warps(columns, gated)
     steps = columns // (32 * _STEP_BLOCKS * warps)

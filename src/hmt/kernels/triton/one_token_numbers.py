@@ -61,10 +61,7 @@ def one_token_numbers(
         following = _load(at, element, start // IN_ONE + STEP, elements, False)
         here = start + column
         values = tl.load(x + here, mask=here < columns, other=0.0).to(tl.float32)
-        if WORDS:
-            products = _fours(now, values, COLUMNS)
-        else:
-            products = now.to(tl.float32) * values[None, :]
+        products = _fours(now, values, COLUMNS) if WORDS else now.to(tl.float32) * values[None, :]
         sums = tl.sum(tl.reshape(products, (ROWS, COLUMNS // VECTOR, VECTOR // IN_ONE)), 2)
         if TILE_ROWS > 0:
             tile = (start + vector) // TILE_COLUMNS

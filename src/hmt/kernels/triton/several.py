@@ -38,7 +38,7 @@ from hmt.kernels.triton.several_results import place, write_gated, write_sums
 # TOKENS      of a program: 8, 16, 32 or 64
 # EVEN        blocks are a multiple of BLOCKS
 # ACTIVATION  as in `few_tokens`: half of the warps multiply with weight 0, half with weight 1
-# CODES       `code_layout` of a step, CODE_PART that of a part
+# CODES       `code_layout` of a step, CODE_PART that of a part; SCALES `scale_layout` of a step
 
 
 @gluon.jit
@@ -82,14 +82,14 @@ def several_tokens(
         total *= gl.load(pick(which, factor_0, factor_1, factor_2, COUNT))
     if GATED:
         write_gated(
-            out, total, factor_0, factor_1, bias_0, bias_1, tile, rows, first_token, tokens, out_stride, WARPS, TOKENS,
-            ACTIVATION,
+            out, total, factor_0, factor_1, bias_0, bias_1, tile, rows, first_token, tokens,
+            out_stride, WARPS, TOKENS, ACTIVATION,
         )  # fmt: skip
     else:
         bias = pick(which, bias_0, bias_1, bias_2, COUNT) if bias_0 is not None else None
         write_sums(
-            out, total, bias, None, tile, rows, column, rows_0 + rows_1 + rows_2, first_token, tokens,
-            out_stride, WARPS, TOKENS, SPLIT, ADD, MMA,
+            out, total, bias, None, tile, rows, column, rows_0 + rows_1 + rows_2, first_token,
+            tokens, out_stride, WARPS, TOKENS, SPLIT, ADD, MMA,
         )  # fmt: skip
 
 
@@ -109,9 +109,10 @@ def scale_addresses(scales, panel, blocks, GROUP: gl.constexpr, SCALES: gl.const
 @gluon.jit
 def sum_of_steps(
     code_at, scale_at, x, order, first, last, blocks, first_token, tokens, x_stride,
-    TOP: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    TOKENS: gl.constexpr, WARPS: gl.constexpr, EVEN: gl.constexpr, CODES: gl.constexpr,
-    CODE_PART: gl.constexpr, SCALES: gl.constexpr, E2M1: gl.constexpr, MMA: gl.constexpr,
+    TOP: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, PART: gl.constexpr,
+    STAGES: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, EVEN: gl.constexpr,
+    CODES: gl.constexpr, CODE_PART: gl.constexpr, SCALES: gl.constexpr, E2M1: gl.constexpr,
+    MMA: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Sums [32 WARPS, TOKENS] over steps first to last.
@@ -213,15 +214,13 @@ def scale_layout(blocks: int, warps: int, group: int) -> object:
 @gluon.jit
 def _groups(blocks, GROUP: gl.constexpr):
     """How many groups there are in so many blocks."""
-    if GROUP == 0:
-        groups = blocks * 2
-    else:
-        groups = blocks // GROUP
-    return groups
+    return blocks * 2 if GROUP == 0 else blocks // GROUP
 
 
 @gluon.jit
-def panels_of(at, tile, rows, distance, ROWS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr):
+def panels_of(
+    at, tile, rows, distance, ROWS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr
+):
     """Panels of a program, int64, none behind the last, and where their weight begins."""
     last = gl.cdiv(rows, 16) - 1
     begin = (at * 0).to(gl.int64)
