@@ -14,7 +14,9 @@ from hmt.kernels.triton.scalars import interpreted
 # Triton's interpreter rounds to bf16 by cutting off.
 KINDS = [torch.float32, torch.float16, *([] if interpreted() else [torch.bfloat16])]
 WEIGHTS = [(kind, {}) for kind in FLOATS]
-WEIGHTS += [(Encoding.FP8_BLOCK, {"tile": (32, 64)}), (Encoding.FP8_BLOCK, {"tile": (128, 48)})]
+WEIGHTS += [
+    (Encoding.FP8_BLOCK, {"tile": tile}) for tile in ((32, 64), (128, 48), (1, 1040), (128, 4096))
+]
 
 
 def token(columns: int, device: torch.device, kind: torch.dtype, seed: int = 1) -> torch.Tensor:
@@ -77,5 +79,5 @@ def test_what_the_kernel_does_not_take(device):
     assert not takes_numbers(x.repeat(2, 1), w)
     assert not takes_numbers(x, random_weight(Encoding.INT8_CHANNEL, 32, 512, device=device))
     assert not takes_numbers(x[:, :508], random_weight(Encoding.F16, 32, 508, device=device))
-    odd = random_weight(Encoding.FP8_BLOCK, 32, 512, device=device, tile=(16, 512))
+    odd = random_weight(Encoding.FP8_BLOCK, 32, 512, device=device, tile=(16, 256))
     assert not takes_numbers(x, odd)

@@ -24,7 +24,8 @@ _FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 # Constants of the kernel:
 #
 # TILE_ROWS, TILE_COLUMNS   numbers that share a scale, f32 [out / TILE_ROWS, in / TILE_COLUMNS],
-#                           multiples of ROWS and of VECTOR; or 0, without scales
+#                           multiples of ROWS and of VECTOR; TILE_COLUMNS 0: all of any rows do;
+#                           TILE_ROWS 0: there are no scales
 # ROWS, COLUMNS             of a program's step
 # VECTOR                    numbers that a thread loads at once
 # WORDS                     four numbers are loaded as a word, and brought to f32 by assembler
@@ -51,7 +52,7 @@ def one_token_numbers(
         weights = tl.multiple_of(weights.to(tl.pointer_type(tl.int32)), 16)
     at = weights + first_of_row + element[None, :]
     scale_at = scales
-    if TILE_ROWS > 0:
+    if TILE_COLUMNS > 0:
         vector = tl.arange(0, COLUMNS // VECTOR) * VECTOR
         scale_at = scales + first // TILE_ROWS * scale_columns
     now = _load(at, element, 0, elements, EVEN)
@@ -63,13 +64,15 @@ def one_token_numbers(
         values = tl.load(x + here, mask=here < columns, other=0.0).to(tl.float32)
         products = _fours(now, values, COLUMNS) if WORDS else now.to(tl.float32) * values[None, :]
         sums = tl.sum(tl.reshape(products, (ROWS, COLUMNS // VECTOR, VECTOR // IN_ONE)), 2)
-        if TILE_ROWS > 0:
+        if TILE_COLUMNS > 0:
             tile = (start + vector) // TILE_COLUMNS
             sums *= tl.load(scale_at + tile, mask=start + vector < columns, other=0.0)[None, :]
         total += sums
         now = following
     result = tl.sum(total, 1)
     inside = row < rows
+    if TILE_ROWS > 0 and TILE_COLUMNS == 0:
+        result *= tl.load(scales + row // TILE_ROWS, mask=inside, other=0.0)
     kind: tl.constexpr = out.dtype.element_ty
     if bias is not None:
         result += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
@@ -139,7 +142,8 @@ def takes_numbers(x: Tensor, w: WeightTensor) -> bool:
         return False
     if w.encoding is Encoding.FP8_BLOCK:
         height, width = w.tile
-        return height % 32 == 0 and width % vector == 0 and w.scales is not None
+        whole = width >= w.shape[1] or (height % 32 == 0 and width % vector == 0)
+        return whole and w.scales is not None
     return w.encoding.is_float
 
 
@@ -169,8 +173,10 @@ def multiply_numbers(
     rows, columns = w.shape
     sizes = sizes or sizes_of(w)
     height, width = w.tile if w.encoding is Encoding.FP8_BLOCK else (0, 0)
+    scale_columns = triton.cdiv(columns, width) if width else 0
+    width = 0 if scale_columns == 1 else width
     one_token_numbers[(triton.cdiv(rows, sizes.rows),)](
-        out, x, w.data, w.scales, bias, rows, columns, triton.cdiv(columns, width) if width else 0,
+        out, x, w.data, w.scales, bias, rows, columns, scale_columns,
         TILE_ROWS=height, TILE_COLUMNS=width, ROWS=sizes.rows, COLUMNS=sizes.columns,
         VECTOR=_VECTOR_BYTES // w.data.element_size(), 
         WORDS=w.encoding is Encoding.FP8_BLOCK and not interpreted(),
