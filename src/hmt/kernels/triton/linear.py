@@ -104,7 +104,7 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
     """Adds `linear(x, w, bias)` to total [tokens, out]: in one launch for few tokens."""
     if total.numel() == 0:
         return
-    if takes_numbers(x, w):
+    if takes_numbers(x, w) and total.stride(1) == 1:
         multiply_numbers(total, x, w, bias, add=True)
         return
     if _is_plain(x, w) or len(x) > _few(w) or x.stride(1) != 1 or total.stride(1) != 1:
