@@ -152,9 +152,9 @@ def test_heads_that_are_rotated(dim):
 
 def test_sizes_take_all_inputs_with_sums_in_one_order():
     for columns in range(1024, 16385, 512):
-        for gated in (False, True):
-            sizes = sizes_of(columns, 32, gated=gated)
+        for gated, e2m1 in ((False, False), (True, False), (False, True), (True, True)):
+            sizes = sizes_of(columns, 32, gated=gated, e2m1=e2m1)
             assert sizes["WARPS"] * sizes["STEPS"] * 256 == columns
             assert sizes["STEPS"] <= sizes["PADDED"] < 2 * sizes["STEPS"]
-            others = sizes_of(columns, 128256, gated=gated, e2m1=True)
+            others = sizes_of(columns, 128256, gated=gated, e2m1=e2m1)
             assert {**sizes, "SLOTS": 0} == {**others, "SLOTS": 0}

@@ -49,6 +49,8 @@ def test_one_program_has_all_inputs_where_rows_are_many():
         sizes = several_launch.panel_sizes(32, rows, inputs // 32, gated=False)
         assert triton.cdiv(rows, 32 * sizes["WARPS"]) == tiles
         assert sizes["SPLIT"] == 1
+        fewer = several_launch.panel_sizes(8, rows, inputs // 32, gated=False)
+        assert (fewer["WARPS"], fewer["SPLIT"]) == (4, 1)
 
 
 @pytest.mark.parametrize("rows", [600, 4096, 6144])
