@@ -43,7 +43,8 @@ def experts_by_table(
     """
     chosen, scales = chosen.contiguous(), scales.contiguous()
     several = takes_experts(x, table, activation)
-    if cut is not None or _are_few(table, *chosen.shape, several):
+    tokens, top = chosen.shape
+    if cut is not None or _are_few(table, tokens, top, several):
         return experts_by_pairs(x, table, chosen, scales, activation, total, last, cut)
     return experts_by_tiles(x, table, chosen, scales, activation, total, last)
 
