@@ -51,6 +51,8 @@ class Pointer:
         inside = torch.tensor(True) if mask is None else mask
         at = torch.where(inside.expand(self.at.shape), self.at, 0)
         assert ((at >= 0) & (at < len(self.base))).all()
+        if self.base.dtype.itemsize == 1:  # torch does not index FP8
+            return self.base.view(torch.uint8)[at].view(self.base.dtype).as_subclass(Values)
         found = self.base[at].as_subclass(Values)
         return torch.where(inside, found, torch.tensor(other, dtype=found.dtype))
 
@@ -173,7 +175,7 @@ def _language(state: dict[str, int]) -> ModuleType:
         return Shared(torch.full((size,), 0x7F, dtype=torch.uint8).view(dtype).view(*shape))
 
     gl = ModuleType("gl")
-    for name in ("float32", "int8", "int32", "int64", "abs", "rsqrt"):
+    for name in ("float32", "int8", "uint8", "int32", "int64", "abs", "rsqrt"):
         setattr(gl, name, getattr(torch, name))
     for name in ("Blocked", "Slice", "SwizzledShared", "DistributedLinear"):
         setattr(gl, f"{name}Layout", _nothing)
@@ -209,14 +211,34 @@ def _assembled(code: str, _constraints: str, given: list[Tensor], **_options: An
     """What a piece of assembler does, for all threads."""
     if code.startswith("mul.lo.s32"):
         return given[0] * given[1]
-    assert code.count("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32") == IN_A_PIECE
+    e2m1 = "prmt.b32" in code
+    products = code.count("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32")
+    assert products == IN_A_PIECE * (2 if e2m1 else 1)
     words, x, sums = given[:4], given[4:6], given[6:]
     found: list[Tensor] = []
     for part in range(IN_A_PIECE):
         one, other = words[2 * part : 2 * part + 2]
-        codes = [w & 0x0F0F0F0F for w in (one, other, one >> 4, other >> 4)]
-        found += _int8_product(codes, x, sums[4 * part : 4 * part + 4])
+        own = sums[4 * part : 4 * part + 4]
+        if not e2m1:
+            codes = [w & 0x0F0F0F0F for w in (one, other, one >> 4, other >> 4)]
+            found += _int8_product(codes, x, own)
+            continue
+        for table, kept in ((0x18100C08_06040200, -1), (0xF4F8FAFC_FDFEFF00, 0x77777777)):
+            chosen = [w & kept for w in (one, other, one >> 16, other >> 16)]
+            own = _int8_product([_permuted(table, w) for w in chosen], x, own)
+        found += own
     return tuple(found)
+
+
+def _permuted(table: int, selectors: Tensor) -> Tensor:
+    """prmt.b32: bytes of a table, or all eight bits their sign."""
+    numbers = torch.tensor([table >> 8 * i & 255 for i in range(8)]).to(torch.uint8)
+    found = torch.zeros_like(selectors, dtype=torch.int64)
+    for place in range(4):
+        nibble = selectors.long() >> 4 * place & 15
+        one = numbers.view(torch.int8).long()[nibble & 7]
+        found |= (torch.where(nibble > 7, one >> 7, one) & 255) << 8 * place
+    return found.as_subclass(Values)
 
 
 def _int8_product(a: list[Tensor], b: list[Tensor], c: list[Tensor]) -> list[Tensor]:

@@ -40,9 +40,29 @@ KINDS = [
 FEW, MANY = 2, 9  # tokens by themselves, tokens sorted by expert
 
 
-def make_table_of(count):
+@pytest.mark.parametrize("together", [8, 32])
+def test_tiles_of_sorted_pairs(together):
+    from hmt.kernels.triton.expert_sorting import tiles_of
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    table = make_table_of(5, device)
+    table.addresses[:] = torch.tensor([16, 16, 0, 16, 16])
+    counts = torch.tensor([9, 0, 50, 8, 33], dtype=torch.int32, device=device)
+    tiles = tiles_of(counts, table, 100, together).tolist()
+    expected = [
+        [expert, first]
+        for expert, count in ((0, 9), (3, 8), (4, 33))
+        for first in range(0, count, together)
+    ]
+    assert tiles[: len(expected)] == expected
+    assert all(expert == -1 for expert, _ in tiles[len(expected) :])
+
+
+def make_table_of(count, device="cpu"):
     matrix = experts_module.ExpertMatrix(Encoding.BF16, (64, 64))
-    return experts_module.ExpertTable(torch.zeros(count, dtype=torch.int64), *[matrix] * 3)
+    return experts_module.ExpertTable(
+        torch.zeros(count, dtype=torch.int64, device=device), *[matrix] * 3
+    )
 
 
 @pytest.fixture(autouse=True)

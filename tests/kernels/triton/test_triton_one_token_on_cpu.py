@@ -1,5 +1,7 @@
 """The kernel for one token, without a GPU: where everything lies, and what is rounded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gluon_on_cpu import load_kernel
@@ -15,7 +17,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def kernel_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_kernel(monkeypatch, "one_token", ("one_token_inputs",))
+    load_kernel(monkeypatch, "one_token", ("one_token_inputs", "one_token_products"))
 
 
 def random_tensor(*sizes: int, seed: int = 1) -> torch.Tensor:
@@ -59,6 +61,44 @@ def test_products_side_by_side(columns, options):
     assert_close(
         out, torch.cat([product(x, *pair) for pair in zip(weights, biases, strict=True)], 1)
     )
+
+
+@pytest.mark.parametrize("encoding", [Encoding.NVFP4, Encoding.MXFP4])
+@pytest.mark.parametrize("activations", list(Activations))
+def test_codes_of_e2m1(encoding, activations):
+    weights = [
+        random_weight(
+            encoding, rows, 1536, device=torch.device("cpu"), seed=rows, activations=activations
+        )
+        for rows in (32, 64)
+    ]
+    if encoding is Encoding.NVFP4:
+        weights[1] = replace(weights[1], factor=torch.tensor([1.7]))
+    x, total = random_tensor(1, 1536), random_tensor(1, 96, seed=2)
+    x[0, 64:96] = 0
+    x[0, 131] *= 1000
+    values = x.double()
+    if activations is Activations.INT8_TOKEN:
+        codes, scales = reference.quantize_activations(x)
+        values = codes.double() * scales.double()[:, None]
+    expected = torch.cat([values @ numbers(w).T for w in weights], 1)
+    # x is rounded to 16 bits of the largest of 32.
+    largest = x.double().abs().view(1, -1, 32).amax(2, keepdim=True).expand(1, -1, 32)
+    unit = largest.reshape(1, -1) / (65024 if values.equal(x.double()) else 2**40)
+    bound = torch.cat([(unit + values.abs() * 2**-18) @ numbers(w).abs().T for w in weights], 1)
+    found = poisoned(96)
+    multiply_one(found, x, weights, [None] * 2)
+    assert ((found.double() - expected).abs() <= bound * 1.01 + expected.abs() * 2**-8).all()
+    added = total + found
+    multiply_one(total, x, weights, [None] * 2, add=True)
+    assert torch.equal(total, added)
+    gate = random_weight(encoding, 32, 1536, device=torch.device("cpu"), activations=activations)
+    out = poisoned(32)
+    multiply_one(out, x, [gate, weights[0]], [None] * 2, activation="silu")
+    parts = poisoned(32), poisoned(32)
+    for part, w in zip(parts, (gate, weights[0]), strict=True):
+        multiply_one(part, x, [w], [None])
+    assert_close(out, reference.gated(*parts, "silu"))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -112,9 +152,9 @@ def test_heads_that_are_rotated(dim):
 
 def test_sizes_take_all_inputs_with_sums_in_one_order():
     for columns in range(1024, 16385, 512):
-        for gated in (False, True):
-            sizes = sizes_of(columns, 32, gated=gated)
+        for gated, e2m1 in ((False, False), (True, False), (False, True), (True, True)):
+            sizes = sizes_of(columns, 32, gated=gated, e2m1=e2m1)
             assert sizes["WARPS"] * sizes["STEPS"] * 256 == columns
             assert sizes["STEPS"] <= sizes["PADDED"] < 2 * sizes["STEPS"]
-            others = sizes_of(columns, 128256, gated=gated)
+            others = sizes_of(columns, 128256, gated=gated, e2m1=e2m1)
             assert {**sizes, "SLOTS": 0} == {**others, "SLOTS": 0}

@@ -49,6 +49,8 @@ def test_one_program_has_all_inputs_where_rows_are_many():
         sizes = several_launch.panel_sizes(32, rows, inputs // 32, gated=False)
         assert triton.cdiv(rows, 32 * sizes["WARPS"]) == tiles
         assert sizes["SPLIT"] == 1
+        fewer = several_launch.panel_sizes(8, rows, inputs // 32, gated=False)
+        assert (fewer["WARPS"], fewer["SPLIT"]) == (4, 1)
 
 
 @pytest.mark.parametrize("rows", [600, 4096, 6144])
@@ -65,13 +67,21 @@ class TestOnHopper:
     """Through the operations, of weights that these kernels take."""
 
     @TOKENS
-    @pytest.mark.parametrize(("columns", "group"), [(512, 32), (544, 32), (1120, 32), (2048, 256)])
-    def test_weights_side_by_side(self, device, tokens, columns, group):
+    @pytest.mark.parametrize(
+        ("encoding", "columns", "group"),
+        [
+            (Encoding.INT4_GROUP, 512, 32),
+            (Encoding.INT4_GROUP, 544, 32),
+            (Encoding.INT4_GROUP, 1120, 32),
+            (Encoding.INT4_GROUP, 2048, 256),
+            (Encoding.NVFP4, 1120, 16),
+            (Encoding.MXFP4, 1120, 32),
+        ],
+    )
+    def test_weights_side_by_side(self, device, tokens, encoding, columns, group):
         names, rows = ("a", "b", "c"), (600, 64, 333)
         params = {
-            name: random_weight(
-                Encoding.INT4_GROUP, count, columns, device=device, group=group, seed=count
-            )
+            name: random_weight(encoding, count, columns, device=device, group=group, seed=count)
             for name, count in zip(names, rows, strict=True)
         }
         x = random_x(tokens, columns, device)
@@ -82,7 +92,9 @@ class TestOnHopper:
 
     @TOKENS
     @pytest.mark.parametrize("rows", [70, 5000])
-    @pytest.mark.parametrize("encoding", [Encoding.INT4_GROUP, Encoding.INT8_CHANNEL])
+    @pytest.mark.parametrize(
+        "encoding", [Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.INT8_CHANNEL]
+    )
     def test_product_is_added(self, device, encoding, rows, tokens):
         w = random_weight(encoding, rows, 1024, device=device)
         bias = random_x(1, rows, device, seed=2)[0]
@@ -94,9 +106,10 @@ class TestOnHopper:
 
     @TOKENS
     @pytest.mark.parametrize("rows", [64, 600, 4100])
-    def test_gate(self, device, rows, tokens):
+    @pytest.mark.parametrize("encoding", [Encoding.INT4_GROUP, Encoding.NVFP4])
+    def test_gate(self, device, encoding, rows, tokens):
         params = {
-            name: random_weight(Encoding.INT4_GROUP, rows, 768, device=device, seed=seed)
+            name: random_weight(encoding, rows, 768, device=device, seed=seed)
             for seed, name in enumerate(("gate", "up"))
         }
         x = random_x(tokens, 768, device) / 30

@@ -49,6 +49,42 @@ def sort_pairs(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @triton.jit
+def _tiles_kernel(
+    table, counts, tiles, experts, most,
+    EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Axis 0: TILES tiles."""
+    each = tl.arange(0, EXPERTS)
+    count = tl.load(counts + each, mask=each < experts, other=0)
+    here = tl.load(table + each, mask=each < experts, other=0) != 0
+    wanted = tl.where(here, tl.cdiv(count, TOKENS), 0)
+    ends = tl.cumsum(wanted, axis=0)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    past = ends[None, :] <= tile[:, None]
+    expert = tl.sum(past.to(tl.int32), axis=1)
+    before = tl.max(tl.where(past, ends[None, :], 0), axis=1)
+    found = expert < experts
+    tl.store(tiles + tile * 2, tl.where(found, expert, -1), mask=tile < most)
+    tl.store(tiles + tile * 2 + 1, (tile - before) * TOKENS, mask=tile < most)
+
+
+def tiles_of(counts: Tensor, table: ExpertTable, pairs: int, together: int) -> Tensor:
+    """Which tiles of `together` sorted pairs there are: int32 [most, 2].
+
+    Each is an expert that is here, or -1 behind the last, and the first of its pairs.  Experts
+    follow each other; the table's first row of addresses says which are here.
+    """
+    most = pairs // together + min(pairs, table.experts)
+    tiles = torch.empty(most, 2, dtype=torch.int32, device=counts.device)
+    at_once = 32
+    _tiles_kernel[(triton.cdiv(most, at_once),)](
+        table.addresses, counts, tiles, table.experts, most,
+        EXPERTS=triton.next_power_of_2(table.experts), TOKENS=together, TILES=at_once, num_warps=4,
+    )  # fmt: skip
+    return tiles
+
+
+@triton.jit
 def _combine_kernel(
     y, chosen, scales, table, experts, total, out, width,
     TOP: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,

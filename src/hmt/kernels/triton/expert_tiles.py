@@ -8,6 +8,7 @@ from torch import Tensor
 from hmt.contracts.model import EXPERT_WORKSPACE_BYTES
 from hmt.kernels.triton.codes import pointers
 from hmt.kernels.triton.expert_inputs import prepare
+from hmt.kernels.triton.expert_several_launch import experts_by_several, takes_experts
 from hmt.kernels.triton.expert_sorting import combine, sort_pairs
 from hmt.kernels.triton.expert_table import ExpertMatrix, ExpertTable
 from hmt.kernels.triton.matrix_forms import matrix_form
@@ -246,9 +247,10 @@ def experts_by_tiles(
     if last or out is None:
         out = torch.empty(tokens, hidden, dtype=x.dtype if last else torch.float32, device=x.device)
     part = max(64, EXPERT_WORKSPACE_BYTES // (top * (width + hidden) * x.itemsize))
+    by_parts = experts_by_several if takes_experts(x, table, activation) else _some_tokens
     for start in range(0, tokens, part):
         some = slice(start, start + part)
-        _some_tokens(
+        by_parts(
             x[some], table, chosen[some], scales[some], activation,
             None if total is None else total[some], out[some], last,
         )  # fmt: skip

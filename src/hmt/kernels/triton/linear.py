@@ -29,6 +29,7 @@ from hmt.kernels.triton.few_launch import (
 )
 from hmt.kernels.triton.gemm import is_exact, many_tokens_int8, multiply_exact
 from hmt.kernels.triton.one_token_launch import multiply_one, takes_one_token
+from hmt.kernels.triton.one_token_numbers import multiply_numbers, takes_numbers
 from hmt.kernels.triton.one_token_rows import takes_one_row
 
 __all__ = [
@@ -52,7 +53,7 @@ _TENSOR_CORE_FLOATS = (torch.float16, torch.bfloat16)
 
 def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear`: x [tokens, in] -> [tokens, out] in x.dtype."""
-    if _is_plain(x, w):
+    if _is_plain(x, w) and not takes_numbers(x, w):
         return reference.linear(x, w, bias)
     out = x.new_empty(x.shape[0], w.shape[0])
     _write(out, x, [w], [bias])
@@ -102,6 +103,9 @@ def linear_many_float(
 def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> None:
     """Adds `linear(x, w, bias)` to total [tokens, out]: in one launch for few tokens."""
     if total.numel() == 0:
+        return
+    if takes_numbers(x, w) and total.stride(1) == 1:
+        multiply_numbers(total, x, w, bias, add=True)
         return
     if _is_plain(x, w) or len(x) > _few(w) or x.stride(1) != 1 or total.stride(1) != 1:
         total += linear(x, w, bias)
@@ -205,6 +209,8 @@ def _multiply_floats(
     chunk: bool,
 ) -> None:
     w, bias = weights[0], biases[0]
+    if takes_numbers(x, w):
+        return multiply_numbers(out, x, w, bias)
     if len(x) <= _few(w) and not _is_plain(x, w):
         if all(several_launch.takes_panels(x, one) for one in weights):
             return several_launch.multiply_panels(out, x, weights, biases, alone=chunk)

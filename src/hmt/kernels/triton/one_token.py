@@ -1,4 +1,4 @@
-"""Products of one token with int4 weights in panels, on Hopper: copies run ahead of sums.
+"""Products of one token with 4-bit weights in panels, on Hopper: copies run ahead of sums.
 
 In Gluon, as the assembler lets what Triton loads ahead into registers begin only where a step of
 the loop ends.  Here a program copies its weights to shared memory, some steps ahead and from before
@@ -10,20 +10,21 @@ Lane (4 g + j) of a warp takes words of rows 4 q to 4 q + 3 of panel g // 4, q =
 Such products of int8 take half as many instructions as those of bf16, which kept multiprocessors
 busy for as long as the memory: so x is made integers 256 h + l, see `one_token_inputs`.  The eight
 columns of a product are h and l of four blocks: x is zero in those of other blocks, so scales are
-applied once in four blocks, to exact sums.
+applied once in four blocks, to exact sums.  Where groups are of 16 inputs they are halves of two
+blocks.
 
 Around the product is what a layer has there: a norm of x + residual in front; behind it rotary
 positions, a gate, or a sum.  Results are rounded where those of `hmt.kernels.reference` are.
 """
 
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from hmt.kernels.triton import dependent, scalars
 from hmt.kernels.triton.one_token_inputs import keep_inputs
+from hmt.kernels.triton.one_token_products import advance
 
 # Triton 3.9 has other names for them than 3.6.
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -34,31 +35,6 @@ _next_may_begin = gluon.jit(dependent.next_may_begin.fn)
 _activated = gluon.jit(scalars.activated.fn)
 _rounded = gluon.jit(scalars.rounded.fn)
 
-_PRODUCT = tl.constexpr(
-    """
-    {
-    .reg .b32 a, b, c, d;
-    and.b32 a, $8, 0x0F0F0F0F;
-    and.b32 b, $9, 0x0F0F0F0F;
-    shr.b32 c, $8, 4;
-    shr.b32 d, $9, 4;
-    and.b32 c, c, 0x0F0F0F0F;
-    and.b32 d, d, 0x0F0F0F0F;
-    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0, $1, $2, $3}, {a, b, c, d}, {$12, $13},
-        {$14, $15, $16, $17};
-    and.b32 a, $10, 0x0F0F0F0F;
-    and.b32 b, $11, 0x0F0F0F0F;
-    shr.b32 c, $10, 4;
-    shr.b32 d, $11, 4;
-    and.b32 c, c, 0x0F0F0F0F;
-    and.b32 d, d, 0x0F0F0F0F;
-    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$4, $5, $6, $7}, {a, b, c, d}, {$12, $13},
-        {$18, $19, $20, $21};
-    }
-    """
-)
-
-
 # Constants of kernels in this module:
 #
 # WARPS     of a program; each takes eight blocks of 32 inputs in a step
@@ -67,7 +43,10 @@ _PRODUCT = tl.constexpr(
 # SLOTS     steps, of one weight, that are copied ahead
 # APART     panels from one of a program's two to the other
 # COUNT     weights side by side
-# GROUP_BLOCKS   blocks of 32 inputs per group
+# GROUP_BLOCKS   blocks of 32 inputs per group; 0 stands for groups of 16 inputs
+# PARTS     of a step, in each of which a thread sees to two groups of four: 2 where groups are of
+#           16 inputs, else 1
+# E2M1      codes are of e2m1
 # NORM      x is normed first, after `more` was added where it is there; GEMMA: times offset + norm
 # ACTIVATION     "", or of a gate: weight 0 is a gate and weight 1 what goes through it
 # TURN      heads of weights 0 and 1 are rotated; APART is half a head then
@@ -87,23 +66,6 @@ def _pick(which, first, second, third, COUNT: gl.constexpr):
     return found
 
 
-@triton.constexpr_function
-def _code_layout(warps):
-    """Four words of each thread, of [panel, warp, half of j] x 32 words."""
-    lanes = [[0, 16], [1, 0], [0, 4], [0, 8], [2 * warps, 0]]
-    others = [[2 << bit, 0] for bit in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, others, [], [4 * warps, 32])
-
-
-@triton.constexpr_function
-def _scale_layout(warps):
-    """Scales of each thread's four rows and two blocks, of [panel, warp, block] x 16 rows."""
-    lanes = [[1, 0], [2, 0], [0, 4], [0, 8], [8 * warps, 0]]
-    others = [[8 << bit, 0] for bit in range(warps.bit_length() - 1)]
-    registers = [[0, 1], [0, 2], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, others, [], [16 * warps, 16])
-
-
 @gluon.jit
 def _fetch(rings, codes, scales, step, slot, WARPS: gl.constexpr, GROUP_BLOCKS: gl.constexpr):
     """Begin to copy a step of one weight; `codes` and `scales` are addresses of step 0.
@@ -113,112 +75,12 @@ def _fetch(rings, codes, scales, step, slot, WARPS: gl.constexpr, GROUP_BLOCKS: 
     code_ring, scale_ring, word, number = rings
     at = gl.multiple_of(codes + step * (WARPS * 8 * 64), 16)
     _copy(code_ring.index(slot), at[:, None] + word)
-    at = gl.multiple_of(scales + step * (WARPS * 8) // GROUP_BLOCKS * 16, 16)
+    if GROUP_BLOCKS == 0:
+        at = gl.multiple_of(scales + step * (WARPS * 16) * 16, 16)
+    else:
+        at = gl.multiple_of(scales + step * (WARPS * 8) // GROUP_BLOCKS * 16, 16)
     _copy(scale_ring.index(slot), at[:, None] + number)
     async_copy.commit_group()
-
-
-@gluon.jit
-def _apart(four, QUADS: gl.constexpr, THREADS: gl.constexpr, N: gl.constexpr):
-    """Four numbers of each thread."""
-    four = gl.convert_layout(gl.reshape(four, [N, 4]), QUADS, assert_trivial=True)
-    even, odd = gl.split(gl.reshape(four, [N, 2, 2]))
-    zero, two = gl.split(even)
-    one, three = gl.split(odd)
-    return (
-        gl.convert_layout(zero, THREADS, assert_trivial=True),
-        gl.convert_layout(one, THREADS, assert_trivial=True),
-        gl.convert_layout(two, THREADS, assert_trivial=True),
-        gl.convert_layout(three, THREADS, assert_trivial=True),
-    )
-
-
-@gluon.jit
-def _codes_of(ring, index, WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr):
-    found = ring.index(index).load(_code_layout(WARPS))
-    found = gl.permute(gl.reshape(found, [2, WARPS, 2, 2, 4, 4]), (1, 0, 4, 2, 3, 5))
-    return _apart(found, QUADS, THREADS, WARPS * 32)
-
-
-@gluon.jit
-def _scales_of(ring, slot, WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr):
-    """Of four rows, in the thread's block of the first four and in that of the others."""
-    found = ring.index(slot).load(_scale_layout(WARPS)).to(gl.float32)
-    found = gl.permute(gl.reshape(found, [2, WARPS, 2, 4, 4, 4]), (1, 0, 4, 3, 5, 2))
-    one, two = gl.split(gl.reshape(found, [WARPS * 32, 4, 2]))
-    return _apart(one, QUADS, THREADS, WARPS * 32), _apart(two, QUADS, THREADS, WARPS * 32)
-
-
-@gluon.jit
-def _of_blocks(
-    shared, step, WARPS: gl.constexpr, THREADS: gl.constexpr, BLOCKS_OF: gl.constexpr,
-):
-    """Numbers of a thread's two blocks of a step."""
-    both = gl.expand_dims(shared.index(step).load(gl.SliceLayout(1, BLOCKS_OF)), 1)
-    shape = gl.full([WARPS, 8, 4, 2], 0, both.dtype, BLOCKS_OF)
-    both = gl.convert_layout(gl.broadcast(both, shape)[0], BLOCKS_OF)
-    one, two = gl.split(gl.reshape(both, [WARPS * 32, 2]))
-    return (
-        gl.convert_layout(one, THREADS, assert_trivial=True),
-        gl.convert_layout(two, THREADS, assert_trivial=True),
-    )
-
-
-@gluon.jit
-def _product(words, low, high, sums):
-    """Sums of a thread's eight elements with a block more."""
-    return gl.inline_asm_elementwise(
-        _PRODUCT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [words[0], words[1], words[2], words[3], low, high,
-         sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7]],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True, pack=1,
-    )
-
-
-@gluon.jit
-def _times(words, own):
-    """By assembler, as LLVM would choose, on the units that unpack codes."""
-    return gl.inline_asm_elementwise(
-        "mul.lo.s32 $0, $1, $2;", "=r,r,r", [words, own], dtype=gl.int32, is_pure=True, pack=1,
-    )
-
-
-@gluon.jit
-def _with_four_blocks(totals, sums, offset, scales, unit):
-    """Totals of four rows; products with h and with l are neighbours."""
-    t0, t1, t2, t3 = totals
-    t0 += (sums[0] * 256 + sums[1] + offset).to(gl.float32) * (scales[0] * unit)
-    t1 += (sums[2] * 256 + sums[3] + offset).to(gl.float32) * (scales[1] * unit)
-    t2 += (sums[4] * 256 + sums[5] + offset).to(gl.float32) * (scales[2] * unit)
-    t3 += (sums[6] * 256 + sums[7] + offset).to(gl.float32) * (scales[3] * unit)
-    return t0, t1, t2, t3
-
-
-@gluon.jit
-def _advance(
-    totals, kept, step, slot, lane_block,
-    WARPS: gl.constexpr, QUADS: gl.constexpr, THREADS: gl.constexpr, BLOCKS_OF: gl.constexpr,
-):
-    """Totals of a thread's four rows with a step of one weight."""
-    N: gl.constexpr = WARPS * 32
-    code_ring, scale_ring, inputs, units, offsets = kept
-    EIGHT_THREADS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-    x = _apart(inputs.index(step).load(EIGHT_THREADS), QUADS, THREADS, N)
-    nothing = gl.full([N], 0, gl.int32, THREADS)
-    first = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-    other = first
-    for block in gl.static_range(4):
-        own = gl.where(lane_block == block, 1, 0)
-        words = _codes_of(code_ring, slot * 8 + block, WARPS, QUADS, THREADS)
-        first = _product(words, _times(x[0], own), _times(x[1], own), first)
-        words = _codes_of(code_ring, slot * 8 + 4 + block, WARPS, QUADS, THREADS)
-        other = _product(words, _times(x[2], own), _times(x[3], own), other)
-    one, two = _scales_of(scale_ring, slot, WARPS, QUADS, THREADS)
-    unit, other_unit = _of_blocks(units, step, WARPS, THREADS, BLOCKS_OF)
-    offset, other_offset = _of_blocks(offsets, step, WARPS, THREADS, BLOCKS_OF)
-    totals = _with_four_blocks(totals, first, offset, one, unit)
-    return _with_four_blocks(totals, other, other_offset, two, other_unit)
 
 
 @gluon.jit
@@ -267,7 +129,8 @@ def _places(
 ):
     """From the beginning of a weight to rows of what is copied in a step, and columns of these.
 
-    Of codes, in words, rows are (block, panel, warp, half of j); of scales (panel, block).
+    Of codes, in words, rows are (block, panel, warp, half of j); of scales (panel, block), or
+    where groups are of 16 inputs (part, panel, warp, group).
     """
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     row = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, COPY))
@@ -276,10 +139,16 @@ def _places(
     codes = own_panel * (BLOCKS * 64) + (block * 64 + row % 2 * 32)
     word = gl.arange(0, 32, layout=gl.SliceLayout(0, COPY))[None, :]
     NUMBERS: gl.constexpr = _number_copies(KIND, WARPS)
-    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, NUMBERS))
-    own_panel = (panel + row // (8 * WARPS) * APART).to(gl.int64)
-    group = row % (8 * WARPS) // GROUP_BLOCKS
-    scales = own_panel * (BLOCKS // GROUP_BLOCKS * 16) + group * 16
+    if GROUP_BLOCKS == 0:
+        row = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, NUMBERS))
+        own_panel = (panel + row // (8 * WARPS) % 2 * APART).to(gl.int64)
+        group = row % (8 * WARPS) // 8 * 16 + row // (16 * WARPS) * 8 + row % 8
+        scales = own_panel * (BLOCKS * 32) + group * 16
+    else:
+        row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, NUMBERS))
+        own_panel = (panel + row // (8 * WARPS) * APART).to(gl.int64)
+        group = row % (8 * WARPS) // GROUP_BLOCKS
+        scales = own_panel * (BLOCKS // GROUP_BLOCKS * 16) + group * 16
     number = gl.arange(0, 16, layout=gl.SliceLayout(0, NUMBERS))[None, :]
     return codes, scales, word, number
 
@@ -287,15 +156,16 @@ def _places(
 @gluon.jit
 def _sums(
     kept, rings, codes, scales, WARPS: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr,
-    SETS: gl.constexpr, GROUP_BLOCKS: gl.constexpr,
+    SETS: gl.constexpr, GROUP_BLOCKS: gl.constexpr, E2M1: gl.constexpr,
 ):
     """Totals of threads, of one weight or of two."""
+    PARTS: gl.constexpr = 2 if GROUP_BLOCKS == 0 else 1
     QUADS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     OF: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 2], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0]
     )
-    lane_block = gl.arange(0, WARPS * 32, layout=THREADS) // 8 % 4
+    lane_block = gl.arange(0, WARPS * 32, layout=THREADS) % 32 // (8 * PARTS)
     nothing = gl.full([WARPS * 32], 0.0, gl.float32, THREADS)
     totals = (nothing, nothing, nothing, nothing)
     others = totals
@@ -303,10 +173,17 @@ def _sums(
     for step in range(STEPS):
         for part in gl.static_range(SETS):
             async_copy.wait_group(SLOTS - 1)
-            if part == 0:
-                totals = _advance(totals, kept, step, slot, lane_block, WARPS, QUADS, THREADS, OF)
-            else:
-                others = _advance(others, kept, step, slot, lane_block, WARPS, QUADS, THREADS, OF)
+            for half in gl.static_range(PARTS):
+                if part == 0:
+                    totals = advance(
+                        totals, kept, step, slot, lane_block, half, PARTS, E2M1, WARPS, QUADS,
+                        THREADS, OF,
+                    )
+                else:
+                    others = advance(
+                        others, kept, step, slot, lane_block, half, PARTS, E2M1, WARPS, QUADS,
+                        THREADS, OF,
+                    )
             ahead = step * SETS + part + SLOTS
             if ahead < STEPS * SETS:
                 _fetch(
@@ -372,14 +249,22 @@ def _turned(
 
 @gluon.jit
 def _store(
-    out, totals, others, biases, last, row, which, WARPS: gl.constexpr, APART: gl.constexpr,
-    ACTIVATION: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr, KIND: gl.constexpr,
+    out, totals, others, biases, factors, last, row, which,
+    COUNT: gl.constexpr, WARPS: gl.constexpr, APART: gl.constexpr, ACTIVATION: gl.constexpr,
+    TURN: gl.constexpr, ADD: gl.constexpr, E2M1: gl.constexpr, KIND: gl.constexpr,
 ):
     """Results of a program's rows; `last` is what `_wanted_last` found."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     here = row >= 0
     total, up = _over_threads(totals, others, WARPS, ROWS, ACTIVATION != "")
+    if E2M1:  # codes were doubled
+        total *= 0.5
+        up *= 0.5
+    if factors[0] is not None:
+        total *= gl.load(_pick(which, factors[0], factors[1], factors[2], COUNT))
+        if ACTIVATION != "":
+            up *= gl.load(factors[1])
     if ACTIVATION != "":
         gate = _rounded(_with_bias(total, biases[0], row, here), KIND)
         up = _rounded(_with_bias(up, biases[1], row, here), KIND)
@@ -398,17 +283,18 @@ def _store(
 @gluon.jit
 def one_token(
     out, x, more, norm,
-    codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, bias_0, bias_1, bias_2,
-    cos, sin, rows_0, rows_1, eps, offset,
+    codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, factor_0, factor_1, factor_2,
+    bias_0, bias_1, bias_2, cos, sin, rows_0, rows_1, eps, offset,
     COUNT: gl.constexpr, GROUP_BLOCKS: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
     PADDED: gl.constexpr, SLOTS: gl.constexpr, APART: gl.constexpr, NORM: gl.constexpr,
     GEMMA: gl.constexpr, ACTIVATION: gl.constexpr, TURN: gl.constexpr, ADD: gl.constexpr,
-    CODES: gl.constexpr, DEPENDENT: gl.constexpr,
+    CODES: gl.constexpr, E2M1: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """x [in] times up to three weights, side by side; a program has 32 rows."""
     _next_may_begin(DEPENDENT)
     N: gl.constexpr = WARPS * 32
     SETS: gl.constexpr = 2 if ACTIVATION != "" else 1
+    PARTS: gl.constexpr = 2 if GROUP_BLOCKS == 0 else 1
     SCALE: gl.constexpr = scales_0.dtype.element_ty
     # Swizzled so that neither copies nor loads wait for each other's banks.  The 32 bytes that come
     # from memory together stay together.
@@ -417,12 +303,14 @@ def one_token(
     PLAIN_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     PLAIN_4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     code_ring = gl.allocate_shared_memory(gl.int32, [SLOTS, N, 32], SWIZZLED)
-    scale_ring = gl.allocate_shared_memory(SCALE, [SLOTS, 16 * WARPS, 16], PLAIN)
+    scale_ring = gl.allocate_shared_memory(SCALE, [SLOTS, PARTS * 16 * WARPS, 16], PLAIN)
     inputs = gl.allocate_shared_memory(
-        gl.int8, [PADDED * WARPS * 4, 128], gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+        gl.int8, [PADDED * PARTS * WARPS * 4, 128], gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     )
-    units = gl.allocate_shared_memory(gl.float32, [PADDED, WARPS, 4, 2], PLAIN_4)
-    offsets = gl.allocate_shared_memory(gl.int32, [PADDED, WARPS, 4, 2], PLAIN_4)
+    units = gl.allocate_shared_memory(gl.float32, [PADDED * PARTS, WARPS, 4, 2], PLAIN_4)
+    offsets = units
+    if not E2M1:
+        offsets = gl.allocate_shared_memory(gl.int32, [PADDED, WARPS, 4, 2], PLAIN_4)
 
     tile, column, which = _which_tile(rows_0, rows_1, COUNT)
     panel = tile // APART * (2 * APART) + tile % APART
@@ -444,22 +332,25 @@ def one_token(
             async_copy.commit_group()
     keep_inputs(
         (inputs, units, offsets), x, more, norm, eps, offset, PADDED, WARPS, STEPS, NORM, GEMMA,
-        CODES, DEPENDENT,
+        CODES, E2M1, PARTS, DEPENDENT,
     )
     kept = (
         _seen_as(code_ring, gl.int32, [SLOTS * 8, 4 * WARPS, 32], SWIZZLED),
-        scale_ring,
+        _seen_as(scale_ring, SCALE, [SLOTS * PARTS, 16 * WARPS, 16], PLAIN),
         _seen_as(
-            inputs, gl.int32, [PADDED, WARPS * 4, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+            inputs, gl.int32, [PADDED * PARTS, WARPS * 4, 32],
+            gl.SwizzledSharedLayout(4, 1, 8, [1, 0]),
         ),
-        _seen_as(units, gl.float32, [PADDED, WARPS, 4, 2], PLAIN_3),
-        _seen_as(offsets, gl.int32, [PADDED, WARPS, 4, 2], PLAIN_3),
+        _seen_as(units, gl.float32, [PADDED * PARTS, WARPS, 4, 2], PLAIN_3),
+        _seen_as(offsets, gl.int32, [PADDED * PARTS, WARPS, 4, 2], PLAIN_3),
     )
     KIND: gl.constexpr = x.dtype.element_ty
     row = _rows_of(panel, WARPS, APART)
     last = _wanted_last((out + column, more), (cos, sin), row, APART, TURN, ADD, KIND)
-    totals, others = _sums(kept, rings, codes, scales, WARPS, STEPS, SLOTS, SETS, GROUP_BLOCKS)
+    totals, others = _sums(
+        kept, rings, codes, scales, WARPS, STEPS, SLOTS, SETS, GROUP_BLOCKS, E2M1,
+    )
     _store(
-        out + column, totals, others, (bias_0, bias_1, bias_2), last, row, which, WARPS, APART,
-        ACTIVATION, TURN, ADD, KIND,
+        out + column, totals, others, (bias_0, bias_1, bias_2), (factor_0, factor_1, factor_2),
+        last, row, which, COUNT, WARPS, APART, ACTIVATION, TURN, ADD, E2M1, KIND,
     )

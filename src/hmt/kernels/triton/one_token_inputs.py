@@ -25,13 +25,14 @@ _MAGIC_BITS = tl.constexpr(0x4B400000)
 def keep_inputs(
     shared, x, more, norm, eps, offset, PADDED: gl.constexpr, WARPS: gl.constexpr,
     STEPS: gl.constexpr, NORM: gl.constexpr, GEMMA: gl.constexpr, CODES: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    E2M1: gl.constexpr, PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """Wait for the kernels ahead, and keep their results, or a norm of these, in `shared`.
 
     shared   operands, int8 [steps * warps * 4, 128]: of each thread h or l of four inputs, in both
              halves of two blocks; units of blocks, f32 [steps, warps, 4, 2]; and what all codes
-             are too large by, times x, int32 like these
+             are too large by, times x, int32 like these, but not of e2m1.  With two PARTS these
+             are steps, and have halves of blocks: zeros in place of the others
     """
     KIND: gl.constexpr = x.dtype.element_ty
     EIGHTS: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
@@ -48,7 +49,7 @@ def keep_inputs(
             values = _rounded(values + added, KIND)
         WIDTH: gl.constexpr = STEPS * WARPS * 256
         values = _normed(values, by.to(gl.float32), eps, offset, WIDTH, GEMMA, KIND)
-    _keep(shared, values, EIGHTS, PADDED, WARPS, CODES)
+    _keep(shared, values, EIGHTS, PADDED, WARPS, CODES, E2M1, PARTS)
 
 
 @gluon.jit
@@ -68,7 +69,7 @@ def _normed(
 @gluon.jit
 def _keep(
     kept, values, EIGHTS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr,
-    CODES: gl.constexpr,
+    CODES: gl.constexpr, E2M1: gl.constexpr, PARTS: gl.constexpr,
 ):
     """Keep inputs [eights of inputs, 8] in shared memory: operands, units and sums of blocks."""
     inputs, units, offsets = kept
@@ -94,12 +95,44 @@ def _keep(
     else:
         numbers = values * (1.0 / divisor)
     numbers = (numbers + _MAGIC).to(gl.int32, bitcast=True) - _MAGIC_BITS
-    total = gl.sum(gl.reshape(gl.sum(numbers, 1), [BLOCKS, 4]), 1) * -8
-    shape: gl.constexpr = [PADDED, WARPS, 2, 4]
-    units.store(gl.permute(gl.reshape(unit, shape), (0, 1, 3, 2)))
-    offsets.store(gl.permute(gl.reshape(total, shape), (0, 1, 3, 2)))
-    both = gl.join(((numbers + 128) >> 8).to(gl.int8), numbers.to(gl.int8))
-    # step, warp, which four blocks, block, half, j (two bits), i, h or l
-    both = gl.reshape(both, [PADDED, WARPS, 2, 4, 2, 4, 4, 2])
-    both = gl.permute(both, (0, 1, 3, 7, 5, 2, 4, 6))
-    inputs.store(gl.reshape(both, [PADDED * WARPS * 4, 128]))
+    if PARTS == 2:
+        _keep_halves(inputs, units, numbers, bits, unit, EIGHTS, PADDED, WARPS)
+    else:
+        shape: gl.constexpr = [PADDED, WARPS, 2, 4]
+        units.store(gl.permute(gl.reshape(unit, shape), (0, 1, 3, 2)))
+        if not E2M1:
+            total = gl.sum(gl.reshape(gl.sum(numbers, 1), [BLOCKS, 4]), 1) * -8
+            offsets.store(gl.permute(gl.reshape(total, shape), (0, 1, 3, 2)))
+        # step, warp, which four blocks, block, half, j (two bits), i, h or l
+        both = gl.reshape(_bytes(numbers), [PADDED, WARPS, 2, 4, 2, 4, 4, 2])
+        if E2M1:
+            both = gl.permute(both, (0, 1, 3, 7, 5, 2, 6, 4))
+        else:
+            both = gl.permute(both, (0, 1, 3, 7, 5, 2, 4, 6))
+        inputs.store(gl.reshape(both, [PADDED * WARPS * 4, 128]))
+
+
+@gluon.jit
+def _bytes(numbers):
+    """Integers of 16 bits as 256 h + l."""
+    return gl.join(((numbers + 128) >> 8).to(gl.int8), numbers.to(gl.int8))
+
+
+@gluon.jit
+def _keep_halves(
+    inputs, units, numbers, bits, unit, EIGHTS: gl.constexpr, PADDED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """As `_keep` keeps them, of groups of 16 inputs."""
+    eight = gl.arange(0, PADDED * WARPS * 32, layout=gl.SliceLayout(1, EIGHTS))
+    half = (eight // 2 % 2)[:, None] + (numbers & 0)
+    both = gl.join(
+        _bytes(gl.where(half == 0, numbers, 0)), _bytes(gl.where(half == 1, numbers, 0))
+    )
+    # step, warp, part, which two blocks, block, half, j, i, h or l, half of a byte's nibble
+    both = gl.reshape(both, [PADDED, WARPS, 2, 2, 2, 2, 4, 4, 2, 2])
+    both = gl.permute(both, (0, 2, 1, 4, 5, 8, 6, 3, 7, 9))
+    inputs.store(gl.reshape(both, [PADDED * 2 * WARPS * 4, 128]))
+    unit = gl.reshape(unit[:, None] + (bits & 0).to(gl.float32), [PADDED * WARPS * 8, 2, 2])
+    unit = gl.reshape(gl.max(unit, 2), [PADDED, WARPS, 2, 2, 2, 2])
+    units.store(gl.reshape(gl.permute(unit, (0, 2, 1, 4, 5, 3)), [PADDED * 2, WARPS, 4, 2]))

@@ -24,6 +24,14 @@ _SLOTS = {2: 4, 4: 4, 8: 3}
 _MULTIPROCESSORS = 132
 _MOST_INPUTS = 16384  # of more, programs leave no room for others
 _GATED_SLOTS = 2
+# Codes of e2m1 take long, so that more programs are worth more than steps ahead: 19.3 us for 28672
+# rows of 4096 inputs in NVFP4, with 8 warps 21.3.
+_E2M1_SLOTS = 2
+# Fewer rows leave a multiprocessor one program, whose inputs take long to prepare: 6 us for 4096 in
+# NVFP4, where `few_tokens` takes 4.6, with 14336 inputs 13 and 10.  With tokens of int8 that is not
+# as fast.
+_E2M1_ROWS = 8192
+_ENCODINGS = (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +60,23 @@ def takes_one_token(x: Tensor, weights: Sequence[WeightTensor], *, gated: bool =
 
 
 def _takes(w: WeightTensor, gated: bool) -> bool:
-    if w.encoding is not Encoding.INT4_GROUP or offset_kind(w):
+    if w.encoding not in _ENCODINGS or offset_kind(w):
         return False
-    warps = _warps(w.shape[1], gated)
-    whole = warps > 0 and w.shape[0] % _ROWS == 0 and w.group_size % 32 == 0
-    if not whole or _STEP_BLOCKS * warps % (w.group_size // 32):
+    warps = _warps(w.shape[1], gated or w.encoding is not Encoding.INT4_GROUP)
+    whole = warps > 0 and w.shape[0] % _ROWS == 0
+    if w.encoding is Encoding.INT4_GROUP:
+        whole = whole and w.group_size % 32 == 0
+    elif w.activations is Activations.FLOAT:
+        whole = whole and w.shape[0] * (2 if gated else 1) >= _E2M1_ROWS
+    if not whole or _STEP_BLOCKS * warps % max(1, w.group_size // 32):
         return False
     assert w.scales is not None
     return w.data.data_ptr() % 16 == 0 and w.scales.data_ptr() % 16 == 0
 
 
-def _warps(columns: int, gated: bool) -> int:
+def _warps(columns: int, small: bool) -> int:
     """Warps of a program that all have as many steps, which are not few; 0 for none."""
-    for warps in (4, 2) if gated else (8, 4, 2):
+    for warps in (4, 2) if small else (8, 4, 2):
         of_step = 32 * _STEP_BLOCKS * warps
         # With a single step Triton 3.6 stops with an assertion.
         if columns % of_step == 0 and of_step < columns <= _MOST_INPUTS:
@@ -97,7 +109,8 @@ def multiply_one(
     w = weights[0]
     given: list[WeightTensor | None] = [*weights, None, None][:3]
     rows = w.shape[0] if activation else sum(one.shape[0] for one in weights)
-    sizes = sizes_of(w.shape[1], rows, gated=bool(activation))
+    e2m1 = w.encoding is not Encoding.INT4_GROUP
+    sizes = sizes_of(w.shape[1], rows, gated=bool(activation), e2m1=e2m1)
     options = NormOptions(0.0) if norm is None else norm.options
     constants: dict[str, Any] = dependent(x.device)
     one_token[(rows // _ROWS,)](
@@ -107,6 +120,7 @@ def multiply_one(
         None if norm is None else norm.weight,
         *(None if one is None else one.data.view(torch.int32) for one in given),
         *(None if one is None else one.scales for one in given),
+        *(None if one is None else one.factor for one in given),
         *[*biases, None, None][:3],
         None if turn is None else turn.cos,
         None if turn is None else turn.sin,
@@ -123,19 +137,21 @@ def multiply_one(
         TURN=turn is not None,
         ADD=add,
         CODES=w.activations is Activations.INT8_TOKEN,
+        E2M1=e2m1,
         num_warps=sizes["WARPS"],
         **constants,
     )
 
 
-def sizes_of(columns: int, rows: int, *, gated: bool = False) -> dict[str, int]:
+def sizes_of(columns: int, rows: int, *, gated: bool = False, e2m1: bool = False) -> dict[str, int]:
     """Block sizes.  Sums are made by inputs alone, so parts of a matrix have the results of all."""
-    warps = _warps(columns, gated)
+    warps = _warps(columns, gated or e2m1)
     steps = columns // (32 * _STEP_BLOCKS * warps)
-    slots = min(steps, _SLOTS[warps] - (rows > _ROWS * _MULTIPROCESSORS))
+    many = rows > _ROWS * _MULTIPROCESSORS
+    slots = _E2M1_SLOTS if e2m1 and many else _SLOTS[warps] - many
     return {
         "WARPS": warps,
         "STEPS": steps,
         "PADDED": triton.next_power_of_2(steps),
-        "SLOTS": _GATED_SLOTS if gated else slots,
+        "SLOTS": min(steps, _GATED_SLOTS if gated else slots),
     }

@@ -33,11 +33,11 @@ def rows_of(WARPS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def write_sums(
-    out, total, bias, tile, rows, column, all_rows, first_token, tokens, out_stride,
+    out, total, bias, order, tile, rows, column, all_rows, first_token, tokens, out_stride,
     WARPS: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr, ADD: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """Write sums [32 WARPS, TOKENS], of `rows_of` a tile."""
+    """Write sums [32 WARPS, TOKENS], of `rows_of` a tile; order: where tokens go, or None."""
     row = tile * (32 * WARPS) + rows_of(WARPS, MMA)
     token = first_token + along(TOKENS, 1, MMA)
     mask = (row < rows) & (token < tokens)
@@ -48,7 +48,10 @@ def write_sums(
         kind: gl.constexpr = out.dtype.element_ty
         if bias is not None:
             total += gl.load(bias + row, mask=row < rows, other=0.0).to(gl.float32)
-        at = out + token.to(gl.int64) * out_stride + (column + row)
+        place = token
+        if order is not None:
+            place = gl.load(order + token, mask=token < tokens, other=0)
+        at = out + place.to(gl.int64) * out_stride + (column + row)
         if ADD:
             total = total.to(kind).to(gl.float32)
             total += gl.load(at, mask=mask, other=0.0).to(gl.float32)
@@ -57,7 +60,7 @@ def write_sums(
 
 @gluon.jit
 def write_gated(
-    out, total, bias_0, bias_1, tile, rows, first_token, tokens, out_stride,
+    out, total, factor_0, factor_1, bias_0, bias_1, tile, rows, first_token, tokens, out_stride,
     WARPS: gl.constexpr, TOKENS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of sums in which the upper half of the warps has `up`."""
@@ -71,6 +74,9 @@ def write_gated(
     gate, up = gl.split(both)
     row = tile * ROWS + along(ROWS, 0, HERE)
     token = first_token + along(TOKENS, 1, HERE)
+    if factor_0 is not None:
+        gate *= gl.load(factor_0)
+        up *= gl.load(factor_1)
     if bias_0 is not None:
         gate += gl.load(bias_0 + row, mask=row < rows, other=0.0).to(gl.float32)
     if bias_1 is not None:

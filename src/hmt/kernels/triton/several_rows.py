@@ -64,7 +64,7 @@ def several_tokens_rows(
         token = first_token + along(TOKENS, 1, MMA)
         total *= gl.load(token_scales + token, mask=token < tokens, other=0.0)
     write_sums(
-        out, total, bias, tile, rows, 0, rows, first_token, tokens, out_stride,
+        out, total, bias, None, tile, rows, 0, rows, first_token, tokens, out_stride,
         WARPS, TOKENS, SPLIT, ADD, MMA,
     )  # fmt: skip
 
