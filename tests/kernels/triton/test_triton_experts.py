@@ -343,28 +343,27 @@ def with_biases(given, dtype):
     return given
 
 
-@pytest.mark.parametrize("kind", [KINDS[n] for n in (0, 3, 8, 9, 11, 17)], ids=str)
+@pytest.mark.parametrize("kind", [KINDS[n] for n in (3, 8, 17)], ids=str)
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_biases_and_the_activation_of_gpt_oss(device, kind, tokens):
     """Where parts lie anywhere, and at offsets from one address."""
     hidden, width = (96, 64) if kind[0].packing is Packing.PANELS else (51, 37)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    for x_dtype, bias_dtype in ((torch.float32, torch.bfloat16), (dtype, torch.float32)):
-        given = make_experts(kind, [0, 1, 3], hidden, width, device=device)
-        given = with_biases(given, bias_dtype)
-        x, chosen, scales = inputs(tokens, hidden, 2, 4, device=device, dtype=x_dtype)
-        wanted = reference.experts(x.float(), given, chosen, scales, "clamped_swish")
-        found = experts(x, given, chosen, scales, "clamped_swish")
-        near(found, wanted, kind, x_dtype)
-        first = given[0][1]["gate_proj"].data.data_ptr()
-        one = experts_module.block_table(
-            torch.tensor([0, first, 0, 0], device=device), given[0][1], first
-        )
-        wanted = reference.experts(
-            x.float(), [(1, given[0][1])], chosen, scales, "clamped_swish", last=False
-        )
-        if one.gate.aligned < 16:
-            continue  # parts that were allocated one by one
+    dtypes = {FEW: (torch.float16, torch.float32), MANY: (torch.float32, torch.bfloat16)}
+    x_dtype, bias_dtype = dtypes[tokens]
+    given = make_experts(kind, [0, 1, 3], hidden, width, device=device)
+    given = with_biases(given, bias_dtype)
+    x, chosen, scales = inputs(tokens, hidden, 2, 4, device=device, dtype=x_dtype)
+    wanted = reference.experts(x.float(), given, chosen, scales, "clamped_swish")
+    found = experts(x, given, chosen, scales, "clamped_swish")
+    near(found, wanted, kind, x_dtype)
+    first = given[0][1]["gate_proj"].data.data_ptr()
+    one = experts_module.block_table(
+        torch.tensor([0, first, 0, 0], device=device), given[0][1], first
+    )
+    wanted = reference.experts(
+        x.float(), [(1, given[0][1])], chosen, scales, "clamped_swish", last=False
+    )
+    if one.gate.aligned == 16:  # parts were allocated one by one
         total = experts_by_table(x, one, chosen, scales, "clamped_swish", last=False)
         near(total, wanted, kind, x_dtype)
     x[0, 1] = float("nan")
