@@ -1,6 +1,7 @@
 #include "linear/linear.h"
 
 #include "binding/binding.h"
+#include "linear/gguf.h"
 #include "linear/msd.h"
 #include "linear/pack.h"
 
@@ -67,6 +68,14 @@ void bind_linear(nb::module_& m) {
     Kernel kernel;
     quantize_tokens({at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
                     at<int8_t>(codes), columns, at<float>(scales), nullptr, 0, threads);
+  });
+  m.def("unpack_ggml", [](int kind, Address blocks, size_t rows, size_t columns, size_t turned,
+                          Address data, Address scales, Address minima, size_t threads) {
+    Kernel kernel;
+    unpack_ggml(static_cast<Ggml>(kind),
+                {at<const uint8_t>(blocks), rows, columns, turned, at<uint8_t>(data),
+                 at<void>(scales), at<void>(minima)},
+                threads);
   });
   m.def("pack_panels", [](Address codes, size_t rows, size_t columns, size_t stride, bool paired,
                           Address panels) {

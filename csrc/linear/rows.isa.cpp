@@ -2,6 +2,7 @@
 #include "linear/kernels.h"
 #include "linear/rows_few.h"
 #include "linear/rows_many.h"
+#include "linear/rows_minima.h"
 #include "linear/rows_numbers.h"
 
 namespace hmt::HMT_ISA {
@@ -11,16 +12,19 @@ void decode(const Weight& w, size_t first, size_t count, float* out) {
   const size_t width = segment_width(w), segments = (w.columns + width - 1) / width;
   for (size_t row = first; row < first + count; ++row) {
     const RowScales scales(w, row);
+    const float* minima = row_minima(w, row);
     for (size_t s = 0; s < segments; ++s) {
       const size_t begin = s * width, left = w.columns - begin;
-      const F16v scale = set1(scales[s]);
+      const F16v scale = set1(scales[s]), minimum = set1(minima == nullptr ? 0.0f : minima[s]);
       float* target = out + (row - first) * w.columns + begin;
       with_code(w.code, [&](auto code) {
         const F16v unit = set1(unit_of(code.value));
         each_16<code.value>(address_of(w, row, begin), left < width ? left : width,
                             [&](F16v codes, size_t i, size_t n) {
                               float lanes[16];
-                              store(lanes, mul(mul(codes, unit), scale));
+                              F16v numbers = mul(mul(codes, unit), scale);
+                              if (minima != nullptr) numbers = add(numbers, minimum);
+                              store(lanes, numbers);
                               std::memcpy(target + i, lanes, n * sizeof(float));
                             });
       });

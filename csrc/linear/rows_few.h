@@ -2,7 +2,9 @@
 // piece of a token serves four rows.  Only for rows.isa.cpp.
 #pragma once
 
+#include "base/scratch.h"
 #include "linear/kernels.h"
+#include "linear/rows_minima.h"
 #include "linear/rows_numbers.h"
 
 namespace hmt::HMT_ISA {
@@ -16,25 +18,20 @@ constexpr size_t kFewTokens = 4;
 constexpr size_t kFewTokens = 2;
 #endif
 
-HMT_INLINE float total_of(F16v a) {
-#if defined(HMT_AVX512)
-  return _mm512_reduce_add_ps(a.v);
-#else
-  return sum(a);
-#endif
-}
-
 // Four rows from `row` on; those beyond end_row repeat the last one and are not written.
 struct FourRows {
   size_t count;
   const uint8_t* begin[kFewRows];
   RowScales scales[kFewRows];
-  FourRows(const Weight& w, size_t row, size_t end_row)
-      : count(end_row - row < kFewRows ? end_row - row : kFewRows) {
+  const float* minima[kFewRows];  // all null, or none
+  const float* sums;  // [tokens, segments], see segment_sum; read where there are minima
+  FourRows(const Weight& w, size_t row, size_t end_row, const float* token_sums)
+      : count(end_row - row < kFewRows ? end_row - row : kFewRows), sums(token_sums) {
     for (size_t r = 0; r < kFewRows; ++r) {
       const size_t index = row + (r < count ? r : count - 1);
       begin[r] = address_of(w, index, 0);
       scales[r] = RowScales(w, index);
+      minima[r] = row_minima(w, index);
     }
     row_bytes_ = w.columns * bytes_of(w.code);
   }
@@ -191,7 +188,13 @@ HMT_KERNEL void few_numbers(const Weight& w, const Inputs& in, size_t token, con
     }
   }
   for (size_t t = 0; t < kTokens; ++t) {
-    for (size_t r = 0; r < four.count; ++r) out[t * out_stride + r] = total_of(totals[r][t]);
+    for (size_t r = 0; r < four.count; ++r) {
+      float total = total_of(totals[r][t]);
+      if (four.minima[r] != nullptr) {
+        total += minima_product(four.minima[r], four.sums + (token + t) * segments, segments);
+      }
+      out[t * out_stride + r] = total;
+    }
   }
 }
 
@@ -312,6 +315,11 @@ HMT_KERNEL void few_codes(const Weight& w, const Inputs& in, size_t token, const
         totals[t][r] += static_cast<float>(dots[t][r]) * scales[r];
       }
     }
+    if (four.minima[0] == nullptr) continue;
+    for (size_t t = 0; t < kTokens; ++t) {
+      const float sum = four.sums[(token + t) * segments + s];
+      for (size_t r = 0; r < kFewRows; ++r) totals[t][r] += sum * four.minima[r][s];
+    }
   }
   for (size_t t = 0; t < kTokens; ++t) {
     for (size_t r = 0; r < four.count; ++r) {
@@ -340,8 +348,14 @@ void few_tokens(const Weight& w, const Inputs& in, size_t token, const FourRows&
 // See LinearKernels::multiply.
 inline void multiply_few(const Weight& w, const Inputs& in, size_t first_row, size_t end_row,
                          float* out, size_t out_stride) {
+  const size_t segments = w.minima == nullptr ? 0 : segments_of(w);
+  Scratch scratch(in.tokens * segments * sizeof(float));
+  float* sums = scratch.take<float>(in.tokens * segments);
+  for (size_t t = 0; t < in.tokens; ++t) {
+    for (size_t s = 0; s < segments; ++s) sums[t * segments + s] = segment_sum(w, in, t, s);
+  }
   for (size_t row = first_row; row < end_row; row += kFewRows) {
-    const FourRows four(w, row, end_row);
+    const FourRows four(w, row, end_row, sums);
     for (size_t t = 0; t < in.tokens;) {
       const size_t left = in.tokens - t;
       float* target = out + t * out_stride + (row - first_row);

@@ -4,6 +4,7 @@
 
 #include "base/scratch.h"
 #include "linear/rows_lanes.h"
+#include "linear/rows_minima.h"
 #if defined(HMT_AMX)
 #include "linear/rows_amx.h"
 #endif
@@ -13,23 +14,16 @@ namespace {
 
 HMT_INLINE size_t round_16(size_t count) { return (count + 15) / 16 * 16; }
 
-// A block of 16 tokens: lines, then, where the Math wants them, a line of sums for each segment.
+// A block of 16 tokens: lines, then, where the Math wants them, a line for each segment of what its
+// sums begin with, then, where there are minima, a line for each segment of its `segment_sum`s.
+template <typename Math>
+size_t sums_line(const Cut& cut, size_t segment) {
+  return cut.lines + (Math::kOffset ? cut.segments : 0) + segment;
+}
 template <typename Math>
 size_t arranged_size(const Weight& w) {
   const Cut cut(w, Math::kPerLine, Math::kRoundLines);
-  return kLine * (cut.lines + (Math::kOffset ? cut.segments : 0));
-}
-
-// -128 times the sum of a token's codes over columns [begin, begin + count).
-HMT_INLINE int32_t excess_of(const Inputs& in, size_t token, size_t begin, size_t count) {
-  int32_t total = 0;
-  if (begin % 16 == 0 && (count % 16 == 0 || begin + count == in.columns)) {
-    const int32_t* sums = in.sums + token * (in.stride / 16) + begin / 16;
-    for (size_t i = 0; i < (count + 15) / 16; ++i) total += sums[i];
-  } else {
-    for (size_t c = begin; c < begin + count; ++c) total += in.codes[token * in.stride + c];
-  }
-  return -128 * total;
+  return kLine * sums_line<Math>(cut, w.minima == nullptr ? 0 : cut.segments);
 }
 
 // 16 lines of a block of tokens, from a run of their columns; fewer columns end in zeros.
@@ -79,9 +73,16 @@ HMT_KERNEL void arrange_tokens(const Weight& w, const Inputs& in, size_t block, 
     if (Math::kOffset) {
       int32_t excess[16] = {};
       for (size_t t = 0; t < 16 && first + t < in.tokens; ++t) {
-        excess[t] = excess_of(in, first + t, cut.begin(s), count);
+        excess[t] = -128 * sum_of_codes(in, first + t, cut.begin(s), count);
       }
       std::memcpy(arranged + (cut.lines + s) * kLine, excess, sizeof excess);
+    }
+    if (w.minima != nullptr) {
+      float sums[16] = {};
+      for (size_t t = 0; t < 16 && first + t < in.tokens; ++t) {
+        sums[t] = segment_sum(w, in, first + t, s);
+      }
+      std::memcpy(arranged + sums_line<Math>(cut, s) * kLine, sums, sizeof sums);
     }
   }
 }
@@ -96,10 +97,23 @@ struct Range {
   size_t arranged_bytes, blocks;
   uint8_t* packed;  // [padded] rows of kRowBytes
   float* scales;    // [padded, kBlockLines]: of the pieces, where there are several segments
+  float* minima;    // the same, where there are minima, else null
   float* partial;   // [blocks, padded, 16]: sums of a segment so far, as Math::Sum
   float* totals;    // the same: of segments with their scales, where there are several
 
   size_t line_of(size_t block, size_t row) const { return (block * padded + row) * 16; }
+
+  // Sums of 16 tokens over a segment times one row's minimum.
+  HMT_INLINE F16v minimum_part(size_t block, size_t segment, float minimum) const {
+    const uint8_t* line = arranged + block * arranged_bytes + sums_line<Math>(cut, segment) * kLine;
+    return mul(load(reinterpret_cast<const float*>(line)), set1(minimum));
+  }
+  // `total` of a row and block with the part of the minimum of piece `p`.
+  HMT_INLINE F16v with_minimum(F16v total, size_t block, size_t row, size_t p,
+                               size_t segment) const {
+    if (minima == nullptr) return total;
+    return add(total, minimum_part(block, segment, minima[row * kBlockLines + p]));
+  }
 };
 
 // Fetches the weights of the next block of columns, a few with each tile that is multiplied: rows
@@ -194,7 +208,9 @@ HMT_KERNEL void multiply_tile(const Range<Math>& range, const Pieces& pieces, si
         const size_t at = range.line_of(block + b, row + r);
         if (fold) {
           const F16v before = piece.segment == 0 ? zero() : load(range.totals + at);
-          store(range.totals + at, scaled(sums[r][b], scale, before));
+          const F16v total = scaled(sums[r][b], scale, before);
+          store(range.totals + at,
+                range.with_minimum(total, block + b, row + r, p, piece.segment));
         } else {
           save(range.partial + at, sums[r][b]);
         }
@@ -241,7 +257,8 @@ HMT_KERNEL void multiply_amx_tile(const Range<Math>& range, const Pieces& pieces
       for (size_t b = 0; b < kBlocks; ++b) {
         float* total = range.totals + range.line_of(block + b, row + r);
         const F16v before = piece.segment == 0 ? zero() : load(total);
-        store(total, scaled(saved<Math>(sums[r / 16][b] + r % 16 * 16), scale, before));
+        const F16v sum = scaled(saved<Math>(sums[r / 16][b] + r % 16 * 16), scale, before);
+        store(total, range.with_minimum(sum, block + b, row + r, p, piece.segment));
       }
     }
   }
@@ -294,6 +311,7 @@ HMT_KERNEL void pack_weights(const Range<Math>& range, const Pieces& pieces) {
   const float unit = Math::unit(w.code);
   for (size_t r = 0; r < range.rows; ++r) {
     const RowScales scales(w, range.first_row + r);
+    const float* minima = row_minima(w, range.first_row + r);
     uint8_t* out = range.packed + r * kRowBytes;
     for (size_t p = 0; p < pieces.count; ++p) {
       const Piece& piece = pieces.piece[p];
@@ -302,6 +320,7 @@ HMT_KERNEL void pack_weights(const Range<Math>& range, const Pieces& pieces) {
       if (used < all) std::memset(out + used, 0, all - used);
       out += all;
       if (range.cut.segments > 1) range.scales[r * kBlockLines + p] = scales[piece.segment] * unit;
+      if (range.minima != nullptr) range.minima[r * kBlockLines + p] = minima[piece.segment];
     }
   }
 }
@@ -328,6 +347,8 @@ HMT_KERNEL void write_results(const Range<Math>& range, const Inputs& in, float*
           const float scale = RowScales(range.w, range.first_row + row + r)[0];
           value = scaled(saved<Math>(range.partial + at), set1(scale * Math::unit(range.w.code)),
                          zero());
+          const float* minima = row_minima(range.w, range.first_row + row + r);
+          if (minima != nullptr) value = add(value, range.minimum_part(block, 0, minima[0]));
         }
         store(lines[r], Math::kInteger ? mul(value, load(token_scales)) : value);
       }
@@ -350,16 +371,19 @@ void multiply_many(const Weight& w, const Inputs& in, size_t first_row, size_t e
   const size_t rows = end_row - first_row, padded = round_16(rows);
   const size_t blocks = (in.tokens + kTokenBlock - 1) / kTokenBlock;
   const size_t several = cut.segments > 1, sums = blocks * padded * 16;
-  Scratch scratch(padded * (kRowBytes + several * kBlockLines * sizeof(float)) +
+  const size_t minima = w.minima != nullptr ? several : 0;
+  Scratch scratch(padded * (kRowBytes + (several + minima) * kBlockLines * sizeof(float)) +
                   (1 + several) * sums * sizeof(float));
   Range<Math> range{w, cut, first_row, rows, padded, in.arranged, arranged_size<Math>(w), blocks,
                     scratch.take<uint8_t>(padded * kRowBytes),
                     scratch.take<float>(several * padded * kBlockLines),
+                    minima ? scratch.take<float>(padded * kBlockLines) : nullptr,
                     scratch.take<float>(sums), scratch.take<float>(several * sums)};
   // Rows that do not exist are multiplied too, and their results left out.
   std::memset(range.packed + rows * kRowBytes, 0, (padded - rows) * kRowBytes);
   for (size_t i = rows * kBlockLines; i < several * padded * kBlockLines; ++i) {
     range.scales[i] = 0.0f;
+    if (minima) range.minima[i] = 0.0f;
   }
   Pieces pieces;
   for (size_t segment = 0, line = 0; segment < cut.segments;) {

@@ -152,6 +152,14 @@ HMT_INLINE void with_code(Code code, Call call) {
   }
 }
 
+HMT_INLINE float total_of(F16v a) {
+#if defined(HMT_AVX512)
+  return _mm512_reduce_add_ps(a.v);
+#else
+  return sum(a);
+#endif
+}
+
 HMT_INLINE const uint8_t* address_of(const Weight& w, size_t row, size_t column) {
   return static_cast<const uint8_t*>(w.data) + (row * w.columns + column) * bytes_of(w.code);
 }

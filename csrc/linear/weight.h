@@ -40,10 +40,11 @@ enum class Scales : int { kNone, kF32, kBF16, kF16, kE4M3, kE8M0 };
 //
 //     code * scale[row / tile_rows, column / tile_columns] * factor            without zeros
 //     (nibble - zero) * scale * factor                                         kInt4 with zeros
-//     nibble * scale * factor + minimum                                        kInt4 with minima
+//     code * scale * factor + minimum                                          with minima
 //
 // kRows: scales [ceil(rows / tile_rows), ceil(columns / tile_columns)], f32.  One scale per row is
-// tile_columns == columns.  4-bit codes: tile_rows is 1, tile_columns 16, 32, 64 or 128.
+// tile_columns == columns.  Only kInt8 has minima, and tile_rows is 1 then.
+// 4-bit codes: tile_rows is 1, tile_columns 16, 32, 64 or 128.
 struct Weight {
   Code code;
   Packing packing;

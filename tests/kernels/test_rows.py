@@ -47,6 +47,7 @@ class Rows:
     scales: Tensor | None = None  # [ceil(rows / tile[0]), ceil(columns / tile[1])]
     tile: tuple[int, int] = (1, 1)
     factor: float = 1.0
+    minima: Tensor | None = None  # as the scales
 
     def __post_init__(self) -> None:
         width = self.data.element_size()
@@ -66,7 +67,7 @@ class Rows:
             0 if scales is None else scales.data_ptr(),
             *self.tile,
             0,
-            0,
+            0 if self.minima is None else self.minima.data_ptr(),
             self.factor,
             int8_activations,
         )
@@ -78,8 +79,13 @@ class Rows:
         high = (self.scales * self.factor).repeat_interleave(self.tile[0], 0)[:rows]
         return high.repeat_interleave(self.tile[1], 1)[:, :columns]
 
+    def spread_minima(self) -> Tensor:
+        if self.minima is None:
+            return torch.zeros(1)
+        return self.minima.repeat_interleave(self.tile[1], 1)[:, : self.data.shape[1]]
+
     def numbers(self) -> Tensor:
-        return self.data.double() * self.spread_scales().double()
+        return self.data.double() * self.spread_scales().double() + self.spread_minima().double()
 
 
 def random_rows(code: str, shape: tuple[int, int, int, int], seed: int = 0) -> Rows:
@@ -97,6 +103,16 @@ def random_rows(code: str, shape: tuple[int, int, int, int], seed: int = 0) -> R
         codes[codes & 127 == 127] = 0
         data = codes.view(torch.float8_e4m3fn)
     return Rows(code, data, scales, (tile_rows, tile_columns))
+
+
+def with_minima(shape: tuple[int, int, int, int], seed: int = 0) -> Rows:
+    """int8 groups, of which each has a minimum in the size of what is added to it."""
+    rows, columns, _, width = shape
+    w = random_rows("int8", (rows, columns, 1, width), seed)
+    assert w.scales is not None
+    random = torch.Generator().manual_seed(seed)
+    w.minima = w.scales.roll(1, 0) * torch.randint(-128, 64, w.scales.shape, generator=random)
+    return w
 
 
 def activations(tokens: int, columns: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
@@ -125,7 +141,9 @@ def multiply(
 def expect_close(found: Tensor, x: Tensor, w: Rows) -> None:
     """Within a few rounding errors of the sum of the products' magnitudes."""
     numbers, x = w.numbers(), x.double()
-    expected, size = x @ numbers.T, x.abs() @ numbers.abs().T
+    # Minima are summed apart.
+    sizes = (numbers - w.spread_minima()).abs() + w.spread_minima().abs()
+    expected, size = x @ numbers.T, x.abs() @ sizes.T
     assert ((found.double() - expected).abs() <= 3e-6 * size + 1e-37).all()
 
 
@@ -139,6 +157,8 @@ def by_definition(x: Tensor, w: Rows) -> Tensor:
         part = slice(begin, begin + width)
         dots = codes[:, part].double() @ w.data[:, part].double().T
         total += dots.float() * spread[:, begin]
+        if w.minima is not None:
+            total += codes[:, part].double().sum(1).float()[:, None] * w.minima[:, begin // width]
     return total * scales[:, None]
 
 
@@ -157,6 +177,17 @@ def test_integer_products_are_equal_to_the_bit():
         w = random_rows("int8", shape, seed=i)
         for tokens in TOKENS[i % 2 :: 2]:
             x = activations(tokens, shape[1], torch.bfloat16)
+            assert torch.equal(multiply(w, x, int8_activations=True), by_definition(x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_minima(dtype):
+    """Those of groups, and of whole rows; with floats and with codes."""
+    for i, shape in enumerate((*SHAPES, (33, 416, 1, 16), (20, 320, 1, 32))):
+        w = with_minima(shape, seed=i)
+        for tokens in TOKENS[i % 2 :: 2] + TOKENS[-1:] * (i == 2):
+            x = activations(tokens, shape[1], dtype)
+            expect_close(multiply(w, x), x, w)
             assert torch.equal(multiply(w, x, int8_activations=True), by_definition(x, w))
 
 

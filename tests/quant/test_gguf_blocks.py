@@ -9,7 +9,8 @@ from gguf import GGMLQuantizationType
 from hmt.base.errors import CheckpointError
 from hmt.contracts.checkpoint import FormName
 from hmt.contracts.encoding import WeightTensor
-from hmt.kernels import ops, reference
+from hmt.kernels import ggml, ops, reference
+from hmt.kernels.cpu import extension
 from hmt.quant import empty_weight
 from hmt.quant.published import Form, open_form
 from hmt.quant.published.gguf_blocks import BLOCKS
@@ -71,6 +72,31 @@ def test_numbers_are_those_of_ggml_to_the_last_bit(kind: str) -> None:
         turned = unpacked(kind, raw, turned=20)
         heads = expected.view(2, 10, 2, COLUMNS).transpose(1, 2).reshape(expected.shape)
         assert torch.equal(bits(ops.dequantize(turned, torch.float32)), bits(heads))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_one_pass_gives_the_bytes_that_plain_torch_gives(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every instruction set, for rows in order or not, and panels that are not full."""
+    native = extension.load()
+    if native is None:
+        pytest.skip("the extension was not built, or HMT_KERNELS=reference")
+    raw = random_blocks(kind)
+    before = native.isa()
+    for turned in (0, 20):
+        with monkeypatch.context() as plainly:
+            plainly.setattr(ggml.extension, "load", lambda: None)
+            plain = unpacked(kind, raw, turned)
+        for isa in native.isas():
+            native.set_isa(isa)
+            found = unpacked(kind, raw, turned)
+            native.set_isa(before)
+            for name in ("data", "scales", "minima"):
+                one, other = getattr(found, name), getattr(plain, name)
+                assert (one is None) is (other is None)
+                if one is not None:
+                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (isa, name)
 
 
 @pytest.mark.parametrize("kind", ["Q5_K", "Q5_1", "Q6_K", "Q2_K", "Q4_K"])

@@ -74,8 +74,6 @@ class ExpertPlaces:
         first = sample["down_proj"].data
         if not first.is_cuda:
             return
-        if any(f"{name}_bias" in sample for name in ("gate_proj", "up_proj", "down_proj")):
-            raise ValueError("experts have biases")
         from hmt.kernels.triton.experts import block_table
 
         try:
@@ -128,7 +126,7 @@ def scattered(given: Sequence[Expert], where: torch.device) -> Callable[..., Ten
 
     table = make_table(given, len(given), where)
     if table is None:
-        raise ValueError("experts differ by more than where they lie, or have biases")
+        raise ValueError("experts differ by more than where they lie")
 
     def compute(x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
         return experts_by_table(x, table, chosen, scales, activation, None, last=False)
@@ -141,7 +139,10 @@ _CUT_ROWS = 128  # of a piece at least: groups of down, and what the CPU's tiles
 
 
 def _cuts_of(sample: Mapping[str, WeightTensor], address: int) -> Cuts | None:
-    """How experts like the one that lies at `address` may be cut; None for not at all."""
+    """How experts like the one that lies at `address` may be cut; None for not at all.
+
+    Not those with biases: down's would be added by both who compute a part.
+    """
     gate, down = sample["gate_proj"], sample["down_proj"]
     width, rows = gate.shape[0], max(_CUT_ROWS, down.group_size)
     panels = all(w.encoding.packing is Packing.PANELS for w in sample.values())

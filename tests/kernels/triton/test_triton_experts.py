@@ -260,8 +260,8 @@ def test_experts_whose_parts_lie_anywhere(device):
     found = compute(x, chosen, scales, "silu")
     assert found.dtype is torch.float32
     assert torch.equal(found, experts(x, given, chosen, scales, "silu", last=False))
-    given[1][1]["up_proj_bias"] = given[1][1]["up_proj"]
-    with pytest.raises(ValueError, match="biases"):
+    given[1][1]["up_proj_bias"] = make_bias(torch.ones(32, device=device))
+    with pytest.raises(ValueError, match="differ"):
         expert_teams.scattered(given, device)
 
 
@@ -333,15 +333,59 @@ def test_numbers_of_very_different_sizes(device):
         near(experts(x, given, chosen, scales, "silu"), wanted, KINDS[0], torch.float32)
 
 
-def test_rows_of_a_larger_matrix_and_biases(device):
+def test_rows_of_a_larger_matrix_and_a_bias_of_one_matrix(device):
     given = make_experts(KINDS[0], [0, 1], 64, 32, device=device)
     for tokens in (FEW, MANY):
         x, chosen, scales = inputs(tokens, 100, 2, 2, device=device)
         found = experts(x[:, 20:84], given, chosen, scales, "silu")
         plain = experts(x[:, 20:84].contiguous(), given, chosen, scales, "silu")
         assert torch.equal(found, plain)
-    bias = WeightTensor(Encoding.F32, (32,), torch.ones(32, device=device))
-    given = [(n, {**params, "up_proj_bias": bias}) for n, params in given]
+    bias = make_bias(torch.ones(32, device=device))
+    given = [(n, {**params, "up_proj_bias": bias}) for n, params in given]  # which no kernel has
     x = x[:, :64]
     wanted = reference.experts(x, given, chosen, scales, "silu")
     assert torch.equal(experts(x, given, chosen, scales, "silu"), wanted)
+
+
+def make_bias(numbers):
+    kind = Encoding.BF16 if numbers.dtype is torch.bfloat16 else Encoding.F32
+    return WeightTensor(kind, tuple(numbers.shape), numbers)
+
+
+def with_biases(given, dtype):
+    """gpt-oss' experts: gates and what goes through them pass the limits of its activation."""
+    for number, params in given:
+        random = torch.Generator().manual_seed(number)
+        for name in list(params):
+            sizes = torch.randn(params[name].shape[0], generator=random) * 5
+            bias = sizes.to(dtype).to(params[name].data.device)
+            params[f"{name}_bias"] = make_bias(bias)
+    return given
+
+
+@pytest.mark.parametrize("kind", [KINDS[n] for n in (3, 8, 17)], ids=str)
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_biases_and_the_activation_of_gpt_oss(device, kind, tokens):
+    """Where parts lie anywhere, and at offsets from one address."""
+    hidden, width = (96, 64) if kind[0].packing is Packing.PANELS else (51, 37)
+    dtypes = {FEW: (torch.float16, torch.float32), MANY: (torch.float32, torch.bfloat16)}
+    x_dtype, bias_dtype = dtypes[tokens]
+    given = make_experts(kind, [0, 1, 3], hidden, width, device=device)
+    given = with_biases(given, bias_dtype)
+    x, chosen, scales = inputs(tokens, hidden, 2, 4, device=device, dtype=x_dtype)
+    wanted = reference.experts(x.float(), given, chosen, scales, "clamped_swish")
+    found = experts(x, given, chosen, scales, "clamped_swish")
+    near(found, wanted, kind, x_dtype)
+    first = given[0][1]["gate_proj"].data.data_ptr()
+    one = experts_module.block_table(
+        torch.tensor([0, first, 0, 0], device=device), given[0][1], first
+    )
+    wanted = reference.experts(
+        x.float(), [(1, given[0][1])], chosen, scales, "clamped_swish", last=False
+    )
+    if one.gate.aligned == 16:  # parts were allocated one by one
+        total = experts_by_table(x, one, chosen, scales, "clamped_swish", last=False)
+        near(total, wanted, kind, x_dtype)
+    x[0, 1] = float("nan")
+    out = experts(x, given, chosen, scales, "clamped_swish")
+    assert not out[0].isfinite().any() and out[1:].isfinite().all()

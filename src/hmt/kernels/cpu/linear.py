@@ -7,7 +7,6 @@ The extension computes on as many threads as torch would on the calling thread.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -47,8 +46,7 @@ def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) 
     """`reference.linear` by the extension."""
     weight = native_weight(native, w)
     if weight is None or x.dtype not in DTYPES:
-        apart = _apart(w) if x.dtype in DTYPES else None
-        return reference.linear(x, w, bias) if apart is None else _sum(native, x, apart, bias)
+        return reference.linear(x, w, bias)
     return _multiply(native, (weight if bias is None else _with_bias(weight, bias),), x, w.shape[0])
 
 
@@ -98,12 +96,6 @@ def dequantize(
     native: ModuleType, w: WeightTensor, dtype: torch.dtype, rows: slice | None
 ) -> Tensor:
     """`reference.dequantize`, the numbers computed by the extension."""
-    apart = _apart(w)
-    if apart is not None:
-        numbers = dequantize(native, apart[0], torch.float32, rows)
-        added = apart[1].data[slice(None) if rows is None else rows]
-        numbers.view(*added.shape, -1).add_(added[..., None])
-        return numbers.to(dtype)
     weight = None if w.encoding.is_float else native_weight(native, w)
     if weight is None or dtype not in DTYPES:
         return reference.dequantize(w, dtype, rows)
@@ -147,39 +139,8 @@ def native_weight(native: ModuleType, w: WeightTensor) -> Any:
 
 
 def is_compiled(native: ModuleType, w: WeightTensor) -> bool:
-    """Whether the extension multiplies with `w`, in one piece or as two weights."""
-    return native_weight(native, w) is not None or _apart(w) is not None
-
-
-def _apart(w: WeightTensor) -> tuple[WeightTensor, WeightTensor] | None:
-    """int8 groups with minima as two weights: without them, and the minima [out, groups] alone.
-
-    The second is multiplied with the sums of x over groups.  None for all other weights, and for
-    int8 activations, whose results the reference defines to the bit.
-    """
-    if w.encoding is not Encoding.INT8_GROUP or w.minima is None:
-        return None
-    if w.activations is not Activations.FLOAT:
-        return None
-    found: tuple[WeightTensor, WeightTensor] | None = w.derived.get("apart")
-    if found is None:
-        minima = WeightTensor(Encoding.F32, tuple(w.minima.shape), w.minima)
-        found = w.derived["apart"] = (replace(w, minima=None), minima)
-    return found
-
-
-def _sum(
-    native: ModuleType, x: Tensor, apart: tuple[WeightTensor, WeightTensor], bias: Tensor | None
-) -> Tensor:
-    """x times both weights, added in f32: [tokens, out] in x.dtype."""
-    codes, minima = apart
-    out = torch.empty(len(x), codes.shape[0])
-    _multiply_into(native, (native_weight(native, codes),), x, out)
-    sums = x.float().reshape(len(x), minima.shape[1], -1).sum(-1)
-    out += _multiply(native, (native_weight(native, minima),), sums, minima.shape[0])
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)
+    """Whether the extension multiplies with `w`."""
+    return native_weight(native, w) is not None
 
 
 def _multiply(native: ModuleType, weights: tuple[Any, ...], x: Tensor, rows: int) -> Tensor:
@@ -217,8 +178,6 @@ def _is_supported(w: WeightTensor) -> bool:
     if len(w.shape) != 2 or any(part is not None and not part.is_contiguous() for part in parts):
         return False
     if w.encoding in (Encoding.INT8_CHANNEL, Encoding.INT8_GROUP):
-        if w.minima is not None:
-            return False  # see _apart
         return w.activations is Activations.FLOAT or w.shape[1] <= _MOST_INT8_COLUMNS
     return w.encoding.packing is Packing.ROWS or w.group_size in _INT4_GROUPS
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
+from hmt.kernels.triton.expert_biases import DOWN, UP, biases
 from hmt.kernels.triton.expert_dots import panel_dots, row_dots
 from hmt.kernels.triton.expert_inputs import (
     Vectors,
@@ -20,7 +21,7 @@ from hmt.kernels.triton.expert_inputs import (
 )
 from hmt.kernels.triton.expert_table import ExpertTable
 from hmt.kernels.triton.matrix_forms import MatrixForm, matrix_form
-from hmt.kernels.triton.scalars import activated, interpreted, rounded
+from hmt.kernels.triton.scalars import gated_product, interpreted, rounded
 
 
 @triton.jit
@@ -66,13 +67,15 @@ def _dots(
 @triton.jit
 def _gate_up_kernel(
     table, part_stride, experts, slots, cut, x, x_scales, h, h_scales, rows, columns,
-    gate_data, gate_scales, gate_extra, gate_factor, up_data, up_scales, up_extra, up_factor,
+    gate_data, gate_scales, gate_extra, gate_factor, gate_bias,
+    up_data, up_scales, up_extra, up_factor, up_bias,
     TOP: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, ACTIVATION: tl.constexpr,
     RESULT: tl.constexpr, H_PLANES: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: HEIGHT panels; axis 1: slots.  Writes activation(gate) * up of one expert.
 
@@ -93,7 +96,7 @@ def _gate_up_kernel(
             limit = tl.where(expert == tl.load(cut), tl.load(cut + 1), rows)
             present = present & (panel * 16 < limit)
         out = _dots(
-            table, part_stride, expert, tl.where(is_up, 4, 0),
+            table, part_stride, expert, tl.where(is_up, UP, 0),
             tl.where(is_up, up_data, gate_data), tl.where(is_up, up_scales, gate_scales),
             tl.where(is_up, up_extra, gate_extra), tl.where(is_up, up_factor, gate_factor),
             present, panel, x, x_scales, slot // TOP, rows, columns,
@@ -102,11 +105,20 @@ def _gate_up_kernel(
         )  # fmt: skip
         if PLANES == 1:
             out *= tl.load(x_scales + slot // TOP)
+        if BIAS is not None:
+            lane = panel * 16 + tl.arange(0, 16)[None, None, :]
+            out += tl.reshape(
+                biases(
+                    table + expert, part_stride, tl.where(is_up, UP, 0),
+                    tl.where(is_up, up_bias, gate_bias), lane, present & (lane < rows), BIAS,
+                ),
+                (2 * HEIGHT, 16),
+            )  # fmt: skip
         out = tl.reshape(out, (2, HEIGHT, 16))
         side = tl.arange(0, 2)[:, None, None]
-        gate = rounded(tl.sum(tl.where(side == 0, out, 0.0), axis=0), RESULT)
-        up = rounded(tl.sum(tl.where(side == 1, out, 0.0), axis=0), RESULT)
-        product = rounded(rounded(activated(gate, ACTIVATION), RESULT) * up, RESULT)
+        gate = tl.sum(tl.where(side == 0, out, 0.0), axis=0)
+        up = tl.sum(tl.where(side == 1, out, 0.0), axis=0)
+        product = gated_product(gate, up, ACTIVATION, RESULT)
         first = (tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)[:, None]) * 16
         row = first + tl.arange(0, 16)[None, :]
         if H_PLANES > 1:
@@ -121,13 +133,14 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     table, part_stride, experts, slots, slot_scales, h, h_scales, total, out, rows, columns,
-    at_data, at_scales, at_extra, at_factor,
+    at_data, at_scales, at_extra, at_factor, at_bias,
     TOP: tl.constexpr, PAIRS: tl.constexpr, RESULT: tl.constexpr, ADD: tl.constexpr,
     KEEP: tl.constexpr, LAST: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, PLANES: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: panels; axis 1: tokens.  Adds the token's experts, PAIRS of them at a time."""
     next_may_begin(DEPENDENT)
@@ -146,7 +159,7 @@ def _down_kernel(
         expert = tl.where(known, expert, 0)
         present = known & (tl.load(table + expert) != 0)
         result = _dots(
-            table, part_stride, expert, 8, at_data, at_scales, at_extra, at_factor,
+            table, part_stride, expert, DOWN, at_data, at_scales, at_extra, at_factor,
             present, tl.program_id(0), h, h_scales, tl.where(present, slot, 0), rows, columns,
             PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED, PLANES,
             STEP, STAGES, EVEN, ASM,
@@ -156,6 +169,14 @@ def _down_kernel(
         if PLANES == 1:
             by_token = tl.load(h_scales + token * TOP + flat, mask=here, other=0.0)
             result *= by_token
+        if BIAS is not None:
+            lane = tl.program_id(0) * 16 + tl.arange(0, 16)[None, None, :]
+            result += tl.reshape(
+                biases(
+                    table + expert, part_stride, DOWN, at_bias, lane, present & (lane < rows), BIAS
+                ),
+                (PAIRS, 16),
+            )
         by = tl.load(slot_scales + token * TOP + flat, mask=here, other=0.0)
         result = tl.where(here, rounded(result, RESULT) * by, 0.0)
         for i in tl.static_range(PAIRS):

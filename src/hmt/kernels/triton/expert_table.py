@@ -10,8 +10,9 @@ from torch import Tensor
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels.reference.experts import Expert
 
-PARTS = ("data", "scales", "extra", "factor")  # of each matrix, in the order of a table's rows
-_FACTOR = PARTS.index("factor")  # one number, read by itself
+# Of each matrix, in the order of a table's rows; `expert_pairs` and `expert_tiles` count them.
+PARTS = ("data", "scales", "extra", "factor", "bias")
+_READ_WIDE = PARTS.index("factor")  # those before; the others number by number
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 _ALIGNMENT = 16  # bytes; kernels load as many at a time where they can
 _NUMBER = 4  # bytes, of scales and the widest weights
@@ -24,8 +25,8 @@ class ExpertMatrix:
     encoding, shape, group_size, tile, activations   as in WeightTensor
     scale_dtype    of the scales; of float encodings, None
     extra          what `extra` holds: "zeros", "minima" or ""
-    offsets        bytes from an expert's address to data, scales, extra and factor; 0 for those
-                   that the encoding does not have
+    bias_dtype     of the matrix' bias, or None
+    offsets        bytes from an expert's address to PARTS; 0 for those that there are not
     aligned        bytes: data and scales begin at multiples of it, 16 or a smaller power of two
     """
 
@@ -36,7 +37,8 @@ class ExpertMatrix:
     activations: Activations = Activations.FLOAT
     scale_dtype: torch.dtype | None = None
     extra: str = ""
-    offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
+    bias_dtype: torch.dtype | None = None
+    offsets: tuple[int, ...] = (0,) * len(PARTS)
     aligned: int = _ALIGNMENT
 
     @property
@@ -68,7 +70,7 @@ class ExpertTable:
 
     addresses   int64 [experts] on the device: where an expert's bytes begin, a multiple of 16, or
                 0 where it is not here.  Kernels read it when they run, so it may be changed in
-                place between replays of a CUDA graph.  Or int64 [12, experts]: the parts of gate,
+                place between replays of a CUDA graph.  Or int64 [15, experts]: the parts of gate,
                 up and down (PARTS) by themselves, to which the offsets are added as well
     gate, up    alike but for their offsets
     """
@@ -80,7 +82,7 @@ class ExpertTable:
 
     def __post_init__(self) -> None:
         """Refuses what kernels would compute wrongly."""
-        alike = replace(self.gate, offsets=(0,) * 4) == replace(self.up, offsets=(0,) * 4)
+        alike = replace(self.gate, offsets=()) == replace(self.up, offsets=())
         assert alike, "gate and up differ by more than where they lie"
         assert all(matrix.has_kernel for matrix in (self.gate, self.down)), "no such groups"
 
@@ -95,9 +97,11 @@ class ExpertTable:
         return self.addresses.stride(0) if self.addresses.dim() == 2 else 0
 
 
-def describe(w: WeightTensor, base: int = 0) -> ExpertMatrix:
+def describe(params: Mapping[str, WeightTensor], name: str, base: int = 0) -> ExpertMatrix:
     """What kernels have to know of a matrix whose expert begins at address `base`, or 0."""
-    offsets = [part.data_ptr() - base if base and part is not None else 0 for part in _parts(w)]
+    w, parts = params[name], _parts(params, name)
+    offsets = tuple(part.data_ptr() - base if base and part is not None else 0 for part in parts)
+    bias = parts[-1]
     return ExpertMatrix(
         w.encoding,
         (w.shape[0], w.shape[1]),
@@ -106,7 +110,8 @@ def describe(w: WeightTensor, base: int = 0) -> ExpertMatrix:
         w.activations,
         None if w.scales is None else w.scales.dtype,
         "zeros" if w.zeros is not None else "minima" if w.minima is not None else "",
-        (offsets[0], offsets[1], offsets[2], offsets[3]),
+        None if bias is None else bias.dtype,
+        offsets,
     )
 
 
@@ -114,11 +119,11 @@ def make_table(given: Sequence[Expert], experts: int, device: torch.device) -> E
     """A table of experts 0 to `experts` - 1, of which some are given, wherever their parts lie.
 
     Copies addresses to the device, so it cannot be captured; keep the table.  None where kernels
-    cannot compute on them: with biases, of different encodings, or not aligned.
+    cannot compute on them: of different encodings, some with biases, or not aligned.
     """
     if not given:
         return None
-    first = [describe(given[0][1][name]) for name in MATRICES]
+    first = [describe(given[0][1], name) for name in MATRICES]
     if first[0] != first[1]:
         return None
     addresses = torch.zeros(len(MATRICES) * len(PARTS), experts, dtype=torch.int64)
@@ -128,7 +133,7 @@ def make_table(given: Sequence[Expert], experts: int, device: torch.device) -> E
         if column is None or not 0 <= index < experts:
             return None
         addresses[:, index] = torch.tensor(column)
-        read += [at for part, at in enumerate(column) if part % len(PARTS) != _FACTOR]
+        read += [at for part, at in enumerate(column) if part % len(PARTS) < _READ_WIDE]
     # A checkpoint's tensors begin where its header ends: at any multiple of 8.
     matrices = [replace(matrix, aligned=_alignment(read)) for matrix in first]
     if not all(matrix.has_kernel for matrix in matrices):
@@ -142,10 +147,10 @@ def block_table(addresses: Tensor, sample: Mapping[str, WeightTensor], base: int
     It holds `addresses` int64 [experts], multiples of 16, itself, not a copy.  Raises ValueError
     for matrices that no kernel takes.
     """
-    matrices = [describe(sample[name], base) for name in MATRICES]
+    matrices = [describe(sample, name, base) for name in MATRICES]
     if not all(replace(matrix, aligned=_ALIGNMENT).has_kernel for matrix in matrices):
         raise ValueError("no kernel has such groups")
-    aligned = _alignment([at for matrix in matrices for at in matrix.offsets[:_FACTOR]])
+    aligned = _alignment([at for matrix in matrices for at in matrix.offsets[:_READ_WIDE]])
     return ExpertTable(addresses, *(replace(matrix, aligned=aligned) for matrix in matrices))
 
 
@@ -154,8 +159,10 @@ def _alignment(places: Sequence[int]) -> int:
     return math.gcd(_ALIGNMENT, *places)
 
 
-def _parts(w: WeightTensor) -> tuple[Tensor | None, ...]:
-    return w.data, w.scales, w.zeros if w.zeros is not None else w.minima, w.factor
+def _parts(params: Mapping[str, WeightTensor], name: str) -> tuple[Tensor | None, ...]:
+    w, bias = params[name], params.get(f"{name}_bias")
+    extra = w.zeros if w.zeros is not None else w.minima
+    return w.data, w.scales, extra, w.factor, None if bias is None else bias.data
 
 
 def _addresses(
@@ -164,10 +171,9 @@ def _addresses(
     """Of all parts of an expert, or None where it is not as `wanted` or kernels cannot read it."""
     column = []
     for name, matrix in zip(MATRICES, wanted, strict=True):
-        w = params[name]
-        if f"{name}_bias" in params or describe(w) != matrix:
+        if describe(params, name) != matrix:
             return None
-        for part in _parts(w):
+        for part in _parts(params, name):
             if part is not None and not part.is_contiguous():
                 return None
             column.append(0 if part is None else part.data_ptr())

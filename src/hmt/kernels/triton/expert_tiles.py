@@ -7,12 +7,13 @@ from torch import Tensor
 
 from hmt.contracts.model import EXPERT_WORKSPACE_BYTES
 from hmt.kernels.triton.codes import pointers
+from hmt.kernels.triton.expert_biases import DOWN, UP, biases
 from hmt.kernels.triton.expert_inputs import prepare
 from hmt.kernels.triton.expert_several_launch import experts_by_several, takes_experts
 from hmt.kernels.triton.expert_sorting import combine, sort_pairs
 from hmt.kernels.triton.expert_table import ExpertMatrix, ExpertTable
 from hmt.kernels.triton.matrix_forms import matrix_form
-from hmt.kernels.triton.scalars import activated, rounded
+from hmt.kernels.triton.scalars import gated_product
 from hmt.kernels.triton.tile_weights import nibble_numbers, panel_codes, panel_words, row_tile
 
 
@@ -160,12 +161,13 @@ def _tile_of(table, counts, tile, experts, EXPERTS: tl.constexpr, TOKENS: tl.con
 @triton.jit
 def _gate_up_kernel(
     table, part_stride, experts, order, begins, counts, x, x_scales, h, x_row, rows, columns,
-    gate_data, gate_scales, gate_extra, gate_factor, up_data, up_scales, up_extra, up_factor,
+    gate_data, gate_scales, gate_extra, gate_factor, gate_bias,
+    up_data, up_scales, up_extra, up_factor, up_bias,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, ACTIVATION: tl.constexpr, BY_NIBBLES: tl.constexpr,
     PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+    BIAS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: ROWS rows; axis 1: `_tile_of` TOKENS.  h is in sorted order."""
     expert, tile, real = _tile_of(table, counts, tl.program_id(1), experts, EXPERTS, TOKENS)
@@ -182,7 +184,7 @@ def _gate_up_kernel(
             CODES, ROWS, TOKENS, COLUMNS, RESULT,
         )  # fmt: skip
         up = _tile_dots(
-            table, part_stride, expert, 4, up_data, up_scales, up_extra, up_factor,
+            table, part_stride, expert, UP, up_data, up_scales, up_extra, up_factor,
             x, x_at * x_row, there, first, rows, columns,
             PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED,
             CODES, ROWS, TOKENS, COLUMNS, RESULT,
@@ -191,8 +193,12 @@ def _gate_up_kernel(
             by = tl.load(x_scales + x_at, mask=there, other=0.0)[None, :]
             gate *= by
             up *= by
-        gate = rounded(activated(rounded(gate, RESULT), ACTIVATION), RESULT)
-        product = tl.trans((gate * rounded(up, RESULT)).to(RESULT))
+        if BIAS is not None:
+            lane = first + tl.arange(0, ROWS)[:, None]
+            its = table + expert
+            gate += biases(its, part_stride, 0, gate_bias, lane, lane < rows, BIAS)
+            up += biases(its, part_stride, UP, up_bias, lane, lane < rows, BIAS)
+        product = tl.trans(gated_product(gate, up, ACTIVATION, RESULT).to(RESULT))
         row = first + tl.arange(0, ROWS)[None, :]
         place = row
         if BY_NIBBLES:
@@ -204,11 +210,11 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     table, part_stride, experts, order, begins, counts, h, h_scales, y, rows, columns,
-    at_data, at_scales, at_extra, at_factor,
+    at_data, at_scales, at_extra, at_factor, at_bias,
     EXPERTS: tl.constexpr, PANELS: tl.constexpr, KIND: tl.constexpr, DATA: tl.constexpr,
     SCALE: tl.constexpr, EXTRA: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
+    BIAS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Axes as above.  y is in the order of pairs, rounded, not scaled."""
     expert, tile, real = _tile_of(table, counts, tl.program_id(1), experts, EXPERTS, TOKENS)
@@ -218,13 +224,18 @@ def _down_kernel(
         at = (tl.load(begins + expert) + token).to(tl.int64)
         first = tl.program_id(0) * ROWS
         out = _tile_dots(
-            table, part_stride, expert, 8, at_data, at_scales, at_extra, at_factor,
+            table, part_stride, expert, DOWN, at_data, at_scales, at_extra, at_factor,
             h, at * columns, there, first, rows, columns,
             PANELS, KIND, DATA, SCALE, EXTRA, GROUP, TILE_ROWS, TILE_COLUMNS, ALIGNED,
             CODES, ROWS, TOKENS, COLUMNS, RESULT,
         )  # fmt: skip
         if CODES:
             out *= tl.load(h_scales + at, mask=there, other=0.0)[None, :]
+        if BIAS is not None:
+            lane = first + tl.arange(0, ROWS)[:, None]
+            out += biases(
+                table + expert, part_stride, DOWN, at_bias, lane, lane < rows, BIAS
+            )  # fmt: skip
         pair = tl.load(order + at, mask=there, other=0).to(tl.int64)
         row = first + tl.arange(0, ROWS)[None, :]
         to = y + pair[:, None] * rows + row

@@ -64,13 +64,14 @@ def experts(
     Copies addresses to the device, so it cannot be captured: for that, keep a table.
     """
     count = max((index for index, _ in given), default=-1) + 1
-    table = make_table(given, count, x.device) if activation in ACTIVATIONS else None
+    table = make_table(given, count, x.device) if activation in _ACTIVATIONS else None
     if table is None or x.shape[0] == 0 or x.dtype not in _DTYPES:
-        # No experts or tokens, biases, or matrices that differ or are not aligned.
+        # No experts or tokens, or matrices that differ or are not aligned.
         return reference.experts(x, given, chosen, scales, activation, total, last=last)
     return experts_by_table(x, table, chosen, scales.float(), activation, total, last)
 
 
+_ACTIVATIONS = (*ACTIVATIONS, "clamped_swish")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -68,5 +68,6 @@ def matrix_form(matrix: ExpertMatrix) -> MatrixForm:
             "TILE_ROWS": matrix.tile[0] or 1,
             "TILE_COLUMNS": matrix.tile[1] or 1,
             "ALIGNED": matrix.aligned,
+            "BIAS": None if matrix.bias_dtype is None else _KINDS[matrix.bias_dtype],
         }
     )

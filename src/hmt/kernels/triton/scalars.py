@@ -53,15 +53,29 @@ def key_index(key):
 
 @triton.jit
 def activated(values, ACTIVATION: tl.constexpr):
-    """Silu, gelu or gelu_tanh of f32 values."""
+    """Silu, gelu, gelu_tanh or clamped_swish of f32 values."""
     if ACTIVATION == "silu":
         out = values / (1.0 + tl.exp(-values))
+    elif ACTIVATION == "clamped_swish":
+        least = tl.where(values > 7.0, 7.0, values)  # which NaN passes
+        out = least / (1.0 + tl.exp(-1.702 * least))
     elif ACTIVATION == "gelu":
         out = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
     else:
         inner = 0.7978845608028654 * (values + 0.044715 * values * values * values)
         out = 0.5 * values * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
     return out
+
+
+@triton.jit
+def gated_product(gate, up, ACTIVATION: tl.constexpr, KIND: tl.constexpr):
+    """`reference.gated` of f32 numbers, brought to KIND where that rounds: f32."""
+    gate = rounded(activated(rounded(gate, KIND), ACTIVATION), KIND)
+    up = rounded(up, KIND)
+    if ACTIVATION == "clamped_swish":
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        up = rounded(up + 1.0, KIND)
+    return rounded(gate * up, KIND)
 
 
 def interpreted() -> bool:

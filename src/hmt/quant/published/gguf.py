@@ -16,6 +16,7 @@ from hmt.base.errors import CheckpointError
 from hmt.base.units import round_up
 from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
 from hmt.kernels import ops
+from hmt.kernels.ggml import unpack_blocks
 from hmt.quant.packed import Format, empty_weight, pack_groups
 from hmt.quant.published.floats import Floats
 from hmt.quant.published.gguf_blocks import BLOCKS, Unpacked
@@ -67,6 +68,8 @@ class Gguf:
         blocks = BLOCKS[self.kind]
         rows, columns = target.shape
         raw = parts["blocks"].view(rows, -1)
+        if unpack_blocks(self.kind, raw, target, self.turned):
+            return
         unit = lcm(PANEL_ROWS, self.turned or 1)  # whole heads, and whole panels
         step = max(1, _CHUNK_NUMBERS // columns // unit) * unit
         for start in range(0, rows, step):
