@@ -87,7 +87,7 @@ def test_the_plan_counts_what_moves_between_levels() -> None:
         ({"kv_disk": "/nowhere"}, ConfigError, "must be a folder"),
         ({"kv_host_memory": "1MiB"}, ConfigError, "kv_device_memory"),
         ({"kv_quant": "int8"}, ConfigError, "kv_device_memory"),
-        ({"kv_device_memory": "8MiB", "kv_quant": "int5"}, ConfigError, "exact, int8, int4"),
+        ({"kv_device_memory": "8MiB", "kv_quant": "int5"}, ConfigError, "exact, fp8, int8, int4"),
         ({"kv_device_memory": "8MiB", "kv_disk_memory": "1GiB"}, ConfigError, "kv_disk"),
         ({"kv_device_memory": "8MiB", "kv_order": "best"}, ConfigError, "a2cr, lru, lfu"),
         ({"kv_device_memory": "8MiB", "kv_share": 2.0}, ConfigError, "at most 1"),

@@ -66,6 +66,7 @@ SETTINGS = (
     "full",
     "warm:exact",
     "warm:int8",
+    "warm:fp8",
     "cold:int8-channel/int8",
     "cold:int8+residual",
     "cold:int8+parts",
