@@ -7,7 +7,7 @@ loops it comes through asynchronous copies, some tiles ahead of the one that is 
 import triton
 import triton.language as tl
 
-from hmt.kernels.triton.unpack import byte_numbers
+from hmt.kernels.triton.unpack import ASSEMBLER, byte_numbers, int8_bf16
 
 F32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
@@ -43,6 +43,8 @@ def numbers_of(found, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
     """What was found in pages as numbers of DTYPE, before INT8's scales."""
     if ENCODING == FP8:
         numbers = byte_numbers(found.to(tl.float8e4nv, bitcast=True), DTYPE)
+    elif ASSEMBLER and ENCODING == INT8 and DTYPE == tl.bfloat16:  # noqa: SIM300
+        numbers = int8_bf16(found)
     else:
         numbers = found.to(DTYPE)
     return numbers
