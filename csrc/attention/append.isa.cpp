@@ -100,6 +100,23 @@ void write_int4(const float* row, const Place& place, uint8_t* out, uint8_t* sca
   }
 }
 
+// To the nearest, ties to even.
+uint8_t e4m3_of(float number) {
+  const uint32_t word = to_bits(number), size = word & 0x7fffffffu;
+  const auto sign = static_cast<uint8_t>(word >> 24 & 0x80u);
+  if (size > 0x7f800000u) return sign | 0x7f;
+  const float magnitude = from_bits(size) < 448.0f ? from_bits(size) : 448.0f;
+  // Below 2^-6 in steps of 2^-9, which are the last bits of a number as large as 2^14.
+  if (magnitude < 0x1p-6f) return sign | static_cast<uint8_t>(to_bits(magnitude + 0x1p14f));
+  const uint32_t bits = to_bits(magnitude);
+  const uint32_t rounded = (bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20;
+  return sign | static_cast<uint8_t>(rounded - (120u << 3));
+}
+
+void write_fp8(const float* row, const Place& place, uint8_t* out) {
+  for (size_t i = 0; i < place.dim; ++i) out[place.at(i)] = e4m3_of(row[i]);
+}
+
 // One row of one head.
 void write_row(PageEncoding encoding, const uint8_t* row, DType type, const Place& place,
                uint8_t* out, uint8_t* scales, float* numbers) {
@@ -112,6 +129,7 @@ void write_row(PageEncoding encoding, const uint8_t* row, DType type, const Plac
   for (size_t i = place.dim; i < padded; ++i) numbers[i] = 0.0f;
   if (encoding == PageEncoding::kInt8) return write_int8(numbers, place, out, scales);
   if (encoding == PageEncoding::kInt4) return write_int4(numbers, place, out, scales);
+  if (encoding == PageEncoding::kFp8) return write_fp8(numbers, place, out);
   write_floats(numbers, encoding, place, out);
 }
 

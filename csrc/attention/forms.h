@@ -67,6 +67,7 @@ struct FloatPages : FloatProducts<FloatWords> {
       case E::kF16: return spread_values<E::kF16>(layout, page, head, width, rows);
       case E::kInt8: return spread_values<E::kInt8>(layout, page, head, width, rows);
       case E::kInt4: return spread_values<E::kInt4>(layout, page, head, width, rows);
+      case E::kFp8: return spread_values<E::kFp8>(layout, page, head, width, rows);
     }
   }
   static void keys(const PageLayout& layout, const uint8_t* page, size_t head, uint8_t* out) {
@@ -77,6 +78,7 @@ struct FloatPages : FloatProducts<FloatWords> {
       case PageEncoding::kF16: return spread_keys<PageEncoding::kF16>(layout, page, head, lines);
       case PageEncoding::kInt8: return spread_keys<PageEncoding::kInt8>(layout, page, head, lines);
       case PageEncoding::kInt4: return spread_keys<PageEncoding::kInt4>(layout, page, head, lines);
+      case PageEncoding::kFp8: return spread_keys<PageEncoding::kFp8>(layout, page, head, lines);
     }
   }
   // keys: as made above, or where they lie.  Tokens from `seen` on become zeros.

@@ -6,7 +6,7 @@
 //     values  [heads, 16 / u, value_dim, u]   u tokens' numbers of one column, in a 4-byte word
 //     scales  of the keys, then of the values, where the encoding has them
 //
-// with u = 1 number (f32), 2 (bf16, f16), 4 (int8) or 8 (int4) in a word.  So sixteen words of keys
+// with u = 1 number (f32), 2 (bf16, f16), 4 (int8, fp8) or 8 (int4) in a word.  So sixteen words of keys
 // are sixteen tokens, and sixteen words of values are sixteen columns: scores and outputs add up in
 // the lanes of a register, without sums across lanes, and the words are what VDPBF16PS, VPDPBUSD
 // and AMX tiles take.  Rows of head_dim numbers would have to be transposed in each step, which
@@ -18,6 +18,8 @@
 //        bf16(-e / 8), where e is the group's smallest or greatest number, whichever is further
 //        from 0 (the smallest in a tie), so that -8 stands for e; scales bf16 [heads, groups, 16].
 //        Number i of a word's eight is in byte i % 4, in its low half where i < 4.
+// fp8    e4m3fn without scales, rounded half to even; what is beyond 448 becomes 448.  NaN is kept,
+//        and may be read as 480.
 // Latent layers (MLA) keep keys only; a token's value is the first value_dim numbers of its key.
 #pragma once
 
@@ -30,7 +32,7 @@ constexpr std::size_t kPageTokens = 16;
 constexpr std::size_t kInt4Group = 32;
 
 // The first three are those of DType.
-enum class PageEncoding : int { kF32, kBF16, kF16, kInt8, kInt4 };
+enum class PageEncoding : int { kF32, kBF16, kF16, kInt8, kInt4, kFp8 };
 
 // key_dim is a multiple of u.
 struct PageLayout {
@@ -39,7 +41,7 @@ struct PageLayout {
   bool latent;
 
   constexpr std::size_t bits() const {
-    constexpr std::size_t kBits[] = {32, 16, 16, 8, 4};
+    constexpr std::size_t kBits[] = {32, 16, 16, 8, 4, 8};
     return kBits[static_cast<int>(encoding)];
   }
   constexpr std::size_t per_word() const { return 32 / bits(); }
@@ -48,6 +50,10 @@ struct PageLayout {
   constexpr std::size_t key_bytes() const { return kPageTokens * key_dim * bits() / 8; }
   constexpr std::size_t value_bytes() const {
     return latent ? 0 : kPageTokens * value_dim * bits() / 8;
+  }
+  // Whether numbers are integers that are multiplied with scales.
+  constexpr bool codes() const {
+    return encoding == PageEncoding::kInt8 || encoding == PageEncoding::kInt4;
   }
   // Scales of a row of `dim` numbers.
   constexpr std::size_t scales(std::size_t dim) const {

@@ -65,6 +65,22 @@ struct WordNumbers<PageEncoding::kInt4> {
   }
 };
 
+template <>
+struct WordNumbers<PageEncoding::kFp8> {
+  static constexpr size_t kCount = 4;
+  HMT_INLINE static void get(I16v words, F16v* out) {
+    for (int i = 0; i < 4; ++i) {
+      const I16v code = shift_left(words, 24 - 8 * i);
+      const I16v size = add(bits_and(shift_right(code, 4), 0x7f00000), set1(int32_t{120 << 23}));
+      // As if all had a hidden bit, which those below 2^-6 have not: of them this makes 2^-7 (1 + m)
+      // of 2^-6 m.  No step has a number that a process might flush.
+      const F16v hidden = as_float(size);
+      const F16v number = min(hidden, fma(hidden, set1(2.0f), set1(-0x1p-6f)));
+      out[i] = as_float(add(bits(number), bits_and(code, INT32_MIN)));
+    }
+  }
+};
+
 HMT_INLINE F16v key_scales(const PageLayout& layout, const uint8_t* scales, size_t column) {
   if (layout.encoding == PageEncoding::kInt8) {
     float lanes[16];

@@ -32,7 +32,7 @@ struct Work {
   // Divides up `memory`, and returns the bytes that takes.
   size_t place(const PageLayout& layout, uint8_t* memory) {
     const size_t width = padded_width(layout);
-    const bool codes = layout.bits() <= 8;
+    const bool codes = layout.codes();
     const size_t code_rows = codes ? kTileRows : 0, tokens = codes ? kCodeTokens : kBlockTokens;
     const size_t key_groups = layout.scales(layout.key_dim);
     const size_t value_groups = layout.scales(layout.value_dim);

@@ -228,13 +228,17 @@ def test_options_name_codecs_of_the_drive(tmp_path):
     def chosen(given):
         return EngineConfig.resolve(kv_device_memory="1MiB", kv_quant=given).kv_quant
 
-    assert chosen("INT8") == ("int8", "int8")
-    assert chosen("exact,Int4") == ("exact", "int4")
-    assert chosen("int8,int4+residual") == ("int8", "int4+residual")
+    assert chosen("INT8") == ("exact", "int8", "int8")
+    assert chosen("exact,Int4") == ("exact", "exact", "int4")
+    assert chosen("int8,int4+residual") == ("exact", "int8", "int4+residual")
+    assert chosen("FP8") == ("fp8", "exact", "exact")
+    assert chosen("fp8,int4") == ("exact", "fp8", "int4")
+    assert chosen("fp8,exact,int4") == ("fp8", "exact", "int4")
+    assert EngineConfig.resolve(kv_quant="fp8").kv_quant[0] == "fp8", "all may stay near"
     Calibration().write(tmp_path / "Scales.safetensors")
     static = f"int8-static@{tmp_path}/Scales.safetensors"
-    assert chosen(f"exact,{static}") == ("exact", static)
-    assert chosen("exact,INT8~int4") == ("exact", "int8~int4@0.3")
+    assert chosen(f"exact,{static}") == ("exact", "exact", static)
+    assert chosen("exact,INT8~int4")[1:] == ("exact", "int8~int4@0.3")
     for wrong in ("exact,int8~", "exact,int8~int4@2", "exact,int8+shared-parts~int4"):
         with pytest.raises(ConfigError, match=r"above 0 and at most 1|no way to keep"):
             chosen(wrong)
@@ -242,7 +246,7 @@ def test_options_name_codecs_of_the_drive(tmp_path):
         EngineConfig.resolve(kv_device_memory="1MiB", kv_quant="int8,int8~int4", kv_order="lru")
     with pytest.raises(ConfigError, match="takes more bytes than int4"):
         drive_forms_of("int4~sparse24", WHOLE, torch.float32)
-    for wrong in ("int8+residual", "exact,int8,int4", ""):
+    for wrong in ("int8+residual", "int8,int8,int4", "fp8,exact,int4,int4", ""):
         with pytest.raises(ConfigError, match="for the drive, which knows others"):
             chosen(wrong)
     with pytest.raises(ConfigError, match="no way to keep keys and values"):

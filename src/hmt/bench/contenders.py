@@ -140,7 +140,12 @@ def attention_contenders(
     query = torch.randn(sequences, HEADS, HEAD_DIM).bfloat16()
     scale = HEAD_DIM**-0.5
     operations = 4 * sequences * context * HEADS * HEAD_DIM
-    for encoding in (PageEncoding.BF16, PageEncoding.INT8, PageEncoding.INT4):
+    for encoding in (
+        PageEncoding.BF16,
+        PageEncoding.INT8,
+        PageEncoding.FP8,
+        PageEncoding.INT4,
+    ):
         name = f"kv {encoding.name.lower()}"
         if names is not None and name not in names:
             continue

@@ -208,7 +208,7 @@ def _routed(keep: object, x: Tensor, table: Any, chosen: Tensor, scales: Tensor)
 
 def _attention(sequences: int, context: int, names: set[str] | None) -> Iterator[Contender]:
     """One token of each sequence: 32 query heads share 8 heads of 128 numbers."""
-    for encoding in (PageEncoding.BF16, PageEncoding.INT8):
+    for encoding in (PageEncoding.BF16, PageEncoding.INT8, PageEncoding.FP8):
         layout = PageLayout(encoding, KV_HEADS, HEAD_DIM, HEAD_DIM, rows=True)
         yield from _paged(f"kv {encoding.name.lower()}", layout, HEADS, sequences, context, names)
 
@@ -216,8 +216,10 @@ def _attention(sequences: int, context: int, names: set[str] | None) -> Iterator
 def _latent(sequences: int, context: int, names: set[str] | None) -> Iterator[Contender]:
     """One token of each sequence: 128 query heads share rows of 576 numbers."""
     heads, row, value = _LATENT
-    layout = PageLayout(PageEncoding.BF16, 1, row, value, latent=True, rows=True)
-    yield from _paged("latent bf16", layout, heads, sequences, context, names)
+    for encoding in (PageEncoding.BF16, PageEncoding.FP8):
+        layout = PageLayout(encoding, 1, row, value, latent=True, rows=True)
+        name = f"latent {encoding.name.lower()}"
+        yield from _paged(name, layout, heads, sequences, context, names)
 
 
 def _paged(

@@ -5,10 +5,10 @@ are read in pieces, and what left the near memory is read back in the form in wh
 every piece that follows: prompts see it as answers do.  Short tasks, and what is within the near
 memory in general, cannot tell.
 
-A setting is "full", or where the rest lies: "warm:int8" in host memory, "cold:int4" on the drive,
-"warm:int8,cold:int4" in both, half each.  Only some encodings can be warm, but what a codec costs
-in quality does not depend on where its pages lie: measured cold, it is what it would be in host
-memory.
+A setting is "full", "near:fp8", which is all of it near in that form, or where the rest lies:
+"warm:int8" in host memory, "cold:int4" on the drive, "warm:int8,cold:int4" in both, half each.
+Only some encodings can be warm, but what a codec costs in quality does not depend on where its
+pages lie: measured cold, it is what it would be in host memory.
 
 "select:bound@0.1" attends to that share of the pages, those with the best bounds on scores;
 "select:lru@0.1" to those that a policy which moves pages values most.  Selection is for tokens that
@@ -47,7 +47,7 @@ from hmt.bench.tasks import Corpus
 from hmt.contracts.kv import GROUP_PAGES, KVAccount, Stay, least_hot_pages, ring_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import Engine
-from hmt.engine.config import KV_ENCODINGS
+from hmt.engine.config import KV_ENCODINGS, KV_NEAR
 from hmt.engine.kv_scales import see_text
 from hmt.kvcache import ORDERS, group_bytes_as
 from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DriveName
@@ -64,8 +64,10 @@ SELECTIONS = tuple(
 )
 SETTINGS = (
     "full",
+    "near:fp8",
     "warm:exact",
     "warm:int8",
+    "warm:fp8",
     "cold:int8-channel/int8",
     "cold:int8+residual",
     "cold:int8+parts",
@@ -103,6 +105,7 @@ _RETRIEVAL_TOKENS = 2048
 class Setting:
     """How keys and values are kept; None: nothing is there.
 
+    near     of those that stay
     select   what tokens attend to: "bound", or a policy's name, and the share of pages; None: all
     """
 
@@ -110,17 +113,25 @@ class Setting:
     warm: str | None = None
     cold: str | None = None
     select: tuple[str, float] | None = None
+    near: str = "exact"
+
+    @property
+    def all_near(self) -> bool:
+        """Whether there is no other place."""
+        return self.warm is None and self.cold is None
 
     @staticmethod
     def parse(name: str) -> "Setting":
         """Raises ConfigError for what is none; see the module's description."""
         if name == "full":
             return Setting(name)
+        if name in [f"near:{kept}" for kept in KV_NEAR]:
+            return Setting(name, near=name.removeprefix("near:"))
         parts = dict(part.partition(":")[::2] for part in name.split(","))
         if not parts or not {*parts} <= {"warm", "cold", "select"} or "" in parts.values():
             raise ConfigError(
-                f"setting {name!r}: write full, warm:NAME, cold:NAME, warm:NAME,cold:NAME or "
-                "select:RANKING@SHARE"
+                f"setting {name!r}: write full, near:fp8, warm:NAME, cold:NAME, "
+                "warm:NAME,cold:NAME or select:RANKING@SHARE"
             )
         chosen = _selection(parts["select"]) if "select" in parts else None
         warm = parts.get("warm", None if "cold" in parts else "exact")
@@ -285,7 +296,7 @@ class KVMemory:
         chunk = prompt_piece(context, share)
         pages = -(-context // PAGE_TOKENS)
         hot = max(least_hot_pages(chunk, 1, Stay()), int(pages * share))
-        hot = pages if setting.name == "full" else min(hot, pages)
+        hot = pages if setting.all_near else min(hot, pages)
         rings = sum(n * ring_pages(w, chunk) for w, n in sizes.ring_pages.items())
         warm = 0 if setting.warm is None else (pages - hot) // (1 if setting.cold is None else 2)
         cold = DriveName.parse(setting.cold or "exact")
@@ -294,10 +305,13 @@ class KVMemory:
         ways = setting.warm or "exact", cold.usual, cold.low or cold.usual
         layers = dict(enumerate(model.spec.kv))
         far = [group_bytes_as(name, layers, model.dtype) / GROUP_PAGES for name in ways]
+        near = sizes.hot_page
+        if setting.near != "exact":
+            near = group_bytes_as(setting.near, layers, model.dtype) // GROUP_PAGES
         return KVMemory(
             setting, context, chunk, hot * sizes.hot_page + rings,
             {"near": hot, "warm": warm, "cold": pages - hot - warm},
-            {"near": sizes.hot_page, "warm": far[0], "cold": far[1], "low": far[2]},
+            {"near": near, "warm": far[0], "cold": far[1], "low": far[2]},
             (ways[0], str(cold)),
         )  # fmt: skip
 
@@ -315,8 +329,8 @@ class KVMemory:
     def options(self, folder: Path) -> dict[str, Any]:
         """Of an engine whose cold pages lie in `folder`."""
         options: dict[str, Any] = {"context": self.context, "prefill_chunk": self.chunk}
-        if self.setting.name == "full":
-            return options
+        if self.setting.all_near:
+            return options | {"kv_quant": f"{self.setting.near},exact,exact"}
         if self.setting.select is not None:
             ranking, share = self.setting.select
             options |= {"kv_policy": "select", "kv_share": share}

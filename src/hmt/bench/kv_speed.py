@@ -191,7 +191,7 @@ def _in_a_way(
     progress(f"{way.name}: loading")
     options: dict[str, Any] = dict(memory)
     if way.near is not None:
-        options |= {"kv_device_memory": way.near, "kv_quant": way.host}
+        options |= {"kv_device_memory": way.near, "kv_quant": f"{way.host},{way.host}"}
     begin = time.perf_counter()
     try:
         with Engine(

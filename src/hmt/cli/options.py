@@ -104,8 +104,9 @@ class EngineOptions:
     kv_quant: Annotated[
         str | None,
         typer.Option(
-            help="How those are kept that do not stay: exact, int8 or int4; or two of them, for "
-            "host memory and for the drive: int8,int4. The drive also knows codecs, such as "
+            help="How those are kept that do not stay: exact, int8 or int4; or two of these and "
+            "fp8, for host memory and for the drive: int8,int4. fp8 alone is for all, wherever "
+            "they lie; three are for near, too: fp8,exact,int4. The drive has codecs, too, such as "
             "exact,int8+shared-parts, and another way for pages of little attention, such as "
             "exact,int8~int8/sparse24-int8: see docs/quality.md.",
             rich_help_panel=_KV,

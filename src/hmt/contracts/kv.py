@@ -31,8 +31,9 @@ class KVLevels:
     warm_pages    in host memory
     cold_groups   of `GROUP_PAGES`, on the drive
     ring_pages    of layers with a window, by window
-    warm, cold    how numbers are kept there: "exact" (as near), "int8" or "int4"; cold also by a
-                  codec's name, and with another one for pages of little attention
+    near          how numbers are kept where layers compute: "exact" (in the model's type) or "fp8"
+    warm, cold    how numbers are kept there: "exact" (as near), "fp8", "int8" or "int4"; cold also
+                  by a codec's name, and with another one for pages of little attention
     piece_bytes   read from the drive at once
     """
 
@@ -44,6 +45,7 @@ class KVLevels:
     cold: str = "exact"
     piece_bytes: int = 0
     staged_pages: int = 0
+    near: str = "exact"
 
     @property
     def pages(self) -> int:

@@ -18,7 +18,8 @@ from hmt.weights import POLICIES
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 EXECUTORS = ("overlapped", "plain")
-KV_ENCODINGS = ("exact", "int8", "int4")
+KV_ENCODINGS = ("exact", "fp8", "int8", "int4")
+KV_NEAR = ("exact", "fp8")
 
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
@@ -44,10 +45,12 @@ class EngineConfig:
     kv_host_memory_bytes     of host memory for those that do not; None: what is needed
     kv_disk             folder on a fast drive for the rest; None: none goes there
     kv_disk_memory_bytes     of that drive; None: what is needed
-    kv_quant            how those are kept that do not stay: "exact", "int8", "int4", or two of
-                        them, for host memory and for the drive: "int8,int4"; the drive also
-                        knows codecs, also one for pages that get little attention: see
-                        hmt.kvcache.codecs.CodecName and DriveName
+    kv_quant            how keys and values are kept near, in host memory and on the drive: given
+                        as "exact", "int8", "int4", or two of these and "fp8", how those are kept
+                        that do not stay: "int8,int4"; "fp8": all of them, wherever they lie; of
+                        three the first one, "exact" or "fp8", is for those that stay.  "exact" far
+                        away is as near.  The drive also knows codecs, also one for pages that get
+                        little attention: see hmt.kvcache.codecs.CodecName and DriveName
     kv_order            whose pages go first: those that "a2cr", "lru" or "lfu" value least
     kv_policy           "exact": attention to all of the context; "select": tokens that are decoded
                         attend to the share `kv_share` of each text's pages, chosen anew for each
@@ -95,7 +98,7 @@ class EngineConfig:
     kv_host_memory_bytes: int | None = None
     kv_disk: Path | None = None
     kv_disk_memory_bytes: int | None = None
-    kv_quant: tuple[str, str] = ("exact", "exact")
+    kv_quant: tuple[str, str, str] = ("exact", "exact", "exact")
     kv_order: str = "a2cr"
     kv_policy: str = "exact"
     kv_share: float = 0.1
@@ -183,19 +186,24 @@ def _with_profile(values: dict[str, Any]) -> None:
             values.setdefault(name, chosen)
 
 
-def _kv_quant(given: object) -> tuple[str, str]:
-    warm, *rest = str(given).split(",")
-    if warm.lower() not in KV_ENCODINGS or len(rest) > 1:
+def _kv_quant(given: object) -> tuple[str, str, str]:
+    """For near, host memory and the drive; see EngineConfig."""
+    parts = str(given).split(",")
+    if len(parts) == 1:
+        parts = ["fp8", "exact", "exact"] if parts[0].lower() == "fp8" else parts * 2
+    near, warm, cold = parts if len(parts) == 3 else ("exact", parts[0], parts[-1])
+    near, warm = near.lower(), warm.lower()
+    if near not in KV_NEAR or warm not in KV_ENCODINGS or len(parts) > 3:
         raise ConfigError(
             f"kv_quant={given!r}; choose {', '.join(KV_ENCODINGS)}, or two of them: for host "
-            "memory and for the drive, which knows others as well, such as exact,int8+residual"
+            "memory and for the drive, which knows others as well, such as exact,int8+residual; "
+            f"in front of these may be {' or '.join(KV_NEAR)} for what stays near"
         )
-    cold = rest[0] if rest else warm
     name = DriveName.parse(cold)  # says what is wrong with it, as the next does
     if name.usual.lower() in KV_ENCODINGS:
-        return warm.lower(), str(replace(name, usual=name.usual.lower()))
+        return near, warm, str(replace(name, usual=name.usual.lower()))
     CodecName.parse(name.usual)
-    return warm.lower(), cold
+    return near, warm, cold
 
 
 def _gpu_id(given: object) -> str:
@@ -245,6 +253,8 @@ def _check(values: dict[str, Any]) -> None:
     others = [
         name for name in values if name.startswith("kv_") and name != "kv_device_memory_bytes"
     ]
+    if values.get("kv_quant", ("",))[1:] == ("exact", "exact"):  # of these all may stay
+        others.remove("kv_quant")
     if others and "kv_device_memory_bytes" not in values:
         raise ConfigError(
             f"{_spoken(others[0])} is for keys and values that do not stay where layers compute: "
@@ -252,8 +262,8 @@ def _check(values: dict[str, Any]) -> None:
         )
     if not 0 < values.get("kv_share", 1) <= 1:
         raise ConfigError(f"kv_share={values['kv_share']!r} must be above 0 and at most 1")
-    quant, order = values.get("kv_quant", ("", "")), values.get("kv_order", "a2cr")
-    if DriveName.parse(quant[1]).low is not None and order != "a2cr":
+    quant, order = values.get("kv_quant", ("", "", "")), values.get("kv_order", "a2cr")
+    if DriveName.parse(quant[2]).low is not None and order != "a2cr":
         raise ConfigError(
             f"kv_quant={','.join(quant)!r} keeps pages by the attention they get, which kv_order "
             f"{order!r} does not know: choose a2cr"

@@ -7,7 +7,7 @@ from hmt.contracts.model import KVLayer, Model
 from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice, pin_pool
-from hmt.kvcache import AnyKV, PagedKV, PlacedKV, TieredKV, open_tiered
+from hmt.kvcache import AnyKV, PagedKV, PlacedKV, TieredKV, encoding_of, open_tiered
 from hmt.kvcache.prefix import SharingKV, SharingPagedKV
 from hmt.memory import HostPool, TransferQueue
 from hmt.memory.device import DevicePool
@@ -35,10 +35,12 @@ def open_kv(
     if on_device is not None and plan.kv_levels is not None and plan.kv_levels.warm_pages:
         pinned = pin_pool(on_device.device, host, stack)  # pages are written back by the device
 
+    encoding = encoding_of(config.kv_quant[0], model.dtype)
+
     def opened(layers: Mapping[int, KVLayer], near: HostPool | DevicePool) -> PagedKV | TieredKV:
         if plan.kv_levels is None:
             paged = SharingPagedKV if config.prefix_cache else PagedKV
-            return paged(layers, plan.kv_tokens, model.dtype, near)
+            return paged(layers, plan.kv_tokens, model.dtype, near, encoding)
         return open_tiered(
             SharingKV if config.prefix_cache else TieredKV,
             layers,
@@ -59,7 +61,7 @@ def open_kv(
     if on_device is None:
         caches.append(opened(here, host))
     elif here:
-        caches.append(PagedKV(here, plan.kv_tokens, model.dtype, host))
+        caches.append(PagedKV(here, plan.kv_tokens, model.dtype, host, encoding))
     for cache in caches:
         stack.callback(cache.release)
     if on_device is not None and there:

@@ -79,13 +79,13 @@ def see_text(model: "LoadedModel", text: Sequence[int], *see: Callable[..., None
         model.keys_and_values(text, look)
 
 
-def with_scales(quant: tuple[str, str], source: Source) -> tuple[str, str]:
+def with_scales(quant: tuple[str, str, str], source: Source) -> tuple[str, str, str]:
     """What `kv_quant` says, with the file of scales where the drive's codec has static ones.
 
     Without a file of its own it is the one beside the weights.  Raises ConfigError where that is
     missing, or was made for other weights.
     """
-    warm, cold = quant
+    near, warm, cold = quant
     kept = DriveName.parse(cold)
     if kept.usual in KV_ENCODINGS:
         return quant
@@ -104,7 +104,7 @@ def with_scales(quant: tuple[str, str], source: Source) -> tuple[str, str]:
             f"{file} was made for other weights than those of {source.path}: "
             f"`hmt calibrate kv {source.path}` makes it anew"
         )
-    return warm, str(replace(kept, usual=f"{kept.usual.partition('@')[0]}@{file}"))
+    return near, warm, str(replace(kept, usual=f"{kept.usual.partition('@')[0]}@{file}"))
 
 
 def scales_beside(path: Path) -> Path:

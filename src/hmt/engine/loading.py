@@ -36,7 +36,7 @@ from hmt.engine.prefixes import open_prefixes, prefix_bytes
 from hmt.engine.source import Source, open_source
 from hmt.engine.summary import DeviceAccount, ExpertAccount
 from hmt.kernels import ops
-from hmt.kvcache import AnyKV, PlacedKV, TieredKV, kv_sizes, page_bytes
+from hmt.kvcache import AnyKV, PlacedKV, TieredKV, encoding_of, kv_sizes, page_bytes
 from hmt.kvcache.prefix import PrefixCache
 from hmt.memory import (
     Account,
@@ -422,7 +422,7 @@ def demand_of(
     model: Model,
     layouts: Mapping[BlockId, BlockLayout],
     config: EngineConfig,
-    kv_quant: tuple[str, str],
+    kv_quant: tuple[str, str, str],
 ) -> Demand:
     """The model as the planner sees it.  Blocks that are laid out alike may share a layout."""
     distinct = list({id(layout): layout for layout in layouts.values()}.values())
@@ -430,15 +430,17 @@ def demand_of(
     numbers = {id(layout): layout.parameter_bytes for layout in distinct}
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
     guesses = config.guesses and config.executor == "overlapped"
+    near, warm, cold = kv_quant
+    number = encoding_of(near, model.dtype).dtype
     # Texts that share what is near have all of it there, windows included.
-    near = config.prefix_cache and config.kv_device_memory_bytes is None
-    sizes_at_levels = kv_sizes(model.spec.kv, model.dtype, *kv_quant, selection_of(config))
+    shared = config.prefix_cache and config.kv_device_memory_bytes is None
+    pages = kv_sizes(model.spec.kv, model.dtype, warm, cold, selection_of(config), near)
     return Demand(
         spec=model.spec,
         blocks=tuple(replace(sizes[id(layout)], id=b) for b, layout in layouts.items()),
         staging_bytes=max(layout.staging_bytes for layout in distinct),
         row_bytes=max((row_span_bytes(table) for table in tables), default=0),
-        kv_token_bytes=page_bytes(model.spec.kv, model.dtype) // PAGE_TOKENS,
+        kv_token_bytes=page_bytes(model.spec.kv, number) // PAGE_TOKENS,
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
@@ -453,5 +455,5 @@ def demand_of(
         * model.spec.experts_per_token
         * model.dtype.itemsize,
         prefix_bytes=prefix_bytes(model, config),
-        kv_sizes=None if near else KVSizes(**sizes_at_levels),
+        kv_sizes=None if shared else KVSizes(**pages),
     )

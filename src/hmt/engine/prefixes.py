@@ -10,8 +10,7 @@ from hmt.base.log import logger
 from hmt.contracts.model import Model
 from hmt.engine.config import EngineConfig
 from hmt.engine.source import Source
-from hmt.kernels import ops
-from hmt.kvcache import AnyKV
+from hmt.kvcache import AnyKV, encoding_of
 from hmt.kvcache.prefix import (
     PageExtents,
     PrefixCache,
@@ -33,7 +32,7 @@ def prefix_bytes(model: Model, config: EngineConfig) -> int:
     """Host memory that pages pass through on their way to the drive and back."""
     if not config.prefix_cache or config.prefix_disk is None:
         return 0
-    return store_buffer_bytes(_extents(model).page_bytes)
+    return store_buffer_bytes(_extents(model, config.kv_quant[0]).page_bytes)
 
 
 def open_prefixes(
@@ -60,7 +59,7 @@ def open_prefixes(
             "with --kv-policy select texts hold keys and values that depend on what was left out; "
             "leave the prefix cache off, or choose --kv-policy exact"
         )
-    store, extents = None, _extents(model)
+    store, extents = None, _extents(model, config.kv_quant[0])
     if config.prefix_disk is not None:
         store = PrefixStore(
             config.prefix_disk,
@@ -91,9 +90,9 @@ def salt_of(sequence: "Sequence", source: Source) -> str:
     return ""
 
 
-def _extents(model: Model) -> PageExtents:
+def _extents(model: Model, near: str) -> PageExtents:
     layers = dict(enumerate(model.spec.kv))
-    return PageExtents(layers, ops.PageEncoding.of(model.dtype))
+    return PageExtents(layers, encoding_of(near, model.dtype))
 
 
 def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> str:
@@ -106,6 +105,6 @@ def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> 
         extents.description,
         config.dtype,
         str(config.quantization),
-        config.kv_quant if config.kv_device_memory_bytes is not None else None,
+        config.kv_quant if config.kv_device_memory_bytes is not None else config.kv_quant[0],
     ]
     return hashlib.blake2b(json.dumps(said, default=str, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Keys and values: pages, sequences, and attention over them."""
 
 from hmt.kvcache.cache import PagedKV
-from hmt.kvcache.opening import group_bytes_as, kv_sizes, open_tiered
+from hmt.kvcache.opening import encoding_of, group_bytes_as, kv_sizes, open_tiered
 from hmt.kvcache.pages import page_bytes
 from hmt.kvcache.placed import AnyKV, PlacedKV
 from hmt.kvcache.policies import ORDERS
@@ -15,6 +15,7 @@ __all__ = [
     "PlacedKV",
     "SteppedKV",
     "TieredKV",
+    "encoding_of",
     "group_bytes_as",
     "kv_sizes",
     "open_tiered",

@@ -34,15 +34,17 @@ class PagedKV:
         tokens: int,
         dtype: torch.dtype,
         pool: Pool[Any],
+        encoding: ops.PageEncoding | None = None,
     ) -> None:
         """Room for `tokens` positions over all sequences.  BudgetError if they do not fit.
 
-        `layers` are all of a model's, or some by index.
+        `layers` are all of a model's, or some by index.  Without an `encoding` numbers are kept in
+        `dtype`.
         """
         layers = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
         pages = round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS
         self._allocator = PageAllocator(pages)
-        self._store = PageStore(layers, pages, ops.PageEncoding.of(dtype), pool)
+        self._store = PageStore(layers, pages, encoding or ops.PageEncoding.of(dtype), pool)
         self._layers = self._store.layers
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0

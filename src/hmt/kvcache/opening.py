@@ -25,12 +25,19 @@ from hmt.memory.device import Device
 
 _Tiered = TypeVar("_Tiered", bound=TieredKV)
 
-_ENCODINGS = {"int8": ops.PageEncoding.INT8, "int4": ops.PageEncoding.INT4}
+_ENCODINGS = {
+    "int8": ops.PageEncoding.INT8,
+    "int4": ops.PageEncoding.INT4,
+    "fp8": ops.PageEncoding.FP8,
+}
 
 
-def encoding_of(name: str, dtype: torch.dtype) -> ops.PageEncoding:
-    """What KVLevels calls so, in a model that computes in `dtype`; for codecs, what they yield."""
-    return _ENCODINGS.get(name) or ops.PageEncoding.of(dtype)
+def encoding_of(name: str, dtype: torch.dtype, near: str = "exact") -> ops.PageEncoding:
+    """What KVLevels calls so, in a model that computes in `dtype`; for codecs, what they yield.
+
+    near   how pages are kept near, which "exact" means elsewhere
+    """
+    return _ENCODINGS.get(near if name == "exact" else name) or ops.PageEncoding.of(dtype)
 
 
 def codecs_of(name: str, layers: Mapping[int, KVLayer]) -> Mapping[int, LayerCodec] | None:
@@ -38,10 +45,12 @@ def codecs_of(name: str, layers: Mapping[int, KVLayer]) -> Mapping[int, LayerCod
     return None if name == "exact" or name in _ENCODINGS else layer_codecs(name, layers)
 
 
-def drive_forms_of(name: str, layers: Mapping[int, KVLayer], dtype: torch.dtype) -> dict[str, Any]:
+def drive_forms_of(
+    name: str, layers: Mapping[int, KVLayer], dtype: torch.dtype, near: str = "exact"
+) -> dict[str, Any]:
     """What ColdPages and `cold_bytes` are told of a `DriveName`.  Raises ConfigError."""
     kept, low = DriveName.parse(name), None
-    encoding, codecs = encoding_of(kept.usual, dtype), codecs_of(kept.usual, layers)
+    encoding, codecs = encoding_of(kept.usual, dtype, near), codecs_of(kept.usual, layers)
     if kept.low is not None:
         exact, less = ops.PageEncoding.of(dtype), layer_codecs(kept.low, layers)
         low = LowPages(less, exact, kept.below)
@@ -57,19 +66,21 @@ def kv_sizes(
     warm: str,
     cold: str,
     selection: tuple[str, float] | None = None,
+    near: str = "exact",
 ) -> dict[str, Any]:
     """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`; see `open_tiered`."""
     whole, windows = _by_window(dict(enumerate(layers)))
-    exact = ops.PageEncoding.of(dtype)
-    group, layer_group, kind_group = cold_bytes(whole, **drive_forms_of(cold, whole, dtype))
+    kept = encoding_of(near, dtype)
+    group, layer_group, kind_group = cold_bytes(whole, **drive_forms_of(cold, whole, dtype, near))
     return {
-        "hot_page": store_page_bytes(whole, exact),
-        "warm_page": store_page_bytes(whole, encoding_of(warm, dtype)),
+        "hot_page": store_page_bytes(whole, kept),
+        "warm_page": store_page_bytes(whole, encoding_of(warm, dtype, near)),
         "cold_group": group,
         "layer_group": layer_group,
         "kind_group": kind_group,
         "chosen_page": bounds_page_bytes(whole) if selection and selection[0] == "bound" else 0,
-        "ring_pages": {w: store_page_bytes(members, exact) for w, members in windows.items()},
+        "ring_pages": {w: store_page_bytes(members, kept) for w, members in windows.items()},
+        "near": near,
         "warm": warm,
         "cold": cold,
     }
@@ -112,24 +123,25 @@ def open_tiered(
     Raises BudgetError, and MachineError where `folder` has no room.
     """
     whole, windows = _by_window(layers)
-    exact = ops.PageEncoding.of(dtype)
+    kept = encoding_of(levels.near, dtype)
     warm = cold = None
     with ExitStack() as made:
-        hot = PageStore(whole, levels.hot_pages, exact, near, staged=levels.staged_pages)
+        hot = PageStore(whole, levels.hot_pages, kept, near, staged=levels.staged_pages)
         made.callback(hot.release)
         rings = []
         for window, members in windows.items():
-            rings.append(Rings(members, window, chunk, levels.ring_pages[window], exact, near))
+            rings.append(Rings(members, window, chunk, levels.ring_pages[window], kept, near))
             made.callback(rings[-1].release)
         if levels.warm_pages:
-            encoding = encoding_of(levels.warm, dtype)
+            encoding = encoding_of(levels.warm, dtype, levels.near)
             warm = PageStore(whole, levels.warm_pages, encoding, host, pinned=pinned)
             made.callback(warm.release)
         if levels.cold_groups:
             assert folder is not None
             cold = ColdPages(
                 folder, whole, levels.cold_groups, pool=host, queue=queue,
-                piece_bytes=levels.piece_bytes, **drive_forms_of(levels.cold, whole, dtype),
+                piece_bytes=levels.piece_bytes,
+                **drive_forms_of(levels.cold, whole, dtype, levels.near),
             )  # fmt: skip
         made.pop_all()
 

@@ -154,6 +154,8 @@ class TieredKV(TieredSequences, ApartKV):
         ids = self._sequences[run.sequence].pages[: pages_of(run.context)]
         shape = len(ids), PAGE_TOKENS, layout.heads
         dtype, device = layout.encoding.dtype, hot.device
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            dtype = torch.float32  # as `ops.read_pages`
         key = torch.empty(*shape, layout.key_dim, dtype=dtype, device=device)
         value = key[..., : layout.value_dim]
         if not layout.latent:

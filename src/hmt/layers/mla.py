@@ -174,7 +174,7 @@ class LatentAttention:
             out[rows] = self._absorbed(nope[rows], turning[rows], layer, part, params, kv)
         for run in step.runs:
             if run.length > self._longest_absorbed:
-                context, _ = kv.read(layer, run)
+                context = kv.read(layer, run)[0].to(x.dtype)
                 for heads in self._head_groups(params["kv_b_proj"]):
                     some = (run.tokens, heads)
                     queries = torch.cat((nope[some], turning[some]), dim=-1)

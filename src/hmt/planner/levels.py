@@ -33,7 +33,7 @@ class KVSizes:
     chosen_page           host memory beside a page at any level, from which those are chosen that
                           are attended to; 0 where all are
     ring_pages            by window: of all layers that have it
-    warm, cold            how numbers are kept; see KVLevels
+    near, warm, cold      how numbers are kept; see KVLevels
     """
 
     hot_page: int
@@ -45,6 +45,7 @@ class KVSizes:
     ring_pages: Mapping[int, int] = field(default_factory=dict)
     warm: str = "exact"
     cold: str = "exact"
+    near: str = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,10 @@ def plan_levels(
         )
     hot = min(hot, max(wanted, least))
     if not sizes.hot_page:
-        return KVLevels(hot, ring_pages=rings)
+        return KVLevels(hot, ring_pages=rings, near=sizes.near)
     staged = 0
-    if on_device and wanted > hot and budgets.host_bytes != 0 and sizes.warm != "int4":
+    fetched = sizes.warm != "int4" and (sizes.near, sizes.warm) != ("fp8", "int8")
+    if on_device and wanted > hot and budgets.host_bytes != 0 and fetched:
         staged = min(hot // _STAGED, hot - least)
         hot -= staged
     left = max(0, wanted - hot)
@@ -110,7 +112,7 @@ def plan_levels(
         groups = min(groups, budgets.disk_bytes // sizes.cold_group)
     found = KVLevels(
         hot, warm, groups, rings, sizes.warm, sizes.cold,
-        max(_PIECE_BYTES, sizes.layer_group) if groups else 0, staged,
+        max(_PIECE_BYTES, sizes.layer_group) if groups else 0, staged, sizes.near,
     )  # fmt: skip
     if context is not None and found.pages < wanted:
         raise BudgetError(

@@ -13,7 +13,7 @@ SHAPES = {
     "odd": (3, 80, 36, False),
     "latent": (1, 72, 64, True),
 }
-NEAR = [PageEncoding.F32, PageEncoding.BF16, PageEncoding.F16]
+NEAR = [PageEncoding.F32, PageEncoding.BF16, PageEncoding.F16, PageEncoding.FP8]
 SENT = torch.tensor([4, 0, 3])
 SLOTS = torch.tensor([1, 5, 2])
 
@@ -51,16 +51,18 @@ def rewritten(target, numbers, source, slots):
         reference.append_pages(target, layer, runs, key, given)
 
 
-def layouts(shape, near, codes):
-    far = PageEncoding.INT8 if codes else near
+def layouts(shape, near, far):
+    far = near if far is None else far
     return PageLayout(near, *SHAPES[shape], rows=True), PageLayout(far, *SHAPES[shape])
 
 
-@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("far", [None, PageEncoding.INT8, PageEncoding.FP8])
 @pytest.mark.parametrize("near", NEAR)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pages_sent_are_those_of_the_reference(device, shape, near, codes):
-    near_layout, far_layout = layouts(shape, near, codes)
+def test_pages_sent_are_those_of_the_reference(device, shape, near, far):
+    if near is PageEncoding.FP8 and far not in (None, near):
+        pytest.skip("codes come from numbers of more bits")
+    near_layout, far_layout = layouts(shape, near, far)
     source = filled(near_layout, 5, 3)
     found, expected = empty(far_layout, 6, 3), empty(far_layout, 6, 3)
     there = Pages(near_layout, source.memory.to(device))
@@ -71,13 +73,15 @@ def test_pages_sent_are_those_of_the_reference(device, shape, near, codes):
     assert torch.equal(found.memory, expected.memory)
 
 
-@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("far", [None, PageEncoding.INT8, PageEncoding.FP8])
 @pytest.mark.parametrize("near", NEAR)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pages_fetched_are_those_of_the_reference(device, shape, near, codes):
-    if codes and near is PageEncoding.BF16 and device.type == "cpu":
+def test_pages_fetched_are_those_of_the_reference(device, shape, near, far):
+    if far is PageEncoding.INT8 and near is PageEncoding.BF16 and device.type == "cpu":
         pytest.skip("Triton's interpreter truncates what it rounds to bf16")
-    near_layout, far_layout = layouts(shape, near, codes)
+    if near is PageEncoding.FP8 and far not in (None, near):
+        pytest.skip("codes come from numbers of more bits")
+    near_layout, far_layout = layouts(shape, near, far)
     held = filled(far_layout, 6, 3)
     source = empty(far_layout, 6, 3)
     source.memory.copy_(held.memory)
@@ -98,6 +102,7 @@ def test_what_has_no_kernel_is_told():
     for encoding, known in (
         (PageEncoding.BF16, True),
         (PageEncoding.INT8, True),
+        (PageEncoding.FP8, True),
         (PageEncoding.INT4, False),
         (PageEncoding.F32, False),
     ):
@@ -107,7 +112,7 @@ def test_what_has_no_kernel_is_told():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_layer_is_fetched_without_those_that_are_not_wanted(device, shape):
-    near_layout, far_layout = layouts(shape, PageEncoding.F32, codes=False)
+    near_layout, far_layout = layouts(shape, PageEncoding.F32, None)
     held = filled(far_layout, 6, 3)
     source = empty(far_layout, 6, 3)
     source.memory.copy_(held.memory)

@@ -24,6 +24,8 @@ class PageEncoding(enum.IntEnum):
     INT8   one f32 scale for each token and head: scale = max|x| / 127, code = round(x / scale)
     INT4   a bf16 scale for each 32 numbers of a row: scale = bf16(-e / 8), where e is the number
            furthest from 0 (the negative one in a tie); codes -8 .. 7, kept as code + 8
+    FP8    E4M3 without scales, rounded half to even; what is beyond 448 becomes 448.  A scale would
+           only move the range, and 2^-9 .. 448 holds keys and values as they come
     """
 
     F32 = 0
@@ -31,6 +33,7 @@ class PageEncoding(enum.IntEnum):
     F16 = 2
     INT8 = 3
     INT4 = 4
+    FP8 = 5
 
     @staticmethod
     def of(dtype: torch.dtype) -> "PageEncoding":
@@ -40,12 +43,17 @@ class PageEncoding(enum.IntEnum):
     @property
     def bits(self) -> int:
         """Of one number, without its scale."""
-        return (32, 16, 16, 8, 4)[self]
+        return (32, 16, 16, 8, 4, 8)[self]
 
     @property
     def dtype(self) -> torch.dtype:
         """Of numbers, or of the bytes that hold codes."""
         return _DTYPES[self]
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether numbers are codes times a scale."""
+        return self in (PageEncoding.INT8, PageEncoding.INT4)
 
 
 _OF_DTYPE = {
@@ -53,7 +61,8 @@ _OF_DTYPE = {
     torch.bfloat16: PageEncoding.BF16,
     torch.float16: PageEncoding.F16,
 }
-_DTYPES = (*_OF_DTYPE, torch.int8, torch.uint8)
+_DTYPES = (*_OF_DTYPE, torch.int8, torch.uint8, torch.float8_e4m3fn)
+_MOST_FP8 = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +220,7 @@ def append_pages(
 def read_pages(pages: Pages, layer: int, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Copies of the first `tokens` rows of pages `table`: key and value [tokens, heads, dim].
 
-    In the encoding's own dtype; f32 for codes.
+    In the encoding's own dtype; f32 for codes and FP8.
     """
     layout = pages.layout
     keys, values, key_scales, value_scales = pages.parts(layer)
@@ -250,6 +259,13 @@ def encode_rows(encoding: PageEncoding, rows: Tensor) -> tuple[Tensor, Tensor]:
     return (codes.flatten(-2)[..., :dim] + 8).to(torch.int8), scales
 
 
+def narrowed(rows: Tensor, encoding: PageEncoding) -> Tensor:
+    """Rows as numbers of an encoding without scales."""
+    if encoding is PageEncoding.FP8:
+        rows = rows.float().clamp(-_MOST_FP8, _MOST_FP8)
+    return rows.to(encoding.dtype)
+
+
 def divided(numbers: Tensor, divisor: float) -> Tensor:
     """Quotients, rounded once: by a plain number torch multiplies with its inverse on a GPU."""
     return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)
@@ -262,15 +278,18 @@ def _write_rows(
     if layout.encoding is PageEncoding.INT8:
         rows, row_scales = encode_rows(layout.encoding, rows)
         scales[numbers, :, :, slots] = row_scales
-    held[numbers, :, slots] = rows.to(held.dtype)
+        held[numbers, :, slots] = rows
+        return
+    held[numbers, :, slots] = narrowed(rows, layout.encoding)
 
 
 def _write_keys(
     layout: PageLayout, keys: Tensor, scales: Tensor, where: tuple[Tensor, Tensor], rows: Tensor
 ) -> None:
     numbers, slots = where
-    if layout.encoding.bits > 8:
-        keys[numbers, :, :, slots] = rows.unflatten(-1, (-1, layout.per_word)).to(keys.dtype)
+    if not layout.encoding.has_scales:
+        words = narrowed(rows, layout.encoding).unflatten(-1, (-1, layout.per_word))
+        keys[numbers, :, :, slots] = words
         return
     codes, row_scales = encode_rows(layout.encoding, rows)  # [tokens, heads, dim], [.., groups]
     scales[numbers, :, :, slots] = row_scales
@@ -286,8 +305,8 @@ def _write_values(
 ) -> None:
     numbers, slots = where
     word, place = slots // layout.per_word, slots % layout.per_word
-    if layout.encoding.bits > 8:
-        values[numbers, :, word, :, place] = rows.to(values.dtype)
+    if not layout.encoding.has_scales:
+        values[numbers, :, word, :, place] = narrowed(rows, layout.encoding)
         return
     codes, row_scales = encode_rows(layout.encoding, rows)
     scales[numbers, :, :, slots] = row_scales
@@ -305,12 +324,12 @@ def _numbers(layout: PageLayout, words: Tensor) -> Tensor:
     """What words hold, before scales."""
     if layout.encoding is PageEncoding.INT4:
         return torch.cat((words & 15, words >> 4), dim=-1).float() - 8
-    return words.float() if layout.encoding is PageEncoding.INT8 else words
+    return words.float() if layout.encoding.bits == 8 else words
 
 
 def _scaled(layout: PageLayout, rows: Tensor, scales: Tensor, table: Tensor) -> Tensor:
     """rows [tokens, heads, dim] times scales [pages, heads, groups, 16] of pages `table`."""
-    if layout.encoding.bits > 8:
+    if not layout.encoding.has_scales:
         return rows
     by_token = scales[table].float().permute(0, 3, 1, 2).flatten(0, 1)[: len(rows)]
     if layout.encoding is PageEncoding.INT4:

@@ -1,8 +1,8 @@
 """Attention on the GPU: `reference.paged_attention` and what goes with it.
 
 Sums are f32.  Queries and keys of one 16-bit type meet in tensor cores, with weights rounded to
-that type; INT8 pages meet bf16 queries in bf16; any other pair is computed in f32, which is exact
-and slow.
+that type; INT8 pages meet bf16 queries in bf16, FP8 pages queries of 16 bits in their type; any
+other pair is computed in f32, which is exact and slow.
 """
 
 from typing import Any
@@ -259,7 +259,8 @@ def compute_type(pages: Pages, query: Tensor) -> torch.dtype:
     encoding = pages.layout.encoding
     same = encoding.dtype == query.dtype
     codes = encoding is PageEncoding.INT8 and query.dtype == torch.bfloat16
-    return query.dtype if same or codes else torch.float32
+    short = encoding is PageEncoding.FP8 and query.dtype.itemsize == 2
+    return query.dtype if same or codes or short else torch.float32
 
 
 def _attend(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import reference
-from hmt.kernels.reference.pages import PagedRuns, Pages
+from hmt.kernels.reference.pages import PagedRuns, PageEncoding, Pages
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.runs import DeviceRuns, device_runs
-from hmt.kernels.triton.tiles import BF16, F32, INT8
+from hmt.kernels.triton.tiles import BF16, F32, FP8, INT8
 
 
 def append_pages(
@@ -63,10 +63,15 @@ def append_held(
 
 
 def page_numbers(pages: Pages) -> Tensor:
-    """The memory of pages as numbers of their encoding, [pages, numbers]."""
+    """The memory of pages as numbers of their encoding, [pages, numbers]; FP8's as bytes.
+
+    (Triton's interpreter cannot load some of FP8's and zeros for the others.)
+    """
     if pages.device is None:
-        memory = pages.memory
-        numbers = memory.view(pages.layout.encoding.dtype)  # [pages, layers, numbers]
+        memory, encoding = pages.memory, pages.layout.encoding
+        if encoding is not PageEncoding.FP8:
+            memory = memory.view(encoding.dtype)
+        numbers = memory  # [pages, layers, numbers]
         pages.device = numbers.flatten(1)
         assert pages.device.data_ptr() == memory.data_ptr()
     numbers = pages.device
@@ -87,6 +92,19 @@ def coded(numbers, scale):
     some = (some + 12582912.0) - 12582912.0
     some = tl.minimum(tl.maximum(some, -127.0), 127.0)
     return tl.where((scale == 0)[:, None], 0.0, some).to(tl.int8)
+
+
+@triton.jit
+def e4m3_codes(numbers):
+    """FP8 codes of f32 numbers, in uint8, as `reference.narrowed`: by hand, in integers."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    most = tl.minimum(size, 0x43E00000)  # 448
+    code = ((most + 0x7FFFF + ((most >> 20) & 1)) >> 20) - 960
+    # Below 2^-6 in steps of 2^-9, which are the last bits of a number as large as 2^14.
+    small = (most.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(most < 0x3C800000, small, code)
+    return (tl.where(size > 0x7F800000, 0x7F, code) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -116,6 +134,8 @@ def write_rows(
         scale = tl.div_rn(scale, tl.full((16,), 127.0, tl.float32))
         tl.store(scales.to(tl.pointer_type(tl.float32)) + slot, scale, valid)
         kept = coded(numbers, scale)
+    elif ENCODING == FP8:
+        kept = e4m3_codes(found.to(tl.float32))
     elif found.dtype == KIND:
         kept = found
     elif ENCODING == F32:

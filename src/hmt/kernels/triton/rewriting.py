@@ -12,17 +12,20 @@ from torch import Tensor
 
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels.reference.pages import PageEncoding, PageLayout, Pages
-from hmt.kernels.triton.pages import coded, page_numbers
-from hmt.kernels.triton.tiles import INT8
+from hmt.kernels.triton.pages import coded, e4m3_codes, page_numbers
+from hmt.kernels.triton.tiles import FP8, INT8, numbers_of
 
 _FLOATS = torch.float32  # of scales
 
 
 def can_rewrite(near: PageLayout, far: PageLayout) -> bool:
-    """Whether there is a kernel between plain rows `near` and words `far`: not to other floats."""
-    same = far.encoding is near.encoding or far.encoding is PageEncoding.INT8
-    floats = near.encoding.bits > 8
-    return near.rows and not far.rows and same and floats
+    """Whether there is a kernel between plain rows `near` and words `far`: not to other floats.
+
+    Numbers of 16 or 32 bits become those of 8; others stay as they are.
+    """
+    same = far.encoding is near.encoding and not near.encoding.has_scales
+    fewer = near.encoding.bits > 8 and far.encoding.bits == 8
+    return near.rows and not far.rows and (same or fewer)
 
 
 def send_pages(near: Pages, numbers: Tensor, far: Pages, slots: Tensor) -> None:
@@ -122,7 +125,8 @@ def _launch_fetch(
 
 def _constants(near: PageLayout, far: PageLayout) -> dict[str, int]:
     return {
-        "ENCODING": int(far.encoding),
+        # What is kept as it is is moved.
+        "ENCODING": -1 if far.encoding is near.encoding else int(far.encoding),
         "UNIT": far.per_word,
         "HEADS": near.heads,
         "KEY_DIM": near.key_dim,
@@ -135,8 +139,11 @@ def _has_scales(far: Pages) -> bool:
 
 
 def _numbers(far: Pages) -> Tensor:
-    """The memory of pages as numbers of their encoding, [pages, numbers]."""
-    return far.memory.view(far.layout.encoding.dtype).flatten(1)
+    """The memory of pages as numbers of their encoding, FP8's as bytes: [pages, numbers]."""
+    encoding = far.layout.encoding
+    if encoding is PageEncoding.FP8:
+        return far.memory.flatten(1)
+    return far.memory.view(encoding.dtype).flatten(1)
 
 
 # Kernels have many parameters; one on each line, functions would be too long to read.
@@ -158,6 +165,8 @@ def _send_rows(
         scale = tl.div_rn(scale, tl.full((16,), 127.0, tl.float32))
         tl.store(scales + token, scale)
         kept = coded(numbers, scale)
+    elif ENCODING == FP8:
+        kept = e4m3_codes(found.to(tl.float32))
     # Numbers that lie side by side there are brought together, so that whole lines are written.
     if KEYS:
         words = tl.permute(tl.reshape(kept, (16, PADDED // UNIT, UNIT)), (1, 0, 2))
@@ -225,6 +234,9 @@ def _fetch_rows(
         decoded = found.to(tl.float32) * scale[:, None]
         tl.store(rows + token[:, None] * token_stride + dim[None, :],
                  decoded.to(rows.dtype.element_ty), mask)
+    elif ENCODING == FP8:
+        decoded = numbers_of(found, FP8, rows.dtype.element_ty)
+        tl.store(rows + token[:, None] * token_stride + dim[None, :], decoded, mask)
     else:
         tl.store(rows + token[:, None] * token_stride + dim[None, :], found, mask)
 

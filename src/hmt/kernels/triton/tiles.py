@@ -7,10 +7,13 @@ loops it comes through asynchronous copies, some tiles ahead of the one that is 
 import triton
 import triton.language as tl
 
+from hmt.kernels.triton.unpack import ASSEMBLER, byte_numbers, int8_bf16
+
 F32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
 F16 = tl.constexpr(2)
 INT8 = tl.constexpr(3)
+FP8 = tl.constexpr(5)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -33,6 +36,18 @@ def tile_rows(at, held, FIRST: tl.constexpr, DIM: tl.constexpr, COUNT: tl.conste
     else:
         found = tl.load(at[:, None] + dim, dim < DIM, 0)
     return found
+
+
+@triton.jit
+def numbers_of(found, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
+    """What was found in pages as numbers of DTYPE, before INT8's scales."""
+    if ENCODING == FP8:
+        numbers = byte_numbers(found.to(tl.float8e4nv, bitcast=True), DTYPE)
+    elif ASSEMBLER and ENCODING == INT8 and DTYPE == tl.bfloat16:  # noqa: SIM300
+        numbers = int8_bf16(found)
+    else:
+        numbers = found.to(DTYPE)
+    return numbers
 
 
 @triton.jit
@@ -60,10 +75,10 @@ def advance(
     scale, window, softcap = numbers
     query_front, query_back = query
     front, back, value, key_scales, value_scales = tile
-    key = front.to(DTYPE)
+    key = numbers_of(front, ENCODING, DTYPE)
     scores = tl.dot(query_front, tl.trans(key), input_precision=PRECISION)
     if KEY_BACK:
-        rest = tl.trans(back.to(DTYPE))
+        rest = tl.trans(numbers_of(back, ENCODING, DTYPE))
         scores = tl.dot(query_back, rest, scores, input_precision=PRECISION)
     if ENCODING == INT8:
         scores *= key_scales[None, :]
@@ -87,7 +102,7 @@ def advance(
     mixed = mixed * fading[:, None]
     if ENCODING == INT8:
         weights *= value_scales[None, :]
-    values = key if LATENT else value.to(DTYPE)
+    values = key if LATENT else numbers_of(value, ENCODING, DTYPE)
     mixed = tl.dot(weights.to(DTYPE), values, mixed, input_precision=PRECISION)
     return mixed, above, total
 

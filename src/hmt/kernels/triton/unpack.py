@@ -207,3 +207,32 @@ def _e4m3_bf16(codes):
         is_pure=True,
         pack=4,
     )
+
+
+@triton.jit
+def int8_bf16(codes):
+    """Codes of int8 in bf16; not for the interpreter."""
+    # Bits 6 to 0 behind the upper byte of 128 are 128 more than they were, and those of -128 are
+    # 256 there.  Converted one at a time by way of f32, a number takes twice as long.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, sign, one, front, a, b;
+        mov.b32 one, 0xBF80BF80;
+        mov.b32 front, 0x43434343;
+        and.b32 low, $2, 0x7F7F7F7F;
+        and.b32 sign, $2, 0x80808080;
+        prmt.b32 $0, low, front, 0x4140;
+        prmt.b32 $1, low, front, 0x4342;
+        prmt.b32 a, sign, front, 0x4140;
+        prmt.b32 b, sign, front, 0x4342;
+        fma.rn.bf16x2 $0, a, one, $0;
+        fma.rn.bf16x2 $1, b, one, $1;
+        }
+        """,
+        "=&r,=&r,r",
+        [codes],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )

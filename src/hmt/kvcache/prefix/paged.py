@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
+from hmt.kernels import ops
 from hmt.kvcache.book import Numbers, PageBook
 from hmt.kvcache.cache import PagedKV
 from hmt.kvcache.pages import PageAllocator
@@ -65,8 +66,9 @@ class SharingPagedKV(PagedKV):
         tokens: int,
         dtype: torch.dtype,
         pool: Pool[Any],
+        encoding: ops.PageEncoding | None = None,
     ) -> None:
-        super().__init__(layers, tokens, dtype, pool)
+        super().__init__(layers, tokens, dtype, pool, encoding)
         self._allocator: _SharedPages = _SharedPages(self._allocator.count)
 
     def keep_prefixes(
