@@ -19,7 +19,7 @@ from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
 from hmt.engine.link_rates import LinkRates, link_rates
-from hmt.engine.product_rates import ProductRates, product_rates
+from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
@@ -98,7 +98,7 @@ def measure(
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
-        product_rates(_QUICK_S if quick else _FULL_S),
+        product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_FULL_S),
     )
     _remember(path, found)
     return _machine(found)

@@ -21,7 +21,7 @@ from hmt.base.errors import ConfigError, MissingFileError
 from hmt.base.units import parse_bytes, parse_rate
 from hmt.contracts.machine import Machine
 
-_MAPS = ("cpu_rates", "cpu_ops", "device_ops")
+_MAPS = ("cpu_rates", "cpu_ops", "device_rates", "device_ops")
 _TEXTS = ("name", "device_name", "note")
 _COUNTS = ("cores", "numa_nodes")
 

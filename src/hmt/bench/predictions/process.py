@@ -1,0 +1,168 @@
+"""Runs that were predicted first: `python -m hmt.bench.predictions.process FOLDER CASES`.
+
+CASES is a JSON list of `Case`s, FOLDER where their models are.  For each it prints a JSON object:
+what was predicted before the model was loaded, and what was measured then.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from hmt.base.units import MIB, round_up
+from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.request import Request, Sampling
+from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, RunSummary, prepare
+from hmt.memory import peak_resident_bytes, resident_bytes
+from hmt.planner import PlanOptions, smallest_budget
+from hmt.planner.cost import CostModel, Prediction
+from hmt.planner.loads import loads_of
+from hmt.planner.routing import UNIFORM, HitCurve
+
+_WARM_TOKENS = 24
+_ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Predict, load, measure."""
+    path = folder_of(case, folder)
+    options = _options(case, path)
+    engine = Engine(**options)
+    with engine:
+        before = resident_bytes()
+        prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
+        predicted = _predicted(case, prepared, before)
+        with engine.load_model(path) as model:
+            measured = _measured(case, model)
+            if engine._device is not None:
+                measured["device_bytes"] = engine._device.used_bytes()
+    return {
+        "case": asdict(case) | {"name": case.name},
+        "predicted": predicted,
+        "measured": measured | {"peak_bytes": peak_resident_bytes()},
+    }
+
+
+def _options(case: Case, path: Path) -> dict[str, Any]:
+    """What the engine is told; of host memory, what keeps the case's share of the weights."""
+    each = round_up(case.prompt + case.tokens + 1, PAGE_TOKENS)
+    options: dict[str, Any] = {
+        "quantization": None if case.model in GPU_SHAPES else case.scheme,
+        "context": each * case.users,
+        "max_batch": case.users,
+        "check_weights": False,
+        "verify_reads": "never",
+    }
+    if case.gpu_memory is not None:
+        return options | {"gpu_id": "0", "gpu_memory": case.gpu_memory, "host_memory": "60GiB",
+                          "disk_reader": "buffered"}  # fmt: skip
+    config = EngineConfig.resolve(**options)
+    demand = prepare(path, replace(config, gpu_memory_bytes=0)).demand
+    least = smallest_budget(demand, PlanOptions(0, config.context))
+    return options | {"host_memory": int(least + case.kept * demand.weight_bytes + _ROOM_BYTES)}
+
+
+def _curve(case: Case) -> HitCurve | None:
+    """Routers of random weights choose evenly."""
+    return UNIFORM if case.model in WRITTEN or case.model in GPU_SHAPES else None
+
+
+def _predicted(case: Case, prepared: Prepared, process_bytes: int) -> dict[str, Any]:
+    """See `_measured`; and by part, what a step and a prompt are made of."""
+    costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, _curve(case))
+    found: Prediction = costs.predict(case.users, case.prompt + case.tokens // 2, case.prompt)
+    weights = costs.decode(case.users, 0).nbytes
+    return {
+        "tokens_per_s": found.tokens_per_s,
+        "ttft_s": found.ttft_s,
+        "host_bytes": (weights["CPU"] + weights["link"]) / case.users,
+        "disk_bytes": weights["disk"] / case.users,
+        "link_bytes": weights["link"] / case.users,
+        "peak_bytes": process_bytes + sum(prepared.plan.reserved.values()),
+        "device_bytes": sum(prepared.plan.device.reserved.values()),
+        "step": asdict(found.step),
+        "prompt": asdict(found.prompt),
+        "reserved": dict(prepared.plan.reserved),
+        "chunk": prepared.plan.prefill_chunk,
+    }
+
+
+def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
+    """Rates, and bytes per token by link.
+
+    ttft_s    of one prompt, with the machine to itself
+    tokens_per_s   of all users, while all of them decode
+    """
+    _answers(case, model, case.users, _WARM_TOKENS, 4)
+    model.reset_summary()
+    ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
+    rate, summary = _answers(case, model, case.users, case.prompt, case.tokens)[1]
+    phase = summary.generation
+    return {
+        "tokens_per_s": rate,
+        "ttft_s": ttft_s,
+        "host_bytes": phase.host_bytes / phase.tokens,
+        "disk_bytes": phase.disk_bytes / phase.tokens,
+        "link_bytes": phase.link_bytes / phase.tokens,
+        "used_bytes": sum(summary.used_bytes.values()),
+        "waited": phase.waited_s / phase.seconds,
+        "kernels": phase.kernel_s / phase.seconds,
+    }
+
+
+def _answers(
+    case: Case, model: LoadedModel, users: int, prompt: int, tokens: int
+) -> tuple[float, tuple[float, RunSummary]]:
+    """Seconds to the first tokens; tokens per second from there on, and what these cost."""
+    numbers = random.Random(prompt)  # tokens are what text is made of, to routers
+    # Greedy answers of random weights go round in circles, and so would their experts.
+    sampling = Sampling(temperature=1.0, seed=1) if _curve(case) else Sampling()
+    requests = [
+        Request(
+            input=[numbers.randrange(16, 4000) for _ in range(prompt)],
+            max_new_tokens=tokens,
+            ignore_eos=True,
+            sampling=sampling,
+        )
+        for _ in range(users)
+    ]
+    begin = time.perf_counter()
+    with ExitStack() as stack:
+        streams = [stack.enter_context(closing(s)) for s in model.stream_batch(requests)]
+        for stream in streams:
+            next(stream)
+        first = time.perf_counter()
+        if tokens == 1:
+            return first - begin, (0.0, model.summary())
+        _drain_one(streams)
+        model.reset_summary()
+        second, counted = time.perf_counter(), 0
+        for _ in range(tokens - 2 - 2 * (users > 1)):
+            counted += _drain_one(streams)
+        took = time.perf_counter() - second
+        return first - begin, (counted / took, model.summary())
+
+
+def _drain_one(streams: list[Any]) -> int:
+    """The next token of each."""
+    for stream in streams:
+        next(stream)
+    return len(streams)
+
+
+def main() -> None:
+    """See the module's text."""
+    folder, cases = sys.argv[1:]
+    for case in json.loads(cases):
+        print(json.dumps(run(Case(**case), Path(folder))), flush=True)
+    os._exit(0)  # what libraries do when they end is no part of the measurement
+
+
+if __name__ == "__main__":
+    main()
