@@ -72,9 +72,7 @@ def rates_in(
         query = query.to(memory.device)
         runs = ops.PagedRuns([ops.PagedRun(0, tokens, context - tokens, table)])
 
-        def attend(
-            number: int, runs: ops.PagedRuns = runs, query: torch.Tensor = query
-        ) -> object:
+        def attend(number: int, runs: ops.PagedRuns = runs, query: torch.Tensor = query) -> object:
             return ops.paged_attention(pages, number % layers, runs, query, scale=scale)
 
         taken.append(timed(attend, seconds / 2))

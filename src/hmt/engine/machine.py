@@ -18,8 +18,11 @@ from hmt.base import flags
 from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
+from hmt.engine.attention_rates import AttentionRates, attention_rates
+from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
+from hmt.engine.step_rates import StepRates, step_rates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
@@ -50,6 +53,8 @@ class Rates:
     ram_read_rate: float = 0.0
     disk: DiskRate | None = None
     products: ProductRates = field(default_factory=ProductRates)
+    attention: AttentionRates = field(default_factory=AttentionRates)
+    steps: StepRates = field(default_factory=StepRates)
 
 
 def machine_for(path: Path) -> Machine:
@@ -61,10 +66,10 @@ def machine_for(path: Path) -> Machine:
     known = remembered(path)
     if known.ram_read_rate and known.disk is not None:
         return _machine(known)
-    found = Rates(
-        known.ram_read_rate or _measure_ram(quick=True),
-        known.disk or _measure_disk(path, quick=True, progress=None),
-        known.products,
+    found = replace(
+        known,
+        ram_read_rate=known.ram_read_rate or _measure_ram(quick=True),
+        disk=known.disk or _measure_disk(path, quick=True, progress=None),
     )
     _remember(path, found)
     return _machine(found)
@@ -76,8 +81,9 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
     `form` is that of most weights which the CPU may compute with meanwhile.
     """
     rates = _links.get(device.name) or link_rates(device, form)
+    known = _remembered_device(device.name)
     return replace(
-        machine,
+        known.of(machine),
         device_name=device.name,
         link_rate=rates.link,
         shared_link_rate=rates.shared_link,
@@ -99,9 +105,44 @@ def measure(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
         product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_FULL_S),
+        attention_rates(_QUICK_S if quick else _FULL_S),
     )
+    _remember(path, found)  # a step's engine asks for it
+    with contextlib.suppress(HMTError):
+        found = replace(found, steps=step_rates(_machine(found), _QUICK_S if quick else _FULL_S))
     _remember(path, found)
     return _machine(found)
+
+
+def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> Machine:
+    """Measure a GPU anew, and remember it; the rest is as remembered.
+
+    Compiles kernels that were not used before, which may take a minute.
+    """
+    machine = with_device(machine_for(path), device)
+    formats = QUICK_FORMATS if quick else FORMATS
+    found = device_rates(
+        device, machine, _QUICK_S if quick else _FULL_S, gpu_id=gpu_id, formats=formats
+    )
+    content = _load()
+    known = content["machines"].setdefault(_fingerprint(), {})
+    known.setdefault("devices", {})[device.name] = asdict(found)
+    _write(content)
+    return with_device(machine_for(path), device)
+
+
+def _remembered_device(name: str) -> DeviceRates:
+    try:
+        found = _load()["machines"][_fingerprint()]["devices"][name]
+        return DeviceRates(
+            float(found["read_rate"]),
+            float(found["sync_s"]),
+            ProductRates(**found["products"]),
+            AttentionRates(**found["attention"]),
+            StepRates(**found["steps"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return DeviceRates()
 
 
 def remembered(path: Path) -> Rates:
@@ -113,6 +154,8 @@ def remembered(path: Path) -> Rates:
             float(machine["ram_read_rate"]),
             DiskRate(**drive) if drive else None,
             ProductRates(**machine.get("products", {})),
+            AttentionRates(**machine.get("attention", {})),
+            StepRates(**machine.get("steps", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -150,6 +193,9 @@ def _machine(rates: Rates) -> Machine:
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
         cpu_rates=rates.products.bytes_per_s,
         cpu_ops=rates.products.operations_per_s,
+        cpu_attention_rate=rates.attention.bytes_per_s,
+        cpu_attention_ops=rates.attention.operations_per_s,
+        **asdict(rates.steps),
         numa_nodes=len(numa_nodes()),
     )
 
@@ -218,13 +264,22 @@ def _remember(path: Path, rates: Rates) -> None:
     drives = drives if isinstance(drives, dict) else {}
     if rates.disk is not None:
         drives[_drive(path)] = asdict(rates.disk)
+    devices = known.get("devices") if isinstance(known, dict) else None
     content["machines"][_fingerprint()] = {
         "name": cpu_name(),
         "cores": usable_threads(),
         "ram_read_rate": rates.ram_read_rate,
         "products": asdict(rates.products),
+        "attention": asdict(rates.attention),
+        "steps": asdict(rates.steps),
         "drives": drives,
+        "devices": devices if isinstance(devices, dict) else {},
     }
+    _write(content)
+
+
+def _write(content: dict[str, Any]) -> None:
+    """Replace the cache file as a whole, if it can be."""
     file = cache_file()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """What steps cost whatever they read: measured with the small model that comes with HMT.
 
-Its layers are so small that nearly all of a step's time is what every step of every model pays:
-scheduling, choosing tokens, and calls.  Two numbers of layers tell a step's part from a layer's,
-and two numbers of users a user's part.
+Its layers are so small that most of a step's time is what every step of every model pays:
+scheduling, choosing tokens, calls, and passing over activations.  What the model of cost predicts
+without them is taken off; of the rest two numbers of layers tell a step's part from a layer's, and
+two numbers of users a user's.
 """
 
 import json
@@ -10,80 +11,116 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request
+from hmt.engine.product_rates import faster_half
+from hmt.memory import resident_bytes
+from hmt.planner.cost import CostModel
+from hmt.planner.loads import loads_of
 
-_LAYERS = (2, 8)
-_USERS = (1, 8)
-_PROMPT = 16
-_CHUNK = 512
-_WARM_STEPS = 8
+if TYPE_CHECKING:
+    from hmt.engine.engine import LoadedModel
+
+_FEW, _MANY = 2, 8  # layers
+_USERS = 8
+_PROMPT, _CHUNK = 16, 512
+_WARM_STEPS = 16
+_MOST_STEPS = 400
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds.
+class StepRates:
+    """See Machine; 0 where nothing was measured."""
 
-    step     of a decoding step of `users` users and `layers` layers, by (layers, users)
-    prompt   of a step of `CHUNK` tokens of a prompt, by layers
-    process_bytes   memory of a process in which a small model runs, less what the plan counts
+    step_s: float = 0.0
+    row_s: float = 0.0
+    layer_s: float = 0.0
+    number_s: float = 0.0
+    process_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Beyond:
+    """Seconds beyond what is predicted: of a token for one user, for several, and of a prompt."""
+
+    one: float
+    several: float
+    prompt: float
+
+
+def step_rates(machine: Machine, seconds: float, **options: Any) -> StepRates:
+    """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of six.
+
+    `options` are an engine's.  Raises what loading raises.
     """
+    bare = replace(
+        machine, step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, launch_s=0.0, device_number_s=0.0
+    )
+    few, _, _ = _measured(bare, _FEW, seconds, options)
+    many, width, process_bytes = _measured(bare, _MANY, seconds, options)
+    layers = _MANY - _FEW
+    layer_s = max(0.0, (many.one - few.one) / layers)
+    row_s = max(0.0, (few.several - few.one) / (_USERS - 1))
+    numbers_s = (many.prompt - few.prompt) / layers - layer_s
+    return StepRates(
+        step_s=max(0.0, few.one - _FEW * layer_s - row_s),
+        row_s=row_s,
+        layer_s=layer_s,
+        number_s=max(0.0, numbers_s / (_CHUNK * width)),
+        process_bytes=process_bytes,
+    )
 
-    step: dict[tuple[int, int], float]
-    prompt: dict[int, float]
-    process_bytes: int
 
-
-def step_times(seconds: float, **options: Any) -> StepTimes:
-    """Times of the small model, with `seconds` for each; `options` are an engine's."""
-    # Not above: the engine asks for a machine, and a machine's probe for this.
+def _measured(
+    machine: Machine, layers: int, seconds: float, options: dict[str, Any]
+) -> tuple[_Beyond, int, int]:
+    """With them: the width of the model, and the process's memory beside what the plan reserves."""
+    # Not above: an engine asks for its machine.
     from hmt.engine.engine import Engine
-    from hmt.memory import resident_bytes
 
-    step, prompt, process = {}, {}, 0
-    for layers in _LAYERS:
-        with (
-            _small_model(layers) as folder,
-            Engine(
-                host_memory="256MiB", context=4096, max_batch=max(_USERS), prefill_chunk=_CHUNK,
-                check_weights=False, **options,
-            ) as engine,
-        ):  # fmt: skip
-            with engine.load_model(folder) as model:
-                for users in _USERS:
-                    step[layers, users] = _decoding_s(model, users, seconds)
-                prompt[layers] = _prompt_s(model, seconds)
-                process = resident_bytes() - sum(model.plan.reserved.values())
-    return StepTimes(step, prompt, process)
+    with _small_model(layers) as folder:
+        options = {"host_memory": "256MiB", "context": 8192, "check_weights": False} | options
+        with Engine(max_batch=_USERS, prefill_chunk=_CHUNK, **options) as engine:
+            model = engine.load_model(folder)
+            prepared = model.prepared
+            costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
+            beyond = _Beyond(
+                _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
+                _decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
+                _prompt_s(model, seconds) - costs.prompt(_CHUNK, _CHUNK / 2).seconds,
+            )
+            process_bytes = resident_bytes() - sum(prepared.plan.reserved.values())
+            return beyond, prepared.model.spec.hidden_size, process_bytes
 
 
-def _decoding_s(model: Any, users: int, seconds: float) -> float:
-    request = Request(input=[20] * _PROMPT, max_new_tokens=512 - _PROMPT, ignore_eos=True)
+def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
+    """A step of one token for each of `users`."""
+    tokens = _WARM_STEPS + _MOST_STEPS
+    request = Request(input=[20] * _PROMPT, max_new_tokens=tokens, ignore_eos=True)
     with ExitStack() as stack:
-        streams = [
-            stack.enter_context(closing(one)) for one in model.stream_batch([request] * users)
-        ]
+        streams = model.stream_batch([request] * users)
+        for stream in streams:
+            stack.enter_context(closing(stream))
+        for _ in range(_WARM_STEPS):
+            for stream in streams:
+                next(stream)
         times: list[float] = []
-        end = 0.0
-        for number in range(480):
+        end = time.perf_counter() + seconds
+        while len(times) < _MOST_STEPS - 1 and time.perf_counter() < end:
             begin = time.perf_counter()
             for stream in streams:
                 next(stream)
-            if number == _WARM_STEPS:
-                end = begin + seconds
-            if number >= _WARM_STEPS:
-                times.append(time.perf_counter() - begin)
-                if time.perf_counter() > end:
-                    break
-    return median(times)
+            times.append(time.perf_counter() - begin)
+    return faster_half(times)
 
 
-def _prompt_s(model: Any, seconds: float) -> float:
+def _prompt_s(model: "LoadedModel", seconds: float) -> float:
+    """A prompt of one step."""
     request = Request(input=[20] * _CHUNK, max_new_tokens=1, ignore_eos=True)
     model.infer(request)
     times: list[float] = []
@@ -92,18 +129,26 @@ def _prompt_s(model: Any, seconds: float) -> float:
         begin = time.perf_counter()
         model.infer(request)
         times.append(time.perf_counter() - begin)
-    return median(times)
+    return faster_half(times)
 
 
 @contextmanager
 def _small_model(layers: int) -> Iterator[Path]:
     """The embedded model with so many of its layers."""
-    with as_file(files("hmt") / "embedded" / "mini-dense") as source:
-        with tempfile.TemporaryDirectory() as folder:
-            for file in source.iterdir():
-                (Path(folder) / file.name).symlink_to(file)
-            config = json.loads((source / "config.json").read_text())
-            written = Path(folder) / "config.json"
-            written.unlink()
-            written.write_text(json.dumps(config | {"num_hidden_layers": layers}))
-            yield Path(folder)
+    from safetensors.torch import load_file, save_file
+
+    weights = "model.safetensors"
+    with (
+        as_file(files("hmt") / "embedded" / "mini-dense") as source,
+        tempfile.TemporaryDirectory(prefix="hmt-probe-") as name,
+    ):
+        folder = Path(name)
+        for file in source.iterdir():
+            if file.name != weights:
+                (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        beyond = tuple(f"model.layers.{n}." for n in range(layers, config["num_hidden_layers"]))
+        held = load_file(source / weights)
+        save_file({k: v for k, v in held.items() if not k.startswith(beyond)}, folder / weights)
+        yield folder

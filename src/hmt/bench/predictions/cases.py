@@ -29,6 +29,7 @@ class Case:
     kept           the share of the weights that host memory may keep
     users          who decode at once, each behind a prompt of `prompt` tokens
     tokens         that each decodes
+    chunk          prompt tokens per step; None: the planner's choice
     gpu_memory     None: the CPU computes
     """
 
@@ -38,6 +39,7 @@ class Case:
     prompt: int
     users: int
     tokens: int = 32
+    chunk: int | None = None
     gpu_memory: str | None = None
 
     @property
@@ -54,8 +56,8 @@ def cpu_cases(moe: str | None = None) -> list[Case]:
     cases = [
         Case("mini-dense", None, 1, 1024, 1, 128),
         Case("mini-dense", None, 1, 1024, 8, 64),
-        Case("mini-dense", None, 1, 8192, 1, 64),
-        Case("mini-dense", None, 1, 32000, 1, 48),
+        Case("mini-dense", None, 1, 8192, 1, 64, 512),
+        Case("mini-dense", None, 1, 32000, 1, 48, 512),
         Case("mini-dense", "w8a8", 1, 4096, 4, 64),
         Case("dense", None, 1, 1024, 1),
         Case("dense", None, 1, 1024, 8),
@@ -86,7 +88,7 @@ def cpu_cases(moe: str | None = None) -> list[Case]:
 
 def gpu_cases() -> list[Case]:
     """Runs for a machine with one."""
-    resident, experts = Case("8b", "w4a16:32", 1, 512, 1, 64, "40GiB"), "30b-moe"
+    resident, experts = Case("8b", "w4a16:32", 1, 512, 1, 64, None, "40GiB"), "30b-moe"
     return [
         resident,
         replace(resident, prompt=8192),

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -12,54 +13,55 @@ from typing import Any
 from hmt.base.errors import HMTError
 from hmt.bench.environment import describe
 from hmt.bench.predictions.cases import Case
-from hmt.engine.machine import machine_for
+from hmt.contracts.machine import Machine
 
 QUANTITIES = ("tokens_per_s", "ttft_s", "host_bytes", "disk_bytes", "link_bytes", "peak_bytes")
 _LEAST_SHARE = 0.01  # of the bytes of a token: what is less is no error worth its name
 
 
-def compare(
+def runs_of(
     cases: Sequence[Case],
     folder: Path,
     *,
     together: bool = False,
     progress: Callable[[str], None] = lambda what: None,
-) -> dict[str, Any]:
-    """Run all cases; the content of a benchmark's file.
+) -> Iterator[dict[str, Any]]:
+    """Runs all cases; what `process.run` says of each.
 
     Models are written into `folder`.  Each case is a process of its own, unless they run `together`
     (on a GPU, where kernels would be compiled anew).  Raises HMTError where a process fails.
     """
-    runs = []
     for part in [cases] if together else [[case] for case in cases]:
         progress(part[0].name)
-        runs += _process(part, folder, progress)
+        command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder)]
+        given = json.dumps([asdict(case) for case in part])
+        count = 0
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                [*command, given], stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                count += 1
+                yield json.loads(line)
+                if count < len(part):
+                    progress(part[count].name)
+            if process.wait():
+                errors.seek(0)
+                said = errors.read().strip()[-500:]
+                raise HMTError(f"{part[count].name}: the process failed: {said}")
+
+
+def content_of(runs: Sequence[dict[str, Any]], machine: Machine) -> dict[str, Any]:
+    """A benchmark's file."""
     return {
         "benchmark": "predictions",
-        "machine": describe(machine_for(folder)),
-        "runs": runs,
+        "machine": describe(machine),
+        "runs": list(runs),
         "errors": summed_up(runs),
     }
-
-
-def _process(
-    cases: Sequence[Case], folder: Path, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder)]
-    given = json.dumps([asdict(case) for case in cases])
-    found: list[dict[str, Any]] = []
-    with subprocess.Popen(
-        [*command, given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            found.append(json.loads(line))
-            if len(found) < len(cases):
-                progress(cases[len(found)].name)
-        errors = process.stderr.read()
-    if process.returncode:
-        raise HMTError(f"{cases[len(found)].name}: the process failed: {errors.strip()[-500:]}")
-    return found
 
 
 def error(run: dict[str, Any], quantity: str) -> float | None:

@@ -32,9 +32,7 @@ _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Predict, load, measure."""
     path = folder_of(case, folder)
-    options = _options(case, path)
-    engine = Engine(**options)
-    with engine:
+    with Engine(**_options(case, path)) as engine:
         before = resident_bytes()
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
         predicted = _predicted(case, prepared, before)
@@ -56,12 +54,17 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
         "quantization": None if case.model in GPU_SHAPES else case.scheme,
         "context": each * case.users,
         "max_batch": case.users,
+        "prefill_chunk": case.chunk,
         "check_weights": False,
         "verify_reads": "never",
     }
     if case.gpu_memory is not None:
-        return options | {"gpu_id": "0", "gpu_memory": case.gpu_memory, "host_memory": "60GiB",
-                          "disk_reader": "buffered"}  # fmt: skip
+        return options | {
+            "gpu_id": "0",
+            "gpu_memory": case.gpu_memory,
+            "host_memory": "60GiB",
+            "disk_reader": "buffered",  # packs are small: their first layers come from the drive
+        }
     config = EngineConfig.resolve(**options)
     demand = prepare(path, replace(config, gpu_memory_bytes=0)).demand
     least = smallest_budget(demand, PlanOptions(0, config.context))
@@ -84,7 +87,8 @@ def _predicted(case: Case, prepared: Prepared, process_bytes: int) -> dict[str, 
         "host_bytes": (weights["CPU"] + weights["link"]) / case.users,
         "disk_bytes": weights["disk"] / case.users,
         "link_bytes": weights["link"] / case.users,
-        "peak_bytes": process_bytes + sum(prepared.plan.reserved.values()),
+        "peak_bytes": (prepared.machine.process_bytes or process_bytes)
+        + sum(prepared.plan.reserved.values()),
         "device_bytes": sum(prepared.plan.device.reserved.values()),
         "step": asdict(found.step),
         "prompt": asdict(found.prompt),
@@ -99,14 +103,18 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     ttft_s    of one prompt, with the machine to itself
     tokens_per_s   of all users, while all of them decode
     """
-    _answers(case, model, case.users, _WARM_TOKENS, 4)
+    # A GPU's kernels are compiled for a prompt's size when it first comes.
+    warm = _WARM_TOKENS if case.gpu_memory is None else case.prompt
+    _answers(case, model, case.users, warm, 4)
     model.reset_summary()
-    ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
-    rate, summary = _answers(case, model, case.users, case.prompt, case.tokens)[1]
+    ttft_s = 0.0
+    if case.users > 1:
+        ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
+    first_s, (rate, summary) = _answers(case, model, case.users, case.prompt, case.tokens)
     phase = summary.generation
     return {
         "tokens_per_s": rate,
-        "ttft_s": ttft_s,
+        "ttft_s": ttft_s or first_s,
         "host_bytes": phase.host_bytes / phase.tokens,
         "disk_bytes": phase.disk_bytes / phase.tokens,
         "link_bytes": phase.link_bytes / phase.tokens,
@@ -143,7 +151,7 @@ def _answers(
         _drain_one(streams)
         model.reset_summary()
         second, counted = time.perf_counter(), 0
-        for _ in range(tokens - 2 - 2 * (users > 1)):
+        for _ in range(tokens - 2):
             counted += _drain_one(streams)
         took = time.perf_counter() - second
         return first - begin, (counted / took, model.summary())
