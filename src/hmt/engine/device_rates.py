@@ -50,6 +50,16 @@ class DeviceRates:
     attention: AttentionRates = field(default_factory=AttentionRates)
     steps: StepRates = field(default_factory=StepRates)
 
+    def slower(self, factor: float) -> "DeviceRates":
+        """With fixed times that are so many times as long."""
+        steps = replace(
+            self.steps,
+            step_s=self.steps.step_s * factor,
+            row_s=self.steps.row_s * factor,
+            layer_s=self.steps.layer_s * factor,
+        )
+        return replace(self, sync_s=self.sync_s * factor, steps=steps)
+
     def of(self, machine: Machine) -> Machine:
         """The machine with them."""
         return replace(

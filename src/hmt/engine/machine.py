@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from hmt.memory import (
     sweep,
 )
 from hmt.memory.device import Device
+from hmt.planner.calibration import PARTS, calibrated
 from hmt.quant import Format
 
 _QUICK_S = 0.15  # per rate
@@ -82,13 +83,15 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
     """
     rates = _links.get(device.name) or link_rates(device, form)
     known = _remembered_device(device.name)
-    return replace(
-        known.of(machine),
+    found = factors()
+    machine = replace(
+        known.slower(found.get("fixed", 1.0)).of(machine),
         device_name=device.name,
         link_rate=rates.link,
         shared_link_rate=rates.shared_link,
         shared_cpu_rate=rates.shared_cpu,
     )
+    return calibrated(machine, {part: found.get(part, 1.0) for part in ("GPU", "link")})
 
 
 _links: dict[str, LinkRates] = {}  # by device, where they need not be measured
@@ -125,15 +128,16 @@ def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> M
         device, machine, _QUICK_S if quick else _FULL_S, gpu_id=gpu_id, formats=formats
     )
     content = _load()
-    known = content["machines"].setdefault(_fingerprint(), {})
+    known = content["machines"].setdefault(fingerprint(), {})
     known.setdefault("devices", {})[device.name] = asdict(found)
+    known.pop("factors", None)  # of what was measured before
     _write(content)
     return with_device(machine_for(path), device)
 
 
 def _remembered_device(name: str) -> DeviceRates:
     try:
-        found = _load()["machines"][_fingerprint()]["devices"][name]
+        found = _load()["machines"][fingerprint()]["devices"][name]
         return DeviceRates(
             float(found["read_rate"]),
             float(found["sync_s"]),
@@ -148,7 +152,7 @@ def _remembered_device(name: str) -> DeviceRates:
 def remembered(path: Path) -> Rates:
     """Rates that were measured before, for this machine and the drive that holds `path`."""
     try:
-        machine = _load()["machines"][_fingerprint()]
+        machine = _load()["machines"][fingerprint()]
         drive = machine["drives"].get(_drive(path))
         return Rates(
             float(machine["ram_read_rate"]),
@@ -185,7 +189,7 @@ def cpu_name() -> str:
 
 
 def _machine(rates: Rates) -> Machine:
-    return Machine(
+    machine = Machine(
         name=cpu_name(),
         cores=usable_threads(),
         ram_bytes=int(psutil.virtual_memory().total),
@@ -198,6 +202,31 @@ def _machine(rates: Rates) -> Machine:
         **asdict(rates.steps),
         numa_nodes=len(numa_nodes()),
     )
+    return calibrated(machine, factors())
+
+
+def factors() -> dict[str, float]:
+    """What runs have shown the times of each kind to be, over what is measured; often none."""
+    try:
+        found = _load()["machines"][fingerprint()]["factors"]
+        return {part: float(found[part]) for part in PARTS}
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def probed() -> str:
+    """Tells what predictions are made from; changes with each probe."""
+    known = _load()["machines"].get(fingerprint())
+    known = known if isinstance(known, dict) else {}
+    rates = {name: value for name, value in known.items() if name != "factors"}
+    return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def keep_factors(found: Mapping[str, float]) -> None:
+    """Let all later predictions be made with them; none: with none."""
+    content = _load()
+    content["machines"].setdefault(fingerprint(), {})["factors"] = dict(found)
+    _write(content)
 
 
 def _measure_ram(*, quick: bool) -> float:
@@ -259,13 +288,13 @@ def _remember(path: Path, rates: Rates) -> None:
     if not rates.ram_read_rate:
         return  # half a measurement would be taken for a whole one
     content = _load()
-    known = content["machines"].get(_fingerprint())
+    known = content["machines"].get(fingerprint())
     drives = known.get("drives") if isinstance(known, dict) else None
     drives = drives if isinstance(drives, dict) else {}
     if rates.disk is not None:
         drives[_drive(path)] = asdict(rates.disk)
     devices = known.get("devices") if isinstance(known, dict) else None
-    content["machines"][_fingerprint()] = {
+    content["machines"][fingerprint()] = {
         "name": cpu_name(),
         "cores": usable_threads(),
         "ram_read_rate": rates.ram_read_rate,
@@ -304,7 +333,7 @@ def _load() -> dict[str, Any]:
     return content
 
 
-def _fingerprint() -> str:
+def fingerprint() -> str:
     """Changes when the measurement would: with the CPU, the cores we may use, and the memory."""
     memory_gib = round(psutil.virtual_memory().total / GIB)  # kernels keep a varying part of it
     facts = (platform.machine(), cpu_name(), str(usable_threads()), str(memory_gib))

@@ -24,8 +24,8 @@ _NAMES = {
 def table(content: dict[str, Any]) -> str:
     """Markdown: a line for each run, and what the errors come to."""
     lines = [
-        "| run (prompt x users) | tokens/s: predicted | measured | error | first token: predicted | "
-        "measured | error | from the drive per token | memory |",
+        "| run (prompt x users) | tokens/s: predicted | measured | error | first token: "
+        "predicted | measured | error | from the drive per token | memory |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in content["runs"]:
