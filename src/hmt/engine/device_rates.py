@@ -31,7 +31,7 @@ FORMATS = (
     Format(Encoding.NVFP4, 16),
 )
 QUICK_FORMATS = FORMATS[:3]
-_TOKENS = (4, 8, 32, 64, 512)
+_TOKENS = (8, 32, 512)  # each is compiled for some seconds when it first comes
 _MEMORY_BYTES = 512 * MIB  # the L2 of an H200 holds 50 MiB
 _CONTEXT, _LAYERS = 4096, 16
 _HAND_OVERS = 50
