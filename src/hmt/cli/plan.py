@@ -1,6 +1,7 @@
 """`hmt plan`: where everything would live, and how fast it would be, without loading it."""
 
 import json as json_format
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -57,9 +58,23 @@ def plan(
         typer.Option("--explain", help="Speeds at several contexts, and what would help most."),
     ] = False,
     plot: Annotated[bool, typer.Option("--plot", help="Draw what goes where.")] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="First let predictions agree with the runs that this machine has seen; without a "
+            "model, do only that.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
+    if calibrate:
+        from hmt.cli.plan_view import calibration_lines
+
+        print("\n".join(calibration_lines()), file=sys.stderr if json else None)
+        if model is None:
+            return
     from hmt.cli.plan_view import options_line
     from hmt.engine import EngineConfig
     from hmt.engine.outlooks import outlook_on, setting_of

@@ -10,10 +10,9 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from hmt.base.log import logger
 from hmt.engine.foreseen import Decoded, Foreseen
 from hmt.engine.machine import cache_folder, factors, fingerprint, keep_factors, probed
-from hmt.planner.calibration import PARTS, StepRun, errors, fitted
+from hmt.planner.calibration import PARTS, StepRun, fitted
 
 _FILE = "runs.jsonl"
 _KEPT = 200  # of all machines that share the folder
@@ -65,7 +64,6 @@ def recalibrate() -> tuple[list[StepRun], dict[str, float], dict[str, float]]:
     after = fitted(known)
     if known:
         keep_factors(after)
-        logger.debug("errors %s, before %s", errors(known, after), errors(known, before))
     return known, before, after
 
 

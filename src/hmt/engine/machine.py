@@ -127,10 +127,12 @@ def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> M
     found = device_rates(
         device, machine, _QUICK_S if quick else _FULL_S, gpu_id=gpu_id, formats=formats
     )
-    content = _load()
-    known = content["machines"].setdefault(fingerprint(), {})
-    known.setdefault("devices", {})[device.name] = asdict(found)
+    content, known = _load(), _own_entry()
+    devices = known.get("devices")
+    known["devices"] = devices if isinstance(devices, dict) else {}
+    known["devices"][device.name] = asdict(found)
     known.pop("factors", None)  # of what was measured before
+    content["machines"][fingerprint()] = known
     _write(content)
     return with_device(machine_for(path), device)
 
@@ -216,17 +218,23 @@ def factors() -> dict[str, float]:
 
 def probed() -> str:
     """Tells what predictions are made from; changes with each probe."""
-    known = _load()["machines"].get(fingerprint())
-    known = known if isinstance(known, dict) else {}
-    rates = {name: value for name, value in known.items() if name != "factors"}
+    rates = {
+        name: value for name, value in _own_entry().items() if name not in ("factors", "drives")
+    }
     return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def keep_factors(found: Mapping[str, float]) -> None:
     """Let all later predictions be made with them; none: with none."""
     content = _load()
-    content["machines"].setdefault(fingerprint(), {})["factors"] = dict(found)
+    content["machines"][fingerprint()] = {**_own_entry(), "factors": dict(found)}
     _write(content)
+
+
+def _own_entry() -> dict[str, Any]:
+    """What the cache file says of this machine."""
+    found = _load()["machines"].get(fingerprint())
+    return found if isinstance(found, dict) else {}
 
 
 def _measure_ram(*, quick: bool) -> float:

@@ -68,7 +68,8 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
     config = EngineConfig.resolve(**options)
     demand = prepare(path, replace(config, gpu_memory_bytes=0)).demand
     least = smallest_budget(demand, PlanOptions(0, config.context))
-    return options | {"host_memory": int(least + case.kept * demand.weight_bytes + _ROOM_BYTES)}
+    room = _ROOM_BYTES if case.kept == 1 else 0
+    return options | {"host_memory": int(least + case.kept * demand.weight_bytes + room)}
 
 
 def _curve(case: Case) -> HitCurve | None:
