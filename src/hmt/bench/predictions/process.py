@@ -26,6 +26,7 @@ from hmt.planner.loads import loads_of
 from hmt.planner.routing import UNIFORM, HitCurve
 
 _WARM_TOKENS = 24
+_USUAL_CHUNK = 64  # or more
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
 
 
@@ -49,7 +50,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 def _options(case: Case, path: Path) -> dict[str, Any]:
     """What the engine is told; of host memory, what keeps the case's share of the weights."""
-    each = round_up(case.prompt + case.tokens + 1, PAGE_TOKENS)
+    each = round_up(case.prompt + case.tokens + _ahead(case), PAGE_TOKENS)
     options: dict[str, Any] = {
         "quantization": None if case.model in GPU_SHAPES else case.scheme,
         "context": each * case.users,
@@ -72,6 +73,13 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
     return options | {"host_memory": int(least + case.kept * demand.weight_bytes + room)}
 
 
+def _ahead(case: Case) -> int:
+    """Tokens that a user may decode while the prompts of others are computed."""
+    if case.users == 1:
+        return 1
+    return 2 * case.users * -(-case.prompt // (case.chunk or _USUAL_CHUNK))
+
+
 def _curve(case: Case) -> HitCurve | None:
     """Routers of random weights choose evenly."""
     return UNIFORM if case.model in WRITTEN or case.model in GPU_SHAPES else None
@@ -80,7 +88,7 @@ def _curve(case: Case) -> HitCurve | None:
 def _predicted(case: Case, prepared: Prepared, process_bytes: int) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of."""
     costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, _curve(case))
-    found: Prediction = costs.predict(case.users, case.prompt + case.tokens // 2, case.prompt)
+    found: Prediction = costs.predict(case.users, _context(case), case.prompt)
     weights = costs.decode(case.users, 0).nbytes
     return {
         "tokens_per_s": found.tokens_per_s,
@@ -96,6 +104,11 @@ def _predicted(case: Case, prepared: Prepared, process_bytes: int) -> dict[str, 
         "reserved": dict(prepared.plan.reserved),
         "chunk": prepared.plan.prefill_chunk,
     }
+
+
+def _context(case: Case) -> int:
+    """Of each user, on average, while all of them decode."""
+    return case.prompt + case.tokens // 2 + _ahead(case) // 8
 
 
 def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
@@ -135,7 +148,7 @@ def _answers(
     requests = [
         Request(
             input=[numbers.randrange(16, 4000) for _ in range(prompt)],
-            max_new_tokens=tokens,
+            max_new_tokens=tokens + (_ahead(case) - 1 if users > 1 and tokens > 4 else 0),
             ignore_eos=True,
             sampling=sampling,
         )
@@ -149,20 +162,20 @@ def _answers(
         first = time.perf_counter()
         if tokens == 1:
             return first - begin, (0.0, model.summary())
-        _drain_one(streams)
+        # Those whose prompts came first have decoded meanwhile: the last one sets the pace.
+        _next(streams)
         model.reset_summary()
-        second, counted = time.perf_counter(), 0
+        second = time.perf_counter()
         for _ in range(tokens - 2):
-            counted += _drain_one(streams)
+            _next(streams)
         took = time.perf_counter() - second
-        return first - begin, (counted / took, model.summary())
+        return first - begin, (users * (tokens - 2) / took, model.summary())
 
 
-def _drain_one(streams: list[Any]) -> int:
+def _next(streams: list[Any]) -> None:
     """The next token of each."""
     for stream in streams:
         next(stream)
-    return len(streams)
 
 
 def main() -> None:
