@@ -79,7 +79,7 @@ def step_rates(machine: Machine, seconds: float, **options: Any) -> StepRates:
 def _measured(
     machine: Machine, layers: int, seconds: float, options: dict[str, Any]
 ) -> tuple[_Beyond, int, int]:
-    """With them: the width of the model, and the process's memory beside what the plan reserves."""
+    """With them: the width of the model, and the process's memory beside the weights."""
     # Not above: an engine asks for its machine.
     from hmt.engine.engine import Engine
 
@@ -94,7 +94,8 @@ def _measured(
                 _decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
                 _prompt_s(model, seconds) - costs.prompt(_CHUNK, _CHUNK / 2).seconds,
             )
-            process_bytes = resident_bytes() - sum(prepared.plan.reserved.values())
+            # What else is reserved may not have been touched, so all of it counts as the process's.
+            process_bytes = resident_bytes() - prepared.plan.reserved["resident"]
             return beyond, prepared.model.spec.hidden_size, process_bytes
 
 
