@@ -15,7 +15,7 @@ from hmt.memory import DiskRate
 
 DISK = DiskRate("direct", 2 << 20, 8, 3e9)
 ATTENTION = AttentionRates(1e10, 2e11)
-STEPS = StepRates(1e-4, 2e-5, 3e-6, 1e-9, 400 << 20)
+STEPS = StepRates(1e-4, 2e-5, 3e-6, 1e-9, 4e-6, 400 << 20)
 PRODUCTS = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
 
 

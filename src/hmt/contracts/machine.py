@@ -34,8 +34,9 @@ class Machine:
     layer_s            of a layer on the CPU, beyond its bytes
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
                        and whatever else passes over activations
+    prompt_layer_s     layer_s in a step of many tokens, whose calls are others
     launch_s           of a layer on the GPU, beyond its bytes
-    device_number_s    number_s of the GPU
+    device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      of a process with an engine, beside what plans reserve
     note               where the figures come from
@@ -68,8 +69,10 @@ class Machine:
     row_s: float = 0.0
     layer_s: float = 0.0
     number_s: float = 0.0
+    prompt_layer_s: float = 0.0
     launch_s: float = 0.0
     device_number_s: float = 0.0
+    prompt_launch_s: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
     note: str = ""

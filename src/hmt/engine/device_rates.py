@@ -41,7 +41,7 @@ _HAND_OVERS = 50
 class DeviceRates:
     """See Machine; 0 or empty where nothing was measured.
 
-    steps    layer_s is a layer's launch
+    steps    layer_s and prompt_layer_s are those of a layer's launch
     """
 
     read_rate: float = 0.0
@@ -57,6 +57,7 @@ class DeviceRates:
             step_s=self.steps.step_s * factor,
             row_s=self.steps.row_s * factor,
             layer_s=self.steps.layer_s * factor,
+            prompt_layer_s=self.steps.prompt_layer_s * factor,
         )
         return replace(self, sync_s=self.sync_s * factor, steps=steps)
 
@@ -73,6 +74,7 @@ class DeviceRates:
             row_s=self.steps.row_s or machine.row_s,
             launch_s=self.steps.layer_s,
             device_number_s=self.steps.number_s,
+            prompt_launch_s=self.steps.prompt_layer_s,
             sync_s=self.sync_s,
             process_bytes=self.steps.process_bytes or machine.process_bytes,
         )

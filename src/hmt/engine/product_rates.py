@@ -34,6 +34,7 @@ _FORMATS = (
     Format(Encoding.INT4_GROUP, 32, activations=Activations.INT8_TOKEN),
     Format(Encoding.INT4_GROUP, 32),
     Format(Encoding.NVFP4, 16, activations=Activations.INT8_TOKEN),
+    Format(Encoding.FP8_BLOCK, tile=(128, 128)),
 )
 
 

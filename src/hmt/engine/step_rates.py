@@ -7,6 +7,8 @@ two numbers of users a user's.
 """
 
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request
 from hmt.engine.product_rates import faster_half
-from hmt.memory import resident_bytes
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 _FEW, _MANY = 2, 8  # layers
 _USERS = 8
-_PROMPT, _CHUNK = 16, 512
+_PROMPT = 16
+_SHORT, _LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
 _MOST_STEPS = 400
 
@@ -41,37 +43,43 @@ class StepRates:
     row_s: float = 0.0
     layer_s: float = 0.0
     number_s: float = 0.0
+    prompt_layer_s: float = 0.0
     process_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Beyond:
-    """Seconds beyond what is predicted: of a token for one user, for several, and of a prompt."""
+    """Seconds beyond what is predicted: of a token for one user, for several, and of prompts."""
 
     one: float
     several: float
-    prompt: float
+    short: float
+    long: float
 
 
 def step_rates(machine: Machine, seconds: float, **options: Any) -> StepRates:
-    """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of six.
+    """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of eight.
 
     `options` are an engine's.  Raises what loading raises.
     """
     bare = replace(
-        machine, step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, launch_s=0.0, device_number_s=0.0
-    )
-    few, _, _ = _measured(bare, _FEW, seconds, options)
-    many, width, process_bytes = _measured(bare, _MANY, seconds, options)
+        machine,
+        step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
+        launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
+    )  # fmt: skip
+    few, _, process_bytes = _measured(bare, _FEW, seconds, options)
+    many, width, _ = _measured(bare, _MANY, seconds, options)
     layers = _MANY - _FEW
     layer_s = max(0.0, (many.one - few.one) / layers)
     row_s = max(0.0, (few.several - few.one) / (_USERS - 1))
-    numbers_s = (many.prompt - few.prompt) / layers - layer_s
+    short_s, long_s = (many.short - few.short) / layers, (many.long - few.long) / layers
+    numbers_s = max(0.0, (long_s - short_s) / (_LONG - _SHORT))  # of a token
     return StepRates(
         step_s=max(0.0, few.one - _FEW * layer_s - row_s),
         row_s=row_s,
         layer_s=layer_s,
-        number_s=max(0.0, numbers_s / (_CHUNK * width)),
+        number_s=numbers_s / width,
+        prompt_layer_s=max(0.0, short_s - _SHORT * numbers_s),
         process_bytes=process_bytes,
     )
 
@@ -85,18 +93,33 @@ def _measured(
 
     with _small_model(layers) as folder:
         options = {"host_memory": "256MiB", "context": 8192, "check_weights": False} | options
-        with Engine(max_batch=_USERS, prefill_chunk=_CHUNK, **options) as engine:
+        with Engine(max_batch=_USERS, prefill_chunk=_LONG, **options) as engine:
             model = engine.load_model(folder)
             prepared = model.prepared
             costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
             beyond = _Beyond(
                 _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
                 _decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
-                _prompt_s(model, seconds) - costs.prompt(_CHUNK, _CHUNK / 2).seconds,
+                *(
+                    _prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
+                    for tokens in (_SHORT, _LONG)
+                ),
             )
-            # What else is reserved may not have been touched, so all of it counts as the process's.
-            process_bytes = resident_bytes() - prepared.plan.reserved["resident"]
+            process_bytes = _process_bytes(folder, options) if layers == _FEW else 0
             return beyond, prepared.model.spec.hidden_size, process_bytes
+
+
+def _process_bytes(folder: Path, options: dict[str, Any]) -> int:
+    """The most memory of a process that runs the model, beside its weights; 0 where it fails.
+
+    What else the plan reserves may not have been touched: all of it counts as the process's.
+    """
+    command = [sys.executable, "-m", "hmt.engine.own_memory", str(folder), json.dumps(options)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
 
 
 def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
@@ -120,9 +143,9 @@ def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
     return faster_half(times)
 
 
-def _prompt_s(model: "LoadedModel", seconds: float) -> float:
+def _prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
     """A prompt of one step."""
-    request = Request(input=[20] * _CHUNK, max_new_tokens=1, ignore_eos=True)
+    request = Request(input=[20] * tokens, max_new_tokens=1, ignore_eos=True)
     model.infer(request)
     times: list[float] = []
     end = time.perf_counter() + seconds

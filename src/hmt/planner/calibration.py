@@ -118,6 +118,8 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         step_s=machine.step_s * fixed,
         row_s=machine.row_s * fixed,
         layer_s=machine.layer_s * fixed,
+        prompt_layer_s=machine.prompt_layer_s * fixed,
         launch_s=machine.launch_s * fixed,
+        prompt_launch_s=machine.prompt_launch_s * fixed,
         sync_s=machine.sync_s * fixed,
     )

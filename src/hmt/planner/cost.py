@@ -150,10 +150,10 @@ class _Step:
             handed += 2
         numbers = self._tokens * self._loads.width
         if on_device or self._gpu_s > gpu_s:
-            self._fixed_s += machine.launch_s
+            self._fixed_s += (self._many and machine.prompt_launch_s) or machine.launch_s
             self._gpu_s += numbers * machine.device_number_s
         if cpu:
-            self._fixed_s += machine.layer_s
+            self._fixed_s += (self._many and machine.prompt_layer_s) or machine.layer_s
             self._cpu_s += numbers * machine.number_s
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
         return on_device

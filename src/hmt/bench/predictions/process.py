@@ -7,6 +7,7 @@ what was predicted before the model was loaded, and what was measured then.
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.units import MIB, round_up
+from hmt.bench.cache import DEFAULT, curve, load_traces
 from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import Request, Sampling
@@ -23,9 +25,11 @@ from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost import CostModel, Prediction
 from hmt.planner.loads import loads_of
-from hmt.planner.routing import UNIFORM, HitCurve
+from hmt.planner.routing import HitCurve, measured_curve
 
 _WARM_TOKENS = 24
+_TRACED_TOKENS = 64
+_RESIDENCIES = (0.0625, 0.125, 0.25, 0.5, 0.75)
 _USUAL_CHUNK = 64  # or more
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
 
@@ -36,7 +40,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     with Engine(**_options(case, path)) as engine:
         before = resident_bytes()
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
-        predicted = _predicted(case, prepared, before)
+        predicted = _predicted(case, prepared, before, _curve(case, folder))
         with engine.load_model(path) as model:
             measured = _measured(case, model)
             if engine._device is not None:
@@ -80,14 +84,37 @@ def _ahead(case: Case) -> int:
     return 2 * case.users * -(-case.prompt // (case.chunk or _USUAL_CHUNK))
 
 
-def _curve(case: Case) -> HitCurve | None:
-    """Routers of random weights choose evenly."""
-    return UNIFORM if case.model in WRITTEN or case.model in GPU_SHAPES else None
+def _curve(case: Case, folder: Path) -> HitCurve | None:
+    """Hits on a trace of the model's own routing, as `hmt plan --routing` has them.
+
+    Random routers choose neither evenly nor like trained ones.  The trace is recorded once, by a
+    process of its own.
+    """
+    if case.model not in WRITTEN or not WRITTEN[case.model].experts:
+        return None
+    trace = folder / f"{case.model}.trace.jsonl"
+    if not trace.exists():
+        command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder), str(trace)]
+        given = json.dumps(asdict(case))
+        subprocess.run([*command, given], check=True, stdout=subprocess.DEVNULL)
+    found = curve(load_traces([trace])[0], DEFAULT, _RESIDENCIES)
+    return measured_curve(_RESIDENCIES, found.rates)
 
 
-def _predicted(case: Case, prepared: Prepared, process_bytes: int) -> dict[str, Any]:
+def record(case: Case, folder: Path, trace: Path) -> None:
+    """Write which experts the case's model chooses while it decodes."""
+    path = folder_of(case, folder)
+    options = _options(replace(case, kept=1.0, users=1, prompt=_TRACED_TOKENS), path)
+    with Engine(**options | {"trace_experts": trace}) as engine:
+        model = engine.load_model(path)
+        _answers(case, model, 1, _TRACED_TOKENS, case.tokens)
+
+
+def _predicted(
+    case: Case, prepared: Prepared, process_bytes: int, hits: HitCurve | None
+) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of."""
-    costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, _curve(case))
+    costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, hits)
     found: Prediction = costs.predict(case.users, _context(case), case.prompt)
     weights = costs.decode(case.users, 0).nbytes
     return {
@@ -117,8 +144,10 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     ttft_s    of one prompt, with the machine to itself
     tokens_per_s   of all users, while all of them decode
     """
-    # A GPU's kernels are compiled for a prompt's size when it first comes.
-    warm = _WARM_TOKENS if case.gpu_memory is None else case.prompt
+    # A GPU's kernels are compiled for a prompt's size when it first comes, and what is read is
+    # converted when it first is.
+    first = case.gpu_memory is not None or (case.kept < 1 and case.scheme is not None)
+    warm = case.prompt if first else _WARM_TOKENS
     _answers(case, model, case.users, warm, 4)
     model.reset_summary()
     ttft_s = 0.0
@@ -133,6 +162,7 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
         "disk_bytes": phase.disk_bytes / phase.tokens,
         "link_bytes": phase.link_bytes / phase.tokens,
         "used_bytes": sum(summary.used_bytes.values()),
+        "drive_s": phase.drive_s / phase.seconds,
         "waited": phase.waited_s / phase.seconds,
         "kernels": phase.kernel_s / phase.seconds,
     }
@@ -144,7 +174,8 @@ def _answers(
     """Seconds to the first tokens; tokens per second from there on, and what these cost."""
     numbers = random.Random(prompt)  # tokens are what text is made of, to routers
     # Greedy answers of random weights go round in circles, and so would their experts.
-    sampling = Sampling(temperature=1.0, seed=1) if _curve(case) else Sampling()
+    written = case.model in WRITTEN or case.model in GPU_SHAPES
+    sampling = Sampling(temperature=1.0, seed=1) if written else Sampling()
     requests = [
         Request(
             input=[numbers.randrange(16, 4000) for _ in range(prompt)],
@@ -180,7 +211,10 @@ def _next(streams: list[Any]) -> None:
 
 def main() -> None:
     """See the module's text."""
-    folder, cases = sys.argv[1:]
+    folder, *trace, cases = sys.argv[1:]
+    if trace:
+        record(Case(**json.loads(cases)), Path(folder), Path(trace[0]))
+        os._exit(0)
     for case in json.loads(cases):
         print(json.dumps(run(Case(**case), Path(folder))), flush=True)
     os._exit(0)  # what libraries do when they end is no part of the measurement
