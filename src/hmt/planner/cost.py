@@ -83,8 +83,8 @@ class CostModel:
             ttft = self.prompt(last + 1, prompt_tokens - last / 2).seconds
             if before and prompt.seconds:
                 # Only behind the last piece the head has something to do.
-                context = before * chunk / 2
-                ttft += before * self.prompt(chunk, context, last=False).seconds
+                seen = before * chunk / 2
+                ttft += before * self.prompt(chunk, seen, last=False).seconds
         rate = users / step.seconds if step.seconds else 0.0
         return Prediction(users, context, prompt_tokens, step, prompt, rate, ttft)
 
