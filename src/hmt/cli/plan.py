@@ -60,21 +60,13 @@ def plan(
     plot: Annotated[bool, typer.Option("--plot", help="Draw what goes where.")] = False,
     calibrate: Annotated[
         bool,
-        typer.Option(
-            "--calibrate",
-            help="First let predictions agree with the runs that this machine has seen; without a "
-            "model, do only that.",
-        ),
+        typer.Option("--calibrate", help="First fit predictions to this machine's runs."),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
-    if calibrate:
-        from hmt.cli.plan_view import calibration_lines
-
-        print("\n".join(calibration_lines()), file=sys.stderr if json else None)
-        if model is None:
-            return
+    if calibrate and _calibrated(json) and model is None:
+        return
     from hmt.cli.plan_view import options_line
     from hmt.engine import EngineConfig
     from hmt.engine.outlooks import outlook_on, setting_of
@@ -109,6 +101,14 @@ def plan(
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
     else:
         print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
+
+
+def _calibrated(aside: bool) -> bool:
+    """Fit predictions to this machine's runs, and say so, `aside` on stderr."""
+    from hmt.cli.plan_view import calibration_lines
+
+    print("\n".join(calibration_lines()), file=sys.stderr if aside else None)
+    return True
 
 
 def _curve(file: Path) -> "HitCurve":
