@@ -72,14 +72,14 @@ def test_a_run_with_a_gpu_says_who_computed_its_experts() -> None:
 
 
 def test_a_run_says_what_was_foreseen() -> None:
-    foreseen = Foreseen(0.08, 2e6, 1e6, 3 * MIB)
+    foreseen = Foreseen(2, 100.0, 0.08, 0.1, 2e6, 1e6, 1e6, 3 * MIB)
     text = " ".join(shown(replace(STREAMED, foreseen=foreseen)).split())
-    assert "12.5 tokens/s without context" in text and "took 125% of that time" in text
+    assert "25.0 tokens/s for 2 users with 100 positions" in text
+    assert "a step took 125% of that time" in text
     content = summary_json(replace(STREAMED, foreseen=foreseen))["foreseen"]
-    assert abs(content.pop("error") - 0.25) < 1e-9 and content["used_bytes"] == 3 * MIB
-    several = replace(STREAMED.generation, steps=10)
-    assert foreseen.error(several) is None, "steps of several tokens are not what was foreseen"
-    assert "foreseen" not in shown(replace(STREAMED, foreseen=replace(foreseen, token_s=0.0)))
+    assert abs(content["error"] - 0.25) < 1e-9 and content["used_bytes"] == 3 * MIB
+    assert replace(foreseen, actual_s=0.0).error is None, "nothing was decoded"
+    assert "foreseen" not in shown(replace(STREAMED, foreseen=replace(foreseen, step_s=0.0)))
 
 
 def test_a_run_that_waited_for_conversions_says_so():

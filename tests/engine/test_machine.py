@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 from hmt.engine import machine
+from hmt.engine.attention_rates import AttentionRates
 from hmt.engine.machine import Rates, cache_file, machine_for, measure, remembered
 from hmt.engine.product_rates import ProductRates, product_rates
+from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
 
 DISK = DiskRate("direct", 2 << 20, 8, 3e9)
+ATTENTION = AttentionRates(1e10, 2e11)
+STEPS = StepRates(1e-4, 2e-5, 3e-6, 1e-9, 4e-6, 400 << 20)
 PRODUCTS = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
 
 
@@ -45,7 +49,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     def install(probe: Probe) -> Probe:
         monkeypatch.setattr(machine, "_measure_ram", probe.measure_ram)
         monkeypatch.setattr(machine, "_measure_disk", probe.measure_disk)
-        monkeypatch.setattr(machine, "product_rates", lambda seconds: PRODUCTS)
+        monkeypatch.setattr(machine, "product_rates", lambda *given: PRODUCTS)
+        monkeypatch.setattr(machine, "attention_rates", lambda seconds: ATTENTION)
+        monkeypatch.setattr(machine, "step_rates", lambda known, seconds: STEPS)
         return probe
 
     return install
@@ -67,7 +73,10 @@ def test_measuring_anew_replaces_what_was_remembered(tmp_path: Path, install: In
     install(Probe(5e10, DiskRate("io_uring", 1 << 20, 4, 6e9)))
     found = measure(tmp_path, quick=True)
     assert found.disk_read_rate == 6e9 and found.cpu_ops == {"w4a8": 5e11}
-    assert remembered(tmp_path) == Rates(5e10, DiskRate("io_uring", 1 << 20, 4, 6e9), PRODUCTS)
+    assert (found.cpu_attention_rate, found.step_s, found.process_bytes) == (1e10, 1e-4, 400 << 20)
+    assert remembered(tmp_path) == Rates(
+        5e10, DiskRate("io_uring", 1 << 20, 4, 6e9), PRODUCTS, ATTENTION, STEPS
+    )
     assert machine_for(tmp_path).cpu_rates == {"w4a8": 2e10}
 
 
@@ -123,7 +132,7 @@ def test_a_strange_cache_file_is_measured_over(
 ) -> None:
     install(Probe())
     cache_file().parent.mkdir()
-    content = content.replace("KEY", machine._fingerprint())
+    content = content.replace("KEY", machine.fingerprint())
     content = content.replace("DRIVE", machine._drive(tmp_path))
     cache_file().write_text(content)
     assert machine_for(tmp_path).ram_read_rate == 4e10
@@ -163,7 +172,9 @@ def test_too_little_memory_for_a_fair_measurement_gives_0(
 
 
 def test_products_are_measured_for_real() -> None:
-    found = product_rates(0.01)
-    assert set(found.bytes_per_s) == set(found.operations_per_s)
+    found = product_rates(0.01, (4, 64))
+    many = {name for name in found.operations_per_s if "@" not in name}
+    assert set(found.bytes_per_s) == many
+    assert set(found.operations_per_s) == many | {f"{name}@4" for name in many}
     assert not found.bytes_per_s or {"bf16", "w4a8", "w8a8"} <= set(found.bytes_per_s)
     assert all(1e7 < rate < 1e14 for rate in found.bytes_per_s.values())

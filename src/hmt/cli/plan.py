@@ -1,6 +1,7 @@
 """`hmt plan`: where everything would live, and how fast it would be, without loading it."""
 
 import json as json_format
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -50,9 +51,15 @@ def plan(
         typer.Option("--explain", help="Speeds at several contexts, and what would help most."),
     ] = False,
     plot: Annotated[bool, typer.Option("--plot", help="Draw what goes where.")] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="First fit predictions to this machine's runs."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
+    if calibrate and _calibrated(json) and model is None:
+        return
     asked = Asked(model, machine, users, prompt, routing)
     planned, outlook, notes = planned_for(engine, asked)
     if json:
@@ -110,6 +117,14 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
         planned = plan_for_goal(outlook, setting, goal, users=counts)
         notes = ["", options_line(planned, goal)]
     return planned, outlook, notes
+
+
+def _calibrated(aside: bool) -> bool:
+    """Fit predictions to this machine's runs, and say so, `aside` on stderr."""
+    from hmt.cli.plan_view import calibration_lines
+
+    print("\n".join(calibration_lines()), file=sys.stderr if aside else None)
+    return True
 
 
 def _curve(file: Path) -> "HitCurve":

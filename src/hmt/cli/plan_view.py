@@ -107,6 +107,29 @@ def _users(count: int) -> str:
     return f"{count} user{'s' if count > 1 else ''}"
 
 
+def calibration_lines() -> list[str]:
+    """Fit predictions to the runs that were kept, and say what came of it."""
+    from hmt.engine.history import recalibrate
+    from hmt.planner.calibration import errors
+
+    runs, before, after = recalibrate()
+    if not runs:
+        return [
+            "no runs to calibrate with: each that decodes some dozens of tokens is kept, and "
+            "hmt probe begins anew"
+        ]
+    lines = [f"calibrated with {len(runs)} run{'s' if len(runs) > 1 else ''} on this machine"]
+    for text, factors in (("before", before), ("after", after)):
+        middle, mean, worst = errors(runs, factors)
+        lines.append(
+            f"  {text:<7} steps were predicted with a median error of {middle:.1%}, {mean:.1%} on "
+            f"average, {worst:.1%} at worst"
+        )
+    moved = [f"{part} {factor:.2f}" for part, factor in after.items() if factor != 1.0]
+    lines.append(f"  times are multiplied: {', '.join(moved) or 'by nothing'}")
+    return lines
+
+
 def _number(rate: float) -> str:
     if not rate:
         return "-"

@@ -1,4 +1,4 @@
-"""`hmt probe`: how fast this machine's memory and drive are."""
+"""`hmt probe`: how fast this machine is: its memory, its drive, its kernels, and a GPU."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hmt.base.errors import MissingFileError
-from hmt.base.units import format_bytes, format_rate
+from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from hmt.contracts.machine import Machine
     from hmt.memory import DiskRate
 
 
@@ -21,17 +22,25 @@ def probe(
     quick: Annotated[
         bool, typer.Option("--quick", help="Two ways of reading instead of sixty.")
     ] = False,
+    gpu_id: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure this GPU, too: 0 for the first. Kernels are compiled for it, which may "
+            "take a minute."
+        ),
+    ] = None,
     toml: Annotated[
         Path | None,
         typer.Option(help="File to write this machine to, for `hmt plan --machine` elsewhere."),
     ] = None,
 ) -> None:
-    """Measure memory, products and disk rates, and save them for `plan` and `run`."""
+    """Measure memory, drive, kernels and what steps cost, and save it for `plan` and `run`."""
     from rich.console import Console
 
     from hmt.cli.console import notes
-    from hmt.engine.machine import cache_file, measure, remembered
+    from hmt.engine.machine import cache_file, measure, measure_device, remembered
     from hmt.memory import best_of
+    from hmt.memory.device import open_device
     from hmt.planner.machine_file import machine_toml
 
     if not path.exists():
@@ -44,6 +53,10 @@ def probe(
             status.update(f"measuring the drive: {format_rate(result.rate)}")
 
         machine = measure(path, quick=quick, progress=show)
+        if gpu_id is not None:
+            status.update("measuring the GPU")
+            device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
+            machine = measure_device(path, device, gpu_id, quick=quick)
     console = Console(highlight=False)
     console.print(
         f"{machine.name}, {machine.cores} cores, {format_bytes(machine.ram_bytes)} of RAM"
@@ -64,16 +77,46 @@ def probe(
         if not quick:
             for reader in dict.fromkeys(result.reader for result in results):
                 console.print(_table([r for r in results if r.reader == reader], best))
-    for kernel, read in machine.cpu_rates.items():
-        operations = machine.cpu_ops[kernel] / 1e9
-        console.print(
-            f"products with {kernel}: [bold]{format_rate(read)}[/] for one token, "
-            f"{operations:.0f} G operations/s for many"
-        )
+    for line in [*_rate_lines(machine, ""), *_step_lines(machine)]:
+        console.print(line)
+    if machine.device_name:
+        console.print(f"[bold]{machine.device_name}[/]")
+        for line in _rate_lines(machine, "device_"):
+            console.print(line)
     if toml is not None:
         toml.write_text(machine_toml(machine))
         console.print(f"[dim]written to {toml}[/]")
     console.print(f"[dim]saved in {cache_file()}[/]")
+
+
+def _rate_lines(machine: "Machine", side: str) -> list[str]:
+    """Products and attention of the CPU (""), or of the GPU ("device_")."""
+    rates = machine.device_rates if side else machine.cpu_rates
+    operations = machine.device_ops if side else machine.cpu_ops
+    lines = [
+        f"products with {kernel}: [bold]{format_rate(read)}[/] for one token, "
+        f"{operations[kernel] / 1e9:.0f} G operations/s for many"
+        for kernel, read in rates.items()
+    ]
+    read = machine.device_attention_rate if side else machine.cpu_attention_rate
+    many = machine.device_attention_ops if side else machine.cpu_attention_ops
+    if read:
+        lines.append(
+            f"attention: [bold]{format_rate(read)}[/] for one token, {many / 1e9:.0f} G "
+            "operations/s for many"
+        )
+    return lines
+
+
+def _step_lines(machine: "Machine") -> list[str]:
+    """What is paid whatever is read."""
+    if not machine.step_s:
+        return []
+    return [
+        f"a step: [bold]{format_seconds(machine.step_s)}[/] beyond what it reads and computes, "
+        f"{format_seconds(machine.row_s)} for each user, {format_seconds(machine.layer_s)} for "
+        f"each layer; a process: {format_bytes(machine.process_bytes)}"
+    ]
 
 
 def _table(results: "list[DiskRate]", best: "DiskRate") -> "Table":

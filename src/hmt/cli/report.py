@@ -37,8 +37,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     if summary.prefixes is not None:
         table.add_row("prefixes", _prefixes(summary.prefixes))
     table.add_row("per token", _traffic(phase))
-    if (foreseen := summary.foreseen) is not None and foreseen.token_s:
-        table.add_row("foreseen", _foreseen(foreseen, summary.generation))
+    if (foreseen := summary.foreseen) is not None and foreseen.step_s:
+        table.add_row("foreseen", _foreseen(foreseen))
     if phase.guesses or summary.guessing is not None:
         table.add_row("guesses", _guesses(phase, summary.guessing))
     table.add_row("time", _time(phase))
@@ -67,7 +67,7 @@ def summary_json(summary: "RunSummary") -> dict[str, Any]:
             "host_s": phase.host_s,
         }
     if summary.foreseen is not None:
-        content["foreseen"]["error"] = summary.foreseen.error(summary.generation)
+        content["foreseen"]["error"] = summary.foreseen.error
     if (limit := summary.bottleneck) is not None:
         content["bottleneck"] = asdict(limit) | {"share": limit.share}
     return content
@@ -162,14 +162,15 @@ def _traffic(phase: "Phase") -> str:
     return text if hit_rate is None else f"{text}; {hit_rate:.0%} of it in time"
 
 
-def _foreseen(foreseen: "Foreseen", phase: "Phase") -> str:
+def _foreseen(foreseen: "Foreseen") -> str:
+    for_whom = "one user" if foreseen.users == 1 else f"{foreseen.users:.0f} users"
     text = (
-        f"{1 / foreseen.token_s:.1f} tokens/s without context, "
-        f"{format_bytes(foreseen.host_bytes)} from memory, "
+        f"{foreseen.tokens_per_s:.1f} tokens/s for {for_whom} with {foreseen.context:.0f} "
+        f"positions, {format_bytes(foreseen.host_bytes)} from memory, "
         f"{format_bytes(foreseen.disk_bytes)} from disk"
     )
-    error = foreseen.error(phase)
-    return text if error is None else f"{text}; a token took {1 + error:.0%} of that time"
+    error = foreseen.error
+    return text if error is None else f"{text}; a step took {1 + error:.0%} of that time"
 
 
 def _guesses(phase: "Phase", verdict: "Verdict | None") -> str:

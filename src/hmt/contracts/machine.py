@@ -13,20 +13,32 @@ class Machine:
     cores              that may compute
     ram_bytes, ram_read_rate, core_read_rate   memory, read by all cores together, and by one
     cpu_rates          weights multiplied with one token, by encoding: "bf16", "w4a8", ...
-    cpu_ops            operations per second with hundreds of tokens, by encoding
+    cpu_ops            operations per second with hundreds of tokens, by encoding; and with fewer
+                       under "w4a8@8", where that was measured
+    cpu_attention_rate, cpu_attention_ops   keys and values that one token attends to, bytes per
+                       second; operations per second of prompts' attention.  Not known: as memory
+                       and bf16
     numa_nodes         of the memory that a model is spread over
     remote_share       of the rate of a node's own memory, what another node's gives
     disk_bytes, disk_read_rate
     device_name        the GPU; empty without one
     device_bytes, device_read_rate   its memory
-    device_ops         operations per second there, by encoding
+    device_rates       of weights, by encoding, as cpu_rates; not known: device_read_rate
+    device_ops         operations per second there, as cpu_ops
+    device_attention_rate, device_attention_ops
     link_rate          from pinned host memory to it
     shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
                        model's usual format, at once
     step_s             of a step, whatever it computes: scheduling, choosing tokens
+    row_s              of each user in a step
     layer_s            of a layer on the CPU, beyond its bytes
+    number_s           of each number of a token's hidden state in a layer there: norms, rotations,
+                       and whatever else passes over activations
+    prompt_layer_s     layer_s in a step of many tokens, whose calls are others
     launch_s           of a layer on the GPU, beyond its bytes
+    device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
     sync_s             of handing over from GPU to CPU, or back
+    process_bytes      of a process with an engine, beside what plans reserve
     note               where the figures come from
     """
 
@@ -42,14 +54,25 @@ class Machine:
     core_read_rate: float = 0.0
     cpu_rates: Mapping[str, float] = field(default_factory=dict)
     cpu_ops: Mapping[str, float] = field(default_factory=dict)
+    cpu_attention_rate: float = 0.0
+    cpu_attention_ops: float = 0.0
     numa_nodes: int = 1
     remote_share: float = 1.0
     disk_bytes: int = 0
     device_bytes: int = 0
     device_read_rate: float = 0.0
+    device_rates: Mapping[str, float] = field(default_factory=dict)
     device_ops: Mapping[str, float] = field(default_factory=dict)
+    device_attention_rate: float = 0.0
+    device_attention_ops: float = 0.0
     step_s: float = 0.0
+    row_s: float = 0.0
     layer_s: float = 0.0
+    number_s: float = 0.0
+    prompt_layer_s: float = 0.0
     launch_s: float = 0.0
+    device_number_s: float = 0.0
+    prompt_launch_s: float = 0.0
     sync_s: float = 0.0
+    process_bytes: int = 0
     note: str = ""

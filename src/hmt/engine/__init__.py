@@ -3,6 +3,7 @@
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import check_tokens
 from hmt.engine.engine import Engine, LoadedModel
+from hmt.engine.foreseen import Decoded, Foreseen
 from hmt.engine.loading import Prepared, prepare
 from hmt.engine.look import ExpertMap, Fill, Look, Place
 from hmt.engine.scheduler import Load
@@ -11,7 +12,6 @@ from hmt.engine.summary import (
     Bottleneck,
     DeviceAccount,
     ExpertAccount,
-    Foreseen,
     Phase,
     RunSummary,
     bottleneck,
@@ -20,6 +20,7 @@ from hmt.engine.trial import Verdict
 
 __all__ = [
     "Bottleneck",
+    "Decoded",
     "DeviceAccount",
     "Engine",
     "EngineConfig",

@@ -21,6 +21,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice
 from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecutor
 from hmt.engine.expert_recorder import ExpertRecorder
+from hmt.engine.foreseen import Decoded
 from hmt.engine.foresight import RouterForesight
 from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
@@ -157,7 +158,7 @@ class Core:
 
     def reset_account(self) -> None:
         """Count from zero."""
-        self.prompt, self.generation = Phase(), Phase()
+        self.prompt, self.generation, self.decoded = Phase(), Phase(), Decoded()
         self._meter.lap(0.0)
 
     def advance(self) -> bool:
@@ -202,6 +203,8 @@ class Core:
         # Tokens of one step share its reads and its time.
         self.prompt.add(cost, prompt, tokens)
         self.generation.add(cost, tokens - prompt, tokens)
+        if not prompt:
+            self.decoded.add(scheduled.step, cost.seconds, cost.disk_bytes)
         return True
 
     def add(self, sequences: Many[Sequence]) -> None:

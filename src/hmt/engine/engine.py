@@ -25,10 +25,12 @@ from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.request import Completion, FinishReason, Request, Sampling
+from hmt.engine import history
 from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
+from hmt.engine.foreseen import Foreseer
 from hmt.engine.loading import Prepared, allocate_on, prepare
 from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
@@ -37,7 +39,7 @@ from hmt.engine.scheduler import Load
 from hmt.engine.sequence import Listener, Sequence
 from hmt.engine.shown import Pool
 from hmt.engine.streams import Ticket, TokenStream, Told, completions, nth
-from hmt.engine.summary import Foreseen, RunSummary
+from hmt.engine.summary import RunSummary
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
 from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
@@ -164,6 +166,7 @@ class LoadedModel:
                 self._loop, prepared, config, ledger, self.tracer, progress, device
             )
             self._onlooker = Onlooker(prepared, memory.weights)
+            self._foreseer = Foreseer(prepared.demand, prepared.plan, prepared.machine)
             self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
             stack.pop_all()
         self._loop.drive(self._core.advance)
@@ -323,7 +326,7 @@ class LoadedModel:
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
-            foreseen=Foreseen.of(self.plan),
+            foreseen=self._foreseer.foreseen(core.decoded),
         )
 
     def reset_summary(self) -> None:
@@ -332,11 +335,19 @@ class LoadedModel:
 
     def close(self) -> None:
         """Free all memory.  Requests that still run end with Cancelled.  Does nothing twice."""
+        if not self.closed:
+            self._keep()
         self.closed = True
         self._loop.stop(self._core.close)
         if self._timeline is not None:
             self._timeline.write(self.tracer.events())
             self._timeline.close()
+
+    def _keep(self) -> None:
+        """Remember what was predicted, and what came of it, for `hmt plan --calibrate`."""
+        decoded = self._core.decoded
+        name = self.prepared.source.path.name
+        history.keep(self._foreseer.foreseen(decoded), decoded, name)
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,11 @@ from hmt.base import flags
 from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
+from hmt.engine.attention_rates import AttentionRates, attention_rates
+from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.link_rates import LinkRates, link_rates
-from hmt.engine.product_rates import ProductRates, product_rates
+from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
+from hmt.engine.step_rates import StepRates, step_rates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
@@ -34,6 +37,7 @@ from hmt.memory import (
     sweep,
 )
 from hmt.memory.device import Device
+from hmt.planner.calibration import PARTS, calibrated
 from hmt.quant import Format
 
 _QUICK_S = 0.15  # per rate
@@ -50,6 +54,8 @@ class Rates:
     ram_read_rate: float = 0.0
     disk: DiskRate | None = None
     products: ProductRates = field(default_factory=ProductRates)
+    attention: AttentionRates = field(default_factory=AttentionRates)
+    steps: StepRates = field(default_factory=StepRates)
 
 
 def machine_for(path: Path) -> Machine:
@@ -61,10 +67,10 @@ def machine_for(path: Path) -> Machine:
     known = remembered(path)
     if known.ram_read_rate and known.disk is not None:
         return _machine(known)
-    found = Rates(
-        known.ram_read_rate or _measure_ram(quick=True),
-        known.disk or _measure_disk(path, quick=True, progress=None),
-        known.products,
+    found = replace(
+        known,
+        ram_read_rate=known.ram_read_rate or _measure_ram(quick=True),
+        disk=known.disk or _measure_disk(path, quick=True, progress=None),
     )
     _remember(path, found)
     return _machine(found)
@@ -76,13 +82,16 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
     `form` is that of most weights which the CPU may compute with meanwhile.
     """
     rates = _links.get(device.name) or link_rates(device, form)
-    return replace(
-        machine,
+    known = _remembered_device(device.name)
+    found = factors()
+    machine = replace(
+        known.slower(found.get("fixed", 1.0)).of(machine),
         device_name=device.name,
         link_rate=rates.link,
         shared_link_rate=rates.shared_link,
         shared_cpu_rate=rates.shared_cpu,
     )
+    return calibrated(machine, {part: found.get(part, 1.0) for part in ("GPU", "link")})
 
 
 _links: dict[str, LinkRates] = {}  # by device, where they need not be measured
@@ -98,21 +107,61 @@ def measure(
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
-        product_rates(_QUICK_S if quick else _FULL_S),
+        product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_FULL_S),
+        attention_rates(_QUICK_S if quick else _FULL_S),
     )
+    _remember(path, found)  # a step's engine asks for it
+    with contextlib.suppress(HMTError):
+        found = replace(found, steps=step_rates(_machine(found), _QUICK_S if quick else _FULL_S))
     _remember(path, found)
     return _machine(found)
+
+
+def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> Machine:
+    """Measure a GPU anew, and remember it; the rest is as remembered.
+
+    Compiles kernels that were not used before, which may take a minute.
+    """
+    machine = with_device(machine_for(path), device)
+    formats = QUICK_FORMATS if quick else FORMATS
+    found = device_rates(
+        device, machine, _QUICK_S if quick else _FULL_S, gpu_id=gpu_id, formats=formats
+    )
+    content, known = _load(), _own_entry()
+    devices = known.get("devices")
+    known["devices"] = devices if isinstance(devices, dict) else {}
+    known["devices"][device.name] = asdict(found)
+    known.pop("factors", None)  # of what was measured before
+    content["machines"][fingerprint()] = known
+    _write(content)
+    return with_device(machine_for(path), device)
+
+
+def _remembered_device(name: str) -> DeviceRates:
+    try:
+        found = _load()["machines"][fingerprint()]["devices"][name]
+        return DeviceRates(
+            float(found["read_rate"]),
+            float(found["sync_s"]),
+            ProductRates(**found["products"]),
+            AttentionRates(**found["attention"]),
+            StepRates(**found["steps"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return DeviceRates()
 
 
 def remembered(path: Path) -> Rates:
     """Rates that were measured before, for this machine and the drive that holds `path`."""
     try:
-        machine = _load()["machines"][_fingerprint()]
+        machine = _load()["machines"][fingerprint()]
         drive = machine["drives"].get(_drive(path))
         return Rates(
             float(machine["ram_read_rate"]),
             DiskRate(**drive) if drive else None,
             ProductRates(**machine.get("products", {})),
+            AttentionRates(**machine.get("attention", {})),
+            StepRates(**machine.get("steps", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -142,7 +191,7 @@ def cpu_name() -> str:
 
 
 def _machine(rates: Rates) -> Machine:
-    return Machine(
+    machine = Machine(
         name=cpu_name(),
         cores=usable_threads(),
         ram_bytes=int(psutil.virtual_memory().total),
@@ -150,8 +199,42 @@ def _machine(rates: Rates) -> Machine:
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
         cpu_rates=rates.products.bytes_per_s,
         cpu_ops=rates.products.operations_per_s,
+        cpu_attention_rate=rates.attention.bytes_per_s,
+        cpu_attention_ops=rates.attention.operations_per_s,
+        **asdict(rates.steps),
         numa_nodes=len(numa_nodes()),
     )
+    return calibrated(machine, factors())
+
+
+def factors() -> dict[str, float]:
+    """What runs have shown the times of each kind to be, over what is measured; often none."""
+    try:
+        found = _load()["machines"][fingerprint()]["factors"]
+        return {part: float(found[part]) for part in PARTS}
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def probed() -> str:
+    """Tells what predictions are made from; changes with each probe."""
+    rates = {
+        name: value for name, value in _own_entry().items() if name not in ("factors", "drives")
+    }
+    return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def keep_factors(found: Mapping[str, float]) -> None:
+    """Let all later predictions be made with them; none: with none."""
+    content = _load()
+    content["machines"][fingerprint()] = {**_own_entry(), "factors": dict(found)}
+    _write(content)
+
+
+def _own_entry() -> dict[str, Any]:
+    """What the cache file says of this machine."""
+    found = _load()["machines"].get(fingerprint())
+    return found if isinstance(found, dict) else {}
 
 
 def _measure_ram(*, quick: bool) -> float:
@@ -213,18 +296,27 @@ def _remember(path: Path, rates: Rates) -> None:
     if not rates.ram_read_rate:
         return  # half a measurement would be taken for a whole one
     content = _load()
-    known = content["machines"].get(_fingerprint())
+    known = content["machines"].get(fingerprint())
     drives = known.get("drives") if isinstance(known, dict) else None
     drives = drives if isinstance(drives, dict) else {}
     if rates.disk is not None:
         drives[_drive(path)] = asdict(rates.disk)
-    content["machines"][_fingerprint()] = {
+    devices = known.get("devices") if isinstance(known, dict) else None
+    content["machines"][fingerprint()] = {
         "name": cpu_name(),
         "cores": usable_threads(),
         "ram_read_rate": rates.ram_read_rate,
         "products": asdict(rates.products),
+        "attention": asdict(rates.attention),
+        "steps": asdict(rates.steps),
         "drives": drives,
+        "devices": devices if isinstance(devices, dict) else {},
     }
+    _write(content)
+
+
+def _write(content: dict[str, Any]) -> None:
+    """Replace the cache file as a whole, if it can be."""
     file = cache_file()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +341,7 @@ def _load() -> dict[str, Any]:
     return content
 
 
-def _fingerprint() -> str:
+def fingerprint() -> str:
     """Changes when the measurement would: with the CPU, the cores we may use, and the memory."""
     memory_gib = round(psutil.virtual_memory().total / GIB)  # kernels keep a varying part of it
     facts = (platform.machine(), cpu_name(), str(usable_threads()), str(memory_gib))

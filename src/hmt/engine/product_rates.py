@@ -1,14 +1,16 @@
-"""What the CPU gives products with weights of each encoding: bytes with one token, and arithmetic.
+"""What a device gives products with weights of each encoding: bytes with one token, and arithmetic.
 
 With one token a product is bound by reading its weight, though not every encoding is read as fast
-as memory gives it; with hundreds it is bound by arithmetic.  Kernels are what is measured, not
-instructions: a card's or a core's peak says little of what a product reaches.
+as memory gives it; with hundreds it is bound by arithmetic, and between them by both, and by which
+kernel there is.  So it is measured with several numbers of tokens.  Kernels are what is measured,
+not instructions: a card's or a core's peak says little of what a product reaches.
 """
 
-import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from statistics import fmean
 
 import torch
 
@@ -20,7 +22,8 @@ from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
 from hmt.quant import Format, component_bytes, view_weight
 
 _SHAPE = (4096, 4096)
-_TOKENS = 256  # from here on arithmetic is what counts
+_MANY = 512  # from here on the rate of arithmetic changes little
+QUICK_TOKENS, FULL_TOKENS = (4, 32, _MANY), (2, 4, 8, 16, 32, 64, 128, _MANY)
 _CACHES = 2  # so many times the caches' size: a weight is gone when its turn comes again
 _LEAST_BYTES = 256 * MIB
 _ALIGNMENT = 64
@@ -31,41 +34,57 @@ _FORMATS = (
     Format(Encoding.INT4_GROUP, 32, activations=Activations.INT8_TOKEN),
     Format(Encoding.INT4_GROUP, 32),
     Format(Encoding.NVFP4, 16, activations=Activations.INT8_TOKEN),
+    Format(Encoding.FP8_BLOCK, tile=(128, 128)),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ProductRates:
-    """By kernel, as `Format.kernel` names it; empty where nothing was measured."""
+    """By kernel, as `Format.kernel` names it; empty where nothing was measured.
+
+    operations_per_s   with many tokens, and under KERNEL@TOKENS with fewer
+    """
 
     bytes_per_s: dict[str, float] = field(default_factory=dict)
     operations_per_s: dict[str, float] = field(default_factory=dict)
 
 
-def product_rates(seconds: float) -> ProductRates:
+def product_rates(seconds: float, tokens: Sequence[int] = FULL_TOKENS) -> ProductRates:
     """All cores' rates; `seconds` for each encoding.  Nothing where memory is too short for it."""
     size = max(_LEAST_BYTES, _CACHES * cache_bytes())
     if size > available_host_bytes() // 4:
         return ProductRates()
     before = torch.get_num_threads()
     buffer = HostBuffer(round_up(size, PAGE_BYTES))
-    found = ProductRates()
     try:
         buffer.tensor.fill_(_NUMBERS)
         torch.set_num_threads(usable_threads())
         with torch.inference_mode():
-            for form in _FORMATS:
-                weights = weights_in(buffer.tensor, form, _SHAPE)
-                read_s = _best_s(weights, 1, seconds / 2)
-                found.bytes_per_s[form.kernel] = weights[0].nbytes / read_s
-                operations = 2 * _TOKENS * _SHAPE[0] * _SHAPE[1]
-                found.operations_per_s[form.kernel] = operations / _best_s(
-                    weights, _TOKENS, seconds / 2
-                )
-                del weights
+            return rates_in(buffer.tensor, _FORMATS, tokens, seconds, _product_s)
     finally:
         torch.set_num_threads(before)
         buffer.discard()
+
+
+def rates_in(
+    memory: torch.Tensor,
+    forms: Sequence[Format],
+    tokens: Sequence[int],
+    seconds: float,
+    timed: Callable[[list[WeightTensor], int, float], float],
+) -> ProductRates:
+    """Rates of products with weights in `memory`, uint8, whose bytes are numbers already.
+
+    timed(weights, tokens, seconds)   seconds of one product, found within about `seconds`
+    """
+    found, each_s = ProductRates(), seconds / (1 + len(tokens))
+    for form in forms:
+        weights = weights_in(memory, form, _SHAPE)
+        found.bytes_per_s[form.kernel] = weights[0].nbytes / timed(weights, 1, each_s)
+        for count in tokens:
+            rate = 2 * count * _SHAPE[0] * _SHAPE[1] / timed(weights, count, each_s)
+            name = form.kernel if count == max(tokens) else f"{form.kernel}@{count}"
+            found.operations_per_s[name] = rate
     return found
 
 
@@ -82,16 +101,28 @@ def weights_in(memory: torch.Tensor, form: Format, shape: tuple[int, int]) -> li
     return weights
 
 
-def _best_s(weights: list[WeightTensor], tokens: int, seconds: float) -> float:
-    """The fastest call within `seconds`: in slower ones somebody else had a part of the machine.
-
-    The first, which sets things up, is not counted.
-    """
+def _product_s(weights: list[WeightTensor], tokens: int, seconds: float) -> float:
+    """Seconds of a product; no weight is used again soon."""
     x = torch.ones(tokens, weights[0].shape[1], dtype=torch.bfloat16)
-    ops.linear(x, weights[-1])
-    best, end, calls = math.inf, time.perf_counter() + seconds, 0
-    while best == math.inf or time.perf_counter() < end:
+    return usual_s(lambda number: ops.linear(x, weights[number % len(weights)]), seconds)
+
+
+def usual_s(call: Callable[[int], object], seconds: float) -> float:
+    """Seconds of a `call(number)`: the mean of the faster half of those made within `seconds`.
+
+    In the slower ones somebody else may have had a part of the machine; and a step, which consists
+    of many, is not as fast as the fastest.  The first, which sets things up, is not counted.
+    """
+    call(-1)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
         begin = time.perf_counter()
-        ops.linear(x, weights[calls % len(weights)])
-        best, calls = min(best, time.perf_counter() - begin), calls + 1
-    return best
+        call(len(times))
+        times.append(time.perf_counter() - begin)
+    return faster_half(times)
+
+
+def faster_half(times: Sequence[float]) -> float:
+    """The mean of the shorter half."""
+    return fmean(sorted(times)[: (len(times) + 1) // 2])

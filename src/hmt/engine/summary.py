@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hmt.base.units import format_rate
 from hmt.contracts.kv import KVAccount
 from hmt.contracts.machine import Machine
-from hmt.contracts.plan import Plan
+from hmt.engine.foreseen import Foreseen
 from hmt.engine.trial import Verdict
 from hmt.memory import PoolStats
 
@@ -212,37 +212,6 @@ class DeviceAccount:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """What the plan had predicted, of one token decoded alone, before there is any context.
-
-    token_s      0 where rates were not known
-    host_bytes, disk_bytes   of weights
-    used_bytes   the most that the plan reserved of the budget
-    """
-
-    token_s: float
-    host_bytes: float
-    disk_bytes: float
-    used_bytes: int
-
-    @staticmethod
-    def of(plan: Plan) -> "Foreseen":
-        """What `plan` says."""
-        return Foreseen(
-            plan.predicted_token_s,
-            plan.host_bytes_per_token,
-            plan.disk_bytes_per_token,
-            sum(plan.reserved.values()),
-        )
-
-    def error(self, phase: Phase) -> float | None:
-        """The time of a token over the predicted one, less 1; None where they do not compare."""
-        if not self.token_s or not phase.tokens or phase.steps < phase.tokens:
-            return None
-        return phase.seconds / phase.tokens / self.token_s - 1
-
-
-@dataclass(frozen=True, slots=True)
 class RunSummary:
     """A run's account.
 
@@ -257,7 +226,7 @@ class RunSummary:
     prefixes          what texts had in common with earlier ones, as hmt.kvcache.prefix counts it;
                       None without a prefix cache
     kv                keys and values at several levels; None where they all lie near
-    foreseen          what the plan predicted
+    foreseen          what the plan predicted of the steps that were computed
     """
 
     prompt: Phase

@@ -14,12 +14,12 @@ at once.  A rate that is not known costs nothing; but without the rates of memor
 where it is read, nothing is predicted, and of prompts nothing without those of arithmetic.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
+from hmt.planner.products import Products, operations_rate
 from hmt.planner.routing import HitCurve, needed_experts, usual_curve
 
 _MANY_TOKENS = 32  # of a step in which a device computes as with prompts
@@ -79,8 +79,13 @@ class CostModel:
         prompt, ttft = StepCost(), 0.0
         if prompt_tokens:
             chunk = min(self._loads.chunk, prompt_tokens)
+            before, last = divmod(prompt_tokens - 1, chunk)
             prompt = self.prompt(chunk, prompt_tokens / 2)
-            ttft = prompt.seconds * prompt_tokens / chunk
+            ttft = self.prompt(last + 1, prompt_tokens - last / 2).seconds
+            if before and prompt.seconds:
+                # Only behind the last piece the head has something to do.
+                seen = before * chunk / 2
+                ttft += before * self.prompt(chunk, seen, last=False).seconds
         rate = users / step.seconds if step.seconds else 0.0
         return Prediction(users, context, prompt_tokens, step, prompt, rate, ttft)
 
@@ -88,9 +93,13 @@ class CostModel:
         """One token for each of `users`, who have `context` positions each."""
         return _Step(self._loads, self._machine, self._curve, users, users, context, False).cost()
 
-    def prompt(self, tokens: int, context: float) -> StepCost:
-        """A chunk of one prompt, whose tokens attend to `context` positions on average."""
-        return _Step(self._loads, self._machine, self._curve, tokens, 1, context, True).cost()
+    def prompt(self, tokens: int, context: float, *, last: bool = True) -> StepCost:
+        """A chunk of one prompt, whose tokens attend to `context` positions on average.
+
+        Behind the `last` one the first token of the answer is chosen.
+        """
+        step = _Step(self._loads, self._machine, self._curve, tokens, 1, context, True)
+        return step.cost(head=last)
 
     def mixed(self, tokens: int, texts: int, context: float, seen: float) -> StepCost:
         """Pieces of prompts, and one token of each text that decodes: `tokens` of `texts` in all.
@@ -144,6 +153,8 @@ class _Step:
         self._loads, self._machine, self._curve = loads, machine, curve
         self._tokens, self._texts, self._context, self._many = tokens, texts, context, many
         self._seen = context if seen is None else seen
+        self._cpu = Products(machine.cpu_rates, self._ram_rate(), machine.cpu_ops)
+        self._gpu = Products(machine.device_rates, machine.device_read_rate, machine.device_ops)
         self._gpu_s = self._cpu_s = self._fixed_s = 0.0
         self._experts_s = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
         self._in_layers_s = 0.0
@@ -153,7 +164,7 @@ class _Step:
         self._unknown = False
         self._cpu_bytes: dict[str, float] = {}  # by encoding
 
-    def cost(self) -> StepCost:
+    def cost(self, head: bool = True) -> StepCost:
         before = False  # whether the layer before ended on the device
         # Drafts share what layers do that are alike: searches take a fourth of the time.
         alike: dict[tuple[int, bool], tuple[LayerLoad, int]] = {}
@@ -166,7 +177,8 @@ class _Step:
             self._layer(load, after_device)
             if begin is not None:
                 self._add(begin.until(self._so_far()), times - 1)
-        self._head(before)
+        if head:
+            self._head(before)
         self._ahead["disk"] += self._tokens * self._loads.row_bytes
         self._bytes["disk"] += self._tokens * self._loads.row_bytes
         return self._sum()
@@ -199,8 +211,13 @@ class _Step:
         cpu = self._cpu_s > cpu_s or left > 0
         if on_device and cpu:
             handed += 2
-        self._fixed_s += machine.launch_s if on_device or self._gpu_s > gpu_s else 0.0
-        self._fixed_s += machine.layer_s if cpu else 0.0
+        numbers = self._tokens * self._loads.width
+        if on_device or self._gpu_s > gpu_s:
+            self._fixed_s += (self._many and machine.prompt_launch_s) or machine.launch_s
+            self._gpu_s += numbers * machine.device_number_s
+        if cpu:
+            self._fixed_s += (self._many and machine.prompt_layer_s) or machine.layer_s
+            self._cpu_s += numbers * machine.number_s
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
 
     def _dense(self, sums: Sums, tokens: int) -> None:
@@ -231,11 +248,17 @@ class _Step:
         if load.window or not load.attends_on_device:
             near, host = (1.0, 0.0) if load.window else (loads.near + loads.warm, loads.cold)
         # The CPU attends to what is in host memory, beside the device.
-        rates = (machine.device_read_rate, machine.device_ops)
-        on_cpu = self._time(host * nbytes, host * operations, self._ram_rate(), machine.cpu_ops)
-        if not load.attends_on_device:
-            rates = (self._ram_rate(), machine.cpu_ops)
-        near_s = self._time(near * nbytes, near * operations, *rates)
+        cpu = (
+            machine.cpu_attention_rate or self._ram_rate(),
+            machine.cpu_attention_ops or operations_rate(machine.cpu_ops, _FLOATS),
+        )
+        gpu = (
+            machine.device_attention_rate or machine.device_read_rate,
+            machine.device_attention_ops or operations_rate(machine.device_ops, _FLOATS),
+        )
+        on_cpu = self._longer(host * nbytes, host * operations, *cpu)
+        side_rates = gpu if load.attends_on_device else cpu
+        near_s = self._longer(near * nbytes, near * operations, *side_rates)
         side = "GPU" if load.attends_on_device else "CPU"
         self._bytes[side] += near * nbytes
         self._bytes["CPU"] += host * nbytes
@@ -271,7 +294,7 @@ class _Step:
             "link": _over(brought * each.nbytes, self._machine.link_rate),
             "disk": self._disk_time(read * each.read_bytes),
         }
-        reading_s = _over(left * each.nbytes, self._cpu_rate(experts.encoding))
+        reading_s = self._cpu.reading_s(left * each.nbytes, experts.encoding)
         seconds["CPU"], seconds["link"] = self._beside(
             seconds["CPU"], reading_s, seconds["link"], experts.encoding
         )
@@ -308,12 +331,12 @@ class _Step:
         cpu_s = self._cpu_s
         usual = max(self._cpu_bytes, key=lambda name: self._cpu_bytes[name], default="")
         reading_s = sum(
-            _over(nbytes, self._cpu_rate(name)) for name, nbytes in self._cpu_bytes.items()
+            self._cpu.reading_s(nbytes, name) for name, nbytes in self._cpu_bytes.items()
         )
         cpu_s, link_s = self._beside(cpu_s, reading_s, link_s, usual)
         link_s += self._experts_s["link"]
         disk_s += self._experts_s["disk"]
-        fixed = self._fixed_s + machine.step_s
+        fixed = self._fixed_s + machine.step_s + self._texts * machine.row_s
         in_turn = self._gpu_s + cpu_s + self._in_layers_s + fixed
         seconds = max(in_turn, link_s, disk_s)
         busy = {
@@ -334,32 +357,21 @@ class _Step:
         return StepCost(0.0 if unknown else seconds, busy, self._bytes, limit)
 
     def _gpu_time(self, weights: Weights, encoding: str, tokens: float) -> float:
-        rate = self._machine.device_read_rate
-        return self._time(
-            weights.nbytes, 2 * weights.numbers * tokens, rate, self._machine.device_ops, encoding
-        )
+        return self._product(self._gpu, weights, encoding, tokens)
 
     def _cpu_time(self, weights: Weights, encoding: str, tokens: float) -> float:
-        rate = self._cpu_rate(encoding)
-        return self._time(
-            weights.nbytes, 2 * weights.numbers * tokens, rate, self._machine.cpu_ops, encoding
-        )
+        return self._product(self._cpu, weights, encoding, tokens)
 
-    def _cpu_rate(self, encoding: str) -> float:
-        return self._machine.cpu_rates.get(encoding) or self._ram_rate()
+    def _product(self, side: Products, weights: Weights, encoding: str, tokens: float) -> float:
+        if self._many and weights.numbers and not side.known:
+            self._unknown = True  # a prompt is arithmetic
+        return side.seconds(weights.nbytes, weights.numbers, encoding, tokens)
 
-    def _time(
-        self,
-        nbytes: float,
-        operations: float,
-        rate: float,
-        ops: Mapping[str, float],
-        encoding: str = _FLOATS,
-    ) -> float:
+    def _longer(self, nbytes: float, operations: float, rate: float, ops: float) -> float:
         """Reading and computing go on at once."""
         if self._many and operations and not ops:
             self._unknown = True  # a prompt is arithmetic
-        return max(_over(nbytes, rate), _over(operations, operations_rate(ops, encoding)))
+        return max(_over(nbytes, rate), _over(operations, ops))
 
     def _disk_time(self, nbytes: float) -> float:
         if nbytes and not self._machine.disk_read_rate:
@@ -388,16 +400,10 @@ class _Step:
     def _at_once(self, encoding: str) -> tuple[float, float]:
         """Shares of their own rates that CPU and link have while both are busy."""
         machine, memory = self._machine, self._ram_rate()
-        alone = machine.cpu_rates.get(encoding) or memory
+        alone = self._cpu.rate(encoding)
         shared = machine.shared_cpu_rate or max(_LEAST_SHARE * memory, memory - machine.link_rate)
         link = machine.shared_link_rate / machine.link_rate if machine.shared_link_rate else 1.0
         return min(1.0, shared / alone) if alone else 1.0, min(1.0, link) or 1.0
-
-
-def operations_rate(rates: Mapping[str, float], encoding: str) -> float:
-    """Operations per second with an encoding, or with what is nearest to it; 0: not known."""
-    nearest = "w8a8" if encoding.endswith("a8") else _FLOATS
-    return rates.get(encoding) or rates.get(nearest) or max(rates.values(), default=0.0)
 
 
 def _over(amount: float, rate: float) -> float:

@@ -101,6 +101,7 @@ class Draft:
         return Loads(
             layers, head, 0, self._demand.spec.experts_per_token,
             self._link_share if choice.staging_slots else 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, self._chunk,
+            self._demand.spec.hidden_size,
         )  # fmt: skip
 
     def _kinds(self) -> list[int]:

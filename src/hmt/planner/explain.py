@@ -104,8 +104,9 @@ def _cost_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str]:
         lines.append(f"reads run {plan.prefetch_distance} layers ahead of the computation")
     if plan.predicted_token_s:
         limit = CostModel(loads_of(demand, plan), machine).decode(1, 0).limit
-        lines.append(
-            f"the links allow {1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by "
-            f"{_LIMITS[limit]}; small models stay far below that"
-        )
+        text = f"{1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by {_LIMITS[limit]}"
+        if machine.step_s:
+            lines.append(f"that allows {text}")
+        else:
+            lines.append(f"the links allow {text}; small models stay far below that")
     return lines

@@ -114,6 +114,7 @@ class Loads:
                  device, and on the drive
     cold_ratio   bytes of a position there, over those near
     chunk        prompt tokens per step
+    width        numbers of a hidden state
     """
 
     layers: list[LayerLoad]
@@ -127,6 +128,7 @@ class Loads:
     warm_ratio: float
     cold_ratio: float
     chunk: int
+    width: int
 
 
 def loads_of(demand: Demand, plan: Plan) -> Loads:
@@ -164,7 +166,7 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     near, warm, cold, warm_ratio, cold_ratio = _levels(demand, plan)
     return Loads(
         layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
-        warm_ratio, cold_ratio, plan.prefill_chunk,
+        warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size,
     )  # fmt: skip
 
 

@@ -187,7 +187,9 @@ class BlockLayout:
             if placed.param.spec.role is Role.LINEAR:
                 numbers[placed.format.kernel] += prod(placed.param.spec.shape)
         usual = max(numbers, key=numbers.__getitem__, default="")
-        return BlockSize(self.id, self.slot_bytes, self.read_bytes, numbers.total(), usual)
+        # What is converted is kept as it then is, and read like that from the second time on.
+        read = self.parameter_bytes if self.staged else self.read_bytes
+        return BlockSize(self.id, self.slot_bytes, read, numbers.total(), usual)
 
     def views(self, slot: torch.Tensor) -> dict[str, WeightTensor]:
         """The block's parameters in `slot` (uint8 [slot_bytes]); views, nothing is copied."""

@@ -1,0 +1,17 @@
+"""Runs, what was predicted of them, and how far that was from what they were."""
+
+from hmt.bench.predictions.cases import Case, cpu_cases, gpu_cases
+from hmt.bench.predictions.chart import scatter_svg, table
+from hmt.bench.predictions.compare import content_of, error, runs_of, summed_up
+
+__all__ = [
+    "Case",
+    "content_of",
+    "cpu_cases",
+    "error",
+    "gpu_cases",
+    "runs_of",
+    "scatter_svg",
+    "summed_up",
+    "table",
+]

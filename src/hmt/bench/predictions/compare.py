@@ -1,0 +1,90 @@
+"""All runs, each predicted from what the machine's probe has measured, and what came of it."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hmt.base.errors import HMTError
+from hmt.bench.environment import describe
+from hmt.bench.predictions.cases import Case
+from hmt.contracts.machine import Machine
+
+QUANTITIES = ("tokens_per_s", "ttft_s", "host_bytes", "disk_bytes", "link_bytes", "peak_bytes")
+_LEAST_SHARE = 0.01  # of the bytes of a token: what is less is no error worth its name
+
+
+def runs_of(
+    cases: Sequence[Case],
+    folder: Path,
+    *,
+    together: bool = False,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Iterator[dict[str, Any]]:
+    """Runs all cases; what `process.run` says of each.
+
+    Models are written into `folder`.  Each case is a process of its own, unless they run `together`
+    (on a GPU, where kernels would be compiled anew).  Raises HMTError where a process fails.
+    """
+    for part in [cases] if together else [[case] for case in cases]:
+        progress(part[0].name)
+        command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder)]
+        given = json.dumps([asdict(case) for case in part])
+        count = 0
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                [*command, given], stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                count += 1
+                yield json.loads(line)
+                if count < len(part):
+                    progress(part[count].name)
+            if process.wait():
+                errors.seek(0)
+                said = errors.read().strip()[-500:]
+                raise HMTError(f"{part[count].name}: the process failed: {said}")
+
+
+def content_of(runs: Sequence[dict[str, Any]], machine: Machine) -> dict[str, Any]:
+    """A benchmark's file."""
+    return {
+        "benchmark": "predictions",
+        "machine": describe(machine),
+        "runs": list(runs),
+        "errors": summed_up(runs),
+    }
+
+
+def error(run: dict[str, Any], quantity: str) -> float | None:
+    """Predicted over measured, less 1; None where there is nothing to compare."""
+    predicted, measured = run["predicted"][quantity], run["measured"][quantity]
+    least = 0.0
+    if quantity.endswith("_bytes") and quantity != "peak_bytes":
+        least = _LEAST_SHARE * max(run["measured"]["host_bytes"], run["measured"]["disk_bytes"])
+    if not predicted or measured <= least:
+        return None
+    return float(predicted / measured - 1)
+
+
+def summed_up(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each quantity: the median error, the worst, and the lowest prediction."""
+    found = {}
+    for quantity in QUANTITIES:
+        errors = [each for run in runs if (each := error(run, quantity)) is not None]
+        if errors:
+            found[quantity] = {
+                "runs": len(errors),
+                "median": median(map(abs, errors)),
+                "worst": max(map(abs, errors)),
+                "lowest": min(errors),
+            }
+    return found

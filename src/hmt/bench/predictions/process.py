@@ -1,0 +1,224 @@
+"""Runs that were predicted first: `python -m hmt.bench.predictions.process FOLDER CASES`.
+
+CASES is a JSON list of `Case`s, FOLDER where their models are.  For each it prints a JSON object:
+what was predicted before the model was loaded, and what was measured then.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from hmt.base.units import MIB, round_up
+from hmt.bench.cache import DEFAULT, curve, load_traces
+from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.request import Request, Sampling
+from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, RunSummary, prepare
+from hmt.memory import peak_resident_bytes, resident_bytes
+from hmt.planner import PlanOptions, smallest_budget
+from hmt.planner.cost import CostModel, Prediction
+from hmt.planner.loads import loads_of
+from hmt.planner.routing import HitCurve, measured_curve
+
+_WARM_TOKENS = 24
+_TRACED_TOKENS = 64
+_RESIDENCIES = (0.0625, 0.125, 0.25, 0.5, 0.75)
+_USUAL_CHUNK = 64  # or more
+_ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Predict, load, measure."""
+    path = folder_of(case, folder)
+    with Engine(**_options(case, path)) as engine:
+        before = resident_bytes()
+        prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
+        predicted = _predicted(case, prepared, before, _curve(case, folder))
+        with engine.load_model(path) as model:
+            measured = _measured(case, model)
+            if engine._device is not None:
+                measured["device_bytes"] = engine._device.used_bytes()
+    return {
+        "case": asdict(case) | {"name": case.name},
+        "predicted": predicted,
+        "measured": measured | {"peak_bytes": peak_resident_bytes()},
+    }
+
+
+def _options(case: Case, path: Path) -> dict[str, Any]:
+    """What the engine is told; of host memory, what keeps the case's share of the weights."""
+    each = round_up(case.prompt + case.tokens + _ahead(case), PAGE_TOKENS)
+    options: dict[str, Any] = {
+        "quantization": None if case.model in GPU_SHAPES else case.scheme,
+        "context": each * case.users,
+        "max_batch": case.users,
+        "prefill_chunk": case.chunk,
+        "check_weights": False,
+        "verify_reads": "never",
+    }
+    if case.gpu_memory is not None:
+        return options | {
+            "gpu_id": "0",
+            "gpu_memory": case.gpu_memory,
+            "host_memory": "60GiB",
+            "disk_reader": "buffered",  # packs are small: their first layers come from the drive
+        }
+    config = EngineConfig.resolve(**options)
+    demand = prepare(path, replace(config, gpu_memory_bytes=0)).demand
+    least = smallest_budget(demand, PlanOptions(0, config.context))
+    room = _ROOM_BYTES if case.kept == 1 else 0
+    return options | {"host_memory": int(least + case.kept * demand.weight_bytes + room)}
+
+
+def _ahead(case: Case) -> int:
+    """Tokens that a user may decode while the prompts of others are computed."""
+    if case.users == 1:
+        return 1
+    return 2 * case.users * -(-case.prompt // (case.chunk or _USUAL_CHUNK))
+
+
+def _curve(case: Case, folder: Path) -> HitCurve | None:
+    """Hits on a trace of the model's own routing, as `hmt plan --routing` has them.
+
+    Random routers choose neither evenly nor like trained ones.  The trace is recorded once, by a
+    process of its own.
+    """
+    if case.model not in WRITTEN or not WRITTEN[case.model].experts:
+        return None
+    trace = folder / f"{case.model}.trace.jsonl"
+    if not trace.exists():
+        command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder), str(trace)]
+        given = json.dumps(asdict(case))
+        subprocess.run([*command, given], check=True, stdout=subprocess.DEVNULL)
+    found = curve(load_traces([trace])[0], DEFAULT, _RESIDENCIES)
+    return measured_curve(_RESIDENCIES, found.rates)
+
+
+def record(case: Case, folder: Path, trace: Path) -> None:
+    """Write which experts the case's model chooses while it decodes."""
+    path = folder_of(case, folder)
+    options = _options(replace(case, kept=1.0, users=1, prompt=_TRACED_TOKENS), path)
+    with Engine(**options | {"trace_experts": trace}) as engine:
+        model = engine.load_model(path)
+        _answers(case, model, 1, _TRACED_TOKENS, case.tokens)
+
+
+def _predicted(
+    case: Case, prepared: Prepared, process_bytes: int, hits: HitCurve | None
+) -> dict[str, Any]:
+    """See `_measured`; and by part, what a step and a prompt are made of."""
+    costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, hits)
+    found: Prediction = costs.predict(case.users, _context(case), case.prompt)
+    weights = costs.decode(case.users, 0).nbytes
+    return {
+        "tokens_per_s": found.tokens_per_s,
+        "ttft_s": found.ttft_s,
+        "host_bytes": (weights["CPU"] + weights["link"]) / case.users,
+        "disk_bytes": weights["disk"] / case.users,
+        "link_bytes": weights["link"] / case.users,
+        "peak_bytes": (prepared.machine.process_bytes or process_bytes)
+        + sum(prepared.plan.reserved.values()),
+        "device_bytes": sum(prepared.plan.device.reserved.values()),
+        "step": asdict(found.step),
+        "prompt": asdict(found.prompt),
+        "reserved": dict(prepared.plan.reserved),
+        "chunk": prepared.plan.prefill_chunk,
+    }
+
+
+def _context(case: Case) -> int:
+    """Of each user, on average, while all of them decode."""
+    return case.prompt + case.tokens // 2 + _ahead(case) // 8
+
+
+def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
+    """Rates, and bytes per token by link.
+
+    ttft_s    of one prompt, with the machine to itself
+    tokens_per_s   of all users, while all of them decode
+    """
+    # A GPU's kernels are compiled for a prompt's size when it first comes, and what is read is
+    # converted when it first is.
+    first = case.gpu_memory is not None or (case.kept < 1 and case.scheme is not None)
+    warm = case.prompt if first else _WARM_TOKENS
+    _answers(case, model, case.users, warm, 4)
+    model.reset_summary()
+    ttft_s = 0.0
+    if case.users > 1:
+        ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
+    first_s, (rate, summary) = _answers(case, model, case.users, case.prompt, case.tokens)
+    phase = summary.generation
+    return {
+        "tokens_per_s": rate,
+        "ttft_s": ttft_s or first_s,
+        "host_bytes": phase.host_bytes / phase.tokens,
+        "disk_bytes": phase.disk_bytes / phase.tokens,
+        "link_bytes": phase.link_bytes / phase.tokens,
+        "used_bytes": sum(summary.used_bytes.values()),
+        "drive_s": phase.drive_s / phase.seconds,
+        "waited": phase.waited_s / phase.seconds,
+        "kernels": phase.kernel_s / phase.seconds,
+    }
+
+
+def _answers(
+    case: Case, model: LoadedModel, users: int, prompt: int, tokens: int
+) -> tuple[float, tuple[float, RunSummary]]:
+    """Seconds to the first tokens; tokens per second from there on, and what these cost."""
+    numbers = random.Random(prompt)  # tokens are what text is made of, to routers
+    # Greedy answers of random weights go round in circles, and so would their experts.
+    written = case.model in WRITTEN or case.model in GPU_SHAPES
+    sampling = Sampling(temperature=1.0, seed=1) if written else Sampling()
+    requests = [
+        Request(
+            input=[numbers.randrange(16, 4000) for _ in range(prompt)],
+            max_new_tokens=tokens + (_ahead(case) - 1 if users > 1 and tokens > 4 else 0),
+            ignore_eos=True,
+            sampling=sampling,
+        )
+        for _ in range(users)
+    ]
+    begin = time.perf_counter()
+    with ExitStack() as stack:
+        streams = [stack.enter_context(closing(s)) for s in model.stream_batch(requests)]
+        for stream in streams:
+            next(stream)
+        first = time.perf_counter()
+        if tokens == 1:
+            return first - begin, (0.0, model.summary())
+        # Those whose prompts came first have decoded meanwhile: the last one sets the pace.
+        _next(streams)
+        model.reset_summary()
+        second = time.perf_counter()
+        for _ in range(tokens - 2):
+            _next(streams)
+        took = time.perf_counter() - second
+        return first - begin, (users * (tokens - 2) / took, model.summary())
+
+
+def _next(streams: list[Any]) -> None:
+    """The next token of each."""
+    for stream in streams:
+        next(stream)
+
+
+def main() -> None:
+    """See the module's text."""
+    folder, *trace, cases = sys.argv[1:]
+    if trace:
+        record(Case(**json.loads(cases)), Path(folder), Path(trace[0]))
+        os._exit(0)
+    for case in json.loads(cases):
+        print(json.dumps(run(Case(**case), Path(folder))), flush=True)
+    os._exit(0)  # what libraries do when they end is no part of the measurement
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`hmt bench predictions`: what the planner says of runs, and what they are."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hmt.cli.console import notes
+
+
+def predictions(
+    folder: Annotated[
+        Path | None, typer.Option(help="Where models are written, and kept; else they are not.")
+    ] = None,
+    gpu_id: Annotated[
+        str | None, typer.Option(help="A GPU: its own runs instead of the CPU's.")
+    ] = None,
+    moe: Annotated[
+        Path | None, typer.Option(help="A trained mixture of experts, for three more runs.")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option(help="Measure the machine first; else it is as it was remembered.")
+    ] = True,
+    svg: Annotated[Path | None, typer.Option(help="File for a picture.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="File to write the results to, after each run.")
+    ] = None,
+) -> None:
+    """Predict runs, run them, and compare: speed, bytes and memory."""
+    import tempfile
+
+    from hmt.bench.predictions import cpu_cases, gpu_cases, scatter_svg, table
+    from hmt.bench.predictions.compare import content_of, runs_of
+    from hmt.cli.bench import write_json
+    from hmt.engine.machine import machine_for, measure, measure_device
+    from hmt.memory.device import open_device
+
+    cases = cpu_cases(None if moe is None else str(moe)) if gpu_id is None else gpu_cases()
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary, notes().status("measuring") as status:
+        place = folder or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        machine = measure(place, quick=gpu_id is not None) if probe else machine_for(place)
+        if gpu_id is not None and probe:
+            device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
+            machine = measure_device(place, device, gpu_id, quick=True)
+            device.trim()
+        for run in runs_of(cases, place, together=gpu_id is not None, progress=status.update):
+            runs.append(run)
+            predicted, measured = run["predicted"], run["measured"]
+            print(
+                f"{run['case']['name']:<48} {predicted['tokens_per_s']:8.1f} tokens/s predicted, "
+                f"{measured['tokens_per_s']:8.1f} measured; first token {predicted['ttft_s']:.3f} s"
+                f" and {measured['ttft_s']:.3f} s",
+                flush=True,
+            )
+            if json is not None:
+                write_json(content_of(runs, machine), json)
+    content = content_of(runs, machine)
+    Console().print(table(content), soft_wrap=True, markup=False, highlight=False)
+    if svg is not None:
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        svg.write_text(scatter_svg([content]))

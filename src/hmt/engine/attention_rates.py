@@ -1,0 +1,81 @@
+"""What attention over pages gives: bytes of keys and values with one token, and arithmetic.
+
+The shape is that of most models of today: four query heads share a head of 128 numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hmt.base.units import round_up
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.engine.product_rates import usual_s
+from hmt.kernels import ops
+from hmt.kernels.cpu.threads import usable_threads
+from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes
+
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+_CONTEXT = 4096
+_LAYERS = 8
+_TOKENS = 256  # of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRates:
+    """Of all cores, or of a GPU; 0: not measured.
+
+    bytes_per_s        of keys and values, one token attending to them
+    operations_per_s   a prompt's tokens attending
+    """
+
+    bytes_per_s: float = 0.0
+    operations_per_s: float = 0.0
+
+
+def attention_rates(seconds: float) -> AttentionRates:
+    """The CPU's; nothing where memory is too short for it."""
+    layout = ops.PageLayout(ops.PageEncoding.BF16, _KV_HEADS, _HEAD_DIM, _HEAD_DIM)
+    pages = _CONTEXT // PAGE_TOKENS
+    size = round_up(pages * _LAYERS * layout.page_bytes, PAGE_BYTES)
+    if size > available_host_bytes() // 4:
+        return AttentionRates()
+    before = torch.get_num_threads()
+    buffer = HostBuffer(size)
+    try:
+        buffer.tensor.fill_(0)
+        torch.set_num_threads(usable_threads())
+        memory = buffer.tensor[: pages * _LAYERS * layout.page_bytes]
+        with torch.inference_mode():
+            return rates_in(memory.view(pages, _LAYERS, -1), layout, seconds, usual_s)
+    finally:
+        torch.set_num_threads(before)
+        buffer.discard()
+
+
+def rates_in(
+    memory: torch.Tensor,
+    layout: ops.PageLayout,
+    seconds: float,
+    timed: Callable[[Callable[[int], object], float], float],
+) -> AttentionRates:
+    """Rates with pages in `memory`, uint8 [pages, layers, page_bytes], of zeros.
+
+    timed(call, seconds)   seconds of one `call(number)`, found within about `seconds`
+    """
+    count, layers, _ = memory.shape
+    pages, table = ops.Pages(layout, memory), torch.randperm(count, device="cpu")
+    context, scale = count * PAGE_TOKENS, layout.key_dim**-0.5
+    taken = []
+    for tokens in (1, _TOKENS):
+        query = torch.ones(tokens, _HEADS, layout.key_dim, dtype=torch.bfloat16)
+        query = query.to(memory.device)
+        runs = ops.PagedRuns([ops.PagedRun(0, tokens, context - tokens, table)])
+
+        def attend(number: int, runs: ops.PagedRuns = runs, query: torch.Tensor = query) -> object:
+            return ops.paged_attention(pages, number % layers, runs, query, scale=scale)
+
+        taken.append(timed(attend, seconds / 2))
+    seen = _TOKENS * (context - _TOKENS / 2)
+    operations = 2 * seen * _HEADS * (layout.key_dim + layout.value_dim)
+    return AttentionRates(count * layout.page_bytes / taken[0], operations / taken[1])

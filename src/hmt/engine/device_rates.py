@@ -1,0 +1,163 @@
+"""What a GPU gives: weights and keys and values that it reads, arithmetic, and what steps cost.
+
+Kernels are measured as steps call them, from CUDA graphs; steps with the small model that comes
+with HMT.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hmt.base.units import MIB
+from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.contracts.machine import Machine
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.engine import attention_rates, product_rates
+from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.product_rates import ProductRates
+from hmt.engine.step_rates import StepRates, step_rates
+from hmt.kernels import ops
+from hmt.memory.device import Device
+from hmt.quant import Format
+
+FORMATS = (
+    Format(Encoding.BF16),
+    Format(Encoding.INT8_CHANNEL, activations=Activations.INT8_TOKEN),
+    Format(Encoding.INT4_GROUP, 32),
+    Format(Encoding.INT4_GROUP, 32, activations=Activations.INT8_TOKEN),
+    Format(Encoding.NVFP4, 16),
+)
+QUICK_FORMATS = FORMATS[:3]
+_TOKENS = (8, 32, 512)  # each is compiled for some seconds when it first comes
+_MEMORY_BYTES = 512 * MIB  # the L2 of an H200 holds 50 MiB
+_CONTEXT, _LAYERS = 4096, 16
+_HAND_OVERS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """See Machine; 0 or empty where nothing was measured.
+
+    steps    layer_s and prompt_layer_s are those of a layer's launch
+    """
+
+    read_rate: float = 0.0
+    sync_s: float = 0.0
+    products: ProductRates = field(default_factory=ProductRates)
+    attention: AttentionRates = field(default_factory=AttentionRates)
+    steps: StepRates = field(default_factory=StepRates)
+
+    def slower(self, factor: float) -> "DeviceRates":
+        """With fixed times that are so many times as long."""
+        steps = replace(
+            self.steps,
+            step_s=self.steps.step_s * factor,
+            row_s=self.steps.row_s * factor,
+            layer_s=self.steps.layer_s * factor,
+            prompt_layer_s=self.steps.prompt_layer_s * factor,
+        )
+        return replace(self, sync_s=self.sync_s * factor, steps=steps)
+
+    def of(self, machine: Machine) -> Machine:
+        """The machine with them."""
+        return replace(
+            machine,
+            device_read_rate=self.read_rate,
+            device_rates=self.products.bytes_per_s,
+            device_ops=self.products.operations_per_s,
+            device_attention_rate=self.attention.bytes_per_s,
+            device_attention_ops=self.attention.operations_per_s,
+            step_s=self.steps.step_s or machine.step_s,
+            row_s=self.steps.row_s or machine.row_s,
+            launch_s=self.steps.layer_s,
+            device_number_s=self.steps.number_s,
+            prompt_launch_s=self.steps.prompt_layer_s,
+            sync_s=self.sync_s,
+            process_bytes=self.steps.process_bytes or machine.process_bytes,
+        )
+
+
+def device_rates(
+    device: Device,
+    machine: Machine,
+    seconds: float,
+    *,
+    gpu_id: str,
+    formats: Sequence[Format] = FORMATS,
+    timed: Callable[[Callable[[int], object], int, float], float] | None = None,
+) -> DeviceRates:
+    """Measure a GPU; `machine` has the rates of everything else.  `seconds` for each encoding.
+
+    timed(call, count, seconds)   seconds of one of `count` calls in turn; None: from a CUDA graph
+
+    Raises what loading a small model raises.
+    """
+    timed = timed or _captured_s
+    with device.computing(), torch.inference_mode():
+        memory = torch.full((_MEMORY_BYTES,), 0x38, dtype=torch.uint8, device=device.where)
+
+        def product_s(weights: list[WeightTensor], tokens: int, share: float) -> float:
+            x = torch.ones(tokens, weights[0].shape[1], dtype=torch.bfloat16, device=device.where)
+            return timed(lambda n: ops.linear(x, weights[n]), len(weights), share)
+
+        products = product_rates.rates_in(memory, formats, _TOKENS, seconds, product_s)
+        layout = ops.PageLayout(ops.PageEncoding.BF16, 8, 128, 128, rows=True)
+        pages = memory[: _CONTEXT // PAGE_TOKENS * _LAYERS * layout.page_bytes].zero_()
+        attention = attention_rates.rates_in(
+            pages.view(_CONTEXT // PAGE_TOKENS, _LAYERS, -1),
+            layout,
+            seconds,
+            lambda call, share: timed(call, _LAYERS, share),
+        )
+        sync_s = _hand_over_s(device)
+    del memory, pages
+    device.trim()
+    found = DeviceRates(
+        max(products.bytes_per_s.values(), default=0.0), sync_s, products, attention
+    )
+    options = {"gpu_id": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
+    steps = step_rates(found.of(machine), seconds, **options)
+    return replace(found, steps=steps)
+
+
+def _captured_s(call: Callable[[int], object], count: int, seconds: float) -> float:
+    """The mean of the faster half of rounds, of a call in it; calls are captured if they can be."""
+    for number in range(count):
+        call(number)
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+
+    def once() -> None:
+        for number in range(count):
+            call(number)
+
+    run: Callable[[], object] = once
+    try:
+        with torch.cuda.graph(graph):
+            once()
+        run = graph.replay
+    except RuntimeError:
+        torch.cuda.synchronize()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 2 or time.perf_counter() < end:
+        stream.synchronize()
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / count)
+    return product_rates.faster_half(times)
+
+
+def _hand_over_s(device: Device) -> float:
+    """From GPU to CPU, or back."""
+    there, best = torch.ones(1, 4096, dtype=torch.bfloat16, device=device.where), math.inf
+    for _ in range(_HAND_OVERS):
+        begin = time.perf_counter()
+        there = there.cpu().to(device.where)
+        device.synchronize()
+        best = min(best, (time.perf_counter() - begin) / 2)
+    return best

@@ -1,0 +1,178 @@
+"""What steps cost whatever they read: measured with the small model that comes with HMT.
+
+Its layers are so small that most of a step's time is what every step of every model pays:
+scheduling, choosing tokens, calls, and passing over activations.  What the model of cost predicts
+without them is taken off; of the rest two numbers of layers tell a step's part from a layer's, and
+two numbers of users a user's.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hmt.contracts.machine import Machine
+from hmt.contracts.request import Request
+from hmt.engine.product_rates import faster_half
+from hmt.planner.cost import CostModel
+from hmt.planner.loads import loads_of
+
+if TYPE_CHECKING:
+    from hmt.engine.engine import LoadedModel
+
+_FEW, _MANY = 2, 8  # layers
+_USERS = 8
+_PROMPT = 16
+_SHORT, _LONG = 64, 512  # prompts of one step
+_WARM_STEPS = 16
+_MOST_STEPS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class StepRates:
+    """See Machine; 0 where nothing was measured."""
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+    layer_s: float = 0.0
+    number_s: float = 0.0
+    prompt_layer_s: float = 0.0
+    process_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Beyond:
+    """Seconds beyond what is predicted: of a token for one user, for several, and of prompts."""
+
+    one: float
+    several: float
+    short: float
+    long: float
+
+
+def step_rates(machine: Machine, seconds: float, **options: Any) -> StepRates:
+    """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of eight.
+
+    `options` are an engine's.  Raises what loading raises.
+    """
+    bare = replace(
+        machine,
+        step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
+        launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
+    )  # fmt: skip
+    few, _, process_bytes = _measured(bare, _FEW, seconds, options)
+    many, width, _ = _measured(bare, _MANY, seconds, options)
+    layers = _MANY - _FEW
+    layer_s = max(0.0, (many.one - few.one) / layers)
+    row_s = max(0.0, (few.several - few.one) / (_USERS - 1))
+    short_s, long_s = (many.short - few.short) / layers, (many.long - few.long) / layers
+    numbers_s = max(0.0, (long_s - short_s) / (_LONG - _SHORT))  # of a token
+    return StepRates(
+        step_s=max(0.0, few.one - _FEW * layer_s - row_s),
+        row_s=row_s,
+        layer_s=layer_s,
+        number_s=numbers_s / width,
+        prompt_layer_s=max(0.0, short_s - _SHORT * numbers_s),
+        process_bytes=process_bytes,
+    )
+
+
+def _measured(
+    machine: Machine, layers: int, seconds: float, options: dict[str, Any]
+) -> tuple[_Beyond, int, int]:
+    """With them: the width of the model, and the process's memory beside the weights."""
+    # Not above: an engine asks for its machine.
+    from hmt.engine.engine import Engine
+
+    with _small_model(layers) as folder:
+        options = {"host_memory": "256MiB", "context": 8192, "check_weights": False} | options
+        with Engine(max_batch=_USERS, prefill_chunk=_LONG, **options) as engine:
+            model = engine.load_model(folder)
+            prepared = model.prepared
+            costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
+            beyond = _Beyond(
+                _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
+                _decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
+                *(
+                    _prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
+                    for tokens in (_SHORT, _LONG)
+                ),
+            )
+            process_bytes = _process_bytes(folder, options) if layers == _FEW else 0
+            return beyond, prepared.model.spec.hidden_size, process_bytes
+
+
+def _process_bytes(folder: Path, options: dict[str, Any]) -> int:
+    """The most memory of a process that runs the model, beside its weights; 0 where it fails.
+
+    What else the plan reserves may not have been touched: all of it counts as the process's.
+    """
+    command = [sys.executable, "-m", "hmt.engine.own_memory", str(folder), json.dumps(options)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
+def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
+    """A step of one token for each of `users`."""
+    tokens = _WARM_STEPS + _MOST_STEPS
+    request = Request(input=[20] * _PROMPT, max_new_tokens=tokens, ignore_eos=True)
+    with ExitStack() as stack:
+        streams = model.stream_batch([request] * users)
+        for stream in streams:
+            stack.enter_context(closing(stream))
+        for _ in range(_WARM_STEPS):
+            for stream in streams:
+                next(stream)
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(times) < _MOST_STEPS - 1 and time.perf_counter() < end:
+            begin = time.perf_counter()
+            for stream in streams:
+                next(stream)
+            times.append(time.perf_counter() - begin)
+    return faster_half(times)
+
+
+def _prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
+    """A prompt of one step."""
+    request = Request(input=[20] * tokens, max_new_tokens=1, ignore_eos=True)
+    model.infer(request)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        model.infer(request)
+        times.append(time.perf_counter() - begin)
+    return faster_half(times)
+
+
+@contextmanager
+def _small_model(layers: int) -> Iterator[Path]:
+    """The embedded model with so many of its layers."""
+    from safetensors.torch import load_file, save_file
+
+    weights = "model.safetensors"
+    with (
+        as_file(files("hmt") / "embedded" / "mini-dense") as source,
+        tempfile.TemporaryDirectory(prefix="hmt-probe-") as name,
+    ):
+        folder = Path(name)
+        for file in source.iterdir():
+            if file.name != weights:
+                (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        beyond = tuple(f"model.layers.{n}." for n in range(layers, config["num_hidden_layers"]))
+        held = load_file(source / weights)
+        save_file({k: v for k, v in held.items() if not k.startswith(beyond)}, folder / weights)
+        yield folder

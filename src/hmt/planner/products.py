@@ -1,0 +1,90 @@
+"""How long products with weights take, by the number of tokens, from rates that were measured.
+
+One token's product is bound by reading, and one of hundreds by arithmetic.  Between them other
+kernels take over, and neither rate says how long they take: there the product itself was measured,
+with some numbers of tokens, and what lies between two of them is on the straight line.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+
+_FLOATS = "bf16"
+_AT = "@"  # "w4a8@8": with 8 tokens
+
+
+class Products:
+    """Times of products on one device.
+
+    rates       bytes of weights per second with one token, by encoding; `otherwise` for others
+    operations  per second, by encoding, and with fewer tokens by ENCODING@TOKENS
+    """
+
+    def __init__(
+        self, rates: Mapping[str, float], otherwise: float, operations: Mapping[str, float]
+    ) -> None:
+        self._rates, self._otherwise, self._operations = rates, otherwise, operations
+        self._curves: dict[str, list[tuple[int, float]]] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is known of arithmetic."""
+        return bool(self._operations)
+
+    def rate(self, encoding: str) -> float:
+        """Bytes per second with one token; 0: not known."""
+        return self._rates.get(encoding) or self._otherwise
+
+    def reading_s(self, nbytes: float, encoding: str) -> float:
+        """Of weights, with one token."""
+        rate = self.rate(encoding)
+        return nbytes / rate if rate else 0.0
+
+    def seconds(self, nbytes: float, numbers: float, encoding: str, tokens: float) -> float:
+        """With `numbers` weights of `nbytes`; never less than with fewer tokens."""
+        least = self.reading_s(nbytes, encoding)
+        rate = operations_rate(self._operations, encoding)
+        computing = 2 * numbers * tokens / rate if rate else 0.0
+        curve = self._curve(encoding)
+        if not curve or tokens <= 1:
+            return max(least, computing)
+        above = bisect_left(curve, (tokens, 0.0))
+        if above == len(curve):
+            return max(least, computing, 2 * numbers * curve[-1][1])
+        count, high = curve[above]
+        before, low = (1, 0.0) if above == 0 else curve[above - 1]
+        share = (tokens - before) / (count - before)
+        low_s, high_s = max(least, 2 * numbers * low), max(least, 2 * numbers * high)
+        return low_s + (high_s - low_s) * share
+
+    def _curve(self, encoding: str) -> list[tuple[int, float]]:
+        """Numbers of tokens and seconds per operation of one, ascending in both."""
+        if encoding not in self._curves:
+            self._curves[encoding] = self._measured(_nearest(self._operations, encoding))
+        return self._curves[encoding]
+
+    def _measured(self, encoding: str) -> list[tuple[int, float]]:
+        begin, points, longest = encoding + _AT, [], 0.0
+        found = [
+            (int(name.removeprefix(begin)), rate)
+            for name, rate in self._operations.items()
+            if name.startswith(begin) and rate
+        ]
+        for tokens, rate in sorted(found):
+            longest = max(longest, tokens / rate)
+            points.append((tokens, longest))
+        return points
+
+
+def operations_rate(rates: Mapping[str, float], encoding: str) -> float:
+    """Operations per second with many tokens, of what is nearest to an encoding; 0: not known."""
+    return rates.get(_nearest(rates, encoding), 0.0)
+
+
+def _nearest(rates: Mapping[str, float], encoding: str) -> str:
+    """The encoding itself, or one whose kernels are like its own."""
+    nearest = "w8a8" if encoding.endswith("a8") else _FLOATS
+    for name in (encoding, nearest):
+        if rates.get(name):
+            return name
+    whole = {name: rate for name, rate in rates.items() if _AT not in name}
+    return max(whole, key=lambda name: whole[name], default="")

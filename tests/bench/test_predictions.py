@@ -1,0 +1,81 @@
+"""Runs are predicted and measured in the same terms; tables and pictures show both."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from hmt.base.errors import HMTError
+from hmt.bench.predictions import (
+    Case,
+    cases,
+    content_of,
+    cpu_cases,
+    error,
+    gpu_cases,
+    process,
+    runs_of,
+    scatter_svg,
+    summed_up,
+    table,
+)
+from hmt.bench.random_model import Shape
+from hmt.engine.machine import machine_for
+
+TINY = Shape(2, 64, 128, 4, 2, experts=4, experts_per_token=2)
+
+
+def test_a_run_is_measured_in_the_terms_of_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cases.WRITTEN, "moe", TINY)
+    case = Case("moe", None, 0.3, 40, 2, 6)
+    found = process.run(case, tmp_path)
+    predicted, measured = found["predicted"], found["measured"]
+    assert measured["tokens_per_s"] > 0 and measured["ttft_s"] > 0
+    assert predicted["host_bytes"] == pytest.approx(measured["host_bytes"], rel=0.3)
+    assert predicted["peak_bytes"] > 0 and predicted["disk_bytes"] > 0
+    kept = process.run(replace(case, model="mini-dense", kept=1, users=1, chunk=16), tmp_path)
+    assert kept["predicted"]["chunk"] == 16
+    assert kept["predicted"]["disk_bytes"] == kept["measured"]["disk_bytes"] == 0
+    assert error(kept, "disk_bytes") is None and error(kept, "host_bytes") == pytest.approx(0)
+
+    content = content_of([found, kept], machine_for(tmp_path))
+    assert content["errors"]["host_bytes"]["runs"] == 2
+    assert json.loads(json.dumps(content)) == content
+    assert case.name in table(content) and "median" in table(content)
+    picture = scatter_svg([content])
+    assert picture.count("<circle") == sum(
+        error(run, name) is not None for run in (found, kept) for name in ("tokens_per_s", "ttft_s")
+    )
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(HMTError, match="no-such-folder"):
+        list(runs_of([Case(str(tmp_path / "no-such-folder"), None, 1, 16, 1)], tmp_path))
+
+
+def test_errors_are_summed_up() -> None:
+    def run(predicted: float, measured: float) -> dict[str, dict[str, float]]:
+        same = dict.fromkeys(("ttft_s", "host_bytes", "disk_bytes", "link_bytes"), 0.0)
+        return {
+            "predicted": same | {"tokens_per_s": predicted, "peak_bytes": 100},
+            "measured": same | {"tokens_per_s": measured, "peak_bytes": 80},
+        }
+
+    found = summed_up([run(11, 10), run(8, 10), run(10, 10)])
+    assert set(found) == {"tokens_per_s", "peak_bytes"}
+    assert found["tokens_per_s"] == pytest.approx(
+        {"runs": 3, "median": 0.1, "worst": 0.2, "lowest": -0.2}
+    )
+
+
+def test_the_matrix_has_what_it_should() -> None:
+    found = cpu_cases("a-model")
+    assert len(found) >= 24 and len({case.name for case in found}) == len(found)
+    assert {case.users for case in found} >= {1, 2, 4, 8}
+    assert min(case.prompt for case in found) <= 1024 and max(c.prompt for c in found) > 30_000
+    assert {case.kept for case in found} == {0.1, 0.5, 1}
+    assert len(gpu_cases()) >= 12 and all(case.gpu_memory for case in gpu_cases())
+    assert Case(**json.loads(json.dumps(asdict(found[0])))) == found[0]

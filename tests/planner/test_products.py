@@ -1,0 +1,38 @@
+"""Times of products: what was measured, straight lines between, never less for more tokens."""
+
+import pytest
+
+from hmt.planner.products import Products, operations_rate
+
+RATES = {"w4a8": 1e9}
+OPERATIONS = {"w4a8": 1e12, "w4a8@8": 4e11, "w4a8@32": 8e11, "bf16": 5e11}
+NBYTES, NUMBERS = 1e6, 2e6
+
+
+def test_times_pass_through_what_was_measured() -> None:
+    products = Products(RATES, 5e8, OPERATIONS)
+
+    def seconds(tokens: float) -> float:
+        return products.seconds(NBYTES, NUMBERS, "w4a8", tokens)
+
+    assert seconds(1) == pytest.approx(NBYTES / 1e9)
+    for tokens, rate in ((8, 4e11), (32, 8e11)):
+        assert seconds(tokens) == pytest.approx(max(1e-3, 2 * NUMBERS * tokens / rate))
+    assert seconds(1000) == pytest.approx(2 * NUMBERS * 1000 / 1e12)
+    heavy = [products.seconds(1e3, 1e9, "w4a8", tokens) for tokens in (8, 20, 32)]
+    assert heavy[1] == pytest.approx((heavy[0] + heavy[2]) / 2)
+    times = [products.seconds(1e3, 1e9, "w4a8", tokens / 2) for tokens in range(2, 300)]
+    assert times == sorted(times)
+
+
+def test_what_was_not_measured_is_like_the_nearest() -> None:
+    products = Products(RATES, 5e8, OPERATIONS)
+    assert products.rate("w8a8") == 5e8, "memory's rate"
+    assert operations_rate(OPERATIONS, "nvfp4a16") == 5e11, "floats compute as floats do"
+    assert operations_rate({"w4a8": 1e12, "w4a8@8": 2e12}, "w8a8") == 1e12
+    # Only the rate for many tokens: the longer of reading and computing.
+    plain = Products({}, 1e9, {"bf16": 1e12})
+    assert plain.seconds(NBYTES, NUMBERS, "bf16", 4) == pytest.approx(1e-3)
+    assert plain.seconds(NBYTES, NUMBERS, "bf16", 1e4) == pytest.approx(4e-2)
+    nothing = Products({}, 0.0, {})
+    assert not nothing.known and nothing.seconds(NBYTES, NUMBERS, "bf16", 4) == 0
