@@ -28,7 +28,7 @@ def _takes(matrix: ExpertMatrix) -> bool:
     plain = matrix.scale_dtype is torch.bfloat16 and group > 0 and group & (group - 1) == 0
     known = plain if matrix.encoding is Encoding.INT4_GROUP else matrix.encoding in _E2M1
     whole = matrix.shape[0] % 16 == 0 and not matrix.extra
-    whole = whole and getattr(matrix, "bias_dtype", None) is None  # tables may have biases
+    whole = whole and matrix.bias_dtype is None
     return known and whole and matrix.activations is Activations.FLOAT
 
 
