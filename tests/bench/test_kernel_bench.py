@@ -78,6 +78,7 @@ def test_attention_reads_all_pages_of_all_layers() -> None:
     assert [(c.engine, c.name) for c in found] == [
         ("hmt", "kv bf16"),
         ("hmt", "kv int8"),
+        ("hmt", "kv fp8"),
         ("hmt", "kv int4"),
         ("torch", "kv bf16"),
     ]

@@ -31,7 +31,7 @@ def test_settings_are_read():
         with pytest.raises(ConfigError, match=r"as in select:bound@0\.1"):
             Setting.parse(f"select:{wrong}")
     for wrong in ("", "int8", "near:int8", "warm:", "warm:int8,full"):
-        with pytest.raises(ConfigError, match="write full, warm:NAME"):
+        with pytest.raises(ConfigError, match="write full, near:fp8, warm:NAME"):
             Setting.parse(wrong)
     assert len({Setting.parse(name) for name in SETTINGS}) == len(SETTINGS)
 

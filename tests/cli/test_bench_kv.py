@@ -27,7 +27,7 @@ def test_scores_are_shown_and_written(hmt, tmp_path, gpu):
     [
         (["--retrieval", "2048"], "such as 2048x8,8192x4"),
         (["--retrieval", "0x8"], "such as 2048x8,8192x4"),
-        (["--settings", "int8"], "write full, warm:NAME"),
+        (["--settings", "int8"], "write full, near:fp8, warm:NAME"),
         (["--settings", "cold:int8-static"], "needs a file with scales, after @"),
         (["--text", "nowhere.txt"], "give one with --text"),
     ],

@@ -47,9 +47,13 @@ def test_products(device, encoding, options, rows, columns):
         for added in (None, bias):
             assert_is_sum(kernels.linear(x, w, added), x, w, added)
         total = token(rows, device, kind, 3) * 10
-        expected = total + kernels.linear(x, w)
+        product = kernels.linear(x, w)
+        expected = total + product
         kernels.linear_add(total, x, w)
-        assert torch.equal(total, expected)
+        # A GPU may scale and add in one instruction, which does not round in between.
+        fused = kind is torch.float32 and encoding is Encoding.FP8_BLOCK
+        bound = 2**-23 * (product.abs() + expected.abs()) if fused else 0
+        assert ((total - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
