@@ -112,10 +112,11 @@ def _step_lines(machine: "Machine") -> list[str]:
     """What is paid whatever is read."""
     if not machine.step_s:
         return []
+    process = f"; a process: {format_bytes(machine.process_bytes)}" if machine.process_bytes else ""
     return [
         f"a step: [bold]{format_seconds(machine.step_s)}[/] beyond what it reads and computes, "
         f"{format_seconds(machine.row_s)} for each user, {format_seconds(machine.layer_s)} for "
-        f"each layer; a process: {format_bytes(machine.process_bytes)}"
+        f"each layer{process}"
     ]
 
 

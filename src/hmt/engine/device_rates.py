@@ -119,7 +119,7 @@ def device_rates(
         max(products.bytes_per_s.values(), default=0.0), sync_s, products, attention
     )
     options = {"gpu_id": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
-    steps = step_rates(found.of(machine), seconds, **options)
+    steps = step_rates(found.of(machine), seconds, options)
     return replace(found, steps=steps)
 
 

@@ -104,6 +104,7 @@ def measure(
 
     `progress` is told each result of the drive.
     """
+    before = remembered(path).steps
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
@@ -112,7 +113,10 @@ def measure(
     )
     _remember(path, found)  # a step's engine asks for it
     with contextlib.suppress(HMTError):
-        found = replace(found, steps=step_rates(_machine(found), _QUICK_S if quick else _FULL_S))
+        each_s = _QUICK_S if quick else _FULL_S
+        steps = step_rates(_machine(found), each_s, process=not quick)
+        known = steps.process_bytes or before.process_bytes
+        found = replace(found, steps=replace(steps, process_bytes=known))
     _remember(path, found)
     return _machine(found)
 

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hmt.contracts.machine import Machine
@@ -33,6 +34,7 @@ _PROMPT = 16
 _SHORT, _LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
 _MOST_STEPS = 400
+_OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +59,27 @@ class _Beyond:
     long: float
 
 
-def step_rates(machine: Machine, seconds: float, **options: Any) -> StepRates:
+def step_rates(
+    machine: Machine,
+    seconds: float,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    process: bool = True,
+) -> StepRates:
     """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of eight.
 
-    `options` are an engine's.  Raises what loading raises.
+    options   of an engine
+    process   measure a process's memory, too (3 s)
+
+    Raises what loading raises.
     """
     bare = replace(
         machine,
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
     )  # fmt: skip
-    few, _, process_bytes = _measured(bare, _FEW, seconds, options)
-    many, width, _ = _measured(bare, _MANY, seconds, options)
+    few, _ = _measured(bare, _FEW, seconds, options)
+    many, width = _measured(bare, _MANY, seconds, options)
     layers = _MANY - _FEW
     layer_s = max(0.0, (many.one - few.one) / layers)
     row_s = max(0.0, (few.several - few.one) / (_USERS - 1))
@@ -80,43 +91,46 @@ def step_rates(machine: Machine, seconds: float, **options: Any) -> StepRates:
         layer_s=layer_s,
         number_s=numbers_s / width,
         prompt_layer_s=max(0.0, short_s - _SHORT * numbers_s),
-        process_bytes=process_bytes,
+        process_bytes=_process_bytes(options) if process else 0,
     )
 
 
 def _measured(
-    machine: Machine, layers: int, seconds: float, options: dict[str, Any]
-) -> tuple[_Beyond, int, int]:
-    """With them: the width of the model, and the process's memory beside the weights."""
+    machine: Machine, layers: int, seconds: float, options: Mapping[str, Any]
+) -> tuple[_Beyond, int]:
+    """With them: the width of the model."""
     # Not above: an engine asks for its machine.
     from hmt.engine.engine import Engine
 
-    with _small_model(layers) as folder:
-        options = {"host_memory": "256MiB", "context": 8192, "check_weights": False} | options
-        with Engine(max_batch=_USERS, prefill_chunk=_LONG, **options) as engine:
-            model = engine.load_model(folder)
-            prepared = model.prepared
-            costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
-            beyond = _Beyond(
-                _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
-                _decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
-                *(
-                    _prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
-                    for tokens in (_SHORT, _LONG)
-                ),
-            )
-            process_bytes = _process_bytes(folder, options) if layers == _FEW else 0
-            return beyond, prepared.model.spec.hidden_size, process_bytes
+    given = {**_OPTIONS, **options}
+    with (
+        _small_model(layers) as folder,
+        Engine(max_batch=_USERS, prefill_chunk=_LONG, **given) as engine,
+    ):
+        model = engine.load_model(folder)
+        prepared = model.prepared
+        costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
+        beyond = _Beyond(
+            _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
+            _decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
+            *(
+                _prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
+                for tokens in (_SHORT, _LONG)
+            ),
+        )
+        return beyond, prepared.model.spec.hidden_size
 
 
-def _process_bytes(folder: Path, options: dict[str, Any]) -> int:
+def _process_bytes(options: Mapping[str, Any]) -> int:
     """The most memory of a process that runs the model, beside its weights; 0 where it fails.
 
     What else the plan reserves may not have been touched: all of it counts as the process's.
     """
-    command = [sys.executable, "-m", "hmt.engine.own_memory", str(folder), json.dumps(options)]
+    module, given = "hmt.engine.own_memory", json.dumps({**_OPTIONS, **options})
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        with _small_model(_FEW) as folder:
+            command = [sys.executable, "-m", module, str(folder), given]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return int(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return 0

@@ -25,7 +25,7 @@ class PageEncoding(enum.IntEnum):
     INT4   a bf16 scale for each 32 numbers of a row: scale = bf16(-e / 8), where e is the number
            furthest from 0 (the negative one in a tie); codes -8 .. 7, kept as code + 8
     FP8    E4M3 without scales, rounded half to even; what is beyond 448 becomes 448.  A scale would
-           only move the range, and 2^-9 .. 448 holds keys and values as they come
+           only move the range, whose 2^-9 .. 448 was wide enough for the reference models
     """
 
     F32 = 0
