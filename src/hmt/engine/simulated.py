@@ -155,7 +155,7 @@ class _CountedPages:
         return False  # nobody asks for several answers
 
     def fork(self, sequence: int, held: int, tokens: int) -> int:
-        raise NotImplementedError
+        raise NotImplementedError("requests of a simulation have one answer each")
 
     def can_grow(self, sequence: int, tokens: int) -> bool:
         return round_up(tokens, PAGE_TOKENS) - self._held[sequence] <= self.free_tokens
