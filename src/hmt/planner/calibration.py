@@ -90,7 +90,7 @@ def errors(runs: Iterable[StepRun], factors: Mapping[str, float]) -> tuple[float
 def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
     """The machine with times of each kind multiplied by its factor."""
     cpu, gpu, link, disk, fixed = (factors.get(part, 1.0) for part in PARTS)
-    if factors.keys() <= {part for part, factor in factors.items() if factor == 1.0}:
+    if all(factor == 1.0 for factor in factors.values()):
         return machine
 
     def slower(rates: Mapping[str, float], factor: float) -> dict[str, float]:
