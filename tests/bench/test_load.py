@@ -323,6 +323,36 @@ def test_a_failure_is_told_by_its_status(behave, status, detail):
     assert found.status == status and detail in found.detail
 
 
+def test_a_connection_that_ends_unanswered_is_tried_again_once():
+    asked = list[int]()
+
+    async def the_second_time(body, write):
+        asked.append(1)
+        if len(asked) > 1:
+            await answer(body, write)
+
+    assert asking(the_second_time).status == "ok" and len(asked) == 2
+    asked.clear()
+
+    async def never(body, write):
+        asked.append(1)
+
+    assert asking(never).status == "unreachable" and len(asked) == 2
+
+
+def test_a_token_without_text_is_a_completions_first():
+    """Half of a character has none yet, and its token was computed all the same."""
+
+    async def late_text(body, write):
+        silent = {"choices": [{"index": 0, "text": "", "finish_reason": None}]}
+        await write(HEAD + "\r\n" + event(**silent))
+        await asyncio.sleep(0.2)
+        await write(event("é") + "data: [DONE]\n\n")
+
+    found = asking(late_text)
+    assert found.status == "ok" and found.tokens == 2 and found.last_s - found.first_s > 0.1
+
+
 def test_who_stalls_is_left_after_the_time_limit():
     found = asking(stalls, timeout_s=0.3)
     assert found.status == "timeout" and found.first_s is not None

@@ -66,11 +66,21 @@ class Client:
         self._http = http
 
     async def ask(self, prompt: str, tokens: int, due_s: float) -> Outcome:
-        """A streamed answer; never raises for what the endpoint does or does not do."""
+        """A streamed answer; never raises for what the endpoint does or does not do.
+
+        Where a connection ends before a byte of the answer came, another one is tried, once: the
+        server may have closed it for being idle just when it was used again.
+        """
         answer = _Answer(due_s, perf_counter())
+        body = self.endpoint.body(prompt, tokens, stream=True)
         try:
             async with asyncio.timeout(self.endpoint.timeout_s):
-                await self._stream(self.endpoint.body(prompt, tokens, stream=True), answer)
+                try:
+                    await self._stream(body, answer)
+                except httpx2.RemoteProtocolError:
+                    if answer.begun:
+                        raise
+                    await self._stream(body, answer)
         except TimeoutError:
             answer.fail("timeout", f"no end after {self.endpoint.timeout_s:g} s")
         except httpx2.TransportError as error:
@@ -196,7 +206,14 @@ class _Answer:
             self.tokens = usage.get("completion_tokens")
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
-            if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+            # A completion's token is one without text, too: half of a character, a control token.
+            token = "text" in choice and choice.get("finish_reason") is None
+            if (
+                token
+                or choice.get("text")
+                or delta.get("content")
+                or delta.get("reasoning_content")
+            ):
                 self.parts += 1
                 self.first_s = now if self.first_s is None else self.first_s
                 self.last_s = now
