@@ -2,19 +2,14 @@
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,9 +20,8 @@ from hmt.bench.load.chart import ceiling, chart_svg
 from hmt.bench.load.client import Client, Endpoint, connect, versioned
 from hmt.bench.load.events import EventReader
 from hmt.bench.load.loops import closed_loop, open_loop, poisson_arrivals
-from hmt.bench.load.matrix import _measure, _with_room
+from hmt.bench.load.matrix import _measure
 from hmt.bench.load.outcome import OK, Outcome, percentiles, summarise
-from hmt.bench.load.own_server import own_server
 from hmt.bench.load.prompts import Prompts
 
 STREAM = (
@@ -463,45 +457,8 @@ def test_a_chart_is_xml_with_a_gap_where_there_is_nothing():
     )
 
 
-def test_a_server_of_our_own_has_room_for_all_users():
-    matrix = Matrix((128,), (64,), (1, 8))
-    assert _with_room([], matrix) == ["--max-batch", "8", "--context", str(8 * (128 + 32 + 192))]
-    assert _with_room(["--context=99"], matrix) == ["--context=99", "--max-batch", "8"]
-
-
-def test_a_server_that_does_not_start_is_told(tmp_path):
-    with pytest.raises(HMTError, match=r"did not start: .*config\.json"), own_server(tmp_path):
-        pass
-
-
 def test_addresses():
     assert versioned("http://a:1") == versioned("http://a:1/") == "http://a:1/v1"
     assert versioned("https://a/openai/v1/") == "https://a/openai/v1"
     with pytest.raises(ConfigError, match="--url"):
         versioned("a:1")
-
-
-def test_a_server_of_our_own_ends_with_us(tmp_path: Path) -> None:
-    """Also when we are told to end by SIGTERM."""
-    serving = tmp_path / "serving"
-    serving.write_text(
-        f"#!{sys.executable}\nimport sys, time\n"
-        "print('m is served at http://localhost:1/v1', file=sys.stderr, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    serving.chmod(0o755)
-    script = (
-        "import sys, time; from pathlib import Path\n"
-        "from hmt.bench.load.own_server import own_server\n"
-        f"sys.executable = {str(serving)!r}\n"
-        "with own_server(Path('m')) as server:\n"
-        "    print(server.pid, flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as ours:
-        assert ours.stdout is not None
-        pid = int(ours.stdout.readline())
-        assert psutil.pid_exists(pid)
-        ours.terminate()
-        assert ours.wait(30) == 128 + signal.SIGTERM
-    assert not psutil.pid_exists(pid)

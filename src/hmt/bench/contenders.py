@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,7 +214,9 @@ def _fill(pages: Pages, tables: Tensor, context: int) -> None:
 def copies_of_weight(weight: WeightTensor, count: int) -> list[WeightTensor]:
     """The same numbers at so many places, as an engine's slots lie."""
     parts = ("data", "scales", "zeros", "minima", "factor")
-    held = {name: part for name in parts if (part := getattr(weight, name)) is not None}
+    held: dict[str, Any] = {
+        name: part for name in parts if (part := getattr(weight, name)) is not None
+    }
     placed = _placed(list(held.values()), count)
     return [replace(weight, **dict(zip(held, copy, strict=True))) for copy in placed]
 
