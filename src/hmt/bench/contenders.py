@@ -214,11 +214,11 @@ def _fill(pages: Pages, tables: Tensor, context: int) -> None:
 def copies_of_weight(weight: WeightTensor, count: int) -> list[WeightTensor]:
     """The same numbers at so many places, as an engine's slots lie."""
     parts = ("data", "scales", "zeros", "minima", "factor")
-    held: dict[str, Any] = {
-        name: part for name in parts if (part := getattr(weight, name)) is not None
-    }
-    placed = _placed(list(held.values()), count)
-    return [replace(weight, **dict(zip(held, copy, strict=True))) for copy in placed]
+    held = {name: part for name in parts if (part := getattr(weight, name)) is not None}
+    copies: list[dict[str, Any]] = [
+        dict(zip(held, copy, strict=True)) for copy in _placed(list(held.values()), count)
+    ]
+    return [replace(weight, **copy) for copy in copies]
 
 
 def copy_of_weight(weight: WeightTensor) -> WeightTensor:
