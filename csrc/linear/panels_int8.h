@@ -200,8 +200,9 @@ struct Int8Tile {
   }
 
   HMT_INLINE void prefetch(size_t block) const {
+    constexpr size_t kAhead = kTokens == 1 && kPanels == 2 ? kBytesAheadInPairs : kBytesAhead;
     for (size_t p = 0; p < kPanels && asks; ++p) {
-      prefetch_after(data + p * panel_bytes(call.w) + block * 256);
+      prefetch_after(data + p * panel_bytes(call.w) + block * 256, kAhead);
     }
   }
 
@@ -323,6 +324,9 @@ void multiply_panels(const Int8Call& call, size_t first, size_t count, size_t pa
   if (kWide == 2 && panels == 2 && count > 6) {
     return multiply_tile<kNibble, kGroup, kMost, kWide>(call, first, count, panel, rows, out,
                                                         stride);
+  }
+  if (kWide == 2 && panels == 2 && count == 1 && !reads_far_ahead()) {
+    return multiply_tile<kNibble, kGroup, 1, kWide>(call, first, count, panel, rows, out, stride);
   }
   for (size_t p = 0; p < panels; ++p) {
     auto* tile = multiply_tile<kNibble, kGroup, kMost, 1>;
