@@ -135,7 +135,10 @@ class Client:
     async def _post(self, body: dict[str, Any]) -> httpx2.Response:
         try:
             async with asyncio.timeout(self.endpoint.timeout_s):
-                return await self._http.post(self.endpoint.path, json=body)
+                try:
+                    return await self._http.post(self.endpoint.path, json=body)
+                except httpx2.RemoteProtocolError:  # see `ask`
+                    return await self._http.post(self.endpoint.path, json=body)
         except (TimeoutError, httpx2.TransportError) as error:
             raise HMTError(
                 f"{self.endpoint.url} does not answer: {type(error).__name__} {error}"
