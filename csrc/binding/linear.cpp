@@ -82,6 +82,11 @@ void bind_linear(nb::module_& m) {
     Kernel kernel;
     pack_panels(at<const uint8_t>(codes), rows, columns, stride, paired, at<uint8_t>(panels));
   });
+  m.def("pack_awq", [](Address words, size_t rows, size_t columns, size_t stride, Address panels,
+                       size_t threads) {
+    Kernel kernel;
+    pack_awq(at<const uint32_t>(words), rows, columns, stride, at<uint8_t>(panels), threads);
+  });
 }
 
 }  // namespace hmt::binding

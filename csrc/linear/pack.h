@@ -13,4 +13,9 @@ namespace hmt {
 void pack_panels(const std::uint8_t* codes, std::size_t rows, std::size_t columns,
                  std::size_t stride, bool paired, std::uint8_t* panels);
 
+// The same of AutoAWQ's words: words[column * stride + row / 8] has the codes of eight rows, whose
+// nibbles, lowest first, are those of rows 0, 2, 4, 6, 1, 3, 5 and 7.
+void pack_awq(const std::uint32_t* words, std::size_t rows, std::size_t columns,
+              std::size_t stride, std::uint8_t* panels, std::size_t threads);
+
 }  // namespace hmt

@@ -328,9 +328,95 @@ HMT_KERNEL void few_codes(const Weight& w, const Inputs& in, size_t token, const
   }
 }
 
+#if defined(HMT_AVX512)
+// Four numbers of each of four rows, [numbers][rows].
+HMT_INLINE void four_of_rows(const float* const* rows, size_t at, size_t count, __m128* out) {
+  const auto some = static_cast<__mmask8>((1u << count) - 1);
+  for (size_t r = 0; r < kFewRows; ++r) out[r] = _mm_maskz_loadu_ps(some, rows[r] + at);
+  _MM_TRANSPOSE4_PS(out[0], out[1], out[2], out[3]);
+}
+
+// As few_codes, for groups of 16 or 32 in rows of whole lines of 64 columns: what lanes hold after
+// a line are its groups, so that rows are added up once for all of them.
+template <size_t kTokens, size_t kGroup>
+HMT_KERNEL void few_short_groups(const Weight& w, const Inputs& in, size_t token,
+                                 const FourRows& four, float* out, size_t out_stride) {
+  constexpr size_t kGroups = 64 / kGroup;
+  const __m512i top = _mm512_set1_epi8(-128);
+  const __m128 factor = _mm_set1_ps(four.scales[0].factor());
+  const size_t segments = w.columns / kGroup;
+  const float* scales[kFewRows];
+  for (size_t r = 0; r < kFewRows; ++r) scales[r] = four.scales[r].numbers();
+  __m128 totals[kTokens];
+  HMT_UNROLL
+  for (size_t t = 0; t < kTokens; ++t) totals[t] = _mm_setzero_ps();
+  for (size_t c = 0; c < w.columns; c += 64) {
+    four.fetch_ahead(c);
+    __m512i weights[kFewRows];
+    HMT_UNROLL
+    for (size_t r = 0; r < kFewRows; ++r) {
+      weights[r] = _mm512_xor_si512(_mm512_loadu_si512(four.begin[r] + c), top);
+    }
+    const size_t segment = c / kGroup;
+    __m128 by[4], least[4];
+    four_of_rows(scales, segment, kGroups, by);
+    HMT_UNROLL
+    for (size_t g = 0; g < kGroups; ++g) by[g] = _mm_mul_ps(by[g], factor);
+    if (four.minima[0] != nullptr) four_of_rows(four.minima, segment, kGroups, least);
+    HMT_UNROLL
+    for (size_t t = 0; t < kTokens; ++t) {
+      const __m512i x = _mm512_loadu_si512(in.codes + (token + t) * in.stride + c);
+      const __m512i none = _mm512_setzero_si512(), excess = _mm512_dpbusd_epi32(none, top, x);
+      __m512i s[kFewRows];
+      HMT_UNROLL
+      for (size_t r = 0; r < kFewRows; ++r) {
+        s[r] = _mm512_sub_epi32(_mm512_dpbusd_epi32(none, weights[r], x), excess);
+      }
+      const __m512i low = _mm512_add_epi32(_mm512_unpacklo_epi32(s[0], s[1]),
+                                           _mm512_unpackhi_epi32(s[0], s[1]));
+      const __m512i high = _mm512_add_epi32(_mm512_unpacklo_epi32(s[2], s[3]),
+                                            _mm512_unpackhi_epi32(s[2], s[3]));
+      // Of each 16 columns, four rows.
+      __m512i dots = _mm512_add_epi32(_mm512_unpacklo_epi64(low, high),
+                                      _mm512_unpackhi_epi64(low, high));
+      if (kGroup == 32) {  // groups come first
+        dots = _mm512_add_epi32(_mm512_shuffle_i32x4(dots, dots, 0x08),
+                                _mm512_shuffle_i32x4(dots, dots, 0x0d));
+      }
+      const __m512 numbers = _mm512_cvtepi32_ps(dots);
+      const __m128 parts[4] = {
+          _mm512_castps512_ps128(numbers), _mm512_extractf32x4_ps(numbers, 1),
+          _mm512_extractf32x4_ps(numbers, 2), _mm512_extractf32x4_ps(numbers, 3)};
+      HMT_UNROLL
+      for (size_t g = 0; g < kGroups; ++g) {
+        totals[t] = _mm_add_ps(totals[t], _mm_mul_ps(parts[g], by[g]));
+        if (four.minima[0] == nullptr) continue;
+        const __m128 sum = _mm_set1_ps(four.sums[(token + t) * segments + segment + g]);
+        totals[t] = _mm_add_ps(totals[t], _mm_mul_ps(sum, least[g]));
+      }
+    }
+  }
+  for (size_t t = 0; t < kTokens; ++t) {
+    float lanes[kFewRows];
+    _mm_storeu_ps(lanes, _mm_mul_ps(totals[t], _mm_set1_ps(in.scales[token + t])));
+    std::memcpy(out + t * out_stride, lanes, four.count * sizeof(float));
+  }
+}
+#endif
+
 template <size_t kTokens>
 void few_tokens(const Weight& w, const Inputs& in, size_t token, const FourRows& four, float* out,
                 size_t out_stride) {
+#if defined(HMT_AVX512)
+  if (w.int8_activations && w.columns % 64 == 0 && four.scales[0].numbers() != nullptr) {
+    if (w.tile_columns == 16) {
+      return few_short_groups<kTokens, 16>(w, in, token, four, out, out_stride);
+    }
+    if (w.tile_columns == 32) {
+      return few_short_groups<kTokens, 32>(w, in, token, four, out, out_stride);
+    }
+  }
+#endif
   if (w.int8_activations) return few_codes<kTokens>(w, in, token, four, out, out_stride);
 #if defined(HMT_AVX512_BF16)
   if (w.code == Code::kBF16 && in.bf16 != nullptr) {

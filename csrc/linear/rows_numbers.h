@@ -182,6 +182,8 @@ class RowScales {
   HMT_INLINE float operator[](size_t segment) const {
     return scales_ == nullptr ? factor_ : scales_[segment] * factor_;
   }
+  const float* numbers() const { return scales_; }  // without the factor, null without scales
+  float factor() const { return factor_; }
 
  private:
   const float* scales_ = nullptr;

@@ -13,10 +13,13 @@ from plain_memory import Bench, ResidentWeights, published, random_reference
 from transformers import CONFIG_MAPPING
 
 import hmt
-from hmt.base.errors import CheckpointError, ConfigError, UnknownArchitectureError
+from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding
-from hmt.engine import EngineConfig, packs, prepare
+from hmt.contracts.plan import Plan, Tier
+from hmt.engine import EngineConfig, machine, packs, prepare
+from hmt.engine.link_rates import LinkRates
+from hmt.memory.device import open_device
 from hmt.models import open_model
 from hmt.planner import PlanOptions, smallest_budget
 
@@ -212,13 +215,65 @@ def test_a_pack_of_fewer_bits_computes_the_same_as_converting_on_load(tmp_path: 
     assert torch.equal(*found)
 
 
-def test_a_gpu_is_refused(tmp_path: Path) -> None:
-    publish("olmo2", tmp_path)
-    with (
-        hmt.Engine(gpu_id="pretended", gpu_memory="1GiB", host_memory="64MiB", **OPTIONS) as engine,
-        pytest.raises(ConfigError, match="on the CPU only: leave --gpu-memory"),
-    ):
-        engine.load_model(tmp_path)
+# The model's own attention; experts; a table of positions, and matrices around the layers.
+ON_DEVICES = {
+    "falcon": [(True, "overlapped")],
+    "granitemoe": [(False, "overlapped"), (True, "overlapped"), (True, "plain")],
+    "opt": [(True, "plain")],
+}
+
+
+def test_a_device_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all blocks there, and with some copied in every step and some left to the CPU."""
+    monkeypatch.setenv("HMT_POISON", "on")
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
+    for kind, runs in ON_DEVICES.items():
+        folder = tmp_path / kind
+        reference, texts = publish(kind, folder), texts_for(kind)
+        wanted = [logits_of(reference, text) for text in texts]
+        for some, executor in runs:
+            found, answers, plan = on_device(
+                folder, "pretended", texts, some=some, executor=executor
+            )
+            homes = {plan.homes[b] for b in plan.homes if b.kind is not BlockKind.EMBEDDING}
+            assert (Tier.HOST in homes) is some and Tier.DEVICE in homes
+            check(reference, texts[0], found, wanted[0])
+            assert answers == [int(logits[-1].argmax()) for logits in wanted]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_gpu_computes_the_same(kind: str, tmp_path: Path) -> None:
+    reference, texts = publish(kind, tmp_path), texts_for(kind)
+    wanted = logits_of(reference, texts[0])
+    for some in (False, True):
+        found, _, plan = on_device(tmp_path, "0", texts, some=some)
+        assert plan.device.stages
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+
+
+def on_device(
+    folder: Path, gpu: str, texts: list[list[int]], *, some: bool, executor: str = "overlapped"
+) -> tuple[torch.Tensor, list[int], Plan]:
+    """Logits of the first text, first tokens of answers to all, and the plan.
+
+    some   not all blocks find room on the device
+    """
+    device = open_device("pretended" if gpu == "pretended" else f"cuda:{gpu}")
+    device.trim()
+    least = device.used_bytes() + (1 << 30)
+    options = OPTIONS | {"gpu_id": gpu, "host_memory": "256MiB", "executor": executor}
+    if some:
+        config = EngineConfig.resolve(gpu_memory=least, **options)
+        plan = prepare(folder, config, device=device, device_bytes=1 << 30).plan
+        sizes = plan.device.reserved
+        least = device.used_bytes() + int((sum(sizes.values()) - sizes["resident"] // 2) / 0.98)
+    with hmt.Engine(gpu_memory=least, **options) as engine:
+        model = engine.load_model(folder)
+        found = model.logits(texts[0], range(TOKENS), prefill=PROMPT_TOKENS)
+        requests = [hmt.Request(input=text, max_new_tokens=3, ignore_eos=True) for text in texts]
+        answers = [answer.token_ids[0] for answer in model.infer_batch(requests)]
+        return found, answers, model.plan
 
 
 LAYERS = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.kernels import ops, reference
+from hmt.kernels import ops, panels, reference
 from hmt.quant import empty_weight
 from hmt.quant.published.awq import AWQ
 from hmt.quant.published.bits import unpack_bits
@@ -148,7 +148,11 @@ def test_bits_ofwords(bits: int, count: int, seed: int) -> None:
 
 
 @settings(max_examples=12)
-@given(st.sampled_from([0, 16, 32, 64]), st.sampled_from([(0, 24), (8, 16)]), st.integers(0, 9))
+@given(
+    st.sampled_from([0, 16, 32, 64]),
+    st.sampled_from([(0, 24), (8, 16), (8, 12)]),
+    st.integers(0, 9),
+)
 def test_awq(group: int, rows: tuple[int, int], seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     outputs, inputs, groups = 24, 64, 64 // (group or 64)
@@ -163,6 +167,11 @@ def test_awq(group: int, rows: tuple[int, int], seed: int) -> None:
     w = unpacked(AWQ(outputs, group), parts, (count, inputs), first=first)
     assert torch.equal(numbers(w), wanted[first : first + count])
     assert w.encoding is Encoding.INT4_GROUP
+    with pytest.MonkeyPatch.context() as plainly:
+        plainly.setattr(panels.extension, "load", lambda: None)
+        plain = unpacked(AWQ(outputs, group), parts, (count, inputs), first=first)
+    for name in ("data", "scales", "zeros"):  # bytes behind the last row, too
+        assert torch.equal(getattr(plain, name), getattr(w, name))
 
 
 @settings(max_examples=30)

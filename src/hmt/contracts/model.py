@@ -68,7 +68,7 @@ class ModelSpec:
     attention_heads: int = 1
     piece_width: int = 0
     experts_per_token: int = 0
-    host_only: bool = False  # layers compute on the CPU
+    capturable: bool = True  # a device's steps can be recorded once and replayed
     remarks: tuple[str, ...] = ()  # what the user should know of how it runs
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
 

@@ -101,6 +101,8 @@ class Core:
         Experts may be elsewhere if the device can ask for them.  So may feed-forward networks of a
         model without experts: those steps are captured in pieces.
         """
+        if not model.spec.capturable:
+            return None
         seldom: tuple[BlockKind, ...] = (BlockKind.EMBEDDING, BlockKind.EXPERT)
         in_pieces = can_be_pieces(model, plan)
         head = all(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hmt.base import flags
-from hmt.base.errors import BudgetError, Cancelled, ConfigError, MachineError
+from hmt.base.errors import BudgetError, Cancelled, MachineError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
@@ -151,11 +151,6 @@ def prepare(
     """
     source = open_source(path)
     model = open_model(source.config, source.path, dtype_for(config, source))
-    if device is not None and model.spec.host_only:
-        raise ConfigError(
-            f"{model.spec.architecture} {', '.join(model.spec.remarks)}, and on the CPU only: "
-            "leave --gpu-memory and --gpu-id out"
-        )
     weights = source.weights(model.spec, config.quantization)
     kv_quant = with_scales(config.kv_quant, source)
     demand = demand_of(model, weights.layouts, config, kv_quant)

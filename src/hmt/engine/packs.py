@@ -13,7 +13,7 @@ from hmt.base.units import MIB, format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading import transfer_queue
-from hmt.engine.source import target
+from hmt.engine.source import sensitive_of, target
 from hmt.formats import open_checkpoint
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import HostPool, Ledger
@@ -104,7 +104,8 @@ def _subject(path: Path, scheme: Scheme) -> Subject:
             f"{checkpoint.path} is a GGUF file, of which no pack is made: give the file itself to "
             "`hmt run` or `hmt serve`, which read it where it is"
         )
-    layouts = lay_out(bound, target(scheme), in_place=False)
+    wanted = target(scheme, sensitive_of(checkpoint.path, model.spec))
+    layouts = lay_out(bound, wanted, in_place=False)
     return Subject(
         checkpoint, layouts, str(scheme), model.spec.architecture, published_bytes(bound)
     )

@@ -11,7 +11,7 @@ from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.encoding import Encoding, Packing
 from hmt.contracts.model import ModelSpec
 from hmt.formats import open_checkpoint
-from hmt.quant import Format, Scheme, parse_scheme
+from hmt.quant import Format, Scheme, Sensitive, parse_scheme, read_sensitive
 from hmt.text import Tokenizer
 from hmt.weights import BlockLayout, bind, lay_out, published_bytes
 from hmt.weights.layout import Target
@@ -63,12 +63,13 @@ class Source:
     def weights(self, spec: ModelSpec, asked: Scheme | None) -> Weights:
         """The blocks of `spec` in the scheme that was asked for; None: as they are.
 
-        Raises CheckpointError where the folder does not hold them, and ConfigError where a pack
-        holds another scheme.
+        Raises CheckpointError where the folder does not hold them, or names sensitive ones that are
+        not there, and ConfigError where a pack holds another scheme.
         """
         if self.pack is None:
             bound = bind(spec, self.checkpoint)
-            return Weights(lay_out(bound, target(asked or Scheme())), published_bytes(bound))
+            layouts = lay_out(bound, target(asked or Scheme(), sensitive_of(self.path, spec)))
+            return Weights(layouts, published_bytes(bound))
         manifest = self.pack.manifest
         held = parse_scheme(manifest.scheme)
         wanted = held if asked is None else asked
@@ -77,7 +78,7 @@ class Source:
                 f"{self.path} is a pack of {held}, and {wanted} was asked for: leave --quant out, "
                 f"or convert the checkpoint to {wanted} (`hmt convert`)"
             )
-        layouts = self.pack.layouts(spec, target(wanted))
+        layouts = self.pack.layouts(spec, target(wanted, sensitive_of(self.path, spec)))
         return Weights(layouts, manifest.published_bytes)
 
 
@@ -91,13 +92,22 @@ def open_source(path: Path) -> Source:
     return Source(checkpoint, frozenset(record.dtype for record in checkpoint.records.values()))
 
 
-def target(scheme: Scheme) -> Target:
-    """What `scheme` makes of each parameter."""
+def sensitive_of(path: Path, spec: ModelSpec) -> Sensitive:
+    """Weights of the model in folder `path` that stay as published.  Raises CheckpointError."""
+    sensitive = read_sensitive(path)
+    sensitive.check(spec.blocks)
+    return sensitive
 
-    def wanted_format(param: ParamSpec, kind: BlockKind) -> Format | None:
+
+def target(scheme: Scheme, sensitive: Sensitive | None = None) -> Target:
+    """What `scheme` makes of each parameter that is not `sensitive`."""
+
+    def wanted_format(param: ParamSpec, block: BlockId) -> Format | None:
+        if sensitive is not None and sensitive.keeps(param, block):
+            return None
         wanted = scheme.format_for(param)
         four_bits = wanted is not None and wanted.encoding.packing is Packing.PANELS
-        if wanted is not None and kind is BlockKind.HEAD and four_bits:
+        if wanted is not None and block.kind is BlockKind.HEAD and four_bits:
             # The output layer loses most at 4 bits and is a small part of the bytes.
             return Format(Encoding.INT8_CHANNEL, activations=wanted.activations)
         return wanted

@@ -19,6 +19,24 @@ def pack_pairs(pairs: Tensor) -> Tensor:
     return _pack(pairs, 2 * pairs.shape[1], paired=True)
 
 
+def pack_awq(words: Tensor, first: int, rows: int, out: Tensor) -> bool:
+    """AutoAWQ's words int32 [columns, outputs / 8], of which `rows` outputs from `first` on.
+
+    out   uint8 [ceil(rows / 16), columns / 32, 4, 16, 4]: their panels, see Packing.PANELS
+
+    False, and nothing done, where there is no extension, or it is not for such tensors.
+    """
+    native = extension.load()
+    columns, width = words.shape
+    if native is None or first % 8 or columns % PANEL_BLOCK or not out.is_contiguous():
+        return False
+    if out.device.type != "cpu" or not words.is_contiguous():
+        return False
+    address = words.data_ptr() + first // 8 * words.element_size()
+    native.pack_awq(address, rows, columns, width, out.data_ptr(), torch.get_num_threads())
+    return True
+
+
 def _pack(codes: Tensor, columns: int, *, paired: bool) -> Tensor:
     native = extension.load()
     assert codes.dtype is torch.uint8 and columns % PANEL_BLOCK == 0

@@ -13,12 +13,14 @@ from hmt.quant.packed import (
 )
 from hmt.quant.rtn import quantize
 from hmt.quant.schemes import GROUP_SIZES, Scheme, parse_scheme
+from hmt.quant.sensitive import Sensitive, read_sensitive
 
 __all__ = [
     "GROUP_SIZES",
     "Component",
     "Format",
     "Scheme",
+    "Sensitive",
     "component_bytes",
     "empty_weight",
     "pack_codes",
@@ -26,6 +28,7 @@ __all__ = [
     "pack_pairs",
     "parse_scheme",
     "quantize",
+    "read_sensitive",
     "row_slice",
     "view_weight",
 ]

@@ -238,9 +238,9 @@ class DeviceWeights:
 
     def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
         """See Weights; on the device where it can look them up."""
-        if self._tokens is None or self._device.where.type != "cuda":
-            return self._store.rows(block, name, ids)
-        assert (block, name) == (_TOKENS, "weight")
+        if block != _TOKENS or self._tokens is None or self._device.where.type != "cuda":
+            return self._store.rows(block, name, ids)  # other tables are those of positions
+        assert name == "weight"
         return captures.rows_at(*self._tokens, ids.to(self._device.where, non_blocking=True))
 
     def team(self, layer: int) -> ExpertTeam | None:

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from hmt.base.units import KIB, MIB, round_down, round_up
-from hmt.contracts.blocks import BlockId, BlockKind, BlockSize, ParamSpec, Role
+from hmt.contracts.blocks import BlockId, BlockSize, ParamSpec, Role
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import PANEL_ROWS, Activations, Encoding, WeightTensor
 from hmt.memory import PAGE_BYTES, size_classes
@@ -212,7 +212,7 @@ def view_placed(
     return whole if rows is None else row_slice(whole, *rows)
 
 
-Target = Callable[[ParamSpec, BlockKind], Format | None]
+Target = Callable[[ParamSpec, BlockId], Format | None]
 
 
 def lay_out(
@@ -267,7 +267,7 @@ def _other_holders(
 def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLayout:
     direct, converted = [], []
     for param in block.params:
-        wanted = target(param.spec, block.id.kind) if param.spec.role is Role.LINEAR else None
+        wanted = target(param.spec, block.id) if param.spec.role is Role.LINEAR else None
         wanted = wanted if param.form is None else _unless_smaller(param, wanted)
         if wanted is not None:
             converted.append((param, wanted))

@@ -12,6 +12,7 @@ from hmt.contracts.step import Run
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
 from hmt.layers import GatedFFN, Routing, request_experts, routed_experts
+from hmt.models.fallback.places import place_of
 from hmt.models.fallback.work import StoppedError, current
 
 NAME = "hmt"  # of `attn_implementation` and `experts_implementation`
@@ -220,7 +221,7 @@ def _other_experts(module: Any, x: Tensor, routing: Routing, residual: Tensor) -
         for group in groups:
             for block, params in group:
                 tokens, places = torch.where(routing.experts == block.index)
-                y = _other_expert(module, x[tokens], params)
+                y = _other_expert(module, x[tokens].to(place_of(params)), params).to(x.device)
                 out.index_add_(0, tokens, y.float() * routing.scales[tokens, places, None])
     return out.to(x.dtype)
 

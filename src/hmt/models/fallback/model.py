@@ -25,6 +25,7 @@ from hmt.models.fallback import names, tree
 from hmt.models.fallback.blocks import BlockMaker, Parts, take_apart, units
 from hmt.models.fallback.interfaces import OneSequence
 from hmt.models.fallback.modules import Layer, Stage
+from hmt.models.fallback.places import CPU, Known, brought
 from hmt.models.fallback.sight import LayerSight, Sights, look, surroundings
 from hmt.models.fallback.work import Call, StoppedError, Work, doing
 
@@ -71,7 +72,7 @@ class Fallback:
             attention_heads=max(sight.heads for sight in sights.layers),
             experts_per_token=max(sight.top_k for sight in sights.layers),
             ignored=_ignored(self._tree, opened.tied),
-            host_only=True,
+            capturable=False,
             remarks=(REMARK,),
         )
         self._after = [_after_attention(sight) for sight in sights.layers]
@@ -85,6 +86,7 @@ class Fallback:
         self._input_width = next(b for b in blocks if b.params).params[0].shape[1]
         self._prepared: tuple[Step | None, Tensor, list[dict[int, Call]]]
         self._prepared = (None, torch.empty(0), [])
+        self._known: Known = {}  # what calls hold, where layers compute
 
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """See Model."""
@@ -98,13 +100,13 @@ class Fallback:
         layer = self._parts.layers[index]
         if not self._tree.own_attention:
             with doing(Work(weights, step=step, kv=kv, layer=index)):
-                return _called(layer, calls[0][index], hidden)
+                return _called(layer, calls[0][index], hidden, self._known)
         work = Work(weights, step=step, kv=kv, layer=index)
         out = torch.empty_like(hidden)
         with doing(work):
             for run, call in zip(step.runs, calls, strict=True):
                 work.run = run
-                out[run.tokens] = _called(layer, call[index], hidden[run.tokens])
+                out[run.tokens] = _called(layer, call[index], hidden[run.tokens], self._known)
         key, value = (torch.cat(rows).contiguous() for rows in zip(*work.new, strict=True))
         kv.append(index, step, key, value)
         return out
@@ -128,7 +130,7 @@ class Fallback:
             return logits[0].float()
 
     def angles(self, step: Step) -> tuple[int, ...]:
-        """See Model: those of keys never change, and steps on the CPU are not captured."""
+        """See Model: those of keys never change, and steps are not captured."""
         return ()
 
     def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
@@ -147,26 +149,33 @@ class Fallback:
         return tuple(self._layer_blocks[index])
 
     def _behind(self, hidden: Tensor) -> Any:
-        """What the model makes of the layers' result, of which the work at hand has the rows."""
-        positions = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-        options = surroundings(self._tree, positions, None)
-        nothing = hidden.new_zeros(1, len(hidden), self._input_width)
+        """What the model makes of the layers' result, of which the work at hand has the rows.
+
+        What is in front of the layers has no rows: it goes through the CPU, as in `_around`.
+        """
+        options = surroundings(self._tree, torch.zeros(len(hidden), dtype=torch.int64), None)
+        nothing = torch.zeros(1, len(hidden), self._input_width, dtype=hidden.dtype)
         return self._tree.model(inputs_embeds=nothing, **options).logits
 
     def _prepare(self, step: Step, weights: Weights) -> tuple[Tensor, list[dict[int, Call]]]:
-        """Hidden states before the layers, and what these are called with: by run, by layer."""
+        """Hidden states before the layers, and what these are called with: by run, by layer.
+
+        All in host memory.  A step is known by its runs: where layers compute on a device, they are
+        given a copy of it with the same ones.
+        """
         known, hidden, calls = self._prepared
-        if known is step:
+        if known is not None and known.runs is step.runs:
             return hidden, calls
+        ids, positions = step.token_ids.to(CPU), step.positions.to(CPU)
         parts, calls = [], []
         runs = step.runs if self._tree.own_attention else (None,)
         for run in runs:
             own = slice(None) if run is None else run.tokens
-            parts.append(self._around(step.token_ids[own], step.positions[own], run, weights))
+            parts.append(self._around(ids[own], positions[own], run, weights))
             calls.append(parts[-1].calls)
         first = [call[0] for call in calls]
         hidden = torch.cat([args[0] if args else kw["hidden_states"] for args, kw in first], dim=1)
-        self._prepared = step, hidden[0], calls
+        self._prepared, self._known = (step, hidden[0], calls), {}
         return hidden[0], calls
 
     def _around(self, ids: Tensor, positions: Tensor, run: Run | None, weights: Weights) -> Work:
@@ -238,13 +247,15 @@ def _depends_on_length(config: Config) -> bool:
     return any(isinstance(one, Mapping) and one.get("rope_type") in _LENGTHS for one in each)
 
 
-def _called(layer: Layer, call: Call, hidden: Tensor) -> Tensor:
-    """A layer's hidden states [tokens, hidden_size] for hidden of that shape."""
+def _called(layer: Layer, call: Call, hidden: Tensor, known: Known) -> Tensor:
+    """A layer's hidden states [tokens, hidden_size] for hidden of that shape, where that lies."""
     args, kwargs = call
+    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    rest, others = brought((args[1:], others), hidden.device, known)
     if args:
-        result = layer(hidden[None], *args[1:], **kwargs)
+        result = layer(hidden[None], *rest, **others)
     else:
-        result = layer(**(kwargs | {"hidden_states": hidden[None]}))
+        result = layer(hidden_states=hidden[None], **others)
     found: Tensor = result[0] if isinstance(result, tuple) else result
     return found[0]
 

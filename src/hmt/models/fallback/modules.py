@@ -16,6 +16,7 @@ from torch.func import functional_call
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops
+from hmt.models.fallback.places import brought, first_place, place_of
 from hmt.models.fallback.work import StoppedError, current
 
 
@@ -81,12 +82,12 @@ class LeasedLinear(nn.Module):
             return _stand_in(x, self.out_features)
         assert self.block is not None
         params = work.use(self.block)
-        flat = x.reshape(-1, self.in_features)
+        flat = x.reshape(-1, self.in_features).to(place_of(params))
         parts = [ops.linear(flat, params[name]) for name in self.names]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if self.bias_names:
             out = out + joined(params, self.bias_names).to(out.dtype)
-        return out.view(*x.shape[:-1], self.out_features)
+        return out.view(*x.shape[:-1], self.out_features).to(x.device)
 
 
 class LazyTable(Tensor):
@@ -177,6 +178,7 @@ class Unit(nn.Module):
         self.block: BlockId | None = None
         self.follows_attention = False
         self.values: dict[str, Value] = {}
+        self._buffers_by_place: dict[torch.device, dict[str, Tensor]] = {}
 
     def __getattr__(self, name: str) -> Any:
         """What the layer asks its child for."""
@@ -195,8 +197,25 @@ class Unit(nn.Module):
             work.residual = args[0] if args else next(iter(kwargs.values()))
         assert self.block is not None
         params = work.use(self.block)
-        found = {name: value.of(params) for name, value in self.values.items()}
-        return call_with(self.inner, found, args, kwargs)
+        where, came_from = place_of(params), first_place(args, kwargs)
+        found = self._buffers_on(where)
+        found |= {name: value.of(params) for name, value in self.values.items()}
+        if came_from is None or came_from == where:
+            return call_with(self.inner, found, args, kwargs)
+        args, kwargs = brought((args, kwargs), where)
+        return brought(call_with(self.inner, found, args, kwargs), came_from)
+
+    def _buffers_on(self, where: torch.device) -> dict[str, Tensor]:
+        """Buffers that no checkpoint has, where they lie elsewhere than the child computes."""
+        if where.type == "cpu":  # as they were made
+            return {}
+        if where not in self._buffers_by_place:
+            self._buffers_by_place[where] = {
+                name: buffer.to(where)
+                for name, buffer in self.inner.named_buffers()
+                if not buffer.is_meta
+            }
+        return dict(self._buffers_by_place[where])
 
 
 class Layer(nn.Module):

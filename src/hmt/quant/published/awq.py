@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.kernels.panels import pack_awq
 from hmt.quant.packed import Format
 from hmt.quant.published.bits import as_tensor
-from hmt.quant.published.grouped import fill_grouped, grouped_format
+from hmt.quant.published.grouped import fill_grouped, fill_groups, grouped_format
 from hmt.quant.published.pieces import row_pieces
 
 _BITS = 4
@@ -44,6 +45,11 @@ class AWQ:
         codes = as_tensor(parts["qweight"], torch.int32, columns, self.outputs // 8)
         zeros = as_tensor(parts["qzeros"], torch.int32, groups, self.outputs // 8)
         scales = as_tensor(parts["scales"], torch.float16, groups, self.outputs)
+        rows, four_bits = target.shape[0], target.encoding is Encoding.INT4_GROUP
+        if four_bits and pack_awq(codes, first, rows, target.data):
+            own_zeros = _outputs(zeros, first, first + rows)
+            fill_groups(target, scales[:, first : first + rows].T, own_zeros)
+            return
         for some, piece in row_pieces(target):
             begin, end = first + some.start, first + some.stop
             fill_grouped(

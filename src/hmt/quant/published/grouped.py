@@ -73,14 +73,22 @@ def fill_grouped(
         offset = 8 - middle if target.zeros is None else 0
         assert not (paired and offset), "pairs have 4 bits"
         target.data.copy_(pack_pairs(codes) if paired else pack_codes(codes + offset))
-        target.scales.copy_(pack_groups(scales.repeat_interleave(repeats, 1)))
-        if target.zeros is not None:
-            assert isinstance(zeros, Tensor)
-            target.zeros.copy_(pack_groups(zeros.repeat_interleave(repeats, 1)))
+        fill_groups(target, scales, zeros)
         return
     # int8 wraps: 200 - 128 is 72 as uint8 and 10 - 128 is 138 there, which is -118.
     target.data.copy_((codes - middle).view(torch.int8))
     target.scales.copy_(scales.repeat_interleave(repeats, 1).view(target.scales.shape))
+
+
+def fill_groups(target: WeightTensor, scales: Tensor, zeros: Tensor | int) -> None:
+    """Write what groups of 4-bit codes have: see `fill_grouped`."""
+    assert target.scales is not None
+    groups = target.shape[1] // (target.group_size or target.shape[1])
+    repeats = groups // scales.shape[1]
+    target.scales.copy_(pack_groups(scales.repeat_interleave(repeats, 1)))
+    if target.zeros is not None:
+        assert isinstance(zeros, Tensor)
+        target.zeros.copy_(pack_groups(zeros.repeat_interleave(repeats, 1)))
 
 
 def check_middle(zeros: Tensor | int, middle: int) -> None:
