@@ -106,7 +106,9 @@ def plan_profile(outlook: Outlook, setting: Setting, profile: Profile) -> Planne
         return outlook.plan(setting)
     choices = _choices(outlook.demand(setting), profile, outlook.curve)
     tried = (_with_smaller_pieces(outlook, replace(setting, device=each)) for each in choices)
-    found = next((planned for planned in tried if planned is not None), None)
+    # Those that leave little room to map host memory would read from the drive what it could hold.
+    fitting = [planned for planned in tried if planned is not None]
+    found = min(fitting, key=lambda planned: planned.plan.disk_bytes_per_token, default=None)
     if found is None:
         raise BudgetError(
             f"gpu_layers {profile.gpu_layers} does not fit {format_bytes(setting.device_budget())} "
@@ -123,6 +125,8 @@ def _choices(demand: Demand, profile: Profile, curve: HitCurve | None) -> Iterat
     layers = min(profile.gpu_layers, demand.spec.layers)
     experts = [block.id.layer for block in demand.of_kind(BlockKind.EXPERT)]
     if not experts:
+        if layers == demand.spec.layers:
+            yield DeviceChoice(layers, head=True, staying=layers)
         yield DeviceChoice(layers, staying=layers)
         return
     count = experts.count(experts[0])

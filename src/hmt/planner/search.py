@@ -3,8 +3,8 @@
 It starts with nothing on the device, and takes one step after the other: a few layers' attention,
 a few networks, one more expert of each layer, the head; always the step that saves most seconds
 for the bytes that it takes.  Steps get smaller when the large ones no longer fit.  At the end it
-gives back half of what it took of each sort, in turn, and fills the room again: a step that was
-right when the device was empty may not be when it is full.
+gives back half, all or one of what it took of each sort, in turn, and fills the room again: a step
+that was right when the device was empty may not be when it is full.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,18 +35,22 @@ def cheapest(
     A draft is not quite the plan: whoever can should compare the plans of these.
     """
     search = _Search(draft, machine, weigh, curve)
-    starts = [_NOTHING, *_fullest(draft)]
-    starts += [search.most(start, sort) for start in starts[1:2] for sort in _SORTS]
+    fullest = list(dict.fromkeys(_fullest(draft)))
+    starts = [_NOTHING, *fullest]
+    starts += [search.most(start, sort) for start in fullest for sort in _SORTS]
     filled = sorted({search.fill(start): None for start in starts}, key=search.cost)
     found = {search.improved(start): None for start in filled[:_IMPROVED]}
     return sorted((*found, *filled[:1], _NOTHING), key=search.cost)
 
 
 def _fullest(draft: Draft) -> Iterator[DeviceChoice]:
-    """As much attention as fits, alone, and with room for networks that are copied."""
-    for copied in (0, draft.layers):
+    """As much attention as fits: with or without the head, and with room for what is brought."""
+    ends = [(True, 0, 0), (False, 0, 0), (True, draft.layers, 0)]
+    if draft.experts:
+        ends += [(True, 0, 1), (False, 0, 1)]
+    for head, copied, staging in ends:
         for layers in range(draft.layers, 0, -1):
-            choice = DeviceChoice(layers, head=True, copied=min(copied, layers))
+            choice = DeviceChoice(layers, head, 0, min(copied, layers), 0, staging)
             if draft.room.taken(choice) is not None:
                 yield choice
                 break
@@ -83,16 +87,19 @@ class _Search:
         return choice
 
     def improved(self, choice: DeviceChoice) -> DeviceChoice:
-        """With half of each sort given back, and the room filled again, while that helps."""
+        """With half, all or one of each sort given back, and the room filled again, while it helps.
+
+        Half alone left 9 of 984 comparisons with more of something slower, 3.8% at worst.
+        """
         for _ in range(_ROUNDS):
             before = choice
             for field in fields(DeviceChoice):
                 given: int = getattr(choice, field.name)
-                kept = False if field.name == "head" else given // 2
-                less = replace(choice, **{field.name: kept})  # type: ignore[arg-type]
-                again = self.fill(self.fill(less, without=field.name))
-                if self.cost(again) < self.cost(choice):
-                    choice = again
+                for kept in dict.fromkeys((given // 2, 0, given - 1)) if given else ():
+                    less = replace(choice, **{field.name: type(given)(kept)})  # type: ignore[arg-type]
+                    again = self.fill(self.fill(less, without=field.name))
+                    if self.cost(again) < self.cost(choice):
+                        choice = again
             if choice == before:
                 break
         return choice
