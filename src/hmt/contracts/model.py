@@ -55,6 +55,8 @@ class ModelSpec:
     piece_width         and besides for each of PIECE_TOKENS tokens, or of a shorter step
     attention_heads     query heads of a layer, each with scores for every position
     experts_per_token   routed experts that one token reads in each layer that has experts
+    together            whether a step of few tokens computes all layers in one call, where all
+                        their blocks stay in host memory
     """
 
     architecture: str
@@ -68,6 +70,7 @@ class ModelSpec:
     attention_heads: int = 1
     piece_width: int = 0
     experts_per_token: int = 0
+    together: bool = True
     host_only: bool = False  # layers compute on the CPU
     remarks: tuple[str, ...] = ()  # what the user should know of how it runs
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed

@@ -71,6 +71,7 @@ class Fallback:
             attention_heads=max(sight.heads for sight in sights.layers),
             experts_per_token=max(sight.top_k for sight in sights.layers),
             ignored=_ignored(self._tree, opened.tied),
+            together=False,
             host_only=True,
             remarks=(REMARK,),
         )
