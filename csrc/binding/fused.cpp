@@ -2,6 +2,7 @@
 #include "binding/binding.h"
 #include "fused/gated.h"
 #include "fused/grain.h"
+#include "fused/heads.h"
 #include "fused/norm.h"
 #include "fused/rotary.h"
 #include "fused/routing.h"
@@ -83,6 +84,18 @@ void bind_rotary(nb::module_& m) {
   });
 }
 
+void bind_heads(nb::module_& m) {
+  m.def("multiply_heads", [](Address x, int type, size_t tokens, size_t heads, size_t in,
+                             size_t token_stride, size_t head_stride, Address matrix, size_t out,
+                             size_t matrix_head_stride, size_t stride, bool transposed,
+                             Address result, size_t threads) {
+    const HeadProducts products{type_of(type), tokens, heads, in, out, at<const void>(x),
+                                token_stride, head_stride, at<const void>(matrix),
+                                matrix_head_stride, stride, transposed, at<void>(result)};
+    compute(tokens * heads * in * out, [&] { multiply_heads(products, threads); });
+  });
+}
+
 void bind_gated(nb::module_& m) {
   m.def("gated", [](Address gate, size_t gate_stride, Address up, size_t up_stride, int type,
                     int activation, size_t tokens, size_t width, Address out, size_t out_stride,
@@ -133,6 +146,7 @@ void bind_sampling(nb::module_& m) {
 void bind_fused(nb::module_& m) {
   bind_norm(m);
   bind_rotary(m);
+  bind_heads(m);
   bind_gated(m);
   bind_routing(m);
   bind_sampling(m);

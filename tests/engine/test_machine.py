@@ -51,7 +51,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.setattr(machine, "_measure_disk", probe.measure_disk)
         monkeypatch.setattr(machine, "product_rates", lambda *given: PRODUCTS)
         monkeypatch.setattr(machine, "attention_rates", lambda seconds: ATTENTION)
-        monkeypatch.setattr(machine, "step_rates", lambda known, seconds, process: STEPS)
+        monkeypatch.setattr(machine, "step_rates", lambda known, seconds, whole: STEPS)
         return probe
 
     return install

@@ -9,7 +9,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb 
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hmt.base.errors import ConfigError
-from hmt.kernels import ops, reference
+from hmt.kernels import fused_ops, ops, reference
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 
@@ -101,3 +101,20 @@ def test_gated(dtype, name, function):
 def test_an_unknown_activation_is_an_error():
     with pytest.raises(ConfigError, match="'relu' is unknown; HMT has silu, gelu, gelu_tanh"):
         ops.gated(torch.ones(1, 1), torch.ones(1, 1), "relu")
+
+
+@DTYPES
+@pytest.mark.parametrize("sizes", [(1, 4, 64, 128), (3, 2, 37, 9), (16, 3, 16, 70), (20, 2, 8, 8)])
+def test_products_of_heads_equal_sums_in_double_precision(dtype, sizes):
+    tokens, heads, inputs, outputs = sizes
+    # Strides of a part of what is wider, as latent attention hands over.
+    x = random(tokens, heads, inputs + 3).to(dtype)[..., :inputs]
+    whole = random(heads, inputs + 5, outputs, seed=1).to(dtype)
+    turned = random(heads, outputs + 2, inputs, seed=2).to(dtype)
+    for matrices in (whole[:, 5:], turned[:, :outputs].transpose(1, 2)):
+        found = fused_ops.head_products(x, matrices)
+        wanted = torch.einsum("thi,hio->tho", x.double(), matrices.double())
+        assert found.shape == wanted.shape and found.dtype == dtype
+        most = torch.einsum("thi,hio->tho", x.double().abs(), matrices.double().abs())
+        least = torch.finfo(dtype).eps * wanted.abs() + 2e-6 * most
+        assert bool(((found.double() - wanted).abs() <= least).all())

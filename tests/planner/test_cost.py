@@ -7,6 +7,7 @@ import pytest
 from models import machine_with, outlook, random_machine, random_model, setting, small_model
 
 from hmt.base.errors import BudgetError
+from hmt.contracts.model import KVKind
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 from hmt.planner.routing import PUBLISHED, UNIFORM, measured_curve, needed_experts, usual_curve
@@ -28,6 +29,28 @@ def test_a_model_in_memory_costs_its_bytes() -> None:
     kv = 2 * 1000 * demand.kv_token_bytes
     assert later.nbytes["CPU"] == pytest.approx((NETWORKS << 18) + kv)
     assert later.seconds == pytest.approx(5 + later.nbytes["CPU"] / 100e9)
+
+
+def test_layers_that_are_computed_one_by_one_cost_more() -> None:
+    demand = small_model(4, 8, 2, 1)
+    machine = replace(machine_with(demand), apart_layer_s=0.25, apart_experts_s=0.5)
+    plan = outlook(demand).plan(setting(machine, context=16)).plan
+    apart = replace(demand, spec=replace(demand.spec, together=False))
+    together_s, apart_s = (
+        CostModel(loads_of(each, plan), machine).decode(1, 0).seconds for each in (demand, apart)
+    )
+    # The first of the four layers is dense.
+    assert apart_s - together_s == pytest.approx(4 * (0.25 - machine.layer_s) + 3 * 0.5)
+    latent = tuple(replace(kv, kind=KVKind.LATENT) for kv in demand.spec.kv)
+    apart = replace(apart, spec=replace(apart.spec, kv=latent))
+    slow = replace(machine, apart_latent_s=2.0)
+    assert CostModel(loads_of(apart, plan), slow).decode(1, 0).seconds == pytest.approx(apart_s + 8)
+    # Blocks that come from the drive keep them apart, too.
+    streamed = small_model(24)
+    less = replace(machine_with(streamed), ram_bytes=streamed.weight_bytes // 2 + (64 << 20))
+    tight = replace(less, disk_read_rate=1e15, apart_layer_s=0.25)
+    found = outlook(streamed).plan(setting(tight, context=16)).plan
+    assert CostModel(loads_of(streamed, found), tight).decode(1, 0).seconds > 24 * 0.25
 
 
 def test_many_tokens_cost_arithmetic() -> None:

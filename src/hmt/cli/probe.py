@@ -112,7 +112,9 @@ def _step_lines(machine: "Machine") -> list[str]:
     """What is paid whatever is read."""
     if not machine.step_s:
         return []
-    process = f"; a process: {format_bytes(machine.process_bytes)}" if machine.process_bytes else ""
+    process = ""
+    if machine.process_bytes:
+        process = f"; a process with a model grows by {format_bytes(machine.process_bytes)}"
     return [
         f"a step: [bold]{format_seconds(machine.step_s)}[/] beyond what it reads and computes, "
         f"{format_seconds(machine.row_s)} for each user, {format_seconds(machine.layer_s)} for "

@@ -32,13 +32,18 @@ class Machine:
     step_s             of a step, whatever it computes: scheduling, choosing tokens
     row_s              of each user in a step
     layer_s            of a layer on the CPU, beyond its bytes
+    apart_layer_s      layer_s where layers are computed one by one: blocks of theirs move, or
+                       there is no call that computes many of them
+    apart_experts_s    and beside it, of a layer's routed experts
+    apart_latent_s     and of latent attention
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
                        and whatever else passes over activations
     prompt_layer_s     layer_s in a step of many tokens, whose calls are others
     launch_s           of a layer on the GPU, beyond its bytes
     device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
     sync_s             of handing over from GPU to CPU, or back
-    process_bytes      of a process with an engine, beside what plans reserve
+    process_bytes      by which a process grows that loads a plan and runs it, beside what plans
+                       reserve
     note               where the figures come from
     """
 
@@ -68,6 +73,9 @@ class Machine:
     step_s: float = 0.0
     row_s: float = 0.0
     layer_s: float = 0.0
+    apart_layer_s: float = 0.0
+    apart_experts_s: float = 0.0
+    apart_latent_s: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
     launch_s: float = 0.0

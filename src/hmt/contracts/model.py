@@ -55,6 +55,8 @@ class ModelSpec:
     piece_width         and besides for each of PIECE_TOKENS tokens, or of a shorter step
     attention_heads     query heads of a layer, each with scores for every position
     experts_per_token   routed experts that one token reads in each layer that has experts
+    together            whether a step of few tokens computes all layers in one call, where all
+                        their blocks stay in host memory
     """
 
     architecture: str
@@ -69,6 +71,7 @@ class ModelSpec:
     piece_width: int = 0
     experts_per_token: int = 0
     capturable: bool = True  # a device's steps can be recorded once and replayed
+    together: bool = True
     remarks: tuple[str, ...] = ()  # what the user should know of how it runs
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
 

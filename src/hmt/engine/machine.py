@@ -22,7 +22,7 @@ from hmt.engine.attention_rates import AttentionRates, attention_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
-from hmt.engine.step_rates import StepRates, step_rates
+from hmt.engine.step_rates import StepRates, completed, step_rates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
@@ -114,9 +114,8 @@ def measure(
     _remember(path, found)  # a step's engine asks for it
     with contextlib.suppress(HMTError):
         each_s = _QUICK_S if quick else _FULL_S
-        steps = step_rates(_machine(found), each_s, process=not quick)
-        known = steps.process_bytes or before.process_bytes
-        found = replace(found, steps=replace(steps, process_bytes=known))
+        steps = step_rates(_machine(found), each_s, whole=not quick)
+        found = replace(found, steps=completed(steps, before))
     _remember(path, found)
     return _machine(found)
 

@@ -9,18 +9,17 @@ two numbers of users a user's.
 import json
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from importlib.resources import as_file, files
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request
+from hmt.engine.layer_rates import FEW, MANY, LayerRates, layer_rates, small_model
 from hmt.engine.product_rates import faster_half
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
@@ -28,12 +27,12 @@ from hmt.planner.loads import loads_of
 if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
 
-_FEW, _MANY = 2, 8  # layers
 _USERS = 8
 _PROMPT = 16
 _SHORT, _LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
 _MOST_STEPS = 400
+_SLOWLY_MEASURED = ("process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s")
 _OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
 
 
@@ -47,6 +46,9 @@ class StepRates:
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
     process_bytes: int = 0
+    apart_layer_s: float = 0.0
+    apart_experts_s: float = 0.0
+    apart_latent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,12 @@ def step_rates(
     seconds: float,
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
-    process: bool = True,
+    whole: bool = True,
 ) -> StepRates:
     """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of eight.
 
     options   of an engine
-    process   measure a process's memory, too (3 s)
+    whole     measure also a process's memory (3 s), and without `options` layers one by one (3 s)
 
     Raises what loading raises.
     """
@@ -77,21 +79,28 @@ def step_rates(
         machine,
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
+        apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0,
     )  # fmt: skip
-    few, _ = _measured(bare, _FEW, seconds, options)
-    many, width = _measured(bare, _MANY, seconds, options)
-    layers = _MANY - _FEW
+    few, _ = _measured(bare, FEW, seconds, options)
+    many, width = _measured(bare, MANY, seconds, options)
+    layers = MANY - FEW
     layer_s = max(0.0, (many.one - few.one) / layers)
     row_s = max(0.0, (few.several - few.one) / (_USERS - 1))
     short_s, long_s = (many.short - few.short) / layers, (many.long - few.long) / layers
     numbers_s = max(0.0, (long_s - short_s) / (_LONG - _SHORT))  # of a token
+    apart = LayerRates()
+    if whole and not options:
+        apart = layer_rates(lambda folder: _apart_s(bare, folder, seconds))
     return StepRates(
-        step_s=max(0.0, few.one - _FEW * layer_s - row_s),
+        step_s=max(0.0, few.one - FEW * layer_s - row_s),
         row_s=row_s,
         layer_s=layer_s,
         number_s=numbers_s / width,
         prompt_layer_s=max(0.0, short_s - _SHORT * numbers_s),
-        process_bytes=_process_bytes(options) if process else 0,
+        apart_layer_s=apart.apart_layer_s,
+        apart_experts_s=apart.apart_experts_s,
+        apart_latent_s=apart.apart_latent_s,
+        process_bytes=_process_bytes(options) if whole else 0,
     )
 
 
@@ -104,7 +113,7 @@ def _measured(
 
     given = {**_OPTIONS, **options}
     with (
-        _small_model(layers) as folder,
+        small_model(layers) as folder,
         Engine(max_batch=_USERS, prefill_chunk=_LONG, **given) as engine,
     ):
         model = engine.load_model(folder)
@@ -121,6 +130,22 @@ def _measured(
         return beyond, prepared.model.spec.hidden_size
 
 
+def completed(found: StepRates, before: StepRates) -> StepRates:
+    """With what was measured before, where only a `whole` measurement has it."""
+    kept = {name: getattr(before, name) for name in _SLOWLY_MEASURED if not getattr(found, name)}
+    return replace(found, **kept)
+
+
+def _apart_s(machine: Machine, folder: Path, seconds: float) -> float:
+    """Seconds of a token beyond what is predicted, where layers are computed one by one."""
+    from hmt.engine.engine import Engine
+
+    with Engine(executor="plain", **_OPTIONS) as engine, engine.load_model(folder) as model:
+        prepared = model.prepared
+        costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
+        return _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds
+
+
 def _process_bytes(options: Mapping[str, Any]) -> int:
     """The most memory of a process that runs the model, beside its weights; 0 where it fails.
 
@@ -128,7 +153,7 @@ def _process_bytes(options: Mapping[str, Any]) -> int:
     """
     module, given = "hmt.engine.own_memory", json.dumps({**_OPTIONS, **options})
     try:
-        with _small_model(_FEW) as folder:
+        with small_model(FEW) as folder:
             command = [sys.executable, "-m", module, str(folder), given]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return int(done.stdout)
@@ -168,25 +193,3 @@ def _prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
         model.infer(request)
         times.append(time.perf_counter() - begin)
     return faster_half(times)
-
-
-@contextmanager
-def _small_model(layers: int) -> Iterator[Path]:
-    """The embedded model with so many of its layers."""
-    from safetensors.torch import load_file, save_file
-
-    weights = "model.safetensors"
-    with (
-        as_file(files("hmt") / "embedded" / "mini-dense") as source,
-        tempfile.TemporaryDirectory(prefix="hmt-probe-") as name,
-    ):
-        folder = Path(name)
-        for file in source.iterdir():
-            if file.name != weights:
-                (folder / file.name).write_bytes(file.read_bytes())
-        config = json.loads((source / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
-        beyond = tuple(f"model.layers.{n}." for n in range(layers, config["num_hidden_layers"]))
-        held = load_file(source / weights)
-        save_file({k: v for k, v in held.items() if not k.startswith(beyond)}, folder / weights)
-        yield folder

@@ -1,11 +1,16 @@
-"""Operations of layers that a GPU computes in fewer launches, beside those of `ops`."""
+"""Operations of layers that a GPU computes in fewer launches, beside those of `ops`.
+
+And products of heads, for which a CPU has a kernel while there are few tokens.
+"""
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops, reference
+from hmt.kernels.cpu import elementwise, extension
 from hmt.kernels.reference import LatentLayer, NormOptions
 from hmt.kernels.reference.pages import PagedRuns, Pages
 
@@ -13,10 +18,30 @@ __all__ = [
     "LatentLayer",
     "add_latent_attention",
     "has_fused_kernels",
+    "head_products",
     "linear_gated",
     "linear_many_float",
     "router_inputs",
 ]
+
+# With more tokens torch's products pay for the threads of its own that it wakes.
+_FEW_TOKENS = 16
+
+
+def head_products(x: Tensor, matrices: Tensor) -> Tensor:
+    """Each head's numbers times its matrix: x [tokens, heads, in] to [tokens, heads, out].
+
+    matrices [heads, in, out], of any strides; all in x.dtype, summed in f32.
+
+    torch has threads beside those of the extension: with both on two cores, and anything else
+    there, a product of microseconds waited milliseconds for a thread that had no core.
+    """
+    native = extension.load() if x.is_cpu and len(x) <= _FEW_TOKENS else None
+    if native is not None:
+        found = elementwise.head_products(native, x, matrices)
+        if found is not None:
+            return found
+    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
 def has_fused_kernels(hidden: Tensor) -> bool:

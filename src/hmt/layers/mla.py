@@ -197,10 +197,10 @@ class LatentAttention:
         expand = ops.dequantize(params["kv_b_proj"], nope.dtype)
         expand = expand.unflatten(0, (self.heads, -1))  # [heads, nope_dim + value_dim, kv_rank]
         to_key, to_value = expand.split((self.nope_dim, self.value_dim), dim=1)
-        absorbed = torch.bmm(nope.transpose(0, 1), to_key).transpose(0, 1)
+        absorbed = fused_ops.head_products(nope, to_key)
         query = torch.cat((absorbed, turning), dim=-1)  # [tokens, heads, kv_rank + rope_dim]
         mixed = kv.attend(layer, step, query, scale=self.scale)  # [tokens, heads, kv_rank]
-        return torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
+        return fused_ops.head_products(mixed, to_value.transpose(1, 2))
 
     def _head_groups(self, expand: WeightTensor) -> list[slice]:
         """Heads whose rows of kv_b_proj, [heads * (nope_dim + value_dim), kv_rank], stand alone."""

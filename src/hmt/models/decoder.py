@@ -66,6 +66,7 @@ class Decoder(ABC):
             piece_width=piece_width,
             attention_heads=config.num_attention_heads,
             experts_per_token=0 if router is None else router.top_k,
+            together=all(self.usual_layer(index) is not None for index in range(layers)),
             ignored=ignored,
         )
         ids = [block.id for block in self.spec.blocks]

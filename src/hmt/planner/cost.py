@@ -216,9 +216,20 @@ class _Step:
             self._fixed_s += (self._many and machine.prompt_launch_s) or machine.launch_s
             self._gpu_s += numbers * machine.device_number_s
         if cpu:
-            self._fixed_s += (self._many and machine.prompt_layer_s) or machine.layer_s
+            self._fixed_s += self._layer_s(load)
             self._cpu_s += numbers * machine.number_s
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
+
+    def _layer_s(self, load: LayerLoad) -> float:
+        """Of a layer on the CPU, beyond what it reads and computes."""
+        machine = self._machine
+        if self._many:
+            return machine.prompt_layer_s or machine.layer_s
+        if not self._loads.apart or not machine.apart_layer_s:
+            return machine.layer_s
+        experts_s = machine.apart_experts_s if load.experts else 0.0
+        latent_s = machine.apart_latent_s if load.latent else 0.0
+        return machine.apart_layer_s + experts_s + latent_s
 
     def _dense(self, sums: Sums, tokens: int) -> None:
         for (place, encoding), weights in sums.items():

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
 from hmt.contracts.kv import GROUP_PAGES
+from hmt.contracts.model import KVKind
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.footprint import Demand
 
@@ -90,6 +91,7 @@ class LayerLoad:
     kv_bytes        of one position's keys and values
     kv_operations   of one token's attention to one position
     window          positions that are seen at most; 0: all
+    latent          whether attention keeps one row for all heads
     """
 
     few: Sums = field(default_factory=dict)
@@ -100,6 +102,7 @@ class LayerLoad:
     kv_bytes: float = 0.0
     kv_operations: float = 0.0
     window: int = 0
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class Loads:
     cold_ratio   bytes of a position there, over those near
     chunk        prompt tokens per step
     width        numbers of a hidden state
+    apart        whether the CPU computes layers one by one, also with few tokens
     """
 
     layers: list[LayerLoad]
@@ -129,6 +133,7 @@ class Loads:
     cold_ratio: float
     chunk: int
     width: int
+    apart: bool = False
 
 
 def loads_of(demand: Demand, plan: Plan) -> Loads:
@@ -166,8 +171,18 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     near, warm, cold, warm_ratio, cold_ratio = _levels(demand, plan)
     return Loads(
         layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
-        warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size,
+        warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, _apart(demand, plan),
     )  # fmt: skip
+
+
+def _apart(demand: Demand, plan: Plan) -> bool:
+    """Whether something keeps the CPU from computing all layers in one call."""
+    if plan.device.stages:
+        return False  # what is handed over then has rates of its own
+    moving = (
+        plan.homes[block.id] is Tier.DISK for block in demand.blocks if block.id.layer != TRUNK
+    )
+    return not demand.spec.together or any(moving)
 
 
 def _place(block: BlockSize, home: Tier, computing: Collection[object]) -> Place:
@@ -208,6 +223,7 @@ def add_attention(layers: list[LayerLoad], demand: Demand, stages: Collection[in
             load.kv_bytes = demand.kv_token_bytes * kv[index].row_width / widths
             load.kv_operations = 2.0 * heads * (kv[index].key_dim + kv[index].value_dim)
             load.window = kv[index].window
+            load.latent = kv[index].kind is KVKind.LATENT
         else:
             load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
 

@@ -38,8 +38,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     """Predict, load, measure."""
     path = folder_of(case, folder)
     with Engine(**_options(case, path)) as engine:
-        before = resident_bytes()
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
+        before = resident_bytes()  # which libraries there are depends on the model's family
         predicted = _predicted(case, prepared, before, _curve(case, folder))
         with engine.load_model(path) as model:
             measured = _measured(case, model)
@@ -123,7 +123,8 @@ def _predicted(
         "host_bytes": (weights["CPU"] + weights["link"]) / case.users,
         "disk_bytes": weights["disk"] / case.users,
         "link_bytes": weights["link"] / case.users,
-        "peak_bytes": (prepared.machine.process_bytes or process_bytes)
+        "peak_bytes": process_bytes
+        + prepared.machine.process_bytes
         + sum(prepared.plan.reserved.values()),
         "device_bytes": sum(prepared.plan.device.reserved.values()),
         "step": asdict(found.step),

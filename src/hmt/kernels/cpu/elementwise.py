@@ -123,6 +123,36 @@ def rope(native: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: b
     return out
 
 
+def head_products(native: ModuleType, x: Tensor, matrices: Tensor) -> Tensor | None:
+    """`fused_ops.head_products` by the extension; None where it has no kernel."""
+    if x.dtype not in DTYPES or matrices.dtype is not x.dtype or x.stride(2) != 1:
+        return None
+    head_stride, in_stride, out_stride = matrices.stride()
+    if 1 not in (in_stride, out_stride):
+        return None
+    tokens, heads, _ = x.shape
+    _, inputs, outputs = matrices.shape
+    transposed = out_stride != 1
+    out = torch.empty(tokens, heads, outputs, dtype=x.dtype)
+    native.multiply_heads(
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        tokens,
+        heads,
+        inputs,
+        x.stride(0),
+        x.stride(1),
+        matrices.data_ptr(),
+        outputs,
+        head_stride,
+        out_stride if transposed else in_stride,
+        transposed,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
 def rope_inplace(
     native: ModuleType, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> None:

@@ -73,6 +73,7 @@ class Fallback:
             experts_per_token=max(sight.top_k for sight in sights.layers),
             ignored=_ignored(self._tree, opened.tied),
             capturable=False,
+            together=False,
             remarks=(REMARK,),
         )
         self._after = [_after_attention(sight) for sight in sights.layers]

@@ -1,0 +1,180 @@
+"""What layers cost that are computed one by one, from Python: blocks move, or no call takes many.
+
+Measured with small models and the executor that computes so: one of dense layers, and of random
+weights one of layers with a few experts and one with latent attention.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FEW, MANY = 2, 8  # layers
+_EXPERTS, _CHOSEN = 8, 4
+_WIDTH, _EXPERT_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = 256, 64, 4, 2, 64
+_LATENT, _ROTATED = 64, 32  # of latent attention: numbers kept, and with positions
+_DEVIATION = 0.02
+_WEIGHTS = "model.safetensors"
+_SOURCE = "mini-dense"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRates:
+    """Seconds, see Machine; 0 where nothing was measured."""
+
+    apart_layer_s: float = 0.0
+    apart_experts_s: float = 0.0
+    apart_latent_s: float = 0.0
+
+
+def layer_rates(beyond_s: Callable[[Path], float]) -> LayerRates:
+    """`beyond_s` tells, of a model, a step's seconds beyond what is predicted of it."""
+    found = []
+    for model in (small_model, _small_experts, _small_latent):
+        taken = []
+        for layers in (FEW, MANY):
+            with model(layers) as folder:
+                taken.append(beyond_s(folder))
+        found.append(max(0.0, (taken[1] - taken[0]) / (MANY - FEW)))
+    dense, sparse, latent = found
+    return LayerRates(dense, max(0.0, sparse - dense), max(0.0, latent - dense))
+
+
+@contextmanager
+def small_model(layers: int) -> Iterator[Path]:
+    """The embedded model with so many of its layers, in a folder that goes away."""
+    from safetensors.torch import load_file, save_file
+
+    with (
+        as_file(files("hmt") / "embedded" / _SOURCE) as source,
+        _folder_beside(source, {"num_hidden_layers": layers}) as folder,
+    ):
+        config = json.loads((source / "config.json").read_text())
+        beyond = tuple(f"model.layers.{n}." for n in range(layers, config["num_hidden_layers"]))
+        held = load_file(source / _WEIGHTS)
+        save_file({k: v for k, v in held.items() if not k.startswith(beyond)}, folder / _WEIGHTS)
+        yield folder
+
+
+@contextmanager
+def _small_experts(layers: int) -> Iterator[Path]:
+    """A mixture of experts with random weights, of Qwen3's family."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": _EXPERT_WIDTH,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": _CHOSEN,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD_DIM,
+    }
+    shapes = {
+        "self_attn.q_norm": (_HEAD_DIM,),
+        "self_attn.k_norm": (_HEAD_DIM,),
+        "self_attn.q_proj": (_HEADS * _HEAD_DIM, _WIDTH),
+        "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
+        "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
+        "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
+        "mlp.gate": (_EXPERTS, _WIDTH),
+    }
+    for expert in range(_EXPERTS):
+        shapes |= _gated(f"mlp.experts.{expert}.")
+    with _random_model(layers, config, shapes) as folder:
+        yield folder
+
+
+@contextmanager
+def _small_latent(layers: int) -> Iterator[Path]:
+    """Latent attention and dense networks with random weights, of DeepSeek-V3's family."""
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": layers,
+        "num_key_value_heads": _HEADS,
+        "q_lora_rank": _LATENT,
+        "kv_lora_rank": _LATENT,
+        "qk_nope_head_dim": _HEAD_DIM,
+        "qk_rope_head_dim": _ROTATED,
+        "v_head_dim": _HEAD_DIM,
+        "n_routed_experts": _EXPERTS,
+        "num_experts_per_tok": _CHOSEN,
+        "moe_intermediate_size": _EXPERT_WIDTH,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    }
+    shapes = {
+        "self_attn.q_a_proj": (_LATENT, _WIDTH),
+        "self_attn.q_a_layernorm": (_LATENT,),
+        "self_attn.q_b_proj": (_HEADS * (_HEAD_DIM + _ROTATED), _LATENT),
+        "self_attn.kv_a_proj_with_mqa": (_LATENT + _ROTATED, _WIDTH),
+        "self_attn.kv_a_layernorm": (_LATENT,),
+        "self_attn.kv_b_proj": (_HEADS * 2 * _HEAD_DIM, _LATENT),
+        "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
+        **_gated("mlp."),
+    }
+    with _random_model(layers, config, shapes) as folder:
+        yield folder
+
+
+def _gated(at: str) -> dict[str, tuple[int, ...]]:
+    """A small gated network."""
+    wide, narrow = (_EXPERT_WIDTH, _WIDTH), (_WIDTH, _EXPERT_WIDTH)
+    return {f"{at}gate_proj": wide, f"{at}up_proj": wide, f"{at}down_proj": narrow}
+
+
+@contextmanager
+def _random_model(
+    layers: int, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> Iterator[Path]:
+    """Alike layers with weights of `shapes` and two norms, in a folder that goes away."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    norms = {"input_layernorm": (_WIDTH,), "post_attention_layernorm": (_WIDTH,)}
+    with as_file(files("hmt") / "embedded" / _SOURCE) as source:
+        vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
+        known = {
+            "num_hidden_layers": layers,
+            "hidden_size": _WIDTH,
+            "intermediate_size": _EXPERT_WIDTH,
+            "num_attention_heads": _HEADS,
+            "vocab_size": vocabulary,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        }
+        all_shapes = {"model.embed_tokens": (vocabulary, _WIDTH), "model.norm": (_WIDTH,)}
+        for layer in range(layers):
+            for name, shape in (norms | shapes).items():
+                all_shapes[f"model.layers.{layer}.{name}"] = shape
+        weights = {
+            f"{name}.weight": torch.ones(shape, dtype=torch.bfloat16)
+            if len(shape) == 1
+            else (torch.randn(shape, generator=generator) * _DEVIATION).bfloat16()
+            for name, shape in all_shapes.items()
+        }
+        with _folder_beside(source, known | config, anew=True) as folder:
+            save_file(weights, folder / _WEIGHTS)
+            yield folder
+
+
+@contextmanager
+def _folder_beside(source: Path, config: dict[str, Any], anew: bool = False) -> Iterator[Path]:
+    """A copy of the source but its weights, `config` changed in it, or all of it `anew`."""
+    with tempfile.TemporaryDirectory(prefix="hmt-probe-") as name:
+        folder = Path(name)
+        for file in source.iterdir():
+            if file.name != _WEIGHTS:
+                (folder / file.name).write_bytes(file.read_bytes())
+        known = {} if anew else json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(known | config))
+        yield folder
