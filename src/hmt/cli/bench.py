@@ -19,6 +19,7 @@ from hmt.cli.bench_hybrid import hybrid
 from hmt.cli.bench_kv import kv
 from hmt.cli.bench_kv_speed import kv_speed
 from hmt.cli.bench_pages import pages
+from hmt.cli.bench_plans import plans
 from hmt.cli.bench_predictions import predictions
 from hmt.cli.bench_prefix import prefix
 from hmt.cli.bench_ram import bigger_than_ram
@@ -38,6 +39,7 @@ app.command("hybrid")(hybrid)
 app.command("kv")(kv)
 app.command("kv-speed")(kv_speed)
 app.command("pages")(pages)
+app.command("plans")(plans)
 app.command("predictions")(predictions)
 app.command("prefix")(prefix)
 app.command("serve")(serve)

@@ -3,14 +3,15 @@
 import json as json_format
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hmt.base.errors import BudgetError
+from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.units import format_bytes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
     from hmt.planner.nodes import on_its_nodes
 
     arguments = engine.arguments()
+    if {"profile", "goal"} <= arguments.keys():
+        EngineConfig.resolve(**arguments)  # which refuses that
     profile = arguments.pop("profile", None)  # beside it the goal's own plan is shown
     config = replace(EngineConfig.resolve(**arguments), max_batch=asked.users or 1)
     goal, config = config.goal, replace(config, goal=None)  # it is searched for below
@@ -100,6 +103,7 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
         setting = planned.setting
     else:
         described = read_machine(asked.machine)
+        _check_budgets(described, arguments, config)
         given = config.host_memory_bytes if "host_memory" in arguments else described.ram_bytes
         setting = setting_of(
             config,
@@ -109,6 +113,7 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
             device_bytes=config.gpu_memory_bytes,
         )
         planned = _or_remedies(lambda: outlook.plan(setting), outlook, setting)
+    _check_prompt(asked.prompt, setting, planned.demand.spec.max_context)
     notes: list[str] = []
     if profile is not None:
         planned, notes = _with_profile(outlook, setting, profile)
@@ -117,6 +122,31 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
         planned = plan_for_goal(outlook, setting, goal, users=counts)
         notes = ["", options_line(planned, goal)]
     return planned, outlook, notes
+
+
+def _check_budgets(
+    machine: "Machine", arguments: "Mapping[str, Any]", config: "EngineConfig"
+) -> None:
+    """Refuse budgets beyond the memories of a machine that is only described."""
+    for option, given, there, name in (
+        ("host_memory", config.host_memory_bytes, machine.ram_bytes, "RAM"),
+        ("gpu_memory", config.gpu_memory_bytes or 0, machine.device_bytes, "GPU memory"),
+    ):
+        if option in arguments and given > there:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} {format_bytes(given)} was asked for, and this "
+                f"machine has {format_bytes(there)} of {name} ({machine.name})"
+            )
+
+
+def _check_prompt(prompt: int | None, setting: "Setting", longest: int) -> None:
+    """Refuse a prompt that the context does not hold."""
+    most = setting.context or longest
+    if prompt is not None and prompt > most:
+        raise ConfigError(
+            f"--prompt {prompt} is longer than the context of {most} positions that it would be "
+            "in; give a shorter one, or a longer --context"
+        )
 
 
 def _calibrated(aside: bool) -> bool:

@@ -166,15 +166,30 @@ class DeviceRoom:
         """See `share_of_device`."""
         self.layers, self.head = _layers(demand, context, levels)
         self.activations = device_activation_bytes(demand, chunk, context)
-        mapped = min(host_bytes, sum(block.slot_bytes for block in demand.blocks))
-        self.mapping = round_up(mapped // _PAGE_BYTES * _ENTRY_BYTES, _ALIGNMENT)
+        self._host_bytes, self._weight_bytes = host_bytes, demand.weight_bytes
+        self.mapping = _mapping_bytes(min(host_bytes, self._weight_bytes))
         self.room = device_bytes - self.activations - self.mapping
 
     def taken(self, asked: DeviceChoice) -> int | None:
-        """Bytes that a choice takes; None where they are not there."""
-        choice = self.choice(asked)
-        nbytes = choice.nbytes + (_bytes(self.head) if asked.head else 0)
-        return nbytes if nbytes <= self.room else None
+        """Bytes that a choice takes; None where they are not there.
+
+        What is left may be too little for the page tables of all host memory: `host_bytes`.
+        """
+        nbytes = self._nbytes(asked)
+        return nbytes if nbytes <= self.room + self.mapping else None
+
+    def host_bytes(self, asked: DeviceChoice) -> int:
+        """Host memory that can be used beside a choice: as much as there is room to map.
+
+        So more host memory never takes a choice away.
+        """
+        left = self.room + self.mapping - self._nbytes(asked)
+        if left >= self.mapping:
+            return self._host_bytes
+        return min(self._host_bytes, left // _ALIGNMENT * _ALIGNMENT // _ENTRY_BYTES * _PAGE_BYTES)
+
+    def _nbytes(self, asked: DeviceChoice) -> int:
+        return self.choice(asked).nbytes + (_bytes(self.head) if asked.head else 0)
 
     def choice(self, asked: DeviceChoice) -> "_Choice":
         """The layers that a choice means."""
@@ -220,8 +235,8 @@ def share_of_device(
     host_bytes: int = 0,
     levels: KVLevels | None = None,
     asked: DeviceChoice | None = None,
-) -> tuple[DeviceShare, list[BlockId]]:
-    """Decide what the device gets of `device_bytes`, and which blocks live there.
+) -> tuple[DeviceShare, list[BlockId], int]:
+    """Decide what the device gets of `device_bytes`, which blocks live there, and the host's bytes.
 
     host_bytes   the budget of the host, of which all that weights take is pinned
     levels       where keys and values lie, if not all of them there
@@ -233,6 +248,7 @@ def share_of_device(
         demand, device_bytes, chunk=chunk, context=context, host_bytes=host_bytes, levels=levels
     )
     layers, activations, mapping = space.layers, space.activations, space.mapping
+    mapped = host_bytes
     share = copied_share(machine)
     if asked is None:
         choice, head = space.best(demand, machine)
@@ -243,6 +259,8 @@ def share_of_device(
                 f"activations leave of {format_bytes(device_bytes)}"
             )
         choice, head = space.choice(asked), space.head if asked.head else []
+        mapped = space.host_bytes(asked)
+        mapping = min(mapping, _mapping_bytes(mapped))
     if not choice.layers:
         least = min(layer.core_bytes for layer in layers) + activations + mapping
         raise BudgetError(
@@ -274,7 +292,7 @@ def share_of_device(
         staging_slots=choice.staging_slots,
         link_share=(share or _LINK_SHARE) if choice.staging_slots else 0.0,
     )
-    return found, [block.id for block in stays]
+    return found, [block.id for block in stays], mapped
 
 
 def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
@@ -317,8 +335,9 @@ def _layer_kv(demand: Demand) -> list[int]:
 
 def copied_share(machine: Machine) -> float:
     """Of the bytes that do not stay on the device, those that are copied there in every step."""
-    link = machine.shared_link_rate or machine.link_rate
-    memory = machine.shared_cpu_rate or machine.ram_read_rate
+    # Neither is faster beside the other than alone, whatever was measured.
+    link = min(machine.shared_link_rate or machine.link_rate, machine.link_rate)
+    memory = min(machine.shared_cpu_rate or machine.ram_read_rate, machine.ram_read_rate)
     return link / (link + memory) if link and memory else 0.0
 
 
@@ -380,6 +399,10 @@ def _cache_experts(choice: _Choice, room: int, brought: int) -> None:
     choice.staging_slots += more
     spare = room - choice.nbytes
     choice.expert_slots = min(spare // (size * len(choice.sparse)), len(choice.sparse[0].wide))
+
+
+def _mapping_bytes(host_bytes: int) -> int:
+    return round_up(host_bytes // _PAGE_BYTES * _ENTRY_BYTES, _ALIGNMENT)
 
 
 def _largest(layers: Sequence[_Layer]) -> int:

@@ -40,7 +40,7 @@ class Draft:
         self._link_share = copied_share(machine) or _LINK_SHARE
         self._kv_bytes = [layer.kv_bytes for layer in self.room.layers]
         others = activation_bytes(demand, chunk, context) + 2 * demand.staging_bytes
-        self._host_bytes = host_bytes - others
+        self._others_bytes = others
         self._core: list[dict[str, Weights]] = [{} for _ in range(self.layers)]
         self._wide: list[dict[str, Weights]] = [{} for _ in range(self.layers)]
         self._head: dict[str, Weights] = {}
@@ -66,8 +66,10 @@ class Draft:
         stay = {layer.index for layer in choice.stay}
         copied = {layer.index for layer in choice.copied}
         away = {layer.index for layer in choice.on_cpu}
-        read = self._read(asked.head, on_device, stay)
-        share = self._cached(asked.head, on_device, stay)
+        left = self._left(asked, on_device)
+        dense = self._dense_bytes(asked.head, on_device, stay)
+        read = _read(dense, left)
+        share = self._cached(left - sum(dense.values()))
         layers: list[LayerLoad] = []
         made: dict[tuple[object, ...], LayerLoad] = {}
         for index, bare in enumerate(self._bare):
@@ -126,28 +128,27 @@ class Draft:
         found[self.layers] = 0.0 if head else _bytes(self._head)
         return found
 
-    def _left(self, on_device: set[int]) -> float:
+    def _left(self, asked: DeviceChoice, on_device: set[int]) -> float:
         """Host memory for weights."""
         kv = sum(self._kv_bytes[index] for index in range(self.layers) if index not in on_device)
-        return float(self._host_bytes - kv)
+        return float(self.room.host_bytes(asked) - self._others_bytes - kv)
 
-    def _read(self, head: bool, on_device: set[int], stay: set[int]) -> set[int]:
-        """Layers whose dense blocks come from the drive, evenly spread."""
-        dense = self._dense_bytes(head, on_device, stay)
-        total, left = sum(dense.values()), self._left(on_device)
-        if total <= left:
-            return set()
-        heavy = [index for index, nbytes in dense.items() if nbytes]
-        count = min(len(heavy), ceil(len(heavy) * (total - left) / total))
-        return {heavy[(2 * n + 1) * len(heavy) // (2 * count)] for n in range(count)}
-
-    def _cached(self, head: bool, on_device: set[int], stay: set[int]) -> float | None:
+    def _cached(self, left: float) -> float | None:
         """The share of experts that host memory has room for; None: all of them."""
         total = sum(group.count * group.each.nbytes for group in self._experts.values())
-        left = self._left(on_device) - sum(self._dense_bytes(head, on_device, stay).values())
         if not total or total <= left:
             return None
         return max(0.0, left / total)
+
+
+def _read(dense: Mapping[int, float], left: float) -> set[int]:
+    """Layers whose dense blocks come from the drive, evenly spread."""
+    total = sum(dense.values())
+    if total <= left:
+        return set()
+    heavy = [index for index, nbytes in dense.items() if nbytes]
+    count = min(len(heavy), ceil(len(heavy) * (total - left) / total))
+    return {heavy[(2 * n + 1) * len(heavy) // (2 * count)] for n in range(count)}
 
 
 def _add(sums: dict[str, Weights], block: BlockSize) -> None:

@@ -106,7 +106,7 @@ def _cost_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str]:
         limit = CostModel(loads_of(demand, plan), machine).decode(1, 0).limit
         text = f"{1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by {_LIMITS[limit]}"
         if machine.step_s:
-            lines.append(f"that allows {text}")
+            lines.append(f"that allows {text}, before there is any context")
         else:
             lines.append(f"the links allow {text}; small models stay far below that")
     return lines

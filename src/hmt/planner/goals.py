@@ -31,7 +31,11 @@ def seconds_for(goal: str, found: Prediction) -> float:
     latency      seconds of one prompt and its answer, other users decoding beside it
     throughput   seconds of the machine for each answer, prompts included
     balanced     the geometric mean of both
+
+    Endless where no speed is predicted: what is not known is not better than what is.
     """
+    if not found.step.seconds:
+        return inf
     answer = ANSWER_TOKENS * found.step.seconds
     latency = found.ttft_s + answer
     throughput = found.ttft_s + answer / found.users

@@ -14,7 +14,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan
 from hmt.planner.cost import CostModel, Prediction
 from hmt.planner.device import DeviceChoice
-from hmt.planner.footprint import Demand
+from hmt.planner.footprint import Demand, default_chunk
 from hmt.planner.levels import KVBudgets
 from hmt.planner.loads import loads_of
 from hmt.planner.routing import HitCurve
@@ -170,10 +170,30 @@ class Outlook:
 
     def remedies(self, setting: Setting, count: int = 3) -> list[Change]:
         """The smallest changes with which a setting that does not fit does, the smallest first."""
-        found: list[tuple[float, Change]] = []
-        for size, change in self._remedies(setting):
-            found.append((size, change))
+        found = [*self._remedies(setting)]
+        if not found:
+            for text, base in self._bases(setting):
+                found += [
+                    (size, replace(change, text=f"{text} and {change.text}"))
+                    for size, change in self._remedies(base)
+                ]
         return [change for _, change in sorted(found, key=lambda one: one[0])[:count]]
+
+    def _bases(self, setting: Setting) -> Iterator[tuple[str, Setting]]:
+        """Settings that are nearer to what fits, for changes of two things."""
+        machine = setting.machine
+        if setting.device_budget():
+            yield "the CPU alone (GPU memory 0)", replace(setting, device_bytes=0)
+        for scheme in _SCHEMES:
+            wanted = replace(setting, scheme=scheme)
+            needed = self.demand(wanted).weight_bytes
+            if needed >= self.demand(setting).weight_bytes:
+                continue
+            yield f"weights in {scheme}", wanted
+        needed = self.demand(setting).weight_bytes
+        if machine.disk_bytes and needed > machine.disk_bytes:
+            larger = replace(setting, machine=replace(machine, disk_bytes=needed))
+            yield f"a drive of {format_bytes(needed)}", larger
 
     def _remedies(self, setting: Setting) -> Iterator[tuple[float, Change]]:
         """Changes of one thing that suffice, each with its size: the share that it changes."""
@@ -207,15 +227,26 @@ class Outlook:
             wanted = replace(setting, context=shorter)
             size = context / shorter - 1
             yield from change(f"a context of {shorter} positions", wanted, size)
-        for users in range(setting.users - 1, 0, -1):
-            wanted = replace(setting, users=users)
-            if self.fits(wanted) is not None:
-                text = f"{users} user{'s' if users > 1 else ''} at once"
-                yield from change(text, wanted, setting.users / users - 1)
-                break
-        if setting.prefill_chunk is None or setting.prefill_chunk > PAGE_TOKENS:
-            wanted = replace(setting, prefill_chunk=PAGE_TOKENS)
-            yield from change(f"prompts in pieces of {PAGE_TOKENS} tokens", wanted, 0.5)
+        if users := self._greatest(lambda n: replace(setting, users=n), 1, setting.users - 1):
+            text = f"{users} user{'s' if users > 1 else ''} at once"
+            yield from change(text, replace(setting, users=users), setting.users / users - 1)
+        chunk = setting.prefill_chunk or default_chunk(demand)
+        pages = self._greatest(
+            lambda n: replace(setting, prefill_chunk=n * PAGE_TOKENS), 1, (chunk - 1) // PAGE_TOKENS
+        )
+        if pages:
+            pieces = pages * PAGE_TOKENS
+            wanted = replace(setting, prefill_chunk=pieces)
+            yield from change(f"prompts in pieces of {pieces} tokens", wanted, chunk / pieces - 1)
+        if (kv := setting.kv) is not None:
+
+            def near(nbytes: int) -> Setting:
+                return replace(setting, kv=replace(kv, device_bytes=nbytes))
+
+            if (more := self._least(near, kv.device_bytes)) is not None:
+                size = more / max(1, kv.device_bytes) - 1
+                text = f"--kv-device-memory {format_bytes(more)}"
+                yield from change(text, near(more), size)
         for scheme in _SCHEMES:
             if scheme != setting.scheme:
                 wanted = replace(setting, scheme=scheme)
@@ -240,6 +271,17 @@ class Outlook:
             middle = (low + high) // 2
             low, high = (low, middle) if self.fits(setting(middle)) is not None else (middle, high)
         return high
+
+    def _greatest(self, setting: Callable[[int], Setting], low: int, high: int) -> int:
+        """The greatest number from `low` to `high` with which `setting` fits; 0: none does."""
+        if high < low or self.fits(setting(low)) is None:
+            return 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high) if self.fits(setting(middle)) is not None else (low, middle - 1)
+            )
+        return low
 
     def _most(self, setting: Setting, context: int) -> int | None:
         """The longest context below `context` that fits, in whole pages; None: no context does."""

@@ -181,7 +181,7 @@ def _with_device(
     """The device takes what it can; the rest is planned as without it."""
     # Layers of the device need as many positions of KV there as the others have in host memory.
     context = _context(demand, options, options.host_bytes // 4)
-    share, stays = share_of_device(
+    share, stays, mapped = share_of_device(
         demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context,
         host_bytes=options.host_bytes, levels=levels, asked=options.device,
     )  # fmt: skip
@@ -199,12 +199,12 @@ def _with_device(
     beside = None
     if levels is not None and demand.kv_sizes is not None:
         beside = kv_bytes(rest, context) + host_bytes(levels, demand.kv_sizes)
-    plan = _on_host(rest, options, beside)
+    plan = _on_host(rest, replace(options, host_bytes=mapped), beside)
     homes = {block.id: plan.homes.get(block.id, Tier.DEVICE) for block in demand.blocks}
     return replace(
         plan,
         homes=homes,
-        budgets={**plan.budgets, Tier.DEVICE: options.device_bytes},
+        budgets={Tier.HOST: options.host_bytes, Tier.DEVICE: options.device_bytes},
         kv_tokens=round_up(context, PAGE_TOKENS),
         device=share,
     )
