@@ -130,6 +130,14 @@ def test_a_plan_for_a_machine_that_is_not_here(hmt, tmp_path):
     refused = hmt(*asked, "--gpu-memory", "100MiB")
     assert refused.code == 1 and "these would fit" in refused.err
     assert hmt("plan", "llama-3.1-8b", "--machine", "none").code == 1
+    for wrong, message in (
+        (("--goal", "latency", "--profile", "latency"), "not both"),
+        (("--gpu-memory", "64GiB"), "64.0 GiB was asked for"),
+        (("--host-memory", "1TiB"), "of RAM"),
+        (("--prompt", "4097", "--context", "4096"), "longer than the context of 4096"),
+    ):
+        found = hmt(*asked, *wrong)
+        assert found.code == 2 and message in found.err, wrong
 
 
 @pytest.fixture

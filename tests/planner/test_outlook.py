@@ -18,7 +18,7 @@ from hmt.planner.outlook import Setting
 
 def test_any_machine_and_model_has_a_plan_or_a_reason() -> None:
     chance, planned, refused = random.Random(1), 0, 0
-    for _ in range(250):
+    for _ in range(500):
         demand = random_model(chance)
         machine = random_machine(chance, demand)
         asked = setting(machine, users=chance.choice([1, 4]), context=chance.choice([64, 100_000]))
@@ -27,7 +27,7 @@ def test_any_machine_and_model_has_a_plan_or_a_reason() -> None:
             found = plans.plan(asked)
         except BudgetError:
             refused += 1
-            for change in plans.remedies(asked):
+            for change in plans.remedies(asked) if refused % 2 else ():  # it takes ten plans
                 plan = change.planned.plan
                 assert plans.plan(change.planned.setting).plan == plan
                 assert sum(plan.reserved.values()) <= plan.budgets[Tier.HOST]
@@ -38,7 +38,7 @@ def test_any_machine_and_model_has_a_plan_or_a_reason() -> None:
         assert reserved <= asked.device_budget()
         assert found.plan == plans.plan(asked).plan
         assert found.prediction.tokens_per_s > 0 and found.prediction.ttft_s > 0
-    assert planned > 30 and refused > 10
+    assert planned > 60 and refused > 20
 
 
 def test_a_refusal_comes_with_the_smallest_changes() -> None:
@@ -56,6 +56,31 @@ def test_a_refusal_comes_with_the_smallest_changes() -> None:
     assert nbytes is not None
     less = replace(memory.planned.setting, host_bytes=nbytes - nbytes // 100)
     assert outlook(demand).fits(less) is None, "a hundredth less is too little"
+
+
+def test_suggestions_are_as_small_as_can_be() -> None:
+    demand = small_model(8)
+    plans, machine = outlook(demand), machine_with(demand, ram=10)
+
+    def text(**given: object) -> str:
+        asked = setting(machine, **given)
+        assert plans.fits(asked) is None
+        return "; ".join(change.text for change in plans.remedies(asked, 9))
+
+    found = text(users=50_000)
+    users = int(next(part for part in found.split("; ") if "at once" in part).split()[0])
+    assert plans.fits(setting(machine, users=users)) is not None
+    assert plans.fits(setting(machine, users=users + 1)) is None
+    found = text(prefill_chunk=1 << 26)
+    pieces = int(next(part for part in found.split("; ") if "pieces of" in part).split()[4])
+    assert plans.fits(setting(machine, prefill_chunk=pieces)) is not None
+    assert plans.fits(setting(machine, prefill_chunk=pieces + 16)) is None
+    # Where one change is not enough, two are.
+    small = replace(machine, disk_bytes=demand.weight_bytes // 2)
+    asked = setting(small, users=50_000)
+    changes = plans.remedies(asked)
+    assert changes and all(" and " in change.text for change in changes)
+    assert all(plans.fits(change.planned.setting) is not None for change in changes)
 
 
 def test_a_drive_that_is_too_small_is_refused() -> None:

@@ -9,6 +9,7 @@ from models import machine_with, outlook, random_machine, random_model, setting,
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.blocks import BlockKind
+from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
 from hmt.engine import EngineConfig
 from hmt.engine.outlooks import outlook_on
@@ -122,6 +123,29 @@ def test_so_it_does_for_models_and_machines_that_there_are(model: str, machine: 
     assert all(found <= weight(planned) for planned in by_hand(asked, demand, plans))
 
 
+MEMORIES = {"RAM": ("ram_bytes",), "GPU memory": ("device_bytes",)}
+RATES = {
+    "memory": ("ram_read_rate", "core_read_rate", "shared_cpu_rate"),
+    "link": ("link_rate", "shared_link_rate"),
+    "drive": ("disk_read_rate",),
+    "GPU": ("device_read_rate",),
+    "CPU arithmetic": ("cpu_ops",),
+    "GPU arithmetic": ("device_ops",),
+}
+
+
+def more_of(resource: str, machine: Machine) -> Machine:
+    """Half as much again of one thing."""
+    changes: dict[str, object] = {}
+    for name in (MEMORIES | RATES)[resource]:
+        value = getattr(machine, name)
+        if isinstance(value, dict):
+            changes[name] = {key: 1.5 * rate for key, rate in value.items()}
+        else:
+            changes[name] = type(value)(1.5 * value)
+    return replace(machine, **changes)  # type: ignore[arg-type]
+
+
 def test_searched_plans_fit_are_repeatable_and_no_worse_with_more() -> None:
     chance, compared = random.Random(3), 0
     while compared < 6:
@@ -141,9 +165,48 @@ def test_searched_plans_fit_are_repeatable_and_no_worse_with_more() -> None:
         before = seconds_for("balanced", found.prediction)
         if usual is not None:
             assert before <= seconds_for("balanced", usual.prediction)
-        for name in ("ram_bytes", "device_bytes", "ram_read_rate", "link_rate"):
-            more = replace(
-                machine, **{name: type(getattr(machine, name))(1.5 * getattr(machine, name))}
+        for name in (*MEMORIES, *RATES):
+            richer = plan_for_goal(
+                outlook(demand), replace(asked, machine=more_of(name, machine)), "balanced"
             )
-            richer = plan_for_goal(outlook(demand), replace(asked, machine=more), "balanced")
             assert seconds_for("balanced", richer.prediction) <= before * (1 + 1e-9), name
+
+
+def test_page_tables_take_no_choice_away() -> None:
+    """A GPU that is full maps as much host memory as it can, and more of that changes nothing."""
+    demand = small_model(6, 64, 4, sizes=(20, 20, 60, 30))
+    machine = machine_with(demand, ram=1.2, device=0.3)
+    choice = DeviceChoice(6, expert_slots=2, staging_slots=1)
+    room = Draft(
+        demand, machine, device_bytes=1 << 40, host_bytes=1 << 40, chunk=64, context=512
+    ).room  # fmt: skip
+    taken = room.taken(choice)
+    assert taken is not None and room.host_bytes(choice) == 1 << 40
+    least = room.activations + taken
+    speeds = []
+    for spare in (0, room.mapping // 4, room.mapping // 2, room.mapping, room.mapping + 4096):
+        for host in (0.8, 1.0, 2.0):
+            asked = setting(
+                machine, prefill_chunk=64, device_bytes=least + spare, device=choice,
+                host_bytes=int(host * machine.ram_bytes * 0.5),
+            )  # fmt: skip
+            planned = outlook(demand).fits(asked)
+            if planned is None:
+                assert spare < room.mapping // 4, "no host memory at all can be mapped"
+                continue
+            reserved = planned.plan.device.reserved
+            assert sum(reserved.values()) <= least + spare
+            weights = planned.plan.reserved["resident"] + planned.plan.reserved["slots"]
+            assert weights // 4096 * 8 <= reserved["mapping"]
+            speeds.append((spare, host, planned.prediction.tokens_per_s))
+    assert len(speeds) >= 12
+    for spare, host, rate in speeds:
+        worse = [other for s, h, other in speeds if s <= spare and h <= host]
+        assert rate >= max(worse) * (1 - 1e-9)
+
+
+def test_what_is_not_predicted_is_not_better() -> None:
+    demand = small_model(8, 32, 4)
+    machine = replace(machine_with(demand, ram=1.0, device=0.4), disk_read_rate=0.0)
+    found = plan_for_goal(outlook(demand), setting(machine, host_bytes=None), "latency")
+    assert found.prediction.tokens_per_s > 0 and not found.prediction.step.nbytes["disk"]

@@ -126,7 +126,8 @@ def random_plans(
 def by_hand(plans: Outlook, setting: Setting, chunk: int) -> dict[str, Planned | None]:
     """What rules of thumb give, with prompts in pieces of `chunk` tokens; None: nothing that fits.
 
-    The GPU gets as many layers as fit: with all that belongs to them, or attention and head alone.
+    The GPU gets as many layers as fit, with all that belongs to them, and the head where all do; or
+    their attention alone, and the head.
     """
     setting = replace(setting, prefill_chunk=chunk)
     found: dict[str, Planned | None] = {RULES[0]: plans.fits(replace(setting, device_bytes=0))}
@@ -139,7 +140,8 @@ def by_hand(plans: Outlook, setting: Setting, chunk: int) -> dict[str, Planned |
         (RULES[1], lambda n: DeviceChoice(n, staying=n, **whole)),
         (RULES[2], lambda n: DeviceChoice(n, head=True)),
     ):
-        fitting = (plans.fits(replace(setting, device=make(n))) for n in range(layers, 0, -1))
+        choices = [replace(make(layers), head=True), *map(make, range(layers, 0, -1))]
+        fitting = (plans.fits(replace(setting, device=choice)) for choice in choices)
         found[name] = next((planned for planned in fitting if planned is not None), None)
     return found
 
