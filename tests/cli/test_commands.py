@@ -109,12 +109,19 @@ def test_a_plan_for_a_machine_that_is_not_here(hmt, tmp_path):
     asked = ("plan", "llama-3.1-8b", "--machine", "16gb-card-gen5", "--quant", "w4a8")
     done = hmt(*asked, "--context", "4096", "--users", "2", "--explain", "--plot")
     assert done.code == 0, done.err
-    for word in ("RTX 4080", "tokens/s for 2 users", "16 users", "attention  G", "help most"):
+    for word in (
+        "RTX 4080",
+        "tokens/s for 2 users",
+        "16 users",
+        "attention  G",
+        "help most",
+        "why:",
+    ):
         assert word in done.out
     config = tmp_path / "config.json"
     config.write_text((files("hmt.planner") / "shapes" / "llama-3.1-8b.json").read_text())
     again = json.loads(hmt("plan", config, *asked[2:], "--json", "--explain").out)
-    assert again["prediction"]["tokens_per_s"] > 10 and again["would_help"]
+    assert again["prediction"]["tokens_per_s"] > 10 and again["would_help"] and again["why"]
     goal = json.loads(hmt(*asked, "--context", "4096", "--goal", "latency", "--json").out)
     usual = json.loads(hmt(*asked, "--context", "4096", "--json").out)
     assert goal["prediction"]["ttft_s"] <= usual["prediction"]["ttft_s"]

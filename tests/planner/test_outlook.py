@@ -14,6 +14,7 @@ from hmt.planner import explain
 from hmt.planner.drawing import draw
 from hmt.planner.machine_file import read_machine
 from hmt.planner.outlook import Setting
+from hmt.planner.reasons import reasons
 
 
 def test_any_machine_and_model_has_a_plan_or_a_reason() -> None:
@@ -114,7 +115,14 @@ def test_plans_are_drawn_and_explained() -> None:
         drawing = draw(found.plan, demand)
         assert "attention" in drawing and "experts" in drawing and "host" in drawing
         assert ("GPU       [" in drawing) is bool(device)
-        assert "tokens/s" in explain(found.plan, demand, found.setting.machine)
+        machine = replace(found.setting.machine, process_bytes=300 << 20)
+        text = explain(found.plan, demand, machine)
+        assert "tokens/s" in text and "beside it 300 MiB" in text
+        why = "; ".join(reasons(found.plan, demand, machine))
+        assert ("GPU" in why) is bool(device) and "nothing is read from the drive" in why
+        assert ("a token chooses 4 of 32" in why) is (device < 1)
+    few = outlook(demand).plan(setting(machine_with(demand, ram=0.2)))
+    assert "dense blocks" in "; ".join(reasons(few.plan, demand, few.setting.machine))
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:

@@ -231,6 +231,7 @@ def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) 
     from hmt.cli.plan_view import help_lines, speed_lines, table_lines
     from hmt.planner import explain as explained
     from hmt.planner.drawing import draw
+    from hmt.planner.reasons import reasons
 
     setting = planned.setting
     lines = [f"machine: {setting.machine.name}"]
@@ -241,6 +242,11 @@ def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) 
     if plot:
         lines += ["", draw(planned.plan, planned.demand)]
     if explain:
+        lines += [
+            "",
+            "why:",
+            *(f"  {reason}" for reason in reasons(planned.plan, planned.demand, setting.machine)),
+        ]
         longest = planned.demand.spec.max_context
         context = planned.prediction.context
         contexts = sorted({min(longest, each) for each in (*_CONTEXTS, context)})
@@ -252,6 +258,8 @@ def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) 
 
 
 def _as_json(planned: "Planned", outlook: "Outlook | None") -> dict[str, Any]:
+    from hmt.planner.reasons import reasons
+
     plan, spec = planned.plan, planned.demand.spec
     counts: Counter[tuple[str, str]] = Counter()
     for block, home in plan.homes.items():
@@ -284,6 +292,7 @@ def _as_json(planned: "Planned", outlook: "Outlook | None") -> dict[str, Any]:
         "machine": asdict(planned.setting.machine),
     }
     if outlook is not None:
+        content["why"] = reasons(plan, planned.demand, planned.setting.machine)
         content["would_help"] = [
             {"change": change.text, "gain": change.gain, "tokens_per_s": after.tokens_per_s}
             for change in outlook.helpful(planned)

@@ -47,7 +47,11 @@ def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
             detail = f"  ({plan.kv_tokens} positions)" if purpose == "kv" else ""
             lines.append(f"  {_MEANING[purpose]:<26}{format_bytes(nbytes):>10}{detail}")
     free = plan.budgets[Tier.HOST] - sum(plan.reserved.values())
-    lines += [f"  {'free':<26}{format_bytes(free):>10}", ""]
+    lines.append(f"  {'free':<26}{format_bytes(free):>10}")
+    if machine.process_bytes:
+        taken = format_bytes(machine.process_bytes)
+        lines.append(f"beside it {taken} of the process itself")
+    lines.append("")
     lines += _device_lines(plan, demand, machine)
     tiers = [Tier.DEVICE] * bool(plan.device.stages) + [Tier.HOST, Tier.DISK]
     lines.append(f"{'blocks':<10}" + "".join(f"{_PLACES[tier]:>18}" for tier in tiers))
