@@ -54,6 +54,7 @@ def test_sizes_and_rates_are_read_as_people_write_them() -> None:
         ({"name": 3}, "text"),
         ({"remote_share": 1.5}, "share"),
         ({"device_name": "a GPU"}, "device_bytes"),
+        ({"device_bytes": "8GiB", "link_rate": 1e9}, "device_name"),
         ({"ram_bytes": 0}, "more than 0"),
         ({"disk_read_rate": float("nan")}, "at least 0"),
     ],

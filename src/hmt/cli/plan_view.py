@@ -23,7 +23,7 @@ def speed_lines(planned: "Planned") -> list[str]:
     """The prediction for what was asked, and what bounds it."""
     found = planned.prediction
     if not found.tokens_per_s:
-        return ["no speed is predicted: rates of memory or of the drive are not known (hmt probe)"]
+        return ["no speed is predicted: rates of memory, GPU or drive are not known (hmt probe)"]
     users = f"{found.users} users" if found.users > 1 else "one user"
     lines = [
         f"predicted: {_number(found.tokens_per_s)} tokens/s for {users} with {found.context} "

@@ -21,7 +21,6 @@ _USERS = (1, 4, 16, 32)
 _KV_SHARES = (1.0, 0.5, 0.25, 0.1)  # of keys and values, near
 _MUCH = 0.25  # of a GPU's memory
 _LESS = (0.85, 0.7, 0.5)  # of memories
-_SEARCHED_LESS = (0.75, 0.5)  # of host memory; a search takes as long as ten plans
 _SEARCHED = 1  # sizes of pieces for which the share of the device is searched for
 
 
@@ -34,7 +33,8 @@ def seconds_for(goal: str, found: Prediction) -> float:
 
     Endless where no speed is predicted: what is not known is not better than what is.
     """
-    if not found.step.seconds:
+    step = found.step
+    if not step.seconds and (step.nbytes.get("disk") or any(step.busy_s.values())):
         return inf
     answer = ANSWER_TOKENS * found.step.seconds
     latency = found.ttft_s + answer
@@ -68,32 +68,22 @@ def plan_for_goal(
             best = found
     if best is None:
         return outlook.plan(setting)  # which says why not
-    return min(_with_less(outlook, best, goal), key=lambda planned: _worth(goal, planned))
+    return min(_with_less(outlook, best), key=lambda planned: _worth(goal, planned))
 
 
-def _with_less(outlook: Outlook, best: Planned, goal: str) -> Iterator[Planned]:
+def _with_less(outlook: Outlook, best: Planned) -> Iterator[Planned]:
     """The plan, and what plans for smaller memories would be.
 
     The solver fills what it is given by rules, which may be worse with more: a larger part of a
-    network on the device, or a page table there for more of host memory.  And a search may end
-    elsewhere.
+    network on the device, or dense blocks in the room of experts' slots in host memory.
     """
     yield best
     setting = best.setting
     host, device = setting.host_budget(), setting.device_budget()
-    for share in _LESS:
-        less = [replace(setting, host_bytes=int(share * host))]
-        if device and setting.kv is None:
-            less.append(replace(setting, device_bytes=int(share * device), device=None))
-        yield from _fitting(outlook, less)
-    if not device or setting.kv is not None:
-        return
-    for share in _SEARCHED_LESS:
-        smaller = replace(setting, host_bytes=int(share * host), device=None)
-        found = searched(outlook, smaller, goal)
-        if found is not None:
-            yield found
-            yield from _fitting(outlook, [replace(setting, device=found.setting.device)])
+    less = [replace(setting, host_bytes=int(share * host)) for share in _LESS]
+    if device and setting.kv is None:
+        less += [replace(setting, device_bytes=int(share * device), device=None) for share in _LESS]
+    yield from _fitting(outlook, less)
 
 
 def _fitting(outlook: Outlook, settings: Iterable[Setting]) -> Iterator[Planned]:

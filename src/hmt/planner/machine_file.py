@@ -58,6 +58,8 @@ def machine_of(content: Mapping[str, Any], source: str) -> Machine:
     machine = Machine(**values)
     if machine.device_name and not (machine.device_bytes and machine.link_rate):
         raise ConfigError(f"{source}: a GPU needs device_bytes and link_rate")
+    if machine.device_bytes and not machine.device_name:
+        raise ConfigError(f"{source}: a GPU needs device_name, too, which is what plans call it")
     if not machine.cores or not machine.ram_bytes:
         raise ConfigError(f"{source}: cores and ram_bytes must be more than 0")
     return machine

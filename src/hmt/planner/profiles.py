@@ -123,6 +123,8 @@ def _choices(demand: Demand, profile: Profile, curve: HitCurve | None) -> Iterat
     layers = min(profile.gpu_layers, demand.spec.layers)
     experts = [block.id.layer for block in demand.of_kind(BlockKind.EXPERT)]
     if not experts:
+        if layers == demand.spec.layers:
+            yield DeviceChoice(layers, head=True, staying=layers)
         yield DeviceChoice(layers, staying=layers)
         return
     count = experts.count(experts[0])

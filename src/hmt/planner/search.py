@@ -35,18 +35,20 @@ def cheapest(
     A draft is not quite the plan: whoever can should compare the plans of these.
     """
     search = _Search(draft, machine, weigh, curve)
-    starts = [_NOTHING, *_fullest(draft)]
-    starts += [search.most(start, sort) for start in starts[1:2] for sort in _SORTS]
+    fullest = list(dict.fromkeys(_fullest(draft)))
+    starts = [_NOTHING, *fullest]
+    starts += [search.most(start, sort) for start in fullest for sort in _SORTS]
     filled = sorted({search.fill(start): None for start in starts}, key=search.cost)
     found = {search.improved(start): None for start in filled[:_IMPROVED]}
     return sorted((*found, *filled[:1], _NOTHING), key=search.cost)
 
 
 def _fullest(draft: Draft) -> Iterator[DeviceChoice]:
-    """As much attention as fits, alone, and with room for networks that are copied."""
-    for copied in (0, draft.layers):
+    """As much attention as fits: alone, with the head, and with room for what is copied."""
+    staging = 1 if draft.experts else 0
+    for head, copied in ((True, 0), (False, 0), (True, draft.layers)):
         for layers in range(draft.layers, 0, -1):
-            choice = DeviceChoice(layers, head=True, copied=min(copied, layers))
+            choice = DeviceChoice(layers, head, 0, min(copied, layers), 0, staging)
             if draft.room.taken(choice) is not None:
                 yield choice
                 break
