@@ -15,6 +15,7 @@ def test_chance_and_rules_of_thumb_are_beaten() -> None:
     assert found["least_beaten"] >= 0.95 and found["rules"] == 4 and not found["rules_that_win"]
     assert all(cost >= 1 for cost in results[0]["rules"].values())
     assert results[0] == compare(Case("llama-3.1-8b", "16gb-card-gen5", "latency"), 20)
-    rows = [line for line in table(content).splitlines() if line.startswith("| llama")]
-    assert len(rows) == 2 and "100.0%" in rows[0] and "| - | - |" in rows[1]
+    rows = {line.split(" | ")[0]: line for line in table(content).splitlines()}
+    assert "| 1 | 20 | 100.0% |" in rows["| 16gb-card-gen5"] and "| - | - |" in rows["| cpu-server"]
+    assert "| 0 | 0 | - | - |" in rows["| h200-16-cores"] and "| 2 | 40 |" in rows["| all"]
     assert len(cases(["a", "b"], ["c"])) == 4

@@ -176,23 +176,34 @@ def content_of(results: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """For Markdown: a row for each model and machine, and what all of them come to."""
-    names = " | ".join(RULES)
-    lines = [
-        f"| model, machine, goal | tokens/s | beaten | best of chance | {names} |",
-        "|---" * (4 + len(RULES)) + "|",
-    ]
-    for one in content["results"]:
-        name = f"{one['model']}, {one['machine']}, {one['goal']}"
-        if "refused" in one:
-            continue
-        rules = " | ".join(_cost(one["rules"].get(rule)) for rule in RULES)
-        beaten = "-" if one["beaten"] is None else f"{one['beaten']:.1%}"
-        lines.append(
-            f"| {name} | {one['tokens_per_s']:.3g} | {beaten} | {_cost(one['best_random'])} "
-            f"| {rules} |"
-        )
-    return "\n".join([*lines, "", *(f"{k}: {v}" for k, v in content["summary"].items())])
+    """For Markdown: a row for each machine and one for all, over models and goals.
+
+    Costs are the least of all, over those of the searched plans: below 1 is better than these.
+    """
+    head = ["machine", "plans", "random ones", "beaten, at least", "best of chance", *RULES]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    machines = dict.fromkeys(one["machine"] for one in content["results"])
+    for name in (*machines, "all"):
+        own = [one for one in content["results"] if name in (one["machine"], "all")]
+        found = summary(own)
+        rules = [
+            _cost(
+                min((cost for one in own if (cost := _rule(one, rule)) is not None), default=None)
+            )
+            for rule in RULES
+        ]
+        least = found["least_beaten"]
+        cells = [
+            name, str(found["planned"]), str(found["random_plans"]),
+            "-" if least is None else f"{least:.1%}", _cost(found["best_random"]), *rules,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _rule(one: dict[str, Any], rule: str) -> float | None:
+    cost: float | None = one.get("rules", {}).get(rule)
+    return cost
 
 
 def _cost(ratio: float | None) -> str:
