@@ -115,6 +115,18 @@ def test_a_profile_decides_what_it_names() -> None:
     assert not alone.device.stages, "without a GPU the rest of the profile is planned"
 
 
+def test_experts_of_a_profile_leave_host_memory_its_page_tables() -> None:
+    demand = small_model(8, experts=64, chosen=4, sizes=(10, 10, 60, 10))
+    profile = profile_of({"memory": {"gpu_layers": 8, "expert_threshold": 0.01}}, "here")
+    slots = set()
+    for tenths in range(20, 60, 2):
+        asked = setting(machine_with(demand, ram=1.3, device=tenths / 100), prefill_chunk=64)
+        plan = plan_profile(outlook(demand), asked, profile).plan
+        assert not plan.disk_bytes_per_token
+        slots.add(plan.device.expert_slots)
+    assert len(slots) > 3
+
+
 def test_a_threshold_is_a_probability_of_an_expert() -> None:
     assert likely_experts(100, 8, 0.08, UNIFORM) == 100
     assert likely_experts(100, 8, 0.081, UNIFORM) == 0

@@ -106,7 +106,9 @@ def plan_profile(outlook: Outlook, setting: Setting, profile: Profile) -> Planne
         return outlook.plan(setting)
     choices = _choices(outlook.demand(setting), profile, outlook.curve)
     tried = (_with_smaller_pieces(outlook, replace(setting, device=each)) for each in choices)
-    found = next((planned for planned in tried if planned is not None), None)
+    # Those that leave little room to map host memory would read from the drive what it could hold.
+    fitting = [planned for planned in tried if planned is not None]
+    found = min(fitting, key=lambda planned: planned.plan.disk_bytes_per_token, default=None)
     if found is None:
         raise BudgetError(
             f"gpu_layers {profile.gpu_layers} does not fit {format_bytes(setting.device_budget())} "
