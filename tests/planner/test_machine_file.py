@@ -1,6 +1,8 @@
 """Machines in TOML and profiles in YAML: what is shipped can be read, what is wrong is said."""
 
 import tomllib
+from bisect import bisect_left
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import yaml
 from models import machine_with, outlook, setting, small_model
 
 from hmt.base.errors import ConfigError, MissingFileError
+from hmt.planner.device import DeviceChoice, DeviceRoom
 from hmt.planner.machine_file import machine_names, machine_of, machine_toml, read_machine
 from hmt.planner.nodes import on_its_nodes
 from hmt.planner.profiles import (
@@ -117,14 +120,24 @@ def test_a_profile_decides_what_it_names() -> None:
 
 def test_experts_of_a_profile_leave_host_memory_its_page_tables() -> None:
     demand = small_model(8, experts=64, chosen=4, sizes=(10, 10, 60, 10))
-    profile = profile_of({"memory": {"gpu_layers": 8, "expert_threshold": 0.01}}, "here")
-    slots = set()
-    for tenths in range(20, 60, 2):
-        asked = setting(machine_with(demand, ram=1.3, device=tenths / 100), prefill_chunk=64)
-        plan = plan_profile(outlook(demand), asked, profile).plan
-        assert not plan.disk_bytes_per_token
-        slots.add(plan.device.expert_slots)
-    assert len(slots) > 3
+    profile = profile_of({"memory": {"gpu_layers": 8, "expert_threshold": 0.03}}, "here")
+    machine = machine_with(demand, ram=1.2, device=2)
+    wanted = DeviceChoice(8, staying=8, expert_slots=16, staging_slots=8)
+
+    def room(nbytes: int) -> DeviceRoom:
+        host = demand.weight_bytes
+        return DeviceRoom(demand, nbytes, chunk=64, context=512, host_bytes=host)
+
+    step = 1 << 16
+    least = step * bisect_left(
+        range(machine.device_bytes // step), 1, key=lambda n: room(n * step).taken(wanted) or 0
+    )
+    # So many fit, but then there is room to map half of host memory.
+    asked = setting(machine, device_bytes=least + room(least).mapping // 2, prefill_chunk=64)
+    first = outlook(demand).plan(replace(asked, device=wanted)).plan
+    assert first.disk_bytes_per_token
+    plan = plan_profile(outlook(demand), asked, profile).plan
+    assert not plan.disk_bytes_per_token and 0 < plan.device.expert_slots < 16
 
 
 def test_a_threshold_is_a_probability_of_an_expert() -> None:
