@@ -182,6 +182,8 @@ def test_page_tables_take_no_choice_away() -> None:
     ).room  # fmt: skip
     taken = room.taken(choice)
     assert taken is not None and room.host_bytes(choice) == 1 << 40
+    bare = Draft(demand, machine, device_bytes=1 << 40, host_bytes=1, chunk=64, context=512)
+    assert bare.loads(replace(choice, head=True)).layers, "which no plan can be"
     least = room.activations + taken
     speeds = []
     for spare in (0, room.mapping // 4, room.mapping // 2, room.mapping, room.mapping + 4096):

@@ -144,7 +144,7 @@ class Draft:
 def _read(dense: Mapping[int, float], left: float) -> set[int]:
     """Layers whose dense blocks come from the drive, evenly spread."""
     total = sum(dense.values())
-    if total <= left:
+    if not total or total <= left:
         return set()
     heavy = [index for index, nbytes in dense.items() if nbytes]
     count = min(len(heavy), ceil(len(heavy) * (total - left) / total))
