@@ -3,8 +3,8 @@
 It starts with nothing on the device, and takes one step after the other: a few layers' attention,
 a few networks, one more expert of each layer, the head; always the step that saves most seconds
 for the bytes that it takes.  Steps get smaller when the large ones no longer fit.  At the end it
-gives back half of what it took of each sort, in turn, and fills the room again: a step that was
-right when the device was empty may not be when it is full.
+gives back half, all or one of what it took of each sort, in turn, and fills the room again: a step
+that was right when the device was empty may not be when it is full.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,16 +85,19 @@ class _Search:
         return choice
 
     def improved(self, choice: DeviceChoice) -> DeviceChoice:
-        """With half of each sort given back, and the room filled again, while that helps."""
+        """With half, all or one of each sort given back, and the room filled again, while it helps.
+
+        Half alone left 9 of 984 comparisons with more of something slower, 3.8% at worst.
+        """
         for _ in range(_ROUNDS):
             before = choice
             for field in fields(DeviceChoice):
                 given: int = getattr(choice, field.name)
-                kept = False if field.name == "head" else given // 2
-                less = replace(choice, **{field.name: kept})  # type: ignore[arg-type]
-                again = self.fill(self.fill(less, without=field.name))
-                if self.cost(again) < self.cost(choice):
-                    choice = again
+                for kept in dict.fromkeys((given // 2, 0, given - 1)) if given else ():
+                    less = replace(choice, **{field.name: type(given)(kept)})  # type: ignore[arg-type]
+                    again = self.fill(self.fill(less, without=field.name))
+                    if self.cost(again) < self.cost(choice):
+                        choice = again
             if choice == before:
                 break
         return choice
