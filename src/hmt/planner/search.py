@@ -44,9 +44,11 @@ def cheapest(
 
 
 def _fullest(draft: Draft) -> Iterator[DeviceChoice]:
-    """As much attention as fits: alone, with the head, and with room for what is copied."""
-    staging = 1 if draft.experts else 0
-    for head, copied in ((True, 0), (False, 0), (True, draft.layers)):
+    """As much attention as fits: with or without the head, and with room for what is brought."""
+    ends = [(True, 0, 0), (False, 0, 0), (True, draft.layers, 0)]
+    if draft.experts:
+        ends += [(True, 0, 1), (False, 0, 1)]
+    for head, copied, staging in ends:
         for layers in range(draft.layers, 0, -1):
             choice = DeviceChoice(layers, head, 0, min(copied, layers), 0, staging)
             if draft.room.taken(choice) is not None:
