@@ -135,11 +135,15 @@ def by_hand(plans: Outlook, setting: Setting, chunk: int) -> dict[str, Planned |
         return found
     demand = plans.demand(setting)
     layers, experts = demand.spec.layers, _experts(demand)
-    whole = {"expert_slots": experts, "staging_slots": 1} if experts else {}
-    for name, make in (
-        (RULES[1], lambda n: DeviceChoice(n, staying=n, **whole)),
-        (RULES[2], lambda n: DeviceChoice(n, head=True)),
-    ):
+
+    def whole(count: int) -> DeviceChoice:
+        staging = 1 if experts else 0
+        return DeviceChoice(count, staying=count, expert_slots=experts, staging_slots=staging)
+
+    def attention(count: int) -> DeviceChoice:
+        return DeviceChoice(count, head=True)
+
+    for name, make in ((RULES[1], whole), (RULES[2], attention)):
         choices = [replace(make(layers), head=True), *map(make, range(layers, 0, -1))]
         fitting = (plans.fits(replace(setting, device=choice)) for choice in choices)
         found[name] = next((planned for planned in fitting if planned is not None), None)
