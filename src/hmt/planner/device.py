@@ -335,9 +335,9 @@ def _layer_kv(demand: Demand) -> list[int]:
 
 def copied_share(machine: Machine) -> float:
     """Of the bytes that do not stay on the device, those that are copied there in every step."""
-    # Neither is faster beside the other than alone, whatever was measured.
+    # It is not faster beside the CPU than alone, whatever was measured.
     link = min(machine.shared_link_rate or machine.link_rate, machine.link_rate)
-    memory = min(machine.shared_cpu_rate or machine.ram_read_rate, machine.ram_read_rate)
+    memory = machine.shared_cpu_rate or machine.ram_read_rate
     return link / (link + memory) if link and memory else 0.0
 
 
