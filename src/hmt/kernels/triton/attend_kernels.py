@@ -15,7 +15,7 @@ from hmt.kernels.triton.places import (
     token_offsets,
     write_new,
 )
-from hmt.kernels.triton.tiles import INT8, advance, tile_rows
+from hmt.kernels.triton.tiles import INT8, advance, planes_as_rows, tile_rows
 
 
 # Kernels have many parameters; one on each line, functions would be too long to read.
@@ -27,7 +27,7 @@ def sweep(
     PAGED: tl.constexpr, NEW: tl.constexpr, KEY_DIM: tl.constexpr, KEY_FRONT: tl.constexpr,
     KEY_BACK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, WORDS: tl.constexpr,
 ):
     """The sums with the tiles from low to high, and the page numbers that follow.
 
@@ -53,7 +53,11 @@ def sweep(
             value_at = values + token_offsets(
                 value_place, page, position, start, VALUE_DIM, PAGED, NEW
             )
-            value = tile_rows(value_at, held, 0, VALUE_DIM, VALUE_PADDED, MASKED)
+            if WORDS:
+                value_at = tl.multiple_of(value_at.to(tl.pointer_type(tl.int32)), 16)
+                value = tile_rows(value_at, held, 0, VALUE_DIM // 4, VALUE_PADDED // 4, MASKED)
+            else:
+                value = tile_rows(value_at, held, 0, VALUE_DIM, VALUE_PADDED, MASKED)
         key_scales = first
         value_scales = first
         if ENCODING == INT8:
@@ -66,7 +70,7 @@ def sweep(
         mixed, top, total = advance(
             (mixed, top, total), query, (front, back, value, key_scales, value_scales), first,
             (at, lowest, end), numbers, ENCODING, DTYPE, PRECISION, KEY_BACK, LATENT,
-            TILE, WINDOW, SOFTCAP, MASKED,
+            TILE, WINDOW, SOFTCAP, MASKED, WORDS,
         )
     return (mixed, top, total), page
 
@@ -92,14 +96,19 @@ def sums_of(
     PAGED: tl.constexpr, NEW: tl.constexpr, KEY_DIM: tl.constexpr, KEY_FRONT: tl.constexpr,
     KEY_BACK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ONE_SWEEP: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ONE_SWEEP: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Sums of rows at positions `at`, from first_at to last_at, over `size` tokens from `begin`.
 
     ONE_SWEEP   all tiles are taken as if some row did not see some of their tokens
     """
+    if WORDS:
+        quarter = tl.zeros((ROWS, MIXED // 4), tl.float32)
+        mixed = (quarter, quarter, quarter, quarter)
+    else:
+        mixed = tl.zeros((ROWS, MIXED), tl.float32)
     sums = (
-        tl.zeros((ROWS, MIXED), tl.float32),
+        mixed,
         tl.full((ROWS,), float("-inf"), tl.float32),
         tl.zeros((ROWS,), tl.float32),
     )
@@ -115,20 +124,20 @@ def sums_of(
             sums, page = sweep(
                 sums, query, places, rows, numbers, ragged, whole, page, ENCODING, DTYPE,
                 PRECISION, LATENT, PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM,
-                VALUE_PADDED, TILE, WINDOW, SOFTCAP, STAGES, True,
+                VALUE_PADDED, TILE, WINDOW, SOFTCAP, STAGES, True, WORDS,
             )
         ragged = tl.maximum(tl.minimum(first_at + 1, end) // TILE * TILE, whole)
         sums, page = sweep(
             sums, query, places, rows, numbers, whole, ragged, page, ENCODING, DTYPE, PRECISION,
             LATENT, PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, TILE,
-            WINDOW, SOFTCAP, STAGES, False,
+            WINDOW, SOFTCAP, STAGES, False, WORDS,
         )
     sums, page = sweep(
         sums, query, places, rows, numbers, ragged, end, page, ENCODING, DTYPE, PRECISION, LATENT,
         PAGED, NEW, KEY_DIM, KEY_FRONT, KEY_BACK, VALUE_DIM, VALUE_PADDED, TILE, WINDOW, SOFTCAP,
-        STAGES, True,
+        STAGES, True, WORDS,
     )
-    return sums
+    return planes_as_rows(sums[0], WORDS), sums[1], sums[2]
 
 
 # Parts are cut from the run's own context.  A context of one part is finished here.  Others go to
@@ -140,6 +149,8 @@ def sums_of(
 # NEW         pages do not hold the run's own tokens: they are in key and value, and the first
 #             program that has no part, or else the last one, writes them to their pages
 # OWN_PARTS   as many as keep `parts` programs busy with the run alone
+# WORDS       values of one byte come as words of four, as pages have them in bytes that are far apart
+#             in what the tensor cores want
 # ASKED       tiles that the cache is asked for before the kernels ahead have ended
 #
 # Not specialized are numbers that change from step to step: a kernel for each kind of them would be
@@ -160,7 +171,7 @@ def attend_kernel(
     KEY_FRONT: tl.constexpr, KEY_BACK: tl.constexpr, VALUE_PADDED: tl.constexpr,
     MIXED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    ONE_SWEEP: tl.constexpr, ASKED: tl.constexpr, DEPENDENT: tl.constexpr,
+    ONE_SWEEP: tl.constexpr, ASKED: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Attention of ROWS rows, which are pairs of token and query head, to a part of their context.
 
@@ -214,7 +225,8 @@ def attend_kernel(
         query_rows(at, real, KEY_DIM, KEY_FRONT, KEY_BACK, DTYPE), places,
         (scale, window, softcap), start + row // GROUP, first_at, last_at, lowest, begin, size,
         start, limit, page, ENCODING, DTYPE, PRECISION, LATENT, PAGED, NEW, KEY_DIM, KEY_FRONT,
-        KEY_BACK, VALUE_DIM, VALUE_PADDED, MIXED, ROWS, TILE, WINDOW, SOFTCAP, STAGES, ONE_SWEEP,
+        KEY_BACK, VALUE_DIM, VALUE_PADDED, MIXED, ROWS, TILE, WINDOW, SOFTCAP, STAGES,
+        ONE_SWEEP, WORDS,
     )
     if NEW:  # where another program has nothing else to do, it writes them
         here = (block == 0) & (part == launched - 1)

@@ -26,6 +26,7 @@ from hmt.kernels.triton.plans import (
     value_width,
 )
 from hmt.kernels.triton.runs import SHORT_TOKENS, DeviceRuns, device_runs
+from hmt.kernels.triton.unpack import INTERPRETED
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ASKED = 2  # tiles
@@ -381,6 +382,14 @@ def _attend_latents(
     )
 
 
+def _in_words(shapes: Shapes, plan: Plan, compute: torch.dtype) -> bool:
+    """Whether values are loaded as words: of one byte, whole rows, for `mma` in bf16."""
+    short = shapes.encoding in (PageEncoding.INT8, PageEncoding.FP8) and not shapes.latent
+    whole = value_width(shapes.value_dim) == shapes.value_dim and shapes.value_dim >= 64
+    known = compute == torch.bfloat16 or INTERPRETED
+    return short and whole and known and plan.one_sweep and plan.rows < 64
+
+
 def _numbers(plan: Plan, scoring: Scoring) -> tuple[float, ...]:
     """Arguments of `attend_kernel` that follow `blocks`."""
     return plan.launched, plan.few, plan.parts, scoring.scale, scoring.window, scoring.softcap
@@ -424,5 +433,6 @@ def _constants(
         "STAGES": plan.stages,
         "ONE_SWEEP": plan.one_sweep,
         "ASKED": _ASKED if plan.one_sweep else 0,
+        "WORDS": _in_words(shapes, plan, compute),
         "num_warps": plan.warps,
     }

@@ -20,7 +20,7 @@ from hmt.kernels.triton.several_results import write_gated, write_sums
 
 @gluon.jit
 def expert_gate_up(
-    h, x, table, part_stride, tiles, order, begins, counts, rows, blocks, x_stride,
+    h, x, token_scales, table, part_stride, tiles, order, begins, counts, rows, blocks, x_stride,
     gate_data, gate_scales, gate_factor, up_data, up_scales, up_factor,
     TOP: gl.constexpr, EACH: gl.constexpr, ACTIVATION: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, BLOCKS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
@@ -33,6 +33,7 @@ def expert_gate_up(
     if expert >= 0:
         tokens, begin = gl.load(counts + expert), gl.load(begins + expert)
         its = table + expert
+        MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
         gate = gl.load(its) + gate_data
         scales = gl.load(its + part_stride) + gate_scales
         to_up = gl.load(its + EACH * part_stride) + up_data - gate
@@ -42,6 +43,10 @@ def expert_gate_up(
             x_stride, TOP, True, KIND, GROUP, BLOCKS, PART, STAGES, TOKENS, WARPS, EVEN, CODES,
             CODE_PART, SCALES, E2M1,
         )  # fmt: skip
+        if token_scales is not None:
+            token = first_token + along(TOKENS, 1, MMA)
+            pair = gl.load(order + begin + token, mask=token < tokens, other=0)
+            total *= gl.load(token_scales + pair // TOP, mask=token < tokens, other=0.0)
         one, other = None, None
         if E2M1 and GROUP == 0:
             one = _factor(its + 3 * part_stride, gate_factor)
@@ -54,7 +59,7 @@ def expert_gate_up(
 
 @gluon.jit
 def expert_down(
-    y, h, table, part_stride, tiles, order, begins, counts, rows, blocks, h_stride,
+    y, h, token_scales, table, part_stride, tiles, order, begins, counts, rows, blocks, h_stride,
     at_data, at_scales, at_factor,
     EACH: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr,
     PART: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
@@ -76,6 +81,9 @@ def expert_down(
         )  # fmt: skip
         if E2M1 and GROUP == 0:
             total *= gl.load(_factor(its + 3 * part_stride, at_factor))
+        if token_scales is not None:
+            token = first_token + along(TOKENS, 1, MMA)
+            total *= gl.load(token_scales + begin + token, mask=token < tokens, other=0.0)
         write_sums(
             y, total, None, order + begin, gl.program_id(0), rows, 0, rows, first_token, tokens,
             rows, WARPS, TOKENS, 1, False, MMA,

@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from hmt.contracts.encoding import Activations, Encoding
+from hmt.contracts.encoding import Encoding
 from hmt.kernels.triton.elementwise import ACTIVATIONS
+from hmt.kernels.triton.expert_inputs import prepare
 from hmt.kernels.triton.expert_sorting import combine, sort_pairs, tiles_of
 from hmt.kernels.triton.expert_table import PARTS, ExpertMatrix, ExpertTable
 from hmt.kernels.triton.matrix_forms import matrix_form
@@ -29,7 +30,7 @@ def _takes(matrix: ExpertMatrix) -> bool:
     known = plain if matrix.encoding is Encoding.INT4_GROUP else matrix.encoding in _E2M1
     whole = matrix.shape[0] % 16 == 0 and not matrix.extra
     whole = whole and matrix.bias_dtype is None
-    return known and whole and matrix.activations is Activations.FLOAT
+    return known and whole
 
 
 _E2M1 = (Encoding.NVFP4, Encoding.MXFP4)
@@ -51,27 +52,36 @@ def experts_by_several(
     tokens, top = chosen.shape
     pairs = tokens * top
     width, hidden = table.gate.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x, x_scales = _inputs(x, table.gate)
     order, begins, counts = sort_pairs(chosen, table.experts)
     together = tokens_together(tokens, top, table.experts)
     tiles = tiles_of(counts, table, pairs, together)
-    h = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+    h = torch.empty(pairs, width, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=x.device)
     where = table.addresses, table.part_stride, tiles, order, begins, counts
     sizes = sizes_of(together)
     warps = sizes["WARPS"]
     expert_gate_up[(triton.cdiv(width, 16 * warps), len(tiles))](
-        h, x, *where, width, hidden // 32, x.stride(0),
+        h, x, x_scales, *where, width, hidden // 32, x.stride(0),
         *_offsets(table.gate), *_offsets(table.up),
         TOP=top, EACH=len(PARTS), ACTIVATION=activation, TOKENS=together,
         **_constants(table.gate, sizes), **sizes, num_warps=warps,
     )  # fmt: skip
+    inputs, h_scales = _inputs(h, table.down)
     expert_down[(triton.cdiv(hidden, 32 * warps), len(tiles))](
-        y, h, *where, hidden, width // 32, width, *_offsets(table.down),
+        y, inputs, h_scales, *where, hidden, width // 32, width, *_offsets(table.down),
         EACH=len(PARTS), TOKENS=together, **_constants(table.down, sizes), **sizes,
         num_warps=warps,
     )  # fmt: skip
     combine(y, table, chosen, scales, total, out, last=last)
+
+
+def _inputs(x: Tensor, matrix: ExpertMatrix) -> tuple[Tensor, Tensor | None]:
+    """Rows of x as they are, or in codes of int8 with their scales."""
+    if not matrix.takes_codes:
+        return x if x.stride(1) == 1 else x.contiguous(), None
+    vectors = prepare(x, 1)[0]
+    return vectors.numbers.view(x.shape), vectors.scales
 
 
 def tokens_together(tokens: int, top: int, experts: int) -> int:

@@ -117,7 +117,7 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
     if w.activations is Activations.INT8_TOKEN:
         codes, token_scales = quantize_activations(x)
     if several_launch.takes_panels(codes, w):
-        several_launch.multiply_panels(total, codes, [w], [bias], add=True)
+        several_launch.multiply_panels(total, codes, token_scales, [w], [bias], add=True)
     elif _in_panels(w, codes.dtype):
         multiply_panels(total, codes, token_scales, [w], [bias], add=True)
     elif several_launch.takes_rows(codes, w):
@@ -153,7 +153,9 @@ def linear_gated(
     if w.activations is Activations.INT8_TOKEN:
         codes, token_scales = rounded or quantize_activations(x)
     if all(several_launch.takes_panels(codes, one) for one in weights):
-        several_launch.multiply_panels(out, codes, weights, biases, activation=activation)
+        several_launch.multiply_panels(
+            out, codes, token_scales, weights, biases, activation=activation
+        )
     else:
         multiply_gated(out, codes, token_scales, weights, biases, activation)
     return out
@@ -213,7 +215,7 @@ def _multiply_floats(
         return multiply_numbers(out, x, w, bias)
     if len(x) <= _few(w) and not _is_plain(x, w):
         if all(several_launch.takes_panels(x, one) for one in weights):
-            return several_launch.multiply_panels(out, x, weights, biases, alone=chunk)
+            return several_launch.multiply_panels(out, x, None, weights, biases, alone=chunk)
         if _in_panels(w, x.dtype):
             return multiply_panels(out, x, None, weights, biases, alone=chunk)
         if several_launch.takes_chunks(x, weights):
@@ -246,15 +248,18 @@ def _multiply_int8(
 ) -> None:
     codes, token_scales = rounded
     w, bias = weights[0], biases[0]
-    if len(x) <= _few(w) and _in_panels(w, torch.int8):
+    few = len(x) <= _few(w)
+    if few and all(several_launch.takes_panels(codes, one) for one in weights):
+        several_launch.multiply_panels(out, codes, token_scales, weights, biases, alone=chunk)
+    elif few and _in_panels(w, torch.int8):
         multiply_panels(out, codes, token_scales, weights, biases, alone=chunk)
     elif several_launch.takes_chunks(codes, weights):
         several_launch.multiply_chunks(out, codes, token_scales, weights)
     elif len(weights) > 1:
         multiply_chunks(out, codes, token_scales, weights)
-    elif len(x) <= _few(w) and several_launch.takes_rows(codes, w):
+    elif few and several_launch.takes_rows(codes, w):
         several_launch.multiply_rows(out, codes, token_scales, w, bias, chunk=chunk)
-    elif len(x) <= _few(w) and _in_rows(w, torch.int8):
+    elif few and _in_rows(w, torch.int8):
         multiply_rows(out, codes, token_scales, w, bias, chunk=chunk)
     elif is_exact(w):
         multiply_exact(out, codes, token_scales, w, bias)

@@ -43,14 +43,15 @@ from hmt.kernels.triton.several_results import place, write_gated, write_sums
 
 @gluon.jit
 def several_tokens(
-    out, x, codes_0, codes_1, codes_2, scales_0, scales_1, scales_2, factor_0, factor_1, factor_2,
-    bias_0, bias_1, bias_2, rows_0, rows_1, rows_2, tokens, blocks, x_stride, out_stride,
+    out, x, token_scales, codes_0, codes_1, codes_2, scales_0, scales_1, scales_2,
+    factor_0, factor_1, factor_2, bias_0, bias_1, bias_2, rows_0, rows_1, rows_2, tokens, blocks,
+    x_stride, out_stride,
     COUNT: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, BLOCKS: gl.constexpr,
     PART: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
     EVEN: gl.constexpr, ACTIVATION: gl.constexpr, ADD: gl.constexpr, CODES: gl.constexpr,
     CODE_PART: gl.constexpr, SCALES: gl.constexpr, E2M1: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """x bf16 [tokens, in] times up to three weights: program (tile, part of inputs, tokens)."""
+    """x bf16 or int8 [tokens, in] times up to three weights: program (tile, inputs, tokens)."""
     next_may_begin(DEPENDENT)
     GATED: gl.constexpr = ACTIVATION != ""
     ROWS: gl.constexpr = 16 * WARPS if GATED else 32 * WARPS
@@ -78,6 +79,9 @@ def several_tokens(
         code_at, scale_at, x, None, first, last, blocks, first_token, tokens, x_stride, 1, GROUP,
         BLOCKS, PART, STAGES, TOKENS, WARPS, EVEN, CODES, CODE_PART, SCALES, E2M1, MMA, DEPENDENT,
     )  # fmt: skip
+    if token_scales is not None:
+        token = first_token + along(TOKENS, 1, MMA)
+        total *= gl.load(token_scales + token, mask=token < tokens, other=0.0)
     if factor_0 is not None and not GATED:
         total *= gl.load(pick(which, factor_0, factor_1, factor_2, COUNT))
     if GATED:
@@ -153,7 +157,7 @@ def sum_of_steps(
         place = gl.load(order + token, mask=known, other=0) // TOP
     x_at = x + place.to(gl.int64) * x_stride + k
     end = gl.minimum(blocks, last * BLOCKS) * 32
-    values = gl.load(x_at + first * STEP, mask=known & (first * STEP + k < end), other=0.0)
+    values = gl.load(x_at + first * STEP, mask=known & (first * STEP + k < end), other=0)
     inputs.index(0).store(_by_nibbles(values, TOKENS, BLOCKS))
     total = gl.zeros([32 * WARPS, TOKENS], gl.float32, layout=MMA)
     slot, half = 0, 0
@@ -162,7 +166,7 @@ def sum_of_steps(
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()  # waits for what the thread has loaded: the next inputs come later
         barrier()
-        values = gl.load(x_at + following, mask=known & (following + k < end), other=0.0)
+        values = gl.load(x_at + following, mask=known & (following + k < end), other=0)
         free = gl.where(slot == 0, STAGES, slot) - 1  # all have left the step before
         later = (step + (STAGES - 1)) * BLOCKS
         copied = gl.where(step + (STAGES - 1) < last, blocks, 0)
@@ -182,7 +186,8 @@ def sum_of_steps(
         half = 1 - half
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
     async_copy.wait_group(0)
-    return total * 18446744073709551616.0  # 2^64
+    UNIT: gl.constexpr = 2.0**70 if x.dtype.element_ty == gl.int8 else 2.0**64
+    return total * UNIT
 
 
 def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
@@ -247,7 +252,9 @@ def _fetch(slot, at, block, begin, end, EVEN: gl.constexpr):
 
 @gluon.jit
 def _by_nibbles(values, TOKENS: gl.constexpr, BLOCKS: gl.constexpr):
-    """Inputs [TOKENS, 32 BLOCKS] in the order of `_weights`."""
+    """Inputs [TOKENS, 32 BLOCKS] in bf16, of int8 2^-6 of them, in the order of `_weights`."""
+    if values.dtype == gl.int8:
+        values = _int8_numbers(values)
     # half of a block, j, i >= 2, odd i
     values = gl.reshape(values, (TOKENS, 2 * BLOCKS, 4, 2, 2))
     return gl.reshape(gl.permute(values, (0, 1, 4, 2, 3)), (TOKENS, 32 * BLOCKS))
@@ -444,6 +451,30 @@ def _e4m3_numbers(codes):
         lop3.b32 $1, $1, 0x07F007F0, a, 0xEA;
         mul.bf16x2 $0, $0, m;
         mul.bf16x2 $1, $1, m;
+        }
+        """,
+        "=&r,=&r,r",
+        [codes],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _int8_numbers(codes):
+    """2^-6 of codes of int8 in bf16, in whose lowest bits numbers are 2^-133 of them."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, m, n;
+        xor.b32 a, $2, 0x80808080;
+        prmt.b32 $0, a, 0, 0x4140;
+        prmt.b32 $1, a, 0, 0x4342;
+        mov.b32 m, 0x7F007F00;
+        mov.b32 n, 0xC000C000;
+        fma.rn.bf16x2 $0, $0, m, n;
+        fma.rn.bf16x2 $1, $1, m, n;
         }
         """,
         "=&r,=&r,r",

@@ -44,12 +44,12 @@ def is_hopper(where: torch.device) -> bool:
 
 
 def takes_panels(x: Tensor, w: WeightTensor) -> bool:
-    """True where `multiply_panels` multiplies x with w."""
+    """True where `multiply_panels` multiplies x, bf16 or int8 codes, with w."""
+    kind = torch.int8 if w.activations is Activations.INT8_TOKEN else torch.bfloat16
     return (
         _several(x)
-        and x.dtype is torch.bfloat16
+        and x.dtype is kind
         and w.encoding in _ENCODINGS
-        and w.activations is Activations.FLOAT
         and w.zeros is None
         and w.minima is None
         and w.scales is not None
@@ -99,6 +99,7 @@ def panel_sizes(
 def multiply_panels(
     out: Tensor,
     x: Tensor,
+    token_scales: Tensor | None,
     weights: Sequence[WeightTensor],
     biases: Sequence[Tensor | None],
     *,
@@ -106,7 +107,10 @@ def multiply_panels(
     add: bool = False,
     activation: str = "",
 ) -> None:
-    """As `few_launch.multiply_panels`, or with an activation as `multiply_gated`."""
+    """As `few_launch.multiply_panels`, or with an activation as `multiply_gated`.
+
+    Weights are rounded to bf16, in which codes of tokens are exact, and so are numbers of e2m1.
+    """
     # What this is written in changes more often than Triton: others shall not load it.
     from hmt.kernels.triton.several import code_layout, scale_layout, several_tokens
 
@@ -131,6 +135,7 @@ def multiply_panels(
     several_tokens[(tiles, split, triton.cdiv(len(x), tokens))](
         target,
         x,
+        token_scales,
         *(None if one is None else one.data for one in given),
         *(None if one is None else one.scales for one in given),
         *(None if one is None else one.factor for one in given),

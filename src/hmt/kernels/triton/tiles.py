@@ -7,7 +7,7 @@ loops it comes through asynchronous copies, some tiles ahead of the one that is 
 import triton
 import triton.language as tl
 
-from hmt.kernels.triton.unpack import ASSEMBLER, byte_numbers, int8_bf16
+from hmt.kernels.triton.unpack import ASSEMBLER, byte_numbers, byte_of_words, int8_bf16
 
 F32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
@@ -51,6 +51,37 @@ def numbers_of(found, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def plane_of(words, PLANE: tl.constexpr, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
+    """Byte PLANE of words that were found in pages, as `numbers_of`."""
+    if ASSEMBLER:
+        numbers = byte_of_words(words, PLANE, ENCODING == FP8)
+    elif ENCODING == FP8:
+        numbers = numbers_of((words >> (8 * PLANE)).to(tl.uint8), ENCODING, DTYPE)
+    else:
+        numbers = numbers_of((words >> (8 * PLANE)).to(tl.int8), ENCODING, DTYPE)
+    return numbers
+
+
+@triton.jit
+def code_unit(ENCODING: tl.constexpr, DTYPE: tl.constexpr):
+    """What `numbers_of` are to be multiplied by."""
+    UNIT: tl.constexpr = 64.0 if ASSEMBLER and ENCODING == INT8 and DTYPE == tl.bfloat16 else 1.0  # noqa: SIM300
+    return UNIT
+
+
+@triton.jit
+def planes_as_rows(mixed, WORDS: tl.constexpr):
+    """Sums of four planes side by side again, as rows."""
+    if WORDS:
+        zero, one, two, three = mixed
+        both = tl.join(tl.join(zero, two), tl.join(one, three))
+        rows = tl.reshape(both, (zero.shape[0], 4 * zero.shape[1]))
+    else:
+        rows = mixed
+    return rows
+
+
+@triton.jit
 def bounded(scores, softcap):
     """softcap * tanh(scores / softcap), of any size of scores."""
     power = tl.minimum(scores * (2 * LOG2_E / softcap), 64.0)
@@ -61,7 +92,7 @@ def bounded(scores, softcap):
 def advance(
     sums, query, tile, first, rows, numbers, ENCODING: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, KEY_BACK: tl.constexpr, LATENT: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr,
 ):
     """One tile more: mixed [rows, dim] and total are sums over exp2(score - top).
 
@@ -69,6 +100,7 @@ def advance(
              nobody sees are zeros
     rows     position of each row, and the first and the end of what any of them sees
     MASKED   some row does not see some token
+    WORDS    values are words of four bytes, and `mixed` are sums of each byte by itself
     """
     mixed, top, total = sums
     at, lowest, end = rows
@@ -81,7 +113,7 @@ def advance(
         rest = tl.trans(numbers_of(back, ENCODING, DTYPE))
         scores = tl.dot(query_back, rest, scores, input_precision=PRECISION)
     if ENCODING == INT8:
-        scores *= key_scales[None, :]
+        scores *= (key_scales * code_unit(ENCODING, DTYPE))[None, :]
     unit = scale * LOG2_E  # not negative: the largest score is the largest in any unit
     if SOFTCAP:
         scores = bounded(scores * scale, softcap)
@@ -99,11 +131,20 @@ def advance(
     weights = tl.exp2(scores * unit - finite[:, None])
     fading = tl.exp2(top - finite)
     total = total * fading + tl.sum(weights, 1)
-    mixed = mixed * fading[:, None]
     if ENCODING == INT8:
-        weights *= value_scales[None, :]
-    values = key if LATENT else numbers_of(value, ENCODING, DTYPE)
-    mixed = tl.dot(weights.to(DTYPE), values, mixed, input_precision=PRECISION)
+        weights *= (value_scales * code_unit(ENCODING, DTYPE))[None, :]
+    weights = weights.to(DTYPE)
+    if WORDS:
+        zero, one, two, three = mixed
+        zero = tl.dot(weights, plane_of(value, 0, ENCODING, DTYPE), zero * fading[:, None])
+        one = tl.dot(weights, plane_of(value, 1, ENCODING, DTYPE), one * fading[:, None])
+        two = tl.dot(weights, plane_of(value, 2, ENCODING, DTYPE), two * fading[:, None])
+        three = tl.dot(weights, plane_of(value, 3, ENCODING, DTYPE), three * fading[:, None])
+        mixed = (zero, one, two, three)
+    else:
+        mixed = mixed * fading[:, None]
+        values = key if LATENT else numbers_of(value, ENCODING, DTYPE)
+        mixed = tl.dot(weights, values, mixed, input_precision=PRECISION)
     return mixed, above, total
 
 

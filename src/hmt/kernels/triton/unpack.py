@@ -211,23 +211,20 @@ def _e4m3_bf16(codes):
 
 @triton.jit
 def int8_bf16(codes):
-    """Codes of int8 in bf16; not for the interpreter."""
-    # Bits 6 to 0 behind the upper byte of 128 are 128 more than they were, and those of -128 are
-    # 256 there.  Converted one at a time by way of f32, a number takes twice as long.
+    """2^-6 of codes of int8 in bf16; not for the interpreter."""
+    # A byte in the lowest bits of bf16 counts in steps of 2^-133, with subnormals and above them.
+    # Converted one at a time by way of f32, a number takes three times as long.
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 low, sign, one, front, a, b;
-        mov.b32 one, 0xBF80BF80;
-        mov.b32 front, 0x43434343;
-        and.b32 low, $2, 0x7F7F7F7F;
-        and.b32 sign, $2, 0x80808080;
-        prmt.b32 $0, low, front, 0x4140;
-        prmt.b32 $1, low, front, 0x4342;
-        prmt.b32 a, sign, front, 0x4140;
-        prmt.b32 b, sign, front, 0x4342;
-        fma.rn.bf16x2 $0, a, one, $0;
-        fma.rn.bf16x2 $1, b, one, $1;
+        .reg .b32 a, m, n;
+        xor.b32 a, $2, 0x80808080;
+        prmt.b32 $0, a, 0, 0x4140;
+        prmt.b32 $1, a, 0, 0x4342;
+        mov.b32 m, 0x7F007F00;
+        mov.b32 n, 0xC000C000;
+        fma.rn.bf16x2 $0, $0, m, n;
+        fma.rn.bf16x2 $1, $1, m, n;
         }
         """,
         "=&r,=&r,r",
@@ -235,4 +232,57 @@ def int8_bf16(codes):
         dtype=tl.bfloat16,
         is_pure=True,
         pack=4,
+    )
+
+
+@triton.jit
+def byte_of_words(words, BYTE: tl.constexpr, E4M3: tl.constexpr):
+    """Byte BYTE of words, codes of e4m3, or 2^-6 of those of int8, in bf16; two words at once."""
+    if E4M3:
+        if BYTE == 0:
+            both = _two_e4m3(words, "0x4400")
+        elif BYTE == 1:
+            both = _two_e4m3(words, "0x5511")
+        elif BYTE == 2:
+            both = _two_e4m3(words, "0x6622")
+        else:
+            both = _two_e4m3(words, "0x7733")
+    elif BYTE == 0:
+        both = _two_int8(words, "0x4400")
+    elif BYTE == 1:
+        both = _two_int8(words, "0x5511")
+    elif BYTE == 2:
+        both = _two_int8(words, "0x6622")
+    else:
+        both = _two_int8(words, "0x7733")
+    return both
+
+
+@triton.jit
+def _two_int8(words, BYTES: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, m, n; prmt.b32 a, $1, $2, "
+        + BYTES
+        + "; lop3.b32 a, a, 0x00FF00FF, 0x00800080, 0x6A; mov.b32 m, 0x7F007F00;"
+        " mov.b32 n, 0xC000C000; fma.rn.bf16x2 $0, a, m, n; }",
+        "=r,r,r",
+        [words],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _two_e4m3(words, BYTES: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b, m; prmt.b32 a, $1, $2, "
+        + BYTES
+        + "; and.b32 b, a, 0x80008000; shr.b32 a, a, 4; mov.b32 m, 0x7B807B80;"
+        " lop3.b32 a, a, 0x07F007F0, b, 0xEA; mul.bf16x2 $0, a, m; }",
+        "=r,r,r",
+        [words],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
     )
