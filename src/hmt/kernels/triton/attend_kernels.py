@@ -149,8 +149,8 @@ def sums_of(
 # NEW         pages do not hold the run's own tokens: they are in key and value, and the first
 #             program that has no part, or else the last one, writes them to their pages
 # OWN_PARTS   as many as keep `parts` programs busy with the run alone
-# WORDS       values of one byte come as words of four, as pages have them in bytes that are far apart
-#             in what the tensor cores want
+# WORDS       values of one byte come as words of four numbers: the tensor cores want tokens side by
+#             side, and by themselves bytes are loaded from shared memory one at a time
 # ASKED       tiles that the cache is asked for before the kernels ahead have ended
 #
 # Not specialized are numbers that change from step to step: a kernel for each kind of them would be
