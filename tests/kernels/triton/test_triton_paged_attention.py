@@ -119,6 +119,14 @@ def test_every_pair_of_types(device, encoding, dtype):
     check(scene, scene.query(4), scale=0.2)
 
 
+@pytest.mark.parametrize("encoding", [PageEncoding.INT8, PageEncoding.FP8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_one_byte(device, encoding, dtype):
+    """Values so wide that the tensor cores take them as words."""
+    scene = Scene(device, PageLayout(encoding, 2, 48, 64), [(330, 1), (15, 1), (61, 5)], dtype)
+    check(scene, scene.query(6), scale=0.2)
+
+
 @pytest.mark.parametrize("window", [1, 16, 33, 300])
 def test_windows(device, window):
     runs = [(600, 1), (290, 12), (5, 2)]

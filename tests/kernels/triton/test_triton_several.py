@@ -67,6 +67,7 @@ class TestOnHopper:
     """Through the operations, of weights that these kernels take."""
 
     @TOKENS
+    @pytest.mark.parametrize("activations", list(Activations))
     @pytest.mark.parametrize(
         ("encoding", "columns", "group"),
         [
@@ -78,27 +79,53 @@ class TestOnHopper:
             (Encoding.MXFP4, 1120, 32),
         ],
     )
-    def test_weights_side_by_side(self, device, tokens, encoding, columns, group):
+    def test_weights_side_by_side(self, device, tokens, encoding, columns, group, activations):
         names, rows = ("a", "b", "c"), (600, 64, 333)
+        kind = {"group": group, "activations": activations}
         params = {
-            name: random_weight(encoding, count, columns, device=device, group=group, seed=count)
+            name: random_weight(encoding, count, columns, device=device, seed=count, **kind)
             for name, count in zip(names, rows, strict=True)
         }
         x = random_x(tokens, columns, device)
-        assert several_launch.takes_panels(x, params["a"])
+        codes = activations is Activations.INT8_TOKEN
+        given = kernels.quantize_activations(x)[0] if codes else x
+        assert several_launch.takes_panels(given, params["a"])
         out = kernels.linear_many(x, params, names)
         for name, part in zip(names, out.split(rows, dim=1), strict=True):
             assert_is_product(part, x, params[name])
 
     @TOKENS
+    @pytest.mark.parametrize("activations", list(Activations))
     @pytest.mark.parametrize("rows", [70, 5000])
     @pytest.mark.parametrize(
         "encoding", [Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.INT8_CHANNEL]
     )
-    def test_product_is_added(self, device, encoding, rows, tokens):
-        w = random_weight(encoding, rows, 1024, device=device)
+    def test_product_is_added(self, device, encoding, rows, tokens, activations):
+        w = random_weight(encoding, rows, 1024, device=device, activations=activations)
         bias = random_x(1, rows, device, seed=2)[0]
         x, total = random_x(tokens, 1024, device), random_x(tokens, rows, device, seed=3)
+        expected = total + kernels.linear(x, w, bias)
+        assert_is_product(kernels.linear(x, w, bias), x, w, bias)
+        kernels.linear_add(total, x, w, bias)
+        assert torch.equal(total, expected)
+
+    @TOKENS
+    @pytest.mark.parametrize("rows", [70, 5000])
+    @pytest.mark.parametrize("columns", [1040, 4096])
+    @pytest.mark.parametrize(
+        ("encoding", "tile"),
+        [
+            (Encoding.F16, (0, 0)),
+            (Encoding.FP8_BLOCK, (128, 128)),
+            (Encoding.FP8_BLOCK, (128, 256)),
+            (Encoding.FP8_BLOCK, (8192, 8192)),
+        ],
+    )
+    def test_rows_of_numbers(self, device, encoding, tile, columns, rows, tokens):
+        w = random_weight(encoding, rows, columns, device=device, tile=tile)
+        bias = random_x(1, rows, device, seed=2)[0]
+        x, total = random_x(tokens, columns, device), random_x(tokens, rows, device, seed=3)
+        assert several_launch.takes_rows(x, w)
         expected = total + kernels.linear(x, w, bias)
         assert_is_product(kernels.linear(x, w, bias), x, w, bias)
         kernels.linear_add(total, x, w, bias)

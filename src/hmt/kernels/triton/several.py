@@ -3,7 +3,8 @@
 A thread copies the codes that it makes operands of, in the order of `few_operands`: what the tensor
 cores want is in its registers, and no more than activations pass through shared memory, with inputs
 in the order in which nibbles come out of a word.  Weights are rounded to bf16 as the reference
-rounds them.  In Gluon, as Triton would bring the weights to shared memory.
+rounds them; with tokens of int8, what rounding took from those of int4 is multiplied, too.  In
+Gluon, as Triton would bring the weights to shared memory.
 """
 
 from triton.experimental import gluon
@@ -24,6 +25,13 @@ from hmt.kernels.triton.gluon_names import (
     pick,
 )
 from hmt.kernels.triton.several_results import place, write_gated, write_sums
+from hmt.kernels.triton.several_weights import (
+    by_nibbles,
+    exact_weights,
+    half_layout,
+    scales_of_part,
+    weights_of,
+)
 
 # Constants of kernels for several tokens:
 #
@@ -125,6 +133,8 @@ def sum_of_steps(
     order               None, or which pair of a token and one of its TOP experts stands where
     """
     STEP: gl.constexpr = 32 * BLOCKS
+    CODED: gl.constexpr = x.dtype.element_ty == gl.int8
+    EXACT: gl.constexpr = CODED and not E2M1
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     KIND: gl.constexpr = scale_at.dtype.element_ty
     X: gl.constexpr = gl.BlockedLayout([1, 16], [16 // BLOCKS, 2 * BLOCKS], [WARPS, 1], [1, 0])
@@ -158,7 +168,7 @@ def sum_of_steps(
     x_at = x + place.to(gl.int64) * x_stride + k
     end = gl.minimum(blocks, last * BLOCKS) * 32
     values = gl.load(x_at + first * STEP, mask=known & (first * STEP + k < end), other=0)
-    inputs.index(0).store(_by_nibbles(values, TOKENS, BLOCKS))
+    inputs.index(0).store(by_nibbles(values, TOKENS, BLOCKS))
     total = gl.zeros([32 * WARPS, TOKENS], gl.float32, layout=MMA)
     slot, half = 0, 0
     for step in range(first, last):
@@ -177,16 +187,23 @@ def sum_of_steps(
         for part in gl.static_range(BLOCKS // PART):
             words = code_ring.index(slot).slice(part * PART, PART, 0).load(CODE_PART)
             numbers = scale_ring.index(slot).slice(part * PART, PART, 0)
-            low, high = _scales(numbers, CODE_PART, PART, WARPS, GROUP, E2M1)
-            weights = _weights(words, low, high, OPERAND, PART, WARPS, E2M1)
-            there = inputs.index(half).slice(part * (32 * PART), 32 * PART, 1)
-            total = warpgroup_mma(weights, there.permute((1, 0)), total, is_async=True)
-        inputs.index(1 - half).store(_by_nibbles(values, TOKENS, BLOCKS))
+            low, high = scales_of_part(numbers, CODE_PART, PART, WARPS, GROUP, E2M1)
+            there = inputs.index(half).slice(part * (32 * PART), 32 * PART, 1).permute((1, 0))
+            if EXACT:
+                weights, rest = exact_weights(words, low, OPERAND, PART, WARPS)
+                total = warpgroup_mma(weights, there, total, is_async=True)
+                total = warpgroup_mma(rest, there, total, is_async=True)
+                if (part + 1) * PART == BLOCKS // 2:  # registers hold no more operands
+                    total = warpgroup_mma_wait(0, deps=(total,))
+            else:
+                weights = weights_of(words, low, high, OPERAND, PART, WARPS, E2M1)
+                total = warpgroup_mma(weights, there, total, is_async=True)
+        inputs.index(1 - half).store(by_nibbles(values, TOKENS, BLOCKS))
         total = warpgroup_mma_wait(0, deps=(total,))
         half = 1 - half
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
     async_copy.wait_group(0)
-    UNIT: gl.constexpr = 2.0**70 if x.dtype.element_ty == gl.int8 else 2.0**64
+    UNIT: gl.constexpr = 2.0**12 if EXACT else 2.0**70 if CODED else 2.0**64
     return total * UNIT
 
 
@@ -197,18 +214,6 @@ def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 0, 4], [0, 0, 0, 8], [0, 1, 0, 0]]
     across = [[0, 2 << i, 0, 0] for i in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, across, [], [blocks, 2 * warps, 4, 16])
-
-
-def half_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
-    """Of scales of halves of blocks [blocks, panels, 2, 16]: a thread has those of its words."""
-    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0]]
-    registers += [[1 << i, 0, 0, 0] for i in range(blocks.bit_length() - 1)]
-    lanes = [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 4], [0, 0, 0, 8], [0, 1, 0, 0]]
-    across = [[0, 2 << i, 0, 0] for i in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, across, [], [blocks, 2 * warps, 2, 16])
-
-
-_half_layout = gluon.constexpr_function(half_layout)
 
 
 def scale_layout(blocks: int, warps: int, group: int) -> object:
@@ -248,238 +253,3 @@ def _fetch(slot, at, block, begin, end, EVEN: gl.constexpr):
     at, block = gl.broadcast(at, block)
     last = block * 0 if EVEN else block
     copy_ahead(slot, at, mask=last + begin < end)
-
-
-@gluon.jit
-def _by_nibbles(values, TOKENS: gl.constexpr, BLOCKS: gl.constexpr):
-    """Inputs [TOKENS, 32 BLOCKS] in bf16, of int8 2^-6 of them, in the order of `_weights`."""
-    if values.dtype == gl.int8:
-        values = _int8_numbers(values)
-    # half of a block, j, i >= 2, odd i
-    values = gl.reshape(values, (TOKENS, 2 * BLOCKS, 4, 2, 2))
-    return gl.reshape(gl.permute(values, (0, 1, 4, 2, 3)), (TOKENS, 32 * BLOCKS))
-
-
-@gluon.jit
-def _scales(
-    slot, CODE_PART: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
-    E2M1: gl.constexpr,
-):  # fmt: skip
-    """Scales of a part in bf16, of low nibbles and of high ones: [BLOCKS, panels, 16]."""
-    OWN: gl.constexpr = gl.SliceLayout(2, CODE_PART)
-    if GROUP == 0:
-        both = slot.load(_half_layout(BLOCKS, WARPS))
-        both = _e4m3_numbers(both)
-        low, high = gl.split(gl.permute(both, (0, 1, 3, 2)))
-        low = gl.convert_layout(low, OWN, assert_trivial=True)
-        high = gl.convert_layout(high, OWN, assert_trivial=True)
-    else:
-        low = slot.load(OWN)
-        if E2M1:
-            exponents = low.to(gl.int16)
-            bits = gl.where(exponents == 0, 64, exponents << 7)  # 2^-127 is subnormal
-            low = bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
-        high = low
-    return low, high
-
-
-@gluon.jit
-def _weights(
-    words, low, high, OPERAND: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr,
-    E2M1: gl.constexpr,
-):  # fmt: skip
-    """Words [BLOCKS, panels, 4, 16] and scales [BLOCKS, panels, 16]: [32 WARPS, 32 BLOCKS].
-
-    Rows come in the order (two rows of 64, warp, of 8, panel, q), inputs as in `_by_nibbles`.
-    """
-    words, low = gl.broadcast(words, gl.expand_dims(low, 2))
-    if E2M1:
-        words, high = gl.broadcast(words, gl.expand_dims(high, 2))
-        a, b, c, d = _e2m1_numbers(words, low, high)
-    else:
-        a, b, c, d = _int4_numbers(words, low)
-    both = gl.join(gl.join(_pair(a), _pair(b)), gl.join(_pair(c), _pair(d)))
-    # block, warp, panel, j, q, two rows of 64, of 8, i >= 2, odd i, half
-    both = gl.reshape(both, (BLOCKS, WARPS, 2, 4, 4, 2, 2, 2, 2, 2))
-    both = gl.permute(both, (5, 1, 6, 2, 4, 0, 9, 8, 3, 7))
-    both = gl.reshape(both, (32 * WARPS, 32 * BLOCKS))
-    return gl.convert_layout(both, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _pair(word):
-    low = word.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.join(low, (word >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True))
-
-
-@gluon.jit
-def _int4_numbers(words, scales):
-    """Codes of words, less 8, times bf16 scales, in bf16: 2^-64 of the weights.
-
-    Pairs of low nibbles of bytes 0 and 2, 1 and 3, then of the high ones.  A code in the lowest
-    bits of bf16 is 2^-133 of itself, with subnormals and above them; its product is exact before
-    -8 scales are added.  Two rows at once, as their scales lie in one register.
-    """
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 u, v, m, s, h, c, s0, s1, h0, h1, c0, c1;
-        .reg .b16 a, b;
-        mov.b32 m, 0x62006200;
-        mul.bf16x2 s, $10, m;
-        mov.b32 m, 0x60006000;
-        mul.bf16x2 h, $10, m;
-        mov.b32 m, 0xA100A100;
-        mul.bf16x2 c, $10, m;
-        mov.b32 {a, b}, s;
-        mov.b32 s0, {a, a};
-        mov.b32 s1, {b, b};
-        mov.b32 {a, b}, h;
-        mov.b32 h0, {a, a};
-        mov.b32 h1, {b, b};
-        mov.b32 {a, b}, c;
-        mov.b32 c0, {a, a};
-        mov.b32 c1, {b, b};
-        shr.b32 u, $8, 8;
-        shr.b32 v, $9, 8;
-        and.b32 $0, $8, 0x000F000F;
-        and.b32 $1, $9, 0x000F000F;
-        and.b32 $2, u, 0x000F000F;
-        and.b32 $3, v, 0x000F000F;
-        and.b32 $4, $8, 0x00F000F0;
-        and.b32 $5, $9, 0x00F000F0;
-        and.b32 $6, u, 0x00F000F0;
-        and.b32 $7, v, 0x00F000F0;
-        fma.rn.bf16x2 $0, $0, s0, c0;
-        fma.rn.bf16x2 $1, $1, s1, c1;
-        fma.rn.bf16x2 $2, $2, s0, c0;
-        fma.rn.bf16x2 $3, $3, s1, c1;
-        fma.rn.bf16x2 $4, $4, h0, c0;
-        fma.rn.bf16x2 $5, $5, h1, c1;
-        fma.rn.bf16x2 $6, $6, h0, c0;
-        fma.rn.bf16x2 $7, $7, h1, c1;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
-        [words, scales],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _e2m1_numbers(words, low, high):
-    """As `_int4_numbers`, of codes of e2m1, with scales of low and of high nibbles.
-
-    One product moves the sign to bit 15 and exponent and mantissa to bits 8 to 6 of bf16, which is
-    2^-126 of the number.
-    """
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 u, v, m, s, s0, s1, h0, h1;
-        .reg .b16 a, b;
-        mov.b32 m, 0x5E805E80;
-        mul.bf16x2 s, $10, m;
-        mov.b32 {a, b}, s;
-        mov.b32 s0, {a, a};
-        mov.b32 s1, {b, b};
-        mul.bf16x2 s, $11, m;
-        mov.b32 {a, b}, s;
-        mov.b32 h0, {a, a};
-        mov.b32 h1, {b, b};
-        shr.b32 u, $8, 8;
-        shr.b32 v, $9, 8;
-        and.b32 $0, $8, 0x000F000F;
-        and.b32 $1, $9, 0x000F000F;
-        and.b32 $2, u, 0x000F000F;
-        and.b32 $3, v, 0x000F000F;
-        and.b32 $4, $8, 0x00F000F0;
-        and.b32 $5, $9, 0x00F000F0;
-        and.b32 $6, u, 0x00F000F0;
-        and.b32 $7, v, 0x00F000F0;
-        mul.lo.u32 $0, $0, 0x1040;
-        mul.lo.u32 $1, $1, 0x1040;
-        mul.lo.u32 $2, $2, 0x1040;
-        mul.lo.u32 $3, $3, 0x1040;
-        mul.lo.u32 $4, $4, 0x0104;
-        mul.lo.u32 $5, $5, 0x0104;
-        mul.lo.u32 $6, $6, 0x0104;
-        mul.lo.u32 $7, $7, 0x0104;
-        and.b32 $0, $0, 0x81C081C0;
-        and.b32 $1, $1, 0x81C081C0;
-        and.b32 $2, $2, 0x81C081C0;
-        and.b32 $3, $3, 0x81C081C0;
-        and.b32 $4, $4, 0x81C081C0;
-        and.b32 $5, $5, 0x81C081C0;
-        and.b32 $6, $6, 0x81C081C0;
-        and.b32 $7, $7, 0x81C081C0;
-        mul.bf16x2 $0, $0, s0;
-        mul.bf16x2 $1, $1, s1;
-        mul.bf16x2 $2, $2, s0;
-        mul.bf16x2 $3, $3, s1;
-        mul.bf16x2 $4, $4, h0;
-        mul.bf16x2 $5, $5, h1;
-        mul.bf16x2 $6, $6, h0;
-        mul.bf16x2 $7, $7, h1;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-        [words, low, high],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _e4m3_numbers(codes):
-    """Codes of e4m3 in bf16, as `unpack.byte_numbers`."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, m;
-        mov.b32 m, 0x7B807B80;
-        prmt.b32 $0, $2, 0, 0x1404;
-        prmt.b32 $1, $2, 0, 0x3424;
-        and.b32 a, $0, 0x80008000;
-        shr.b32 $0, $0, 4;
-        lop3.b32 $0, $0, 0x07F007F0, a, 0xEA;
-        and.b32 a, $1, 0x80008000;
-        shr.b32 $1, $1, 4;
-        lop3.b32 $1, $1, 0x07F007F0, a, 0xEA;
-        mul.bf16x2 $0, $0, m;
-        mul.bf16x2 $1, $1, m;
-        }
-        """,
-        "=&r,=&r,r",
-        [codes],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def _int8_numbers(codes):
-    """2^-6 of codes of int8 in bf16, in whose lowest bits numbers are 2^-133 of them."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, m, n;
-        xor.b32 a, $2, 0x80808080;
-        prmt.b32 $0, a, 0, 0x4140;
-        prmt.b32 $1, a, 0, 0x4342;
-        mov.b32 m, 0x7F007F00;
-        mov.b32 n, 0xC000C000;
-        fma.rn.bf16x2 $0, $0, m, n;
-        fma.rn.bf16x2 $1, $1, m, n;
-        }
-        """,
-        "=&r,=&r,r",
-        [codes],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )

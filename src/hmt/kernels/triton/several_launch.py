@@ -24,6 +24,7 @@ _PROGRAMS = 132
 _MOST_PARTS = 8
 _FEW_ROWS, _FEW_BLOCKS = 4352, 256
 _ENCODINGS = (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4)
+_STEP, _TILE_ROWS = 128, 128  # inputs of a step, and rows that have a scale for a tile's of e4m3
 _COLUMNS = 512  # of sums, in a program of `add_parts`
 
 
@@ -109,7 +110,7 @@ def multiply_panels(
 ) -> None:
     """As `few_launch.multiply_panels`, or with an activation as `multiply_gated`.
 
-    Weights are rounded to bf16, in which codes of tokens are exact, and so are numbers of e2m1.
+    Weights are rounded to bf16 with tokens of bf16, and with codes of tokens exact.
     """
     # What this is written in changes more often than Triton: others shall not load it.
     from hmt.kernels.triton.several import code_layout, scale_layout, several_tokens
@@ -185,14 +186,24 @@ def _add(
 
 def takes_rows(x: Tensor, w: WeightTensor) -> bool:
     """True where `multiply_rows` multiplies x, bf16 or int8 codes, with w."""
+    vector = 16 // w.data.element_size()
     return (
         _several(x)
-        and x.dtype in (torch.bfloat16, torch.int8)
-        and w.encoding is Encoding.INT8_CHANNEL
-        and w.shape[1] % 16 == 0
+        and (x.dtype is torch.bfloat16 or (x.dtype is torch.int8 and _row_form(w) == "int8"))
+        and _row_form(w) in ("int8", "e4m3", "f16")
+        and w.shape[1] % vector == 0
         and w.data.data_ptr() % 16 == 0
-        and w.data.numel() < 1 << 33
+        and w.data.nbytes < 1 << 33
     )
+
+
+def _row_form(w: WeightTensor) -> str:
+    """What rows are of, as FORM of `several_tokens_rows`."""
+    if w.encoding is Encoding.FP8_BLOCK:
+        rows = w.tile[0] % _TILE_ROWS == 0 or w.tile[0] >= w.shape[0]
+        columns = w.tile[1] % _STEP == 0 or w.tile[1] >= w.shape[1]
+        return "e4m3" if rows and columns else ""
+    return {Encoding.INT8_CHANNEL: "int8", Encoding.F16: "f16"}.get(w.encoding, "")
 
 
 def takes_chunks(x: Tensor, weights: Sequence[WeightTensor]) -> bool:
@@ -200,14 +211,17 @@ def takes_chunks(x: Tensor, weights: Sequence[WeightTensor]) -> bool:
     return len(weights) > 1 and takes_rows(x, weights[0])
 
 
-def row_sizes(tokens: int, rows: int, columns: int, *, chunk: bool) -> dict[str, Any]:
+def row_sizes(
+    tokens: int, rows: int, columns: int, *, chunk: bool, form: str = "int8"
+) -> dict[str, Any]:
     """Block sizes of `several_tokens_rows`; the sums of a chunk are not split."""
-    warps = 4 if tokens <= 32 else 8
-    steps = triton.cdiv(columns, 128)
+    warps = 4 if tokens <= 32 or form != "int8" else 8
+    steps = triton.cdiv(columns, _STEP)
     tiles = triton.cdiv(rows, 32 * warps)
     most = 1 if chunk else max(1, min(_PROGRAMS // tiles, _MOST_PARTS, steps))
     split = min(range(1, most + 1), key=lambda count: triton.cdiv(steps, count) + count / 2)
-    return {"WARPS": warps, "STAGES": 3, "SPLIT": split, "maxnreg": 168 if warps == 4 else None}
+    most_registers = 168 if warps == 4 and tokens <= 32 else None
+    return {"WARPS": warps, "STAGES": 3, "SPLIT": split, "maxnreg": most_registers}
 
 
 def multiply_rows(
@@ -220,11 +234,14 @@ def multiply_rows(
     chunk: bool = False,
     add: bool = False,
 ) -> None:
-    """As `few_launch.multiply_rows`, w being int8 with scales of rows."""
-    assert w.scales is not None
-    sizes = row_sizes(len(x), w.shape[0], w.shape[1], chunk=chunk)
+    """As `few_launch.multiply_rows`, of weights of which `takes_rows`."""
+    form, shape = _row_form(w), (w.shape[0], w.shape[1])
+    sizes = row_sizes(len(x), *shape, chunk=chunk, form=form)
+    tile = (0, 0)
+    if form == "e4m3":
+        tile = (w.tile[0] if w.tile[0] < shape[0] else 0, w.tile[1] if w.tile[1] < shape[1] else 0)
     _launch_rows(
-        out, x, token_scales, w.data, w.scales, bias, (w.shape[0], w.shape[1]), sizes, ADD=add
+        out, x, token_scales, w.data, w.scales, bias, shape, sizes, FORM=form, TILE=tile, ADD=add
     )
 
 
@@ -248,11 +265,13 @@ def _launch_rows(
     x: Tensor,
     token_scales: Tensor | None,
     codes: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     bias: Tensor | None,
     shape: tuple[int, int],
     sizes: dict[str, Any],
     *,
+    FORM: str = "int8",
+    TILE: tuple[int, int] = (0, 0),
     CHUNK_ROWS: int = 0,
     ADD: bool = False,
 ) -> None:
@@ -277,7 +296,11 @@ def _launch_rows(
         len(x),
         x.stride(0),
         out.stride(0),
+        triton.cdiv(columns, TILE[1]) if TILE[1] else 1,
         CHUNK_ROWS=CHUNK_ROWS,
+        FORM=FORM,
+        TILE_ROWS=TILE[0],
+        TILE_STEPS=TILE[1] // _STEP,
         TOKENS=tokens,
         ADD=ADD and split == 1,
         WORDS=word_layout(warps),
