@@ -17,6 +17,7 @@ from hmt.kernels.triton.expert_tiles import experts_by_tiles
 # Up to so many pairs of a token and an expert for each expert that is chosen, pairs by themselves
 # were faster on an H200 than tiles of sorted tokens.
 _PAIRS_PER_EXPERT_SEVERAL = 1.1  # with 1.2 they take 252 us, 217 by `experts_by_several`
+_PAIRS_PER_EXPERT_SEVERAL_CODES = 1.4  # 1.2: 231 us and 300, of NVFP4 270 and 272; 1.5: 453, 430
 _PAIRS_PER_EXPERT = 2.6
 _PAIRS_PER_EXPERT_E2M1 = 3.2
 _PAIRS_PER_EXPERT_CODES = 4.0
@@ -79,7 +80,8 @@ def _are_few(table: ExpertTable, tokens: int, top: int, several: bool = False) -
     """True where tokens share too few experts for tiles, if all experts are as likely."""
     e2m1 = table.gate.encoding in (Encoding.NVFP4, Encoding.MXFP4)
     if several:
-        most = _PAIRS_PER_EXPERT_SEVERAL
+        codes = table.gate.takes_codes
+        most = _PAIRS_PER_EXPERT_SEVERAL_CODES if codes else _PAIRS_PER_EXPERT_SEVERAL
     elif table.gate.takes_codes:
         most = _PAIRS_PER_EXPERT_E2M1_CODES if e2m1 else _PAIRS_PER_EXPERT_CODES
     else:

@@ -23,6 +23,7 @@ _FEWEST = 5
 _PROGRAMS = 132
 _MOST_PARTS = 8
 _FEW_ROWS, _FEW_BLOCKS = 4352, 256
+_MANY_CODES = 1 << 28  # of int4, with tokens of int8
 _ENCODINGS = (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4)
 _STEP, _TILE_ROWS = 128, 128  # inputs of a step, and rows that have a scale for a tile's of e4m3
 _COLUMNS = 512  # of sums, in a program of `add_parts`
@@ -56,7 +57,23 @@ def takes_panels(x: Tensor, w: WeightTensor) -> bool:
         and w.scales is not None
         and (w.encoding is not Encoding.INT4_GROUP or _has_plain_groups(w))
         and all(part.data_ptr() % 16 == 0 for part in (w.data, w.scales))
+        and not (kind is torch.int8 and _few_are_faster(len(x), w))
     )
+
+
+def _few_are_faster(tokens: int, w: WeightTensor) -> bool:
+    """Of int8 tokens: where `few_tokens`, in which sums are of integers, takes less time.
+
+    int4 is multiplied twice here, to be exact.  In us, `few_tokens` and these: 16 tokens and 28672
+    rows of 4096 inputs 34 and 40, 4096 rows 12 and 10; 32 tokens 59 and 47, 22 and 16; 57344 rows of
+    8192 inputs 167 and 175, with 64 tokens 288 and 272.  MXFP4 and 5 tokens 35 and 36, 7 and 11.
+    """
+    if w.encoding is Encoding.NVFP4:
+        return False
+    most = 8
+    if w.encoding is Encoding.INT4_GROUP and w.shape[0] > _FEW_ROWS:
+        most = 32 if w.shape[0] * w.shape[1] > _MANY_CODES else 16
+    return tokens <= most
 
 
 def _has_plain_groups(w: WeightTensor) -> bool:
@@ -67,7 +84,7 @@ def _has_plain_groups(w: WeightTensor) -> bool:
 
 
 def panel_sizes(
-    tokens: int, rows: int, blocks: int, *, gated: bool, e2m1: bool = False
+    tokens: int, rows: int, blocks: int, *, gated: bool, e2m1: bool = False, exact: bool = False
 ) -> dict[str, Any]:
     """Block sizes of `several_tokens`."""
     few_rows = rows <= _FEW_ROWS and blocks <= _FEW_BLOCKS
@@ -82,7 +99,7 @@ def panel_sizes(
     if not gated and not wide and tiles > _PROGRAMS // 2 and warps == 8:
         # With 28672 rows of 4096 inputs 24.2 us for 8 tokens where it was 28.6, 28.7 for 16 where
         # it was 31.8, 34.3 for 32 where it was 36.6; NVFP4 41.2 for 32 where it was 48.2.
-        if e2m1:
+        if e2m1 or exact:
             warps, part = 4, 4
         elif tokens <= 16:
             warps, stages = 4, 4
@@ -121,7 +138,8 @@ def multiply_panels(
     gated = activation != ""
     e2m1 = w.encoding is not Encoding.INT4_GROUP
     all_rows = max(rows) if alone else sum(rows)
-    sizes = panel_sizes(len(x), all_rows, blocks, gated=gated, e2m1=e2m1)
+    exact = x.dtype is torch.int8
+    sizes = panel_sizes(len(x), all_rows, blocks, gated=gated, e2m1=e2m1, exact=exact)
     warps, split = sizes["WARPS"], sizes["SPLIT"]
     tokens = _width(x)
     if gated:
@@ -220,7 +238,8 @@ def row_sizes(
     tiles = triton.cdiv(rows, 32 * warps)
     most = 1 if chunk else max(1, min(_PROGRAMS // tiles, _MOST_PARTS, steps))
     split = min(range(1, most + 1), key=lambda count: triton.cdiv(steps, count) + count / 2)
-    most_registers = 168 if warps == 4 and tokens <= 32 else None
+    # Others spill, and two programs find room all the same: FP8 45 us where it was 59.
+    most_registers = 168 if warps == 4 and form == "int8" else None
     return {"WARPS": warps, "STAGES": 3, "SPLIT": split, "maxnreg": most_registers}
 
 
