@@ -65,8 +65,8 @@ def _few_are_faster(tokens: int, w: WeightTensor) -> bool:
     """Of int8 tokens: where `few_tokens`, in which sums are of integers, takes less time.
 
     int4 is multiplied twice here, to be exact.  In us, `few_tokens` and these: 16 tokens and 28672
-    rows of 4096 inputs 34 and 40, 4096 rows 12 and 10; 32 tokens 59 and 47, 22 and 16; 57344 rows of
-    8192 inputs 167 and 175, with 64 tokens 288 and 272.  MXFP4 and 5 tokens 35 and 36, 7 and 11.
+    rows of 4096 inputs 34 and 40, 4096 rows 12 and 10; 32 tokens 59 and 47, 22 and 16; with 57344
+    rows of 8192 inputs 167 and 175, 64 tokens 288 and 272.  MXFP4 and 5 tokens 35 and 36, 7 and 11.
     """
     if w.encoding is Encoding.NVFP4:
         return False
