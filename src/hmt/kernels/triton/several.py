@@ -187,17 +187,12 @@ def sum_of_steps(
         for part in gl.static_range(BLOCKS // PART):
             words = code_ring.index(slot).slice(part * PART, PART, 0).load(CODE_PART)
             numbers = scale_ring.index(slot).slice(part * PART, PART, 0)
-            low, high = scales_of_part(numbers, CODE_PART, PART, WARPS, GROUP, E2M1)
             there = inputs.index(half).slice(part * (32 * PART), 32 * PART, 1).permute((1, 0))
-            if EXACT:
-                weights, rest = exact_weights(words, low, OPERAND, PART, WARPS)
-                total = warpgroup_mma(weights, there, total, is_async=True)
-                total = warpgroup_mma(rest, there, total, is_async=True)
-                if (part + 1) * PART == BLOCKS // 2:  # registers hold no more operands
-                    total = warpgroup_mma_wait(0, deps=(total,))
-            else:
-                weights = weights_of(words, low, high, OPERAND, PART, WARPS, E2M1)
-                total = warpgroup_mma(weights, there, total, is_async=True)
+            total = _with_part(
+                total, words, numbers, there, OPERAND, CODE_PART, PART, WARPS, GROUP, E2M1, EXACT
+            )
+            if EXACT and (part + 1) * PART == BLOCKS // 2:  # registers hold no more operands
+                total = warpgroup_mma_wait(0, deps=(total,))
         inputs.index(1 - half).store(by_nibbles(values, TOKENS, BLOCKS))
         total = warpgroup_mma_wait(0, deps=(total,))
         half = 1 - half
@@ -205,6 +200,24 @@ def sum_of_steps(
     async_copy.wait_group(0)
     UNIT: gl.constexpr = 2.0**12 if EXACT else 2.0**70 if CODED else 2.0**64
     return total * UNIT
+
+
+@gluon.jit
+def _with_part(
+    total, words, numbers, there, OPERAND: gl.constexpr, CODE_PART: gl.constexpr,
+    PART: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, E2M1: gl.constexpr,
+    EXACT: gl.constexpr,
+):  # fmt: skip
+    """Begin to add products of a part: of codes in words, and scales in shared memory."""
+    low, high = scales_of_part(numbers, CODE_PART, PART, WARPS, GROUP, E2M1)
+    if EXACT:
+        weights, rest = exact_weights(words, low, OPERAND, PART, WARPS)
+        total = warpgroup_mma(weights, there, total, is_async=True)
+        total = warpgroup_mma(rest, there, total, is_async=True)
+    else:
+        weights = weights_of(words, low, high, OPERAND, PART, WARPS, E2M1)
+        total = warpgroup_mma(weights, there, total, is_async=True)
+    return total
 
 
 def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
