@@ -124,8 +124,7 @@ def sum_of_steps(
     TOP: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr, PART: gl.constexpr,
     STAGES: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, EVEN: gl.constexpr,
     CODES: gl.constexpr, CODE_PART: gl.constexpr, SCALES: gl.constexpr, E2M1: gl.constexpr,
-    MMA: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    MMA: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Sums [32 WARPS, TOKENS] over steps first to last.
 
