@@ -154,13 +154,20 @@ def test_odd_shapes(device, shape):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="Gluon has no interpreter")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "encoding"),
+    [
+        (torch.bfloat16, PageEncoding.BF16),
+        (torch.float16, PageEncoding.F16),
+        (torch.bfloat16, PageEncoding.FP8),
+    ],
+)
 @pytest.mark.parametrize(
     "runs",
     [[(1000, 1), (63, 1), (0, 1), (5000, 1)], [(300, 3), (0, 8), (1, 2)], [(900, 40), (0, 70)]],
 )
-def test_latents_of_128_heads(device, dtype, runs):
-    layout = PageLayout(PageEncoding.of(dtype), 1, 576, 512, latent=True)
+def test_latents_of_128_heads(device, dtype, encoding, runs):
+    layout = PageLayout(encoding, 1, 576, 512, latent=True)
     scene = Scene(device, layout, runs, dtype)
     for heads in (128, 64, 80):
         check(scene, scene.query(heads), scale=576**-0.5)

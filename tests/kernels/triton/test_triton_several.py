@@ -126,7 +126,8 @@ class TestOnHopper:
         w = random_weight(encoding, rows, columns, device=device, tile=tile)
         bias = random_x(1, rows, device, seed=2)[0]
         x, total = random_x(tokens, columns, device), random_x(tokens, rows, device, seed=3)
-        assert several_launch.takes_rows(x, w)
+        few = tokens <= 8 and encoding is Encoding.FP8_BLOCK and rows > 4352
+        assert several_launch.takes_rows(x, w) == (not few)
         expected = total + kernels.linear(x, w, bias)
         assert_is_product(kernels.linear(x, w, bias), x, w, bias)
         kernels.linear_add(total, x, w, bias)

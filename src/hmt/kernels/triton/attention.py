@@ -335,7 +335,8 @@ def _is_for_latents(
     """Whether `latent_kernel` takes it: see there."""
     whole = (shapes.heads, shapes.key_dim, shapes.value_dim, plan.rows) == (1, 576, 512, 64)
     plain = not scoring.window and not scoring.softcap and scoring.sinks is None
-    short = compute.itemsize == 2 and shapes.encoding.dtype == compute
+    codes = shapes.encoding is PageEncoding.FP8 and compute == torch.bfloat16
+    short = compute.itemsize == 2 and (shapes.encoding.dtype == compute or codes)
     hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
     return shapes.latent and whole and plain and short and hopper
 

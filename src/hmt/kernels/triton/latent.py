@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from hmt.kernels.triton import dependent, merging
+from hmt.kernels.triton.several_weights import e4m3_pairs, pair_of
 
 # Triton 3.9 has other names for them than 3.6.
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -53,6 +54,10 @@ _MIXED = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _PANEL = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_CODES = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+_BACK_CODES = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
+_LINES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
+_LINE = tl.constexpr(128)  # bytes
 
 
 # Kernels have many parameters; one on each line, functions would be too long to read.
@@ -81,7 +86,7 @@ def _tile_rows(keys, table, first, last, page_stride):
 
 
 @gluon.jit
-def _bring(
+def _bring_numbers(
     shared, bars, asked, place, begin, last, pairs, GROUP: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """Copy queries, and tiles of keys as there is room.
@@ -119,6 +124,113 @@ def _bring(
                 _copy_back(back.index(slot), rows)
             async_copy.mbarrier_arrive(full.index(slot * PIECES + piece), increment_count=False)
         rows = after
+
+
+@gluon.jit
+def _copy_queries(
+    query_front, query_back, query, query_stride, head_stride, block, offset, length,
+    GROUP: gl.constexpr,
+):
+    """Copy queries, and wait for them."""
+    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _PANEL))
+    row = gl.where(row // GROUP < length, row, 0)
+    token = (row // GROUP + offset).to(gl.int64)
+    queries = query + (token * query_stride + row % GROUP * head_stride)
+    _copy_panels(query_front.index(0), queries, 0, FRONT // PANEL)
+    _copy_back(query_back.index(0), queries)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _code_rows(keys, table, first, last, page_stride):
+    """As `_tile_rows`, of codes."""
+    position = gl.minimum(first + gl.arange(0, TILE, layout=gl.SliceLayout(1, _CODES)), last - 1)
+    page = gl.load(table + position // 16)
+    return keys + (page.to(gl.int64) * page_stride + position % 16 * KEY_DIM)
+
+
+@gluon.jit
+def _codes(rows, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Codes FIRST .. FIRST + COUNT of rows as words: bytes that wait would be unpacked."""
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    word = FIRST // 4 + gl.arange(0, COUNT // 4, layout=gl.SliceLayout(0, LAYOUT))
+    at = gl.multiple_of(rows.to(gl.pointer_type(gl.int32)), 16)
+    return gl.load(at[:, None] + word[None, :])
+
+
+@gluon.jit
+def _numbers(words, COUNT: gl.constexpr):
+    """Codes of words in bf16: [TILE, COUNT]."""
+    a, b = e4m3_pairs(words)
+    both = gl.permute(gl.join(pair_of(a), pair_of(b)), (0, 1, 3, 2))
+    return gl.reshape(both, (TILE, COUNT))
+
+
+@gluon.jit
+def _ask_for_rows(rows):
+    """Let the L2 cache fetch rows of codes."""
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, _LINES), assert_trivial=True)
+    line = gl.minimum(gl.arange(0, 8, layout=gl.SliceLayout(0, _LINES)) * _LINE, KEY_DIM - 1)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [rows[:, None] + line[None, :]],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _bring_codes(
+    shared, bars, asked, place, begin, last, pairs, GROUP: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """As `_bring_numbers`, of e4m3 that become bf16 on their way, loaded a piece ahead."""
+    query_front, query_back, front, back, _tops, _totals = shared
+    full, free, _top_there, _weights_there, _total_there = bars
+    query, query_stride, head_stride, block, offset, length = asked
+    keys, table, page_stride = place
+    rows = _code_rows(keys, table, begin, last, page_stride)
+    _inputs_are_there(DEPENDENT)
+    _copy_queries(
+        query_front, query_back, query, query_stride, head_stride, block, offset, length, GROUP
+    )
+    held = _codes(rows, 0, PIECE, _CODES)
+    for tile in range(2 * pairs):
+        slot = tile % 2
+        before = (tile // 2 + 1) & 1
+        after = _code_rows(keys, table, begin + (tile + 1) * TILE, last, page_stride)
+        _ask_for_rows(after)
+        room = front.index(slot)
+        for piece in gl.static_range(PIECES):
+            now = held
+            if piece < PIECES - 1:
+                held = _codes(rows, (piece + 1) * PIECE, PIECE, _CODES)
+            else:
+                behind = _codes(rows, FRONT, BACK, _BACK_CODES)
+                held = _codes(after, 0, PIECE, _CODES)
+            if piece == 0:
+                mbarrier.wait(free.index(2 * slot), before)
+            if piece == PIECES // 2:
+                mbarrier.wait(free.index(2 * slot + 1), before)
+            room.slice(piece * PIECE, PIECE, dim=1).store(_numbers(now, PIECE))
+            if piece == PIECES - 1:
+                back.index(slot).store(_numbers(behind, BACK))
+            fence_async_shared()
+            _barrier()
+            mbarrier.arrive(full.index(slot * PIECES + piece))
+        rows = after
+
+
+@gluon.jit
+def _bring(
+    shared, bars, asked, place, begin, last, pairs, GROUP: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    if place[0].dtype.element_ty == gl.uint8:
+        _bring_codes(shared, bars, asked, place, begin, last, pairs, GROUP, DEPENDENT)
+    else:
+        _bring_numbers(shared, bars, asked, place, begin, last, pairs, GROUP, DEPENDENT)
 
 
 @gluon.jit
@@ -302,14 +414,15 @@ def latent_kernel(
         _inputs_are_there(DEPENDENT)
         return
 
-    KIND: gl.constexpr = memory.dtype.element_ty
+    KIND: gl.constexpr = query.dtype.element_ty
+    CODES: gl.constexpr = memory.dtype.element_ty == gl.uint8
     query_front = gl.allocate_shared_memory(KIND, [1, ROWS, FRONT], _SHARED)
     query_back = gl.allocate_shared_memory(KIND, [1, ROWS, BACK], _SHARED)
     front = gl.allocate_shared_memory(KIND, [2, TILE, FRONT], _SHARED)
     back = gl.allocate_shared_memory(KIND, [2, TILE, BACK], _SHARED)
     tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], _NUMBERS)
     totals = gl.allocate_shared_memory(gl.float32, [2, ROWS], _NUMBERS)
-    full = _barriers(2 * PIECES, 128)
+    full = _barriers(2 * PIECES, 1 if CODES else 128)
     free, top_there, weights_there, total_there = (
         _barriers(4, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1)
     )

@@ -23,7 +23,7 @@ _FEWEST = 5
 _PROGRAMS = 132
 _MOST_PARTS = 8
 _FEW_ROWS, _FEW_BLOCKS = 4352, 256
-_MANY_CODES = 1 << 28  # of int4, with tokens of int8
+_MANY_CODES = 1 << 28  # of int4 with tokens of int8, of FP8 with 8 tokens
 _ENCODINGS = (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4)
 _STEP, _TILE_ROWS = 128, 128  # inputs of a step, and rows that have a scale for a tile's of e4m3
 _COLUMNS = 512  # of sums, in a program of `add_parts`
@@ -96,10 +96,14 @@ def panel_sizes(
     split = min(range(1, most + 1), key=lambda count: triton.cdiv(steps, count) + count / 4)
     wide = tokens > 32  # sums take so many registers that smaller steps are longer ones
     stages, part = 4 if wide else 3, 2
-    if not gated and not wide and tiles > _PROGRAMS // 2 and warps == 8:
+    if gated and not wide and tokens > 16:
+        part = 4
+    twice = e2m1 or exact  # of the instructions that others take
+    if (twice or not gated) and not wide and tiles > _PROGRAMS // 2 and warps == 8:
         # With 28672 rows of 4096 inputs 24.2 us for 8 tokens where it was 28.6, 28.7 for 16 where
         # it was 31.8, 34.3 for 32 where it was 36.6; NVFP4 41.2 for 32 where it was 48.2.
-        if e2m1 or exact:
+        # And with a gate 38.4 where it was 44.
+        if twice:
             warps, part = 4, 4
         elif tokens <= 16:
             warps, stages = 4, 4
@@ -212,7 +216,13 @@ def takes_rows(x: Tensor, w: WeightTensor) -> bool:
         and w.shape[1] % vector == 0
         and w.data.data_ptr() % 16 == 0
         and w.data.nbytes < 1 << 33
+        and not (len(x) <= 8 and _row_form(w) == "e4m3" and _fp8_is_for_few(w))
     )
+
+
+def _fp8_is_for_few(w: WeightTensor) -> bool:
+    """Where 8 tokens take less time in `few_tokens_rows`: 28672 rows of 4096 40 us, here 44."""
+    return w.shape[0] > _FEW_ROWS and w.data.numel() <= _MANY_CODES
 
 
 def _row_form(w: WeightTensor) -> str:
@@ -240,7 +250,9 @@ def row_sizes(
     split = min(range(1, most + 1), key=lambda count: triton.cdiv(steps, count) + count / 2)
     # Others spill, and two programs find room all the same: FP8 45 us where it was 59.
     most_registers = 168 if warps == 4 and form == "int8" else None
-    return {"WARPS": warps, "STAGES": 3, "SPLIT": split, "maxnreg": most_registers}
+    # Steps of f16 fill shared memory: with 64 tokens and three stages 102 us, with two 73.
+    stages = 2 if form == "f16" else 3
+    return {"WARPS": warps, "STAGES": stages, "SPLIT": split, "maxnreg": most_registers}
 
 
 def multiply_rows(

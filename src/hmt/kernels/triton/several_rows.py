@@ -21,7 +21,7 @@ from hmt.kernels.triton.gluon_names import (
     next_may_begin,
 )
 from hmt.kernels.triton.several_results import rows_of, write_sums
-from hmt.kernels.triton.several_weights import pair_of
+from hmt.kernels.triton.several_weights import e4m3_pairs, pair_of
 
 STEP = gl.constexpr(128)  # inputs
 
@@ -178,7 +178,7 @@ def _weights(words, OPERAND: gl.constexpr, WARPS: gl.constexpr, FORM: gl.constex
         both = gl.permute(both, (2, 0, 3, 1, 5, 4, 6))
         both = gl.reshape(both, (32 * WARPS, 32))
     else:
-        a, b = _int8_numbers(words) if FORM == "int8" else _e4m3_numbers(words)
+        a, b = _int8_numbers(words) if FORM == "int8" else e4m3_pairs(words)
         both = gl.join(pair_of(a), pair_of(b))
         # warp, of 8, two rows of 64, of 8, quarter, word, of two, pair
         both = gl.reshape(both, (WARPS, 8, 2, 2, 4, 4, 2, 2))
@@ -201,34 +201,6 @@ def _int8_numbers(words):
         mov.b32 n, 0xC000C000;
         fma.rn.bf16x2 $0, $0, m, n;
         fma.rn.bf16x2 $1, $1, m, n;
-        }
-        """,
-        "=&r,=&r,r",
-        [words],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _e4m3_numbers(words):
-    """Codes of e4m3 in bytes 0 and 1, 2 and 3, in bf16, as `unpack.byte_numbers`."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, m;
-        mov.b32 m, 0x7B807B80;
-        prmt.b32 $0, $2, 0, 0x1404;
-        prmt.b32 $1, $2, 0, 0x3424;
-        and.b32 a, $0, 0x80008000;
-        shr.b32 $0, $0, 4;
-        lop3.b32 $0, $0, 0x07F007F0, a, 0xEA;
-        and.b32 a, $1, 0x80008000;
-        shr.b32 $1, $1, 4;
-        lop3.b32 $1, $1, 0x07F007F0, a, 0xEA;
-        mul.bf16x2 $0, $0, m;
-        mul.bf16x2 $1, $1, m;
         }
         """,
         "=&r,=&r,r",

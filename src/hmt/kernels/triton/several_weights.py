@@ -342,3 +342,31 @@ def _int8_numbers(codes):
         is_pure=True,
         pack=4,
     )
+
+
+@gluon.jit
+def e4m3_pairs(words):
+    """Codes of e4m3 in bytes 0 and 1, 2 and 3, in bf16, as `unpack.byte_numbers`."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, m;
+        mov.b32 m, 0x7B807B80;
+        prmt.b32 $0, $2, 0, 0x1404;
+        prmt.b32 $1, $2, 0, 0x3424;
+        and.b32 a, $0, 0x80008000;
+        shr.b32 $0, $0, 4;
+        lop3.b32 $0, $0, 0x07F007F0, a, 0xEA;
+        and.b32 a, $1, 0x80008000;
+        shr.b32 $1, $1, 4;
+        lop3.b32 $1, $1, 0x07F007F0, a, 0xEA;
+        mul.bf16x2 $0, $0, m;
+        mul.bf16x2 $1, $1, m;
+        }
+        """,
+        "=&r,=&r,r",
+        [words],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
