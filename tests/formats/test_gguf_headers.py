@@ -1,6 +1,7 @@
 """GGUF headers: what is read of them, and that no damaged one is believed."""
 
 import random
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +196,8 @@ def test_files_that_cannot_be_told_apart_or_are_missing(tmp_path: Path) -> None:
         read_gguf(tmp_path / "none.gguf")
     write(tmp_path / "a.gguf")
     assert open_checkpoint(tmp_path).path == tmp_path / "a.gguf"
+    other = shutil.copy(tmp_path / "a.gguf", tmp_path / "sha256-4824460d29f2")  # as Ollama keeps it
+    assert open_checkpoint(other).path == tmp_path / "sha256-4824460d29f2"
     write(tmp_path / "b.gguf")
     with pytest.raises(CheckpointError, match="holds 2 GGUF files"):
         open_checkpoint(tmp_path)

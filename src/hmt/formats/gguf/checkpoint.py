@@ -19,11 +19,22 @@ _MOST_SPLITS: Final = 10_000
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a GGUF file, or a folder with some and no safetensors."""
+    """Whether `path` is a GGUF file, or a folder with some and no safetensors.
+
+    A file is one by its name or its first bytes: Ollama's are named after their checksum.
+    """
     if not path.is_dir():
-        return path.suffix == ".gguf"
+        return path.suffix == ".gguf" or _begins_as_gguf(path)
     suffixes = {file.suffix for file in path.iterdir()}
     return ".gguf" in suffixes and ".safetensors" not in suffixes
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def open_gguf(path: Path) -> Checkpoint:
