@@ -169,10 +169,9 @@ def open_pack(path: Path) -> Pack:
         check_copy(path / name, copy.seal)
     if CONFIG not in manifest.copies:
         raise MissingFileError(f"{path / CONFIG} is missing: the pack was made without it")
-    config, vocabulary = (
-        json.loads((path / name).read_bytes()) if name in manifest.copies else None
-        for name in (CONFIG, VOCABULARY)
-    )
+    config, vocabulary = json.loads((path / CONFIG).read_bytes()), None
+    if VOCABULARY in manifest.copies:
+        vocabulary = json.loads((path / VOCABULARY).read_bytes())
     return Pack(path, manifest, config, vocabulary)
 
 
