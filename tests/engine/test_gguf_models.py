@@ -18,6 +18,7 @@ import hmt
 from hmt.base.errors import MissingFileError
 from hmt.engine import EngineConfig, prepare
 from hmt.engine.inspection import inspect
+from hmt.engine.packs import convert, verify
 from hmt.engine.source import open_source
 from hmt.formats import open_checkpoint
 from hmt.planner import PlanOptions, smallest_budget
@@ -149,6 +150,33 @@ def test_a_gguf_file_answers_as_the_same_numbers_do(name: str, tmp_path: Path) -
     found, near, _ = answer(path)
     assert found == tokens
     torch.testing.assert_close(near, logits, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "deepseek2-v3"])
+def test_a_pack_of_a_gguf_file_answers_as_the_file_does(name: str, tmp_path: Path) -> None:
+    """In the least memory, too; with its tokenizer, and without the file.
+
+    The numbers are the same to the bit.  They lie at other addresses, which may change in which
+    order they are added.
+    """
+    file = random_model(name, tmp_path)
+    path = file.write(tmp_path / "model.gguf", bytes_vocabulary(MINI_DENSE))
+    tokens, logits, _ = answer(path)
+    text, ids = "Where is the harbour?", open_source(path).tokenizer()
+    pack = tmp_path / "pack"
+    convert(path, pack, EngineConfig.resolve(host_memory="64MiB"))
+    path.unlink()
+    options = EngineConfig.resolve(host_memory="256MiB", context=128, dtype="float32")
+    least = smallest_budget(prepare(pack, options).demand, PlanOptions(0, 128))
+    for budget in (256 << 20, least):
+        found, same, streamed = answer(pack, host_memory=budget)
+        assert found == tokens
+        assert (streamed > 0) == (budget == least)
+        torch.testing.assert_close(same, logits, rtol=1e-5, atol=1e-5)
+    packed = open_source(pack).tokenizer()
+    assert packed.encode(text) == ids.encode(text)
+    assert packed.eos_ids == ids.eos_ids
+    assert not verify(pack, options).damages
 
 
 def test_split_files_stream_at_the_smallest_budget(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ _INTERRUPTED = 130  # as shells count: 128 + SIGINT
 
 
 def convert(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or a GGUF file.")],
     out: Annotated[Path, typer.Argument(help="Folder to make; the pack.")],
     quantization: Annotated[
         str | None,

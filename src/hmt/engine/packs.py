@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hmt.base.errors import BudgetError, CheckpointError, ConfigError
+from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.trace import Tracer
 from hmt.base.units import MIB, format_bytes
 from hmt.contracts.plan import Tier
@@ -19,13 +19,14 @@ from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import HostPool, Ledger
 from hmt.models import open_model
 from hmt.quant import Scheme
-from hmt.weights import bind, lay_out, published_bytes
+from hmt.weights import bind, published_bytes
 from hmt.weights.pack import (
     Buffers,
     Damage,
     Manifest,
     PackWriter,
     Subject,
+    lay_out_pack,
     looks_like_pack,
     read_manifest,
     verify_pack,
@@ -99,13 +100,8 @@ def _subject(path: Path, scheme: Scheme) -> Subject:
     checkpoint = open_checkpoint(path)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
     bound = bind(model.spec, checkpoint)
-    if checkpoint.vocabulary is not None:
-        raise CheckpointError(
-            f"{checkpoint.path} is a GGUF file, of which no pack is made: give the file itself to "
-            "`hmt run` or `hmt serve`, which read it where it is"
-        )
     wanted = target(scheme, sensitive_of(checkpoint.path, model.spec))
-    layouts = lay_out(bound, wanted, in_place=False)
+    layouts = lay_out_pack(bound, wanted)
     return Subject(
         checkpoint, layouts, str(scheme), model.spec.architecture, published_bytes(bound)
     )

@@ -86,7 +86,7 @@ def open_source(path: Path) -> Source:
     """The checkpoint or pack in folder `path`.  Raises CheckpointError."""
     if looks_like_pack(path):
         pack = open_pack(path)
-        checkpoint = Checkpoint(path, pack.config, {})
+        checkpoint = Checkpoint(path, pack.config, {}, vocabulary=pack.vocabulary)
         return Source(checkpoint, frozenset(pack.manifest.dtypes), pack)
     checkpoint = open_checkpoint(path)
     return Source(checkpoint, frozenset(record.dtype for record in checkpoint.records.values()))

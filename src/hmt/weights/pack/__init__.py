@@ -12,6 +12,7 @@ from hmt.weights.pack.manifest import (
 from hmt.weights.pack.pipeline import Buffers
 from hmt.weights.pack.reader import Pack, open_pack
 from hmt.weights.pack.source import Subject
+from hmt.weights.pack.tables import lay_out_pack
 from hmt.weights.pack.verify import Damage, verify_pack
 from hmt.weights.pack.writer import PackWriter
 
@@ -26,6 +27,7 @@ __all__ = [
     "PackedBlock",
     "Subject",
     "encode",
+    "lay_out_pack",
     "looks_like_pack",
     "open_pack",
     "read_manifest",

@@ -114,8 +114,11 @@ ConversionJob = BlockJob | TableJob
 
 
 def is_table(layout: BlockLayout) -> bool:
-    """Whether a block is a table alone, which is copied in pieces."""
-    return len(layout.placed) == 1 and layout.placed[0].param.spec.role is Role.TABLE
+    """Whether a block is a table of numbers alone, which is copied in pieces."""
+    if len(layout.placed) != 1:
+        return False
+    param = layout.placed[0].param
+    return param.spec.role is Role.TABLE and param.form is None
 
 
 def jobs_for(

@@ -21,6 +21,8 @@ from hmt.weights.checksum import as_text, checksum, from_text
 
 FORMAT_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
+CONFIG: Final = "config.json"
+VOCABULARY: Final = "gguf_vocabulary.json"  # see Checkpoint.vocabulary
 
 _HEAD: Final = re.compile(rb'\{"format":"hmt-pack","version":(\d{1,9}),"xxh3_64":"([0-9a-f]{16})",')
 _AGAIN: Final = "convert the checkpoint again (`hmt convert`)"

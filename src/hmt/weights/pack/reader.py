@@ -24,21 +24,29 @@ from hmt.weights.layout import (
     lay_out,
 )
 from hmt.weights.pack.draft import is_draft
-from hmt.weights.pack.manifest import MANIFEST, Manifest, PackedBlock, PackedParam, read_manifest
-
-_CONFIG = "config.json"
+from hmt.weights.pack.manifest import (
+    CONFIG,
+    MANIFEST,
+    VOCABULARY,
+    Manifest,
+    PackedBlock,
+    PackedParam,
+    read_manifest,
+)
 
 
 @dataclass(frozen=True)
 class Pack:
     """An opened pack; no block has been read.
 
-    config   the checkpoint's parsed config.json
+    config       the checkpoint's parsed config.json
+    vocabulary   what the GGUF file said of its tokenizer; None where there are files
     """
 
     path: Path
     manifest: Manifest
     config: Mapping[str, Any]
+    vocabulary: Mapping[str, Any] | None = None
 
     def layouts(self, spec: ModelSpec, target: Target) -> dict[BlockId, BlockLayout]:
         """The blocks of `spec`, converted as `target` says, as they lie in the pack.
@@ -159,9 +167,12 @@ def open_pack(path: Path) -> Pack:
     for name, copy in manifest.copies.items():
         check_size(path / name, copy.nbytes)
         check_copy(path / name, copy.seal)
-    if _CONFIG not in manifest.copies:
-        raise MissingFileError(f"{path / _CONFIG} is missing: the pack was made without it")
-    return Pack(path, manifest, json.loads((path / _CONFIG).read_bytes()))
+    if CONFIG not in manifest.copies:
+        raise MissingFileError(f"{path / CONFIG} is missing: the pack was made without it")
+    config, vocabulary = json.loads((path / CONFIG).read_bytes()), None
+    if VOCABULARY in manifest.copies:
+        vocabulary = json.loads((path / VOCABULARY).read_bytes())
+    return Pack(path, manifest, config, vocabulary)
 
 
 def check_size(file: Path, nbytes: int) -> None:

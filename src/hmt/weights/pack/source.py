@@ -12,7 +12,7 @@ from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.encoding import PACKING_VERSION
 from hmt.weights.checksum import as_text, checksum
 from hmt.weights.layout import BlockLayout
-from hmt.weights.pack.manifest import FORMAT_VERSION, MANIFEST
+from hmt.weights.pack.manifest import CONFIG, FORMAT_VERSION, MANIFEST, VOCABULARY
 
 _MAX_COPY_BYTES: Final = 100_000_000
 _COPIED_SUFFIXES: Final = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".md"}
@@ -23,7 +23,7 @@ _COPIED_NAMES: Final = ("LICENSE", "NOTICE")
 class Subject:
     """A checkpoint and what is to become of it.
 
-    layouts           by `lay_out` without `in_place`, in model order
+    layouts           by `lay_out_pack`, in model order
     scheme            the quantisation, as users write it
     published_bytes   of the weights that are packed
     """
@@ -52,12 +52,24 @@ class Subject:
         return tuple(sorted({record.dtype for record in self.checkpoint.records.values()}))
 
     def copied_files(self) -> list[Path]:
-        """Files that are copied into the pack: configuration, tokenizer, template, licence."""
+        """Files that are copied into the pack: configuration, tokenizer, template, licence.
+
+        None of a GGUF file, which lies beside what may belong to others: see `said_files`.
+        """
+        if self.checkpoint.vocabulary is not None:
+            return []
         return sorted(
             file
             for file in self.checkpoint.path.iterdir()
             if file.is_file() and _is_copied(file) and file.stat().st_size <= _MAX_COPY_BYTES
         )
+
+    def said_files(self) -> dict[str, bytes]:
+        """Files written from what a GGUF file says, by name; none for other checkpoints."""
+        if self.checkpoint.vocabulary is None:
+            return {}
+        said = {CONFIG: self.checkpoint.config, VOCABULARY: self.checkpoint.vocabulary}
+        return {name: json.dumps(content).encode() for name, content in said.items()}
 
     def identity(self) -> dict[str, Any]:
         """All that two runs must share for one to go on with what the other has written."""

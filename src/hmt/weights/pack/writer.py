@@ -277,10 +277,10 @@ class PackWriter:
 
     def _copy_files(self) -> dict[str, CopiedFile]:
         copies = {}
-        for file in self._subject.copied_files():
-            content = file.read_bytes()
-            self._draft.write_file(file.name, content)
-            copies[file.name] = CopiedFile(len(content), checksum(content))
+        contents = {file.name: file.read_bytes() for file in self._subject.copied_files()}
+        for name, content in (contents | self._subject.said_files()).items():
+            self._draft.write_file(name, content)
+            copies[name] = CopiedFile(len(content), checksum(content))
         return copies
 
     def _range(self, number: int) -> FileRange:
