@@ -41,6 +41,9 @@ def test_layers_that_are_computed_one_by_one_cost_more() -> None:
     )
     # The first of the four layers is dense.
     assert apart_s - together_s == pytest.approx(4 * (0.25 - machine.layer_s) + 3 * 0.5)
+    free = replace(machine, apart_layer_s=0.0)  # too little to measure: experts cost theirs still
+    free_s = CostModel(loads_of(apart, plan), free).decode(1, 0).seconds
+    assert free_s - together_s == pytest.approx(3 * 0.5)
     latent = tuple(replace(kv, kind=KVKind.LATENT) for kv in demand.spec.kv)
     apart = replace(apart, spec=replace(apart.spec, kv=latent))
     slow = replace(machine, apart_latent_s=2.0)

@@ -225,11 +225,11 @@ class _Step:
         machine = self._machine
         if self._many:
             return machine.prompt_layer_s or machine.layer_s
-        if not self._loads.apart or not machine.apart_layer_s:
+        if not self._loads.apart:
             return machine.layer_s
         experts_s = machine.apart_experts_s if load.experts else 0.0
         latent_s = machine.apart_latent_s if load.latent else 0.0
-        return machine.apart_layer_s + experts_s + latent_s
+        return max(machine.apart_layer_s, machine.layer_s) + experts_s + latent_s
 
     def _dense(self, sums: Sums, tokens: int) -> None:
         for (place, encoding), weights in sums.items():
