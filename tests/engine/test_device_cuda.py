@@ -73,11 +73,14 @@ def test_the_gpu_agrees_with_the_cpu(
         most = max(most, 0.06)
     error = (gpu - cpu).norm() / cpu.norm()
     assert error < most, f"{error}"
-    # The tokens follow no text, so some first choices are nearly ties, and 6% of error decides
-    # those: all others must be the same. (On a CPU, the two kinds of kernels agree in 93% of w4a8.)
+    same = gpu.argmax(-1) == cpu.argmax(-1)
+    if quantization != "w4a8:32":
+        assert same.float().mean() > 0.9
+    # The tokens follow no text, so some first choices are nearly ties, which codes of activations
+    # decide (on a CPU the two kinds of kernels agree in 93% of w4a8): all others must be the same.
     first, second = cpu.topk(2, dim=-1).values.unbind(-1)
     clear = first - second > 6 * (gpu - cpu).square().mean(-1).sqrt()
-    assert (gpu.argmax(-1) == cpu.argmax(-1))[clear].all()
+    assert same[clear].all()
     assert clear.float().mean() > 0.3
 
 
