@@ -34,6 +34,7 @@ from hmt.engine.sequence import Sequence
 from hmt.engine.summary import Phase
 from hmt.engine.tiers import TieredDecoding
 from hmt.engine.trial import Verdict
+from hmt.engine.warming import is_slow_at_first, prompts_to_warm, warm_up
 from hmt.kernels import captures, ops
 from hmt.kvcache import PagedKV, TieredKV
 from hmt.planner import scored_rows
@@ -68,6 +69,7 @@ class Core:
         self._meter = _Meter(memory, tracer, self._guesser)
         self.load = self.scheduler.load  # as of the last step; others may read it
         self.steps = 0  # until now
+        self._warm_up()
         self.reset_account()
 
     def _make_executor(self, prepared: Prepared, config: EngineConfig) -> Executor:
@@ -147,6 +149,20 @@ class Core:
         if not (there or in_pieces) or not captures.has_kernels(device.where):
             return None
         return TieredDecoding(model, weights, kv, device, weights_in_pieces=not there)
+
+    def _warm_up(self) -> None:
+        """Let a GPU compile and capture now, and not while the first request waits."""
+        memory = self.memory
+        # A trace of experts is of requests alone.
+        if memory.on_device is None or memory.trace is not None:
+            return
+        if not is_slow_at_first(memory.on_device.device.where):
+            return
+        self.prompt, self.generation = Phase(), Phase()
+        prompts = prompts_to_warm(self._plan, memory.kv.capacity_tokens)
+        if not warm_up(self.logits, prompts, self._vocab_size):
+            self._weights.abandon()
+        self.steps = 0
 
     @property
     def guessing(self) -> Verdict | None:

@@ -1,0 +1,61 @@
+"""What a GPU would do for the first request only, done while a model is loaded.
+
+Kernels are compiled when a step of some number of tokens first comes, libraries load their own, and
+a decoding step is captured.  For an H200 that never ran the model that takes 6 s, which the first
+request waited for; where all is compiled already, 80 ms.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import torch
+
+from hmt.base.errors import HMTError
+from hmt.base.log import logger
+from hmt.contracts.plan import Plan, Tier
+from hmt.kernels import captures
+
+_DECODED = 4  # tokens: the first is captured, the next replayed, and then there are guesses
+_SHORTEST = 16  # tokens of a prompt
+_FIRST_ID = 16  # lower ones often are marks, which routers send where little else goes
+
+
+def is_slow_at_first(where: torch.device) -> bool:
+    """Whether kernels are compiled there when they are first called."""
+    return where.type == "cuda" and captures.has_kernels(where)
+
+
+def prompts_to_warm(plan: Plan, positions: int) -> list[int]:
+    """Tokens of the prompts to begin with: a whole piece, a quarter of it, and so on.
+
+    positions   that keys and values have room for
+
+    None where blocks lie on the drive: to read them takes longer than what would be saved.
+    """
+    if plan.blocks_in(Tier.DISK):
+        return []
+    found, tokens = [], min(plan.prefill_chunk, positions - _DECODED)
+    while tokens >= _SHORTEST:
+        found.append(tokens)
+        tokens //= 4
+    return found
+
+
+def warm_up(
+    forced: Callable[[Many[int], Many[int], int], object], prompts: Many[int], vocabulary: int
+) -> bool:
+    """Compute each of `prompts`, and a few tokens behind it one by one.
+
+    forced   as `Core.logits`
+
+    False, and a warning, where that fails: requests that fail, too, will tell what is wrong.
+    """
+    for tokens in prompts:
+        # Neighbours differ, as in text: tokens that are alike would all choose the same experts.
+        ids = [(_FIRST_ID + 7 * n) % vocabulary for n in range(tokens + _DECODED)]
+        try:
+            forced(ids, range(tokens - 1, len(ids)), tokens)
+        except (HMTError, RuntimeError) as error:
+            logger.warning("what the GPU computes first could not be prepared: %s", error)
+            return False
+    return True
