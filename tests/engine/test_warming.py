@@ -9,10 +9,16 @@ import hmt
 from hmt.base.errors import BudgetError
 from hmt.cli.options import embedded_model
 from hmt.contracts.plan import Plan, Tier
-from hmt.engine import core, warming
+from hmt.engine import core, machine, warming
+from hmt.engine.link_rates import LinkRates
 
 OPTIONS = {"context": 128, "host_memory": "64MiB", "gpu_id": "pretended", "gpu_memory": "64MiB"}
 REQUEST = hmt.Request(input="Once upon", max_new_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
 
 
 def answer() -> tuple[list[int], torch.Tensor, hmt.RunSummary, Plan]:
