@@ -1,5 +1,6 @@
 """What is computed before the first request changes nothing but when kernels are compiled."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,19 @@ def test_prompts_are_pieces_that_fit_and_nothing_is_read_from_a_drive() -> None:
     assert warming.prompts_to_warm(plan, 19) == []
     block = next(iter(plan.homes))
     assert warming.prompts_to_warm(replace(plan, homes={block: Tier.DISK}), 4096) == []
+
+
+def test_no_other_prompt_begins_when_it_took_long_enough() -> None:
+    asked: list[tuple[int, list[int], int]] = []
+
+    def forced(tokens: Sequence[int], rows: Sequence[int], prefill: int) -> None:
+        assert all(0 <= token < 50 for token in tokens)
+        asked.append((len(tokens), list(rows), prefill))
+
+    assert warming.warm_up(forced, [40, 16], 50, enough_s=-1.0)
+    assert asked == [(44, [39, 40, 41, 42, 43], 40)]
+    assert warming.warm_up(forced, [40, 16], 50)
+    assert [prefill for *_, prefill in asked] == [40, 40, 16]
 
 
 def test_only_kernels_of_a_gpu_are_slow_at_first() -> None:

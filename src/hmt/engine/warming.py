@@ -5,6 +5,7 @@ a decoding step is captured.  For an H200 that never ran the model that takes 6 
 request waited for; where all is compiled already, 80 ms.
 """
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
@@ -18,6 +19,7 @@ from hmt.kernels import captures
 _DECODED = 4  # tokens: the first is captured, the next replayed, and then there are guesses
 _SHORTEST = 16  # tokens of a prompt
 _FIRST_ID = 16  # lower ones often are marks, which routers send where little else goes
+_ENOUGH_S = 10.0  # of hundreds of GB of experts in host memory, a prompt reads most
 
 
 def is_slow_at_first(where: torch.device) -> bool:
@@ -42,14 +44,19 @@ def prompts_to_warm(plan: Plan, positions: int) -> list[int]:
 
 
 def warm_up(
-    forced: Callable[[Many[int], Many[int], int], object], prompts: Many[int], vocabulary: int
+    forced: Callable[[Many[int], Many[int], int], object],
+    prompts: Many[int],
+    vocabulary: int,
+    enough_s: float = _ENOUGH_S,
 ) -> bool:
     """Compute each of `prompts`, and a few tokens behind it one by one.
 
-    forced   as `Core.logits`
+    forced     as `Core.logits`
+    enough_s   no other prompt begins after so long
 
     False, and a warning, where that fails: requests that fail, too, will tell what is wrong.
     """
+    end = time.monotonic() + enough_s
     for tokens in prompts:
         # Neighbours differ, as in text: tokens that are alike would all choose the same experts.
         ids = [(_FIRST_ID + 7 * n) % vocabulary for n in range(tokens + _DECODED)]
@@ -58,4 +65,6 @@ def warm_up(
         except (HMTError, RuntimeError) as error:
             logger.warning("what the GPU computes first could not be prepared: %s", error)
             return False
+        if time.monotonic() > end:
+            break
     return True
