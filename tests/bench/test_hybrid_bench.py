@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import hmt
+from hmt.base.errors import ConfigError
 from hmt.bench import hybrid
 from hmt.bench.gpu_rates import Rates
 from hmt.bench.skew import recorded_frequencies, router_biases
@@ -17,19 +20,37 @@ from hmt.kernels import ops
 RATES = Rates(4e12, 50e9, 150e9, 40e9, 120e9, "w4a8:32")
 
 
+SHAPE = replace(hybrid.SMALL, layers=4, dense_layers=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the pack of SHAPE."""
+    path = tmp_path_factory.mktemp("hybrid")
+    hybrid.pack_of(path, SHAPE, "w4a8:32")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9, 30e9, 90e9))
+
+
 def test_a_run_adds_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hybrid, "measure_rates", lambda device, encoding: RATES)
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9, 30e9, 90e9))
-    shape = replace(hybrid.SMALL, layers=4, dense_layers=1)
     task = hybrid.Task(batches=(1, 3), contexts=(64, 200), steps=3, prompt=300)
     traces = sorted((Path(__file__).parents[2] / "benchmarks" / "traces").glob("*.jsonl.gz"))
-    options = {"host_memory": "96MiB", "gpu": "pretended", "traces": traces[:2]}
-    content = hybrid.run(tmp_path, shape, "5MiB", task, **options)  # type: ignore[arg-type]
+    report = bench_hybrid._Report()
+    content = hybrid.run(
+        folder, SHAPE, "5MiB", task, host_memory="96MiB", gpu="pretended", traces=traces[:2],
+        found=report.tell,
+    )  # fmt: skip
+    report.end()
     assert 0 < content["expert_slots"] < 32 and content["link_share"] == 0.25
     cases = [(s["batch"], s["context"]) for s in content["steps"]]
-    assert cases == 2 * [(1, 64), (3, 64), (1, 200)]
+    assert cases == 2 * [(1, 64), (1, 200), (3, 64)]
     assert [s["routing"] for s in content["steps"]] == 3 * ["uniform"] + 3 * ["recorded"]
     for step in content["steps"]:
         experts = step["found"] + step["brought"] + step["left"]
@@ -38,8 +59,46 @@ def test_a_run_adds_up(
         assert step["allowed_s"] == pytest.approx(missing / 160e9)
         assert step["share"] == pytest.approx(step["allowed_s"] / step["step_s"])
     assert content["prompt"]["tokens_per_s"] > 0
-    bench_hybrid._print(content)
-    assert "experts cached per layer" in capsys.readouterr().out
+    assert content["expert_layers"] == content["sparse_layers"] == 3
+    assert content["shared_bytes"] == content["unmapped_bytes"] == 0
+    most = content["gpu_most_bytes"]
+    assert len(most) == 2 + 6 + 1 and content["gpu_used_bytes"] == max(most.values()) > 1 << 19
+    told = capsys.readouterr().out.splitlines()
+    assert "experts cached per layer" in told[0] and "shared" not in told[0]
+    assert len(told) == 1 + 6 + 1 + 1 and "GPU memory used at most" in told[-1]
+
+
+def test_layers_that_share_experts_read_and_copy_what_others_do(folder: Path) -> None:
+    def run(layers: int | None, host_memory: str, gpu_memory: str = "3MiB") -> tuple[Any, ...]:
+        with hmt.Engine(
+            gpu_memory=gpu_memory,
+            gpu_id="pretended",
+            host_memory=host_memory,
+            context=1024,
+            max_batch=2,
+        ) as engine:
+            model = engine.load_model(folder / "pack", expert_layers=layers)
+            step = hybrid.decode_steps(model, 2, 64, 3)
+            logits = model.logits(range(20), range(20), prefill=16)
+            teams = model._core.memory.on_device.weights.teams.by_layer
+            # Of the device's addresses, where each layer's experts are cached.
+            cached = [set(team.slots.addresses.tolist()) for team in teams.values()]
+            assert all(cached) and not set.intersection(*cached), "a cache of its own for each"
+            origins = [team.slots.origins.tolist() for team in teams.values()]
+            counters = model.summary().generation
+            counts = step.found, step.brought, step.left, counters.host_bytes
+            return logits, counts, model.plan.device, origins, model._core.memory.used_bytes()
+
+    logits, counts, device, origins, used = run(None, "96MiB")
+    its_logits, its_counts, its_device, its_origins, its_used = run(2, "64MiB")
+    assert len(origins) == len(its_origins) == 3 and origins[2] != origins[0]
+    assert its_origins[2] == its_origins[0] != its_origins[1]
+    assert torch.equal(its_logits, logits), "tiled layers' experts are alike anyhow"
+    assert its_counts == counts and its_device == device
+    with pytest.raises(ConfigError, match="lower --gpu-memory"):
+        run(2, "96MiB", gpu_memory="5MiB")
+    layer_bytes = 32 * (origins[0][1] - origins[0][0])
+    assert used["resident"] - its_used["resident"] == layer_bytes > 1 << 18
 
 
 def test_routers_choose_as_often_as_a_trace_says() -> None:

@@ -2,10 +2,16 @@
 
 The model is a tiled pack; keys and values of earlier positions are random numbers, so that a long
 context costs no prompt.
+
+Where host memory holds the experts of some layers only, the others take turns in those: layer by
+layer a step reads, copies and computes as many bytes as with experts of their own, and a GPU caches
+each layer's as its own.  The processor's caches gain nothing as long as those few are many times
+larger than they are: between two uses of an expert lies a whole turn of all the others.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +24,7 @@ from hmt.base.units import round_up
 from hmt.bench.environment import describe
 from hmt.bench.gpu import prompt_rate
 from hmt.bench.gpu_rates import Rates, measure_rates
+from hmt.bench.gpu_watch import GpuWatch
 from hmt.bench.random_deepseek import DeepSeekShape
 from hmt.bench.skew import recorded_frequencies, router_biases
 from hmt.bench.tiled_pack import write_tiled_deepseek
@@ -163,9 +170,10 @@ class Task:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Batches and contexts."""
-        others = [(1, context) for context in self.contexts[1:]]
-        return [*((batch, self.contexts[0]) for batch in self.batches), *others]
+        """Batches and contexts, the first ones of each first."""
+        first = self.contexts[0]
+        longer = [(1, context) for context in self.contexts[1:]]
+        return [(self.batches[0], first), *longer, *((batch, first) for batch in self.batches[1:])]
 
     @property
     def positions(self) -> int:
@@ -183,15 +191,18 @@ def run(
     *,
     quantization: str = "w4a8:32",
     host_memory: str = "100GiB",
+    expert_layers: int | None = None,
     gpu: str = "0",
     traces: Sequence[Path] = (),
     progress: Callable[[str], None] = lambda what: None,
+    found: Callable[[dict[str, Any]], None] = lambda content: None,
 ) -> dict[str, Any]:
     """Measure `shape`; the content of a benchmark file.
 
     The pack is made in `folder` unless it is there.  Its routers choose all experts alike; with
-    `traces` steps are measured once more, with experts chosen as often as there.  Raises
-    MachineError without a GPU, and what loading raises.
+    `traces` steps are measured once more, with experts chosen as often as there.  `expert_layers`
+    have experts of their own (None: all that have any).  `found` gets what is known after each
+    case.  Raises MachineError without a GPU, and what loading raises.
     """
     device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
     progress("measuring memories and the link")
@@ -199,44 +210,72 @@ def run(
     pack = pack_of(folder, shape, quantization, progress)
     progress("loading")
     begin = time.perf_counter()
-    with Engine(
-        gpu_memory=gpu_memory,
-        gpu_id=gpu,
-        host_memory=host_memory,
-        context=task.positions,
-        max_batch=max(task.batches),
-        prefill_chunk=min(task.chunk, task.prompt) or None,
-        check_weights=False,  # all layers lie at the same place of the drive
-        verify_reads="never",
-        disk_reader="buffered",
-    ) as engine:
-        model = engine.load_model(pack)
+    with ExitStack() as stack:
+        engine = stack.enter_context(
+            Engine(
+                gpu_memory=gpu_memory,
+                gpu_id=gpu,
+                host_memory=host_memory,
+                context=task.positions,
+                max_batch=max(task.batches),
+                prefill_chunk=min(task.chunk, task.prompt) or None,
+                check_weights=False,  # all layers lie at the same place of the drive
+                verify_reads="never",
+                disk_reader="buffered",
+            )
+        )
+        assert engine._device is not None
+        watch = stack.enter_context(GpuWatch(engine._device, "loading"))
+        model = engine.load_model(pack, expert_layers=expert_layers)
         loaded_s = time.perf_counter() - begin
         fill_context(model)
-        steps = _steps(model, task, rates, "uniform", progress)
+        share = model.plan.device
+        content: dict[str, Any] = {
+            "benchmark": "hybrid",
+            "machine": describe(machine_for(folder)),
+            "gpu": device.name,
+            "shape": asdict(shape),
+            "quantization": quantization,
+            "rates": asdict(rates),
+            "task": asdict(task),
+            "gpu_memory": gpu_memory,
+            "gpu_used_bytes": device.used_bytes(),
+            "gpu_most_bytes": watch.most_bytes,
+            "load_s": loaded_s,
+            "expert_slots": share.expert_slots,
+            "staging_slots": share.staging_slots,
+            "link_share": share.link_share,
+            "reserved": dict(share.reserved),
+            "host_reserved": dict(model.plan.reserved),
+            "steps": [],
+            "prompt": None,
+        } | _shared(model, shape)
+        found(content)
+        measure = _Measure(model, task, rates, watch, progress, content, found)
+        measure.steps("uniform")
         if traces:
             skew(model, shape, recorded_frequencies(traces, shape))
-            steps += _steps(model, task, rates, "recorded", progress)
-        prompt = _prompt(model, task.prompt, rates) if task.prompt else None
-        share = model.plan.device
-        used = engine._device.used_bytes() if engine._device is not None else 0
+            measure.steps("recorded")
+        if task.prompt:
+            measure.prompt()
+    return content
+
+
+def _shared(model: LoadedModel, shape: DeepSeekShape) -> dict[str, int]:
+    """How many layers have experts, how many of them their own, and what the others would take.
+
+    shared_bytes     of host memory
+    unmapped_bytes   of the GPU's page tables for it, which the plan counts
+    """
+    layouts, same = model.prepared.layouts, model.prepared.same
+    shared = sum(layouts[block].slot_bytes for block in same)
+    resident, tables = model.plan.reserved["resident"], model.plan.device.reserved["mapping"]
+    layers = shape.layers - shape.dense_layers
     return {
-        "benchmark": "hybrid",
-        "machine": describe(machine_for(folder)),
-        "gpu": device.name,
-        "shape": asdict(shape),
-        "quantization": quantization,
-        "rates": asdict(rates),
-        "task": asdict(task),
-        "gpu_memory": gpu_memory,
-        "gpu_used_bytes": used,
-        "load_s": loaded_s,
-        "expert_slots": share.expert_slots,
-        "staging_slots": share.staging_slots,
-        "link_share": share.link_share,
-        "reserved": dict(share.reserved),
-        "steps": steps,
-        "prompt": prompt,
+        "sparse_layers": layers,
+        "expert_layers": layers - len({block.layer for block in same}),
+        "shared_bytes": shared,
+        "unmapped_bytes": tables * shared // (shared + resident),
     }
 
 
@@ -268,15 +307,40 @@ def skew(model: LoadedModel, shape: DeepSeekShape, frequencies: Tensor) -> None:
     model._loop.call(change)
 
 
-def _steps(
-    model: LoadedModel, task: Task, rates: Rates, routing: str, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    found = []
-    for batch, context in task.cases:
-        progress(f"{batch} sequences after {context} positions, {routing} routing")
-        step = decode_steps(model, batch, context, task.steps)
-        found.append({"routing": routing} | _told(step, rates))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """Cases one after the other; each one's result is in `content` when it ends."""
+
+    model: LoadedModel
+    task: Task
+    rates: Rates
+    watch: GpuWatch
+    progress: Callable[[str], None]
+    content: dict[str, Any]
+    found: Callable[[dict[str, Any]], None]
+
+    def steps(self, routing: str) -> None:
+        """All batches and contexts."""
+        for batch, context in self.task.cases:
+            self._begin(f"{batch} sequences after {context} positions, {routing} routing")
+            step = decode_steps(self.model, batch, context, self.task.steps)
+            self.content["steps"].append({"routing": routing} | _told(step, self.rates))
+            self._end()
+
+    def prompt(self) -> None:
+        """The prompt."""
+        self._begin(f"a prompt of {self.task.prompt}")
+        self.content["prompt"] = _prompt(self.model, self.task.prompt, self.rates)
+        self._end()
+
+    def _begin(self, what: str) -> None:
+        self.progress(what)
+        self.watch.next(what)
+
+    def _end(self) -> None:
+        self.watch.next("between")
+        self.content["gpu_used_bytes"] = max(self.watch.most_bytes.values())
+        self.found(self.content)
 
 
 def _told(step: HybridStep, rates: Rates) -> dict[str, Any]:

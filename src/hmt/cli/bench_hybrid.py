@@ -21,6 +21,14 @@ def hybrid(
     memory: Annotated[str, typer.Option(help="Memory of the GPU to use.")] = "9GiB",
     quant: Annotated[str, typer.Option(help="Encoding of the weights.")] = "w4a8:32",
     host_memory: Annotated[str, typer.Option(help="Host memory to use.")] = "100GiB",
+    expert_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Layers with experts of their own in memory, which the others share by turns: for "
+            "models that host memory cannot hold.  Default: all.",
+        ),
+    ] = None,
     batches: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1,4,16",
     contexts: Annotated[
         str, typer.Option(help="Positions before them; all but the first with one sequence.")
@@ -61,38 +69,70 @@ def hybrid(
         if prepare:
             pack_of(models, shape, quant, status.update)
             return
-        content = run(
+        report = _Report()
+
+        def found(content: dict[str, Any]) -> None:
+            report.tell(content)
+            write_json(content, json)
+
+        run(
             models,
             shape,
             memory,
             task,
             quantization=quant,
             host_memory=host_memory,
+            expert_layers=expert_layers,
             gpu=gpu_id,
             traces=traces or (),
             progress=status.update,
+            found=found,
         )
-    _print(content)
-    write_json(content, json)
+    report.end()
 
 
-def _print(content: dict[str, Any]) -> None:
-    from hmt.bench.hybrid import HybridStep
+class _Report:
+    """Prints what is new, as it comes."""
 
-    console = Console(highlight=False, soft_wrap=True)
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._steps = 0
+        self._content: dict[str, Any] = {}
+
+    def tell(self, content: dict[str, Any]) -> None:
+        """What was not there when this was called before."""
+        from hmt.bench.hybrid import HybridStep
+
+        if not self._content:
+            self._console.print(_setting(content))
+        self._content = content
+        for step in content["steps"][self._steps :]:
+            share = f"{step['share']:.0%} of what link and CPU allow"
+            told = HybridStep(**{field.name: step[field.name] for field in fields(HybridStep)})
+            self._console.print(f"  {step['routing']:8} {told.told()}; {share}")
+        self._steps = len(content["steps"])
+        if prompt := content["prompt"]:
+            self._console.print(
+                f"  prompt of {prompt['tokens']}: {prompt['tokens_per_s']:.0f} tokens/s, link busy "
+                f"{prompt['link_busy']:.0%}"
+            )
+
+    def end(self) -> None:
+        """The most GPU memory, and when that was."""
+        most: dict[str, int] = self._content["gpu_most_bytes"]
+        when = max(most, key=lambda what: most[what])
+        text = f"  {format_bytes(most[when])} of GPU memory used at most, by {when}"
+        if unmapped := self._content["unmapped_bytes"]:
+            text += f", and {format_bytes(unmapped)} less of page tables than for all experts"
+        self._console.print(text)
+
+
+def _setting(content: dict[str, Any]) -> str:
     rates = content["rates"]
-    console.print(
-        f"{content['shape']['layers']} layers, {content['gpu_memory']} of {content['gpu']}: "
-        f"{content['expert_slots']} experts cached per layer; at once link "
+    own, layers = content["expert_layers"], content["sparse_layers"]
+    shared = f" ({own} of {layers} layers' experts in host memory)" if own < layers else ""
+    return (
+        f"{content['shape']['layers']} layers{shared}, {content['gpu_memory']} of "
+        f"{content['gpu']}: {content['expert_slots']} experts cached per layer; at once link "
         f"{format_rate(rates['shared_link'])} and CPU {format_rate(rates['shared_cpu'])}"
     )
-    for step in content["steps"]:
-        share = f"{step['share']:.0%} of what link and CPU allow"
-        told = HybridStep(**{field.name: step[field.name] for field in fields(HybridStep)}).told()
-        console.print(f"  {step['routing']:8} {told}; {share}")
-    if prompt := content["prompt"]:
-        console.print(
-            f"  prompt of {prompt['tokens']}: {prompt['tokens_per_s']:.0f} tokens/s, link busy "
-            f"{prompt['link_busy']:.0%}"
-        )
-    console.print(f"  {format_bytes(content['gpu_used_bytes'])} of GPU memory used")

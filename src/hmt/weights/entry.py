@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from hmt.base.errors import HMTError
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Tier
 from hmt.contracts.store import Priority
@@ -43,3 +44,17 @@ class Entry:
     # Of a resident that has been loaded: it never moves, so its lease needs no lock, which would
     # cost more than a small kernel takes.
     standing: AbstractContextManager[Mapping[str, WeightTensor]] | None = None
+
+
+def entries_of(
+    layouts: Mapping[BlockId, BlockLayout],
+    homes: Mapping[BlockId, Tier],
+    same: Mapping[BlockId, BlockId],
+) -> dict[BlockId, Entry]:
+    """An entry for each block.
+
+    same   blocks that take no memory, each with the one whose memory it has: whoever leases it
+           leases that
+    """
+    own = {b: Entry(layout, homes[b]) for b, layout in layouts.items() if b not in same}
+    return {block: own[same.get(block, block)] for block in layouts}

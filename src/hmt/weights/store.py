@@ -21,7 +21,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority, Standing, Verify
 from hmt.memory import HostBuffer, HostPool, QueueCounters, TransferQueue
-from hmt.weights.entry import Entry, State
+from hmt.weights.entry import Entry, State, entries_of
 from hmt.weights.expectations import Expectations, GuessCounters, StoreCounters
 from hmt.weights.layout import BlockLayout
 from hmt.weights.loading import BlockLoad
@@ -59,9 +59,10 @@ class WeightStore:
         spill: SpillFile | None = None,
         check: bool = True,
         verify: Verify = Verify.FIRST,
+        same: Mapping[BlockId, BlockId] | None = None,
     ) -> None:
-        """`check` looks for NaN at the first read, and `verify` is the same for blocks of packs."""
-        self._entries = {b: Entry(layout, plan.homes[b]) for b, layout in layouts.items()}
+        """`check` looks for NaN at the first read, `verify` does for packs; `same`: see Entry."""
+        self._entries = entries_of(layouts, plan.homes, same or {})
         self._queue = queue
         self._tracer = tracer
         self._slots = {Tier.HOST: Slots(resident), Tier.DISK: Slots(slots, plan.slot_counts)}
@@ -85,11 +86,11 @@ class WeightStore:
 
         Raises DiskReadError or NumericsError of the first block that fails.
         """
-        residents = [e for e in self._entries.values() if e.home is Tier.HOST and e.layout.placed]
+        own = (entry for block, entry in self._entries.items() if entry.layout.id == block)
+        residents = [entry for entry in own if entry.home is Tier.HOST and entry.layout.placed]
         total = sum(entry.layout.read_bytes for entry in residents)
         self._resident.back_all(lambda: progress(0, total) if progress else None)
-        ahead = 0
-        done = 0
+        ahead = done = 0
         for entry in residents:
             # Keep enough requested to fill the drive's queue; staging memory bounds the rest.
             while ahead < len(residents) and self._start_ahead(residents[ahead]):
