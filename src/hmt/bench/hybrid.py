@@ -229,6 +229,7 @@ def run(
         model = engine.load_model(pack, expert_layers=expert_layers)
         loaded_s = time.perf_counter() - begin
         fill_context(model)
+        watch.next("between")
         share = model.plan.device
         content: dict[str, Any] = {
             "benchmark": "hybrid",
@@ -239,7 +240,7 @@ def run(
             "rates": asdict(rates),
             "task": asdict(task),
             "gpu_memory": gpu_memory,
-            "gpu_used_bytes": device.used_bytes(),
+            "gpu_used_bytes": max(watch.most_bytes.values()),
             "gpu_most_bytes": watch.most_bytes,
             "load_s": loaded_s,
             "expert_slots": share.expert_slots,
