@@ -4,7 +4,7 @@ import copy
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -254,8 +254,7 @@ def allocate(
         pools = _pools(accounts, prepared)
         for pool in pools.values():
             stack.callback(pool.close)
-        streamed = [layout for b, layout in prepared.layouts.items() if plan.homes[b] is Tier.DISK]
-        spill = _spill_file(streamed, config)
+        spill = _spill_file(prepared, config)
         if spill is not None:
             stack.callback(spill.close)
         queue = transfer_queue(config, tracer, remembered(prepared.source.path).disk)
@@ -388,12 +387,14 @@ def transfer_queue(
     return queue
 
 
-def _spill_file(streamed: Sequence[BlockLayout], config: EngineConfig) -> SpillFile | None:
+def _spill_file(prepared: Prepared, config: EngineConfig) -> SpillFile | None:
     """Where converted blocks that do not stay in memory are kept; None where none are, or no room.
 
     Without it they would be converted whenever they are read: 0.13 instead of 2 tokens/s for 1.2 GB
     at 4 bits in a quarter of the memory.
     """
+    homes, layouts = prepared.plan.homes, prepared.layouts
+    streamed = [layout for b, layout in layouts.items() if homes[b] is Tier.DISK]
     wanted = sum(layout.slot_bytes for layout in streamed if layout.staged)
     if not wanted:
         return None
