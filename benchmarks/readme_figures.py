@@ -190,11 +190,15 @@ def gpu() -> list[str]:
     one, many, long = (steps["uniform", *at] for at in ((1, 1024), (16, 1024), (1, 131072)))
     # Plans have counted these since.
     besides = "" if "mapping" in hybrid.get("reserved", {}) else " (page tables came on top)"
+    own, layers = (hybrid.get(name) for name in ("expert_layers", "sparse_layers"))
+    shared = f" (the experts of {own} of {layers} layers, which the others share)"
+    shared = "" if own == layers else shared
     return [
         *lines,
         "",
-        f"DeepSeek-V3's shape with all its 671 billion parameters in 4 bits in host memory, "
-        f"{hybrid['machine']['cores']} cores and {hybrid['gpu_memory']} of the card{besides}, keys "
+        "DeepSeek-V3's shape with all its 671 billion parameters in 4 bits in host memory"
+        f"{shared}, {hybrid['machine']['cores']} cores and {hybrid['gpu_memory']} of the card"
+        f"{besides}, keys "
         "and values of 131,072 positions among them: "
         f"{one['tokens_per_s']:.1f} tokens/s, {long['tokens_per_s']:.1f} at the end of the "
         f"context, {many['tokens_per_s']:.1f} of 16 sequences together. Nothing is cached and all "
