@@ -24,7 +24,7 @@ from hmt.engine.captured import CapturedDecoding
 from hmt.engine.link_rates import LinkRates
 from hmt.engine.look import Place
 from hmt.engine.pieces import DecodingInPieces
-from hmt.kernels import ops
+from hmt.kernels import expert_teams, ops
 from hmt.memory.device import PretendedDevice
 from hmt.weights import device_store
 
@@ -173,6 +173,7 @@ def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) ->
             assert all(counts) and sum(counts) == 16 * layers * spec.experts_per_token
             account = model.summary().device.experts
             assert (account.found, account.brought, account.left) == counts
+            _watch_shared_slots(model, monkeypatch)
             seen = model.begin_look().result().experts
             for layer, team in weights.teams.by_layer.items():
                 held = team.slots.holders[team.slots.holders >= 0]
@@ -182,6 +183,37 @@ def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) ->
                 assert there.tolist() == sorted(held.tolist()) and seen.counted[row]
                 heat = team.slots.scores * 0.03  # as a share of steps
                 assert torch.allclose(torch.from_numpy(seen.heat[row]), heat)
+
+
+def _watch_shared_slots(model: hmt.LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are brought to slots of prompts, and none is there while the other may be."""
+    on_device = model._core.memory.on_device
+    device, weights = on_device.device, on_device.weights
+    shared = [slot.tensor.data_ptr() for slot in weights._shared]
+    team = next(iter(weights.teams.by_layer.values()))
+    assert shared and team.slots.staging.tolist()[: len(shared)] == shared
+    copies: list[object] = []
+    fetches: list[int] = []
+    copy, fetch = device.copy, expert_teams.fetch
+    before = [slot.last_use for slot in weights._shared]
+
+    def copied(target: torch.Tensor, source: torch.Tensor, after: object = None) -> object:
+        if target.data_ptr() in shared:
+            copies.append(after)
+        return copy(target, source, after)
+
+    def fetched(*given: object) -> None:
+        assert all(one.reached() for one in device._under_way), "a prompt's expert would come later"
+        fetches.append(len(copies))
+        fetch(*given)
+
+    with monkeypatch.context() as here:
+        here.setattr(device, "copy", copied)
+        here.setattr(expert_teams, "fetch", fetched)
+        model.logits(TOKENS, [], prefill=24)
+    assert fetches and fetches[0] == len(copies)
+    first = copies[: len(shared)]
+    assert first == first[:1] * len(shared) and first[0] not in before, "after all that was brought"
 
 
 @pytest.mark.usefixtures("steady_rates")

@@ -28,7 +28,8 @@ class DeviceShare:
                  "activations", "mapping" (page tables of the host's memory)
     slot_counts  slots by size in bytes, for blocks that are copied
     expert_slots   of each layer whose experts live in host memory: experts that are cached there
-    staging_slots  for experts that are brought for one step; 0: the CPU computes all of them
+    staging_slots  for experts that are brought for one step, as many as may be in the slots of
+                 prompts' experts; 0: the CPU computes all of them
     link_share   of the experts that a step needs and that are not cached, those that are brought
     """
 

@@ -77,7 +77,7 @@ class _Choice:
     """Layers whose core is on the device, by what happens to the rest of them.
 
     sparse          experts that do not stay: `expert_slots` of each layer are cached
-    staging_slots   for all of these layers together
+    staging_slots   for all of these layers together; see shared_slots
     expert_copies   slots in which prompts' experts take turns
     """
 
@@ -118,9 +118,22 @@ class _Choice:
         return bool(self.staging_slots) or not self.sparse
 
     @property
+    def shared_slots(self) -> int:
+        """Of those for experts that are brought: in a prompt, its experts take turns there.
+
+        None where dense networks, which come in every step, take turns in slots of the same size.
+        """
+        dense = {size for layer in [*self.copied, *self.on_cpu] for size, _ in layer.wide_sizes}
+        sizes = {size for layer in self.sparse for size, _ in layer.wide_sizes}
+        if len(sizes) != 1 or sizes & dense or not self.staging_slots:
+            return 0
+        return min(self.staging_slots, self.slot_counts[sizes.pop()])
+
+    @property
     def expert_bytes(self) -> int:
-        """Of the caches, and of the slots of those that are brought."""
-        return (self.expert_slots * len(self.sparse) + self.staging_slots) * _largest(self.sparse)
+        """Of the caches, and of the slots of those that are brought and share none."""
+        cached = self.expert_slots * len(self.sparse)
+        return (cached + self.staging_slots - self.shared_slots) * _largest(self.sparse)
 
     @property
     def nbytes(self) -> int:
@@ -385,17 +398,21 @@ def _cache_experts(choice: _Choice, room: int, brought: int) -> None:
     """Use what is left of `room` for slots of experts; none where not one fits to bring any."""
     if not choice.sparse or not brought:
         return
-    choice.staging_slots = 1
+    choice.staging_slots, size = 1, _largest(choice.sparse)
     for choice.expert_copies in _EXPERT_COPIES:
-        if (spare := room - choice.nbytes) >= 0:
+        if room - choice.nbytes >= size:
             break
-    else:
+    spare = room - choice.nbytes
+    if spare < 0:
         choice.staging_slots = 0
         return
-    size = _largest(choice.sparse)
-    more = min(brought - 1, int(spare * (1 - _LEAST_SHARE_OF_CACHE)) // size)
+    if choice.shared_slots:
+        choice.staging_slots = brought
+        choice.staging_slots = choice.shared_slots
+    missing = brought - choice.staging_slots
+    more = min(missing, int(spare * (1 - _LEAST_SHARE_OF_CACHE)) // size)
     if spare - more * size < size * len(choice.sparse):  # too little for any cache
-        more = min(brought - 1, spare // size)
+        more = min(missing, spare // size)
     choice.staging_slots += more
     spare = room - choice.nbytes
     choice.expert_slots = min(spare // (size * len(choice.sparse)), len(choice.sparse[0].wide))

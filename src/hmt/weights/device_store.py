@@ -106,6 +106,7 @@ class DeviceWeights:
             for size, count in plan.device.slot_counts.items()
         }
         self._slots = tuple(self._take_turns(order, free) for order in self._ordered)
+        self._shared = self._shared_slots()
         self._views: dict[tuple[int, BlockId], Params] = {}  # of blocks, by their slots' addresses
         self._taken: dict[DeviceBuffer, BlockId] = {}
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
@@ -145,7 +146,7 @@ class DeviceWeights:
         if host_is_pinned or not self._plan.device.staging_slots:
             self.teams = make_teams(
                 self._plan, self._layouts, self._store, self._device, pool,
-                self._resident_memory, self.stream,
+                self._resident_memory, self.stream, [slot.tensor for slot in self._shared],
             )  # fmt: skip
 
     def open_desk(self, **sizes: Any) -> Desk | None:
@@ -162,11 +163,26 @@ class DeviceWeights:
         if tokens >= _MOST_EXPERTS_TOKENS or (kind is _MANY and not self.teams.by_layer):
             kind = _ALL_EXPERTS
         if kind != self._kind:
+            if _ALL_EXPERTS in (kind, self._kind):
+                self._hand_over()
             self._kind = kind
             for block, copied in list(self._copied.items()):
                 if copied.slot is not self._slots[kind].get(block):
                     self._free(block)
         self._copy_ahead(0)
+
+    def _hand_over(self) -> None:
+        """Slots of prompts' experts become those of experts that few tokens bring, or the reverse.
+
+        Kernels bring those; whichever comes second waits for the first.
+        """
+        if not self._shared:
+            return
+        for arrived in [*(one.arrived for one in self._copied.values()), *self._left()]:
+            self._device.follow(arrived)
+        used = self._device.mark()
+        for slot in self._shared:
+            slot.last_use = used
 
     @property
     def counters(self) -> DeviceCounters:
@@ -331,6 +347,19 @@ class DeviceWeights:
             found[block] = slots[size][taken[size] % len(slots[size])]
             taken[size] += 1
         return found
+
+    def _shared_slots(self) -> list[DeviceBuffer]:
+        """Slots that blocks come to in prompts alone: in other steps, experts that are brought."""
+        others = {slot for slots in self._slots[:_ALL_EXPERTS] for slot in slots.values()}
+        of_prompts = dict.fromkeys(
+            slot
+            for block, slot in self._slots[_ALL_EXPERTS].items()
+            if block.kind is BlockKind.EXPERT and slot not in others
+        )
+        return list(of_prompts)[: self._plan.device.staging_slots]
+
+    def _left(self) -> list[Mark]:
+        return [arrived for arrived, _ in self._leaving]
 
     def _views_in(self, slot: DeviceBuffer, block: BlockId) -> Params:
         key = (slot.tensor.data_ptr(), block)

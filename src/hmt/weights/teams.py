@@ -218,11 +218,13 @@ def make_teams(
     pool: DevicePool,
     resident: Mapping[BlockId, Tensor],
     stream: Stream,
+    shared: Sequence[Tensor] = (),
 ) -> Teams:
     """Teams for layers whose experts all stay on the device or all stay in host memory.
 
     resident   the device's memory of blocks that live there
     stream     copies blocks to the device
+    shared     slots for experts that are brought, beside those of the `pool`
     """
     layers: dict[int, list[BlockId]] = {}
     for block in layouts:
@@ -239,7 +241,7 @@ def make_teams(
         alike = laid_out_alike([layouts[block] for block in blocks])
         if homes == {Tier.HOST} and plan.device.staging_slots and alike:
             maker = _HybridMaker(plan, layouts, store, device, pool)
-            teams = maker.make(layers)
+            teams = maker.make(layers, shared)
             streamed = {
                 layer: StreamedTeam(layers[layer], team.places, stream)
                 for layer, team in teams.items()
@@ -293,20 +295,23 @@ class _HybridMaker:
         with torch.inference_mode(False):  # may be set later
             self._share = torch.full((1,), plan.device.link_share, device=device.where)
 
-    def make(self, layers: Mapping[int, list[BlockId]]) -> dict[int, HybridTeam]:
+    def make(
+        self, layers: Mapping[int, list[BlockId]], shared: Sequence[Tensor]
+    ) -> dict[int, HybridTeam]:
         some = next(iter(layers.values()))[0]
         layout = self._layouts[some]
         device = self._plan.device
         slots: dict[int, Tensor] = {}
 
-        def take(count: int) -> Tensor:
-            taken = [self._pool.allocate(layout.slot_bytes).tensor for _ in range(count)]
+        def take(count: int, given: Sequence[Tensor] = ()) -> Tensor:
+            more = range(count - len(given))
+            taken = [*given, *(self._pool.allocate(layout.slot_bytes).tensor for _ in more)]
             for slot in taken:
                 slot.zero_()  # of experts that are cut, kernels read what never came
             slots.update((slot.data_ptr(), slot) for slot in taken)
             return self._tensor([slot.data_ptr() for slot in taken])
 
-        staging = take(device.staging_slots)
+        staging = take(device.staging_slots, shared)
         caches = {layer: take(device.expert_slots) for layer in layers}
         places = ExpertPlaces(next(iter(slots)), lambda address: layout.views(slots[address]))
         return {
