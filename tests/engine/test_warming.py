@@ -74,9 +74,9 @@ def test_what_cannot_be_warmed_up_is_loaded_all_the_same(
 def test_prompts_are_pieces_that_fit_and_nothing_is_read_from_a_drive() -> None:
     *_, plan = answer()
     plan = replace(plan, prefill_chunk=512)
-    assert warming.prompts_to_warm(plan, 4096) == [512, 128, 32]
-    assert warming.prompts_to_warm(plan, 100) == [96, 24]
-    assert warming.prompts_to_warm(plan, 19) == []
+    assert warming.prompts_to_warm(plan, 4096) == [524, 256, 128, 64, 32, 16]
+    assert warming.prompts_to_warm(plan, 100) == [96, 48, 24, 12]
+    assert warming.prompts_to_warm(plan, 15) == []
     block = next(iter(plan.homes))
     assert warming.prompts_to_warm(replace(plan, homes={block: Tier.DISK}), 4096) == []
 

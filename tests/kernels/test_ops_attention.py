@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from hmt.kernels import ops, reference
+from hmt.kernels.reference import attend
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -148,3 +149,17 @@ def test_an_empty_part_counts_for_nothing_even_if_it_is_not_a_number():
     torch.testing.assert_close(merged, (out, lse))
     nothing = ops.merge_attention([empty, empty])
     assert nothing[0].eq(0).all() and nothing[1].isneginf().all()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_gpu_makes_no_plans_for_lengths_and_the_setting_stays(allowed):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+        with pytest.raises(KeyError), attend._without_cudnn():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert torch.backends.cuda.flash_sdp_enabled()
+            raise KeyError
+        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -17,7 +17,7 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.kernels import captures
 
 _DECODED = 4  # tokens: the first is captured, the next replayed, and then there are guesses
-_SHORTEST = 16  # tokens of a prompt
+_SHORTEST = 12  # tokens of a prompt: kernels for a few are those of decoding
 _FIRST_ID = 16  # lower ones often are marks, which routers send where little else goes
 _ENOUGH_S = 10.0  # of hundreds of GB of experts in host memory, a prompt reads most
 
@@ -28,7 +28,10 @@ def is_slow_at_first(where: torch.device) -> bool:
 
 
 def prompts_to_warm(plan: Plan, positions: int) -> list[int]:
-    """Tokens of the prompts to begin with: a whole piece, a quarter of it, and so on.
+    """Tokens of the prompts to begin with.
+
+    A whole piece and the beginning of another, which attends to the first; then a half of a piece,
+    a quarter, and so on, for kernels differ by how many tokens there are.
 
     positions   that keys and values have room for
 
@@ -36,11 +39,13 @@ def prompts_to_warm(plan: Plan, positions: int) -> list[int]:
     """
     if plan.blocks_in(Tier.DISK):
         return []
-    found, tokens = [], min(plan.prefill_chunk, positions - _DECODED)
+    room, piece = positions - _DECODED, plan.prefill_chunk
+    found = [min(piece + _SHORTEST, room)]
+    tokens = min(piece // 2, room)
     while tokens >= _SHORTEST:
         found.append(tokens)
-        tokens //= 4
-    return found
+        tokens //= 2
+    return [tokens for tokens in dict.fromkeys(found) if tokens >= _SHORTEST]
 
 
 def warm_up(
