@@ -38,3 +38,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["HMT_CACHE"]
     else:
         os.environ["HMT_CACHE"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_warming_up() -> Iterator[None]:
+    """With a GPU, loads compile what their test calls for alone, not what others might."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    from hmt.engine import core
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "is_slow_at_first", lambda where: False)
+        yield

@@ -9,7 +9,7 @@ import hmt
 from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
-from hmt.engine import machine
+from hmt.engine import core, machine, warming
 from hmt.engine.link_rates import LinkRates
 from hmt.engine.pieces import DecodingInPieces
 
@@ -205,3 +205,20 @@ def test_decoding_is_captured_and_follows_growing_contexts() -> None:
                 float(row.max() - row[token]) for row, token in zip(forced, chosen, strict=True)
             ]
             assert max(gaps) < 0.5
+
+
+def test_what_is_computed_while_loading_is_there_for_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = hmt.Request(input=TOKENS, max_new_tokens=8, ignore_eos=True)
+    options = {"host_memory": "256MiB", "context": 256, "gpu_memory": machine_taken() + (1 << 30)}
+    answers = []
+    for slow in (lambda where: False, warming.is_slow_at_first):
+        monkeypatch.setattr(core, "is_slow_at_first", slow)
+        with hmt.Engine(**options) as engine:
+            model = engine.load_model(MODELS["dense"])
+            captured = model._core._executor._captured
+            assert bool(captured._captured) == (slow is warming.is_slow_at_first)
+            assert model.summary().prompt.tokens == model.summary().generation.tokens == 0
+            answers.append(model.infer(request).token_ids)
+    assert answers[0] == answers[1]

@@ -152,7 +152,9 @@ def test_an_empty_part_counts_for_nothing_even_if_it_is_not_a_number():
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_gpu_makes_no_plans_for_lengths_and_the_setting_stays(allowed):
+def test_plans_are_for_pieces_that_come_again_and_the_setting_stays(allowed):
+    lengths = [16, 512, 1000, 1024, 1030, 2048, 4096]
+    assert [n for n in lengths if attend._is_planned(n)] == [1024, 2048, 4096]
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(allowed)

@@ -13,6 +13,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels.reference.pages import PagedRun, PagedRuns, Pages, read_pages
 
 ATTENTION_WORKSPACE_BYTES = 64 * MIB  # scores or masks that are alive at once
+_PLANNED_TOKENS, _PLANNED_MULTIPLE = 1024, 256  # see _is_planned
 _KEY_BLOCK = 4096  # positions whose keys or values are alive in f32 at once
 
 
@@ -287,7 +288,7 @@ def _fused(
         # The heads of a group as rows of one product: ten times faster for one bf16 query with
         # 4 heads a group over 8192 positions (12 ms against 122 ms).
         q = q.view(1, key.shape[1], -1, query.shape[2])
-    with _without_cudnn() if query.is_cuda else nullcontext():
+    with nullcontext() if not query.is_cuda or _is_planned(len(query)) else _without_cudnn():
         out: Tensor = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -297,12 +298,19 @@ def _fused(
     return out[0].transpose(0, 1)
 
 
+def _is_planned(tokens: int) -> bool:
+    """Whether cuDNN may make a plan for so many.
+
+    A plan for a length that is new takes 38 ms on an H200.  Attention to 512 tokens, 32 heads of
+    128, takes it 19 us and torch's own kernel 21, to 1024 32 and 55, to 2048 83 and 162.  So plans
+    are for long pieces of prompts that come again, and few ends of prompts are as long as those.
+    """
+    return tokens >= _PLANNED_TOKENS and tokens % _PLANNED_MULTIPLE == 0
+
+
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Torch's other fused kernels: cuDNN makes a plan for each length that is new.
-
-    On an H200 that took 50 to 70 ms; prompts in pieces of 384 and 512 took as long without it.
-    """
+    """Torch's other fused kernels."""
     allowed = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
