@@ -30,7 +30,7 @@ _BESIDE = {
     "2GiB near, host int8": "offloaded",
     "2GiB near, host exact": "offloaded",
 }
-_HYBRID, _KV_SPEED = "gpu-hybrid-61-layers-h200.json", "kv-speed-8b-h200.json"
+_HYBRID, _KV_SPEED = "gpu-hybrid-61-layers-30-with-experts-h200.json", "kv-speed-8b-h200.json"
 _BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py {} -->", "<!-- /figures -->"
 
 
@@ -188,18 +188,14 @@ def gpu() -> list[str]:
     hybrid = _load(_HYBRID)
     steps = {(s["routing"], s["batch"], s["context"]): s for s in hybrid["steps"]}
     one, many, long = (steps["uniform", *at] for at in ((1, 1024), (16, 1024), (1, 131072)))
-    # Plans have counted these since.
-    besides = "" if "mapping" in hybrid.get("reserved", {}) else " (page tables came on top)"
-    own, layers = (hybrid.get(name) for name in ("expert_layers", "sparse_layers"))
-    shared = f" (the experts of {own} of {layers} layers, which the others share)"
-    shared = "" if own == layers else shared
+    own, layers = hybrid["expert_layers"], hybrid["sparse_layers"]
+    held = f" (of {own} of {layers} layers' experts; the others read those, byte for byte as many)"
     return [
         *lines,
         "",
-        "DeepSeek-V3's shape with all its 671 billion parameters in 4 bits in host memory"
-        f"{shared}, {hybrid['machine']['cores']} cores and {hybrid['gpu_memory']} of the card"
-        f"{besides}, keys "
-        "and values of 131,072 positions among them: "
+        "DeepSeek-V3's shape with 671 billion parameters in 4 bits in host memory"
+        f"{held if own < layers else ''}, {hybrid['machine']['cores']} cores and "
+        f"{hybrid['gpu_memory']} of the card, keys and values of 131,072 positions among them: "
         f"{one['tokens_per_s']:.1f} tokens/s, {long['tokens_per_s']:.1f} at the end of the "
         f"context, {many['tokens_per_s']:.1f} of 16 sequences together. Nothing is cached and all "
         f"experts are used alike; link and CPU at once would allow {1 / one['allowed_s']:.1f}.",

@@ -74,10 +74,11 @@ def test_the_gpu_agrees_with_the_cpu(
     error = (gpu - cpu).norm() / cpu.norm()
     assert error < most, f"{error}"
     same = gpu.argmax(-1) == cpu.argmax(-1)
-    if quantization != "w4a8:32":
+    if quantization != "w4a8:32" and (quantization, dtype) != ("w8a8", "bfloat16"):
         assert same.float().mean() > 0.9
     # The tokens follow no text, so some first choices are nearly ties, which codes of activations
-    # decide (on a CPU the two kinds of kernels agree in 93% of w4a8): all others must be the same.
+    # decide (on a CPU the two kinds of kernels agree in 94% of w4a8 and 84% of w8a8 in bf16): all
+    # others must be the same.
     first, second = cpu.topk(2, dim=-1).values.unbind(-1)
     clear = first - second > 6 * (gpu - cpu).square().mean(-1).sqrt()
     assert same[clear].all()

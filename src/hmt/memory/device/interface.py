@@ -36,7 +36,7 @@ class Copy(Mark, Protocol):
 
 
 class Device(Protocol):
-    """One device.  For one thread, but for `free_bytes`.
+    """One device.  For one thread, but for `free_bytes` and `used_bytes`.
 
     name     for people
     where    what torch calls it; tensors of its memory live there
