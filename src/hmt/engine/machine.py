@@ -19,10 +19,11 @@ from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
 from hmt.engine.attention_rates import AttentionRates, attention_rates
+from hmt.engine.cpu_step_rates import cpu_step_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
-from hmt.engine.step_rates import StepRates, completed, step_rates
+from hmt.engine.step_rates import StepRates, completed
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
@@ -43,6 +44,9 @@ from hmt.quant import Format
 _QUICK_S = 0.15  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.2
+_PRODUCTS_S = 2 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
+_CACHED_S = 0.05
+_CACHED_SHARES = (32, 8, 2)  # of the caches' size: a half, and less
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
 
@@ -56,6 +60,7 @@ class Rates:
     products: ProductRates = field(default_factory=ProductRates)
     attention: AttentionRates = field(default_factory=AttentionRates)
     steps: StepRates = field(default_factory=StepRates)
+    cached_rates: dict[str, float] = field(default_factory=dict)  # see Machine
 
 
 def machine_for(path: Path) -> Machine:
@@ -108,13 +113,14 @@ def measure(
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
-        product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_FULL_S),
+        product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_PRODUCTS_S),
         attention_rates(_QUICK_S if quick else _FULL_S),
+        cached_rates=_measure_cached(),
     )
     _remember(path, found)  # a step's engine asks for it
     with contextlib.suppress(HMTError):
         each_s = _QUICK_S if quick else _FULL_S
-        steps = step_rates(_machine(found), each_s, whole=not quick)
+        steps = cpu_step_rates(_machine(found), each_s, whole=not quick)
         found = replace(found, steps=completed(steps, before))
     _remember(path, found)
     return _machine(found)
@@ -165,6 +171,7 @@ def remembered(path: Path) -> Rates:
             ProductRates(**machine.get("products", {})),
             AttentionRates(**machine.get("attention", {})),
             StepRates(**machine.get("steps", {})),
+            {str(size): float(rate) for size, rate in machine.get("cached_rates", {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -202,6 +209,10 @@ def _machine(rates: Rates) -> Machine:
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
         cpu_rates=rates.products.bytes_per_s,
         cpu_ops=rates.products.operations_per_s,
+        cpu_row_s=rates.products.row_s,
+        cache_bytes=cache_bytes(),
+        cached_rates=rates.cached_rates,
+        cpu_cached_rates=rates.products.cached_per_s,
         cpu_attention_rate=rates.attention.bytes_per_s,
         cpu_attention_ops=rates.attention.operations_per_s,
         **asdict(rates.steps),
@@ -261,6 +272,22 @@ def _measure_ram(*, quick: bool) -> float:
         restore()
 
 
+def _measure_cached() -> dict[str, float]:
+    """Rates of memory that caches may hold, by how much of it is read again and again."""
+    read, restore = _reader()
+    found = {}
+    try:
+        for share in _CACHED_SHARES:
+            nbytes = round_down(cache_bytes() // share, MIB)
+            if MIB <= nbytes <= available_host_bytes() // 8:
+                found[f"{nbytes // MIB}MiB"] = ram_read_rate(read, nbytes, _CACHED_S)
+    except OSError:
+        return {}
+    finally:
+        restore()
+    return found
+
+
 def _reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
     """A function that reads a uint8 tensor with all cores, and one that restores the threads."""
     native = extension.load()
@@ -312,6 +339,7 @@ def _remember(path: Path, rates: Rates) -> None:
         "products": asdict(rates.products),
         "attention": asdict(rates.attention),
         "steps": asdict(rates.steps),
+        "cached_rates": rates.cached_rates,
         "drives": drives,
         "devices": devices if isinstance(devices, dict) else {},
     }

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
+from hmt.planner.caches import Caches
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
 from hmt.planner.products import Products, operations_rate
 from hmt.planner.routing import HitCurve, needed_experts, usual_curve
@@ -70,6 +71,7 @@ class CostModel:
         """`curve` is that of caches of experts; None: the usual one for so many experts."""
         self._loads = loads
         self._machine = machine
+        self._caches = Caches(machine)
         counts = [load.experts.count for load in self._loads.layers if load.experts]
         self._curve = curve or usual_curve(max(counts, default=0))
 
@@ -91,15 +93,14 @@ class CostModel:
 
     def decode(self, users: int, context: float) -> StepCost:
         """One token for each of `users`, who have `context` positions each."""
-        return _Step(self._loads, self._machine, self._curve, users, users, context, False).cost()
+        return self._step(users, users, context, False)
 
     def prompt(self, tokens: int, context: float, *, last: bool = True) -> StepCost:
         """A chunk of one prompt, whose tokens attend to `context` positions on average.
 
         Behind the `last` one the first token of the answer is chosen.
         """
-        step = _Step(self._loads, self._machine, self._curve, tokens, 1, context, True)
-        return step.cost(head=last)
+        return self._step(tokens, 1, context, True, head=last)
 
     def mixed(self, tokens: int, texts: int, context: float, seen: float) -> StepCost:
         """Pieces of prompts, and one token of each text that decodes: `tokens` of `texts` in all.
@@ -107,22 +108,34 @@ class CostModel:
         context   positions of each text on average, which are read
         seen      positions that each token attends to on average
         """
-        many = tokens >= _MANY_TOKENS
-        return _Step(
-            self._loads, self._machine, self._curve, tokens, texts, context, many, seen
-        ).cost()
+        return self._step(tokens, texts, context, tokens >= _MANY_TOKENS, seen)
+
+    def _step(
+        self,
+        tokens: int,
+        texts: int,
+        context: float,
+        many: bool,
+        seen: float | None = None,
+        head: bool = True,
+    ) -> StepCost:
+        given = self._loads, self._machine, self._curve, tokens, texts, context, many, seen
+        found = _Step(*given).cost(self._caches, head)
+        # What a step reads of the CPU's memory it reads again in the next one.
+        faster = self._caches.faster(found.nbytes["CPU"])
+        return found if faster == 1.0 else _Step(*given, faster).cost(self._caches, head)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """What a step has added up: seconds, and seconds or bytes by name."""
 
-    times: tuple[float, float, float, float]
+    times: tuple[float, float, float, float, float]
     parts: tuple[dict[str, float], ...]
 
     def until(self, later: "_Sums") -> "_Sums":
         """What has been added since."""
-        gpu_s, cpu_s, fixed_s, in_layers_s = (
+        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s = (
             b - a for a, b in zip(self.times, later.times, strict=True)
         )
         parts = [
@@ -133,7 +146,7 @@ class _Sums:
             }
             for before, after in zip(self.parts, later.parts, strict=True)
         ]
-        return _Sums((gpu_s, cpu_s, fixed_s, in_layers_s), tuple(parts))
+        return _Sums((gpu_s, cpu_s, fixed_s, calls_s, in_layers_s), tuple(parts))
 
 
 class _Step:
@@ -149,13 +162,19 @@ class _Step:
         context: float,
         many: bool,
         seen: float | None = None,
+        faster: float = 1.0,
     ) -> None:
+        """`faster`: so many times is the CPU's memory read, since caches hold it."""
         self._loads, self._machine, self._curve = loads, machine, curve
         self._tokens, self._texts, self._context, self._many = tokens, texts, context, many
         self._seen = context if seen is None else seen
-        self._cpu = Products(machine.cpu_rates, self._ram_rate(), machine.cpu_ops)
+        self._faster = faster
+        self._cpu = Products(
+            machine.cpu_rates, self._ram_rate(), machine.cpu_ops, machine.cpu_row_s,
+            faster, machine.cpu_cached_rates,
+        )  # fmt: skip
         self._gpu = Products(machine.device_rates, machine.device_read_rate, machine.device_ops)
-        self._gpu_s = self._cpu_s = self._fixed_s = 0.0
+        self._gpu_s = self._cpu_s = self._fixed_s = self._calls_s = 0.0
         self._experts_s = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
         self._in_layers_s = 0.0
         self._longest: dict[str, float] = {}
@@ -164,7 +183,7 @@ class _Step:
         self._unknown = False
         self._cpu_bytes: dict[str, float] = {}  # by encoding
 
-    def cost(self, head: bool = True) -> StepCost:
+    def cost(self, caches: Caches, head: bool = True) -> StepCost:
         before = False  # whether the layer before ended on the device
         # Drafts share what layers do that are alike: searches take a fourth of the time.
         alike: dict[tuple[int, bool], tuple[LayerLoad, int]] = {}
@@ -181,19 +200,20 @@ class _Step:
             self._head(before)
         self._ahead["disk"] += self._tokens * self._loads.row_bytes
         self._bytes["disk"] += self._tokens * self._loads.row_bytes
-        return self._sum()
+        return self._sum(caches)
 
     def _so_far(self) -> "_Sums":
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
-        times = self._gpu_s, self._cpu_s, self._fixed_s, self._in_layers_s
+        times = self._gpu_s, self._cpu_s, self._fixed_s, self._calls_s, self._in_layers_s
         return _Sums(times, tuple(dict(part) for part in parts))
 
     def _add(self, sums: "_Sums", times: int) -> None:
         """What so many other layers add that are like one before."""
-        gpu_s, cpu_s, fixed_s, in_layers_s = sums.times
+        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s = sums.times
         self._gpu_s += times * gpu_s
         self._cpu_s += times * cpu_s
         self._fixed_s += times * fixed_s
+        self._calls_s += times * calls_s
         self._in_layers_s += times * in_layers_s
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
         for part, more in zip(parts, sums.parts, strict=True):
@@ -216,20 +236,19 @@ class _Step:
             self._fixed_s += (self._many and machine.prompt_launch_s) or machine.launch_s
             self._gpu_s += numbers * machine.device_number_s
         if cpu:
-            self._fixed_s += self._layer_s(load)
+            self._fixed_s += (self._many and machine.prompt_layer_s) or machine.layer_s
+            self._calls_s += self._apart_s(load)
             self._cpu_s += numbers * machine.number_s
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
 
-    def _layer_s(self, load: LayerLoad) -> float:
-        """Of a layer on the CPU, beyond what it reads and computes."""
+    def _apart_s(self, load: LayerLoad) -> float:
+        """What a layer takes that is computed one by one."""
         machine = self._machine
-        if self._many:
-            return machine.prompt_layer_s or machine.layer_s
-        if not self._loads.apart:
-            return machine.layer_s
+        if self._many or not self._loads.apart:
+            return 0.0
         experts_s = machine.apart_experts_s if load.experts else 0.0
         latent_s = machine.apart_latent_s if load.latent else 0.0
-        return max(machine.apart_layer_s, machine.layer_s) + experts_s + latent_s
+        return machine.apart_layer_s + experts_s + latent_s
 
     def _dense(self, sums: Sums, tokens: int) -> None:
         for (place, encoding), weights in sums.items():
@@ -260,7 +279,7 @@ class _Step:
             near, host = (1.0, 0.0) if load.window else (loads.near + loads.warm, loads.cold)
         # The CPU attends to what is in host memory, beside the device.
         cpu = (
-            machine.cpu_attention_rate or self._ram_rate(),
+            self._faster * (machine.cpu_attention_rate or self._ram_rate()),
             machine.cpu_attention_ops or operations_rate(machine.cpu_ops, _FLOATS),
         )
         gpu = (
@@ -335,7 +354,7 @@ class _Step:
         if self._machine.device_name and on_device != before:
             self._fixed_s += self._machine.sync_s
 
-    def _sum(self) -> StepCost:
+    def _sum(self, caches: Caches) -> StepCost:
         machine = self._machine
         link_s = _over(self._ahead["link"], machine.link_rate)
         disk_s = self._disk_time(self._ahead["disk"])
@@ -347,7 +366,8 @@ class _Step:
         cpu_s, link_s = self._beside(cpu_s, reading_s, link_s, usual)
         link_s += self._experts_s["link"]
         disk_s += self._experts_s["disk"]
-        fixed = self._fixed_s + machine.step_s + self._texts * machine.row_s
+        calls_s = self._calls_s + machine.step_s + self._texts * machine.row_s
+        fixed = self._fixed_s + caches.slower(self._bytes["CPU"]) * calls_s
         in_turn = self._gpu_s + cpu_s + self._in_layers_s + fixed
         seconds = max(in_turn, link_s, disk_s)
         busy = {
@@ -376,7 +396,7 @@ class _Step:
     def _product(self, side: Products, weights: Weights, encoding: str, tokens: float) -> float:
         if self._many and weights.numbers and not side.known:
             self._unknown = True  # a prompt is arithmetic
-        return side.seconds(weights.nbytes, weights.numbers, encoding, tokens)
+        return side.seconds(weights.nbytes, weights.numbers, encoding, tokens, weights.rows)
 
     def _longer(self, nbytes: float, operations: float, rate: float, ops: float) -> float:
         """Reading and computing go on at once."""

@@ -32,11 +32,16 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Weights:
-    """Weights of one encoding, summed up.  `read_bytes` is what the drive would read of them."""
+    """Weights of one encoding, summed up.
+
+    rows         of their matrices
+    read_bytes   what the drive would read of them
+    """
 
     nbytes: float = 0
     numbers: float = 0
     read_bytes: float = 0
+    rows: float = 0
 
     def add(self, block: BlockSize) -> None:
         """Count `block`, too."""
@@ -44,6 +49,7 @@ class Weights:
         self.nbytes += block.slot_bytes
         self.numbers += block.slot_bytes / _BYTES_PER_NUMBER if numbers is None else numbers
         self.read_bytes += block.read_bytes
+        self.rows += block.rows
 
     def plus(self, other: "Weights") -> "Weights":
         """Both together."""
@@ -51,11 +57,17 @@ class Weights:
             self.nbytes + other.nbytes,
             self.numbers + other.numbers,
             self.read_bytes + other.read_bytes,
+            self.rows + other.rows,
         )
 
     def times(self, factor: float) -> "Weights":
         """So many of them."""
-        return Weights(self.nbytes * factor, self.numbers * factor, self.read_bytes * factor)
+        return Weights(
+            self.nbytes * factor,
+            self.numbers * factor,
+            self.read_bytes * factor,
+            self.rows * factor,
+        )
 
 
 Sums = dict[tuple[Place, str], Weights]

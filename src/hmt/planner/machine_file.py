@@ -20,7 +20,15 @@ from hmt.base.units import parse_bytes, parse_rate
 from hmt.contracts.machine import Machine
 from hmt.planner.shipped import shipped_names, text_of
 
-_MAPS = ("cpu_rates", "cpu_ops", "device_rates", "device_ops")
+_MAPS = (
+    "cpu_rates",
+    "cpu_ops",
+    "cpu_row_s",
+    "cached_rates",
+    "cpu_cached_rates",
+    "device_rates",
+    "device_ops",
+)
 _TEXTS = ("name", "device_name", "note")
 _COUNTS = ("cores", "numa_nodes")
 
@@ -85,6 +93,9 @@ def _value(name: str, given: Any, source: str) -> Any:
         if name in _MAPS:
             if not isinstance(given, dict):
                 raise ConfigError("must be a table, from encodings to rates")
+            if name == "cached_rates":
+                for key in given:
+                    parse_bytes(key)
             return {str(key): _number(value) for key, value in given.items()}
         if name in _TEXTS:
             if not isinstance(given, str):
@@ -97,6 +108,8 @@ def _value(name: str, given: Any, source: str) -> Any:
             raise ConfigError("must be a whole number of at least 1")
         if name == "remote_share" and number > 1:
             raise ConfigError("is a share of at most 1")
+        if name == "cold_times" and number < 1:
+            raise ConfigError("must be at least 1")
         return int(number) if name in _COUNTS else number
     except ConfigError as error:
         raise ConfigError(f"{source}: {name} = {given!r}: {error}") from None

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from hmt.engine.layer_rates import FEW, LayerRates, layer_rates
 
 from hmt.contracts.request import Request
 from hmt.engine import Engine
-from hmt.engine.layer_rates import FEW, LayerRates, layer_rates
 
 STEP_S = 1.0
 LAYER_S = {"llama": 0.25, "qwen3_moe": 0.75, "deepseek_v3": 1.25}
