@@ -31,6 +31,7 @@ from hmt.memory import (
     DiskRate,
     available_host_bytes,
     cache_bytes,
+    disk_rate,
     file_to_read,
     numa_nodes,
     quick_rate,
@@ -124,6 +125,25 @@ def measure(
         found = replace(found, steps=completed(steps, before))
     _remember(path, found)
     return _machine(found)
+
+
+def measure_drive_again(path: Path, seconds: float) -> float:
+    """The drive's rate at this moment, read as it is known to be read best; remembered.
+
+    A drive that others use, too, gives much more at one time than at another.  0 where it cannot
+    be measured.
+    """
+    known = remembered(path)
+    try:
+        with file_to_read(path) as file:
+            if file is None or known.disk is None:
+                return 0.0
+            way = known.disk
+            found = disk_rate(file, way.reader, way.block_bytes, way.depth, seconds)
+    except (OSError, HMTError):
+        return 0.0
+    _remember(path, replace(known, disk=found))
+    return found.rate
 
 
 def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> Machine:

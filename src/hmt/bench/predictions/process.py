@@ -21,6 +21,7 @@ from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import Request, Sampling
 from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, RunSummary, prepare
+from hmt.engine.machine import measure_drive_again
 from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost import CostModel, Prediction
@@ -31,12 +32,17 @@ _WARM_TOKENS = 24
 _TRACED_TOKENS = 64
 _RESIDENCIES = (0.0625, 0.125, 0.25, 0.5, 0.75)
 _USUAL_CHUNK = 64  # or more
+_DRIVE_S = 0.5
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Predict, load, measure."""
     path = folder_of(case, folder)
+    reads = (
+        case.kept < 1
+    )  # from a drive that others may use, too: what it gives now is predicted with
+    before_rate = measure_drive_again(path, _DRIVE_S) if reads else 0.0
     with Engine(**_options(case, path)) as engine:
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
         before = resident_bytes()  # which libraries there are depends on the model's family
@@ -45,10 +51,15 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             measured = _measured(case, model)
             if engine._device is not None:
                 measured["device_bytes"] = engine._device.used_bytes()
-    return {
+    peak_bytes = peak_resident_bytes()
+    drive = {}
+    if reads:
+        after_rate = measure_drive_again(path, _DRIVE_S)
+        drive = {"drive": {"before": before_rate, "after": after_rate}}
+    return drive | {
         "case": asdict(case) | {"name": case.name},
         "predicted": predicted,
-        "measured": measured | {"peak_bytes": peak_resident_bytes()},
+        "measured": measured | {"peak_bytes": peak_bytes},
     }
 
 
