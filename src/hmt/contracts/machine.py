@@ -20,7 +20,8 @@ class Machine:
     cache_bytes        of the CPU's last caches
     cached_rates       bytes per second of memory that is read again and again and fits them, by how
                        much it is, such as "64MiB"; not known: ram_read_rate
-    cpu_cached_rates   cpu_rates at most, of weights that fit them well
+    cpu_cached_rates, cpu_cached_attention_rate   the most that weights, and keys and values, are
+                       read at that fit them well
     cpu_attention_rate, cpu_attention_ops   keys and values that one token attends to, bytes per
                        second; operations per second of prompts' attention.  Not known: as memory
                        and bf16
@@ -43,6 +44,8 @@ class Machine:
                        there is no call that computes many of them
     apart_experts_s    and beside it, of a layer's routed experts
     apart_latent_s     and of latent attention
+    held_experts_s     apart_experts_s of experts that live on the drive and are held in slots
+    missed_expert_s    of each of them that is not, beyond its reading
     cold_times         how many times as long step_s, row_s and apart_* take where each step reads
                        as much as the caches hold, so that they keep nothing of it
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
@@ -53,6 +56,7 @@ class Machine:
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
+    converting_bytes   beyond process_bytes, where weights are converted as they come from the drive
     note               where the figures come from
     """
 
@@ -74,6 +78,7 @@ class Machine:
     cpu_cached_rates: Mapping[str, float] = field(default_factory=dict)
     cpu_attention_rate: float = 0.0
     cpu_attention_ops: float = 0.0
+    cpu_cached_attention_rate: float = 0.0
     numa_nodes: int = 1
     remote_share: float = 1.0
     disk_bytes: int = 0
@@ -89,7 +94,9 @@ class Machine:
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
     apart_latent_s: float = 0.0
-    cold_times: float = 1.0
+    held_experts_s: float = 0.0
+    missed_expert_s: float = 0.0
+    cold_times: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
     launch_s: float = 0.0
@@ -97,4 +104,5 @@ class Machine:
     prompt_launch_s: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
+    converting_bytes: int = 0
     note: str = ""

@@ -23,6 +23,7 @@ from hmt.engine.step_rates import (
     USERS,
     StepRates,
     decoding_s,
+    memory_for,
     process_bytes,
     prompt_s,
     without_fixed,
@@ -35,15 +36,21 @@ if TYPE_CHECKING:
 
 _CONTEXT = 64  # of decoding, about
 _HOST_MEMORY = "2GiB"
+_HELD, _MISSED = 0.9, 0.7  # of the weights: hardly an expert is missing in its slot, and some are
+_PROMPTS = 3  # times the seconds: a prompt takes 0.2 of them
 
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """A step's seconds: in what calls kernels, and in them beyond what is predicted; its bytes."""
+    """A step's seconds: in what calls kernels, and in them beyond what is predicted; its bytes.
+
+    read_bytes   from the drive
+    """
 
     calls_s: float
     beyond_s: float
     nbytes: float
+    read_bytes: float = 0.0
 
 
 def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> StepRates:
@@ -68,21 +75,35 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
     if not whole:
         return found
     wide = _decoded(bare, models.wide_model(MANY), 1, seconds)
-    one_by_one = [
-        tuple(
-            _decoded(bare, model(count), 1, seconds, executor="plain").calls_s for count in layers
+    dense, experts, latent, held = (
+        max(0.0, (high - low) / between)
+        for low, high in (
+            [_decoded(bare, model(count), 1, seconds, kept).calls_s for count in layers]
+            for model, kept in (
+                (small, None), (models.small_experts, None), (models.small_latent, None),
+                (models.small_experts, _HELD),
+            )
         )
-        for model in (small, models.small_experts, models.small_latent)
-    ]
-    dense, experts, latent = (max(0.0, (high - low) / between) for low, high in one_by_one)
+    )  # fmt: skip
+    missing = [_decoded(bare, models.small_experts(MANY), 1, seconds, k) for k in (_HELD, _MISSED)]
+    alone = process_bytes({})
     return replace(
         found,
         apart_layer_s=dense,
         apart_experts_s=max(0.0, experts - dense),
         apart_latent_s=max(0.0, latent - dense),
+        held_experts_s=max(0.0, held - dense),
+        missed_expert_s=_missed_s(*missing),
         cold_times=_cold_times(machine, many, wide),
-        process_bytes=process_bytes({}),
+        process_bytes=alone,
+        converting_bytes=max(0, process_bytes({"quantization": "w4a8"}, converting=True) - alone),
     )
+
+
+def _missed_s(held: _Decoded, missed: _Decoded) -> float:
+    """What an expert takes that comes from the drive, beyond waiting for it."""
+    experts = (missed.read_bytes - held.read_bytes) / models.EXPERT_BYTES
+    return max(0.0, missed.calls_s - held.calls_s) / experts if experts >= 1 else 0.0
 
 
 def _cold_times(machine: Machine, warm: _Decoded, cold: _Decoded) -> float:
@@ -106,7 +127,7 @@ def _with_prompts(
             width = loaded.prepared.model.spec.hidden_size
             costs = _costs(loaded, machine)
             for tokens in (SHORT, LONG):
-                beyond = prompt_s(loaded, tokens, seconds)
+                beyond = prompt_s(loaded, tokens, _PROMPTS * seconds)
                 taken[count, tokens] = beyond - costs.prompt(tokens, tokens / 2).seconds
     short_s, long_s = (
         (taken[MANY, tokens] - taken[FEW, tokens]) / (MANY - FEW) for tokens in (SHORT, LONG)
@@ -124,17 +145,24 @@ def _decoded(
     model: AbstractContextManager[Path],
     users: int,
     seconds: float,
-    **options: Any,
+    kept: float | None = 1.0,
 ) -> _Decoded:
-    with model as folder, _Loaded(folder, **options) as loaded:
+    """`kept` is the share of the weights that memory keeps; waits for others do not count.
+
+    None: all, but layers are computed one by one.
+    """
+    with model as folder, _Loaded(folder, kept) as loaded:
         predicted = _costs(loaded, machine).decode(users, _CONTEXT)
         step_s = decoding_s(loaded, users, seconds)
         phase = loaded.summary().generation
-        share = phase.kernel_s / phase.seconds if phase.seconds else 0.0
+        step_s *= 1 - phase.waited_s / phase.seconds if phase.seconds else 1.0
+        working_s = phase.seconds - phase.waited_s
+        share = phase.kernel_s / working_s if working_s > 0 else 0.0
+        nbytes, read_bytes = predicted.nbytes["CPU"], phase.disk_bytes / max(1, phase.tokens)
         if not share:  # without compiled kernels nothing tells both apart
-            return _Decoded(max(0.0, step_s - predicted.seconds), 0.0, predicted.nbytes["CPU"])
+            return _Decoded(max(0.0, step_s - predicted.seconds), 0.0, nbytes, read_bytes)
         kernels_s = share * step_s
-        return _Decoded(step_s - kernels_s, kernels_s - predicted.seconds, predicted.nbytes["CPU"])
+        return _Decoded(step_s - kernels_s, kernels_s - predicted.seconds, nbytes, read_bytes)
 
 
 def _costs(model: "LoadedModel", machine: Machine) -> CostModel:
@@ -145,12 +173,16 @@ def _costs(model: "LoadedModel", machine: Machine) -> CostModel:
 class _Loaded:
     """A model in an engine of its own."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, kept: float | None = 1.0) -> None:
         # Not above: an engine asks for its machine.
         from hmt.engine.engine import Engine
 
-        given = {**OPTIONS, "host_memory": _HOST_MEMORY, **options}
-        if options.get("executor") != "plain":
+        given: dict[str, Any] = {**OPTIONS, "host_memory": _HOST_MEMORY}
+        if kept is None:
+            given["executor"] = "plain"
+        elif kept < 1:
+            given["host_memory"] = memory_for(folder, kept, given)
+        else:
             given |= {"max_batch": USERS, "prefill_chunk": LONG}
         self._engine, self._folder = Engine(**given), folder
 

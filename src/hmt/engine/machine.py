@@ -234,6 +234,7 @@ def _machine(rates: Rates) -> Machine:
         cached_rates=rates.cached_rates,
         cpu_cached_rates=rates.products.cached_per_s,
         cpu_attention_rate=rates.attention.bytes_per_s,
+        cpu_cached_attention_rate=rates.attention.cached_per_s,
         cpu_attention_ops=rates.attention.operations_per_s,
         **asdict(rates.steps),
         numa_nodes=len(numa_nodes()),

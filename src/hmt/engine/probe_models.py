@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 FEW, MANY = 2, 8  # layers
-_EXPERTS, _CHOSEN = 8, 4
+_EXPERTS, _CHOSEN = 32, 4
 _WIDTH, _EXPERT_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = 256, 64, 4, 2, 64
 _WIDE, _WIDE_NETWORK, _WIDE_HEADS, _WIDE_HEAD_DIM = 1024, 4096, 8, 128  # 30 MiB a layer
 _LATENT, _ROTATED = 64, 32  # of latent attention: numbers kept, and with positions
+EXPERT_BYTES = 3 * _WIDTH * _EXPERT_WIDTH * 2
 _DEVIATION = 0.02
 _WEIGHTS = "model.safetensors"
 _SOURCE = "mini-dense"

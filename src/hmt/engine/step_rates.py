@@ -13,13 +13,16 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from hmt.base.errors import HMTError
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request
-from hmt.engine.probe_models import FEW, MANY, small_model
+from hmt.engine.probe_models import FEW, MANY, small_model, wide_model
 from hmt.engine.product_rates import faster_half
+from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 
@@ -30,9 +33,11 @@ USERS = 8
 _PROMPT = 16
 SHORT, LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
+_STREAMED = 0.5
 _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
     "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
+    "held_experts_s", "missed_expert_s", "converting_bytes",
 )  # fmt: skip
 _BY_A_WIDER_MODEL = ("number_s", "prompt_layer_s")
 OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
@@ -52,6 +57,9 @@ class StepRates:
     apart_experts_s: float = 0.0
     apart_latent_s: float = 0.0
     cold_times: float = 0.0
+    held_experts_s: float = 0.0
+    missed_expert_s: float = 0.0
+    converting_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,8 @@ def without_fixed(machine: Machine) -> Machine:
         machine,
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
-        apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0,
+        apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
+        missed_expert_s=0.0,
     )  # fmt: skip
 
 
@@ -140,19 +149,33 @@ def completed(found: StepRates, before: StepRates) -> StepRates:
     return replace(found, **kept)
 
 
-def process_bytes(options: Mapping[str, Any]) -> int:
-    """The most memory of a process that runs the model, beside its weights; 0 where it fails.
+def process_bytes(options: Mapping[str, Any], *, converting: bool = False) -> int:
+    """The most memory of a process that runs a small model, beside its weights; 0 where it fails.
 
     What else the plan reserves may not have been touched: all of it counts as the process's.
+    converting   a wider one, of which half is streamed and converted when it first comes
     """
-    module, given = "hmt.engine.own_memory", json.dumps({**OPTIONS, **options})
+    module, given = "hmt.engine.own_memory", {**OPTIONS, **options}
     try:
-        with small_model(FEW) as folder:
-            command = [sys.executable, "-m", module, str(folder), given]
+        with (wide_model if converting else small_model)(FEW) as folder:
+            if converting:
+                given["host_memory"] = memory_for(folder, _STREAMED, given)
+            command = [sys.executable, "-m", module, str(folder), json.dumps(given)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return int(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (HMTError, OSError, ValueError, subprocess.SubprocessError):
         return 0
+
+
+def memory_for(folder: Path, kept: float, options: Mapping[str, Any]) -> int:
+    """Bytes of host memory that keep a share of the weights."""
+    from hmt.engine.config import EngineConfig
+    from hmt.engine.loading import prepare
+
+    given = {name: value for name, value in options.items() if name != "host_memory"}
+    config = EngineConfig.resolve(**given)
+    demand = prepare(folder, config).demand
+    return int(smallest_budget(demand, PlanOptions(0, config.context)) + kept * demand.weight_bytes)
 
 
 def decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:

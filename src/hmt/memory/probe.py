@@ -146,7 +146,6 @@ def sweep(file: Path, seconds: float, progress: Progress | None = None) -> DiskR
     The few that are near the best are measured twice, and count with their mean.  `progress` is
     told each result.  Raises DiskReadError.
     """
-
     buffer = disk_buffer()
 
     def measured(reader: str, block_bytes: int, depth: int) -> DiskRate:

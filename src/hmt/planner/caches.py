@@ -16,7 +16,7 @@ class Caches:
     """Of one machine; without their figures they change nothing."""
 
     def __init__(self, machine: Machine) -> None:
-        self._cold_times, self._nbytes = machine.cold_times, machine.cache_bytes
+        self._cold_times, self._nbytes = max(1.0, machine.cold_times), machine.cache_bytes
         self._memory_rate = machine.ram_read_rate
         sizes = {parse_bytes(size): rate for size, rate in machine.cached_rates.items() if rate}
         self._points = sorted(sizes.items())

@@ -242,13 +242,15 @@ class _Step:
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
 
     def _apart_s(self, load: LayerLoad) -> float:
-        """What a layer takes that is computed one by one."""
+        """What a layer takes that is computed one by one; those of prompts all are."""
         machine = self._machine
-        if self._many or not self._loads.apart:
+        if not self._loads.apart:
             return 0.0
-        experts_s = machine.apart_experts_s if load.experts else 0.0
+        layer_s = 0.0 if self._many else machine.apart_layer_s
+        held = load.experts is not None and load.experts.home is Tier.DISK
+        experts_s = machine.held_experts_s if held else machine.apart_experts_s
         latent_s = machine.apart_latent_s if load.latent else 0.0
-        return machine.apart_layer_s + experts_s + latent_s
+        return layer_s + latent_s + (experts_s if load.experts else 0.0)
 
     def _dense(self, sums: Sums, tokens: int) -> None:
         for (place, encoding), weights in sums.items():
@@ -279,7 +281,7 @@ class _Step:
             near, host = (1.0, 0.0) if load.window else (loads.near + loads.warm, loads.cold)
         # The CPU attends to what is in host memory, beside the device.
         cpu = (
-            self._faster * (machine.cpu_attention_rate or self._ram_rate()),
+            self._attention_rate(),
             machine.cpu_attention_ops or operations_rate(machine.cpu_ops, _FLOATS),
         )
         gpu = (
@@ -309,6 +311,7 @@ class _Step:
         if experts.home is Tier.DISK:
             kept = max(experts.in_memory, experts.on_device)
             read = needed_experts(count, chosen, self._tokens, kept, self._curve).absent
+        self._calls_s += read * self._machine.missed_expert_s
         brought = 0.0
         if self._many and load.many_experts_on_device:
             brought = needed.absent
@@ -369,7 +372,9 @@ class _Step:
         calls_s = self._calls_s + machine.step_s + self._texts * machine.row_s
         fixed = self._fixed_s + caches.slower(self._bytes["CPU"]) * calls_s
         in_turn = self._gpu_s + cpu_s + self._in_layers_s + fixed
+        # What the drive cannot bring while layers compute, it brings before.
         seconds = max(in_turn, link_s, disk_s)
+        seconds += (1 - self._loads.hidden) * min(in_turn, disk_s)
         busy = {
             "GPU": self._gpu_s + self._experts_s["GPU"],
             "CPU": cpu_s + self._experts_s["CPU"],
@@ -408,6 +413,13 @@ class _Step:
         if nbytes and not self._machine.disk_read_rate:
             self._unknown = True
         return _over(nbytes, self._machine.disk_read_rate)
+
+    def _attention_rate(self) -> float:
+        """Of keys and values that the CPU reads."""
+        machine = self._machine
+        rate = machine.cpu_attention_rate or self._ram_rate()
+        most = machine.cpu_cached_attention_rate or rate
+        return max(rate, min(self._faster * rate, most))
 
     def _ram_rate(self) -> float:
         """Of memory that is spread over all nodes."""

@@ -131,6 +131,8 @@ class Loads:
     chunk        prompt tokens per step
     width        numbers of a hidden state
     apart        whether the CPU computes layers one by one, also with few tokens
+    hidden       the share of the drive's time that may pass while layers compute: all of it where a
+                 layer's dense blocks fit beside those that compute, nothing where only one fits
     """
 
     layers: list[LayerLoad]
@@ -146,6 +148,7 @@ class Loads:
     chunk: int
     width: int
     apart: bool = False
+    hidden: float = 1.0
 
 
 def loads_of(demand: Demand, plan: Plan) -> Loads:
@@ -184,7 +187,21 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     return Loads(
         layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
         warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, _apart(demand, plan),
+        _hidden(demand, plan),
     )  # fmt: skip
+
+
+def _hidden(demand: Demand, plan: Plan) -> float:
+    """See Loads."""
+    streamed: dict[int, int] = {}
+    for block in demand.blocks:
+        if block.id.kind is not BlockKind.EXPERT and plan.homes[block.id] is Tier.DISK:
+            streamed[block.id.layer] = streamed.get(block.id.layer, 0) + block.slot_bytes
+    streamed.pop(TRUNK, None)
+    room = plan.reserved.get("slots", 0)
+    if len(streamed) < 2 or not room:
+        return 1.0
+    return min(1.0, max(0.0, room / max(streamed.values()) - 1.0))
 
 
 def _apart(demand: Demand, plan: Plan) -> bool:

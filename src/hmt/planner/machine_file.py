@@ -108,8 +108,8 @@ def _value(name: str, given: Any, source: str) -> Any:
             raise ConfigError("must be a whole number of at least 1")
         if name == "remote_share" and number > 1:
             raise ConfigError("is a share of at most 1")
-        if name == "cold_times" and number < 1:
-            raise ConfigError("must be at least 1")
+        if name == "cold_times" and 0 < number < 1:
+            raise ConfigError("must be 1 or more, or 0 if it is not known")
         return int(number) if name in _COUNTS else number
     except ConfigError as error:
         raise ConfigError(f"{source}: {name} = {given!r}: {error}") from None

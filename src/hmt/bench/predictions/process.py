@@ -30,6 +30,7 @@ from hmt.planner.routing import HitCurve, measured_curve
 
 _WARM_TOKENS = 24
 _TRACED_TOKENS = 64
+_MOST_WARMING = 12  # prompts
 _RESIDENCIES = (0.0625, 0.125, 0.25, 0.5, 0.75)
 _USUAL_CHUNK = 64  # or more
 _DRIVE_S = 0.5
@@ -126,6 +127,8 @@ def _predicted(
 ) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of."""
     costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, hits)
+    reserved = prepared.plan.reserved
+    converts = bool(reserved.get("staging") and reserved.get("slots"))
     found: Prediction = costs.predict(case.users, _context(case), case.prompt)
     weights = costs.decode(case.users, 0).nbytes
     return {
@@ -136,6 +139,7 @@ def _predicted(
         "link_bytes": weights["link"] / case.users,
         "peak_bytes": process_bytes
         + prepared.machine.process_bytes
+        + (prepared.machine.converting_bytes if converts else 0)
         + sum(prepared.plan.reserved.values()),
         "device_bytes": sum(prepared.plan.device.reserved.values()),
         "step": asdict(found.step),
@@ -156,10 +160,15 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     ttft_s    of one prompt, with the machine to itself
     tokens_per_s   of all users, while all of them decode
     """
-    # A GPU's kernels are compiled for a prompt's size when it first comes, and what is read is
-    # converted when it first is.
-    first = case.gpu_memory is not None or (case.kept < 1 and case.scheme is not None)
+    # A GPU's kernels are compiled for a prompt's size when it first comes; slots are filled, and
+    # what is read is converted, when it first is.
+    first = case.gpu_memory is not None or case.kept < 1
     warm = case.prompt if first else _WARM_TOKENS
+    for _ in range(_MOST_WARMING):
+        converting = model.summary().prompt.converted_s
+        _answers(case, model, 1, warm, 1)
+        if model.summary().prompt.converted_s == converting:
+            break
     _answers(case, model, case.users, warm, 4)
     model.reset_summary()
     ttft_s = 0.0
