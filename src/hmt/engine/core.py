@@ -206,7 +206,8 @@ class Core:
         self.prompt.add(cost, prompt, tokens)
         self.generation.add(cost, tokens - prompt, tokens)
         if not prompt:
-            self.decoded.add(scheduled.step, cost.seconds, cost.disk_bytes)
+            experts = cost.experts, cost.expert_reads
+            self.decoded.add(scheduled.step, cost.seconds, cost.disk_bytes, experts)
         return True
 
     def add(self, sequences: Many[Sequence]) -> None:
@@ -385,6 +386,8 @@ class _Meter:
             guess_hits=now.guess_hits - before.guess_hits,
             guess_unneeded_bytes=now.guess_unneeded_bytes - before.guess_unneeded_bytes,
             guess_saved_s=now.guess_saved_s - before.guess_saved_s,
+            experts=now.experts - before.experts,
+            expert_reads=now.expert_reads - before.expert_reads,
         )
 
     def _read(self) -> Phase:
@@ -407,6 +410,8 @@ class _Meter:
             guesses=guesses.begun,
             guess_hits=guesses.in_time + guesses.late,
             guess_unneeded_bytes=guesses.unneeded_bytes,
+            experts=guesses.experts,
+            expert_reads=guesses.expert_reads,
             guess_saved_s=0.0 if self._guesser is None else self._guesser.saved_s,
         )
 

@@ -30,6 +30,7 @@ from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
+from hmt.engine.expert_hits import keep_sighting
 from hmt.engine.foreseen import Foreseer
 from hmt.engine.loading import Prepared, allocate_on, prepare
 from hmt.engine.look import Look, Onlooker
@@ -344,10 +345,11 @@ class LoadedModel:
             self._timeline.close()
 
     def _keep(self) -> None:
-        """Remember what was predicted, and what came of it, for `hmt plan --calibrate`."""
-        decoded = self._core.decoded
-        name = self.prepared.source.path.name
-        history.keep(self._foreseer.foreseen(decoded), decoded, name)
+        """Remember what was predicted, and what came of it, for later predictions."""
+        decoded, source = self._core.decoded, self.prepared.source
+        history.keep(self._foreseer.foreseen(decoded), decoded, source.path.name)
+        shared = self._core.memory.shared_experts()
+        keep_sighting(source.config, self._foreseer.sighting(decoded, shared))
 
     def __enter__(self) -> Self:
         return self
