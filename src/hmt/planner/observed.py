@@ -8,6 +8,7 @@ from math import exp, log
 from hmt.planner.routing import HitCurve, needed_experts, own_share
 
 _GRID = 32  # points of a curve, evenly apart, beside those that were seen
+_HALVINGS = 30  # of the room in which hits are looked for
 _SURE = 1e-3  # hits closer to none or all than this are taken for this
 
 
@@ -30,19 +31,24 @@ class Sighting:
 
     def point(self) -> "SeenPoint | None":
         """The same of one text alone, as `shared_hits` has it; None where it tells nothing."""
-        texts = max(1.0, self.texts)
-        absent = (1.0 - self.residency) * self.experts
         if not self.needed or not 0.0 < self.residency < 1.0 or not 0 < self.chosen <= self.experts:
             return None
-        # A step needs the union of what its tokens chose, and so misses a union, too.
-        flat = HitCurve(((0.0, 0.0), (1.0, 1.0)))
-        union = needed_experts(self.experts, self.chosen, texts, 0.0, flat).absent
-        missed = union * min(1.0, self.missed / self.needed)
-        each = absent * (1.0 - (1.0 - min(1.0, missed / absent)) ** (1.0 / texts))
-        share = own_share(self.residency, texts)
-        others = (1.0 - self.residency) / (1.0 - share)  # what no other text has chosen lately
-        hits = 1.0 - min(1.0, each / self.chosen / others)
-        return SeenPoint(share, hits, float(self.needed))
+        share = own_share(self.residency, self.texts)
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if self._missed(share, middle) * self.needed > self.missed:
+                low = middle
+            else:
+                high = middle
+        return SeenPoint(share, (low + high) / 2, float(self.needed))
+
+    def _missed(self, share: float, hits: float) -> float:
+        """Of what a step needs, the share that is not there where one text has `hits`."""
+        texts, curve = max(1.0, self.texts), HitCurve(((0.0, 0.0), (share, hits), (1.0, 1.0)))
+        cached = self.residency * self.experts
+        found = needed_experts(self.experts, self.chosen, texts, cached, curve, texts)
+        return found.absent / (found.absent + found.cached)
 
 
 @dataclass(frozen=True, slots=True)

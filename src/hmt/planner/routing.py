@@ -105,16 +105,22 @@ def needed_experts(
 ) -> Needed:
     """For `tokens` that choose `chosen` of `experts` each, and a cache of `cached` of them.
 
-    Experts in the cache are chosen as often as `shared_hits` says, each of them equally; and so are
-    the others.  Several tokens choose the same ones: a step reads their union.
+    Experts that are not in the cache are chosen as often as `shared_hits` leaves them, each of them
+    equally.  Several tokens choose the same ones, those of one text more often: a step reads their
+    union.
     """
     if not experts or not chosen:
         return Needed(0.0, 0.0)
     # No token chooses an expert twice: a cache of one never has two of its choices.
     hits = min(shared_hits(curve, cached / experts, texts), cached / chosen)
-    return Needed(
-        _union(cached, hits * chosen, tokens), _union(experts - cached, (1 - hits) * chosen, tokens)
-    )
+    absent = _union(experts - cached, (1 - hits) * chosen, tokens)
+    # All that each text's tokens need, and then what independent texts do.
+    own = own_share(min(1.0, cached / experts), texts) * experts
+    hits = min(curve.hits(own / experts), own / chosen)
+    each = tokens / max(1.0, texts)
+    of_one = _union(own, hits * chosen, each) + _union(experts - own, (1 - hits) * chosen, each)
+    needed = _union(experts, of_one, max(1.0, texts))
+    return Needed(min(cached, max(0.0, needed - absent)), absent)
 
 
 def _union(count: float, chosen: float, tokens: float) -> float:

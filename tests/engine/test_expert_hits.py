@@ -1,0 +1,120 @@
+"""What runs see of their caches of experts is kept, fades, and survives any file."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import MINI_MOE
+
+import hmt
+from hmt.engine import EngineConfig, prepare
+from hmt.engine.expert_hits import keep_sighting, routing_of, seen_hits, with_point
+from hmt.engine.machine import cache_file, machine_for
+from hmt.planner.observed import SeenPoint, Sighting
+
+CONFIG = {"model_type": "m", "experts": 8, "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path))
+    return tmp_path / "experts.json"
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_for(MINI_MOE)  # once for all tests
+    shutil.copy(cache_file(), tmp_path)
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path))
+
+
+point = st.tuples(st.floats(0.001, 0.999), st.floats(0, 1), st.floats(64, 1e6))
+
+
+@given(st.lists(point, max_size=25))
+def test_points_are_the_faded_mean_of_all_runs(seen: list[tuple[float, float, float]]) -> None:
+    kept: list[SeenPoint] = []
+    for each in seen:
+        kept = with_point(kept, SeenPoint(*each))
+    # Plainly: each run counts 0.7 for every run since.  Forgotten ones counted for a hundredth.
+    total = [0.0] * 32
+    hits = [0.0] * 32
+    for age, (share, rate, weight) in enumerate(reversed(seen)):
+        counts = min(weight, 1e5) * 0.7**age
+        total[int(share * 32)] += counts
+        hits[int(share * 32)] += counts * rate
+    for each in kept:
+        bucket = int(each.share * 32)
+        assert each.weight == pytest.approx(total[bucket], rel=0.05)
+        assert each.hits == pytest.approx(hits[bucket] / total[bucket], abs=0.05)
+    missing = set(range(32)) - {int(each.share * 32) for each in kept}
+    assert all(total[bucket] <= 0.04 * sum(total) for bucket in missing)
+
+
+def test_what_runs_saw_is_used_for_models_that_route_alike(cache: Path) -> None:
+    assert seen_hits(CONFIG, 8, 2) is None
+    keep_sighting(CONFIG, Sighting(8, 2, 0.5, 1.0, 1000, 100))
+    packed = CONFIG | {"dtype": "float32", "quantization_config": {"bits": 4}}
+    found = seen_hits(packed, 8, 2)
+    assert found is not None and found.hits(0.5) == pytest.approx(0.9, abs=1e-6)
+    assert found.origin == "1 run of this model"
+    assert seen_hits(CONFIG | {"experts": 9}, 8, 2) is None, "another model"
+    assert seen_hits(CONFIG, 16, 2) is None and seen_hits(CONFIG, 8, 1) is None
+    before = cache.read_text()
+    for nothing in (None, Sighting(8, 2, 1.0, 1, 1000, 0), Sighting(8, 2, 0.5, 1, 10, 1)):
+        keep_sighting(CONFIG, nothing)
+    assert cache.read_text() == before
+    for _ in range(12):  # a run that was different is soon forgotten
+        keep_sighting(CONFIG, Sighting(8, 2, 0.5, 1.0, 1000, 300))
+    found = seen_hits(CONFIG, 8, 2)
+    assert found is not None and found.hits(0.5) == pytest.approx(0.7, abs=0.01)
+    for number in range(70):
+        keep_sighting({"model": number}, Sighting(8, 2, 0.5, 1.0, 1000, 100))
+    assert len(json.loads(cache.read_text())["models"]) == 64
+    assert seen_hits(CONFIG, 8, 2) is None and seen_hits({"model": 69}, 8, 2) is not None
+    assert [file.name for file in cache.parent.iterdir()] == [cache.name]
+
+
+LEAF = st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3)
+ANY = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+POINT = st.fixed_dictionaries({}, optional={"share": ANY, "hits": ANY, "weight": ANY}) | ANY
+ENTRY = ANY | st.fixed_dictionaries(
+    {"experts": st.just(8), "chosen": st.just(2)},
+    optional={"runs": ANY, "points": st.lists(POINT, max_size=3) | ANY},
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(ENTRY, st.sampled_from([1, 1, 1, 2, "1", None]), st.integers(0, 40))
+def test_no_file_is_a_reason_to_fail(cache: Path, entry: object, version: object, cut: int) -> None:
+    content = json.dumps({"version": version, "models": {routing_of(CONFIG): entry}})
+    cache.write_text(content[: len(content) - cut])
+    seen_hits(CONFIG, 8, 2)
+    keep_sighting(CONFIG, Sighting(8, 2, 0.5, 1.0, 100000, 10000))
+    found = seen_hits(CONFIG, 8, 2)
+    assert found is not None and 0 < found.hits(0.5) < 1
+    for damage in (b"\xff\xfe", b"[" * 100000, b""):
+        cache.write_bytes(damage)
+        assert seen_hits(CONFIG, 8, 2) is None
+
+
+def test_a_run_tells_the_next_prediction(measured: None) -> None:
+    config = EngineConfig.resolve(host_memory="10MiB", context=256)
+    assert prepare(MINI_MOE, config).demand.hits is None
+    with hmt.Engine(host_memory="10MiB", context=256, guesses=False) as engine:
+        model = engine.load_model(MINI_MOE)
+        model.infer(hmt.Request(input="Once", max_new_tokens=24, ignore_eos=True))
+        decoded = model._core.decoded
+        predicted = model.summary().foreseen.disk_bytes
+        model.close()
+    assert decoded.experts > 0 and decoded.expert_reads > 0
+    assert decoded.expert_reads <= decoded.experts
+    prepared = prepare(MINI_MOE, config)
+    assert prepared.demand.hits is not None
+    assert prepared.demand.hits.origin == "1 run of this model"
+    actual = decoded.disk_bytes / decoded.tokens
+    found = prepared.plan.disk_bytes_per_token
+    assert abs(found - actual) < abs(predicted - actual) or abs(found / actual - 1) < 0.15
