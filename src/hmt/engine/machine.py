@@ -21,6 +21,7 @@ from hmt.contracts.machine import Machine
 from hmt.engine.attention_rates import AttentionRates, attention_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.link_rates import LinkRates, link_rates
+from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
 from hmt.engine.step_rates import StepRates, completed, step_rates
 from hmt.kernels.cpu import extension
@@ -31,6 +32,7 @@ from hmt.memory import (
     available_host_bytes,
     cache_bytes,
     file_to_read,
+    node_distances,
     numa_nodes,
     quick_rate,
     ram_read_rate,
@@ -56,6 +58,7 @@ class Rates:
     products: ProductRates = field(default_factory=ProductRates)
     attention: AttentionRates = field(default_factory=AttentionRates)
     steps: StepRates = field(default_factory=StepRates)
+    numa: NumaRates = field(default_factory=NumaRates)
 
 
 def machine_for(path: Path) -> Machine:
@@ -104,18 +107,19 @@ def measure(
 
     `progress` is told each result of the drive.
     """
-    before = remembered(path).steps
+    before = remembered(path)
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
         product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_FULL_S),
         attention_rates(_QUICK_S if quick else _FULL_S),
+        numa=before.numa if quick else numa_rates(measured_apart(_FULL_S)),
     )
     _remember(path, found)  # a step's engine asks for it
     with contextlib.suppress(HMTError):
         each_s = _QUICK_S if quick else _FULL_S
         steps = step_rates(_machine(found), each_s, whole=not quick)
-        found = replace(found, steps=completed(steps, before))
+        found = replace(found, steps=completed(steps, before.steps))
     _remember(path, found)
     return _machine(found)
 
@@ -165,6 +169,7 @@ def remembered(path: Path) -> Rates:
             ProductRates(**machine.get("products", {})),
             AttentionRates(**machine.get("attention", {})),
             StepRates(**machine.get("steps", {})),
+            NumaRates(**machine.get("numa", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -194,18 +199,24 @@ def cpu_name() -> str:
 
 
 def _machine(rates: Rates) -> Machine:
+    nodes = len(numa_nodes())
     machine = Machine(
         name=cpu_name(),
         cores=usable_threads(),
         ram_bytes=int(psutil.virtual_memory().total),
-        ram_read_rate=rates.ram_read_rate,
+        # All cores read what lies on one node more slowly than each its own.
+        ram_read_rate=nodes * rates.numa.own
+        if nodes > 1 and rates.numa.own
+        else rates.ram_read_rate,
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
         cpu_rates=rates.products.bytes_per_s,
         cpu_ops=rates.products.operations_per_s,
         cpu_attention_rate=rates.attention.bytes_per_s,
         cpu_attention_ops=rates.attention.operations_per_s,
         **asdict(rates.steps),
-        numa_nodes=len(numa_nodes()),
+        numa_nodes=nodes,
+        numa_distances=node_distances(),
+        remote_share=rates.numa.remote_share,
     )
     return calibrated(machine, factors())
 
@@ -252,7 +263,7 @@ def _measure_ram(*, quick: bool) -> float:
         most = min(8 * caches, max(_FULL_BUFFER_BYTES, 4 * caches), available // 4)
     if most < caches:
         return 0.0  # the rate of the cache would be all that shows
-    read, restore = _reader()
+    read, restore = reader()
     try:
         return ram_read_rate(read, round_down(most, PAGE_BYTES), _QUICK_S if quick else _FULL_S)
     except OSError:
@@ -261,7 +272,7 @@ def _measure_ram(*, quick: bool) -> float:
         restore()
 
 
-def _reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
+def reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
     """A function that reads a uint8 tensor with all cores, and one that restores the threads."""
     native = extension.load()
     if native is not None:
@@ -312,6 +323,7 @@ def _remember(path: Path, rates: Rates) -> None:
         "products": asdict(rates.products),
         "attention": asdict(rates.attention),
         "steps": asdict(rates.steps),
+        "numa": asdict(rates.numa),
         "drives": drives,
         "devices": devices if isinstance(devices, dict) else {},
     }
