@@ -1,7 +1,7 @@
 """Factors are found again that runs were made with, and machines are changed by them."""
 
 import random
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 
 import pytest
 from models import machine_with, outlook, setting, small_model
@@ -68,20 +68,16 @@ def test_all_factors_of_twenty_histories_are_found_again() -> None:
 
 
 def test_a_factor_reaches_every_time_and_rate_of_a_machine() -> None:
-    rates = ("cpu_rates", "cpu_ops", "device_rates", "device_ops")
     given = {
-        field.name: {"w4a8": 3.0} if field.name in rates else 3.0
+        field.name: 3.0 if field.default_factory is MISSING else {"w4a8": 3.0}
         for field in fields(Machine)
         if field.name.endswith(("_s", "_rate", "_rates", "_ops"))
     }
     machine = Machine(**{"name": "m", "cores": 1, "ram_bytes": 1} | given)  # type: ignore[arg-type]
     slower = calibrated(machine, dict.fromkeys(PARTS, 2.0))
     for name, before in given.items():
-        after = getattr(slower, name)
-        if name.endswith("_s"):
-            assert after == 6.0, name
-        else:
-            assert after == (1.5 if before == 3.0 else {"w4a8": 1.5}), name
+        expected = 6.0 if name.endswith("_s") else 1.5
+        assert getattr(slower, name) == (expected if before == 3.0 else {"w4a8": expected}), name
 
 
 def test_one_run_that_was_disturbed_moves_nothing() -> None:

@@ -92,7 +92,7 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
         device_name=device.name,
         link_rate=rates.link,
         shared_link_rate=rates.shared_link,
-        shared_cpu_rate=rates.shared_cpu,
+        shared_cpu_rate=rates.shared_cpu / found.get("CPU", 1.0),
     )
     return calibrated(machine, {part: found.get(part, 1.0) for part in ("GPU", "link")})
 
