@@ -44,8 +44,8 @@ def hit_lines(planned: "Planned") -> list[str]:
     curve = planned.demand.hit_curve
     if not planned.demand.spec.experts_per_token:
         return []
-    some = ", ".join(f"{curve.hits(share):.0%} of them in {share:.0%}" for share in _RESIDENCIES)
-    return ["", f"hits of caches of experts, from {curve.origin}: {some} of the experts"]
+    some = ", ".join(f"{curve.hits(share):.0%} with {share:.0%}" for share in _RESIDENCIES)
+    return ["", f"hits of caches with a share of the experts, from {curve.origin}: {some}"]
 
 
 def table_lines(rows: "Sequence[Sequence[Planned | None]]", users: Sequence[int]) -> list[str]:
