@@ -12,10 +12,12 @@ from reference import MINI_MOE
 import hmt
 from hmt.engine import EngineConfig, prepare
 from hmt.engine.expert_hits import keep_sighting, routing_of, seen_hits, with_point
+from hmt.engine.foreseen import Decoded, Foreseer
 from hmt.engine.machine import cache_file, machine_for
 from hmt.engine.outlooks import outlook_on
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
+from hmt.planner.machine_file import read_machine
 from hmt.planner.observed import SeenPoint, Sighting
 from hmt.planner.outlook import Setting
 from hmt.planner.routing import UNIFORM
@@ -92,7 +94,7 @@ ENTRY = ANY | st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(ENTRY, st.sampled_from([1, 1, 1, 2, "1", None]), st.integers(0, 40))
 def test_no_file_is_a_reason_to_fail(cache: Path, entry: object, version: object, cut: int) -> None:
     content = json.dumps({"version": version, "models": {routing_of(CONFIG): entry}})
@@ -130,3 +132,29 @@ def test_a_run_tells_the_next_prediction(measured: None) -> None:
         outlook = outlook_on(str(MINI_MOE), config, hits)
         demand = outlook.demand(Setting(prepared.machine, users=users))
         assert demand.hit_curve == (hits or prepared.demand.hits)
+
+
+def test_what_a_gpus_cache_did_is_told_alone() -> None:
+    config = EngineConfig.resolve(quantization="w4a8", context=1024)
+    outlook = outlook_on("qwen3-30b-a3b", config)
+    machine = read_machine("16gb-card-gen5")
+    decoded = Decoded(steps=10, tokens=20, experts=500, expert_reads=100)
+    for device_bytes, shared, expected in (
+        (8 << 30, (4000, 1000), 1000 / 4000),
+        (8 << 30, (0, 0), None),  # no step that asked it
+        (0, None, 100 / 500),
+    ):
+        setting = Setting(machine, "w4a8", 2, 512, device_bytes=device_bytes, host_bytes=12 << 30)
+        planned = outlook.plan(setting)
+        found = Foreseer(planned.demand, planned.plan, machine).sighting(decoded, shared)
+        if expected is None:
+            assert found is None
+            continue
+        assert found is not None and found.missed / found.needed == expected
+        slots = planned.plan.device.expert_slots
+        if device_bytes:
+            assert found.residency == slots / 128
+        assert 0 < found.residency < 1 and (found.experts, found.chosen, found.texts) == (128, 8, 2)
+    room = Setting(machine, "w4a8", 2, 512, device_bytes=0, host_bytes=60 << 30)
+    planned = outlook.plan(room)
+    assert Foreseer(planned.demand, planned.plan, machine).sighting(decoded) is None, "all is there"

@@ -68,6 +68,7 @@ class Core:
         self._meter = _Meter(memory, tracer, self._guesser)
         self.load = self.scheduler.load  # as of the last step; others may read it
         self.steps = 0  # until now
+        self.shared_experts: tuple[int, int] | None = None  # see Memory; once closed
         self.reset_account()
 
     def _make_executor(self, prepared: Prepared, config: EngineConfig) -> Executor:
@@ -230,7 +231,10 @@ class Core:
         if self.memory.prefixes is not None:
             while save_some(self.memory.prefixes):
                 pass
-        self.memory.close()
+        try:
+            self.shared_experts = self.memory.shared_experts()
+        finally:
+            self.memory.close()
 
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""

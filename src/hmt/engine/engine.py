@@ -30,7 +30,6 @@ from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
-from hmt.engine.expert_hits import keep_sighting
 from hmt.engine.foreseen import Foreseer
 from hmt.engine.loading import Prepared, allocate_on, prepare
 from hmt.engine.look import Look, Onlooker
@@ -336,20 +335,13 @@ class LoadedModel:
 
     def close(self) -> None:
         """Free all memory.  Requests that still run end with Cancelled.  Does nothing twice."""
-        if not self.closed:
-            self._keep()
-        self.closed = True
+        first, self.closed = not self.closed, True
         self._loop.stop(self._core.close)
+        if first:
+            history.remember(self._foreseer, self._core, self.prepared.source)
         if self._timeline is not None:
             self._timeline.write(self.tracer.events())
             self._timeline.close()
-
-    def _keep(self) -> None:
-        """Remember what was predicted, and what came of it, for later predictions."""
-        decoded, source = self._core.decoded, self.prepared.source
-        history.keep(self._foreseer.foreseen(decoded), decoded, source.path.name)
-        shared = self._core.memory.shared_experts()
-        keep_sighting(source.config, self._foreseer.sighting(decoded, shared))
 
     def __enter__(self) -> Self:
         return self
