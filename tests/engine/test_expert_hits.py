@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from reference import MINI_MOE
 
 import hmt
-from hmt.engine import EngineConfig, prepare
+from hmt.engine import EngineConfig, core, expert_hits, prepare
 from hmt.engine.expert_hits import keep_sighting, routing_of, seen_hits, with_point
 from hmt.engine.foreseen import Decoded, Foreseer
 from hmt.engine.machine import cache_file, machine_for
@@ -158,3 +159,24 @@ def test_what_a_gpus_cache_did_is_told_alone() -> None:
     room = Setting(machine, "w4a8", 2, 512, device_bytes=0, host_bytes=60 << 30)
     planned = outlook.plan(room)
     assert Foreseer(planned.demand, planned.plan, machine).sighting(decoded) is None, "all is there"
+
+
+def test_a_long_run_is_kept_piece_by_piece(
+    measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "_STEPS_KEPT", 10)
+    pieces: list[Sighting | None] = []
+    keep = expert_hits.keep_sighting
+    monkeypatch.setattr(
+        expert_hits, "keep_sighting", lambda config, seen: pieces.append(seen) or keep(config, seen)
+    )
+    with hmt.Engine(host_memory="10MiB", context=256, guesses=False) as engine:
+        model = engine.load_model(MINI_MOE)
+        request = hmt.Request(input="Once", max_new_tokens=26, ignore_eos=True)
+        model.infer(request)
+        assert len(pieces) == 2 and (tmp_path / "experts.json").exists(), "while it runs"
+        model.reset_summary()  # what has not been kept yet is forgotten
+        model.infer(replace(request, max_new_tokens=6))
+        model.close()
+    needed = [piece.needed for piece in pieces if piece is not None]
+    assert needed == [160, 160, 80], "ten steps, ten, and five of four experts in four layers"

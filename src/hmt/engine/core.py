@@ -20,6 +20,7 @@ from hmt.engine.captured import CapturedDecoding
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice
 from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecutor
+from hmt.engine.expert_hits import HitKeeper
 from hmt.engine.expert_recorder import ExpertRecorder
 from hmt.engine.foreseen import Decoded
 from hmt.engine.foresight import RouterForesight
@@ -41,6 +42,7 @@ from hmt.weights import DeviceCounters
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MOST_ASKED = 32
+_STEPS_KEPT = 4096  # of decoding, after which what was seen of experts is kept
 
 
 class Core:
@@ -68,7 +70,7 @@ class Core:
         self._meter = _Meter(memory, tracer, self._guesser)
         self.load = self.scheduler.load  # as of the last step; others may read it
         self.steps = 0  # until now
-        self.shared_experts: tuple[int, int] | None = None  # see Memory; once closed
+        self.hits: HitKeeper | None = None  # who is told what caches of experts did, if anybody
         self.reset_account()
 
     def _make_executor(self, prepared: Prepared, config: EngineConfig) -> Executor:
@@ -209,6 +211,8 @@ class Core:
         if not prompt:
             experts = cost.experts, cost.expert_reads
             self.decoded.add(scheduled.step, cost.seconds, cost.disk_bytes, experts)
+            if self.decoded.steps % _STEPS_KEPT == 0:
+                self._keep_hits()  # a server may run for months
         return True
 
     def add(self, sequences: Many[Sequence]) -> None:
@@ -232,9 +236,13 @@ class Core:
             while save_some(self.memory.prefixes):
                 pass
         try:
-            self.shared_experts = self.memory.shared_experts()
+            self._keep_hits()
         finally:
             self.memory.close()
+
+    def _keep_hits(self) -> None:
+        if self.hits is not None:
+            self.hits.keep(self.decoded, self.memory.shared_experts())
 
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""

@@ -1,9 +1,9 @@
 """How often caches of experts had what was wanted, by model: kept from run to run.
 
 A file of JSON in HMT's cache folder: for each model some points of the curve of hits over residency
-that `hmt.planner.observed` makes of what runs saw.  What a run adds counts fully at first, and less
-with each later run of the model.  Nothing here ever fails: a file that cannot be understood is as
-none, and the next run replaces it.
+that `hmt.planner.observed` makes of what runs saw.  What a run adds, at its end and after each few
+thousand steps, counts fully at first, and less with all that comes later.  Nothing here ever fails:
+a file that cannot be understood is as none, and the next run replaces it.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
 
+from hmt.engine.foreseen import Decoded, Foreseer
 from hmt.engine.foresight import expert_count
 from hmt.engine.machine import cache_folder
 from hmt.planner import Demand
@@ -63,6 +64,23 @@ def keep_sighting(config: Mapping[str, Any], sighting: Sighting | None) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps({"version": _VERSION, "models": last}, indent=1))
         os.replace(temporary, file)
+
+
+class HitKeeper:
+    """Keeps what one loaded model's cache of experts does, piece by piece; for one thread."""
+
+    def __init__(self, foreseer: Foreseer, config: Mapping[str, Any]) -> None:
+        """`config` is the model's."""
+        self._foreseer, self._config = foreseer, config
+        self._decoded, self._shared = Decoded(), (0, 0)
+
+    def keep(self, decoded: Decoded, shared: tuple[int, int] | None) -> None:
+        """Add what has come since the last call; see Foreseer.sighting."""
+        since, self._decoded = decoded.since(self._decoded), replace(decoded)
+        if shared is not None:
+            before, self._shared = self._shared, shared
+            shared = shared[0] - before[0], shared[1] - before[1]
+        keep_sighting(self._config, self._foreseer.sighting(since, shared))
 
 
 def with_point(points: Sequence[SeenPoint], new: SeenPoint) -> list[SeenPoint]:

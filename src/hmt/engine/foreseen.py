@@ -1,6 +1,6 @@
 """What a plan predicted of the steps that were computed, beside what they were."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan
@@ -39,6 +39,13 @@ class Decoded:
         self.disk_bytes += disk_bytes
         self.experts += experts[0]
         self.expert_reads += experts[1]
+
+    def since(self, before: "Decoded") -> "Decoded":
+        """What has come since it was as `before`; all of it where it has begun anew meanwhile."""
+        if self.steps < before.steps:
+            return replace(self)
+        names = (field.name for field in fields(self))
+        return Decoded(**{name: getattr(self, name) - getattr(before, name) for name in names})
 
     @property
     def users(self) -> float:

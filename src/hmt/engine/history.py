@@ -10,22 +10,13 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from hmt.engine.core import Core
-from hmt.engine.expert_hits import keep_sighting
-from hmt.engine.foreseen import Decoded, Foreseen, Foreseer
+from hmt.engine.foreseen import Decoded, Foreseen
 from hmt.engine.machine import cache_folder, factors, fingerprint, keep_factors, probed
-from hmt.engine.source import Source
 from hmt.planner.calibration import PARTS, StepRun, fitted
 
 _FILE = "runs.jsonl"
 _KEPT = 200  # of all machines that share the folder
 _LEAST_STEPS = 16  # what is shorter was still warming up
-
-
-def remember(foreseer: Foreseer, core: Core, source: Source) -> None:
-    """Keep what was predicted of a model that was closed, and what came of it.  Never fails."""
-    keep(foreseer.foreseen(core.decoded), core.decoded, source.path.name)
-    keep_sighting(source.config, foreseer.sighting(core.decoded, core.shared_experts))
 
 
 def keep(foreseen: Foreseen, decoded: Decoded, model: str) -> None:
