@@ -106,7 +106,7 @@ def seen_hits(config: Mapping[str, Any], experts: int, chosen: int) -> HitCurve 
     runs, points = _entry(_load().get(routing_of(config)), experts, chosen)
     if not points:
         return None
-    told = f"{runs} run{'s' if runs > 1 else ''} of this model"
+    told = "1 run of this model" if runs == 1 else f"{runs} runs of this model, or parts of them"
     return seen_curve(usual_curve(experts), points, told)
 
 
