@@ -34,16 +34,25 @@ def test_nodes_that_are_as_far_count_as_alike(tmp_path: Path) -> None:
         tmp_path / "four", ["0-3", "4-7", "8-11", "12-15"], [64] * 4,
         ["10 12 21 21", "12 10 21 21", "21 21 10 12", "21 21 12 10"],
     )  # fmt: skip
-    found = numa_rates(rate_of, four)
+    allowed = frozenset(range(16))
+    found = numa_rates(rate_of, four, allowed)
     assert asked == [*rates], "each distance once"
     assert found.own == 100e9
     assert found.other == pytest.approx(3 / (1 / 80e9 + 2 / 40e9))
     assert found.remote_share == pytest.approx(found.other / 100e9)
+    assert found.together == 400e9
+    # A process that may use one node's cores has that node's rate, and other nodes' memory.
+    asked.clear()
+    held = numa_rates(rate_of, four, frozenset({1, 2}))
+    assert (held.own, held.other, held.together) == (found.own, found.other, 0.0)
     # Memory without cores (a card's, or CXL) is another's; cores without memory begin nothing.
     two = nodes(tmp_path / "two", ["", "0-7", "8"], [64, 64, 0], ["10 21 21"] * 3)
-    assert numa_rates(lambda a, b: {(1, 1): 50e9, (1, 0): 20e9}[a, b], two) == NumaRates(50e9, 20e9)
-    assert numa_rates(lambda a, b: 0.0, four) == NumaRates(), "what fails is not known"
-    assert NumaRates().remote_share == 1.0
+    rates_of_two = {(1, 1): 50e9, (1, 0): 20e9}
+    found = numa_rates(lambda a, b: rates_of_two[a, b], two, allowed)
+    assert found == NumaRates(50e9, 20e9, 1)
+    assert numa_rates(lambda a, b: 0.0, four, allowed) == NumaRates(), "what fails is not known"
+    assert numa_rates(rate_of, four, frozenset({99})) == NumaRates()
+    assert NumaRates().remote_share == 1.0 and NumaRates().together == 0.0
     for one in (nodes(tmp_path / "one", ["0-7"], [64], ["10"]), tmp_path / "none"):
         assert numa_rates(rate_of, one) == NumaRates() and len(asked) == 3
 

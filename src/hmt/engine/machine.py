@@ -169,7 +169,7 @@ def remembered(path: Path) -> Rates:
             ProductRates(**machine.get("products", {})),
             AttentionRates(**machine.get("attention", {})),
             StepRates(**machine.get("steps", {})),
-            NumaRates(**machine.get("numa", {})),
+            numa=NumaRates(**machine.get("numa", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -199,22 +199,18 @@ def cpu_name() -> str:
 
 
 def _machine(rates: Rates) -> Machine:
-    nodes = len(numa_nodes())
     machine = Machine(
         name=cpu_name(),
         cores=usable_threads(),
         ram_bytes=int(psutil.virtual_memory().total),
-        # All cores read what lies on one node more slowly than each its own.
-        ram_read_rate=nodes * rates.numa.own
-        if nodes > 1 and rates.numa.own
-        else rates.ram_read_rate,
+        ram_read_rate=rates.numa.together or rates.ram_read_rate,
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
         cpu_rates=rates.products.bytes_per_s,
         cpu_ops=rates.products.operations_per_s,
         cpu_attention_rate=rates.attention.bytes_per_s,
         cpu_attention_ops=rates.attention.operations_per_s,
         **asdict(rates.steps),
-        numa_nodes=nodes,
+        numa_nodes=len(numa_nodes()),
         numa_distances=node_distances(),
         remote_share=rates.numa.remote_share,
     )

@@ -4,6 +4,7 @@
 and memory stay where they were bound.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,10 +32,20 @@ class NumaRates:
 
     own    of their own memory
     other  of other nodes', on average over these
+    nodes  that have memory, and cores that this process may use
     """
 
     own: float = 0.0
     other: float = 0.0
+    nodes: int = 0
+
+    @property
+    def together(self) -> float:
+        """Of all nodes' cores that read, each its own node's; 0 where there is one such node.
+
+        All cores that read what lies on one node are slower.
+        """
+        return self.nodes * self.own if self.nodes > 1 else 0.0
 
     @property
     def remote_share(self) -> float:
@@ -42,13 +53,19 @@ class NumaRates:
         return min(1.0, self.other / self.own) if self.own and self.other else 1.0
 
 
-def numa_rates(rate_of: RateOf, sysfs: Path = _SYS) -> NumaRates:
-    """From the first node that has cores and memory; nodes that are as far away count as alike."""
-    cpus = numa_nodes(sysfs)
+def numa_rates(
+    rate_of: RateOf, sysfs: Path = _SYS, allowed: frozenset[int] | None = None
+) -> NumaRates:
+    """From the first node that has memory and cores, of those that are `allowed` (None: to us).
+
+    Nodes that are as far away count as alike.
+    """
+    cpus, ours = numa_nodes(sysfs), os.sched_getaffinity(0) if allowed is None else allowed
     there = [node for node in sorted(cpus) if node_bytes(node, sysfs)]
-    first = next((node for node in there if cpus[node]), None)
-    if first is None or len(there) < 2:
+    computing = [node for node in there if cpus[node] & ours]
+    if not computing or len(there) < 2:
         return NumaRates()
+    first = computing[0]
     rows = node_distances(sysfs)
     far = dict(zip(sorted(cpus), rows[sorted(cpus).index(first)], strict=True)) if rows else {}
     others = sorted((node for node in there if node != first), key=lambda n: (far.get(n, 0), n))
@@ -60,7 +77,7 @@ def numa_rates(rate_of: RateOf, sysfs: Path = _SYS) -> NumaRates:
         if not rate or not own:
             return NumaRates()
         taken_s += len(nodes) / rate
-    return NumaRates(own, len(others) / taken_s)
+    return NumaRates(own, len(others) / taken_s, len(computing))
 
 
 def measured_apart(seconds: float) -> RateOf:
