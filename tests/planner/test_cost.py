@@ -107,8 +107,11 @@ def test_experts_of_several_tokens_are_their_union(tokens: int, cached: int) -> 
 def test_more_cache_never_misses_more() -> None:
     for curve in (PUBLISHED, UNIFORM, usual_curve(8)):
         for tokens in (1, 3, 32):
-            absent = [needed_experts(64, 4, tokens, n, curve).absent for n in range(65)]
-            assert absent == sorted(absent, reverse=True) and absent[-1] == 0
+            for texts in {1, tokens}:
+                found = [needed_experts(64, 4, tokens, n, curve, texts) for n in range(65)]
+                absent = [each.absent for each in found]
+                assert absent == sorted(absent, reverse=True) and absent[-1] == 0
+                assert all(0 <= each.cached <= n + 1e-9 for n, each in enumerate(found))
     # No token has two choices in a cache of one, whatever the curve says.
     assert needed_experts(64, 8, 1, 1, PUBLISHED).cached <= 1
     assert measured_curve([0.1, 0.5, 0.9], [0.4, 0.3, 2.0]).hits(0.5) == 0.4

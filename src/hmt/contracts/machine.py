@@ -11,7 +11,8 @@ class Machine:
     Rates are bytes per second; 0, or an absent entry, means not known.
 
     cores              that may compute
-    ram_bytes, ram_read_rate, core_read_rate   memory, read by all cores together, and by one
+    ram_bytes, ram_read_rate, core_read_rate   memory, read by all cores together, each its own
+                       node's, and by one
     cpu_rates          weights multiplied with one token, by encoding: "bf16", "w4a8", ...
     cpu_ops            operations per second with hundreds of tokens, by encoding; and with fewer
                        under "w4a8@8", where that was measured
@@ -26,6 +27,7 @@ class Machine:
                        second; operations per second of prompts' attention.  Not known: as memory
                        and bf16
     numa_nodes         of the memory that a model is spread over
+    numa_distances     of memory from each node, a row per node: 10 for its own; not known: empty
     remote_share       of the rate of a node's own memory, what another node's gives
     disk_bytes, disk_read_rate
     device_name        the GPU; empty without one
@@ -80,6 +82,7 @@ class Machine:
     cpu_attention_ops: float = 0.0
     cpu_cached_attention_rate: float = 0.0
     numa_nodes: int = 1
+    numa_distances: tuple[tuple[int, ...], ...] = ()
     remote_share: float = 1.0
     disk_bytes: int = 0
     device_bytes: int = 0

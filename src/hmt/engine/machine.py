@@ -22,6 +22,7 @@ from hmt.engine.attention_rates import AttentionRates, attention_rates
 from hmt.engine.cpu_step_rates import cpu_step_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.link_rates import LinkRates, link_rates
+from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
 from hmt.engine.step_rates import StepRates, completed
 from hmt.kernels.cpu import extension
@@ -33,6 +34,7 @@ from hmt.memory import (
     cache_bytes,
     disk_rate,
     file_to_read,
+    node_distances,
     numa_nodes,
     quick_rate,
     ram_read_rate,
@@ -62,6 +64,7 @@ class Rates:
     attention: AttentionRates = field(default_factory=AttentionRates)
     steps: StepRates = field(default_factory=StepRates)
     cached_rates: dict[str, float] = field(default_factory=dict)  # see Machine
+    numa: NumaRates = field(default_factory=NumaRates)
 
 
 def machine_for(path: Path) -> Machine:
@@ -95,7 +98,7 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
         device_name=device.name,
         link_rate=rates.link,
         shared_link_rate=rates.shared_link,
-        shared_cpu_rate=rates.shared_cpu,
+        shared_cpu_rate=rates.shared_cpu / found.get("CPU", 1.0),
     )
     return calibrated(machine, {part: found.get(part, 1.0) for part in ("GPU", "link")})
 
@@ -110,19 +113,20 @@ def measure(
 
     `progress` is told each result of the drive.
     """
-    before = remembered(path).steps
+    before = remembered(path)
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
         product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_PRODUCTS_S),
         attention_rates(_QUICK_S if quick else _FULL_S),
         cached_rates=_measure_cached(),
+        numa=before.numa if quick else numa_rates(measured_apart(_FULL_S)),
     )
     _remember(path, found)  # a step's engine asks for it
     with contextlib.suppress(HMTError):
         each_s = _QUICK_S if quick else _FULL_S
         steps = cpu_step_rates(_machine(found), each_s, whole=not quick)
-        found = replace(found, steps=completed(steps, before))
+        found = replace(found, steps=completed(steps, before.steps))
     _remember(path, found)
     return _machine(found)
 
@@ -192,6 +196,7 @@ def remembered(path: Path) -> Rates:
             AttentionRates(**machine.get("attention", {})),
             StepRates(**machine.get("steps", {})),
             {str(size): float(rate) for size, rate in machine.get("cached_rates", {}).items()},
+            numa=NumaRates(**machine.get("numa", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -225,7 +230,7 @@ def _machine(rates: Rates) -> Machine:
         name=cpu_name(),
         cores=usable_threads(),
         ram_bytes=int(psutil.virtual_memory().total),
-        ram_read_rate=rates.ram_read_rate,
+        ram_read_rate=rates.numa.together or rates.ram_read_rate,
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
         cpu_rates=rates.products.bytes_per_s,
         cpu_ops=rates.products.operations_per_s,
@@ -238,6 +243,8 @@ def _machine(rates: Rates) -> Machine:
         cpu_attention_ops=rates.attention.operations_per_s,
         **asdict(rates.steps),
         numa_nodes=len(numa_nodes()),
+        numa_distances=node_distances(),
+        remote_share=rates.numa.remote_share,
     )
     return calibrated(machine, factors())
 
@@ -284,7 +291,7 @@ def _measure_ram(*, quick: bool) -> float:
         most = min(8 * caches, max(_FULL_BUFFER_BYTES, 4 * caches), available // 4)
     if most < caches:
         return 0.0  # the rate of the cache would be all that shows
-    read, restore = _reader()
+    read, restore = reader()
     try:
         return ram_read_rate(read, round_down(most, PAGE_BYTES), _QUICK_S if quick else _FULL_S)
     except OSError:
@@ -295,7 +302,7 @@ def _measure_ram(*, quick: bool) -> float:
 
 def _measure_cached() -> dict[str, float]:
     """Rates of memory that caches may hold, by how much of it is read again and again."""
-    read, restore = _reader()
+    read, restore = reader()
     found = {}
     try:
         for share in _CACHED_SHARES:
@@ -309,7 +316,7 @@ def _measure_cached() -> dict[str, float]:
     return found
 
 
-def _reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
+def reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
     """A function that reads a uint8 tensor with all cores, and one that restores the threads."""
     native = extension.load()
     if native is not None:
@@ -361,6 +368,7 @@ def _remember(path: Path, rates: Rates) -> None:
         "attention": asdict(rates.attention),
         "steps": asdict(rates.steps),
         "cached_rates": rates.cached_rates,
+        "numa": asdict(rates.numa),
         "drives": drives,
         "devices": devices if isinstance(devices, dict) else {},
     }

@@ -68,6 +68,8 @@ def machine_of(content: Mapping[str, Any], source: str) -> Machine:
         raise ConfigError(f"{source}: a GPU needs device_bytes and link_rate")
     if machine.device_bytes and not machine.device_name:
         raise ConfigError(f"{source}: a GPU needs device_name, too, which is what plans call it")
+    if machine.numa_distances and len(machine.numa_distances) != machine.numa_nodes:
+        raise ConfigError(f"{source}: numa_distances needs a row for each of numa_nodes")
     if not machine.cores or not machine.ram_bytes:
         raise ConfigError(f"{source}: cores and ram_bytes must be more than 0")
     return machine
@@ -82,6 +84,9 @@ def machine_toml(machine: Machine) -> str:
             if value:
                 tables.append(f"\n[{entry.name}]")
                 tables += [f"{_text(key)} = {number!r}" for key, number in value.items()]
+        elif isinstance(value, tuple):
+            if value:
+                lines.append(f"{entry.name} = {[list(row) for row in value]!r}")
         elif value or entry.default is MISSING:
             shown = _text(value) if isinstance(value, str) else repr(value)
             lines.append(f"{entry.name} = {shown}")
@@ -101,6 +106,8 @@ def _value(name: str, given: Any, source: str) -> Any:
             if not isinstance(given, str):
                 raise ConfigError("must be text")
             return given
+        if name == "numa_distances":
+            return _distances(given)
         if name.endswith("_bytes"):
             return parse_bytes(given)
         number = _number(given)
@@ -113,6 +120,17 @@ def _value(name: str, given: Any, source: str) -> Any:
         return int(number) if name in _COUNTS else number
     except ConfigError as error:
         raise ConfigError(f"{source}: {name} = {given!r}: {error}") from None
+
+
+def _distances(given: Any) -> tuple[tuple[int, ...], ...]:
+    """As many rows as columns, of whole numbers."""
+    rows = given if isinstance(given, list) else [None]
+    for row in rows:
+        if not isinstance(row, list) or len(row) != len(rows):
+            raise ConfigError("must be a list of rows, one per node, with as many distances each")
+        if any(type(far) is not int or far < 1 for far in row):
+            raise ConfigError("distances must be whole numbers of at least 1")
+    return tuple(map(tuple, rows))
 
 
 def _number(given: Any) -> float:

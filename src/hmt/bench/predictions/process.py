@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.units import MIB, round_up
-from hmt.bench.cache import DEFAULT, curve, load_traces
 from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
+from hmt.bench.traced_curve import traced_curve
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import Request, Sampling
 from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, RunSummary, prepare
@@ -26,12 +26,11 @@ from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost import CostModel, Prediction
 from hmt.planner.loads import loads_of
-from hmt.planner.routing import HitCurve, measured_curve
+from hmt.planner.routing import HitCurve
 
 _WARM_TOKENS = 24
 _TRACED_TOKENS = 64
 _MOST_WARMING = 12  # prompts
-_RESIDENCIES = (0.0625, 0.125, 0.25, 0.5, 0.75)
 _USUAL_CHUNK = 64  # or more
 _DRIVE_S = 0.5
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
@@ -109,8 +108,7 @@ def _curve(case: Case, folder: Path) -> HitCurve | None:
         command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder), str(trace)]
         given = json.dumps(asdict(case))
         subprocess.run([*command, given], check=True, stdout=subprocess.DEVNULL)
-    found = curve(load_traces([trace])[0], DEFAULT, _RESIDENCIES)
-    return measured_curve(_RESIDENCIES, found.rates)
+    return traced_curve(trace)
 
 
 def record(case: Case, folder: Path, trace: Path) -> None:
@@ -126,7 +124,8 @@ def _predicted(
     case: Case, prepared: Prepared, process_bytes: int, hits: HitCurve | None
 ) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of."""
-    costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, hits)
+    demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
+    costs = CostModel(loads_of(demand, prepared.plan), prepared.machine)
     reserved = prepared.plan.reserved
     converts = bool(reserved.get("staging") and reserved.get("slots"))
     found: Prediction = costs.predict(case.users, _context(case), case.prompt)
