@@ -1,33 +1,38 @@
-"""What layers cost one by one: the models that tell it run, and their differences are the rates."""
+"""The models that a probe measures with run, each with the kind of layers that it is for."""
 
-import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from hmt.engine.layer_rates import FEW, LayerRates, layer_rates
 
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.model import KVKind
 from hmt.contracts.request import Request
 from hmt.engine import Engine
+from hmt.engine import probe_models as models
 
-STEP_S = 1.0
-LAYER_S = {"llama": 0.25, "qwen3_moe": 0.75, "deepseek_v3": 1.25}
+OPTIONS = {"host_memory": "256MiB", "context": 64}
 
 
-def test_rates_are_what_a_layer_more_takes_of_each_kind() -> None:
-    seen = []
-
-    def beyond_s(folder: Path) -> float:
-        config = json.loads((folder / "config.json").read_text())
-        family, layers = config["model_type"], config["num_hidden_layers"]
-        seen.append(family)
-        if layers == FEW:
-            options = {"host_memory": "256MiB", "context": 64, "executor": "plain"}
-            with Engine(**options) as engine, engine.load_model(folder) as model:
-                spec = model.prepared.model.spec
-                assert spec.together == (family != "deepseek_v3")
-                assert len(model.infer(Request(input=[20] * 3, max_new_tokens=2)).token_ids) == 2
-        return STEP_S + layers * LAYER_S.get(family, LAYER_S["llama"])
-
-    found = layer_rates(beyond_s)
-    assert len(seen) == 6
-    assert found == LayerRates(pytest.approx(0.25), pytest.approx(0.5), pytest.approx(1.0))
+@pytest.mark.parametrize(
+    "make", [models.small_model, models.small_experts, models.small_latent, models.wide_model]
+)
+def test_models_have_the_layers_that_they_are_for(
+    make: Callable[[int], AbstractContextManager[Path]],
+) -> None:
+    with (
+        make(models.FEW) as folder,
+        Engine(**OPTIONS) as engine,
+        engine.load_model(folder) as model,
+    ):
+        demand = model.prepared.demand
+        assert demand.spec.layers == models.FEW
+        assert demand.spec.together == (make is not models.small_latent)
+        latent = all(layer.kind is KVKind.LATENT for layer in demand.spec.kv)
+        assert latent == (make is models.small_latent)
+        experts = demand.of_kind(BlockKind.EXPERT)
+        assert bool(experts) == (make is models.small_experts)
+        assert {block.read_bytes for block in experts} <= {models.EXPERT_BYTES}
+        assert len(model.infer(Request(input=[20] * 3, max_new_tokens=2)).token_ids) == 2
+    assert not folder.exists()

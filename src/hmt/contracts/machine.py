@@ -42,10 +42,10 @@ class Machine:
                        keep what it needs
     row_s              of each user in a step
     layer_s            of a layer on the CPU, beyond its bytes
-    apart_layer_s      layer_s where layers are computed one by one: blocks of theirs move, or
-                       there is no call that computes many of them
-    apart_experts_s    and beside it, of a layer's routed experts
-    apart_latent_s     and of latent attention
+    apart_layer_s      of a layer that is computed by itself, since blocks of layers move, or no call
+                       computes many of them
+    apart_experts_s    of its routed experts, beyond that
+    apart_latent_s     of its latent attention, beyond that
     held_experts_s     apart_experts_s of experts that live on the drive and are held in slots
     missed_expert_s    of each of them that is not, beyond its reading
     cold_times         how many times as long step_s, row_s and apart_* take where each step reads
