@@ -47,7 +47,7 @@ def test_points_are_the_faded_mean_of_all_runs(seen: list[tuple[float, float, fl
     kept: list[SeenPoint] = []
     for each in seen:
         kept = with_point(kept, SeenPoint(*each))
-    # Plainly: each run counts 0.7 for every run since.  Forgotten ones counted for a hundredth.
+    # Plainly: each run counts 0.7 for every run since.  Forgotten ones were a hundredth of all.
     total = [0.0] * 32
     hits = [0.0] * 32
     for age, (share, rate, weight) in enumerate(reversed(seen)):
@@ -56,10 +56,10 @@ def test_points_are_the_faded_mean_of_all_runs(seen: list[tuple[float, float, fl
         hits[int(share * 32)] += counts * rate
     for each in kept:
         bucket = int(each.share * 32)
-        assert each.weight == pytest.approx(total[bucket], rel=0.05)
-        assert each.hits == pytest.approx(hits[bucket] / total[bucket], abs=0.05)
+        assert each.weight == pytest.approx(total[bucket], abs=0.05 * sum(total))
+        assert each.hits * each.weight == pytest.approx(hits[bucket], abs=0.05 * sum(total))
     missing = set(range(32)) - {int(each.share * 32) for each in kept}
-    assert all(total[bucket] <= 0.04 * sum(total) for bucket in missing)
+    assert all(total[bucket] <= 0.05 * sum(total) for bucket in missing)
 
 
 def test_what_runs_saw_is_used_for_models_that_route_alike(cache: Path) -> None:

@@ -133,7 +133,11 @@ def test_a_sighting_is_undone_exactly(
     missed = found.absent / (found.absent + found.cached)
     point = Sighting(experts, chosen, residency, texts, 1 << 40, round(missed * (1 << 40))).point()
     assert point is not None and point.share == share
-    if shared_hits(curve, residency, texts) <= cached / chosen:
+    again = HitCurve(((0.0, 0.0), (share, point.hits), (1.0, 1.0)))
+    told = needed_experts(experts, chosen, texts, cached, again, texts)
+    assert told.absent / (told.absent + told.cached) == pytest.approx(missed, abs=1e-4)
+    # Where a step needs nearly all experts, hits hardly matter; nor do those without room.
+    if shared_hits(curve, residency, texts) <= cached / chosen and 4 * texts * chosen <= experts:
         assert point.hits == pytest.approx(hits, abs=1e-4)
     assert Sighting(experts, chosen, 1.0, texts, 10, 0).point() is None
     assert Sighting(experts, chosen, residency, texts, 0, 0).point() is None

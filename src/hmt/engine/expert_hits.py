@@ -95,8 +95,9 @@ def with_point(points: Sequence[SeenPoint], new: SeenPoint) -> list[SeenPoint]:
         sums[bucket] = share + more * each.share, hits + more * each.hits, weight + more
     least = _LEAST * sum(weight for _, _, weight in sums.values())
     return [
-        SeenPoint(share / weight, hits / weight, weight)
-        for _, (share, hits, weight) in sorted(sums.items())
+        # Rounding must not move a point into the next bucket.
+        SeenPoint(max(share / weight, bucket / _BUCKETS), min(1.0, hits / weight), weight)
+        for bucket, (share, hits, weight) in sorted(sums.items())
         if weight >= least
     ]
 
