@@ -221,12 +221,12 @@ def test_rows_and_weights_are_told_apart() -> None:
 
     def timed(weights: list[WeightTensor], tokens: int, seconds: float) -> float:
         rows, columns = weights[0].shape
-        return rows * (2e-8 * tokens + columns * 1e-11 * (1 + tokens / 8))
+        return rows * (2e-8 * tokens + columns * 1e-10 * (1 + tokens / 8))
 
     found = rates_in(memory, [form], (8, 64), 0.0, timed, rows=True)
     near = pytest.approx
-    assert found.bytes_per_s["bf16"] == near(2 / (1e-11 * 1.125))
-    assert found.operations_per_s == {"bf16@8": near(16 / 2e-11), "bf16": near(128 / 9e-11)}
+    assert found.bytes_per_s["bf16"] == near(2 / (1e-10 * 1.125))
+    assert found.operations_per_s == {"bf16@8": near(16 / 2e-10), "bf16": near(128 / 9e-10)}
     assert found.row_s == {name: near(2e-8) for name in ("bf16@1", "bf16@8", "bf16")}
 
     def slow_when_long(weights: list[WeightTensor], tokens: int, seconds: float) -> float:

@@ -42,8 +42,8 @@ class Machine:
                        keep what it needs
     row_s              of each user in a step
     layer_s            of a layer on the CPU, beyond its bytes
-    apart_layer_s      of a layer that is computed by itself, since blocks of layers move, or no call
-                       computes many of them
+    apart_layer_s      of a layer that is computed by itself, since blocks of layers move, or since
+                       no call computes many of them
     apart_experts_s    of its routed experts, beyond that
     apart_latent_s     of its latent attention, beyond that
     held_experts_s     apart_experts_s of experts that live on the drive and are held in slots

@@ -9,7 +9,7 @@ Xeon 1.6 instead of 0.4 ms a step), and what a prompt's activations cost.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from hmt.engine.step_rates import (
     prompt_s,
     without_fixed,
 )
+from hmt.planner.caches import Caches
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 _CONTEXT = 64  # of decoding, about
 _HOST_MEMORY = "2GiB"
-_HELD, _MISSED = 0.9, 0.7  # of the weights: hardly an expert is missing in its slot, and some are
+_HELD, _MISSED = 0.9, 0.3  # of the weights: hardly an expert is missing in its slot, and some are
 _PROMPTS = 3  # times the seconds: a prompt takes 0.2 of them
 
 
@@ -75,29 +76,42 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
     if not whole:
         return found
     wide = _decoded(bare, models.wide_model(MANY), 1, seconds)
-    dense, experts, latent, held = (
+    dense, experts, latent = (
         max(0.0, (high - low) / between)
         for low, high in (
-            [_decoded(bare, model(count), 1, seconds, kept).calls_s for count in layers]
-            for model, kept in (
-                (small, None), (models.small_experts, None), (models.small_latent, None),
-                (models.small_experts, _HELD),
-            )
+            [_decoded(bare, model(count), 1, seconds, None).calls_s for count in layers]
+            for model in (small, models.small_experts, models.small_latent)
         )
-    )  # fmt: skip
+    )
     missing = [_decoded(bare, models.small_experts(MANY), 1, seconds, k) for k in (_HELD, _MISSED)]
     alone = process_bytes({})
-    return replace(
+    found = replace(
         found,
         apart_layer_s=dense,
         apart_experts_s=max(0.0, experts - dense),
         apart_latent_s=max(0.0, latent - dense),
-        held_experts_s=max(0.0, held - dense),
         missed_expert_s=_missed_s(*missing),
         cold_times=_cold_times(machine, many, wide),
+    )
+    return replace(
+        found,
+        held_experts_s=_held_s(replace(machine, **asdict(found)), seconds),
         process_bytes=alone,
         converting_bytes=max(0, process_bytes({"quantization": "w4a8"}, converting=True) - alone),
     )
+
+
+def _held_s(machine: Machine, seconds: float) -> float:
+    """What a layer's experts take that are held in slots, beyond all else that is known.
+
+    With a wider model: kernels wake and leases are taken where caches keep neither.
+    """
+    few, many = (
+        _decoded(machine, models.wide_experts(count), 1, seconds, _HELD, waits=True)
+        for count in (FEW, MANY)
+    )
+    beyond_s = (many.calls_s + many.beyond_s - few.calls_s - few.beyond_s) / (MANY - FEW)
+    return max(0.0, beyond_s) / Caches(machine).slower(many.nbytes)
 
 
 def _missed_s(held: _Decoded, missed: _Decoded) -> float:
@@ -146,8 +160,10 @@ def _decoded(
     users: int,
     seconds: float,
     kept: float | None = 1.0,
+    *,
+    waits: bool = False,
 ) -> _Decoded:
-    """`kept` is the share of the weights that memory keeps; waits for others do not count.
+    """`kept` is the share of the weights that memory keeps; `waits` for others count, or do not.
 
     None: all, but layers are computed one by one.
     """
@@ -155,8 +171,9 @@ def _decoded(
         predicted = _costs(loaded, machine).decode(users, _CONTEXT)
         step_s = decoding_s(loaded, users, seconds)
         phase = loaded.summary().generation
-        step_s *= 1 - phase.waited_s / phase.seconds if phase.seconds else 1.0
-        working_s = phase.seconds - phase.waited_s
+        waited_s = 0.0 if waits else phase.waited_s
+        step_s *= 1 - waited_s / phase.seconds if phase.seconds else 1.0
+        working_s = phase.seconds - waited_s
         share = phase.kernel_s / working_s if working_s > 0 else 0.0
         nbytes, read_bytes = predicted.nbytes["CPU"], phase.disk_bytes / max(1, phase.tokens)
         if not share:  # without compiled kernels nothing tells both apart

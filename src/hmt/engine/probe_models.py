@@ -68,11 +68,25 @@ def wide_model(layers: int) -> Iterator[Path]:
 @contextmanager
 def small_experts(layers: int) -> Iterator[Path]:
     """A mixture of experts with random weights, of Qwen3's family."""
+    with _experts(layers, _EXPERTS, _WIDTH, _EXPERT_WIDTH) as folder:
+        yield folder
+
+
+@contextmanager
+def wide_experts(layers: int) -> Iterator[Path]:
+    """The same of larger and fewer experts: 28 MiB a layer."""
+    with _experts(layers, _CHOSEN * 2, _WIDE, _WIDE // 2) as folder:
+        yield folder
+
+
+@contextmanager
+def _experts(layers: int, experts: int, width: int, between: int) -> Iterator[Path]:
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "moe_intermediate_size": _EXPERT_WIDTH,
-        "num_experts": _EXPERTS,
+        "hidden_size": width,
+        "moe_intermediate_size": between,
+        "num_experts": experts,
         "num_experts_per_tok": _CHOSEN,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
@@ -82,14 +96,14 @@ def small_experts(layers: int) -> Iterator[Path]:
     shapes = {
         "self_attn.q_norm": (_HEAD_DIM,),
         "self_attn.k_norm": (_HEAD_DIM,),
-        "self_attn.q_proj": (_HEADS * _HEAD_DIM, _WIDTH),
-        "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
-        "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
-        "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
-        "mlp.gate": (_EXPERTS, _WIDTH),
+        "self_attn.q_proj": (_HEADS * _HEAD_DIM, width),
+        "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, width),
+        "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, width),
+        "self_attn.o_proj": (width, _HEADS * _HEAD_DIM),
+        "mlp.gate": (experts, width),
     }
-    for expert in range(_EXPERTS):
-        shapes |= _gated(f"mlp.experts.{expert}.")
+    for expert in range(experts):
+        shapes |= _gated(f"mlp.experts.{expert}.", width, between)
     with _random_model(layers, config, shapes) as folder:
         yield folder
 

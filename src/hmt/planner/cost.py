@@ -332,7 +332,6 @@ class _Step:
         )
         for name, taken in seconds.items():
             self._experts_s[name] += taken
-        longest = max(seconds, key=lambda name: seconds[name])
         # In steps of many tokens every expert is wanted: link and drive go ahead of the layers.
         if self._many:
             ahead = {"link": brought * each.nbytes, "disk": read * each.read_bytes}
@@ -341,8 +340,13 @@ class _Step:
                 self._experts_s[name] -= seconds[name]
             self._in_layers_s += max(seconds["GPU"], seconds["CPU"])
         else:
-            self._in_layers_s += seconds[longest]
-            self._longest[longest] = self._longest.get(longest, 0.0) + seconds[longest]
+            # What the drive brings is waited for behind what is there: with a third of a layer's
+            # experts missing, two cores computed and waited in turn.
+            disk_s = seconds.pop("disk")
+            longest = max(seconds, key=lambda name: seconds[name])
+            self._in_layers_s += seconds[longest] + disk_s
+            for name, taken in ((longest, seconds[longest]), ("disk", disk_s)):
+                self._longest[name] = self._longest.get(name, 0.0) + taken
         self._bytes["GPU"] += here * each.nbytes
         self._bytes["CPU"] += left * each.nbytes
         self._bytes["link"] += brought * each.nbytes
