@@ -1,8 +1,10 @@
 """Runs are predicted and measured in the same terms; tables and pictures show both."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from hmt.base.errors import HMTError
 from hmt.bench.predictions import (
     Case,
     cases,
+    compare,
     content_of,
     cpu_cases,
     error,
@@ -79,3 +82,19 @@ def test_the_matrix_has_what_it_should() -> None:
     assert {case.kept for case in found} == {0.1, 0.5, 1}
     assert len(gpu_cases()) >= 12 and all(case.gpu_memory for case in gpu_cases())
     assert Case(**json.loads(json.dumps(asdict(found[0])))) == found[0]
+
+
+def test_a_run_is_made_again_while_the_drive_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = [(3e9, 1.5e9), (1.5e9, 1.6e9), (0.0, 1e9), (1e9, 2e9), (2e9, 1e9)]
+    made: list[str] = []
+
+    def run(cases: list[Case], folder: Path, progress: object) -> Iterator[dict[str, Any]]:
+        before, after = rates[len(made)]
+        made.append(cases[0].name)
+        yield {"number": len(made), "drive": {"before": before, "after": after}}
+
+    monkeypatch.setattr(compare, "_run", run)
+    monkeypatch.setattr(compare, "_ATTEMPTS", 2)
+    cases = [Case("dense", None, 0.5, 8, 1), Case("moe", None, 0.5, 8, 1)]
+    found = list(compare.runs_of([*cases, cases[0]], Path()))
+    assert [(run["number"], run["attempts"]) for run in found] == [(2, 1 + 1), (3, 1), (5, 2)]

@@ -129,10 +129,9 @@ def test_a_plan_for_a_machine_that_is_not_here(hmt, tmp_path):
     assert profiled.code == 0 and "without them (--goal latency)" in profiled.out
     trace = Path(__file__).parents[2] / "benchmarks" / "traces" / "mini-moe-chat.jsonl.gz"
     experts = ("plan", "qwen3-30b-a3b", *asked[2:], "--gpu-memory", "8GiB", "--json")
-    speeds = [
-        json.loads(hmt(*experts, *more).out)["prediction"]["tokens_per_s"]
-        for more in ((), ("--routing", trace))
-    ]
+    plans = [json.loads(hmt(*experts, *more).out) for more in ((), ("--routing", trace))]
+    assert [plan["expert_hits"]["origin"].split()[0] for plan in plans] == ["published", "the"]
+    speeds = [plan["prediction"]["tokens_per_s"] for plan in plans]
     assert speeds[1] < speeds[0], "published models choose less evenly than the small one"
     refused = hmt(*asked, "--gpu-memory", "100MiB")
     assert refused.code == 1 and "these would fit" in refused.err

@@ -2,16 +2,28 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.engine import machine
 from hmt.engine.attention_rates import AttentionRates
-from hmt.engine.machine import Rates, cache_file, machine_for, measure, remembered
-from hmt.engine.product_rates import ProductRates, product_rates
+from hmt.engine.machine import (
+    Rates,
+    cache_file,
+    machine_for,
+    measure,
+    measure_drive_again,
+    remembered,
+)
+from hmt.engine.product_rates import ProductRates, product_rates, rates_in
 from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
+from hmt.quant import Format
 
 DISK = DiskRate("direct", 2 << 20, 8, 3e9)
 ATTENTION = AttentionRates(1e10, 2e11)
@@ -51,7 +63,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.setattr(machine, "_measure_disk", probe.measure_disk)
         monkeypatch.setattr(machine, "product_rates", lambda *given: PRODUCTS)
         monkeypatch.setattr(machine, "attention_rates", lambda seconds: ATTENTION)
-        monkeypatch.setattr(machine, "step_rates", lambda known, seconds, whole: STEPS)
+        monkeypatch.setattr(machine, "cpu_step_rates", lambda known, seconds, whole: STEPS)
+        monkeypatch.setattr(machine, "_measure_cached", lambda: {"1MiB": 6e10})
         return probe
 
     return install
@@ -75,9 +88,29 @@ def test_measuring_anew_replaces_what_was_remembered(tmp_path: Path, install: In
     assert found.disk_read_rate == 6e9 and found.cpu_ops == {"w4a8": 5e11}
     assert (found.cpu_attention_rate, found.step_s, found.process_bytes) == (1e10, 1e-4, 400 << 20)
     assert remembered(tmp_path) == Rates(
-        5e10, DiskRate("io_uring", 1 << 20, 4, 6e9), PRODUCTS, ATTENTION, STEPS
-    )
+        5e10, DiskRate("io_uring", 1 << 20, 4, 6e9), PRODUCTS, ATTENTION, STEPS,
+        cached_rates={"1MiB": 6e10},
+    )  # fmt: skip
     assert machine_for(tmp_path).cpu_rates == {"w4a8": 2e10}
+
+
+def test_a_drive_is_timed_again_as_it_is_read(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert measure_drive_again(tmp_path, 0.01) == 0, "nothing is known of it"
+    install(Probe())
+    machine_for(tmp_path)
+    seen: list[tuple[Any, ...]] = []
+
+    def disk_rate(file: Path, *way: Any) -> DiskRate:
+        seen.append(way)
+        return replace(DISK, rate=1.5e9)
+
+    monkeypatch.setattr(machine, "disk_rate", disk_rate)
+    assert measure_drive_again(tmp_path, 0.01) == 1.5e9
+    assert seen == [(DISK.reader, DISK.block_bytes, DISK.depth, 0.01)]
+    assert machine_for(tmp_path).disk_read_rate == 1.5e9
+    assert machine_for(tmp_path).ram_read_rate == 4e10
 
 
 def test_another_drive_is_measured_for_itself(
@@ -178,3 +211,28 @@ def test_products_are_measured_for_real() -> None:
     assert set(found.operations_per_s) == many | {f"{name}@4" for name in many}
     assert not found.bytes_per_s or {"bf16", "w4a8", "w8a8"} <= set(found.bytes_per_s)
     assert all(1e7 < rate < 1e14 for rate in found.bytes_per_s.values())
+    assert set(found.row_s) == set(found.operations_per_s) | {f"{name}@1" for name in many}
+    assert set(found.cached_per_s) == many
+    assert all(0 <= taken < 1e-3 for taken in found.row_s.values())
+
+
+def test_rows_and_weights_are_told_apart() -> None:
+    form, memory = Format(Encoding.BF16), torch.zeros(1 << 26, dtype=torch.uint8)
+
+    def timed(weights: list[WeightTensor], tokens: int, seconds: float) -> float:
+        rows, columns = weights[0].shape
+        return rows * (2e-8 * tokens + columns * 1e-10 * (1 + tokens / 8))
+
+    found = rates_in(memory, [form], (8, 64), 0.0, timed, rows=True)
+    near = pytest.approx
+    assert found.bytes_per_s["bf16"] == near(2 / (1e-10 * 1.125))
+    assert found.operations_per_s == {"bf16@8": near(16 / 2e-10), "bf16": near(128 / 9e-10)}
+    assert found.row_s == {name: near(2e-8) for name in ("bf16@1", "bf16@8", "bf16")}
+
+    def slow_when_long(weights: list[WeightTensor], tokens: int, seconds: float) -> float:
+        rows, columns = weights[0].shape
+        return rows * columns * (2e-11 if columns == 4096 else 1e-11)
+
+    found = rates_in(memory, [form], (8,), 0.0, slow_when_long, rows=True)
+    assert set(found.row_s.values()) == {0.0}
+    assert found.operations_per_s["bf16"] == near(16 / 2**0.5 / 1e-11)

@@ -13,6 +13,7 @@ from hmt.base.units import KIB, MIB
 from hmt.memory import (
     READERS,
     DiskRate,
+    HostBuffer,
     best_of,
     cache_bytes,
     disk_rate,
@@ -81,7 +82,9 @@ def test_a_drive_that_fails_is_an_error(file: Path, monkeypatch: pytest.MonkeyPa
 def test_the_sweep_tries_all_and_the_good_ones_twice(
     file: Path, monkeypatch: pytest.MonkeyPatch, readers: list[str]
 ) -> None:
-    def rate_of(file: Path, reader: str, block_bytes: int, depth: int, seconds: float) -> DiskRate:
+    def rate_of(
+        file: Path, reader: str, block_bytes: int, depth: int, seconds: float, buffer: HostBuffer
+    ) -> DiskRate:
         return DiskRate(reader, block_bytes, depth, 1e3 * min(block_bytes * depth, 4 * MIB))
 
     monkeypatch.setattr(probe, "disk_rate", rate_of)

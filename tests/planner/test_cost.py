@@ -40,7 +40,7 @@ def test_layers_that_are_computed_one_by_one_cost_more() -> None:
         CostModel(loads_of(each, plan), machine).decode(1, 0).seconds for each in (demand, apart)
     )
     # The first of the four layers is dense.
-    assert apart_s - together_s == pytest.approx(4 * (0.25 - machine.layer_s) + 3 * 0.5)
+    assert apart_s - together_s == pytest.approx(4 * 0.25 + 3 * 0.5)
     free = replace(machine, apart_layer_s=0.0)  # too little to measure: experts cost theirs still
     free_s = CostModel(loads_of(apart, plan), free).decode(1, 0).seconds
     assert free_s - together_s == pytest.approx(3 * 0.5)
@@ -54,6 +54,54 @@ def test_layers_that_are_computed_one_by_one_cost_more() -> None:
     tight = replace(less, disk_read_rate=1e15, apart_layer_s=0.25)
     found = outlook(streamed).plan(setting(tight, context=16)).plan
     assert CostModel(loads_of(streamed, found), tight).decode(1, 0).seconds > 24 * 0.25
+
+
+def test_calls_take_longer_where_caches_keep_nothing() -> None:
+    demand = small_model()
+    machine = replace(machine_with(demand), step_s=1.0, row_s=0.5, layer_s=0.0)
+    found = outlook(demand).plan(setting(machine, context=16)).plan
+    loads, nbytes = loads_of(demand, found), NETWORKS << 18
+    warm = CostModel(loads, machine).decode(2, 0)
+    for cache_bytes, times in ((nbytes, 3.0), (nbytes // 2, 3.0), (2 * nbytes, 2.0)):
+        cold = CostModel(loads, replace(machine, cache_bytes=cache_bytes, cold_times=3.0))
+        assert cold.decode(2, 0).seconds - warm.seconds == pytest.approx(2 * (times - 1))
+    # What fits is read faster, and never slower than what does not.
+    rates = {"1MiB": 400e9, "1GiB": 200e9}
+    fast = CostModel(loads, replace(machine, cached_rates=rates)).decode(2, 0)
+    assert nbytes / 400e9 < fast.seconds - 2 < nbytes / 100e9
+
+
+def test_a_drive_hides_behind_layers_only_where_the_next_has_room() -> None:
+    demand = small_model(24)
+    machine = replace(machine_with(demand), disk_read_rate=100e9, step_s=0.0, layer_s=0.0)
+    plan = outlook(demand).plan(setting(machine, host_bytes=demand.weight_bytes // 3)).plan
+    layer = 80 << 18
+    steps = {}
+    for slots in (4 * layer, 2 * layer, 3 * layer // 2, layer):
+        loads = loads_of(demand, replace(plan, reserved={**plan.reserved, "slots": slots}))
+        assert loads.hidden == pytest.approx(min(1.0, slots / layer - 1))
+        steps[slots] = CostModel(loads, machine).decode(1, 0)
+    both = steps[layer].busy_s
+    assert steps[4 * layer].seconds == steps[2 * layer].seconds == max(both["CPU"], both["disk"])
+    assert steps[layer].seconds == pytest.approx(both["CPU"] + both["disk"])
+    half = (steps[layer].seconds + steps[2 * layer].seconds) / 2
+    assert steps[3 * layer // 2].seconds == pytest.approx(half)
+
+
+def test_experts_in_slots_and_missing_ones_cost_calls() -> None:
+    demand = small_model(4, 8, 2)
+    machine = replace(machine_with(demand), disk_read_rate=1e15, apart_experts_s=0.5)
+    host = setting(machine, context=16, host_bytes=demand.weight_bytes * 2 // 3)
+    plan = outlook(demand).plan(host).plan
+    loads = loads_of(demand, plan)
+    assert all(load.experts and load.experts.home.name == "DISK" for load in loads.layers)
+    before = CostModel(loads, machine).decode(1, 0)
+    held = CostModel(loads, replace(machine, held_experts_s=0.25)).decode(1, 0)
+    assert held.seconds - before.seconds == pytest.approx(4 * 0.25), "not those that stay"
+    missed = CostModel(loads, replace(machine, missed_expert_s=0.25)).decode(1, 0)
+    dense = before.nbytes["disk"] - 0.0
+    each = 8 << 18
+    assert missed.seconds - before.seconds == pytest.approx(0.25 * dense / each, rel=0.05)
 
 
 def test_many_tokens_cost_arithmetic() -> None:
@@ -107,8 +155,11 @@ def test_experts_of_several_tokens_are_their_union(tokens: int, cached: int) -> 
 def test_more_cache_never_misses_more() -> None:
     for curve in (PUBLISHED, UNIFORM, usual_curve(8)):
         for tokens in (1, 3, 32):
-            absent = [needed_experts(64, 4, tokens, n, curve).absent for n in range(65)]
-            assert absent == sorted(absent, reverse=True) and absent[-1] == 0
+            for texts in {1, tokens}:
+                found = [needed_experts(64, 4, tokens, n, curve, texts) for n in range(65)]
+                absent = [each.absent for each in found]
+                assert absent == sorted(absent, reverse=True) and absent[-1] == 0
+                assert all(0 <= each.cached <= n + 1e-9 for n, each in enumerate(found))
     # No token has two choices in a cache of one, whatever the curve says.
     assert needed_experts(64, 8, 1, 1, PUBLISHED).cached <= 1
     assert measured_curve([0.1, 0.5, 0.9], [0.4, 0.3, 2.0]).hits(0.5) == 0.4

@@ -157,3 +157,17 @@ def test_one_node_of_several_has_its_share() -> None:
     assert on_its_nodes(machine, "auto", 1 << 30) == one
     assert on_its_nodes(machine, "auto", machine.ram_bytes) == machine, "it does not fit one"
     assert on_its_nodes(one, "auto", 1 << 30) == one
+    # Four nodes, two of them on each socket: those of the GPU's are bound together.
+    rows = ((10, 12, 21, 21), (12, 10, 21, 21), (21, 21, 10, 12), (21, 21, 12, 10))
+    four = replace(machine, numa_nodes=4, numa_distances=rows)
+    socket = on_its_nodes(four, "auto", 1 << 30)
+    assert socket.numa_nodes == 2 and socket.numa_distances == ((10, 12), (12, 10))
+    assert socket.ram_read_rate == machine.ram_read_rate / 2 and socket.cores == machine.cores // 2
+    assert on_its_nodes(four, (1, 1), 1 << 30).cores == machine.cores // 4
+    assert on_its_nodes(four, "auto", machine.ram_bytes * 6 // 10) == four
+    assert on_its_nodes(socket, "auto", 1 << 30) == socket
+    assert machine_of(tomllib.loads(machine_toml(four)), "here") == four
+    for wrong in ([[10]], [[10, 21], [21]], [[10, 21], [21, 1.5]], "far"):
+        content = tomllib.loads(machine_toml(machine)) | {"numa_distances": wrong}
+        with pytest.raises(ConfigError, match="numa_distances"):
+            machine_of(content, "here")

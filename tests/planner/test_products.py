@@ -36,3 +36,26 @@ def test_what_was_not_measured_is_like_the_nearest() -> None:
     assert plain.seconds(NBYTES, NUMBERS, "bf16", 1e4) == pytest.approx(4e-2)
     nothing = Products({}, 0.0, {})
     assert not nothing.known and nothing.seconds(NBYTES, NUMBERS, "bf16", 4) == 0
+
+
+def test_rows_take_time_of_their_own_and_caches_shorten_what_is_read() -> None:
+    rows = {"w4a8@1": 2e-8, "w4a8@8": 1e-8, "w4a8@32": 1e-8, "w4a8": 5e-9}
+    plain, long = Products(RATES, 5e8, OPERATIONS), Products(RATES, 5e8, OPERATIONS, rows)
+
+    def more_s(tokens: float, count: float = 1e6) -> float:
+        given = NBYTES, NUMBERS, "w4a8", tokens
+        return long.seconds(*given, count) - plain.seconds(*given)
+
+    # One token's: 20 ns a row; with 8 and 32 tokens 10 ns each, with a thousand 5 ns each.
+    assert more_s(1) == pytest.approx(0.02)
+    assert more_s(32) == pytest.approx(32e6 * 1e-8, rel=0.01)
+    assert more_s(1000) == pytest.approx(1000e6 * 5e-9)
+    assert more_s(1, 0) == more_s(8, 0) == 0
+    # Twice as fast at most, however much faster memory is.
+    cached = Products(RATES, 5e8, OPERATIONS, faster=3.0, most={"w4a8": 2e9})
+    assert cached.seconds(NBYTES, NUMBERS, "w4a8", 1) == pytest.approx(NBYTES / 2e9)
+    assert cached.rate("bf16") == pytest.approx(3 * 5e8), "no most is known"
+    for tokens in (2, 8, 20, 32):
+        args = 1e6, 1e6, "w4a8", tokens
+        saved = plain.seconds(*args) - cached.seconds(*args)
+        assert 0 <= saved <= 1e6 / 1e9 - 1e6 / 2e9 + 1e-12, "arithmetic stays"

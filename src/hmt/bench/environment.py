@@ -17,6 +17,7 @@ def describe(machine: Machine) -> dict[str, Any]:
     native = extension.load()
     return {
         **asdict(machine),
+        "numa_distances": [list(row) for row in machine.numa_distances],  # as JSON has them
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -96,10 +96,10 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
     config = replace(EngineConfig.resolve(**arguments), max_batch=asked.users or 1)
     goal, config = config.goal, replace(config, goal=None)  # it is searched for below
     source = str(asked.model or choose_model(asked.model))
-    curve = None if asked.routing is None else _curve(asked.routing)
-    outlook = outlook_on(source, config, curve)
+    hits = None if asked.routing is None else _hits(asked.routing)
+    outlook = outlook_on(source, config, hits)
     if asked.machine is None:
-        planned = _for_this_machine(source, config, asked.prompt, outlook)
+        planned = _for_this_machine(source, config, asked.prompt, outlook, hits)
         setting = planned.setting
     else:
         described = read_machine(asked.machine)
@@ -157,14 +157,11 @@ def _calibrated(aside: bool) -> bool:
     return True
 
 
-def _curve(file: Path) -> "HitCurve":
-    """Hits of the engine's own policy on a trace."""
-    from hmt.bench.cache import DEFAULT, curve, load_traces
-    from hmt.planner.routing import measured_curve
+def _hits(file: Path) -> "HitCurve":
+    """Of caches of experts, on a trace."""
+    from hmt.bench.traced_curve import traced_curve
 
-    residencies = (0.06, 0.125, 0.25, 0.5, 0.75)
-    found = curve(load_traces([file])[0], DEFAULT, residencies)
-    return measured_curve(residencies, found.rates)
+    return traced_curve(file)
 
 
 def _with_profile(outlook: "Outlook", setting: "Setting", name: str) -> "tuple[Planned, list[str]]":
@@ -180,7 +177,11 @@ def _with_profile(outlook: "Outlook", setting: "Setting", name: str) -> "tuple[P
 
 
 def _for_this_machine(
-    model: str, config: "EngineConfig", prompt: int | None, outlook: "Outlook"
+    model: str,
+    config: "EngineConfig",
+    prompt: int | None,
+    outlook: "Outlook",
+    hits: "HitCurve | None",
 ) -> "Planned":
     """The plan that `run` would make, on this machine as it was measured."""
     from hmt.engine import prepare
@@ -207,9 +208,10 @@ def _for_this_machine(
         prepared = prepare(path, replace(config, context=in_all), None, device, room)
         context = config.context or prepared.plan.kv_tokens // users
         asked = setting(prepared.machine, context)
+        demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
         return Planned(
-            asked, prepared.demand, prepared.plan,
-            outlook.predict(asked, prepared.demand, prepared.plan), prepared.published_bytes,
+            asked, demand, prepared.plan,
+            outlook.predict(asked, demand, prepared.plan), prepared.published_bytes,
         )  # fmt: skip
 
     return _or_remedies(planned, outlook, setting(machine_for(path), config.context))
@@ -228,7 +230,7 @@ def _or_remedies(
 
 
 def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) -> list[str]:
-    from hmt.cli.plan_view import help_lines, speed_lines, table_lines
+    from hmt.cli.plan_view import help_lines, hit_lines, speed_lines, table_lines
     from hmt.planner import explain as explained
     from hmt.planner.drawing import draw
     from hmt.planner.reasons import reasons
@@ -246,6 +248,7 @@ def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) 
             "",
             "why:",
             *(f"  {reason}" for reason in reasons(planned.plan, planned.demand, setting.machine)),
+            *hit_lines(planned),
         ]
         longest = planned.demand.spec.max_context
         context = planned.prediction.context
@@ -288,6 +291,7 @@ def _as_json(planned: "Planned", outlook: "Outlook | None") -> dict[str, Any]:
         "host_bytes_per_token": plan.host_bytes_per_token,
         "disk_bytes_per_token": plan.disk_bytes_per_token,
         "predicted_token_s": plan.predicted_token_s,
+        "expert_hits": asdict(planned.demand.hit_curve) if spec.experts_per_token else None,
         "prediction": asdict(planned.prediction),
         "machine": asdict(planned.setting.machine),
     }

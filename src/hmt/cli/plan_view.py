@@ -17,6 +17,7 @@ LIMITS = {
     "handing over": "handing over between parts",
 }
 _SHOWN = 5  # of what would help
+_RESIDENCIES = (0.06, 0.25, 0.5)
 
 
 def speed_lines(planned: "Planned") -> list[str]:
@@ -36,6 +37,15 @@ def speed_lines(planned: "Planned") -> list[str]:
         )
     lines.append(f"  a step of {format_seconds(found.step.seconds)}: {_parts(found.step)}")
     return lines
+
+
+def hit_lines(planned: "Planned") -> list[str]:
+    """Where the hits of caches of experts come from; nothing of a dense model."""
+    curve = planned.demand.hit_curve
+    if not planned.demand.spec.experts_per_token:
+        return []
+    some = ", ".join(f"{curve.hits(share):.0%} with {share:.0%}" for share in _RESIDENCIES)
+    return ["", f"hits of caches with a share of the experts, from {curve.origin}: {some}"]
 
 
 def table_lines(rows: "Sequence[Sequence[Planned | None]]", users: Sequence[int]) -> list[str]:

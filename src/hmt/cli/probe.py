@@ -63,6 +63,8 @@ def probe(
     )
     rate = format_rate(machine.ram_read_rate) if machine.ram_read_rate else "not measured"
     console.print(f"memory, all cores reading:  [bold]{rate}[/]")
+    for line in _node_lines(machine):
+        console.print(line)
     if not results:
         console.print(
             f"drive of {path}: [yellow]not measured[/]; it needs a file of 64 MiB or more there, "
@@ -87,6 +89,21 @@ def probe(
         toml.write_text(machine_toml(machine))
         console.print(f"[dim]written to {toml}[/]")
     console.print(f"[dim]saved in {cache_file()}[/]")
+
+
+def _node_lines(machine: "Machine") -> list[str]:
+    """NUMA nodes, where there are several."""
+    if machine.numa_nodes < 2:
+        return []
+    rows = "; ".join(
+        f"from node {node}: {' '.join(map(str, row))}"
+        for node, row in enumerate(machine.numa_distances)
+    )
+    share = f"{machine.remote_share:.0%}" if machine.remote_share < 1 else "not measured, or all"
+    return [
+        f"{machine.numa_nodes} NUMA nodes, distances {rows or 'not known'}",
+        f"  of its own memory's rate another node's gives a node's cores: [bold]{share}[/]",
+    ]
 
 
 def _rate_lines(machine: "Machine", side: str) -> list[str]:

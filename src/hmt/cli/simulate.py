@@ -75,10 +75,8 @@ def simulate(
     if engine.context is None:
         engine = replace(engine, context=traffic.longest)
     asked = Asked(model, machine, users, prompt, routing)
-    planned, outlook, _ = planned_for(engine, asked)
-    costs = CostModel(
-        loads_of(planned.demand, planned.plan), planned.setting.machine, outlook.curve
-    )
+    planned, _, _ = planned_for(engine, asked)
+    costs = CostModel(loads_of(planned.demand, planned.plan), planned.setting.machine)
     found = simulated(
         traffic, StepCosts(costs), positions=planned.plan.kv_tokens,
         prefill_chunk=planned.plan.prefill_chunk, max_batch=planned.setting.users,

@@ -75,6 +75,7 @@ class BlockSize:
     slot_bytes   memory that a resident copy takes, padding included
     read_bytes   bytes that leave the drive when it is loaded
     numbers      weights that a token is multiplied with; None: not known, two bytes each
+    rows         of these matrices: numbers that a token gets from them
     encoding     of most of them, as machines know rates by: "bf16", "w4a8", ...
     """
 
@@ -83,3 +84,4 @@ class BlockSize:
     read_bytes: int
     numbers: int | None = None
     encoding: str = ""
+    rows: int = 0

@@ -11,14 +11,23 @@ class Machine:
     Rates are bytes per second; 0, or an absent entry, means not known.
 
     cores              that may compute
-    ram_bytes, ram_read_rate, core_read_rate   memory, read by all cores together, and by one
+    ram_bytes, ram_read_rate, core_read_rate   memory, read by all cores together, each its own
+                       node's, and by one
     cpu_rates          weights multiplied with one token, by encoding: "bf16", "w4a8", ...
     cpu_ops            operations per second with hundreds of tokens, by encoding; and with fewer
                        under "w4a8@8", where that was measured
+    cpu_row_s          what each number of a result takes beyond its weights, named as in cpu_ops,
+                       and with one token ENCODING@1; with several, for each of them
+    cache_bytes        of the CPU's last caches
+    cached_rates       bytes per second of memory that is read again and again and fits them, by how
+                       much it is, such as "64MiB"; not known: ram_read_rate
+    cpu_cached_rates, cpu_cached_attention_rate   the most that weights, and keys and values, are
+                       read at that fit them well
     cpu_attention_rate, cpu_attention_ops   keys and values that one token attends to, bytes per
                        second; operations per second of prompts' attention.  Not known: as memory
                        and bf16
     numa_nodes         of the memory that a model is spread over
+    numa_distances     of memory from each node, a row per node: 10 for its own; not known: empty
     remote_share       of the rate of a node's own memory, what another node's gives
     disk_bytes, disk_read_rate
     device_name        the GPU; empty without one
@@ -29,13 +38,18 @@ class Machine:
     link_rate          from pinned host memory to it
     shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
                        model's usual format, at once
-    step_s             of a step, whatever it computes: scheduling, choosing tokens
+    step_s             of a step, whatever it computes: scheduling, choosing tokens; while caches
+                       keep what it needs
     row_s              of each user in a step
     layer_s            of a layer on the CPU, beyond its bytes
-    apart_layer_s      layer_s where layers are computed one by one: blocks of theirs move, or
-                       there is no call that computes many of them
-    apart_experts_s    and beside it, of a layer's routed experts
-    apart_latent_s     and of latent attention
+    apart_layer_s      of a layer that is computed by itself, since blocks of layers move, or since
+                       no call computes many of them
+    apart_experts_s    of its routed experts, beyond that
+    apart_latent_s     of its latent attention, beyond that
+    held_experts_s     apart_experts_s of experts that live on the drive and are held in slots
+    missed_expert_s    of each of them that is not, beyond its reading
+    cold_times         how many times as long step_s, row_s and apart_* take where each step reads
+                       as much as the caches hold, so that they keep nothing of it
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
                        and whatever else passes over activations
     prompt_layer_s     layer_s in a step of many tokens, whose calls are others
@@ -44,6 +58,7 @@ class Machine:
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
+    converting_bytes   beyond process_bytes, where weights are converted as they come from the drive
     note               where the figures come from
     """
 
@@ -59,9 +74,15 @@ class Machine:
     core_read_rate: float = 0.0
     cpu_rates: Mapping[str, float] = field(default_factory=dict)
     cpu_ops: Mapping[str, float] = field(default_factory=dict)
+    cpu_row_s: Mapping[str, float] = field(default_factory=dict)
+    cache_bytes: int = 0
+    cached_rates: Mapping[str, float] = field(default_factory=dict)
+    cpu_cached_rates: Mapping[str, float] = field(default_factory=dict)
     cpu_attention_rate: float = 0.0
     cpu_attention_ops: float = 0.0
+    cpu_cached_attention_rate: float = 0.0
     numa_nodes: int = 1
+    numa_distances: tuple[tuple[int, ...], ...] = ()
     remote_share: float = 1.0
     disk_bytes: int = 0
     device_bytes: int = 0
@@ -76,6 +97,9 @@ class Machine:
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
     apart_latent_s: float = 0.0
+    held_experts_s: float = 0.0
+    missed_expert_s: float = 0.0
+    cold_times: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
     launch_s: float = 0.0
@@ -83,4 +107,5 @@ class Machine:
     prompt_launch_s: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
+    converting_bytes: int = 0
     note: str = ""

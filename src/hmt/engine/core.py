@@ -20,6 +20,7 @@ from hmt.engine.captured import CapturedDecoding
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice
 from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecutor
+from hmt.engine.expert_hits import HitKeeper
 from hmt.engine.expert_recorder import ExpertRecorder
 from hmt.engine.foreseen import Decoded
 from hmt.engine.foresight import RouterForesight
@@ -42,6 +43,7 @@ from hmt.weights import DeviceCounters
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MOST_ASKED = 32
+_STEPS_KEPT = 4096  # of decoding, after which what was seen of experts is kept
 
 
 class Core:
@@ -69,6 +71,7 @@ class Core:
         self._meter = _Meter(memory, tracer, self._guesser)
         self.load = self.scheduler.load  # as of the last step; others may read it
         self.steps = 0  # until now
+        self.hits: HitKeeper | None = None  # who is told what caches of experts did, if anybody
         self._warm_up()
         self.reset_account()
 
@@ -222,7 +225,10 @@ class Core:
         self.prompt.add(cost, prompt, tokens)
         self.generation.add(cost, tokens - prompt, tokens)
         if not prompt:
-            self.decoded.add(scheduled.step, cost.seconds, cost.disk_bytes)
+            experts = cost.experts, cost.expert_reads
+            self.decoded.add(scheduled.step, cost.seconds, cost.disk_bytes, experts)
+            if self.decoded.steps % _STEPS_KEPT == 0:
+                self._keep_hits()  # a server may run for months
         return True
 
     def add(self, sequences: Many[Sequence]) -> None:
@@ -245,7 +251,14 @@ class Core:
         if self.memory.prefixes is not None:
             while save_some(self.memory.prefixes):
                 pass
-        self.memory.close()
+        try:
+            self._keep_hits()
+        finally:
+            self.memory.close()
+
+    def _keep_hits(self) -> None:
+        if self.hits is not None:
+            self.hits.keep(self.decoded, self.memory.shared_experts())
 
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""
@@ -401,6 +414,8 @@ class _Meter:
             guess_hits=now.guess_hits - before.guess_hits,
             guess_unneeded_bytes=now.guess_unneeded_bytes - before.guess_unneeded_bytes,
             guess_saved_s=now.guess_saved_s - before.guess_saved_s,
+            experts=now.experts - before.experts,
+            expert_reads=now.expert_reads - before.expert_reads,
         )
 
     def _read(self) -> Phase:
@@ -423,6 +438,8 @@ class _Meter:
             guesses=guesses.begun,
             guess_hits=guesses.in_time + guesses.late,
             guess_unneeded_bytes=guesses.unneeded_bytes,
+            experts=guesses.experts,
+            expert_reads=guesses.expert_reads,
             guess_saved_s=0.0 if self._guesser is None else self._guesser.saved_s,
         )
 

@@ -30,6 +30,7 @@ from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
+from hmt.engine.expert_hits import HitKeeper
 from hmt.engine.foreseen import Foreseer
 from hmt.engine.loading import Prepared, allocate_on, prepare
 from hmt.engine.look import Look, Onlooker
@@ -171,6 +172,7 @@ class LoadedModel:
             self._onlooker = Onlooker(prepared, memory.weights)
             self._foreseer = Foreseer(prepared.demand, prepared.plan, prepared.machine)
             self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
+            self._core.hits = HitKeeper(self._foreseer, prepared.source.config)
             stack.pop_all()
         self._loop.drive(self._core.advance)
         self.closed = False
@@ -338,19 +340,14 @@ class LoadedModel:
 
     def close(self) -> None:
         """Free all memory.  Requests that still run end with Cancelled.  Does nothing twice."""
-        if not self.closed:
-            self._keep()
-        self.closed = True
+        first, self.closed = not self.closed, True
         self._loop.stop(self._core.close)
+        if first:
+            decoded, name = self._core.decoded, self.prepared.source.path.name
+            history.keep(self._foreseer.foreseen(decoded), decoded, name)
         if self._timeline is not None:
             self._timeline.write(self.tracer.events())
             self._timeline.close()
-
-    def _keep(self) -> None:
-        """Remember what was predicted, and what came of it, for `hmt plan --calibrate`."""
-        decoded = self._core.decoded
-        name = self.prepared.source.path.name
-        history.keep(self._foreseer.foreseen(decoded), decoded, name)
 
     def __enter__(self) -> Self:
         return self

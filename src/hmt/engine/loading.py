@@ -24,6 +24,7 @@ from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice, load_on_device
+from hmt.engine.expert_hits import with_hits
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
@@ -131,6 +132,14 @@ class Memory:
             experts=self._expert_account(),
         )
 
+    def shared_experts(self) -> tuple[int, int] | None:
+        """Experts that were needed where a GPU has some, and those that it had not, since the load.
+
+        None where none are shared out.  Waits for the device.
+        """
+        experts = None if self.on_device is None else self._expert_account()
+        return None if experts is None else (experts.needed, experts.needed - experts.found)
+
     def _expert_account(self) -> ExpertAccount | None:
         assert self.on_device is not None
         teams = self.on_device.weights.teams
@@ -163,6 +172,7 @@ def prepare(
     demand = demand_of(model, weights.layouts, config, kv_quant)
     same = {} if expert_layers is None else same_experts(weights.layouts, expert_layers)
     saved = saved_bytes(same, weights.layouts)
+    demand = with_hits(demand, source.config)
     options = PlanOptions(
         (config.host_memory_bytes if host_bytes is None else host_bytes) + saved,
         config.context,

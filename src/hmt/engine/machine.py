@@ -19,10 +19,12 @@ from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
 from hmt.engine.attention_rates import AttentionRates, attention_rates
+from hmt.engine.cpu_step_rates import cpu_step_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.link_rates import LinkRates, link_rates
+from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
-from hmt.engine.step_rates import StepRates, completed, step_rates
+from hmt.engine.step_rates import StepRates, completed
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
@@ -30,7 +32,9 @@ from hmt.memory import (
     DiskRate,
     available_host_bytes,
     cache_bytes,
+    disk_rate,
     file_to_read,
+    node_distances,
     numa_nodes,
     quick_rate,
     ram_read_rate,
@@ -43,6 +47,9 @@ from hmt.quant import Format
 _QUICK_S = 0.15  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.2
+_PRODUCTS_S = 2 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
+_CACHED_S = 0.05
+_CACHED_SHARES = (32, 8, 2)  # of the caches' size: a half, and less
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
 
@@ -56,6 +63,8 @@ class Rates:
     products: ProductRates = field(default_factory=ProductRates)
     attention: AttentionRates = field(default_factory=AttentionRates)
     steps: StepRates = field(default_factory=StepRates)
+    cached_rates: dict[str, float] = field(default_factory=dict)  # see Machine
+    numa: NumaRates = field(default_factory=NumaRates)
 
 
 def machine_for(path: Path) -> Machine:
@@ -89,7 +98,7 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
         device_name=device.name,
         link_rate=rates.link,
         shared_link_rate=rates.shared_link,
-        shared_cpu_rate=rates.shared_cpu,
+        shared_cpu_rate=rates.shared_cpu / found.get("CPU", 1.0),
     )
     return calibrated(machine, {part: found.get(part, 1.0) for part in ("GPU", "link")})
 
@@ -104,20 +113,41 @@ def measure(
 
     `progress` is told each result of the drive.
     """
-    before = remembered(path).steps
+    before = remembered(path)
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
-        product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_FULL_S),
+        product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_PRODUCTS_S),
         attention_rates(_QUICK_S if quick else _FULL_S),
+        cached_rates=_measure_cached(),
+        numa=before.numa if quick else numa_rates(measured_apart(_FULL_S)),
     )
     _remember(path, found)  # a step's engine asks for it
     with contextlib.suppress(HMTError):
         each_s = _QUICK_S if quick else _FULL_S
-        steps = step_rates(_machine(found), each_s, whole=not quick)
-        found = replace(found, steps=completed(steps, before))
+        steps = cpu_step_rates(_machine(found), each_s, whole=not quick)
+        found = replace(found, steps=completed(steps, before.steps))
     _remember(path, found)
     return _machine(found)
+
+
+def measure_drive_again(path: Path, seconds: float) -> float:
+    """The drive's rate at this moment, read as it is known to be read best; remembered.
+
+    A drive that others use, too, gives much more at one time than at another.  0 where it cannot
+    be measured.
+    """
+    known = remembered(path)
+    try:
+        with file_to_read(path) as file:
+            if file is None or known.disk is None:
+                return 0.0
+            way = known.disk
+            found = disk_rate(file, way.reader, way.block_bytes, way.depth, seconds)
+    except (OSError, HMTError):
+        return 0.0
+    _remember(path, replace(known, disk=found))
+    return found.rate
 
 
 def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> Machine:
@@ -165,6 +195,8 @@ def remembered(path: Path) -> Rates:
             ProductRates(**machine.get("products", {})),
             AttentionRates(**machine.get("attention", {})),
             StepRates(**machine.get("steps", {})),
+            {str(size): float(rate) for size, rate in machine.get("cached_rates", {}).items()},
+            numa=NumaRates(**machine.get("numa", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -198,14 +230,21 @@ def _machine(rates: Rates) -> Machine:
         name=cpu_name(),
         cores=usable_threads(),
         ram_bytes=int(psutil.virtual_memory().total),
-        ram_read_rate=rates.ram_read_rate,
+        ram_read_rate=rates.numa.together or rates.ram_read_rate,
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
         cpu_rates=rates.products.bytes_per_s,
         cpu_ops=rates.products.operations_per_s,
+        cpu_row_s=rates.products.row_s,
+        cache_bytes=cache_bytes(),
+        cached_rates=rates.cached_rates,
+        cpu_cached_rates=rates.products.cached_per_s,
         cpu_attention_rate=rates.attention.bytes_per_s,
+        cpu_cached_attention_rate=rates.attention.cached_per_s,
         cpu_attention_ops=rates.attention.operations_per_s,
         **asdict(rates.steps),
         numa_nodes=len(numa_nodes()),
+        numa_distances=node_distances(),
+        remote_share=rates.numa.remote_share,
     )
     return calibrated(machine, factors())
 
@@ -252,7 +291,7 @@ def _measure_ram(*, quick: bool) -> float:
         most = min(8 * caches, max(_FULL_BUFFER_BYTES, 4 * caches), available // 4)
     if most < caches:
         return 0.0  # the rate of the cache would be all that shows
-    read, restore = _reader()
+    read, restore = reader()
     try:
         return ram_read_rate(read, round_down(most, PAGE_BYTES), _QUICK_S if quick else _FULL_S)
     except OSError:
@@ -261,7 +300,23 @@ def _measure_ram(*, quick: bool) -> float:
         restore()
 
 
-def _reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
+def _measure_cached() -> dict[str, float]:
+    """Rates of memory that caches may hold, by how much of it is read again and again."""
+    read, restore = reader()
+    found = {}
+    try:
+        for share in _CACHED_SHARES:
+            nbytes = round_down(cache_bytes() // share, MIB)
+            if MIB <= nbytes <= available_host_bytes() // 8:
+                found[f"{nbytes // MIB}MiB"] = ram_read_rate(read, nbytes, _CACHED_S)
+    except OSError:
+        return {}
+    finally:
+        restore()
+    return found
+
+
+def reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
     """A function that reads a uint8 tensor with all cores, and one that restores the threads."""
     native = extension.load()
     if native is not None:
@@ -312,6 +367,8 @@ def _remember(path: Path, rates: Rates) -> None:
         "products": asdict(rates.products),
         "attention": asdict(rates.attention),
         "steps": asdict(rates.steps),
+        "cached_rates": rates.cached_rates,
+        "numa": asdict(rates.numa),
         "drives": drives,
         "devices": devices if isinstance(devices, dict) else {},
     }

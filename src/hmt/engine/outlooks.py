@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hmt.contracts.machine import Machine
 from hmt.engine.config import EngineConfig
+from hmt.engine.expert_hits import with_hits
 from hmt.engine.kv_scales import with_scales
 from hmt.engine.loading import demand_of, dtype_for, kv_budgets
 from hmt.engine.shapes import read_shape, shape_demand
@@ -19,16 +20,16 @@ from hmt.quant import parse_scheme
 from hmt.weights.pack import looks_like_pack
 
 
-def outlook_on(model: str, config: EngineConfig, curve: HitCurve | None = None) -> Outlook:
+def outlook_on(model: str, config: EngineConfig, hits: HitCurve | None = None) -> Outlook:
     """Plans of a model that need no weights: of a checkpoint or pack only headers are read.
 
     model   a folder; or without weights a folder, a config.json, or a name of `shape_names`
-    curve   of caches of experts, where a trace tells it
+    hits    of caches of experts, where a trace tells them; None: as runs have, or as usual
     """
     path = Path(model).expanduser()
     if path.is_dir() and (looks_like_pack(path) or any(path.glob("*.safetensors"))):
-        return Outlook(_from_folder(path, config), curve)
-    return Outlook(_from_shape(read_shape(model), config), curve)
+        return Outlook(_from_folder(path, config, hits))
+    return Outlook(_from_shape(read_shape(model), config, hits))
 
 
 def setting_of(
@@ -54,15 +55,18 @@ def setting_of(
     )
 
 
-def _from_shape(shape: Mapping[str, object], config: EngineConfig) -> DemandFor:
+def _from_shape(
+    shape: Mapping[str, object], config: EngineConfig, hits: HitCurve | None
+) -> DemandFor:
     @cache
     def demand(scheme: str | None) -> Demand:
-        return shape_demand(shape, _in_scheme(config, scheme))
+        found = shape_demand(shape, _in_scheme(config, scheme))
+        return with_hits(found, shape) if hits is None else replace(found, hits=hits)
 
     return lambda scheme, users: replace(demand(scheme), batch=users)
 
 
-def _from_folder(path: Path, config: EngineConfig) -> DemandFor:
+def _from_folder(path: Path, config: EngineConfig, hits: HitCurve | None) -> DemandFor:
     source = open_source(path)
     model = open_model(source.config, source.path, dtype_for(config, source))
 
@@ -70,7 +74,8 @@ def _from_folder(path: Path, config: EngineConfig) -> DemandFor:
     def demand(scheme: str | None) -> Demand:
         wanted = _in_scheme(config, scheme)
         layouts = source.weights(model.spec, wanted.quantization).layouts
-        return demand_of(model, layouts, wanted, with_scales(config.kv_quant, source))
+        found = demand_of(model, layouts, wanted, with_scales(config.kv_quant, source))
+        return with_hits(found, source.config) if hits is None else replace(found, hits=hits)
 
     return lambda scheme, users: replace(demand(scheme), batch=users)
 

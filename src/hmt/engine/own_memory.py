@@ -1,7 +1,7 @@
 """A small model in a process of its own: `python -m hmt.engine.own_memory FOLDER OPTIONS`.
 
 OPTIONS are an engine's, as JSON.  Prints by how many bytes the process grew behind its
-plan, less the weights.
+plan, less the weights and what they pass through.
 """
 
 import json
@@ -25,7 +25,8 @@ def main() -> None:
         before = resident_bytes()  # what its configuration imports is there
         model = engine.load_model(folder)
         model.infer(Request(input=[20] * _TOKENS, max_new_tokens=_TOKENS, ignore_eos=True))
-        print(peak_resident_bytes() - before - model.plan.reserved["resident"], flush=True)
+        weights = sum(model.plan.reserved[name] for name in ("resident", "slots", "staging"))
+        print(peak_resident_bytes() - before - weights, flush=True)
         os._exit(0)  # nothing is left to be done
 
 

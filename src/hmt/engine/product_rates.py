@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from statistics import fmean
 
 import torch
@@ -21,10 +22,12 @@ from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
 from hmt.quant import Format, component_bytes, view_weight
 
-_SHAPE = (4096, 4096)
+_SHAPE, _NARROW = (4096, 4096), (4096, 1024)  # equally many rows
 _MANY = 512  # from here on the rate of arithmetic changes little
 QUICK_TOKENS, FULL_TOKENS = (4, 32, _MANY), (2, 4, 8, 16, 32, 64, 128, _MANY)
+_LEAST_SHARE = 0.5  # of a long row's time is its weights', whatever chance says
 _CACHES = 2  # so many times the caches' size: a weight is gone when its turn comes again
+_CACHED_SHARE = 8  # of the caches' size, which weights fit well
 _LEAST_BYTES = 256 * MIB
 _ALIGNMENT = 64
 _NUMBERS = 0x38  # each byte: small positive numbers in every float format
@@ -43,10 +46,14 @@ class ProductRates:
     """By kernel, as `Format.kernel` names it; empty where nothing was measured.
 
     operations_per_s   with many tokens, and under KERNEL@TOKENS with fewer
+    row_s              of a row for each token, beyond its weights; the same, and KERNEL@1
+    cached_per_s       bytes_per_s of weights that caches hold
     """
 
     bytes_per_s: dict[str, float] = field(default_factory=dict)
     operations_per_s: dict[str, float] = field(default_factory=dict)
+    row_s: dict[str, float] = field(default_factory=dict)
+    cached_per_s: dict[str, float] = field(default_factory=dict)
 
 
 def product_rates(seconds: float, tokens: Sequence[int] = FULL_TOKENS) -> ProductRates:
@@ -60,7 +67,7 @@ def product_rates(seconds: float, tokens: Sequence[int] = FULL_TOKENS) -> Produc
         buffer.tensor.fill_(_NUMBERS)
         torch.set_num_threads(usable_threads())
         with torch.inference_mode():
-            return rates_in(buffer.tensor, _FORMATS, tokens, seconds, _product_s)
+            return rates_in(buffer.tensor, _FORMATS, tokens, seconds, _product_s, rows=True)
     finally:
         torch.set_num_threads(before)
         buffer.discard()
@@ -72,20 +79,41 @@ def rates_in(
     tokens: Sequence[int],
     seconds: float,
     timed: Callable[[list[WeightTensor], int, float], float],
+    *,
+    rows: bool = False,
 ) -> ProductRates:
     """Rates of products with weights in `memory`, uint8, whose bytes are numbers already.
 
     timed(weights, tokens, seconds)   seconds of one product, found within about `seconds`
+    rows   tell what rows take from what weights do, by two widths; else weights take all of it
     """
-    found, each_s = ProductRates(), seconds / (1 + len(tokens))
+    found, each_s = ProductRates(), seconds / (1 + len(tokens)) / (1 + rows)
     for form in forms:
-        weights = weights_in(memory, form, _SHAPE)
-        found.bytes_per_s[form.kernel] = weights[0].nbytes / timed(weights, 1, each_s)
-        for count in tokens:
-            rate = 2 * count * _SHAPE[0] * _SHAPE[1] / timed(weights, count, each_s)
-            name = form.kernel if count == max(tokens) else f"{form.kernel}@{count}"
-            found.operations_per_s[name] = rate
+        wide = weights_in(memory, form, _SHAPE)
+        narrow = weights_in(memory, form, _NARROW) if rows else []
+        for count in (1, *tokens):
+            weight_s, row_s = timed(wide, count, each_s) / prod(_SHAPE), 0.0
+            if narrow:
+                weight_s, row_s = _apart(weight_s, timed(narrow, count, each_s) / prod(_NARROW))
+            name = form.kernel if count in (1, max(tokens)) else f"{form.kernel}@{count}"
+            if count == 1:
+                found.bytes_per_s[form.kernel] = wide[0].nbytes / (weight_s * prod(_SHAPE))
+            else:
+                found.operations_per_s[name] = 2 * count / weight_s
+            if narrow:
+                found.row_s[name if count > 1 else f"{name}@1"] = row_s / count
+        if rows:
+            few = narrow[: max(1, cache_bytes() // _CACHED_SHARE // narrow[0].nbytes)]
+            found.cached_per_s[form.kernel] = few[0].nbytes / timed(few, 1, each_s)
     return found
+
+
+def _apart(wide_s: float, narrow_s: float) -> tuple[float, float]:
+    """Seconds of a weight without its row, and of a row, from seconds per weight of both shapes."""
+    row_s = (narrow_s - wide_s) / (1 / _NARROW[1] - 1 / _SHAPE[1])
+    if row_s <= 0:  # long rows are slower than short ones: no row costs anything then
+        return (wide_s * narrow_s) ** 0.5, 0.0
+    return max(wide_s - row_s / _SHAPE[1], _LEAST_SHARE * wide_s), row_s
 
 
 def weights_in(memory: torch.Tensor, form: Format, shape: tuple[int, int]) -> list[WeightTensor]:

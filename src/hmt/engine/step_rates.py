@@ -3,7 +3,7 @@
 Its layers are so small that most of a step's time is what every step of every model pays:
 scheduling, choosing tokens, calls, and passing over activations.  What the model of cost predicts
 without them is taken off; of the rest two numbers of layers tell a step's part from a layer's, and
-two numbers of users a user's.
+two numbers of users a user's.  So a GPU is measured; of the CPU more is known: cpu_step_rates.
 """
 
 import json
@@ -17,23 +17,30 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from hmt.base.errors import HMTError
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request
-from hmt.engine.layer_rates import FEW, MANY, LayerRates, layer_rates, small_model
+from hmt.engine.probe_models import FEW, MANY, small_model, wide_model
 from hmt.engine.product_rates import faster_half
+from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 
 if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
 
-_USERS = 8
+USERS = 8
 _PROMPT = 16
-_SHORT, _LONG = 64, 512  # prompts of one step
+SHORT, LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
+_STREAMED = 0.5
 _MOST_STEPS = 400
-_SLOWLY_MEASURED = ("process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s")
-_OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
+_SLOWLY_MEASURED = (
+    "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
+    "held_experts_s", "missed_expert_s", "converting_bytes",
+)  # fmt: skip
+_BY_A_WIDER_MODEL = ("number_s", "prompt_layer_s")
+OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,10 @@ class StepRates:
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
     apart_latent_s: float = 0.0
+    cold_times: float = 0.0
+    held_experts_s: float = 0.0
+    missed_expert_s: float = 0.0
+    converting_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,37 +82,37 @@ def step_rates(
     """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of eight.
 
     options   of an engine
-    whole     measure also a process's memory (3 s), and without `options` layers one by one (3 s)
+    whole     measure also a process's memory (3 s)
 
     Raises what loading raises.
     """
-    bare = replace(
-        machine,
-        step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
-        launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
-        apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0,
-    )  # fmt: skip
+    bare = without_fixed(machine)
     few, _ = _measured(bare, FEW, seconds, options)
     many, width = _measured(bare, MANY, seconds, options)
     layers = MANY - FEW
     layer_s = max(0.0, (many.one - few.one) / layers)
-    row_s = max(0.0, (few.several - few.one) / (_USERS - 1))
+    row_s = max(0.0, (few.several - few.one) / (USERS - 1))
     short_s, long_s = (many.short - few.short) / layers, (many.long - few.long) / layers
-    numbers_s = max(0.0, (long_s - short_s) / (_LONG - _SHORT))  # of a token
-    apart = LayerRates()
-    if whole and not options:
-        apart = layer_rates(lambda folder: _apart_s(bare, folder, seconds))
+    numbers_s = max(0.0, (long_s - short_s) / (LONG - SHORT))  # of a token
     return StepRates(
         step_s=max(0.0, few.one - FEW * layer_s - row_s),
         row_s=row_s,
         layer_s=layer_s,
         number_s=numbers_s / width,
-        prompt_layer_s=max(0.0, short_s - _SHORT * numbers_s),
-        apart_layer_s=apart.apart_layer_s,
-        apart_experts_s=apart.apart_experts_s,
-        apart_latent_s=apart.apart_latent_s,
-        process_bytes=_process_bytes(options) if whole else 0,
+        prompt_layer_s=max(0.0, short_s - SHORT * numbers_s),
+        process_bytes=process_bytes(options) if whole else 0,
     )
+
+
+def without_fixed(machine: Machine) -> Machine:
+    """The machine as if steps cost nothing but what they read and compute."""
+    return replace(
+        machine,
+        step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
+        launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
+        apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
+        missed_expert_s=0.0,
+    )  # fmt: skip
 
 
 def _measured(
@@ -111,57 +122,63 @@ def _measured(
     # Not above: an engine asks for its machine.
     from hmt.engine.engine import Engine
 
-    given = {**_OPTIONS, **options}
+    given = {**OPTIONS, **options}
     with (
         small_model(layers) as folder,
-        Engine(max_batch=_USERS, prefill_chunk=_LONG, **given) as engine,
+        Engine(max_batch=USERS, prefill_chunk=LONG, **given) as engine,
     ):
         model = engine.load_model(folder)
         prepared = model.prepared
         costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
         beyond = _Beyond(
-            _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
-            _decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
+            decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
+            decoding_s(model, USERS, seconds) - costs.decode(USERS, 2 * _PROMPT).seconds,
             *(
-                _prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
-                for tokens in (_SHORT, _LONG)
+                prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
+                for tokens in (SHORT, LONG)
             ),
         )
         return beyond, prepared.model.spec.hidden_size
 
 
 def completed(found: StepRates, before: StepRates) -> StepRates:
-    """With what was measured before, where only a `whole` measurement has it."""
+    """With what was measured before, where only a `whole` measurement has it, or has it better."""
     kept = {name: getattr(before, name) for name in _SLOWLY_MEASURED if not getattr(found, name)}
+    if before.cold_times and not found.cold_times:
+        kept |= {name: getattr(before, name) for name in _BY_A_WIDER_MODEL}
     return replace(found, **kept)
 
 
-def _apart_s(machine: Machine, folder: Path, seconds: float) -> float:
-    """Seconds of a token beyond what is predicted, where layers are computed one by one."""
-    from hmt.engine.engine import Engine
-
-    with Engine(executor="plain", **_OPTIONS) as engine, engine.load_model(folder) as model:
-        prepared = model.prepared
-        costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
-        return _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds
-
-
-def _process_bytes(options: Mapping[str, Any]) -> int:
-    """The most memory of a process that runs the model, beside its weights; 0 where it fails.
+def process_bytes(options: Mapping[str, Any], *, converting: bool = False) -> int:
+    """The most memory of a process that runs a small model, beside its weights; 0 where it fails.
 
     What else the plan reserves may not have been touched: all of it counts as the process's.
+    converting   a wider one, of which half is streamed and converted when it first comes
     """
-    module, given = "hmt.engine.own_memory", json.dumps({**_OPTIONS, **options})
+    module, given = "hmt.engine.own_memory", {**OPTIONS, **options}
     try:
-        with small_model(FEW) as folder:
-            command = [sys.executable, "-m", module, str(folder), given]
+        with (wide_model if converting else small_model)(FEW) as folder:
+            if converting:
+                given["host_memory"] = memory_for(folder, _STREAMED, given)
+            command = [sys.executable, "-m", module, str(folder), json.dumps(given)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return int(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (HMTError, OSError, ValueError, subprocess.SubprocessError):
         return 0
 
 
-def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
+def memory_for(folder: Path, kept: float, options: Mapping[str, Any]) -> int:
+    """Bytes of host memory that keep a share of the weights."""
+    from hmt.engine.config import EngineConfig
+    from hmt.engine.loading import prepare
+
+    given = {name: value for name, value in options.items() if name != "host_memory"}
+    config = EngineConfig.resolve(**given)
+    demand = prepare(folder, config).demand
+    return int(smallest_budget(demand, PlanOptions(0, config.context)) + kept * demand.weight_bytes)
+
+
+def decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
     """A step of one token for each of `users`."""
     tokens = _WARM_STEPS + _MOST_STEPS
     request = Request(input=[20] * _PROMPT, max_new_tokens=tokens, ignore_eos=True)
@@ -182,7 +199,7 @@ def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
     return faster_half(times)
 
 
-def _prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
+def prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
     """A prompt of one step."""
     request = Request(input=[20] * tokens, max_new_tokens=1, ignore_eos=True)
     model.infer(request)

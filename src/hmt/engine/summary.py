@@ -19,7 +19,7 @@ _SHARED_S = (
 )
 _SHARED_COUNTS = (
     *("disk_bytes", "useful_bytes", "host_bytes", "link_bytes", "hits", "pending", "misses"),
-    *("guesses", "guess_hits", "guess_unneeded_bytes"),
+    *("guesses", "guess_hits", "guess_unneeded_bytes", "experts", "expert_reads"),
 )
 
 
@@ -42,6 +42,7 @@ class Phase:
     guesses, guess_hits     experts read on a guess, and those of them that were needed then
     guess_unneeded_bytes    of guesses that nobody needed, less those needed after they had counted
     guess_saved_s           time that they saved, as steps with and without them told
+    experts, expert_reads   leases of experts that live on the drive, and reads of them
     """
 
     steps: int = 0
@@ -64,6 +65,8 @@ class Phase:
     guess_hits: int = 0
     guess_unneeded_bytes: int = 0
     guess_saved_s: float = 0.0
+    experts: int = 0
+    expert_reads: int = 0
 
     def since(self, before: "Phase") -> "Phase":
         """What has come since it was as `before`; all of it where it has begun anew meanwhile."""

@@ -16,7 +16,7 @@ from hmt.memory.limits import (
     resident_bytes,
     share_arenas,
 )
-from hmt.memory.numa import Binding, numa_nodes
+from hmt.memory.numa import Binding, node_distances, numa_nodes
 from hmt.memory.probe import (
     DiskRate,
     best_of,
@@ -63,6 +63,7 @@ __all__ = [
     "disk_rate",
     "file_to_read",
     "give_back",
+    "node_distances",
     "numa_nodes",
     "open_reader",
     "peak_resident_bytes",

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from hmt.base.trace import Tracer
-from hmt.base.units import KIB, MIB, round_down
+from hmt.base.units import KIB, MIB, round_down, round_up
 from hmt.memory import uring
 from hmt.memory.arena import PAGE_BYTES, HostBuffer
+from hmt.memory.limits import available_host_bytes
 from hmt.memory.reader_kinds import open_reader
 from hmt.memory.schedule import DiskRead
 from hmt.memory.transfer import TransferQueue
@@ -36,7 +37,10 @@ _MOST_REPEATED = 8
 _LEAST_FILE_BYTES = 64 * MIB  # a smaller file sits in caches of the drive and of the hypervisor
 _FIRST_ROUND_BYTES = 16 * MIB
 _ROUND = 16  # times what is in flight
-_HUGE_BUFFER_BYTES = 16 * MIB
+# What is read into memory that caches hold is not what a model's blocks are: into 16 MiB the same
+# virtual drive gave 3.7 GB/s, into 64 MiB and more 2.6.  Large buffers are on huge pages, too,
+# without which the drive gave a third.
+_BUFFER_BYTES = 64 * MIB
 _CACHES = Path("/sys/devices/system/cpu")
 _ASSUMED_CACHE_BYTES = 32 * MIB
 
@@ -76,18 +80,26 @@ def usual_rate() -> DiskRate:
     return DiskRate(usable_readers()[0], QUICK_BLOCK_BYTES, QUICK_DEPTH, 0.0)
 
 
-def disk_rate(file: Path, reader: str, block_bytes: int, depth: int, seconds: float) -> DiskRate:
+def disk_rate(
+    file: Path,
+    reader: str,
+    block_bytes: int,
+    depth: int,
+    seconds: float,
+    buffer: HostBuffer | None = None,
+) -> DiskRate:
     """Read `file` for about `seconds`, from its start and round again.
 
-    The file must hold at least one block.  Raises DiskReadError.
+    The file must hold at least one block.  `buffer`: where to, `disk_buffer` if None; changed.
+    Raises DiskReadError.
     """
     blocks = file.stat().st_size // block_bytes
     assert blocks > 0, f"{file} is shorter than a block of {block_bytes} bytes"
-    # Reads go round in one buffer: what arrives is of no interest.  It is large enough for huge
-    # pages, without which the same drive gave a third (1.0 instead of 3.0 GB/s).
-    buffer = HostBuffer(max(depth * block_bytes, _HUGE_BUFFER_BYTES))
-    buffer.tensor.fill_(0)  # page faults belong to nobody's rate
-    places = [buffer.view[i * block_bytes :][:block_bytes] for i in range(depth)]
+    if buffer is None or buffer.nbytes < depth * block_bytes:
+        buffer = disk_buffer(depth * block_bytes)
+    # Reads go round in one buffer: what arrives is of no interest.
+    count = buffer.nbytes // block_bytes
+    places = [buffer.view[i * block_bytes :][:block_bytes] for i in range(count)]
     queue = TransferQueue(
         open_reader(reader), Tracer(capacity=0), depth=depth, chunk_bytes=block_bytes
     )
@@ -96,7 +108,7 @@ def disk_rate(file: Path, reader: str, block_bytes: int, depth: int, seconds: fl
         while True:
             offsets = [(position + i) % blocks * block_bytes for i in range(count)]
             reads = [
-                DiskRead(file, offset, places[i % depth], offset + block_bytes)
+                DiskRead(file, offset, places[(position + i) % len(places)], offset + block_bytes)
                 for i, offset in enumerate(offsets)
             ]
             elapsed = _read_all(queue, reads)
@@ -110,11 +122,19 @@ def disk_rate(file: Path, reader: str, block_bytes: int, depth: int, seconds: fl
         queue.close()
 
 
+def disk_buffer(least_bytes: int = 0) -> HostBuffer:
+    """Where reads go that are timed; 64 MiB, less where memory is short."""
+    size = max(least_bytes, min(_BUFFER_BYTES, available_host_bytes() // 8), PAGE_BYTES)
+    buffer = HostBuffer(round_up(size, PAGE_BYTES))
+    buffer.tensor.fill_(0)  # page faults belong to nobody's rate
+    return buffer
+
+
 def quick_rate(file: Path, seconds: float, progress: Progress | None = None) -> DiskRate:
     """The better reader at one usual block size and depth.  Raises DiskReadError."""
-    results = []
+    results, buffer = [], disk_buffer()
     for reader in usable_readers():
-        results.append(disk_rate(file, reader, QUICK_BLOCK_BYTES, QUICK_DEPTH, seconds))
+        results.append(disk_rate(file, reader, QUICK_BLOCK_BYTES, QUICK_DEPTH, seconds, buffer))
         if progress is not None:
             progress(results[-1])
     return best_of(results)
@@ -126,9 +146,10 @@ def sweep(file: Path, seconds: float, progress: Progress | None = None) -> DiskR
     The few that are near the best are measured twice, and count with their mean.  `progress` is
     told each result.  Raises DiskReadError.
     """
+    buffer = disk_buffer()
 
     def measured(reader: str, block_bytes: int, depth: int) -> DiskRate:
-        result = disk_rate(file, reader, block_bytes, depth, seconds)
+        result = disk_rate(file, reader, block_bytes, depth, seconds, buffer)
         if progress is not None:
             progress(result)
         return result

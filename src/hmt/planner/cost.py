@@ -18,12 +18,16 @@ from dataclasses import dataclass, field
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
+from hmt.planner.caches import Caches
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
 from hmt.planner.products import Products, operations_rate
-from hmt.planner.routing import HitCurve, needed_experts, usual_curve
+from hmt.planner.routing import Needed, needed_experts
 
 _MANY_TOKENS = 32  # of a step in which a device computes as with prompts
 _FLOATS = "bf16"  # what attention is computed in
+# Of experts that are read, how many more are read on a guess that was wrong: 6 to 16% of a model of
+# 32, where guesses came true in 4 to 6 of 10 cases.  They take what time of the drive is left.
+_WRONG_GUESSES = 0.1
 _LEAST_SHARE = 0.5  # of memory's rate that is left to the CPU while the link reads, if not measured
 
 
@@ -66,12 +70,10 @@ class Prediction:
 class CostModel:
     """Costs of one plan's loads on one machine."""
 
-    def __init__(self, loads: Loads, machine: Machine, curve: HitCurve | None = None) -> None:
-        """`curve` is that of caches of experts; None: the usual one for so many experts."""
+    def __init__(self, loads: Loads, machine: Machine) -> None:
         self._loads = loads
         self._machine = machine
-        counts = [load.experts.count for load in self._loads.layers if load.experts]
-        self._curve = curve or usual_curve(max(counts, default=0))
+        self._caches = Caches(machine)
 
     def predict(self, users: int, context: int, prompt_tokens: int = 0) -> Prediction:
         """Decoding for `users` with `context` positions each, after a prompt."""
@@ -91,15 +93,14 @@ class CostModel:
 
     def decode(self, users: int, context: float) -> StepCost:
         """One token for each of `users`, who have `context` positions each."""
-        return _Step(self._loads, self._machine, self._curve, users, users, context, False).cost()
+        return self._step(users, users, context, False)
 
     def prompt(self, tokens: int, context: float, *, last: bool = True) -> StepCost:
         """A chunk of one prompt, whose tokens attend to `context` positions on average.
 
         Behind the `last` one the first token of the answer is chosen.
         """
-        step = _Step(self._loads, self._machine, self._curve, tokens, 1, context, True)
-        return step.cost(head=last)
+        return self._step(tokens, 1, context, True, head=last)
 
     def mixed(self, tokens: int, texts: int, context: float, seen: float) -> StepCost:
         """Pieces of prompts, and one token of each text that decodes: `tokens` of `texts` in all.
@@ -107,22 +108,34 @@ class CostModel:
         context   positions of each text on average, which are read
         seen      positions that each token attends to on average
         """
-        many = tokens >= _MANY_TOKENS
-        return _Step(
-            self._loads, self._machine, self._curve, tokens, texts, context, many, seen
-        ).cost()
+        return self._step(tokens, texts, context, tokens >= _MANY_TOKENS, seen)
+
+    def _step(
+        self,
+        tokens: int,
+        texts: int,
+        context: float,
+        many: bool,
+        seen: float | None = None,
+        head: bool = True,
+    ) -> StepCost:
+        given = self._loads, self._machine, tokens, texts, context, many, seen
+        found = _Step(*given).cost(self._caches, head)
+        # What a step reads of the CPU's memory it reads again in the next one.
+        faster = self._caches.faster(found.nbytes["CPU"])
+        return found if faster == 1.0 else _Step(*given, faster).cost(self._caches, head)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """What a step has added up: seconds, and seconds or bytes by name."""
 
-    times: tuple[float, float, float, float]
+    times: tuple[float, float, float, float, float]
     parts: tuple[dict[str, float], ...]
 
     def until(self, later: "_Sums") -> "_Sums":
         """What has been added since."""
-        gpu_s, cpu_s, fixed_s, in_layers_s = (
+        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s = (
             b - a for a, b in zip(self.times, later.times, strict=True)
         )
         parts = [
@@ -133,7 +146,7 @@ class _Sums:
             }
             for before, after in zip(self.parts, later.parts, strict=True)
         ]
-        return _Sums((gpu_s, cpu_s, fixed_s, in_layers_s), tuple(parts))
+        return _Sums((gpu_s, cpu_s, fixed_s, calls_s, in_layers_s), tuple(parts))
 
 
 class _Step:
@@ -143,19 +156,24 @@ class _Step:
         self,
         loads: Loads,
         machine: Machine,
-        curve: HitCurve,
         tokens: int,
         texts: int,
         context: float,
         many: bool,
         seen: float | None = None,
+        faster: float = 1.0,
     ) -> None:
-        self._loads, self._machine, self._curve = loads, machine, curve
+        """`faster`: so many times is the CPU's memory read, since caches hold it."""
+        self._loads, self._machine = loads, machine
         self._tokens, self._texts, self._context, self._many = tokens, texts, context, many
         self._seen = context if seen is None else seen
-        self._cpu = Products(machine.cpu_rates, self._ram_rate(), machine.cpu_ops)
+        self._faster = faster
+        self._cpu = Products(
+            machine.cpu_rates, self._ram_rate(), machine.cpu_ops, machine.cpu_row_s,
+            faster, machine.cpu_cached_rates,
+        )  # fmt: skip
         self._gpu = Products(machine.device_rates, machine.device_read_rate, machine.device_ops)
-        self._gpu_s = self._cpu_s = self._fixed_s = 0.0
+        self._gpu_s = self._cpu_s = self._fixed_s = self._calls_s = 0.0
         self._experts_s = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
         self._in_layers_s = 0.0
         self._longest: dict[str, float] = {}
@@ -164,7 +182,7 @@ class _Step:
         self._unknown = False
         self._cpu_bytes: dict[str, float] = {}  # by encoding
 
-    def cost(self, head: bool = True) -> StepCost:
+    def cost(self, caches: Caches, head: bool = True) -> StepCost:
         before = False  # whether the layer before ended on the device
         # Drafts share what layers do that are alike: searches take a fourth of the time.
         alike: dict[tuple[int, bool], tuple[LayerLoad, int]] = {}
@@ -181,19 +199,20 @@ class _Step:
             self._head(before)
         self._ahead["disk"] += self._tokens * self._loads.row_bytes
         self._bytes["disk"] += self._tokens * self._loads.row_bytes
-        return self._sum()
+        return self._sum(caches)
 
     def _so_far(self) -> "_Sums":
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
-        times = self._gpu_s, self._cpu_s, self._fixed_s, self._in_layers_s
+        times = self._gpu_s, self._cpu_s, self._fixed_s, self._calls_s, self._in_layers_s
         return _Sums(times, tuple(dict(part) for part in parts))
 
     def _add(self, sums: "_Sums", times: int) -> None:
         """What so many other layers add that are like one before."""
-        gpu_s, cpu_s, fixed_s, in_layers_s = sums.times
+        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s = sums.times
         self._gpu_s += times * gpu_s
         self._cpu_s += times * cpu_s
         self._fixed_s += times * fixed_s
+        self._calls_s += times * calls_s
         self._in_layers_s += times * in_layers_s
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
         for part, more in zip(parts, sums.parts, strict=True):
@@ -216,20 +235,21 @@ class _Step:
             self._fixed_s += (self._many and machine.prompt_launch_s) or machine.launch_s
             self._gpu_s += numbers * machine.device_number_s
         if cpu:
-            self._fixed_s += self._layer_s(load)
+            self._fixed_s += (self._many and machine.prompt_layer_s) or machine.layer_s
+            self._calls_s += self._apart_s(load)
             self._cpu_s += numbers * machine.number_s
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
 
-    def _layer_s(self, load: LayerLoad) -> float:
-        """Of a layer on the CPU, beyond what it reads and computes."""
+    def _apart_s(self, load: LayerLoad) -> float:
+        """What a layer takes that is computed one by one; those of prompts all are."""
         machine = self._machine
-        if self._many:
-            return machine.prompt_layer_s or machine.layer_s
         if not self._loads.apart:
-            return machine.layer_s
-        experts_s = machine.apart_experts_s if load.experts else 0.0
+            return 0.0
+        layer_s = 0.0 if self._many else machine.apart_layer_s
+        held = load.experts is not None and load.experts.home is Tier.DISK
+        experts_s = machine.held_experts_s if held else machine.apart_experts_s
         latent_s = machine.apart_latent_s if load.latent else 0.0
-        return max(machine.apart_layer_s, machine.layer_s) + experts_s + latent_s
+        return layer_s + latent_s + (experts_s if load.experts else 0.0)
 
     def _dense(self, sums: Sums, tokens: int) -> None:
         for (place, encoding), weights in sums.items():
@@ -260,7 +280,7 @@ class _Step:
             near, host = (1.0, 0.0) if load.window else (loads.near + loads.warm, loads.cold)
         # The CPU attends to what is in host memory, beside the device.
         cpu = (
-            machine.cpu_attention_rate or self._ram_rate(),
+            self._attention_rate(),
             machine.cpu_attention_ops or operations_rate(machine.cpu_ops, _FLOATS),
         )
         gpu = (
@@ -285,11 +305,12 @@ class _Step:
     def _experts(self, load: LayerLoad, experts: Experts) -> float:
         """Experts that the CPU computes."""
         chosen, count, each = self._loads.chosen, experts.count, experts.each
-        needed = needed_experts(count, chosen, self._tokens, experts.on_device, self._curve)
+        needed = self._needed(count, experts.on_device)
         read = 0.0
         if experts.home is Tier.DISK:
             kept = max(experts.in_memory, experts.on_device)
-            read = needed_experts(count, chosen, self._tokens, kept, self._curve).absent
+            read = self._needed(count, kept).absent
+        self._calls_s += read * self._machine.missed_expert_s
         brought = 0.0
         if self._many and load.many_experts_on_device:
             brought = needed.absent
@@ -311,7 +332,6 @@ class _Step:
         )
         for name, taken in seconds.items():
             self._experts_s[name] += taken
-        longest = max(seconds, key=lambda name: seconds[name])
         # In steps of many tokens every expert is wanted: link and drive go ahead of the layers.
         if self._many:
             ahead = {"link": brought * each.nbytes, "disk": read * each.read_bytes}
@@ -320,13 +340,25 @@ class _Step:
                 self._experts_s[name] -= seconds[name]
             self._in_layers_s += max(seconds["GPU"], seconds["CPU"])
         else:
-            self._in_layers_s += seconds[longest]
-            self._longest[longest] = self._longest.get(longest, 0.0) + seconds[longest]
+            # What the drive brings is waited for behind what is there: with a third of a layer's
+            # experts missing, two cores computed and waited in turn.
+            disk_s = seconds.pop("disk")
+            longest = max(seconds, key=lambda name: seconds[name])
+            self._in_layers_s += seconds[longest] + disk_s
+            for name, taken in ((longest, seconds[longest]), ("disk", disk_s)):
+                self._longest[name] = self._longest.get(name, 0.0) + taken
         self._bytes["GPU"] += here * each.nbytes
         self._bytes["CPU"] += left * each.nbytes
         self._bytes["link"] += brought * each.nbytes
-        self._bytes["disk"] += read * each.read_bytes
+        guessed = _WRONG_GUESSES * read if self._loads.guesses and not self._many else 0.0
+        self._bytes["disk"] += (read + guessed) * each.read_bytes
         return left
+
+    def _needed(self, count: int, cached: float) -> Needed:
+        """Of `count` experts of a layer, `cached` of which are near."""
+        return needed_experts(
+            count, self._loads.chosen, self._tokens, cached, self._loads.hits, self._texts
+        )
 
     def _head(self, before: bool) -> None:
         rows = self._texts
@@ -335,7 +367,7 @@ class _Step:
         if self._machine.device_name and on_device != before:
             self._fixed_s += self._machine.sync_s
 
-    def _sum(self) -> StepCost:
+    def _sum(self, caches: Caches) -> StepCost:
         machine = self._machine
         link_s = _over(self._ahead["link"], machine.link_rate)
         disk_s = self._disk_time(self._ahead["disk"])
@@ -347,9 +379,12 @@ class _Step:
         cpu_s, link_s = self._beside(cpu_s, reading_s, link_s, usual)
         link_s += self._experts_s["link"]
         disk_s += self._experts_s["disk"]
-        fixed = self._fixed_s + machine.step_s + self._texts * machine.row_s
+        calls_s = self._calls_s + machine.step_s + self._texts * machine.row_s
+        fixed = self._fixed_s + caches.slower(self._bytes["CPU"]) * calls_s
         in_turn = self._gpu_s + cpu_s + self._in_layers_s + fixed
+        # What the drive cannot bring while layers compute, it brings before.
         seconds = max(in_turn, link_s, disk_s)
+        seconds += (1 - self._loads.hidden) * min(in_turn, disk_s)
         busy = {
             "GPU": self._gpu_s + self._experts_s["GPU"],
             "CPU": cpu_s + self._experts_s["CPU"],
@@ -376,7 +411,7 @@ class _Step:
     def _product(self, side: Products, weights: Weights, encoding: str, tokens: float) -> float:
         if self._many and weights.numbers and not side.known:
             self._unknown = True  # a prompt is arithmetic
-        return side.seconds(weights.nbytes, weights.numbers, encoding, tokens)
+        return side.seconds(weights.nbytes, weights.numbers, encoding, tokens, weights.rows)
 
     def _longer(self, nbytes: float, operations: float, rate: float, ops: float) -> float:
         """Reading and computing go on at once."""
@@ -388,6 +423,13 @@ class _Step:
         if nbytes and not self._machine.disk_read_rate:
             self._unknown = True
         return _over(nbytes, self._machine.disk_read_rate)
+
+    def _attention_rate(self) -> float:
+        """Of keys and values that the CPU reads."""
+        machine = self._machine
+        rate = machine.cpu_attention_rate or self._ram_rate()
+        most = machine.cpu_cached_attention_rate or rate
+        return max(rate, min(self._faster * rate, most))
 
     def _ram_rate(self) -> float:
         """Of memory that is spread over all nodes."""

@@ -36,7 +36,7 @@ class Draft:
             demand, device_bytes, chunk=chunk, context=context, host_bytes=host_bytes
         )
         self.layers = demand.spec.layers
-        self._demand, self._chunk = demand, chunk
+        self._demand, self._chunk, self._hits = demand, chunk, demand.hit_curve
         self._link_share = copied_share(machine) or _LINK_SHARE
         self._kv_bytes = [layer.kv_bytes for layer in self.room.layers]
         others = activation_bytes(demand, chunk, context) + 2 * demand.staging_bytes
@@ -103,7 +103,7 @@ class Draft:
         return Loads(
             layers, head, 0, self._demand.spec.experts_per_token,
             self._link_share if choice.staging_slots else 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, self._chunk,
-            self._demand.spec.hidden_size,
+            self._demand.spec.hidden_size, self._hits, guesses=bool(self._demand.guess_bytes),
         )  # fmt: skip
 
     def _kinds(self) -> list[int]:

@@ -7,6 +7,7 @@ from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockKind, BlockSize
 from hmt.contracts.model import EXPERT_WORKSPACE_BYTES, PAGE_TOKENS, PIECE_TOKENS, ModelSpec
 from hmt.planner.levels import KVSizes
+from hmt.planner.routing import HitCurve, usual_curve
 
 _CHUNK_LIMITS = (16, 512)
 _ACTIVATION_SHARE = 16  # a prefill chunk's activations take about this fraction of the weights
@@ -33,6 +34,7 @@ class Demand:
     prefix_bytes    what pages pass through that are kept on the drive for other texts
     kv_sizes        of pages at several levels; None: all are near
     experts_alike   whether all experts are laid out alike, so that any may take any's place
+    hits            of caches of experts, as a trace or runs tell; None: as usual
     """
 
     spec: ModelSpec
@@ -53,11 +55,18 @@ class Demand:
     expert_token_bytes: int = 0
     prefix_bytes: int = 0
     kv_sizes: KVSizes | None = None
+    hits: HitCurve | None = None
 
     @property
     def weight_bytes(self) -> int:
         """Memory that all blocks take together when all are resident."""
         return sum(block.slot_bytes for block in self.blocks)
+
+    @property
+    def hit_curve(self) -> HitCurve:
+        """Of caches of experts: what is known of this model, or the usual one for so many."""
+        numbers = (b.id.index for b in self.blocks if b.id.kind is BlockKind.EXPERT)
+        return self.hits or usual_curve(max(numbers, default=-1) + 1)
 
     def of_kind(self, *kinds: BlockKind) -> list[BlockSize]:
         """Blocks of some kinds, in model order."""

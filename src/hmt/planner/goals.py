@@ -163,7 +163,7 @@ def searched(outlook: Outlook, setting: Setting, goal: str) -> Planned | None:
     prompt = setting.prompt_tokens or each
     weigh = _weigher(goal, setting.users, each, prompt)
     found = []
-    for choice in dict.fromkeys(cheapest(draft, setting.machine, weigh, outlook.curve)):
+    for choice in dict.fromkeys(cheapest(draft, setting.machine, weigh)):
         wanted = replace(setting, device=choice if choice.layers else None)
         found.append(outlook.fits(wanted if choice.layers else replace(wanted, device_bytes=0)))
     fitting = [planned for planned in found if planned is not None]

@@ -13,6 +13,7 @@ from hmt.contracts.kv import GROUP_PAGES
 from hmt.contracts.model import KVKind
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.footprint import Demand
+from hmt.planner.routing import HitCurve
 
 _BYTES_PER_NUMBER = 2  # where nothing is known of a block but its bytes
 
@@ -32,11 +33,16 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Weights:
-    """Weights of one encoding, summed up.  `read_bytes` is what the drive would read of them."""
+    """Weights of one encoding, summed up.
+
+    rows         of their matrices
+    read_bytes   what the drive would read of them
+    """
 
     nbytes: float = 0
     numbers: float = 0
     read_bytes: float = 0
+    rows: float = 0
 
     def add(self, block: BlockSize) -> None:
         """Count `block`, too."""
@@ -44,6 +50,7 @@ class Weights:
         self.nbytes += block.slot_bytes
         self.numbers += block.slot_bytes / _BYTES_PER_NUMBER if numbers is None else numbers
         self.read_bytes += block.read_bytes
+        self.rows += block.rows
 
     def plus(self, other: "Weights") -> "Weights":
         """Both together."""
@@ -51,11 +58,17 @@ class Weights:
             self.nbytes + other.nbytes,
             self.numbers + other.numbers,
             self.read_bytes + other.read_bytes,
+            self.rows + other.rows,
         )
 
     def times(self, factor: float) -> "Weights":
         """So many of them."""
-        return Weights(self.nbytes * factor, self.numbers * factor, self.read_bytes * factor)
+        return Weights(
+            self.nbytes * factor,
+            self.numbers * factor,
+            self.read_bytes * factor,
+            self.rows * factor,
+        )
 
 
 Sums = dict[tuple[Place, str], Weights]
@@ -118,7 +131,11 @@ class Loads:
     cold_ratio   bytes of a position there, over those near
     chunk        prompt tokens per step
     width        numbers of a hidden state
+    hits         of caches of experts
     apart        whether the CPU computes layers one by one, also with few tokens
+    guesses      whether experts are read from the drive on a guess
+    hidden       the share of the drive's time that may pass while layers compute: all of it where a
+                 layer's dense blocks fit beside those that compute, nothing where only one fits
     """
 
     layers: list[LayerLoad]
@@ -133,7 +150,10 @@ class Loads:
     cold_ratio: float
     chunk: int
     width: int
+    hits: HitCurve
     apart: bool = False
+    guesses: bool = False
+    hidden: float = 1.0
 
 
 def loads_of(demand: Demand, plan: Plan) -> Loads:
@@ -164,15 +184,29 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     # Slots of host memory hold the experts of all layers that live on the drive.
     away = [load.experts for load in layers if load.experts and load.experts.home is Tier.DISK]
     total = sum(group.count * group.each.nbytes for group in away)
-    share = _expert_slot_bytes(away, plan) / total if total else 0.0
+    share = _expert_slot_bytes(away, _streamed_bytes(demand, plan), plan) / total if total else 0.0
     for group in away:
         group.in_memory = min(1.0, share) * group.count
     add_attention(layers, demand, device.stages)
     near, warm, cold, warm_ratio, cold_ratio = _levels(demand, plan)
     return Loads(
         layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
-        warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, _apart(demand, plan),
+        warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, demand.hit_curve,
+        _apart(demand, plan), bool(demand.guess_bytes), _hidden(demand, plan),
     )  # fmt: skip
+
+
+def _hidden(demand: Demand, plan: Plan) -> float:
+    """See Loads."""
+    streamed: dict[int, int] = {}
+    for block in demand.blocks:
+        if block.id.kind is not BlockKind.EXPERT and plan.homes[block.id] is Tier.DISK:
+            streamed[block.id.layer] = streamed.get(block.id.layer, 0) + block.slot_bytes
+    streamed.pop(TRUNK, None)
+    room = plan.reserved.get("slots", 0)
+    if len(streamed) < 2 or not room:
+        return 1.0
+    return min(1.0, max(0.0, room / max(streamed.values()) - 1.0))
 
 
 def _apart(demand: Demand, plan: Plan) -> bool:
@@ -204,12 +238,26 @@ def _experts(blocks: list[BlockSize], plan: Plan) -> Experts:
     return found
 
 
-def _expert_slot_bytes(away: list[Experts], plan: Plan) -> float:
+def _streamed_bytes(demand: Demand, plan: Plan) -> int:
+    """Of dense blocks that come and go in slots; tables are read row by row."""
+    slotless = (BlockKind.EXPERT, BlockKind.EMBEDDING)
+    return sum(
+        block.slot_bytes
+        for block in demand.blocks
+        if block.id.kind not in slotless and plan.homes[block.id] is Tier.DISK
+    )
+
+
+def _expert_slot_bytes(away: list[Experts], streamed_bytes: int, plan: Plan) -> float:
+    """Bytes of slots that experts have: their own, or what dense blocks leave.
+
+    Where sizes share the slots, a dense block takes the place of experts as long as there are any.
+    """
     if plan.slot_counts and away:
         sizes = {group.each.nbytes for group in away}
         if sizes <= set(plan.slot_counts):
             return float(sum(size * plan.slot_counts[int(size)] for size in sizes))
-    return float(plan.reserved.get("slots", 0))
+    return float(max(0, plan.reserved.get("slots", 0) - streamed_bytes))
 
 
 def add_attention(layers: list[LayerLoad], demand: Demand, stages: Collection[int]) -> None:

@@ -20,7 +20,15 @@ from hmt.base.units import parse_bytes, parse_rate
 from hmt.contracts.machine import Machine
 from hmt.planner.shipped import shipped_names, text_of
 
-_MAPS = ("cpu_rates", "cpu_ops", "device_rates", "device_ops")
+_MAPS = (
+    "cpu_rates",
+    "cpu_ops",
+    "cpu_row_s",
+    "cached_rates",
+    "cpu_cached_rates",
+    "device_rates",
+    "device_ops",
+)
 _TEXTS = ("name", "device_name", "note")
 _COUNTS = ("cores", "numa_nodes")
 
@@ -60,6 +68,8 @@ def machine_of(content: Mapping[str, Any], source: str) -> Machine:
         raise ConfigError(f"{source}: a GPU needs device_bytes and link_rate")
     if machine.device_bytes and not machine.device_name:
         raise ConfigError(f"{source}: a GPU needs device_name, too, which is what plans call it")
+    if machine.numa_distances and len(machine.numa_distances) != machine.numa_nodes:
+        raise ConfigError(f"{source}: numa_distances needs a row for each of numa_nodes")
     if not machine.cores or not machine.ram_bytes:
         raise ConfigError(f"{source}: cores and ram_bytes must be more than 0")
     return machine
@@ -74,6 +84,9 @@ def machine_toml(machine: Machine) -> str:
             if value:
                 tables.append(f"\n[{entry.name}]")
                 tables += [f"{_text(key)} = {number!r}" for key, number in value.items()]
+        elif isinstance(value, tuple):
+            if value:
+                lines.append(f"{entry.name} = {[list(row) for row in value]!r}")
         elif value or entry.default is MISSING:
             shown = _text(value) if isinstance(value, str) else repr(value)
             lines.append(f"{entry.name} = {shown}")
@@ -85,11 +98,16 @@ def _value(name: str, given: Any, source: str) -> Any:
         if name in _MAPS:
             if not isinstance(given, dict):
                 raise ConfigError("must be a table, from encodings to rates")
+            if name == "cached_rates":
+                for key in given:
+                    parse_bytes(key)
             return {str(key): _number(value) for key, value in given.items()}
         if name in _TEXTS:
             if not isinstance(given, str):
                 raise ConfigError("must be text")
             return given
+        if name == "numa_distances":
+            return _distances(given)
         if name.endswith("_bytes"):
             return parse_bytes(given)
         number = _number(given)
@@ -97,9 +115,22 @@ def _value(name: str, given: Any, source: str) -> Any:
             raise ConfigError("must be a whole number of at least 1")
         if name == "remote_share" and number > 1:
             raise ConfigError("is a share of at most 1")
+        if name == "cold_times" and 0 < number < 1:
+            raise ConfigError("must be 1 or more, or 0 if it is not known")
         return int(number) if name in _COUNTS else number
     except ConfigError as error:
         raise ConfigError(f"{source}: {name} = {given!r}: {error}") from None
+
+
+def _distances(given: Any) -> tuple[tuple[int, ...], ...]:
+    """As many rows as columns, of whole numbers."""
+    rows = given if isinstance(given, list) else [None]
+    for row in rows:
+        if not isinstance(row, list) or len(row) != len(rows):
+            raise ConfigError("must be a list of rows, one per node, with as many distances each")
+        if any(type(far) is not int or far < 1 for far in row):
+            raise ConfigError("distances must be whole numbers of at least 1")
+    return tuple(map(tuple, rows))
 
 
 def _number(given: Any) -> float:

@@ -1,29 +1,43 @@
-"""A machine of several NUMA nodes, of which a model has one."""
+"""A machine of several NUMA nodes, of which a model has one, or those of one socket."""
 
 from dataclasses import replace
 
 from hmt.contracts.machine import Machine
 
 _OURS = 0.9  # of a node's memory, as hmt.memory.numa says
+_APART = 20  # from this distance on a node is behind another socket, as it says, too
 
 
 def on_its_nodes(machine: Machine, numa: tuple[int, int] | str | None, host_bytes: int) -> Machine:
     """What is left of `machine` for a model that is bound so; see hmt.memory.numa.choose.
 
-    One node has its share of cores, memory and their rates; GPU, link and drive are as they were.
+    Each node has its share of cores, memory and their rates; GPU, link and drive are as they were.
     """
-    nodes = machine.numa_nodes
-    fits = machine.device_name and host_bytes <= _OURS * machine.ram_bytes / nodes
-    one = fits if numa == "auto" else numa is not None and numa[0] == numa[1]
-    if nodes < 2 or not one:
+    nodes, had = machine.numa_nodes, 1
+    if numa == "auto":
+        had = _beside(machine)
+        fits = host_bytes <= _OURS * machine.ram_bytes * had / nodes
+        bound = bool(machine.device_name) and fits
+    else:
+        bound = numa is not None and numa[0] == numa[1]
+    if had >= nodes or not bound:
         return machine
+    share = had / nodes
     return replace(
         machine,
-        cores=max(1, machine.cores // nodes),
-        ram_bytes=machine.ram_bytes // nodes,
-        ram_read_rate=machine.ram_read_rate / nodes,
-        cpu_rates={name: rate / nodes for name, rate in machine.cpu_rates.items()},
-        cpu_ops={name: rate / nodes for name, rate in machine.cpu_ops.items()},
-        shared_cpu_rate=machine.shared_cpu_rate / nodes,
-        numa_nodes=1,
+        cores=max(1, int(machine.cores * share)),
+        ram_bytes=int(machine.ram_bytes * share),
+        ram_read_rate=machine.ram_read_rate * share,
+        cpu_rates={name: rate * share for name, rate in machine.cpu_rates.items()},
+        cpu_ops={name: rate * share for name, rate in machine.cpu_ops.items()},
+        shared_cpu_rate=machine.shared_cpu_rate * share,
+        numa_nodes=had,
+        numa_distances=tuple(row[:had] for row in machine.numa_distances[:had]),
+        remote_share=machine.remote_share if had == 1 else 1.0,  # that of the socket itself
     )
+
+
+def _beside(machine: Machine) -> int:
+    """Nodes of a socket, of the smallest where they differ; 1 where distances are not known."""
+    rows = [sum(far < _APART for far in row) for row in machine.numa_distances]
+    return max(1, min(rows, default=1))

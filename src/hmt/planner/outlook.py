@@ -17,7 +17,6 @@ from hmt.planner.device import DeviceChoice
 from hmt.planner.footprint import Demand, default_chunk
 from hmt.planner.levels import KVBudgets
 from hmt.planner.loads import loads_of
-from hmt.planner.routing import HitCurve
 from hmt.planner.solver import PlanOptions, solve
 
 _OURS = 0.9  # of a described machine's memories; the rest is the system's and the driver's
@@ -108,9 +107,8 @@ class Change:
 class Outlook:
     """Plans settings of one model."""
 
-    def __init__(self, demand_for: DemandFor, curve: HitCurve | None = None) -> None:
-        """`curve` is that of caches of experts, where it is known from a trace."""
-        self._demand_for, self.curve = demand_for, curve
+    def __init__(self, demand_for: DemandFor) -> None:
+        self._demand_for = demand_for
         self._demands: dict[tuple[str | None, int], Demand] = {}
 
     def demand(self, setting: Setting) -> Demand:
@@ -136,7 +134,7 @@ class Outlook:
         """What a plan for the setting would reach."""
         context = setting.context or plan.kv_tokens // setting.users
         prompt = context if setting.prompt_tokens is None else setting.prompt_tokens
-        costs = CostModel(loads_of(demand, plan), setting.machine, self.curve)
+        costs = CostModel(loads_of(demand, plan), setting.machine)
         return costs.predict(setting.users, context, prompt)
 
     def fits(self, setting: Setting) -> Planned | None:

@@ -2,14 +2,26 @@
 
 One token's product is bound by reading, and one of hundreds by arithmetic.  Between them other
 kernels take over, and neither rate says how long they take: there the product itself was measured,
-with some numbers of tokens, and what lies between two of them is on the straight line.
+with some numbers of tokens, and what lies between two of them is on the straight line.  What each
+row of a matrix takes beyond its weights (a sum over lanes, scales, writing the result) counts where
+rows are short, as those of small models and of experts are.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from typing import NamedTuple
 
 _FLOATS = "bf16"
 _AT = "@"  # "w4a8@8": with 8 tokens
+_NOTHING: Mapping[str, float] = {}
+
+
+class _Point(NamedTuple):
+    """With so many tokens: seconds of each weight, and of each row."""
+
+    tokens: int
+    weight_s: float
+    row_s: float
 
 
 class Products:
@@ -17,13 +29,23 @@ class Products:
 
     rates       bytes of weights per second with one token, by encoding; `otherwise` for others
     operations  per second, by encoding, and with fewer tokens by ENCODING@TOKENS
+    row_s       seconds of a row for each token, named as `operations`, and ENCODING@1
+    faster      how much faster memory is read than those rates say, since caches hold it
+    most        bytes per second then, by encoding
     """
 
     def __init__(
-        self, rates: Mapping[str, float], otherwise: float, operations: Mapping[str, float]
+        self,
+        rates: Mapping[str, float],
+        otherwise: float,
+        operations: Mapping[str, float],
+        row_s: Mapping[str, float] = _NOTHING,
+        faster: float = 1.0,
+        most: Mapping[str, float] = _NOTHING,
     ) -> None:
         self._rates, self._otherwise, self._operations = rates, otherwise, operations
-        self._curves: dict[str, list[tuple[int, float]]] = {}
+        self._row_s, self._faster, self._most = row_s, faster, most
+        self._curves: dict[str, list[_Point]] = {}
 
     @property
     def known(self) -> bool:
@@ -32,46 +54,61 @@ class Products:
 
     def rate(self, encoding: str) -> float:
         """Bytes per second with one token; 0: not known."""
-        return self._rates.get(encoding) or self._otherwise
+        rate = self._rates.get(encoding) or self._otherwise
+        most = self._most.get(encoding, 0.0)
+        return max(rate, min(rate * self._faster, most)) if most else rate * self._faster
 
     def reading_s(self, nbytes: float, encoding: str) -> float:
         """Of weights, with one token."""
         rate = self.rate(encoding)
         return nbytes / rate if rate else 0.0
 
-    def seconds(self, nbytes: float, numbers: float, encoding: str, tokens: float) -> float:
-        """With `numbers` weights of `nbytes`; never less than with fewer tokens."""
-        least = self.reading_s(nbytes, encoding)
-        rate = operations_rate(self._operations, encoding)
+    def seconds(
+        self, nbytes: float, numbers: float, encoding: str, tokens: float, rows: float = 0.0
+    ) -> float:
+        """With `numbers` weights of `nbytes` in `rows`; never less than with fewer tokens."""
+        reading = self.reading_s(nbytes, encoding)
+        name = _nearest(self._operations, encoding)
+        one = reading + rows * self._row_s.get(f"{name}{_AT}1", 0.0)
+        rate = self._operations.get(name, 0.0)
         computing = 2 * numbers * tokens / rate if rate else 0.0
+        many = computing + rows * tokens * self._row_s.get(name, 0.0)
         curve = self._curve(encoding)
         if not curve or tokens <= 1:
-            return max(least, computing)
-        above = bisect_left(curve, (tokens, 0.0))
-        if above == len(curve):
-            return max(least, computing, 2 * numbers * curve[-1][1])
-        count, high = curve[above]
-        before, low = (1, 0.0) if above == 0 else curve[above - 1]
-        share = (tokens - before) / (count - before)
-        low_s, high_s = max(least, 2 * numbers * low), max(least, 2 * numbers * high)
-        return low_s + (high_s - low_s) * share
+            return max(one, many)
+        # What caches hold shortens what is read, not what is computed with it.
+        slowly = nbytes / (self._rates.get(encoding) or self._otherwise or 1.0)
+        saved = slowly - reading if reading else 0.0
 
-    def _curve(self, encoding: str) -> list[tuple[int, float]]:
-        """Numbers of tokens and seconds per operation of one, ascending in both."""
+        def at(point: _Point) -> float:
+            return max(one, numbers * point.weight_s - saved + rows * point.row_s)
+
+        above = bisect_left(curve, (tokens, 0.0, 0.0))
+        if above == len(curve):
+            return max(many, at(curve[-1]))
+        point = curve[above]
+        count, low = (1, one) if above == 0 else (curve[above - 1].tokens, at(curve[above - 1]))
+        share = (tokens - count) / (point.tokens - count)
+        return low + (at(point) - low) * share
+
+    def _curve(self, encoding: str) -> list[_Point]:
+        """Ascending in all."""
         if encoding not in self._curves:
             self._curves[encoding] = self._measured(_nearest(self._operations, encoding))
         return self._curves[encoding]
 
-    def _measured(self, encoding: str) -> list[tuple[int, float]]:
-        begin, points, longest = encoding + _AT, [], 0.0
+    def _measured(self, encoding: str) -> list[_Point]:
+        begin, points = encoding + _AT, []
+        longest = slowest = 0.0
         found = [
             (int(name.removeprefix(begin)), rate)
             for name, rate in self._operations.items()
             if name.startswith(begin) and rate
         ]
         for tokens, rate in sorted(found):
-            longest = max(longest, tokens / rate)
-            points.append((tokens, longest))
+            longest = max(longest, 2 * tokens / rate)
+            slowest = max(slowest, tokens * self._row_s.get(f"{begin}{tokens}", 0.0))
+            points.append(_Point(tokens, longest, slowest))
         return points
 
 

@@ -27,7 +27,7 @@ from hmt.planner.device import DeviceChoice
 from hmt.planner.footprint import Demand
 from hmt.planner.goals import GOALS, plan_for_goal
 from hmt.planner.outlook import Outlook, Planned, Setting
-from hmt.planner.routing import HitCurve, usual_curve
+from hmt.planner.routing import HitCurve
 from hmt.planner.shipped import shipped_names, text_of
 
 _SECTIONS = {
@@ -104,7 +104,7 @@ def plan_profile(outlook: Outlook, setting: Setting, profile: Profile) -> Planne
         if profile.auto_tune:
             return plan_for_goal(outlook, setting, profile.goal)
         return outlook.plan(setting)
-    choices = _choices(outlook.demand(setting), profile, outlook.curve)
+    choices = _choices(outlook.demand(setting), profile)
     tried = (_with_smaller_pieces(outlook, replace(setting, device=each)) for each in choices)
     # Those that leave little room to map host memory would read from the drive what it could hold.
     fitting = [planned for planned in tried if planned is not None]
@@ -119,7 +119,7 @@ def plan_profile(outlook: Outlook, setting: Setting, profile: Profile) -> Planne
     return found
 
 
-def _choices(demand: Demand, profile: Profile, curve: HitCurve | None) -> Iterator[DeviceChoice]:
+def _choices(demand: Demand, profile: Profile) -> Iterator[DeviceChoice]:
     """What the profile wants on the device, and less and less of the experts."""
     assert profile.gpu_layers is not None
     layers = min(profile.gpu_layers, demand.spec.layers)
@@ -132,7 +132,7 @@ def _choices(demand: Demand, profile: Profile, curve: HitCurve | None) -> Iterat
     count = experts.count(experts[0])
     slots = likely_experts(
         count, demand.spec.experts_per_token, profile.expert_threshold or 0.0,
-        curve or usual_curve(count),
+        demand.hit_curve,
     )  # fmt: skip
     for eighths in range(8, 0, -1):
         yield DeviceChoice(

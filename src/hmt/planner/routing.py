@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+# Of 2 to 8 texts through one cache of a third of the experts or less, on recorded and on synthetic
+# traces: misses are predicted 26% too few to 24% too many, 5% off in the middle.  As if all texts
+# had one working set (0) it was a tenth to all of them, 30% too few in the middle.
+_APART = 0.95
 _MANY = 64  # experts of a layer: from here on choices are as uneven as the published ones
 
 
@@ -12,9 +16,11 @@ class HitCurve:
     """The share of chosen experts that a cache of a share of them has.
 
     points   (residency, hits), both ascending from (0, 0) to (1, 1); between them it is straight
+    origin   where it comes from, for people
     """
 
     points: tuple[tuple[float, float], ...]
+    origin: str = ""
 
     def __post_init__(self) -> None:
         assert self.points[0] == (0.0, 0.0) and self.points[-1] == (1.0, 1.0)
@@ -30,10 +36,17 @@ class HitCurve:
 
 UNIFORM = HitCurve(((0.0, 0.0), (1.0, 1.0)))
 # Published for models of many small experts: see design.md, decision 2.
-PUBLISHED = HitCurve(((0.0, 0.0), (0.06, 0.37), (0.25, 0.81), (0.64, 0.96), (1.0, 1.0)))
+PUBLISHED = HitCurve(
+    ((0.0, 0.0), (0.06, 0.37), (0.25, 0.81), (0.64, 0.96), (1.0, 1.0)),
+    "published figures of models with many small experts",
+)
 # Of 32 experts, four chosen: `hmt bench cache` on four kinds of text, the policy "heat".
 FEW = HitCurve(
-    ((0.0, 0.0), (0.0625, 0.09), (0.125, 0.29), (0.25, 0.53), (0.5, 0.79), (0.75, 0.93), (1.0, 1.0))
+    (
+        *((0.0, 0.0), (0.0625, 0.09), (0.125, 0.29), (0.25, 0.53), (0.5, 0.79), (0.75, 0.93)),
+        (1.0, 1.0),
+    ),
+    "a small model of 32 experts",
 )
 
 
@@ -42,14 +55,36 @@ def usual_curve(experts: int) -> HitCurve:
     return PUBLISHED if experts >= _MANY else FEW
 
 
-def measured_curve(residencies: Sequence[float], rates: Sequence[float]) -> HitCurve:
+def measured_curve(
+    residencies: Sequence[float], rates: Sequence[float], origin: str = "a measurement"
+) -> HitCurve:
     """Through measured points, ascending; chance never makes it fall."""
     points, best = [(0.0, 0.0)], 0.0
     for residency, rate in zip(residencies, rates, strict=True):
         best = min(1.0, max(best, rate))
         if points[-1][0] < residency < 1:
             points.append((residency, best))
-    return HitCurve((*points, (1.0, 1.0)))
+    return HitCurve((*points, (1.0, 1.0)), origin)
+
+
+def shared_hits(curve: HitCurve, residency: float, texts: float = 1.0) -> float:
+    """The share of chosen experts that a cache has which `texts` share; the curve is that of one.
+
+    A cache holds what was chosen lately, and texts choose independently: where each has chosen a
+    share s of all experts lately, all together have 1 - (1 - s) ** texts, which is what fits.  A
+    text finds what it has chosen itself (the curve at s), and of the rest what others have.  That
+    some experts are popular with all of them makes `texts` count for a little less.
+    """
+    if residency >= 1.0 or texts <= 1.0:
+        return curve.hits(residency)
+    own = own_share(residency, texts)
+    others = (1.0 - residency) / (1.0 - own)  # what no other text has chosen lately
+    return 1.0 - (1.0 - curve.hits(own)) * others
+
+
+def own_share(residency: float, texts: float) -> float:
+    """The share of all experts that each of `texts` has chosen lately, where a cache holds all."""
+    return float(1.0 - (1.0 - residency) ** (max(1.0, texts) ** -_APART))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +96,31 @@ class Needed:
 
 
 def needed_experts(
-    experts: int, chosen: int, tokens: float, cached: float, curve: HitCurve
+    experts: int,
+    chosen: int,
+    tokens: float,
+    cached: float,
+    curve: HitCurve,
+    texts: float = 1.0,
 ) -> Needed:
     """For `tokens` that choose `chosen` of `experts` each, and a cache of `cached` of them.
 
-    Experts in the cache are chosen as often as the curve says, each of them equally; and so are
-    the others.  Several tokens choose the same ones: a step reads their union.
+    Experts that are not in the cache are chosen as often as `shared_hits` leaves them, each of them
+    equally.  Several tokens choose the same ones, those of one text more often: a step reads their
+    union.
     """
     if not experts or not chosen:
         return Needed(0.0, 0.0)
     # No token chooses an expert twice: a cache of one never has two of its choices.
-    hits = min(curve.hits(cached / experts), cached / chosen)
-    return Needed(
-        _union(cached, hits * chosen, tokens), _union(experts - cached, (1 - hits) * chosen, tokens)
-    )
+    hits = min(shared_hits(curve, cached / experts, texts), cached / chosen)
+    absent = _union(experts - cached, (1 - hits) * chosen, tokens)
+    # All that each text's tokens need, and then what independent texts do.
+    own = own_share(min(1.0, cached / experts), texts) * experts
+    hits = min(curve.hits(own / experts), own / chosen)
+    each = tokens / max(1.0, texts)
+    of_one = _union(own, hits * chosen, each) + _union(experts - own, (1 - hits) * chosen, each)
+    needed = _union(experts, of_one, max(1.0, texts))
+    return Needed(min(cached, max(0.0, needed - absent)), absent)
 
 
 def _union(count: float, chosen: float, tokens: float) -> float:

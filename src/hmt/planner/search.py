@@ -15,7 +15,6 @@ from hmt.contracts.machine import Machine
 from hmt.planner.cost import CostModel
 from hmt.planner.device import DeviceChoice
 from hmt.planner.draft import Draft
-from hmt.planner.routing import HitCurve
 
 Weigh = Callable[[CostModel], float]
 """What a plan costs for a goal: the less the better."""
@@ -27,14 +26,12 @@ _SORTS = ("staying", "copied", "expert_slots", "staging_slots")
 _IMPROVED = 3  # of the starts, those that are gone on with
 
 
-def cheapest(
-    draft: Draft, machine: Machine, weigh: Weigh, curve: HitCurve | None = None
-) -> list[DeviceChoice]:
+def cheapest(draft: Draft, machine: Machine, weigh: Weigh) -> list[DeviceChoice]:
     """The best choices that were found, the best first; without layers the CPU is alone.
 
     A draft is not quite the plan: whoever can should compare the plans of these.
     """
-    search = _Search(draft, machine, weigh, curve)
+    search = _Search(draft, machine, weigh)
     fullest = list(dict.fromkeys(_fullest(draft)))
     starts = [_NOTHING, *fullest]
     starts += [search.most(start, sort) for start in fullest for sort in _SORTS]
@@ -57,17 +54,15 @@ def _fullest(draft: Draft) -> Iterator[DeviceChoice]:
 
 
 class _Search:
-    def __init__(
-        self, draft: Draft, machine: Machine, weigh: Weigh, curve: HitCurve | None
-    ) -> None:
-        self._draft, self._machine, self._weigh, self._curve = draft, machine, weigh, curve
+    def __init__(self, draft: Draft, machine: Machine, weigh: Weigh) -> None:
+        self._draft, self._machine, self._weigh = draft, machine, weigh
         self._costs: dict[DeviceChoice, float] = {}
         self.taken = cache(draft.room.taken)
 
     def cost(self, choice: DeviceChoice) -> float:
         """Seconds, or what the goal weighs."""
         if choice not in self._costs:
-            model = CostModel(self._draft.loads(choice), self._machine, self._curve)
+            model = CostModel(self._draft.loads(choice), self._machine)
             self._costs[choice] = self._weigh(model)
         return self._costs[choice]
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hmt.contracts.blocks import BlockId
+from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.plan import Tier
 from hmt.contracts.store import Priority
 from hmt.weights.entry import Entry
 
@@ -26,12 +27,16 @@ class GuessCounters:
     begun           blocks whose read began on a guess
     in_time, late   of them: needed when they were in memory; needed while they were being read
     unneeded_bytes  of those that nobody has needed so far
+    experts         leases of experts that live on disk
+    expert_reads    of them, those that had to be read: because they were needed, or on a guess
     """
 
     begun: int = 0
     in_time: int = 0
     late: int = 0
     unneeded_bytes: int = 0
+    experts: int = 0
+    expert_reads: int = 0
 
 
 class Expectations:
@@ -56,6 +61,7 @@ class Expectations:
             self._unneeded[entry.layout.id] = entry.layout.read_bytes
         else:
             self._hurry(entry)
+            self._count_read(entry)
 
     def asked(self, entry: Entry, priority: Priority) -> None:
         """`entry`, which is there or on its way, has been asked for."""
@@ -70,6 +76,11 @@ class Expectations:
             entry.load.promote(priority)
         entry.awaited = priority if entry.awaited is None else min(priority, entry.awaited)
 
+    def leased(self, entry: Entry) -> None:
+        """`entry` is needed now, there or not."""
+        self.counters.experts += _streamed_expert(entry)
+        self.needed(entry)
+
     def needed(self, entry: Entry) -> None:
         """Count a guess that came true, once."""
         nbytes = self._unneeded.pop(entry.layout.id, None)
@@ -77,6 +88,7 @@ class Expectations:
             self.counters.unneeded_bytes -= nbytes
             self.counters.in_time += entry.load is None
             self.counters.late += entry.load is not None
+            self._count_read(entry)
 
     def read_ended(self, entry: Entry) -> None:
         """The read of `entry` has ended, well or not."""
@@ -119,7 +131,14 @@ class Expectations:
             load.cancel_guess()
         return any(entry.load is not load for entry, load in loading)
 
+    def _count_read(self, entry: Entry) -> None:
+        self.counters.expert_reads += _streamed_expert(entry)
+
     def _hurry(self, entry: Entry) -> None:
         if not entry.urgent:
             entry.urgent = True
             self.urgent_reads += 1
+
+
+def _streamed_expert(entry: Entry) -> bool:
+    return entry.home is Tier.DISK and entry.layout.id.kind is BlockKind.EXPERT

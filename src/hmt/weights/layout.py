@@ -183,13 +183,16 @@ class BlockLayout:
     def size(self) -> BlockSize:
         """What the planner needs to know."""
         numbers: Counter[str] = Counter()
+        rows = 0
         for placed in self.placed:
+            shape = placed.param.spec.shape
             if placed.param.spec.role is Role.LINEAR:
-                numbers[placed.format.kernel] += prod(placed.param.spec.shape)
+                numbers[placed.format.kernel] += prod(shape)
+                rows += prod(shape[:-1])
         usual = max(numbers, key=numbers.__getitem__, default="")
         # What is converted is kept as it then is, and read like that from the second time on.
         read = self.parameter_bytes if self.staged else self.read_bytes
-        return BlockSize(self.id, self.slot_bytes, read, numbers.total(), usual)
+        return BlockSize(self.id, self.slot_bytes, read, numbers.total(), usual, rows)
 
     def views(self, slot: torch.Tensor) -> dict[str, WeightTensor]:
         """The block's parameters in `slot` (uint8 [slot_bytes]); views, nothing is copied."""

@@ -16,7 +16,7 @@ from hmt.base.errors import (
 from hmt.base.trace import Tracer
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.store import Priority
-from hmt.memory import DiskRead, HostBuffer, Ticket, TransferQueue
+from hmt.memory import DiskRead, HostBuffer, Ticket, TransferQueue, give_back
 from hmt.quant import quantize
 from hmt.weights.checksum import as_text, checksum
 from hmt.weights.layout import AlignedRead, BlockLayout, StagedParam, view_placed
@@ -161,6 +161,9 @@ class BlockLoad:
                 return
             with self._tracer.span("convert", "host", target.nbytes, self._layout.id):
                 quantize(source, target)
+            # The dozen copies of a piece lie in this thread's arena: a process that converted 256
+            # experts was 110 MiB larger with what was freed in them.
+            give_back()
         except (CheckpointError, NumericsError) as error:
             raise type(error)(f"{param.source} of {self._layout.id}: {error}") from error
 

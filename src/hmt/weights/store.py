@@ -332,7 +332,7 @@ class WeightStore:
         self.counters.host_bytes += entry.layout.slot_bytes
         if entry.home is Tier.HOST:
             return
-        self._expected.needed(entry)
+        self._expected.leased(entry)
         if entry.state is State.READY:
             self.counters.hits += 1
         elif entry.state is State.LOADING:

@@ -16,27 +16,33 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.units import MIB, round_up
-from hmt.bench.cache import DEFAULT, curve, load_traces
 from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
+from hmt.bench.traced_curve import traced_curve
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import Request, Sampling
 from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, RunSummary, prepare
+from hmt.engine.machine import measure_drive_again
 from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost import CostModel, Prediction
 from hmt.planner.loads import loads_of
-from hmt.planner.routing import HitCurve, measured_curve
+from hmt.planner.routing import HitCurve
 
 _WARM_TOKENS = 24
 _TRACED_TOKENS = 64
-_RESIDENCIES = (0.0625, 0.125, 0.25, 0.5, 0.75)
+_MOST_WARMING = 12  # prompts
 _USUAL_CHUNK = 64  # or more
+_DRIVE_S = 0.5
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Predict, load, measure."""
     path = folder_of(case, folder)
+    reads = (
+        case.kept < 1
+    )  # from a drive that others may use, too: what it gives now is predicted with
+    before_rate = measure_drive_again(path, _DRIVE_S) if reads else 0.0
     with Engine(**_options(case, path)) as engine:
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
         before = resident_bytes()  # which libraries there are depends on the model's family
@@ -45,10 +51,15 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             measured = _measured(case, model)
             if engine._device is not None:
                 measured["device_bytes"] = engine._device.used_bytes()
-    return {
+    peak_bytes = peak_resident_bytes()
+    drive = {}
+    if reads:
+        after_rate = measure_drive_again(path, _DRIVE_S)
+        drive = {"drive": {"before": before_rate, "after": after_rate}}
+    return drive | {
         "case": asdict(case) | {"name": case.name},
         "predicted": predicted,
-        "measured": measured | {"peak_bytes": peak_resident_bytes()},
+        "measured": measured | {"peak_bytes": peak_bytes},
     }
 
 
@@ -97,8 +108,7 @@ def _curve(case: Case, folder: Path) -> HitCurve | None:
         command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder), str(trace)]
         given = json.dumps(asdict(case))
         subprocess.run([*command, given], check=True, stdout=subprocess.DEVNULL)
-    found = curve(load_traces([trace])[0], DEFAULT, _RESIDENCIES)
-    return measured_curve(_RESIDENCIES, found.rates)
+    return traced_curve(trace)
 
 
 def record(case: Case, folder: Path, trace: Path) -> None:
@@ -114,7 +124,10 @@ def _predicted(
     case: Case, prepared: Prepared, process_bytes: int, hits: HitCurve | None
 ) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of."""
-    costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, hits)
+    demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
+    costs = CostModel(loads_of(demand, prepared.plan), prepared.machine)
+    reserved = prepared.plan.reserved
+    converts = bool(reserved.get("staging") and reserved.get("slots"))
     found: Prediction = costs.predict(case.users, _context(case), case.prompt)
     weights = costs.decode(case.users, 0).nbytes
     return {
@@ -125,6 +138,7 @@ def _predicted(
         "link_bytes": weights["link"] / case.users,
         "peak_bytes": process_bytes
         + prepared.machine.process_bytes
+        + (prepared.machine.converting_bytes if converts else 0)
         + sum(prepared.plan.reserved.values()),
         "device_bytes": sum(prepared.plan.device.reserved.values()),
         "step": asdict(found.step),
@@ -145,10 +159,15 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     ttft_s    of one prompt, with the machine to itself
     tokens_per_s   of all users, while all of them decode
     """
-    # A GPU's kernels are compiled for a prompt's size when it first comes, and what is read is
-    # converted when it first is.
-    first = case.gpu_memory is not None or (case.kept < 1 and case.scheme is not None)
+    # A GPU's kernels are compiled for a prompt's size when it first comes; slots are filled, and
+    # what is read is converted, when it first is.
+    first = case.gpu_memory is not None or case.kept < 1
     warm = case.prompt if first else _WARM_TOKENS
+    for _ in range(_MOST_WARMING):
+        converting = model.summary().prompt.converted_s
+        _answers(case, model, 1, warm, 1)
+        if model.summary().prompt.converted_s == converting:
+            break
     _answers(case, model, case.users, warm, 4)
     model.reset_summary()
     ttft_s = 0.0

@@ -1,14 +1,13 @@
-"""What layers cost that are computed one by one, from Python: blocks move, or no call takes many.
+"""Models that steps are measured with: one that is trained, and others of random weights.
 
-Measured with small models and the executor that computes so: one of dense layers, and of random
-weights one of layers with a few experts and one with latent attention.
+Small ones of dense layers, of a few experts, and of latent attention, and a wider one whose steps
+read more than most caches hold.
 """
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -16,34 +15,14 @@ from typing import Any
 import torch
 
 FEW, MANY = 2, 8  # layers
-_EXPERTS, _CHOSEN = 8, 4
+_EXPERTS, _CHOSEN = 32, 4
 _WIDTH, _EXPERT_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = 256, 64, 4, 2, 64
+_WIDE, _WIDE_NETWORK, _WIDE_HEADS, _WIDE_HEAD_DIM = 1024, 4096, 8, 128  # 30 MiB a layer
 _LATENT, _ROTATED = 64, 32  # of latent attention: numbers kept, and with positions
+EXPERT_BYTES = 3 * _WIDTH * _EXPERT_WIDTH * 2
 _DEVIATION = 0.02
 _WEIGHTS = "model.safetensors"
 _SOURCE = "mini-dense"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRates:
-    """Seconds, see Machine; 0 where nothing was measured."""
-
-    apart_layer_s: float = 0.0
-    apart_experts_s: float = 0.0
-    apart_latent_s: float = 0.0
-
-
-def layer_rates(beyond_s: Callable[[Path], float]) -> LayerRates:
-    """`beyond_s` tells, of a model, a step's seconds beyond what is predicted of it."""
-    found = []
-    for model in (small_model, _small_experts, _small_latent):
-        taken = []
-        for layers in (FEW, MANY):
-            with model(layers) as folder:
-                taken.append(beyond_s(folder))
-        found.append(max(0.0, (taken[1] - taken[0]) / (MANY - FEW)))
-    dense, sparse, latent = found
-    return LayerRates(dense, max(0.0, sparse - dense), max(0.0, latent - dense))
 
 
 @contextmanager
@@ -63,13 +42,51 @@ def small_model(layers: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _small_experts(layers: int) -> Iterator[Path]:
+def wide_model(layers: int) -> Iterator[Path]:
+    """Dense layers of random weights, of Llama's family, 30 MiB each."""
+    kv = _WIDE_HEADS // 2 * _WIDE_HEAD_DIM
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": _WIDE,
+        "intermediate_size": _WIDE_NETWORK,
+        "num_attention_heads": _WIDE_HEADS,
+        "num_key_value_heads": _WIDE_HEADS // 2,
+        "head_dim": _WIDE_HEAD_DIM,
+    }
+    shapes = {
+        "self_attn.q_proj": (_WIDE_HEADS * _WIDE_HEAD_DIM, _WIDE),
+        "self_attn.k_proj": (kv, _WIDE),
+        "self_attn.v_proj": (kv, _WIDE),
+        "self_attn.o_proj": (_WIDE, _WIDE_HEADS * _WIDE_HEAD_DIM),
+        **_gated("mlp.", _WIDE, _WIDE_NETWORK),
+    }
+    with _random_model(layers, config, shapes) as folder:
+        yield folder
+
+
+@contextmanager
+def small_experts(layers: int) -> Iterator[Path]:
     """A mixture of experts with random weights, of Qwen3's family."""
+    with _experts(layers, _EXPERTS, _WIDTH, _EXPERT_WIDTH) as folder:
+        yield folder
+
+
+@contextmanager
+def wide_experts(layers: int) -> Iterator[Path]:
+    """The same of larger and fewer experts: 28 MiB a layer."""
+    with _experts(layers, _CHOSEN * 2, _WIDE, _WIDE // 2) as folder:
+        yield folder
+
+
+@contextmanager
+def _experts(layers: int, experts: int, width: int, between: int) -> Iterator[Path]:
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "moe_intermediate_size": _EXPERT_WIDTH,
-        "num_experts": _EXPERTS,
+        "hidden_size": width,
+        "moe_intermediate_size": between,
+        "num_experts": experts,
         "num_experts_per_tok": _CHOSEN,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
@@ -79,20 +96,20 @@ def _small_experts(layers: int) -> Iterator[Path]:
     shapes = {
         "self_attn.q_norm": (_HEAD_DIM,),
         "self_attn.k_norm": (_HEAD_DIM,),
-        "self_attn.q_proj": (_HEADS * _HEAD_DIM, _WIDTH),
-        "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
-        "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
-        "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
-        "mlp.gate": (_EXPERTS, _WIDTH),
+        "self_attn.q_proj": (_HEADS * _HEAD_DIM, width),
+        "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, width),
+        "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, width),
+        "self_attn.o_proj": (width, _HEADS * _HEAD_DIM),
+        "mlp.gate": (experts, width),
     }
-    for expert in range(_EXPERTS):
-        shapes |= _gated(f"mlp.experts.{expert}.")
+    for expert in range(experts):
+        shapes |= _gated(f"mlp.experts.{expert}.", width, between)
     with _random_model(layers, config, shapes) as folder:
         yield folder
 
 
 @contextmanager
-def _small_latent(layers: int) -> Iterator[Path]:
+def small_latent(layers: int) -> Iterator[Path]:
     """Latent attention and dense networks with random weights, of DeepSeek-V3's family."""
     config = {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -126,9 +143,11 @@ def _small_latent(layers: int) -> Iterator[Path]:
         yield folder
 
 
-def _gated(at: str) -> dict[str, tuple[int, ...]]:
-    """A small gated network."""
-    wide, narrow = (_EXPERT_WIDTH, _WIDTH), (_WIDTH, _EXPERT_WIDTH)
+def _gated(
+    at: str, width: int = _WIDTH, between: int = _EXPERT_WIDTH
+) -> dict[str, tuple[int, ...]]:
+    """A gated network, usually a small one."""
+    wide, narrow = (between, width), (width, between)
     return {f"{at}gate_proj": wide, f"{at}up_proj": wide, f"{at}down_proj": narrow}
 
 
@@ -140,7 +159,8 @@ def _random_model(
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
-    norms = {"input_layernorm": (_WIDTH,), "post_attention_layernorm": (_WIDTH,)}
+    width = config.get("hidden_size", _WIDTH)
+    norms = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
     with as_file(files("hmt") / "embedded" / _SOURCE) as source:
         vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
         known = {
@@ -152,7 +172,7 @@ def _random_model(
             "max_position_embeddings": 8192,
             "tie_word_embeddings": True,
         }
-        all_shapes = {"model.embed_tokens": (vocabulary, _WIDTH), "model.norm": (_WIDTH,)}
+        all_shapes = {"model.embed_tokens": (vocabulary, width), "model.norm": (width,)}
         for layer in range(layers):
             for name, shape in (norms | shapes).items():
                 all_shapes[f"model.layers.{layer}.{name}"] = shape

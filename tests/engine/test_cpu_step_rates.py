@@ -1,0 +1,109 @@
+"""What steps cost on the CPU: rates are those that the measured steps were made of."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hmt.contracts.machine import Machine
+from hmt.engine import cpu_step_rates as rates
+from hmt.engine import probe_models as models
+from hmt.engine.probe_models import FEW, MANY
+
+MACHINE = Machine("a machine", 2, 1 << 34, 30e9, 3e9, cache_bytes=1 << 28)
+STEP_S, ROW_S, LAYER_S, COLD = 4e-4, 6e-5, 3e-6, 3.5
+APART_S = {"llama": 3e-5, "qwen3_moe": 9e-5, "deepseek_v3": 2e-4}
+HELD_S, MISSED_S = 1.5e-4, 1e-4
+WIDE_BYTES = 1 << 26
+
+
+def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoded(
+        machine: Machine,
+        model: AbstractContextManager[Path],
+        users: int,
+        seconds: float,
+        kept: float | None = 1.0,
+        *,
+        waits: bool = False,
+    ) -> Any:
+        held = machine.step_s > 0  # all else is known by then
+        assert not held or machine.cold_times == pytest.approx(COLD)
+        with model as folder:
+            config = __import__("json").loads((folder / "config.json").read_text())
+        layers, kind = config["num_hidden_layers"], config["model_type"]
+        calls_s, read_bytes = STEP_S + users * ROW_S, 0.0
+        if kept is None:
+            calls_s += layers * APART_S[kind]
+        elif kept < 0.9:
+            calls_s, read_bytes = calls_s + 5 * MISSED_S, 5.0 * models.EXPERT_BYTES
+        wide = config["hidden_size"] == 1024
+        if held:
+            slower = 1 + (COLD - 1) * WIDE_BYTES / MACHINE.cache_bytes
+            beyond_s = layers * (LAYER_S + slower * HELD_S) - layers * LAYER_S
+            return rates._Decoded(calls_s, beyond_s, WIDE_BYTES, 0.0)
+        if wide:
+            calls_s *= 1 + (COLD - 1) * WIDE_BYTES / MACHINE.cache_bytes
+        nbytes = WIDE_BYTES if wide else 0
+        return rates._Decoded(calls_s, layers * LAYER_S, nbytes, read_bytes)
+
+    monkeypatch.setattr(rates, "_decoded", decoded)
+    monkeypatch.setattr(rates, "_with_prompts", lambda found, *given: found)
+    sizes = {False: 20 << 20, True: 55 << 20}
+    monkeypatch.setattr(rates, "process_bytes", lambda options, converting=False: sizes[converting])
+    found = rates.cpu_step_rates(MACHINE, 0.0)
+    near = pytest.approx
+    assert (found.step_s, found.row_s, found.layer_s) == (near(STEP_S), near(ROW_S), near(LAYER_S))
+    dense = APART_S["llama"]
+    assert found.apart_layer_s == near(dense)
+    assert found.apart_experts_s == near(APART_S["qwen3_moe"] - dense)
+    assert found.apart_latent_s == near(APART_S["deepseek_v3"] - dense)
+    assert found.held_experts_s == near(HELD_S)
+    assert found.missed_expert_s == near(MISSED_S)
+    assert found.cold_times == near(COLD)
+    assert (found.process_bytes, found.converting_bytes) == (20 << 20, 35 << 20)
+    quick = rates.cpu_step_rates(MACHINE, 0.0, whole=False)
+    assert quick.cold_times == quick.held_experts_s == quick.process_bytes == 0
+
+
+def test_prompts_tell_numbers_from_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each layer 1 ms, and 1 us for each token; the machine itself predicts nothing."""
+
+    class Loaded:
+        def __init__(self, layers: int) -> None:
+            spec = SimpleNamespace(hidden_size=100)
+            self.layers, self.prepared = layers, SimpleNamespace(model=SimpleNamespace(spec=spec))
+
+        def __enter__(self) -> "Loaded":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    class Model:
+        def __init__(self, layers: int) -> None:
+            self.layers = layers
+
+        def __enter__(self) -> int:
+            return self.layers
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    nothing = SimpleNamespace(prompt=lambda tokens, seen: SimpleNamespace(seconds=0.0))
+    monkeypatch.setattr(rates, "_Loaded", Loaded)
+    monkeypatch.setattr(rates, "_costs", lambda model, machine: nothing)
+    monkeypatch.setattr(
+        rates, "prompt_s", lambda model, tokens, s: 5.0 + model.layers * (1e-3 + 1e-6 * tokens)
+    )
+    found = rates._with_prompts(rates.StepRates(), MACHINE, Model, 0.0)  # type: ignore[arg-type]
+    assert found.number_s == pytest.approx(1e-8)
+    assert found.prompt_layer_s == pytest.approx(1e-3)
+
+
+def test_steps_are_measured_for_real() -> None:
+    found = rates.cpu_step_rates(MACHINE, 0.01, whole=False)
+    assert 0 < found.step_s < 1 and 0 <= found.row_s < 1
+    assert FEW < MANY

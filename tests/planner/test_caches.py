@@ -1,0 +1,38 @@
+"""What caches do to steps: more bytes are never read faster, nor called for in less time."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import machine_with, small_model
+
+from hmt.base.units import MIB
+from hmt.planner.caches import Caches
+
+BARE = machine_with(small_model())
+CACHED = replace(
+    BARE,
+    ram_read_rate=30e9,
+    cache_bytes=480 * MIB,
+    cached_rates={"15MiB": 60e9, "60MiB": 50e9, "240MiB": 35e9},
+    cold_times=4.0,
+)
+
+
+@given(st.floats(0, 1e10), st.floats(0, 1e10))
+def test_more_bytes_gain_less_from_caches(first: float, second: float) -> None:
+    caches, (less, more) = Caches(CACHED), sorted((first, second))
+    assert 2.0 >= caches.faster(less) >= caches.faster(more) >= 1.0
+    assert 1.0 <= caches.slower(less) <= caches.slower(more) <= 4.0
+    unknown = Caches(BARE)
+    assert unknown.faster(less) == unknown.slower(less) == 1.0
+
+
+def test_points_are_met_and_ends_are_level() -> None:
+    caches = Caches(CACHED)
+    for mib, rate in ((1, 60e9), (15, 60e9), (60, 50e9), (240, 35e9), (960, 30e9), (5000, 30e9)):
+        assert caches.faster(mib * MIB) == pytest.approx(rate / 30e9)
+    assert caches.slower(0) == 1.0
+    assert caches.slower(240 * MIB) == pytest.approx(2.5)
+    assert caches.slower(1 << 40) == 4.0
