@@ -29,8 +29,11 @@ class Machine:
     link_rate          from pinned host memory to it
     shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
                        model's usual format, at once
-    step_s             of a step, whatever it computes: scheduling, choosing tokens
-    row_s              of each user in a step
+    step_s, row_s      what the CPU does for a step, whatever that computes (scheduling, choosing
+                       tokens), and for each user in it.  A GPU computes the next step meanwhile
+    draw_s, draw_row_s   the same where it cannot: tokens are drawn (a temperature above 0), and the
+                       next step waits for them.  0: as step_s and row_s
+    logit_s            of each logit that a token is drawn from
     layer_s            of a layer on the CPU, beyond its bytes
     apart_layer_s      layer_s where layers are computed one by one: blocks of theirs move, or
                        there is no call that computes many of them
@@ -39,11 +42,17 @@ class Machine:
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
                        and whatever else passes over activations
     prompt_layer_s     layer_s in a step of many tokens, whose calls are others
-    launch_s           of a layer on the GPU, beyond its bytes
-    device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
+    device_step_s      of the GPU for a step, beyond its layers and its head
+    launch_s, expert_launch_s   of a layer on the GPU, beyond its bytes; and of its routed experts
+    device_number_s    number_s of the GPU
+    prompt_s           of a prompt's step, beyond its layers
+    prompt_launch_s, expert_prompt_launch_s   until the CPU has launched a layer of such a step, and
+                       its routed experts; the GPU computes meanwhile what was launched before
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
+    context_bytes      of the GPU's memory, beside what plans reserve: what the driver and libraries
+                       keep there
     note               where the figures come from
     """
 
@@ -72,15 +81,23 @@ class Machine:
     device_attention_ops: float = 0.0
     step_s: float = 0.0
     row_s: float = 0.0
+    draw_s: float = 0.0
+    draw_row_s: float = 0.0
+    logit_s: float = 0.0
     layer_s: float = 0.0
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
     apart_latent_s: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
+    device_step_s: float = 0.0
     launch_s: float = 0.0
+    expert_launch_s: float = 0.0
     device_number_s: float = 0.0
+    prompt_s: float = 0.0
     prompt_launch_s: float = 0.0
+    expert_prompt_launch_s: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
+    context_bytes: int = 0
     note: str = ""

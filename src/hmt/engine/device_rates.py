@@ -17,8 +17,8 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import attention_rates, product_rates
 from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.device_steps import DeviceSteps, device_steps
 from hmt.engine.product_rates import ProductRates
-from hmt.engine.step_rates import StepRates, step_rates
 from hmt.kernels import ops
 from hmt.memory.device import Device
 from hmt.quant import Format
@@ -39,44 +39,30 @@ _HAND_OVERS = 50
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """See Machine; 0 or empty where nothing was measured.
-
-    steps    layer_s and prompt_layer_s are those of a layer's launch
-    """
+    """See Machine; 0 or empty where nothing was measured."""
 
     read_rate: float = 0.0
     sync_s: float = 0.0
     products: ProductRates = field(default_factory=ProductRates)
     attention: AttentionRates = field(default_factory=AttentionRates)
-    steps: StepRates = field(default_factory=StepRates)
+    steps: DeviceSteps = field(default_factory=DeviceSteps)
 
     def slower(self, factor: float) -> "DeviceRates":
         """With fixed times that are so many times as long."""
-        steps = replace(
-            self.steps,
-            step_s=self.steps.step_s * factor,
-            row_s=self.steps.row_s * factor,
-            layer_s=self.steps.layer_s * factor,
-            prompt_layer_s=self.steps.prompt_layer_s * factor,
-        )
-        return replace(self, sync_s=self.sync_s * factor, steps=steps)
+        return replace(self, sync_s=self.sync_s * factor, steps=self.steps.slower(factor))
 
     def of(self, machine: Machine) -> Machine:
         """The machine with them."""
-        return replace(
-            machine,
-            device_read_rate=self.read_rate,
-            device_rates=self.products.bytes_per_s,
-            device_ops=self.products.operations_per_s,
-            device_attention_rate=self.attention.bytes_per_s,
-            device_attention_ops=self.attention.operations_per_s,
-            step_s=self.steps.step_s or machine.step_s,
-            row_s=self.steps.row_s or machine.row_s,
-            launch_s=self.steps.layer_s,
-            device_number_s=self.steps.number_s,
-            prompt_launch_s=self.steps.prompt_layer_s,
-            sync_s=self.sync_s,
-            process_bytes=self.steps.process_bytes or machine.process_bytes,
+        return self.steps.of(
+            replace(
+                machine,
+                device_read_rate=self.read_rate,
+                device_rates=self.products.bytes_per_s,
+                device_ops=self.products.operations_per_s,
+                device_attention_rate=self.attention.bytes_per_s,
+                device_attention_ops=self.attention.operations_per_s,
+                sync_s=self.sync_s,
+            )
         )
 
 
@@ -87,10 +73,12 @@ def device_rates(
     *,
     gpu_id: str,
     formats: Sequence[Format] = FORMATS,
+    whole: bool = True,
     timed: Callable[[Callable[[int], object], int, float], float] | None = None,
 ) -> DeviceRates:
     """Measure a GPU; `machine` has the rates of everything else.  `seconds` for each encoding.
 
+    whole                         measure also memory of a process, in one of its own
     timed(call, count, seconds)   seconds of one of `count` calls in turn; None: from a CUDA graph
 
     Raises what loading a small model raises.
@@ -119,7 +107,7 @@ def device_rates(
         max(products.bytes_per_s.values(), default=0.0), sync_s, products, attention
     )
     options = {"gpu_id": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
-    steps = step_rates(found.of(machine), seconds, options)
+    steps = device_steps(found.of(machine), seconds, options, whole=whole)
     return replace(found, steps=steps)
 
 

@@ -36,7 +36,7 @@ class LayerRates:
 def layer_rates(beyond_s: Callable[[Path], float]) -> LayerRates:
     """`beyond_s` tells, of a model, a step's seconds beyond what is predicted of it."""
     found = []
-    for model in (small_model, _small_experts, _small_latent):
+    for model in (small_model, small_experts, _small_latent):
         taken = []
         for layers in (FEW, MANY):
             with model(layers) as folder:
@@ -63,7 +63,7 @@ def small_model(layers: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _small_experts(layers: int) -> Iterator[Path]:
+def small_experts(layers: int) -> Iterator[Path]:
     """A mixture of experts with random weights, of Qwen3's family."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hmt.contracts.machine import Machine
-from hmt.contracts.request import Request
+from hmt.contracts.request import Request, Sampling
 from hmt.engine.layer_rates import FEW, MANY, LayerRates, layer_rates, small_model
 from hmt.engine.product_rates import faster_half
 from hmt.planner.cost import CostModel
@@ -32,6 +32,7 @@ _PROMPT = 16
 _SHORT, _LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
 _MOST_STEPS = 400
+_LIKELIEST = Sampling()
 _SLOWLY_MEASURED = ("process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s")
 _OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
 
@@ -100,7 +101,7 @@ def step_rates(
         apart_layer_s=apart.apart_layer_s,
         apart_experts_s=apart.apart_experts_s,
         apart_latent_s=apart.apart_latent_s,
-        process_bytes=_process_bytes(options) if whole else 0,
+        process_bytes=process_bytes(options) if whole else 0,
     )
 
 
@@ -120,10 +121,10 @@ def _measured(
         prepared = model.prepared
         costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
         beyond = _Beyond(
-            _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
-            _decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
+            decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
+            decoding_s(model, _USERS, seconds) - costs.decode(_USERS, 2 * _PROMPT).seconds,
             *(
-                _prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
+                prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
                 for tokens in (_SHORT, _LONG)
             ),
         )
@@ -143,10 +144,10 @@ def _apart_s(machine: Machine, folder: Path, seconds: float) -> float:
     with Engine(executor="plain", **_OPTIONS) as engine, engine.load_model(folder) as model:
         prepared = model.prepared
         costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
-        return _decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds
+        return decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds
 
 
-def _process_bytes(options: Mapping[str, Any]) -> int:
+def process_bytes(options: Mapping[str, Any]) -> int:
     """The most memory of a process that runs the model, beside its weights; 0 where it fails.
 
     What else the plan reserves may not have been touched: all of it counts as the process's.
@@ -161,10 +162,18 @@ def _process_bytes(options: Mapping[str, Any]) -> int:
         return 0
 
 
-def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
-    """A step of one token for each of `users`."""
+def decoding_s(
+    model: "LoadedModel",
+    users: int,
+    seconds: float,
+    sampling: Sampling = _LIKELIEST,
+    before: Callable[["LoadedModel"], None] = lambda model: None,
+) -> float:
+    """A step of one token for each of `users`; `before` is called when they have begun."""
     tokens = _WARM_STEPS + _MOST_STEPS
-    request = Request(input=[20] * _PROMPT, max_new_tokens=tokens, ignore_eos=True)
+    request = Request(
+        input=[20] * _PROMPT, max_new_tokens=tokens, ignore_eos=True, sampling=sampling
+    )
     with ExitStack() as stack:
         streams = model.stream_batch([request] * users)
         for stream in streams:
@@ -172,6 +181,7 @@ def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
         for _ in range(_WARM_STEPS):
             for stream in streams:
                 next(stream)
+        before(model)
         times: list[float] = []
         end = time.perf_counter() + seconds
         while len(times) < _MOST_STEPS - 1 and time.perf_counter() < end:
@@ -182,7 +192,7 @@ def _decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
     return faster_half(times)
 
 
-def _prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
+def prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
     """A prompt of one step."""
     request = Request(input=[20] * tokens, max_new_tokens=1, ignore_eos=True)
     model.infer(request)

@@ -66,9 +66,20 @@ class Prediction:
 class CostModel:
     """Costs of one plan's loads on one machine."""
 
-    def __init__(self, loads: Loads, machine: Machine, curve: HitCurve | None = None) -> None:
-        """`curve` is that of caches of experts; None: the usual one for so many experts."""
-        self._loads = loads
+    def __init__(
+        self,
+        loads: Loads,
+        machine: Machine,
+        curve: HitCurve | None = None,
+        *,
+        drawn: bool = False,
+    ) -> None:
+        """What steps of `loads` cost on `machine`.
+
+        curve   of caches of experts; None: the usual one for so many experts
+        drawn   whether tokens are drawn by chance, and not always the likeliest ones
+        """
+        self._loads, self._drawn = loads, drawn
         self._machine = machine
         counts = [load.experts.count for load in self._loads.layers if load.experts]
         self._curve = curve or usual_curve(max(counts, default=0))
@@ -91,7 +102,8 @@ class CostModel:
 
     def decode(self, users: int, context: float) -> StepCost:
         """One token for each of `users`, who have `context` positions each."""
-        return _Step(self._loads, self._machine, self._curve, users, users, context, False).cost()
+        step = _Step(self._loads, self._machine, self._curve, users, users, context, False)
+        return step.cost(drawn=self._drawn)
 
     def prompt(self, tokens: int, context: float, *, last: bool = True) -> StepCost:
         """A chunk of one prompt, whose tokens attend to `context` positions on average.
@@ -99,7 +111,7 @@ class CostModel:
         Behind the `last` one the first token of the answer is chosen.
         """
         step = _Step(self._loads, self._machine, self._curve, tokens, 1, context, True)
-        return step.cost(head=last)
+        return step.cost(head=last, drawn=self._drawn)
 
     def mixed(self, tokens: int, texts: int, context: float, seen: float) -> StepCost:
         """Pieces of prompts, and one token of each text that decodes: `tokens` of `texts` in all.
@@ -110,21 +122,19 @@ class CostModel:
         many = tokens >= _MANY_TOKENS
         return _Step(
             self._loads, self._machine, self._curve, tokens, texts, context, many, seen
-        ).cost()
+        ).cost(drawn=self._drawn)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """What a step has added up: seconds, and seconds or bytes by name."""
 
-    times: tuple[float, float, float, float]
+    times: tuple[float, ...]
     parts: tuple[dict[str, float], ...]
 
     def until(self, later: "_Sums") -> "_Sums":
         """What has been added since."""
-        gpu_s, cpu_s, fixed_s, in_layers_s = (
-            b - a for a, b in zip(self.times, later.times, strict=True)
-        )
+        times = tuple(b - a for a, b in zip(self.times, later.times, strict=True))
         parts = [
             {
                 name: more
@@ -133,7 +143,7 @@ class _Sums:
             }
             for before, after in zip(self.parts, later.parts, strict=True)
         ]
-        return _Sums((gpu_s, cpu_s, fixed_s, in_layers_s), tuple(parts))
+        return _Sums(times, tuple(parts))
 
 
 class _Step:
@@ -157,14 +167,14 @@ class _Step:
         self._gpu = Products(machine.device_rates, machine.device_read_rate, machine.device_ops)
         self._gpu_s = self._cpu_s = self._fixed_s = 0.0
         self._experts_s = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
-        self._in_layers_s = 0.0
+        self._in_layers_s = self._launch_s = 0.0
         self._longest: dict[str, float] = {}
         self._bytes = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
         self._ahead = {"link": 0.0, "disk": 0.0}  # bytes
         self._unknown = False
         self._cpu_bytes: dict[str, float] = {}  # by encoding
 
-    def cost(self, head: bool = True) -> StepCost:
+    def cost(self, head: bool = True, drawn: bool = False) -> StepCost:
         before = False  # whether the layer before ended on the device
         # Drafts share what layers do that are alike: searches take a fourth of the time.
         alike: dict[tuple[int, bool], tuple[LayerLoad, int]] = {}
@@ -181,20 +191,21 @@ class _Step:
             self._head(before)
         self._ahead["disk"] += self._tokens * self._loads.row_bytes
         self._bytes["disk"] += self._tokens * self._loads.row_bytes
-        return self._sum()
+        return self._sum(self._host_s(head, drawn), drawn)
 
     def _so_far(self) -> "_Sums":
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
-        times = self._gpu_s, self._cpu_s, self._fixed_s, self._in_layers_s
+        times = self._gpu_s, self._cpu_s, self._fixed_s, self._in_layers_s, self._launch_s
         return _Sums(times, tuple(dict(part) for part in parts))
 
     def _add(self, sums: "_Sums", times: int) -> None:
         """What so many other layers add that are like one before."""
-        gpu_s, cpu_s, fixed_s, in_layers_s = sums.times
+        gpu_s, cpu_s, fixed_s, in_layers_s, launch_s = sums.times
         self._gpu_s += times * gpu_s
         self._cpu_s += times * cpu_s
         self._fixed_s += times * fixed_s
         self._in_layers_s += times * in_layers_s
+        self._launch_s += times * launch_s
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
         for part, more in zip(parts, sums.parts, strict=True):
             for name, amount in more.items():
@@ -213,12 +224,20 @@ class _Step:
             handed += 2
         numbers = self._tokens * self._loads.width
         if on_device or self._gpu_s > gpu_s:
-            self._fixed_s += (self._many and machine.prompt_launch_s) or machine.launch_s
+            self._launched(load)
             self._gpu_s += numbers * machine.device_number_s
         if cpu:
             self._fixed_s += self._layer_s(load)
             self._cpu_s += numbers * machine.number_s
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
+
+    def _launched(self, load: LayerLoad) -> None:
+        """Of a layer on the device: few tokens' steps are captured, others launched in pieces."""
+        machine, experts = self._machine, load.experts is not None
+        if self._many and machine.prompt_launch_s:
+            self._launch_s += machine.prompt_launch_s + experts * machine.expert_prompt_launch_s
+        else:
+            self._gpu_s += machine.launch_s + experts * machine.expert_launch_s
 
     def _layer_s(self, load: LayerLoad) -> float:
         """Of a layer on the CPU, beyond what it reads and computes."""
@@ -335,7 +354,25 @@ class _Step:
         if self._machine.device_name and on_device != before:
             self._fixed_s += self._machine.sync_s
 
-    def _sum(self) -> StepCost:
+    def _host_s(self, head: bool, drawn: bool) -> float:
+        """What the CPU does for a step, whatever that computes."""
+        machine, rows = self._machine, self._texts
+        if self._many and machine.prompt_s:
+            step_s, row_s = machine.prompt_s, 0.0
+        elif self._begins_early(drawn):
+            step_s, row_s = machine.step_s, machine.row_s
+        else:
+            step_s, row_s = machine.draw_s or machine.step_s, machine.draw_row_s or machine.row_s
+        logits = self._loads.vocabulary if head and drawn else 0
+        return step_s + rows * (row_s + logits * machine.logit_s)
+
+    def _begins_early(self, drawn: bool) -> bool:
+        """Whether a device computes the next step while the CPU looks at this one."""
+        alone = not self._cpu_s and not self._experts_s["CPU"] and not self._experts_s["link"]
+        on_device = all(load.attends_on_device for load in self._loads.layers)
+        return bool(self._machine.draw_s) and on_device and alone and not (self._many or drawn)
+
+    def _sum(self, host_s: float, drawn: bool) -> StepCost:
         machine = self._machine
         link_s = _over(self._ahead["link"], machine.link_rate)
         disk_s = self._disk_time(self._ahead["disk"])
@@ -347,8 +384,13 @@ class _Step:
         cpu_s, link_s = self._beside(cpu_s, reading_s, link_s, usual)
         link_s += self._experts_s["link"]
         disk_s += self._experts_s["disk"]
-        fixed = self._fixed_s + machine.step_s + self._texts * machine.row_s
-        in_turn = self._gpu_s + cpu_s + self._in_layers_s + fixed
+        if self._gpu_s and not self._many:
+            self._gpu_s += machine.device_step_s
+        fixed = self._fixed_s + host_s + self._launch_s
+        computing_s = self._gpu_s + self._in_layers_s
+        # While a device computes, the CPU launches what comes behind it, or has what came before.
+        at_once = min(computing_s, fixed if self._begins_early(drawn) else self._launch_s)
+        in_turn = computing_s + cpu_s + fixed - at_once
         seconds = max(in_turn, link_s, disk_s)
         busy = {
             "GPU": self._gpu_s + self._experts_s["GPU"],
@@ -358,6 +400,7 @@ class _Step:
             "handing over": fixed,
         }
         waits = {"GPU": self._gpu_s, "CPU": cpu_s, "handing over": fixed}
+        waits["GPU" if fixed > computing_s else "handing over"] -= at_once
         for name, taken in self._longest.items():
             waits[name] = waits.get(name, 0.0) + taken
         if seconds > in_turn:

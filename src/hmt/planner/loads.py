@@ -118,6 +118,7 @@ class Loads:
     cold_ratio   bytes of a position there, over those near
     chunk        prompt tokens per step
     width        numbers of a hidden state
+    vocabulary   logits of a row
     apart        whether the CPU computes layers one by one, also with few tokens
     """
 
@@ -133,6 +134,7 @@ class Loads:
     cold_ratio: float
     chunk: int
     width: int
+    vocabulary: int = 0
     apart: bool = False
 
 
@@ -171,7 +173,8 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     near, warm, cold, warm_ratio, cold_ratio = _levels(demand, plan)
     return Loads(
         layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
-        warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, _apart(demand, plan),
+        warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, spec.vocab_size,
+        _apart(demand, plan),
     )  # fmt: skip
 
 

@@ -1,0 +1,64 @@
+"""What the driver and libraries take of a GPU: `python -m hmt.engine.own_device_memory OPTIONS`.
+
+OPTIONS are an engine's, as JSON.  In a process of its own small models run on the GPU one after
+the other, in each of the usual encodings: the driver keeps every kernel that was ever called, and
+every step that was captured.  Prints the bytes of the GPU's memory that the process has then beside
+what torch took for tensors.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+from hmt.base.errors import HMTError
+
+_SCHEMES = (None, "w4a16:32", "w8a8")
+_USERS = 8
+_PROMPT, _TOKENS = 512, 4
+_SECONDS = 180  # at most
+
+
+def driver_bytes(options: dict[str, object]) -> int:
+    """What the module prints for `options`; 0 where it fails."""
+    command = [sys.executable, "-m", "hmt.engine.own_device_memory", json.dumps(options)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        return int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
+def main() -> None:
+    """See the module's text."""
+    from hmt.contracts.request import Request, Sampling
+    from hmt.engine.engine import Engine
+    from hmt.engine.layer_rates import MANY, small_experts, small_model
+
+    options, found = json.loads(sys.argv[1]), 0
+    drawn = Sampling(temperature=1.0, seed=1)
+    for small, schemes in ((small_model, _SCHEMES), (small_experts, _SCHEMES[:2])):
+        with small(MANY) as folder:
+            for scheme in schemes:
+                try:
+                    with Engine(max_batch=_USERS, quantization=scheme, **options) as engine:
+                        model, device = engine.load_model(folder), engine._device
+                        for users, prompt in ((1, _PROMPT), (_USERS, _PROMPT // _USERS)):
+                            request = Request(
+                                input=[20] * prompt,
+                                max_new_tokens=_TOKENS,
+                                ignore_eos=True,
+                                sampling=drawn,
+                            )
+                            for _ in zip(*model.stream_batch([request] * users), strict=True):
+                                pass
+                        assert device is not None
+                        found = max(found, device.used_bytes() - device.kept_bytes())
+                except HMTError:
+                    continue  # what cannot be encoded so has no kernels
+    print(found, flush=True)
+    os._exit(0)  # nothing is left to be done
+
+
+if __name__ == "__main__":
+    main()
