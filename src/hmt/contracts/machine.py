@@ -43,11 +43,14 @@ class Machine:
                        and whatever else passes over activations
     prompt_layer_s     layer_s in a step of many tokens, whose calls are others
     device_step_s      of the GPU for a step, beyond its layers and its head
-    launch_s, expert_launch_s   of a layer on the GPU, beyond its bytes; and of its routed experts
-    device_number_s    number_s of the GPU
+    device_layers      of a layer there, beyond what it reads and computes, by encoding and for
+                       several users under "w4a16@8"; with routed experts under "w4a16 experts".
+                       Empty: launch_s
+    device_launches    until the CPU has launched a layer of a prompt's step, by the same names; the
+                       GPU computes meanwhile what was launched before.  Empty: prompt_launch_s
     prompt_s           of a prompt's step, beyond its layers
-    prompt_launch_s, expert_prompt_launch_s   until the CPU has launched a layer of such a step, and
-                       its routed experts; the GPU computes meanwhile what was launched before
+    launch_s           of a layer on the GPU, beyond its bytes
+    device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
@@ -91,12 +94,12 @@ class Machine:
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
     device_step_s: float = 0.0
-    launch_s: float = 0.0
-    expert_launch_s: float = 0.0
-    device_number_s: float = 0.0
+    device_layers: Mapping[str, float] = field(default_factory=dict)
+    device_launches: Mapping[str, float] = field(default_factory=dict)
     prompt_s: float = 0.0
+    launch_s: float = 0.0
+    device_number_s: float = 0.0
     prompt_launch_s: float = 0.0
-    expert_prompt_launch_s: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
     context_bytes: int = 0

@@ -31,6 +31,8 @@ FORMATS = (
     Format(Encoding.NVFP4, 16),
 )
 QUICK_FORMATS = FORMATS[:3]
+# Large: of a small one's time the greater part is that of any kernel, which layers have besides.
+_SHAPE = (16384, 8192)
 _TOKENS = (8, 32, 512)  # each is compiled for some seconds when it first comes
 _MEMORY_BYTES = 512 * MIB  # the L2 of an H200 holds 50 MiB
 _CONTEXT, _LAYERS = 4096, 16
@@ -91,7 +93,9 @@ def device_rates(
             x = torch.ones(tokens, weights[0].shape[1], dtype=torch.bfloat16, device=device.where)
             return timed(lambda n: ops.linear(x, weights[n]), len(weights), share)
 
-        products = product_rates.rates_in(memory, formats, _TOKENS, seconds, product_s)
+        products = product_rates.rates_in(
+            memory, formats, _TOKENS, seconds, product_s, shape=_SHAPE
+        )
         layout = ops.PageLayout(ops.PageEncoding.BF16, 8, 128, 128, rows=True)
         pages = memory[: _CONTEXT // PAGE_TOKENS * _LAYERS * layout.page_bytes].zero_()
         attention = attention_rates.rates_in(

@@ -1,25 +1,25 @@
 """What steps on a GPU cost whatever they read: two chains, of the CPU and of the GPU.
 
-The CPU schedules a step, launches it and chooses its tokens; the GPU computes it.  The likeliest
+The CPU schedules a step, launches it and chooses its tokens; the GPU computes it. The likeliest
 tokens are known on the GPU, so the next step begins before the CPU has seen them: then the longer
-chain counts.  Tokens that are drawn are the CPU's, and the next step waits for them: then it is the
-sum.  So each chain is measured by itself, with the small model that comes with HMT: the GPU's by
-replaying a captured step, the CPU's from steps whose GPU has less to do, and what drawing adds from
-what steps take beyond the GPU's.  Prompts are launched kernel by kernel while the GPU computes what
-was launched before: of them, too, the longer chain counts.
+chain counts. Tokens that are drawn are the CPU's, and the next step waits for them: then it is the
+sum. So each chain is measured by itself, with small models: the GPU's by replaying a captured step,
+the CPU's from steps whose GPU has less to do, and what drawing adds from what steps take beyond the
+GPU's. Prompts are launched kernel by kernel while the GPU computes what was launched before: of
+them, too, the longer chain counts. How many kernels a layer has, and of which kind, depends on its
+encoding, on the number of users, and on experts: each is measured as it runs.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Sampling
-from hmt.engine.layer_rates import FEW, MANY, small_experts, small_model
+from hmt.engine.device_models import VOCABULARY, dense_model, expert_model
 from hmt.engine.own_device_memory import driver_bytes
 from hmt.engine.product_rates import usual_s
 from hmt.engine.sampler import SamplerState
@@ -31,144 +31,180 @@ from hmt.planner.loads import loads_of
 if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
 
-_USERS = 8
+_FEW, _MANY = 2, 8  # layers
+_USERS = (1, 8, 32)
+_SCHEMES = {"bf16": None, "w4a16": "w4a16:32", "w8a8": "w8a8"}
+_MODELS = {"": dense_model, "experts": expert_model}
 _PROMPT = 16
 _SHORT = 64  # a prompt of one step that the GPU computes sooner than it is launched
 _REPLAYS = 24
 _LOGITS, _ROWS = 1 << 15, 8
 _DRAWN = Sampling(temperature=1.0, seed=1)
-_CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "prompt_s", "prompt_launch_s")
-_GPU = ("device_step_s", "launch_s", "expert_launch_s", "expert_prompt_launch_s")
-_FIXED = (*_CPU, *_GPU)
+_CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "prompt_s")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSteps:
-    """See Machine; 0 where nothing was measured.
-
-    step_s, row_s, draw_s, draw_row_s, prompt_s   of the CPU that steps a GPU
-    """
+    """See Machine; 0 or empty where nothing was measured."""
 
     step_s: float = 0.0
     row_s: float = 0.0
     draw_s: float = 0.0
     draw_row_s: float = 0.0
     logit_s: float = 0.0
-    device_step_s: float = 0.0
-    launch_s: float = 0.0
-    expert_launch_s: float = 0.0
     prompt_s: float = 0.0
-    prompt_launch_s: float = 0.0
-    expert_prompt_launch_s: float = 0.0
+    device_step_s: float = 0.0
+    device_layers: dict[str, float] = field(default_factory=dict)
+    device_launches: dict[str, float] = field(default_factory=dict)
     process_bytes: int = 0
     context_bytes: int = 0
 
     def slower(self, factor: float) -> "DeviceSteps":
-        """With times that are so many times as long; those of logits are as long."""
-        times = {name: getattr(self, name) * factor for name in _FIXED}
-        return replace(self, **times)
+        """With times of the CPU that are so many times as long."""
+        launches = {name: each * factor for name, each in self.device_launches.items()}
+        times = {name: getattr(self, name) * factor for name in _CPU}
+        return replace(self, device_launches=launches, **times)
+
+    def completed(self, before: "DeviceSteps") -> "DeviceSteps":
+        """With what was measured before, where only a `whole` measurement has it."""
+        return replace(
+            self,
+            process_bytes=self.process_bytes or before.process_bytes,
+            context_bytes=self.context_bytes or before.context_bytes,
+        )
 
     def of(self, machine: Machine) -> Machine:
         """The machine with what is known."""
-        known = {name: value for name, value in asdict(self).items() if value}
-        gpu = dict.fromkeys(_GPU, 0.0)
-        return replace(machine, **(gpu | known))
+        return replace(machine, **{name: value for name, value in asdict(self).items() if value})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Chains:
-    """Of a small model: seconds for one user, and for several.
+    """Seconds of steps, by the number of users.
 
-    device    of the GPU for a step, beyond what is predicted of what it reads
-    likeliest, drawn   from one step's tokens to the next one's
-    replayed  as `device`, and nothing taken off
-    prompt    of a short one
+    device             of the GPU, beyond what is predicted of what it reads
+    likeliest, drawn   of the CPU, from one step's tokens to the next one's; where tokens are drawn
+                       beyond what the GPU takes meanwhile
+    prompt             of a short one
     """
 
-    device: tuple[float, float]
-    replayed: tuple[float, float]
-    likeliest: tuple[float, float]
-    drawn: tuple[float, float]
-    prompt: float
-    vocabulary: int
+    device: dict[int, float] = field(default_factory=dict)
+    likeliest: dict[int, float] = field(default_factory=dict)
+    drawn: dict[int, float] = field(default_factory=dict)
+    prompt: float = 0.0
 
 
 def device_steps(
-    machine: Machine, seconds: float, options: Mapping[str, Any], *, whole: bool = True
+    machine: Machine,
+    seconds: float,
+    options: Mapping[str, Any],
+    *,
+    whole: bool = True,
+    schemes: Sequence[str] = tuple(_SCHEMES),
 ) -> DeviceSteps:
     """What steps cost on the GPU of `machine`, whose other rates are known.
 
-    seconds   for each of a dozen measurements
+    seconds   for each of two dozen measurements
     options   of an engine, with the GPU
     whole     measure also what the process takes of both memories, in one of its own (half a
               minute: kernels are loaded anew)
+    schemes   encodings to measure, by the names of their kernels
 
     Raises what loading a small model raises.
     """
-    few = _chains(small_model, FEW, machine, seconds, options)
-    many = _chains(small_model, MANY, machine, seconds, options)
-    sparse = _chains(small_experts, FEW, machine, seconds, options)
-    launch_s = max(0.0, (many.device[0] - few.device[0]) / (MANY - FEW))
-    prompt_launch_s = max(0.0, (many.prompt - few.prompt) / (MANY - FEW))
+    layers: dict[str, float] = {}
+    launches: dict[str, float] = {}
+    host, begin_s, first_s = _Chains(), 0.0, 0.0
+    for kernel in schemes:
+        for kind in _MODELS:
+            given = machine, seconds, options, kernel, kind
+            few = _chains(_FEW, *given, whole=kernel == schemes[0] and not kind)
+            many = _chains(_MANY, *given)
+            name = f"{kernel} {kind}".strip()
+            launches[name] = max(0.0, (many.prompt - few.prompt) / (_MANY - _FEW))
+            for users in few.device:
+                each = max(0.0, (many.device[users] - few.device[users]) / (_MANY - _FEW))
+                layers[f"{name}@{users}" if users > 1 else name] = each
+            if few.drawn:
+                host = few
+                begin_s = max(0.0, few.device[1] - _FEW * layers[name])
+                first_s = max(0.0, few.prompt - _FEW * launches[name])
+    step_s, row_s = _line(host.likeliest)
+    draw_s, draw_row_s = _line(host.drawn)
     logit_s = _logit_s(seconds)
-    # Of the CPU's chain a GPU with little to do hides nothing.
-    step_s, row_s = _first_and_more(few.likeliest)
-    waits = tuple(all_s - gpu_s for all_s, gpu_s in zip(few.drawn, few.replayed, strict=True))
-    draw_s, draw_row_s = _first_and_more((waits[0], waits[1]))
     return DeviceSteps(
         step_s=step_s,
         row_s=row_s,
         draw_s=draw_s,
-        draw_row_s=max(0.0, draw_row_s - few.vocabulary * logit_s),
+        draw_row_s=max(0.0, draw_row_s - VOCABULARY * logit_s),
         logit_s=logit_s,
-        device_step_s=max(0.0, few.device[0] - FEW * launch_s),
-        launch_s=launch_s,
-        expert_launch_s=max(0.0, (sparse.device[0] - few.device[0]) / FEW),
-        prompt_s=max(0.0, few.prompt - FEW * prompt_launch_s),
-        prompt_launch_s=prompt_launch_s,
-        expert_prompt_launch_s=max(0.0, (sparse.prompt - few.prompt) / FEW),
+        prompt_s=first_s,
+        device_step_s=begin_s,
+        device_layers=layers,
+        device_launches=launches,
         process_bytes=process_bytes(options) if whole else 0,
         context_bytes=driver_bytes(dict(options)) if whole else 0,
     )
 
 
-def _first_and_more(taken: tuple[float, float]) -> tuple[float, float]:
-    """What steps take, and what each user adds, from steps of one user and of several."""
-    row_s = max(0.0, (taken[1] - taken[0]) / (_USERS - 1))
-    return max(0.0, taken[0] - row_s), row_s
+def _line(taken: Mapping[int, float]) -> tuple[float, float]:
+    """What a step takes, and what each user adds: the straight line nearest to all, none below 0.
+
+    Relative errors count: of a step of one user a tenth is as much as of one of many.
+    """
+    if len(taken) < 2:
+        return max(0.0, *taken.values(), 0.0), 0.0
+    weights = {users: 1 / max(each, 1e-9) ** 2 for users, each in taken.items()}
+    total = sum(weights.values())
+    x = sum(weights[users] * users for users in taken) / total
+    y = sum(weights[users] * each for users, each in taken.items()) / total
+    spread = sum(weights[users] * (users - x) ** 2 for users in taken)
+    row_s = sum(weights[users] * (users - x) * (each - y) for users, each in taken.items())
+    row_s = max(0.0, row_s / spread)
+    return max(0.0, y - row_s * x), row_s
 
 
 def _chains(
-    small: Callable[[int], AbstractContextManager[Path]],
     layers: int,
     machine: Machine,
     seconds: float,
     options: Mapping[str, Any],
+    kernel: str,
+    kind: str,
+    *,
+    whole: bool = False,
 ) -> _Chains:
+    """`whole`: also the CPU's."""
     # Not above: an engine asks for its machine.
     from hmt.engine.engine import Engine
 
-    given = {"context": 8192, "check_weights": False, "max_batch": _USERS} | dict(options)
-    with small(layers) as folder, Engine(**given) as engine, engine.load_model(folder) as model:
+    given = {"context": 16384, "check_weights": False, "quantization": _SCHEMES[kernel]}
+    given |= {"max_batch": max(_USERS), "prefill_chunk": 512, **options}
+    found = _Chains()
+    with (
+        _MODELS[kind](layers) as folder,
+        Engine(**given) as engine,
+        engine.load_model(folder) as model,
+    ):
         prepared = model.prepared
         costs = CostModel(loads_of(prepared.demand, prepared.plan), _bare(machine))
-        replayed: list[float] = []
+        for users in _USERS:
+            replayed_s = 0.0
 
-        def replays(model: "LoadedModel") -> None:
-            replayed.append(model.replayed_s(_REPLAYS)[0])
+            def replay(model: "LoadedModel") -> None:
+                nonlocal replayed_s
+                replayed_s, _ = model.replayed_s(_REPLAYS)
 
-        likeliest = [decoding_s(model, users, seconds) for users in (1, _USERS)]
-        drawn = [decoding_s(model, users, seconds, _DRAWN, replays) for users in (1, _USERS)]
-        reads = (costs.decode(users, 2 * _PROMPT).seconds for users in (1, _USERS))
-        device = [max(0.0, all_s - s) for all_s, s in zip(replayed, reads, strict=True)]
-        return _Chains(
-            (device[0], device[1]),
-            (replayed[0], replayed[1]),
-            (likeliest[0], likeliest[1]),
-            (drawn[0], drawn[1]),
-            prompt_s(model, _SHORT, seconds),
-            prepared.model.spec.vocab_size,
-        )
+            if whole:  # first: guesses that are right are made again and again
+                likeliest_s = decoding_s(model, users, seconds, usual=fmean)
+                found.likeliest[users] = likeliest_s
+            drawn_s = decoding_s(model, users, seconds * whole, _DRAWN, replay, fmean)
+            if whole:
+                found.drawn[users] = max(0.0, drawn_s - replayed_s)
+            reads_s = costs.decode(users, 2 * _PROMPT).seconds
+            found.device[users] = max(0.0, replayed_s - reads_s)
+        found.prompt = prompt_s(model, _SHORT, seconds)
+    return found
 
 
 def _bare(machine: Machine) -> Machine:
@@ -177,7 +213,7 @@ def _bare(machine: Machine) -> Machine:
         machine,
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0, launch_s=0.0,
         device_number_s=0.0, prompt_launch_s=0.0, draw_s=0.0, draw_row_s=0.0, logit_s=0.0,
-        device_step_s=0.0, expert_launch_s=0.0, prompt_s=0.0, expert_prompt_launch_s=0.0,
+        device_step_s=0.0, prompt_s=0.0, sync_s=0.0, device_layers={}, device_launches={},
     )  # fmt: skip
 
 

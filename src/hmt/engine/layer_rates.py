@@ -36,7 +36,7 @@ class LayerRates:
 def layer_rates(beyond_s: Callable[[Path], float]) -> LayerRates:
     """`beyond_s` tells, of a model, a step's seconds beyond what is predicted of it."""
     found = []
-    for model in (small_model, small_experts, _small_latent):
+    for model in (small_model, _small_experts, _small_latent):
         taken = []
         for layers in (FEW, MANY):
             with model(layers) as folder:
@@ -63,7 +63,7 @@ def small_model(layers: int) -> Iterator[Path]:
 
 
 @contextmanager
-def small_experts(layers: int) -> Iterator[Path]:
+def _small_experts(layers: int) -> Iterator[Path]:
     """A mixture of experts with random weights, of Qwen3's family."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -87,7 +87,7 @@ def small_experts(layers: int) -> Iterator[Path]:
     }
     for expert in range(_EXPERTS):
         shapes |= _gated(f"mlp.experts.{expert}.")
-    with _random_model(layers, config, shapes) as folder:
+    with random_model(layers, config, shapes) as folder:
         yield folder
 
 
@@ -122,7 +122,7 @@ def _small_latent(layers: int) -> Iterator[Path]:
         "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
         **_gated("mlp."),
     }
-    with _random_model(layers, config, shapes) as folder:
+    with random_model(layers, config, shapes) as folder:
         yield folder
 
 
@@ -133,26 +133,34 @@ def _gated(at: str) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def _random_model(
-    layers: int, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+def random_model(
+    layers: int,
+    config: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    width: int = _WIDTH,
+    vocabulary: int = 0,
 ) -> Iterator[Path]:
-    """Alike layers with weights of `shapes` and two norms, in a folder that goes away."""
+    """Alike layers with weights of `shapes` and two norms, in a folder that goes away.
+
+    vocabulary   0: as many tokens as the tokenizer knows
+    """
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
-    norms = {"input_layernorm": (_WIDTH,), "post_attention_layernorm": (_WIDTH,)}
+    norms = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
     with as_file(files("hmt") / "embedded" / _SOURCE) as source:
-        vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
+        known = json.loads((source / "config.json").read_text())
+        vocabulary = vocabulary or known["vocab_size"]
         known = {
             "num_hidden_layers": layers,
-            "hidden_size": _WIDTH,
+            "hidden_size": width,
             "intermediate_size": _EXPERT_WIDTH,
             "num_attention_heads": _HEADS,
             "vocab_size": vocabulary,
             "max_position_embeddings": 8192,
             "tie_word_embeddings": True,
         }
-        all_shapes = {"model.embed_tokens": (vocabulary, _WIDTH), "model.norm": (_WIDTH,)}
+        all_shapes = {"model.embed_tokens": (vocabulary, width), "model.norm": (width,)}
         for layer in range(layers):
             for name, shape in (norms | shapes).items():
                 all_shapes[f"model.layers.{layer}.{name}"] = shape

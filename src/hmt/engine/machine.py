@@ -132,6 +132,7 @@ def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> M
         device, machine, _QUICK_S if quick else _FULL_S,
         gpu_id=gpu_id, formats=formats, whole=not quick,
     )  # fmt: skip
+    found = replace(found, steps=found.steps.completed(_remembered_device(device.name).steps))
     content, known = _load(), _own_entry()
     devices = known.get("devices")
     known["devices"] = devices if isinstance(devices, dict) else {}

@@ -14,6 +14,7 @@ import sys
 from hmt.base.errors import HMTError
 
 _SCHEMES = (None, "w4a16:32", "w8a8")
+_LAYERS = 8
 _USERS = 8
 _PROMPT, _TOKENS = 512, 4
 _SECONDS = 180  # at most
@@ -33,12 +34,12 @@ def main() -> None:
     """See the module's text."""
     from hmt.contracts.request import Request, Sampling
     from hmt.engine.engine import Engine
-    from hmt.engine.layer_rates import MANY, small_experts, small_model
+    from hmt.engine.device_models import dense_model, expert_model
 
     options, found = json.loads(sys.argv[1]), 0
     drawn = Sampling(temperature=1.0, seed=1)
-    for small, schemes in ((small_model, _SCHEMES), (small_experts, _SCHEMES[:2])):
-        with small(MANY) as folder:
+    for small, schemes in ((dense_model, _SCHEMES), (expert_model, _SCHEMES[:2])):
+        with small(_LAYERS) as folder:
             for scheme in schemes:
                 try:
                     with Engine(max_batch=_USERS, quantization=scheme, **options) as engine:

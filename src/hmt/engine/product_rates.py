@@ -72,6 +72,8 @@ def rates_in(
     tokens: Sequence[int],
     seconds: float,
     timed: Callable[[list[WeightTensor], int, float], float],
+    *,
+    shape: tuple[int, int] = _SHAPE,
 ) -> ProductRates:
     """Rates of products with weights in `memory`, uint8, whose bytes are numbers already.
 
@@ -79,10 +81,10 @@ def rates_in(
     """
     found, each_s = ProductRates(), seconds / (1 + len(tokens))
     for form in forms:
-        weights = weights_in(memory, form, _SHAPE)
+        weights = weights_in(memory, form, shape)
         found.bytes_per_s[form.kernel] = weights[0].nbytes / timed(weights, 1, each_s)
         for count in tokens:
-            rate = 2 * count * _SHAPE[0] * _SHAPE[1] / timed(weights, count, each_s)
+            rate = 2 * count * shape[0] * shape[1] / timed(weights, count, each_s)
             name = form.kernel if count == max(tokens) else f"{form.kernel}@{count}"
             found.operations_per_s[name] = rate
     return found

@@ -96,6 +96,9 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
     def slower(rates: Mapping[str, float], factor: float) -> dict[str, float]:
         return {name: rate / factor for name, rate in rates.items()}
 
+    def longer(times: Mapping[str, float], factor: float) -> dict[str, float]:
+        return {name: each * factor for name, each in times.items()}
+
     return replace(
         machine,
         ram_read_rate=machine.ram_read_rate / cpu,
@@ -126,10 +129,10 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         apart_latent_s=machine.apart_latent_s * fixed,
         prompt_layer_s=machine.prompt_layer_s * fixed,
         device_step_s=machine.device_step_s * gpu,
-        launch_s=machine.launch_s * gpu,
-        expert_launch_s=machine.expert_launch_s * gpu,
+        device_layers=longer(machine.device_layers, gpu),
+        device_launches=longer(machine.device_launches, fixed),
         prompt_s=machine.prompt_s * fixed,
+        launch_s=machine.launch_s * fixed,
         prompt_launch_s=machine.prompt_launch_s * fixed,
-        expert_prompt_launch_s=machine.expert_prompt_launch_s * fixed,
         sync_s=machine.sync_s * fixed,
     )

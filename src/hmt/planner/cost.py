@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
-from hmt.planner.products import Products, operations_rate
+from hmt.planner.products import Products, Times, operations_rate
 from hmt.planner.routing import HitCurve, needed_experts, usual_curve
 
 _MANY_TOKENS = 32  # of a step in which a device computes as with prompts
@@ -233,11 +233,16 @@ class _Step:
 
     def _launched(self, load: LayerLoad) -> None:
         """Of a layer on the device: few tokens' steps are captured, others launched in pieces."""
-        machine, experts = self._machine, load.experts is not None
-        if self._many and machine.prompt_launch_s:
-            self._launch_s += machine.prompt_launch_s + experts * machine.expert_prompt_launch_s
+        machine, kind = self._machine, " experts" if load.experts is not None else ""
+        if self._many and machine.device_launches:
+            launches = Times(machine.device_launches, kind)
+            self._launch_s += launches.seconds(load.encoding(many=True), 1)
+        elif self._many:
+            self._fixed_s += machine.prompt_launch_s or machine.launch_s
+        elif machine.device_layers:
+            self._gpu_s += Times(machine.device_layers, kind).seconds(load.encoding(), self._tokens)
         else:
-            self._gpu_s += machine.launch_s + experts * machine.expert_launch_s
+            self._fixed_s += machine.launch_s
 
     def _layer_s(self, load: LayerLoad) -> float:
         """Of a layer on the CPU, beyond what it reads and computes."""

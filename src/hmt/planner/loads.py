@@ -104,6 +104,18 @@ class LayerLoad:
     window: int = 0
     latent: bool = False
 
+    def encoding(self, *, many: bool = False) -> str:
+        """Of most of its weights; "" where there are none."""
+        found: dict[str, float] = {}
+        for (_, encoding), weights in (self.many if many else self.few).items():
+            found[encoding] = found.get(encoding, 0.0) + weights.nbytes
+        if self.experts is not None:
+            encoding = self.experts.encoding
+            found[encoding] = (
+                found.get(encoding, 0.0) + self.experts.count * self.experts.each.nbytes
+            )
+        return max(found, key=lambda name: found[name], default="")
+
 
 @dataclass(frozen=True, slots=True)
 class Loads:

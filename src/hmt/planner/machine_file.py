@@ -20,7 +20,9 @@ from hmt.base.units import parse_bytes, parse_rate
 from hmt.contracts.machine import Machine
 from hmt.planner.shipped import shipped_names, text_of
 
-_MAPS = ("cpu_rates", "cpu_ops", "device_rates", "device_ops")
+_MAPS = (
+    "cpu_rates", "cpu_ops", "device_rates", "device_ops", "device_layers", "device_launches"
+)  # fmt: skip
 _TEXTS = ("name", "device_name", "note")
 _COUNTS = ("cores", "numa_nodes")
 

@@ -29,6 +29,7 @@ from hmt.planner.routing import HitCurve, measured_curve
 
 _WARM_TOKENS = 24
 _TRACED_TOKENS = 64
+_REPLAYS = 12
 _RESIDENCIES = (0.0625, 0.125, 0.25, 0.5, 0.75)
 _USUAL_CHUNK = 64  # or more
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
@@ -41,15 +42,25 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
         before = resident_bytes()  # which libraries there are depends on the model's family
         predicted = _predicted(case, prepared, before, _curve(case, folder))
+        memory = {"opened": _taken(engine)}
         with engine.load_model(path) as model:
+            memory["loaded"] = _taken(engine)
             measured = _measured(case, model)
             if engine._device is not None:
-                measured["device_bytes"] = engine._device.used_bytes()
+                memory["answered"] = _taken(engine)
+                measured["device_bytes"] = memory["answered"][0]
+                measured["device_memory"] = memory
     return {
         "case": asdict(case) | {"name": case.name},
         "predicted": predicted,
         "measured": measured | {"peak_bytes": peak_resident_bytes()},
     }
+
+
+def _taken(engine: Engine) -> tuple[int, int]:
+    """Bytes of the GPU that this process has, and those of them that torch has."""
+    device = engine._device
+    return (0, 0) if device is None else (device.used_bytes(), device.kept_bytes())
 
 
 def _options(case: Case, path: Path) -> dict[str, Any]:
@@ -78,10 +89,11 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
 
 
 def _ahead(case: Case) -> int:
-    """Tokens that a user may decode while the prompts of others are computed."""
+    """Tokens that a user may decode while the prompts of others are computed; and replays."""
+    more = _REPLAYS if case.gpu_memory is not None else 0
     if case.users == 1:
-        return 1
-    return 2 * case.users * -(-case.prompt // (case.chunk or _USUAL_CHUNK))
+        return 1 + more
+    return more + 2 * case.users * -(-case.prompt // (case.chunk or _USUAL_CHUNK))
 
 
 def _curve(case: Case, folder: Path) -> HitCurve | None:
@@ -114,7 +126,9 @@ def _predicted(
     case: Case, prepared: Prepared, process_bytes: int, hits: HitCurve | None
 ) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of."""
-    costs = CostModel(loads_of(prepared.demand, prepared.plan), prepared.machine, hits)
+    costs = CostModel(
+        loads_of(prepared.demand, prepared.plan), prepared.machine, hits, drawn=_draws(case)
+    )
     found: Prediction = costs.predict(case.users, _context(case), case.prompt)
     weights = costs.decode(case.users, 0).nbytes
     return {
@@ -126,12 +140,18 @@ def _predicted(
         "peak_bytes": process_bytes
         + prepared.machine.process_bytes
         + sum(prepared.plan.reserved.values()),
-        "device_bytes": sum(prepared.plan.device.reserved.values()),
+        "device_bytes": sum(prepared.plan.device.reserved.values())
+        + prepared.machine.context_bytes,
         "step": asdict(found.step),
         "prompt": asdict(found.prompt),
         "reserved": dict(prepared.plan.reserved),
         "chunk": prepared.plan.prefill_chunk,
     }
+
+
+def _draws(case: Case) -> bool:
+    """Greedy answers of random weights go round in circles, and so would their experts."""
+    return case.model in WRITTEN or case.model in GPU_SHAPES
 
 
 def _context(case: Case) -> int:
@@ -142,23 +162,27 @@ def _context(case: Case) -> int:
 def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     """Rates, and bytes per token by link.
 
-    ttft_s    of one prompt, with the machine to itself
+    ttft_s    of one prompt, with the machine to itself; first_ttft_s when its length came first
     tokens_per_s   of all users, while all of them decode
     """
     # A GPU's kernels are compiled for a prompt's size when it first comes, and what is read is
     # converted when it first is.
     first = case.gpu_memory is not None or (case.kept < 1 and case.scheme is not None)
     warm = case.prompt if first else _WARM_TOKENS
+    first_ttft_s = _answers(case, model, 1, warm, 1)[0] if first else 0.0
     _answers(case, model, case.users, warm, 4)
     model.reset_summary()
     ttft_s = 0.0
     if case.users > 1:
         ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
-    first_s, (rate, summary) = _answers(case, model, case.users, case.prompt, case.tokens)
+    chain: dict[str, float] = {}
+    first_s, (rate, summary) = _answers(case, model, case.users, case.prompt, case.tokens, chain)
     phase = summary.generation
     return {
         "tokens_per_s": rate,
         "ttft_s": ttft_s or first_s,
+        "first_ttft_s": first_ttft_s,
+        **chain,
         "host_bytes": phase.host_bytes / phase.tokens,
         "disk_bytes": phase.disk_bytes / phase.tokens,
         "link_bytes": phase.link_bytes / phase.tokens,
@@ -170,17 +194,23 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
 
 
 def _answers(
-    case: Case, model: LoadedModel, users: int, prompt: int, tokens: int
+    case: Case,
+    model: LoadedModel,
+    users: int,
+    prompt: int,
+    tokens: int,
+    chain: dict[str, float] | None = None,
 ) -> tuple[float, tuple[float, RunSummary]]:
-    """Seconds to the first tokens; tokens per second from there on, and what these cost."""
+    """Seconds to the first tokens; tokens per second from there on, and what these cost.
+
+    Into `chain` goes what the GPU alone takes for a step, one of many in a row and by itself.
+    """
     numbers = random.Random(prompt)  # tokens are what text is made of, to routers
-    # Greedy answers of random weights go round in circles, and so would their experts.
-    written = case.model in WRITTEN or case.model in GPU_SHAPES
-    sampling = Sampling(temperature=1.0, seed=1) if written else Sampling()
+    sampling = Sampling(temperature=1.0, seed=1) if _draws(case) else Sampling()
     requests = [
         Request(
             input=[numbers.randrange(16, 4000) for _ in range(prompt)],
-            max_new_tokens=tokens + (_ahead(case) - 1 if users > 1 and tokens > 4 else 0),
+            max_new_tokens=tokens + (_ahead(case) - 1 if tokens > 4 else 0),
             ignore_eos=True,
             sampling=sampling,
         )
@@ -201,7 +231,10 @@ def _answers(
         for _ in range(tokens - 2):
             _next(streams)
         took = time.perf_counter() - second
-        return first - begin, (users * (tokens - 2) / took, model.summary())
+        summary = model.summary()
+        if chain is not None and case.gpu_memory is not None:
+            chain.update(zip(("replayed_s", "alone_s"), model.replayed_s(_REPLAYS), strict=True))
+        return first - begin, (users * (tokens - 2) / took, summary)
 
 
 def _next(streams: list[Any]) -> None:
