@@ -1,7 +1,7 @@
 """Models of random weights with which a GPU's steps are probed: small, and shaped like large ones.
 
-Heads are as wide as most models', and there are as many tokens as small vocabularies have: a GPU's
-kernels and the choice of a token are those of large models.  Weights are next to nothing.
+Heads are as wide as most models', there are as many tokens as small vocabularies have, and dozens
+of experts: kernels, and what the CPU does, are those of large models.  Weights are next to nothing.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from typing import Any
 from hmt.engine.layer_rates import random_model
 
 VOCABULARY = 1 << 15
-_WIDTH, _NETWORK, _EXPERT_WIDTH = 512, 1024, 256
+_WIDTH, _NETWORK, _EXPERT_WIDTH = 512, 1024, 128
 _HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 128
-_EXPERTS, _CHOSEN = 16, 8
+_EXPERTS, _CHOSEN = 64, 8
 
 
 @contextmanager

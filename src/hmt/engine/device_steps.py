@@ -12,6 +12,7 @@ encoding, on the number of users, and on experts: each is measured as it runs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,9 @@ from hmt.planner.loads import loads_of
 if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
 
-_FEW, _MANY = 2, 8  # layers
 _USERS = (1, 8, 32)
 _SCHEMES = {"bf16": None, "w4a16": "w4a16:32", "w8a8": "w8a8"}
-_MODELS = {"": dense_model, "experts": expert_model}
+_MODELS = {"": (dense_model, 2, 8), "experts": (expert_model, 2, 6)}  # of few and of more layers
 _PROMPT = 16
 _SHORT = 64  # a prompt of one step that the GPU computes sooner than it is launched
 _REPLAYS = 24
@@ -115,20 +115,28 @@ def device_steps(
     layers: dict[str, float] = {}
     launches: dict[str, float] = {}
     host, begin_s, first_s = _Chains(), 0.0, 0.0
-    for kernel in schemes:
-        for kind in _MODELS:
-            given = machine, seconds, options, kernel, kind
-            few = _chains(_FEW, *given, whole=kernel == schemes[0] and not kind)
-            many = _chains(_MANY, *given)
+    for kind, (small, few, many) in _MODELS.items():
+        found: dict[int, dict[str, _Chains]] = {}
+        for count in (few, many):
+            with small(count) as folder:
+                found[count] = {
+                    kernel: _chains(
+                        folder, machine, seconds, {**options, "quantization": _SCHEMES[kernel]},
+                        whole=not kind and count == few and kernel == schemes[0],
+                    )
+                    for kernel in schemes
+                }  # fmt: skip
+        for kernel in schemes:
             name = f"{kernel} {kind}".strip()
-            launches[name] = max(0.0, (many.prompt - few.prompt) / (_MANY - _FEW))
-            for users in few.device:
-                each = max(0.0, (many.device[users] - few.device[users]) / (_MANY - _FEW))
+            less, more = found[few][kernel], found[many][kernel]
+            launches[name] = max(0.0, (more.prompt - less.prompt) / (many - few))
+            for users in less.device:
+                each = max(0.0, (more.device[users] - less.device[users]) / (many - few))
                 layers[f"{name}@{users}" if users > 1 else name] = each
-            if few.drawn:
-                host = few
-                begin_s = max(0.0, few.device[1] - _FEW * layers[name])
-                first_s = max(0.0, few.prompt - _FEW * launches[name])
+            if less.drawn:
+                host = less
+                begin_s = max(0.0, less.device[1] - few * layers[name])
+                first_s = max(0.0, less.prompt - few * launches[name])
     step_s, row_s = _line(host.likeliest)
     draw_s, draw_row_s = _line(host.drawn)
     logit_s = _logit_s(seconds)
@@ -165,27 +173,16 @@ def _line(taken: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _chains(
-    layers: int,
-    machine: Machine,
-    seconds: float,
-    options: Mapping[str, Any],
-    kernel: str,
-    kind: str,
-    *,
-    whole: bool = False,
+    folder: Path, machine: Machine, seconds: float, options: Mapping[str, Any], *, whole: bool
 ) -> _Chains:
-    """`whole`: also the CPU's."""
+    """Of the model in `folder`; `whole`: also the CPU's."""
     # Not above: an engine asks for its machine.
     from hmt.engine.engine import Engine
 
-    given = {"context": 16384, "check_weights": False, "quantization": _SCHEMES[kernel]}
-    given |= {"max_batch": max(_USERS), "prefill_chunk": 512, **options}
+    given = {"context": 16384, "check_weights": False, "prefill_chunk": 512}
+    given |= {"max_batch": max(_USERS), **options}
     found = _Chains()
-    with (
-        _MODELS[kind](layers) as folder,
-        Engine(**given) as engine,
-        engine.load_model(folder) as model,
-    ):
+    with Engine(**given) as engine, engine.load_model(folder) as model:
         prepared = model.prepared
         costs = CostModel(loads_of(prepared.demand, prepared.plan), _bare(machine))
         for users in _USERS:

@@ -148,6 +148,12 @@ def random_model(
 
     generator = torch.Generator().manual_seed(0)
     norms = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+
+    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return (torch.randn(shape, generator=generator) * _DEVIATION).bfloat16()
+
     with as_file(files("hmt") / "embedded" / _SOURCE) as source:
         known = json.loads((source / "config.json").read_text())
         vocabulary = vocabulary or known["vocab_size"]
@@ -161,15 +167,11 @@ def random_model(
             "tie_word_embeddings": True,
         }
         all_shapes = {"model.embed_tokens": (vocabulary, width), "model.norm": (width,)}
-        for layer in range(layers):
-            for name, shape in (norms | shapes).items():
-                all_shapes[f"model.layers.{layer}.{name}"] = shape
-        weights = {
-            f"{name}.weight": torch.ones(shape, dtype=torch.bfloat16)
-            if len(shape) == 1
-            else (torch.randn(shape, generator=generator) * _DEVIATION).bfloat16()
-            for name, shape in all_shapes.items()
-        }
+        weights = {f"{name}.weight": drawn(shape) for name, shape in all_shapes.items()}
+        for name, shape in (norms | shapes).items():
+            weight = drawn(shape)
+            for layer in range(layers):
+                weights[f"model.layers.{layer}.{name}.weight"] = weight.clone()
         with _folder_beside(source, known | config, anew=True) as folder:
             save_file(weights, folder / _WEIGHTS)
             yield folder

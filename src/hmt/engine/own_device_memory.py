@@ -33,8 +33,8 @@ def driver_bytes(options: dict[str, object]) -> int:
 def main() -> None:
     """See the module's text."""
     from hmt.contracts.request import Request, Sampling
-    from hmt.engine.engine import Engine
     from hmt.engine.device_models import dense_model, expert_model
+    from hmt.engine.engine import Engine
 
     options, found = json.loads(sys.argv[1]), 0
     drawn = Sampling(temperature=1.0, seed=1)
