@@ -48,6 +48,7 @@ class Machine:
                        Empty: launch_s
     device_launches    until the CPU has launched a layer of a prompt's step, by the same names; the
                        GPU computes meanwhile what was launched before.  Empty: prompt_launch_s
+    bring_s            until the CPU has launched what a prompt's step does to bring an expert there
     prompt_s           of a prompt's step, beyond its layers
     launch_s           of a layer on the GPU, beyond its bytes
     device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
@@ -96,6 +97,7 @@ class Machine:
     device_step_s: float = 0.0
     device_layers: Mapping[str, float] = field(default_factory=dict)
     device_launches: Mapping[str, float] = field(default_factory=dict)
+    bring_s: float = 0.0
     prompt_s: float = 0.0
     launch_s: float = 0.0
     device_number_s: float = 0.0

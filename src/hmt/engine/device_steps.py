@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hmt.base.errors import HMTError
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.machine import Machine
+from hmt.contracts.plan import Tier
 from hmt.contracts.request import Sampling
 from hmt.engine.device_models import VOCABULARY, dense_model, expert_model
 from hmt.engine.own_device_memory import driver_bytes
@@ -33,14 +36,14 @@ if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
 
 _USERS = (1, 8, 32)
-_SCHEMES = {"bf16": None, "w4a16": "w4a16:32", "w8a8": "w8a8"}
+_SCHEMES = {"bf16": None, "w8a8": "w8a8", "w4a16": "w4a16:32"}
 _MODELS = {"": (dense_model, 2, 8), "experts": (expert_model, 2, 6)}  # of few and of more layers
 _PROMPT = 16
 _SHORT = 64  # a prompt of one step that the GPU computes sooner than it is launched
 _REPLAYS = 24
 _LOGITS, _ROWS = 1 << 15, 8
 _DRAWN = Sampling(temperature=1.0, seed=1)
-_CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "prompt_s")
+_CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "prompt_s", "bring_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class DeviceSteps:
     device_step_s: float = 0.0
     device_layers: dict[str, float] = field(default_factory=dict)
     device_launches: dict[str, float] = field(default_factory=dict)
+    bring_s: float = 0.0
     process_bytes: int = 0
     context_bytes: int = 0
 
@@ -76,6 +80,9 @@ class DeviceSteps:
     def of(self, machine: Machine) -> Machine:
         """The machine with what is known."""
         return replace(machine, **{name: value for name, value in asdict(self).items() if value})
+
+
+_Apart = tuple[float, int, int]
 
 
 @dataclass(slots=True)
@@ -108,13 +115,15 @@ def device_steps(
     options   of an engine, with the GPU
     whole     measure also what the process takes of both memories, in one of its own (half a
               minute: kernels are loaded anew)
-    schemes   encodings to measure, by the names of their kernels
+    schemes   encodings to measure, by the names of their kernels; in the last one experts are also
+              brought
 
     Raises what loading a small model raises.
     """
     layers: dict[str, float] = {}
     launches: dict[str, float] = {}
     host, begin_s, first_s = _Chains(), 0.0, 0.0
+    apart: list[_Apart | None] = []
     for kind, (small, few, many) in _MODELS.items():
         found: dict[int, dict[str, _Chains]] = {}
         for count in (few, many):
@@ -126,6 +135,9 @@ def device_steps(
                     )
                     for kernel in schemes
                 }  # fmt: skip
+                if kind:
+                    given = {**options, "quantization": _SCHEMES[schemes[-1]]}
+                    apart.append(_apart(folder, seconds, given))
         for kernel in schemes:
             name = f"{kernel} {kind}".strip()
             less, more = found[few][kernel], found[many][kernel]
@@ -137,6 +149,11 @@ def device_steps(
                 host = less
                 begin_s = max(0.0, less.device[1] - few * layers[name])
                 first_s = max(0.0, less.prompt - few * launches[name])
+    bring_s = 0.0
+    if away := [each for each in apart if each is not None]:
+        (less_s, few, count), (more_s, many, _) = away[0], away[-1]
+        layer_s = (more_s - less_s) / max(1, many - few)
+        bring_s = max(0.0, layer_s - launches[f"{schemes[-1]} experts"]) / count
     step_s, row_s = _line(host.likeliest)
     draw_s, draw_row_s = _line(host.drawn)
     logit_s = _logit_s(seconds)
@@ -150,6 +167,7 @@ def device_steps(
         device_step_s=begin_s,
         device_layers=layers,
         device_launches=launches,
+        bring_s=bring_s,
         process_bytes=process_bytes(options) if whole else 0,
         context_bytes=driver_bytes(dict(options)) if whole else 0,
     )
@@ -204,13 +222,47 @@ def _chains(
     return found
 
 
+def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart | None:
+    """A short prompt's seconds where half of the experts fit; numbers of layers and their experts.
+
+    None where there is no such plan.
+    """
+    from hmt.engine.engine import Engine
+    from hmt.engine.loading import prepare
+
+    given: dict[str, Any] = {
+        "context": 4096,
+        "check_weights": False,
+        "prefill_chunk": 512,
+        **options,
+    }
+    try:
+        with Engine(**given) as engine:
+            left = engine._device_left()
+            prepared = prepare(folder, engine.config, None, engine._device, left)
+            experts = prepared.demand.of_kind(BlockKind.EXPERT)
+            needed = sum(prepared.plan.device.reserved.values())
+            # The embedding goes first.
+            less = left - needed + sum(block.slot_bytes for block in experts) // 2
+            less += sum(b.slot_bytes for b in prepared.demand.of_kind(BlockKind.EMBEDDING))
+            limit = (engine.config.gpu_memory_bytes or left) - less
+        with Engine(**{**given, "gpu_memory": limit}) as engine, engine.load_model(folder) as model:
+            layers = model.prepared.model.spec.layers
+            if any(model.plan.homes[block.id] is Tier.DEVICE for block in experts):
+                return None
+            return prompt_s(model, _SHORT, seconds), layers, len(experts) // layers
+    except HMTError:
+        return None
+
+
 def _bare(machine: Machine) -> Machine:
     """What it reads and computes, and nothing else."""
     return replace(
         machine,
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0, launch_s=0.0,
         device_number_s=0.0, prompt_launch_s=0.0, draw_s=0.0, draw_row_s=0.0, logit_s=0.0,
-        device_step_s=0.0, prompt_s=0.0, sync_s=0.0, device_layers={}, device_launches={},
+        device_step_s=0.0, prompt_s=0.0, sync_s=0.0, bring_s=0.0,
+        device_layers={}, device_launches={},
     )  # fmt: skip
 
 

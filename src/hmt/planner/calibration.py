@@ -131,6 +131,7 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         device_step_s=machine.device_step_s * gpu,
         device_layers=longer(machine.device_layers, gpu),
         device_launches=longer(machine.device_launches, fixed),
+        bring_s=machine.bring_s * fixed,
         prompt_s=machine.prompt_s * fixed,
         launch_s=machine.launch_s * fixed,
         prompt_launch_s=machine.prompt_launch_s * fixed,

@@ -309,7 +309,10 @@ class _Step:
     def _experts(self, load: LayerLoad, experts: Experts) -> float:
         """Experts that the CPU computes."""
         chosen, count, each = self._loads.chosen, experts.count, experts.each
-        needed = needed_experts(count, chosen, self._tokens, experts.on_device, self._curve)
+        # Steps of many tokens bring all experts in turn, whatever is cached.
+        all_brought = self._many and load.many_experts_on_device and experts.home is not Tier.DEVICE
+        cached = 0.0 if all_brought else experts.on_device
+        needed = needed_experts(count, chosen, self._tokens, cached, self._curve)
         read = 0.0
         if experts.home is Tier.DISK:
             kept = max(experts.in_memory, experts.on_device)
@@ -317,6 +320,7 @@ class _Step:
         brought = 0.0
         if self._many and load.many_experts_on_device:
             brought = needed.absent
+            self._launch_s += brought * self._machine.bring_s
         elif experts.brought:
             brought = min(needed.absent * self._loads.link_share, experts.brought)
         left = needed.absent - brought
