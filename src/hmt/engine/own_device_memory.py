@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 from hmt.base.errors import HMTError
 
@@ -20,7 +22,7 @@ _PROMPT, _TOKENS = 512, 4
 _SECONDS = 180  # at most
 
 
-def driver_bytes(options: dict[str, object]) -> int:
+def driver_bytes(options: dict[str, Any]) -> int:
     """What the module prints for `options`; 0 where it fails."""
     command = [sys.executable, "-m", "hmt.engine.own_device_memory", json.dumps(options)]
     try:
@@ -32,33 +34,42 @@ def driver_bytes(options: dict[str, object]) -> int:
 
 def main() -> None:
     """See the module's text."""
-    from hmt.contracts.request import Request, Sampling
-    from hmt.engine.device_models import dense_model, expert_model
-    from hmt.engine.engine import Engine
+    print(_measured(json.loads(sys.argv[1])), flush=True)
+    os._exit(0)  # nothing is left to be done
 
-    options, found = json.loads(sys.argv[1]), 0
-    drawn = Sampling(temperature=1.0, seed=1)
+
+def _measured(options: dict[str, Any]) -> int:
+    from hmt.engine.device_models import dense_model, expert_model
+
+    found = 0
     for small, schemes in ((dense_model, _SCHEMES), (expert_model, _SCHEMES[:2])):
         with small(_LAYERS) as folder:
             for scheme in schemes:
                 try:
-                    with Engine(max_batch=_USERS, quantization=scheme, **options) as engine:
-                        model, device = engine.load_model(folder), engine._device
-                        for users, prompt in ((1, _PROMPT), (_USERS, _PROMPT // _USERS)):
-                            request = Request(
-                                input=[20] * prompt,
-                                max_new_tokens=_TOKENS,
-                                ignore_eos=True,
-                                sampling=drawn,
-                            )
-                            for _ in zip(*model.stream_batch([request] * users), strict=True):
-                                pass
-                        assert device is not None
-                        found = max(found, device.used_bytes() - device.kept_bytes())
+                    found = max(found, _beside_tensors(folder, options | {"quantization": scheme}))
                 except HMTError:
                     continue  # what cannot be encoded so has no kernels
-    print(found, flush=True)
-    os._exit(0)  # nothing is left to be done
+    return found
+
+
+def _beside_tensors(folder: Path, options: dict[str, Any]) -> int:
+    """After prompts and steps of one user and of several."""
+    from hmt.contracts.request import Request, Sampling
+    from hmt.engine.engine import Engine
+
+    drawn = Sampling(temperature=1.0, seed=1)
+    with Engine(**{"max_batch": _USERS, **options}) as engine:
+        model, device = engine.load_model(folder), engine._device
+        for users in (1, _USERS):
+            request = Request(
+                input=[20] * (_PROMPT // users),
+                max_new_tokens=_TOKENS,
+                ignore_eos=True,
+                sampling=drawn,
+            )
+            for _ in zip(*model.stream_batch([request] * users), strict=True):
+                pass
+        return 0 if device is None else device.used_bytes() - device.kept_bytes()
 
 
 if __name__ == "__main__":

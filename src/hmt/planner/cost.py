@@ -367,7 +367,8 @@ class _Step:
         """What the CPU does for a step, whatever that computes."""
         machine, rows = self._machine, self._texts
         if self._many and machine.prompt_s:
-            step_s, row_s = machine.prompt_s, 0.0
+            # A request comes and goes once, whatever pieces its prompt is read in.
+            step_s, row_s = machine.prompt_s if head else machine.step_s, 0.0
         elif self._begins_early(drawn):
             step_s, row_s = machine.step_s, machine.row_s
         else:
