@@ -25,7 +25,8 @@ class Machine:
     device_bytes, device_read_rate   its memory
     device_rates       of weights, by encoding, as cpu_rates; not known: device_read_rate
     device_ops         operations per second there, as cpu_ops
-    device_attention_rate, device_attention_ops
+    device_attention_rate, device_attention_ops, device_attention_several   the last of eight users
+                       and more together; 0: as of one
     link_rate          from pinned host memory to it
     shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
                        model's usual format, at once
@@ -83,6 +84,7 @@ class Machine:
     device_ops: Mapping[str, float] = field(default_factory=dict)
     device_attention_rate: float = 0.0
     device_attention_ops: float = 0.0
+    device_attention_several: float = 0.0
     step_s: float = 0.0
     row_s: float = 0.0
     draw_s: float = 0.0

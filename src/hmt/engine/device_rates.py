@@ -36,6 +36,7 @@ _SHAPE = (16384, 8192)
 _TOKENS = (8, 32, 512)  # each is compiled for some seconds when it first comes
 _MEMORY_BYTES = 512 * MIB  # the L2 of an H200 holds 50 MiB
 _CONTEXT, _LAYERS = 4096, 16
+_USERS, _MORE = 8, 4  # who read together; so many times the positions, in fewer layers
 _HAND_OVERS = 50
 
 
@@ -63,6 +64,7 @@ class DeviceRates:
                 device_ops=self.products.operations_per_s,
                 device_attention_rate=self.attention.bytes_per_s,
                 device_attention_ops=self.attention.operations_per_s,
+                device_attention_several=self.attention.several_bytes_per_s,
                 sync_s=self.sync_s,
             )
         )
@@ -104,6 +106,13 @@ def device_rates(
             seconds,
             lambda call, share: timed(call, _LAYERS, share),
         )
+        several = attention_rates.reading_rate(
+            pages.view(_CONTEXT // PAGE_TOKENS * _MORE, _LAYERS // _MORE, -1),
+            layout,
+            _USERS,
+            lambda call, count: timed(call, count, seconds / 2),
+        )
+        attention = replace(attention, several_bytes_per_s=several)
         sync_s = _hand_over_s(device)
     del memory, pages
     device.trim()

@@ -113,8 +113,8 @@ def device_steps(
 
     seconds   for each of two dozen measurements
     options   of an engine, with the GPU
-    whole     measure also what the process takes of both memories, in one of its own (half a
-              minute: kernels are loaded anew)
+    whole     measure also experts in all encodings and not the last one alone, and what the process
+              takes of both memories, in one of its own (half a minute: kernels are loaded anew)
     schemes   encodings to measure, by the names of their kernels; in the last one experts are also
               brought
 
@@ -126,6 +126,7 @@ def device_steps(
     apart: list[_Apart | None] = []
     for kind, (small, few, many) in _MODELS.items():
         found: dict[int, dict[str, _Chains]] = {}
+        encodings = schemes[-1:] if kind and not whole else schemes
         for count in (few, many):
             with small(count) as folder:
                 found[count] = {
@@ -133,12 +134,12 @@ def device_steps(
                         folder, machine, seconds, {**options, "quantization": _SCHEMES[kernel]},
                         whole=not kind and count == few and kernel == schemes[0],
                     )
-                    for kernel in schemes
+                    for kernel in encodings
                 }  # fmt: skip
                 if kind:
                     given = {**options, "quantization": _SCHEMES[schemes[-1]]}
                     apart.append(_apart(folder, seconds, given))
-        for kernel in schemes:
+        for kernel in encodings:
             name = f"{kernel} {kind}".strip()
             less, more = found[few][kernel], found[many][kernel]
             launches[name] = max(0.0, (more.prompt - less.prompt) / (many - few))
@@ -211,14 +212,14 @@ def _chains(
                 replayed_s, _ = model.replayed_s(_REPLAYS)
 
             if whole:  # first: guesses that are right are made again and again
-                likeliest_s = decoding_s(model, users, seconds, usual=fmean)
+                likeliest_s = decoding_s(model, users, 2 * seconds, usual=fmean)
                 found.likeliest[users] = likeliest_s
-            drawn_s = decoding_s(model, users, seconds * whole, _DRAWN, replay, fmean)
+            drawn_s = decoding_s(model, users, 4 * seconds * whole, _DRAWN, replay, fmean)
             if whole:
                 found.drawn[users] = max(0.0, drawn_s - replayed_s)
             reads_s = costs.decode(users, 2 * _PROMPT).seconds
             found.device[users] = max(0.0, replayed_s - reads_s)
-        found.prompt = prompt_s(model, _SHORT, seconds)
+        found.prompt = prompt_s(model, _SHORT, 3 * seconds)
     return found
 
 
@@ -250,7 +251,7 @@ def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart |
             layers = model.prepared.model.spec.layers
             if any(model.plan.homes[block.id] is Tier.DEVICE for block in experts):
                 return None
-            return prompt_s(model, _SHORT, seconds), layers, len(experts) // layers
+            return prompt_s(model, _SHORT, 3 * seconds), layers, len(experts) // layers
     except HMTError:
         return None
 

@@ -114,6 +114,7 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         device_ops=slower(machine.device_ops, gpu),
         device_attention_rate=machine.device_attention_rate / gpu,
         device_attention_ops=machine.device_attention_ops / gpu,
+        device_attention_several=machine.device_attention_several / gpu,
         device_number_s=machine.device_number_s * gpu,
         link_rate=machine.link_rate / link,
         shared_link_rate=machine.shared_link_rate / link,

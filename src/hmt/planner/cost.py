@@ -23,6 +23,7 @@ from hmt.planner.products import Products, Times, operations_rate
 from hmt.planner.routing import HitCurve, needed_experts, usual_curve
 
 _MANY_TOKENS = 32  # of a step in which a device computes as with prompts
+_SEVERAL = 8  # users from whom on a device's attention is not faster with more of them
 _FLOATS = "bf16"  # what attention is computed in
 _LEAST_SHARE = 0.5  # of memory's rate that is left to the CPU while the link reads, if not measured
 
@@ -288,7 +289,7 @@ class _Step:
             machine.cpu_attention_ops or operations_rate(machine.cpu_ops, _FLOATS),
         )
         gpu = (
-            machine.device_attention_rate or machine.device_read_rate,
+            self._device_attention_rate() or machine.device_read_rate,
             machine.device_attention_ops or operations_rate(machine.device_ops, _FLOATS),
         )
         on_cpu = self._longer(host * nbytes, host * operations, *cpu)
@@ -305,6 +306,12 @@ class _Step:
         cold = 0.0 if load.window else loads.cold * loads.cold_ratio * nbytes
         self._ahead["disk"] += cold
         self._bytes["disk"] += cold
+
+    def _device_attention_rate(self) -> float:
+        """One user's positions keep only a part of a device busy."""
+        one = self._machine.device_attention_rate
+        more = max(one, self._machine.device_attention_several)
+        return one + (more - one) * min(1.0, (self._texts - 1) / (_SEVERAL - 1))
 
     def _experts(self, load: LayerLoad, experts: Experts) -> float:
         """Experts that the CPU computes."""
