@@ -174,7 +174,8 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     warm = case.prompt if first else _WARM_TOKENS
     first_ttft_s = _answers(case, model, 1, warm, 1)[0] if first else 0.0
     # So many that a GPU has ceased to guess what is drawn.
-    _answers(case, model, case.users, warm, _GUESSED if case.gpu_memory is not None else 4)
+    guessed = min(_GUESSED, case.tokens) if case.gpu_memory is not None else 4
+    _answers(case, model, case.users, warm, guessed)
     model.reset_summary()
     ttft_s = 0.0
     if case.gpu_memory is not None:
