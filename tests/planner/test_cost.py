@@ -153,9 +153,9 @@ def test_a_gpu_computes_the_next_step_while_the_cpu_looks_at_one() -> None:
     assert step_s(0.5) == pytest.approx(1) and step_s(3) == pytest.approx(3)
     # What is drawn the next step has to wait for.
     each = computing_s / 2 / demand.spec.vocab_size
-    drawn = 1 + 3 + 2 * 0.75  # users add what they do to likeliest tokens, where no more is known
-    assert step_s(3, drawn=True) == pytest.approx(drawn)
-    assert step_s(3, drawn=True, logit_s=each) == pytest.approx(drawn + 1)
+    assert step_s(3, drawn=True) == pytest.approx(1 + 3)
+    assert step_s(3, drawn=True, draw_row_s=1.0) == pytest.approx(1 + 3 + 2 / computing_s)
+    assert step_s(3, drawn=True, logit_s=each) == pytest.approx(1 + 3 + 1)
     # Where the CPU computes a part of the layers there is no next step to begin.
     away = loads_of(demand, outlook(demand).plan(setting(replace(bare, device_bytes=0))).plan)
     alone, more = (CostModel(away, replace(bare, step_s=n)).decode(2, 0).seconds for n in (0, 1))

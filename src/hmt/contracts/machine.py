@@ -33,7 +33,7 @@ class Machine:
     step_s, row_s      what the CPU does for a step, whatever that computes (scheduling, choosing
                        tokens), and for each user in it.  A GPU computes the next step meanwhile
     draw_s, draw_row_s   the same where it cannot: tokens are drawn (a temperature above 0), and the
-                       next step waits for them.  0: as step_s and row_s
+                       next step waits for them.  draw_s 0: as step_s and row_s
     logit_s            of each logit that a token is drawn from
     layer_s            of a layer on the CPU, beyond its bytes
     apart_layer_s      layer_s where layers are computed one by one: blocks of theirs move, or

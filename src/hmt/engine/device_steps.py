@@ -157,7 +157,8 @@ def device_steps(
         bring_s = max(0.0, layer_s - launches[f"{schemes[-1]} experts"]) / count
     step_s, row_s = _line(host.likeliest)
     draw_s, draw_row_s = _line(host.drawn)
-    logit_s = _logit_s(seconds)
+    # The steps themselves have drawn from so many: no more than all that users add.
+    logit_s = min(_logit_s(seconds), draw_row_s / VOCABULARY)
     return DeviceSteps(
         step_s=step_s,
         row_s=row_s,

@@ -376,10 +376,10 @@ class _Step:
         if self._many and machine.prompt_s:
             # A request comes and goes once, whatever pieces its prompt is read in.
             step_s, row_s = machine.prompt_s if head else machine.step_s, 0.0
-        elif self._begins_early(drawn):
+        elif self._begins_early(drawn) or not machine.draw_s:
             step_s, row_s = machine.step_s, machine.row_s
         else:
-            step_s, row_s = machine.draw_s or machine.step_s, machine.draw_row_s or machine.row_s
+            step_s, row_s = machine.draw_s, machine.draw_row_s
         logits = self._loads.vocabulary if head and drawn else 0
         return step_s + rows * (row_s + logits * machine.logit_s)
 
