@@ -33,7 +33,7 @@ def test_a_run_is_measured_in_the_terms_of_its_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(cases.WRITTEN, "moe", TINY)
-    case = Case("moe", None, 0.3, 40, 2, 6)
+    case = Case("moe", None, 0.3, 40, 2, 24)
     found = process.run(case, tmp_path)
     predicted, measured = found["predicted"], found["measured"]
     assert measured["tokens_per_s"] > 0 and measured["ttft_s"] > 0

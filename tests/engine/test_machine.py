@@ -2,16 +2,21 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hmt.base.errors import BudgetError
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.engine import machine
+from hmt.engine import EngineConfig, device_models, device_steps, machine, own_device_memory
 from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.device_loading import device_budget
+from hmt.engine.device_rates import DeviceRates
+from hmt.engine.device_steps import DeviceSteps
+from hmt.engine.link_rates import LinkRates
 from hmt.engine.machine import (
     Rates,
     cache_file,
@@ -23,6 +28,7 @@ from hmt.engine.machine import (
 from hmt.engine.product_rates import ProductRates, product_rates, rates_in
 from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
+from hmt.memory.device import PretendedDevice
 from hmt.quant import Format
 
 DISK = DiskRate("direct", 2 << 20, 8, 3e9)
@@ -236,3 +242,64 @@ def test_rows_and_weights_are_told_apart() -> None:
     found = rates_in(memory, [form], (8,), 0.0, slow_when_long, rows=True)
     assert set(found.row_s.values()) == {0.0}
     assert found.operations_per_s["bf16"] == near(16 / 2**0.5 / 1e-11)
+
+
+def test_steps_of_a_gpu_are_measured_for_real(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(1e9))
+    monkeypatch.setattr(device_models, "_EXPERTS", 8)
+    monkeypatch.setattr(device_models, "VOCABULARY", 512)
+    monkeypatch.setattr(device_steps, "_USERS", (1, 2))
+    models = {kind: (small, 1, 2) for kind, (small, _, _) in device_steps._MODELS.items()}
+    monkeypatch.setattr(device_steps, "_MODELS", models)
+    given = {"gpu_id": "pretended", "gpu_memory": "256MiB", "host_memory": "256MiB"}
+    here = replace(machine_for(tmp_path), device_name="pretended", link_rate=1e9)
+    found = device_steps.device_steps(here, 1e-3, given, whole=False, schemes=["bf16"])
+    assert set(found.device_layers) == {"bf16", "bf16@2", "bf16 experts", "bf16 experts@2"}
+    assert set(found.device_launches) == {"bf16", "bf16 experts"}
+    assert 0 <= found.logit_s < 1e-6 and found.context_bytes == 0
+    values = asdict(found)
+    times = [*values.pop("device_layers").values(), *values.pop("device_launches").values()]
+    assert all(0 <= each < 10 for each in (*values.values(), *times))
+    assert found.of(here).device_launches == found.device_launches
+    # Slower by a factor are those of the CPU; memory that was not measured again is kept.
+    slower = replace(found, step_s=2.0, logit_s=3.0).slower(2)
+    assert (slower.step_s, slower.logit_s, slower.device_layers) == (4, 3, found.device_layers)
+    assert found.completed(replace(found, context_bytes=7)).context_bytes == 7
+
+
+def test_a_straight_line_through_few_users_and_many() -> None:
+    assert device_steps._line({1: 3.0, 8: 10.0, 32: 34.0}) == pytest.approx((2.0, 1.0))
+    assert device_steps._line({1: 5.0}) == (5.0, 0.0)
+    step_s, row_s = device_steps._line({1: 4.0, 8: 3.0, 32: 4.0})
+    assert step_s > 0 and row_s >= 0
+
+
+def test_what_a_driver_will_take_is_part_of_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, config = PretendedDevice(), EngineConfig.resolve(gpu_id="0", gpu_memory="2GiB")
+    before = device_budget(device, config)
+    machine_for(tmp_path)
+
+    def probed(nbytes: int) -> None:
+        content = json.loads(cache_file().read_text())
+        rates = asdict(DeviceRates(steps=DeviceSteps(context_bytes=nbytes)))
+        content["machines"][machine.fingerprint()]["devices"] = {device.name: rates}
+        cache_file().write_text(json.dumps(content))
+
+    probed(1 << 30)
+    assert before - device_budget(device, config) == pytest.approx(1 << 30, rel=0.02)
+    probed(2 << 30)
+    with pytest.raises(BudgetError, match="less than the driver takes"):
+        device_budget(device, config)
+    probed(0)
+    # What it is: in a process of its own, beside tensors; there is no driver here.
+    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(1e9))
+    monkeypatch.setattr(own_device_memory, "_SCHEMES", ("w8a8", None))
+    monkeypatch.setattr(own_device_memory, "_LAYERS", 1)
+    monkeypatch.setattr(device_models, "_EXPERTS", 8)
+    monkeypatch.setattr(PretendedDevice, "kept_bytes", lambda device: device.used_bytes() - 5)
+    given = {"gpu_id": "pretended", "gpu_memory": "256MiB", "host_memory": "256MiB"}
+    assert own_device_memory._measured({**given, "context": 1024}) == 5

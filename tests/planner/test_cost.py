@@ -10,6 +10,7 @@ from hmt.base.errors import BudgetError
 from hmt.contracts.model import KVKind
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
+from hmt.planner.products import Times
 from hmt.planner.routing import PUBLISHED, UNIFORM, measured_curve, needed_experts, usual_curve
 
 NETWORKS = 8 * (20 + 60) + 2 * 30  # units of 256 KiB in a small model, its embedding aside
@@ -184,3 +185,80 @@ def test_a_plan_is_never_slower_on_a_faster_machine() -> None:
             assert after.ttft_s <= before.ttft_s * (1 + 1e-9), name
         fewer = CostModel(loads, machine).predict(1, before.context // 2, 32)
         assert fewer.step.seconds <= before.step.seconds * (1 + 1e-9)
+
+
+def test_a_gpu_computes_the_next_step_while_the_cpu_looks_at_one() -> None:
+    demand = small_model()
+    bare = replace(
+        machine_with(demand, device=4.0), step_s=0.0, launch_s=0.0, sync_s=0.0, draw_s=1e-9
+    )
+    loads = loads_of(demand, outlook(demand).plan(setting(bare)).plan)
+    computing_s = CostModel(loads, bare).decode(2, 0).seconds
+
+    def step_s(share: float, *, drawn: bool = False, **more: float) -> float:
+        """The CPU's chain is so long, of the GPU's."""
+        long = share * computing_s
+        machine = replace(bare, step_s=long / 2, row_s=long / 4, draw_s=long, **more)
+        return CostModel(loads, machine, drawn=drawn).decode(2, 0).seconds / computing_s
+
+    assert step_s(0.5) == pytest.approx(1) and step_s(3) == pytest.approx(3)
+    # What is drawn the next step has to wait for.
+    each = computing_s / 2 / demand.spec.vocab_size
+    assert step_s(3, drawn=True) == pytest.approx(1 + 3)
+    assert step_s(3, drawn=True, draw_row_s=1.0) == pytest.approx(1 + 3 + 2 / computing_s)
+    assert step_s(3, drawn=True, logit_s=each) == pytest.approx(1 + 3 + 1)
+    # Where the CPU computes a part of the layers there is no next step to begin.
+    away = loads_of(demand, outlook(demand).plan(setting(replace(bare, device_bytes=0))).plan)
+    alone, more = (CostModel(away, replace(bare, step_s=n)).decode(2, 0).seconds for n in (0, 1))
+    assert more == pytest.approx(alone)  # draw_s stands for it there
+
+
+def test_layers_on_a_gpu_cost_what_was_probed_of_their_kind() -> None:
+    demand = small_model(4, 8, 2)
+    bare = replace(machine_with(demand, device=4.0), step_s=0.0, launch_s=0.0)
+    loads = loads_of(demand, outlook(demand).plan(setting(bare)).plan)
+    assert all(load.attends_on_device for load in loads.layers)
+    before = {users: CostModel(loads, bare).decode(users, 0).seconds for users in (1, 3, 16)}
+    times = {"w4a8": 50.0, "w4a8 experts": 1.0, "w4a8 experts@5": 3.0, "w4a8 experts@9": 4.0}
+    costs = CostModel(loads, replace(bare, device_layers=times))
+    experts = sum(load.experts is not None for load in loads.layers)
+    rest = len(loads.layers) - experts
+    for users, each in ((1, 1.0), (3, 2.0), (16, 5.75)):
+        more = costs.decode(users, 0).seconds - before[users]
+        assert more == pytest.approx(experts * each + rest * 50)
+    # An encoding that was not measured is like the nearest: of activations in 8 bits, or not.
+    known = Times({"w8a8": 3.0, "w4a16": 2.0, "bf16": 1.0})
+    assert [known.seconds(name, 4) for name in ("w4a8", "nvfp4", "bf16")] == [3.0, 2.0, 1.0]
+    assert Times({}).seconds("bf16", 1) == 0.0
+
+
+def test_a_gpu_computes_while_prompts_are_launched() -> None:
+    demand = small_model()
+    bare = replace(
+        machine_with(demand, device=4.0), step_s=0.0, sync_s=0.0, device_layers={"bf16": 0.0}
+    )
+    loads = loads_of(demand, outlook(demand).plan(setting(bare)).plan)
+
+    def prompt_s(launch_s: float, *, last: bool = False) -> float:
+        machine = replace(bare, device_launches={"bf16": launch_s}, prompt_s=1.0)
+        return CostModel(loads, machine).prompt(512, 0, last=last).seconds
+
+    computing_s = prompt_s(0.0)
+    each_s = computing_s / len(loads.layers)
+    assert prompt_s(each_s / 10) == pytest.approx(computing_s)
+    assert prompt_s(10 * each_s) == pytest.approx(10 * computing_s)
+    assert prompt_s(0.0, last=True) == pytest.approx(1 + computing_s, rel=0.01)
+
+
+def test_prompts_bring_all_experts_whatever_is_cached() -> None:
+    demand = small_model(4, 8, 2)
+    bare = replace(machine_with(demand, device=0.8), step_s=0.0, device_launches={"bf16": 0.0})
+    loads = loads_of(demand, outlook(demand).plan(setting(bare)).plan)
+    away = [load.experts for load in loads.layers if load.experts and load.many_experts_on_device]
+    for experts in away:
+        experts.on_device = experts.count / 2
+    before = CostModel(loads, bare).prompt(512, 0)
+    assert before.nbytes["link"] >= sum(experts.count * experts.each.nbytes for experts in away)
+    after = CostModel(loads, replace(bare, bring_s=1.0)).prompt(512, 0)
+    brought = sum(experts.count for experts in away)
+    assert after.seconds == pytest.approx(brought, rel=0.01)

@@ -34,13 +34,16 @@ class Machine:
     device_bytes, device_read_rate   its memory
     device_rates       of weights, by encoding, as cpu_rates; not known: device_read_rate
     device_ops         operations per second there, as cpu_ops
-    device_attention_rate, device_attention_ops
+    device_attention_rate, device_attention_ops, device_attention_several   the last of eight users
+                       and more together; 0: as of one
     link_rate          from pinned host memory to it
     shared_link_rate, shared_cpu_rate   of the link, and of the CPU computing with weights of the
                        model's usual format, at once
-    step_s             of a step, whatever it computes: scheduling, choosing tokens; while caches
-                       keep what it needs
-    row_s              of each user in a step
+    step_s, row_s      what the CPU does for a step, whatever that computes (scheduling, choosing
+                       tokens), and for each user in it.  A GPU computes the next step meanwhile
+    draw_s, draw_row_s   the same where it cannot: tokens are drawn (a temperature above 0), and the
+                       next step waits for them.  draw_s 0: as step_s and row_s
+    logit_s            of each logit that a token is drawn from
     layer_s            of a layer on the CPU, beyond its bytes
     apart_layer_s      of a layer that is computed by itself, since blocks of layers move, or since
                        no call computes many of them
@@ -53,12 +56,22 @@ class Machine:
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
                        and whatever else passes over activations
     prompt_layer_s     layer_s in a step of many tokens, whose calls are others
+    device_step_s      of the GPU for a step, beyond its layers and its head
+    device_layers      of a layer there, beyond what it reads and computes, by encoding and for
+                       several users under "w4a16@8"; with routed experts under "w4a16 experts".
+                       Empty: launch_s
+    device_launches    until the CPU has launched a layer of a prompt's step, by the same names; the
+                       GPU computes meanwhile what was launched before.  Empty: prompt_launch_s
+    bring_s            until the CPU has launched what a prompt's step does to bring an expert there
+    prompt_s           of a prompt, beyond its layers; of a piece before its last: step_s
     launch_s           of a layer on the GPU, beyond its bytes
     device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
     converting_bytes   beyond process_bytes, where weights are converted as they come from the drive
+    context_bytes      of the GPU's memory, beside what plans reserve: what the driver and libraries
+                       keep there
     note               where the figures come from
     """
 
@@ -91,8 +104,12 @@ class Machine:
     device_ops: Mapping[str, float] = field(default_factory=dict)
     device_attention_rate: float = 0.0
     device_attention_ops: float = 0.0
+    device_attention_several: float = 0.0
     step_s: float = 0.0
     row_s: float = 0.0
+    draw_s: float = 0.0
+    draw_row_s: float = 0.0
+    logit_s: float = 0.0
     layer_s: float = 0.0
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
@@ -102,10 +119,16 @@ class Machine:
     cold_times: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
+    device_step_s: float = 0.0
+    device_layers: Mapping[str, float] = field(default_factory=dict)
+    device_launches: Mapping[str, float] = field(default_factory=dict)
+    bring_s: float = 0.0
+    prompt_s: float = 0.0
     launch_s: float = 0.0
     device_number_s: float = 0.0
     prompt_launch_s: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
     converting_bytes: int = 0
+    context_bytes: int = 0
     note: str = ""

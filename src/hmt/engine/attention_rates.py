@@ -32,11 +32,13 @@ class AttentionRates:
     bytes_per_s        of keys and values, one token attending to them
     operations_per_s   a prompt's tokens attending
     cached_per_s       bytes_per_s of what caches hold
+    several_bytes_per_s   as bytes_per_s, several users' tokens attending to their own positions
     """
 
     bytes_per_s: float = 0.0
     operations_per_s: float = 0.0
     cached_per_s: float = 0.0
+    several_bytes_per_s: float = 0.0
 
 
 def attention_rates(seconds: float) -> AttentionRates:
@@ -91,3 +93,29 @@ def rates_in(
     seen = _TOKENS * (context - _TOKENS / 2)
     operations = 2 * seen * _HEADS * (layout.key_dim + layout.value_dim)
     return AttentionRates(count * layout.page_bytes / taken[0], operations / taken[1])
+
+
+def reading_rate(
+    memory: torch.Tensor,
+    layout: ops.PageLayout,
+    users: int,
+    timed: Callable[[Callable[[int], object], int], float],
+) -> float:
+    """Bytes per second of one token each of `users` who share the pages out; as `rates_in`.
+
+    timed(call, count)   seconds of one of `count` calls, a layer each
+    """
+    count, layers, _ = memory.shape
+    pages, own = ops.Pages(layout, memory), count // users
+    context = own * PAGE_TOKENS
+    tables = torch.randperm(count, device="cpu").view(users, own)
+    runs = ops.PagedRuns(
+        [ops.PagedRun(user, 1, context - 1, table) for user, table in enumerate(tables)]
+    )
+    query = torch.ones(users, _HEADS, layout.key_dim, dtype=torch.bfloat16).to(memory.device)
+    scale = layout.key_dim**-0.5
+
+    def attend(number: int) -> object:
+        return ops.paged_attention(pages, number, runs, query, scale=scale)
+
+    return count * layout.page_bytes / timed(attend, layers)

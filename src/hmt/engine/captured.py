@@ -11,6 +11,8 @@ has come), its result is dropped: what it wrote to the KV cache lies behind the 
 step writes.
 """
 
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -186,6 +188,29 @@ class CapturedDecoding:
         if step.shows:
             return False
         return self._desk is None or tokens <= self._desk.tokens
+
+    def replayed_s(self, times: int) -> tuple[float, float]:
+        """Seconds of the device for the step it computed last: as one of many in a row, and alone.
+
+        Between the runs' steps; each of so many `times` writes one position further behind them,
+        where they must have room.  0, 0 where nothing is captured, or the CPU has a part in it.
+        """
+        captured = next(reversed(self._captured.values()), None)
+        if captured is None or captured.replay is None or self._desk is not None:
+            return 0.0, 0.0
+        self._guess = None  # the next step sends its own tensors
+        alone = math.inf
+        for _ in range(times // 4):
+            self._device.synchronize()
+            begin = time.perf_counter()
+            captured.replay()
+            self._device.synchronize()
+            alone = min(alone, time.perf_counter() - begin)
+        begin = time.perf_counter()
+        for _ in range(times - times // 4):
+            captured.replay()
+        self._device.synchronize()
+        return (time.perf_counter() - begin) / (times - times // 4), alone
 
     # Guesses
 

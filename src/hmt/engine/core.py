@@ -177,6 +177,10 @@ class Core:
         """See Executor."""
         return self._executor.expert_uses
 
+    def replayed_s(self, times: int) -> tuple[float, float]:
+        """See CapturedDecoding; 0, 0 where nothing is captured."""
+        return self._executor.replayed_s(times)
+
     def reset_account(self) -> None:
         """Count from zero."""
         self.prompt, self.generation, self.decoded = Phase(), Phase(), Decoded()

@@ -17,8 +17,8 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import attention_rates, product_rates
 from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.device_steps import DeviceSteps, device_steps
 from hmt.engine.product_rates import ProductRates
-from hmt.engine.step_rates import StepRates, step_rates
 from hmt.kernels import ops
 from hmt.memory.device import Device
 from hmt.quant import Format
@@ -31,52 +31,42 @@ FORMATS = (
     Format(Encoding.NVFP4, 16),
 )
 QUICK_FORMATS = FORMATS[:3]
+# Large: of a small one's time the greater part is that of any kernel, which layers have besides.
+_SHAPE = (16384, 8192)
 _TOKENS = (8, 32, 512)  # each is compiled for some seconds when it first comes
 _MEMORY_BYTES = 512 * MIB  # the L2 of an H200 holds 50 MiB
 _CONTEXT, _LAYERS = 4096, 16
+_USERS, _MORE = 8, 4  # who read together; so many times the positions, in fewer layers
 _HAND_OVERS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """See Machine; 0 or empty where nothing was measured.
-
-    steps    layer_s and prompt_layer_s are those of a layer's launch
-    """
+    """See Machine; 0 or empty where nothing was measured."""
 
     read_rate: float = 0.0
     sync_s: float = 0.0
     products: ProductRates = field(default_factory=ProductRates)
     attention: AttentionRates = field(default_factory=AttentionRates)
-    steps: StepRates = field(default_factory=StepRates)
+    steps: DeviceSteps = field(default_factory=DeviceSteps)
 
     def slower(self, factor: float) -> "DeviceRates":
         """With fixed times that are so many times as long."""
-        steps = replace(
-            self.steps,
-            step_s=self.steps.step_s * factor,
-            row_s=self.steps.row_s * factor,
-            layer_s=self.steps.layer_s * factor,
-            prompt_layer_s=self.steps.prompt_layer_s * factor,
-        )
-        return replace(self, sync_s=self.sync_s * factor, steps=steps)
+        return replace(self, sync_s=self.sync_s * factor, steps=self.steps.slower(factor))
 
     def of(self, machine: Machine) -> Machine:
         """The machine with them."""
-        return replace(
-            machine,
-            device_read_rate=self.read_rate,
-            device_rates=self.products.bytes_per_s,
-            device_ops=self.products.operations_per_s,
-            device_attention_rate=self.attention.bytes_per_s,
-            device_attention_ops=self.attention.operations_per_s,
-            step_s=self.steps.step_s or machine.step_s,
-            row_s=self.steps.row_s or machine.row_s,
-            launch_s=self.steps.layer_s,
-            device_number_s=self.steps.number_s,
-            prompt_launch_s=self.steps.prompt_layer_s,
-            sync_s=self.sync_s,
-            process_bytes=self.steps.process_bytes or machine.process_bytes,
+        return self.steps.of(
+            replace(
+                machine,
+                device_read_rate=self.read_rate,
+                device_rates=self.products.bytes_per_s,
+                device_ops=self.products.operations_per_s,
+                device_attention_rate=self.attention.bytes_per_s,
+                device_attention_ops=self.attention.operations_per_s,
+                device_attention_several=self.attention.several_bytes_per_s,
+                sync_s=self.sync_s,
+            )
         )
 
 
@@ -87,10 +77,12 @@ def device_rates(
     *,
     gpu_id: str,
     formats: Sequence[Format] = FORMATS,
+    whole: bool = True,
     timed: Callable[[Callable[[int], object], int, float], float] | None = None,
 ) -> DeviceRates:
     """Measure a GPU; `machine` has the rates of everything else.  `seconds` for each encoding.
 
+    whole                         measure also memory of a process, in one of its own
     timed(call, count, seconds)   seconds of one of `count` calls in turn; None: from a CUDA graph
 
     Raises what loading a small model raises.
@@ -103,7 +95,9 @@ def device_rates(
             x = torch.ones(tokens, weights[0].shape[1], dtype=torch.bfloat16, device=device.where)
             return timed(lambda n: ops.linear(x, weights[n]), len(weights), share)
 
-        products = product_rates.rates_in(memory, formats, _TOKENS, seconds, product_s)
+        products = product_rates.rates_in(
+            memory, formats, _TOKENS, seconds, product_s, shape=_SHAPE
+        )
         layout = ops.PageLayout(ops.PageEncoding.BF16, 8, 128, 128, rows=True)
         pages = memory[: _CONTEXT // PAGE_TOKENS * _LAYERS * layout.page_bytes].zero_()
         attention = attention_rates.rates_in(
@@ -112,6 +106,13 @@ def device_rates(
             seconds,
             lambda call, share: timed(call, _LAYERS, share),
         )
+        several = attention_rates.reading_rate(
+            pages.view(_CONTEXT // PAGE_TOKENS * _MORE, _LAYERS // _MORE, -1),
+            layout,
+            _USERS,
+            lambda call, count: timed(call, count, seconds / 2),
+        )
+        attention = replace(attention, several_bytes_per_s=several)
         sync_s = _hand_over_s(device)
     del memory, pages
     device.trim()
@@ -119,7 +120,7 @@ def device_rates(
         max(products.bytes_per_s.values(), default=0.0), sync_s, products, attention
     )
     options = {"gpu_id": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
-    steps = step_rates(found.of(machine), seconds, options)
+    steps = device_steps(found.of(machine), seconds, options, whole=whole)
     return replace(found, steps=steps)
 
 

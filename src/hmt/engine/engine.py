@@ -308,6 +308,10 @@ class LoadedModel:
         """The summary, and where everything lies now, for who watches.  As `begin_summary`."""
         return self._loop.begin(lambda: self._onlooker.look(self._core, self._summary()))
 
+    def replayed_s(self, times: int) -> tuple[float, float]:
+        """See CapturedDecoding; 0, 0 where nothing is captured."""
+        return self._loop.call(lambda: self._core.replayed_s(times))
+
     @property
     def load(self) -> Load:
         """Who waits and runs, and what room there is, as of the last step.  Never waits."""

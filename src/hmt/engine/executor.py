@@ -37,6 +37,10 @@ class Executor(Protocol):
         """Steps that used each expert, by layer, besides those that leased it."""
         ...
 
+    def replayed_s(self, times: int) -> tuple[float, float]:
+        """See CapturedDecoding; 0, 0 where nothing is captured."""
+        ...
+
     def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:
         """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
 
@@ -174,6 +178,10 @@ class PlainExecutor:
         self._stages = _Stages(model, tracer)
         self._pieces = ByPieces(model, self._weights, scored_rows)
 
+    def replayed_s(self, times: int) -> tuple[float, float]:
+        """See Executor: nothing is captured."""
+        return 0.0, 0.0
+
     @torch.inference_mode()
     def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:
         """See Executor."""
@@ -241,6 +249,14 @@ class OverlappedExecutor:
     def expert_uses(self) -> Mapping[int, Sequence[int]]:
         """See Executor."""
         return {} if self._together is None else self._together.expert_uses
+
+    @torch.inference_mode()
+    def replayed_s(self, times: int) -> tuple[float, float]:
+        """See CapturedDecoding."""
+        if self._captured is None:
+            return 0.0, 0.0
+        with self._places.computing():
+            return self._captured.replayed_s(times)
 
     @torch.inference_mode()
     def run(self, step: Step, viewer: Viewer | None = None) -> torch.Tensor:

@@ -43,6 +43,7 @@ def link_rates(device: Device, form: Format | None) -> LinkRates:
     key = device.name, form
     if key not in _known:
         _known[key] = _measure(device, form)
+        device.trim()  # torch would keep the buffer, and what is loaded next does not fit into it
     return _known[key]
 
 

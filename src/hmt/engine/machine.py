@@ -21,6 +21,7 @@ from hmt.contracts.machine import Machine
 from hmt.engine.attention_rates import AttentionRates, attention_rates
 from hmt.engine.cpu_step_rates import cpu_step_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
+from hmt.engine.device_steps import DeviceSteps
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
@@ -158,8 +159,10 @@ def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> M
     machine = with_device(machine_for(path), device)
     formats = QUICK_FORMATS if quick else FORMATS
     found = device_rates(
-        device, machine, _QUICK_S if quick else _FULL_S, gpu_id=gpu_id, formats=formats
-    )
+        device, machine, _QUICK_S if quick else _FULL_S,
+        gpu_id=gpu_id, formats=formats, whole=not quick,
+    )  # fmt: skip
+    found = replace(found, steps=found.steps.completed(_remembered_device(device.name).steps))
     content, known = _load(), _own_entry()
     devices = known.get("devices")
     known["devices"] = devices if isinstance(devices, dict) else {}
@@ -170,6 +173,11 @@ def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> M
     return with_device(machine_for(path), device)
 
 
+def context_bytes(name: str) -> int:
+    """What the driver and libraries take of the GPU of this `name`; 0: not known."""
+    return _remembered_device(name).steps.context_bytes
+
+
 def _remembered_device(name: str) -> DeviceRates:
     try:
         found = _load()["machines"][fingerprint()]["devices"][name]
@@ -178,7 +186,7 @@ def _remembered_device(name: str) -> DeviceRates:
             float(found["sync_s"]),
             ProductRates(**found["products"]),
             AttentionRates(**found["attention"]),
-            StepRates(**found["steps"]),
+            DeviceSteps(**found["steps"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return DeviceRates()

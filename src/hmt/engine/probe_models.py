@@ -61,7 +61,7 @@ def wide_model(layers: int) -> Iterator[Path]:
         "self_attn.o_proj": (_WIDE, _WIDE_HEADS * _WIDE_HEAD_DIM),
         **_gated("mlp.", _WIDE, _WIDE_NETWORK),
     }
-    with _random_model(layers, config, shapes) as folder:
+    with random_model(layers, config, shapes, _WIDE) as folder:
         yield folder
 
 
@@ -104,7 +104,7 @@ def _experts(layers: int, experts: int, width: int, between: int) -> Iterator[Pa
     }
     for expert in range(experts):
         shapes |= _gated(f"mlp.experts.{expert}.", width, between)
-    with _random_model(layers, config, shapes) as folder:
+    with random_model(layers, config, shapes, width) as folder:
         yield folder
 
 
@@ -139,7 +139,7 @@ def small_latent(layers: int) -> Iterator[Path]:
         "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
         **_gated("mlp."),
     }
-    with _random_model(layers, config, shapes) as folder:
+    with random_model(layers, config, shapes) as folder:
         yield folder
 
 
@@ -152,20 +152,33 @@ def _gated(
 
 
 @contextmanager
-def _random_model(
-    layers: int, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+def random_model(
+    layers: int,
+    config: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    width: int = _WIDTH,
+    vocabulary: int = 0,
 ) -> Iterator[Path]:
-    """Alike layers with weights of `shapes` and two norms, in a folder that goes away."""
+    """Alike layers with weights of `shapes` and two norms, in a folder that goes away.
+
+    vocabulary   0: as many tokens as the tokenizer knows
+    """
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
-    width = config.get("hidden_size", _WIDTH)
     norms = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+
+    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return (torch.randn(shape, generator=generator) * _DEVIATION).bfloat16()
+
     with as_file(files("hmt") / "embedded" / _SOURCE) as source:
-        vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
+        known = json.loads((source / "config.json").read_text())
+        vocabulary = vocabulary or known["vocab_size"]
         known = {
             "num_hidden_layers": layers,
-            "hidden_size": _WIDTH,
+            "hidden_size": width,
             "intermediate_size": _EXPERT_WIDTH,
             "num_attention_heads": _HEADS,
             "vocab_size": vocabulary,
@@ -173,15 +186,11 @@ def _random_model(
             "tie_word_embeddings": True,
         }
         all_shapes = {"model.embed_tokens": (vocabulary, width), "model.norm": (width,)}
-        for layer in range(layers):
-            for name, shape in (norms | shapes).items():
-                all_shapes[f"model.layers.{layer}.{name}"] = shape
-        weights = {
-            f"{name}.weight": torch.ones(shape, dtype=torch.bfloat16)
-            if len(shape) == 1
-            else (torch.randn(shape, generator=generator) * _DEVIATION).bfloat16()
-            for name, shape in all_shapes.items()
-        }
+        weights = {f"{name}.weight": drawn(shape) for name, shape in all_shapes.items()}
+        for name, shape in (norms | shapes).items():
+            weight = drawn(shape)
+            for layer in range(layers):
+                weights[f"model.layers.{layer}.{name}.weight"] = weight.clone()
         with _folder_beside(source, known | config, anew=True) as folder:
             save_file(weights, folder / _WEIGHTS)
             yield folder

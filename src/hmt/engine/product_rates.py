@@ -81,6 +81,7 @@ def rates_in(
     timed: Callable[[list[WeightTensor], int, float], float],
     *,
     rows: bool = False,
+    shape: tuple[int, int] = _SHAPE,
 ) -> ProductRates:
     """Rates of products with weights in `memory`, uint8, whose bytes are numbers already.
 
@@ -89,15 +90,15 @@ def rates_in(
     """
     found, each_s = ProductRates(), seconds / (1 + len(tokens)) / (1 + rows)
     for form in forms:
-        wide = weights_in(memory, form, _SHAPE)
+        wide = weights_in(memory, form, shape)
         narrow = weights_in(memory, form, _NARROW) if rows else []
         for count in (1, *tokens):
-            weight_s, row_s = timed(wide, count, each_s) / prod(_SHAPE), 0.0
+            weight_s, row_s = timed(wide, count, each_s) / prod(shape), 0.0
             if narrow:
                 weight_s, row_s = _apart(weight_s, timed(narrow, count, each_s) / prod(_NARROW))
             name = form.kernel if count in (1, max(tokens)) else f"{form.kernel}@{count}"
             if count == 1:
-                found.bytes_per_s[form.kernel] = wide[0].nbytes / (weight_s * prod(_SHAPE))
+                found.bytes_per_s[form.kernel] = wide[0].nbytes / (weight_s * prod(shape))
             else:
                 found.operations_per_s[name] = 2 * count / weight_s
             if narrow:

@@ -1,30 +1,25 @@
-"""What steps cost whatever they read: measured with the small model that comes with HMT.
+"""What steps cost whatever they read: what was measured, and how small models are run for it.
 
-Its layers are so small that most of a step's time is what every step of every model pays:
-scheduling, choosing tokens, calls, and passing over activations.  What the model of cost predicts
-without them is taken off; of the rest two numbers of layers tell a step's part from a layer's, and
-two numbers of users a user's.  So a GPU is measured; of the CPU more is known: cpu_step_rates.
+The CPU is measured in cpu_step_rates, a GPU in device_steps.
 """
 
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hmt.base.errors import HMTError
 from hmt.contracts.machine import Machine
-from hmt.contracts.request import Request
-from hmt.engine.probe_models import FEW, MANY, small_model, wide_model
+from hmt.contracts.request import Request, Sampling
+from hmt.engine.probe_models import FEW, small_model, wide_model
 from hmt.engine.product_rates import faster_half
 from hmt.planner import PlanOptions, smallest_budget
-from hmt.planner.cost import CostModel
-from hmt.planner.loads import loads_of
 
 if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
@@ -33,6 +28,7 @@ USERS = 8
 _PROMPT = 16
 SHORT, LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
+_LIKELIEST = Sampling()
 _STREAMED = 0.5
 _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
@@ -62,48 +58,6 @@ class StepRates:
     converting_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Beyond:
-    """Seconds beyond what is predicted: of a token for one user, for several, and of prompts."""
-
-    one: float
-    several: float
-    short: float
-    long: float
-
-
-def step_rates(
-    machine: Machine,
-    seconds: float,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    whole: bool = True,
-) -> StepRates:
-    """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of eight.
-
-    options   of an engine
-    whole     measure also a process's memory (3 s)
-
-    Raises what loading raises.
-    """
-    bare = without_fixed(machine)
-    few, _ = _measured(bare, FEW, seconds, options)
-    many, width = _measured(bare, MANY, seconds, options)
-    layers = MANY - FEW
-    layer_s = max(0.0, (many.one - few.one) / layers)
-    row_s = max(0.0, (few.several - few.one) / (USERS - 1))
-    short_s, long_s = (many.short - few.short) / layers, (many.long - few.long) / layers
-    numbers_s = max(0.0, (long_s - short_s) / (LONG - SHORT))  # of a token
-    return StepRates(
-        step_s=max(0.0, few.one - FEW * layer_s - row_s),
-        row_s=row_s,
-        layer_s=layer_s,
-        number_s=numbers_s / width,
-        prompt_layer_s=max(0.0, short_s - SHORT * numbers_s),
-        process_bytes=process_bytes(options) if whole else 0,
-    )
-
-
 def without_fixed(machine: Machine) -> Machine:
     """The machine as if steps cost nothing but what they read and compute."""
     return replace(
@@ -113,32 +67,6 @@ def without_fixed(machine: Machine) -> Machine:
         apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
         missed_expert_s=0.0,
     )  # fmt: skip
-
-
-def _measured(
-    machine: Machine, layers: int, seconds: float, options: Mapping[str, Any]
-) -> tuple[_Beyond, int]:
-    """With them: the width of the model."""
-    # Not above: an engine asks for its machine.
-    from hmt.engine.engine import Engine
-
-    given = {**OPTIONS, **options}
-    with (
-        small_model(layers) as folder,
-        Engine(max_batch=USERS, prefill_chunk=LONG, **given) as engine,
-    ):
-        model = engine.load_model(folder)
-        prepared = model.prepared
-        costs = CostModel(loads_of(prepared.demand, prepared.plan), machine)
-        beyond = _Beyond(
-            decoding_s(model, 1, seconds) - costs.decode(1, 2 * _PROMPT).seconds,
-            decoding_s(model, USERS, seconds) - costs.decode(USERS, 2 * _PROMPT).seconds,
-            *(
-                prompt_s(model, tokens, seconds) - costs.prompt(tokens, tokens / 2).seconds
-                for tokens in (SHORT, LONG)
-            ),
-        )
-        return beyond, prepared.model.spec.hidden_size
 
 
 def completed(found: StepRates, before: StepRates) -> StepRates:
@@ -178,10 +106,22 @@ def memory_for(folder: Path, kept: float, options: Mapping[str, Any]) -> int:
     return int(smallest_budget(demand, PlanOptions(0, config.context)) + kept * demand.weight_bytes)
 
 
-def decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
-    """A step of one token for each of `users`."""
+def decoding_s(
+    model: "LoadedModel",
+    users: int,
+    seconds: float,
+    sampling: Sampling = _LIKELIEST,
+    before: Callable[["LoadedModel"], None] = lambda model: None,
+    usual: Callable[[Many[float]], float] = faster_half,
+) -> float:
+    """A step of one token for each of `users`; `before` is called when they have begun.
+
+    usual   which of the times it is
+    """
     tokens = _WARM_STEPS + _MOST_STEPS
-    request = Request(input=[20] * _PROMPT, max_new_tokens=tokens, ignore_eos=True)
+    request = Request(
+        input=[20] * _PROMPT, max_new_tokens=tokens, ignore_eos=True, sampling=sampling
+    )
     with ExitStack() as stack:
         streams = model.stream_batch([request] * users)
         for stream in streams:
@@ -189,14 +129,15 @@ def decoding_s(model: "LoadedModel", users: int, seconds: float) -> float:
         for _ in range(_WARM_STEPS):
             for stream in streams:
                 next(stream)
+        before(model)
         times: list[float] = []
         end = time.perf_counter() + seconds
-        while len(times) < _MOST_STEPS - 1 and time.perf_counter() < end:
+        while not times or (len(times) < _MOST_STEPS - 1 and time.perf_counter() < end):
             begin = time.perf_counter()
             for stream in streams:
                 next(stream)
             times.append(time.perf_counter() - begin)
-    return faster_half(times)
+    return usual(times)
 
 
 def prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:

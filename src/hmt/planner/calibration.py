@@ -105,6 +105,9 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
     def slower(rates: Mapping[str, float], factor: float) -> dict[str, float]:
         return {name: rate / factor for name, rate in rates.items()}
 
+    def longer(times: Mapping[str, float], factor: float) -> dict[str, float]:
+        return {name: each * factor for name, each in times.items()}
+
     return replace(
         machine,
         ram_read_rate=machine.ram_read_rate / cpu,
@@ -124,12 +127,16 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         device_ops=slower(machine.device_ops, gpu),
         device_attention_rate=machine.device_attention_rate / gpu,
         device_attention_ops=machine.device_attention_ops / gpu,
+        device_attention_several=machine.device_attention_several / gpu,
         device_number_s=machine.device_number_s * gpu,
         link_rate=machine.link_rate / link,
         shared_link_rate=machine.shared_link_rate / link,
         disk_read_rate=machine.disk_read_rate / disk,
         step_s=machine.step_s * fixed,
         row_s=machine.row_s * fixed,
+        draw_s=machine.draw_s * fixed,
+        draw_row_s=machine.draw_row_s * fixed,
+        logit_s=machine.logit_s * fixed,
         layer_s=machine.layer_s * fixed,
         apart_layer_s=machine.apart_layer_s * fixed,
         apart_experts_s=machine.apart_experts_s * fixed,
@@ -137,6 +144,11 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         held_experts_s=machine.held_experts_s * fixed,
         missed_expert_s=machine.missed_expert_s * fixed,
         prompt_layer_s=machine.prompt_layer_s * fixed,
+        device_step_s=machine.device_step_s * gpu,
+        device_layers=longer(machine.device_layers, gpu),
+        device_launches=longer(machine.device_launches, fixed),
+        bring_s=machine.bring_s * fixed,
+        prompt_s=machine.prompt_s * fixed,
         launch_s=machine.launch_s * fixed,
         prompt_launch_s=machine.prompt_launch_s * fixed,
         sync_s=machine.sync_s * fixed,

@@ -20,10 +20,12 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
 from hmt.planner.caches import Caches
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
-from hmt.planner.products import Products, operations_rate
+from hmt.planner.products import Products, Times, operations_rate
 from hmt.planner.routing import Needed, needed_experts
+from hmt.planner.step_sums import StepSums
 
 _MANY_TOKENS = 32  # of a step in which a device computes as with prompts
+_SEVERAL = 8  # users from whom on a device's attention is not faster with more of them
 _FLOATS = "bf16"  # what attention is computed in
 # Of experts that are read, how many more are read on a guess that was wrong: 6 to 16% of a model of
 # 32, where guesses came true in 4 to 6 of 10 cases.  They take what time of the drive is left.
@@ -70,8 +72,12 @@ class Prediction:
 class CostModel:
     """Costs of one plan's loads on one machine."""
 
-    def __init__(self, loads: Loads, machine: Machine) -> None:
-        self._loads = loads
+    def __init__(self, loads: Loads, machine: Machine, *, drawn: bool = False) -> None:
+        """What steps of `loads` cost on `machine`.
+
+        drawn   whether tokens are drawn by chance, and not always the likeliest ones
+        """
+        self._loads, self._drawn = loads, drawn
         self._machine = machine
         self._caches = Caches(machine)
 
@@ -120,33 +126,11 @@ class CostModel:
         head: bool = True,
     ) -> StepCost:
         given = self._loads, self._machine, tokens, texts, context, many, seen
-        found = _Step(*given).cost(self._caches, head)
+        how = self._caches, head, self._drawn
+        found = _Step(*given).cost(*how)
         # What a step reads of the CPU's memory it reads again in the next one.
         faster = self._caches.faster(found.nbytes["CPU"])
-        return found if faster == 1.0 else _Step(*given, faster).cost(self._caches, head)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """What a step has added up: seconds, and seconds or bytes by name."""
-
-    times: tuple[float, float, float, float, float]
-    parts: tuple[dict[str, float], ...]
-
-    def until(self, later: "_Sums") -> "_Sums":
-        """What has been added since."""
-        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s = (
-            b - a for a, b in zip(self.times, later.times, strict=True)
-        )
-        parts = [
-            {
-                name: more
-                for name, amount in after.items()
-                if (more := amount - before.get(name, 0.0))
-            }
-            for before, after in zip(self.parts, later.parts, strict=True)
-        ]
-        return _Sums((gpu_s, cpu_s, fixed_s, calls_s, in_layers_s), tuple(parts))
+        return found if faster == 1.0 else _Step(*given, faster).cost(*how)
 
 
 class _Step:
@@ -175,14 +159,14 @@ class _Step:
         self._gpu = Products(machine.device_rates, machine.device_read_rate, machine.device_ops)
         self._gpu_s = self._cpu_s = self._fixed_s = self._calls_s = 0.0
         self._experts_s = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
-        self._in_layers_s = 0.0
+        self._in_layers_s = self._launch_s = 0.0
         self._longest: dict[str, float] = {}
         self._bytes = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
         self._ahead = {"link": 0.0, "disk": 0.0}  # bytes
         self._unknown = False
         self._cpu_bytes: dict[str, float] = {}  # by encoding
 
-    def cost(self, caches: Caches, head: bool = True) -> StepCost:
+    def cost(self, caches: Caches, head: bool = True, drawn: bool = False) -> StepCost:
         before = False  # whether the layer before ended on the device
         # Drafts share what layers do that are alike: searches take a fourth of the time.
         alike: dict[tuple[int, bool], tuple[LayerLoad, int]] = {}
@@ -199,21 +183,23 @@ class _Step:
             self._head(before)
         self._ahead["disk"] += self._tokens * self._loads.row_bytes
         self._bytes["disk"] += self._tokens * self._loads.row_bytes
-        return self._sum(caches)
+        calls_s = self._calls_s + self._host_s(head, drawn)
+        return self._sum(caches.slower(self._bytes["CPU"]) * calls_s, self._begins_early(drawn))
 
-    def _so_far(self) -> "_Sums":
+    def _so_far(self) -> StepSums:
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
-        times = self._gpu_s, self._cpu_s, self._fixed_s, self._calls_s, self._in_layers_s
-        return _Sums(times, tuple(dict(part) for part in parts))
+        times = (self._gpu_s, self._cpu_s, self._fixed_s, self._calls_s, self._in_layers_s)
+        return StepSums((*times, self._launch_s), tuple(dict(part) for part in parts))
 
-    def _add(self, sums: "_Sums", times: int) -> None:
+    def _add(self, sums: StepSums, times: int) -> None:
         """What so many other layers add that are like one before."""
-        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s = sums.times
+        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s, launch_s = sums.times
         self._gpu_s += times * gpu_s
         self._cpu_s += times * cpu_s
         self._fixed_s += times * fixed_s
         self._calls_s += times * calls_s
         self._in_layers_s += times * in_layers_s
+        self._launch_s += times * launch_s
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
         for part, more in zip(parts, sums.parts, strict=True):
             for name, amount in more.items():
@@ -232,13 +218,26 @@ class _Step:
             handed += 2
         numbers = self._tokens * self._loads.width
         if on_device or self._gpu_s > gpu_s:
-            self._fixed_s += (self._many and machine.prompt_launch_s) or machine.launch_s
+            self._launched(load)
             self._gpu_s += numbers * machine.device_number_s
         if cpu:
             self._fixed_s += (self._many and machine.prompt_layer_s) or machine.layer_s
             self._calls_s += self._apart_s(load)
             self._cpu_s += numbers * machine.number_s
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
+
+    def _launched(self, load: LayerLoad) -> None:
+        """Of a layer on the device: few tokens' steps are captured, others launched in pieces."""
+        machine, kind = self._machine, " experts" if load.experts is not None else ""
+        if self._many and machine.device_launches:
+            launches = Times(machine.device_launches, kind)
+            self._launch_s += launches.seconds(load.encoding(many=True), 1)
+        elif self._many:
+            self._fixed_s += machine.prompt_launch_s or machine.launch_s
+        elif machine.device_layers:
+            self._gpu_s += Times(machine.device_layers, kind).seconds(load.encoding(), self._tokens)
+        else:
+            self._fixed_s += machine.launch_s
 
     def _apart_s(self, load: LayerLoad) -> float:
         """What a layer takes that is computed one by one; those of prompts all are."""
@@ -284,7 +283,7 @@ class _Step:
             machine.cpu_attention_ops or operations_rate(machine.cpu_ops, _FLOATS),
         )
         gpu = (
-            machine.device_attention_rate or machine.device_read_rate,
+            self._device_attention_rate() or machine.device_read_rate,
             machine.device_attention_ops or operations_rate(machine.device_ops, _FLOATS),
         )
         on_cpu = self._longer(host * nbytes, host * operations, *cpu)
@@ -302,10 +301,18 @@ class _Step:
         self._ahead["disk"] += cold
         self._bytes["disk"] += cold
 
+    def _device_attention_rate(self) -> float:
+        """One user's positions keep only a part of a device busy."""
+        one = self._machine.device_attention_rate
+        more = max(one, self._machine.device_attention_several)
+        return one + (more - one) * min(1.0, (self._texts - 1) / (_SEVERAL - 1))
+
     def _experts(self, load: LayerLoad, experts: Experts) -> float:
         """Experts that the CPU computes."""
         chosen, count, each = self._loads.chosen, experts.count, experts.each
-        needed = self._needed(count, experts.on_device)
+        # Steps of many tokens bring all experts in turn, whatever is cached.
+        in_turn = self._many and load.many_experts_on_device and experts.home is not Tier.DEVICE
+        needed = self._needed(count, 0.0 if in_turn else experts.on_device)
         read = 0.0
         if experts.home is Tier.DISK:
             kept = max(experts.in_memory, experts.on_device)
@@ -314,6 +321,7 @@ class _Step:
         brought = 0.0
         if self._many and load.many_experts_on_device:
             brought = needed.absent
+            self._launch_s += brought * self._machine.bring_s
         elif experts.brought:
             brought = min(needed.absent * self._loads.link_share, experts.brought)
         left = needed.absent - brought
@@ -367,7 +375,26 @@ class _Step:
         if self._machine.device_name and on_device != before:
             self._fixed_s += self._machine.sync_s
 
-    def _sum(self, caches: Caches) -> StepCost:
+    def _host_s(self, head: bool, drawn: bool) -> float:
+        """What the CPU does for a step, whatever that computes."""
+        machine, rows = self._machine, self._texts
+        if self._many and machine.prompt_s:
+            # A request comes and goes once, whatever pieces its prompt is read in.
+            step_s, row_s = machine.prompt_s if head else machine.step_s, 0.0
+        elif self._begins_early(drawn) or not machine.draw_s:
+            step_s, row_s = machine.step_s, machine.row_s
+        else:
+            step_s, row_s = machine.draw_s, machine.draw_row_s
+        logits = self._loads.vocabulary if head and drawn else 0
+        return step_s + rows * (row_s + logits * machine.logit_s)
+
+    def _begins_early(self, drawn: bool) -> bool:
+        """Whether a device computes the next step while the CPU looks at this one."""
+        alone = not self._cpu_s and not self._experts_s["CPU"] and not self._experts_s["link"]
+        on_device = all(load.attends_on_device for load in self._loads.layers)
+        return bool(self._machine.draw_s) and on_device and alone and not (self._many or drawn)
+
+    def _sum(self, host_s: float, begins_early: bool) -> StepCost:
         machine = self._machine
         link_s = _over(self._ahead["link"], machine.link_rate)
         disk_s = self._disk_time(self._ahead["disk"])
@@ -379,9 +406,13 @@ class _Step:
         cpu_s, link_s = self._beside(cpu_s, reading_s, link_s, usual)
         link_s += self._experts_s["link"]
         disk_s += self._experts_s["disk"]
-        calls_s = self._calls_s + machine.step_s + self._texts * machine.row_s
-        fixed = self._fixed_s + caches.slower(self._bytes["CPU"]) * calls_s
-        in_turn = self._gpu_s + cpu_s + self._in_layers_s + fixed
+        if self._gpu_s and not self._many:
+            self._gpu_s += machine.device_step_s
+        fixed = self._fixed_s + host_s + self._launch_s
+        computing_s = self._gpu_s + self._in_layers_s
+        # While a device computes, the CPU launches what comes behind it, or has what came before.
+        at_once = min(computing_s, fixed if begins_early else self._launch_s)
+        in_turn = computing_s + cpu_s + fixed - at_once
         # What the drive cannot bring while layers compute, it brings before.
         seconds = max(in_turn, link_s, disk_s)
         seconds += (1 - self._loads.hidden) * min(in_turn, disk_s)
@@ -393,6 +424,7 @@ class _Step:
             "handing over": fixed,
         }
         waits = {"GPU": self._gpu_s, "CPU": cpu_s, "handing over": fixed}
+        waits["GPU" if fixed > computing_s else "handing over"] -= at_once
         for name, taken in self._longest.items():
             waits[name] = waits.get(name, 0.0) + taken
         if seconds > in_turn:

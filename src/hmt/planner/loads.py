@@ -117,6 +117,18 @@ class LayerLoad:
     window: int = 0
     latent: bool = False
 
+    def encoding(self, *, many: bool = False) -> str:
+        """Of most of its weights; "" where there are none."""
+        found: dict[str, float] = {}
+        for (_, encoding), weights in (self.many if many else self.few).items():
+            found[encoding] = found.get(encoding, 0.0) + weights.nbytes
+        if self.experts is not None:
+            encoding = self.experts.encoding
+            found[encoding] = (
+                found.get(encoding, 0.0) + self.experts.count * self.experts.each.nbytes
+            )
+        return max(found, key=lambda name: found[name], default="")
+
 
 @dataclass(frozen=True, slots=True)
 class Loads:
@@ -131,6 +143,7 @@ class Loads:
     cold_ratio   bytes of a position there, over those near
     chunk        prompt tokens per step
     width        numbers of a hidden state
+    vocabulary   logits of a row
     hits         of caches of experts
     apart        whether the CPU computes layers one by one, also with few tokens
     guesses      whether experts are read from the drive on a guess
@@ -151,6 +164,7 @@ class Loads:
     chunk: int
     width: int
     hits: HitCurve
+    vocabulary: int = 0
     apart: bool = False
     guesses: bool = False
     hidden: float = 1.0
@@ -192,7 +206,7 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     return Loads(
         layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
         warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, demand.hit_curve,
-        _apart(demand, plan), bool(demand.guess_bytes), _hidden(demand, plan),
+        spec.vocab_size, _apart(demand, plan), bool(demand.guess_bytes), _hidden(demand, plan),
     )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ _MAPS = (
     "cpu_cached_rates",
     "device_rates",
     "device_ops",
+    "device_layers",
+    "device_launches",
 )
 _TEXTS = ("name", "device_name", "note")
 _COUNTS = ("cores", "numa_nodes")

@@ -112,6 +112,37 @@ class Products:
         return points
 
 
+class Times:
+    """Seconds by encoding, and for several users under ENCODING@USERS.
+
+    kind   what names have behind the encoding: "w4a16 experts@8"
+    """
+
+    def __init__(self, times: Mapping[str, float], kind: str = "") -> None:
+        self._times, self._kind = times, kind
+
+    def seconds(self, encoding: str, users: float) -> float:
+        """On the straight line between what was measured; beyond it, along the last one."""
+        points = self._points(encoding + self._kind)
+        for name in ("w8a8" if encoding.endswith("a8") else "w4a16", _FLOATS):
+            points = points or self._points(name + self._kind)
+        if not points:
+            return 0.0
+        if len(points) == 1 or users <= points[0][0]:
+            return points[0][1]
+        above = min(max(1, bisect_left(points, (users, 0.0))), len(points) - 1)
+        (few, low), (many, high) = points[above - 1 : above + 1]
+        return max(low, low + (high - low) * (users - few) / (many - few))
+
+    def _points(self, name: str) -> list[tuple[int, float]]:
+        found = [(1, self._times[name])] if name in self._times else []
+        for key, each in self._times.items():
+            begin, at, users = key.rpartition(_AT)
+            if at and begin == name:
+                found.append((int(users), each))
+        return sorted(found)
+
+
 def operations_rate(rates: Mapping[str, float], encoding: str) -> float:
     """Operations per second with many tokens, of what is nearest to an encoding; 0: not known."""
     return rates.get(_nearest(rates, encoding), 0.0)

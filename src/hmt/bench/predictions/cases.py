@@ -88,21 +88,22 @@ def cpu_cases(moe: str | None = None) -> list[Case]:
 
 def gpu_cases() -> list[Case]:
     """Runs for a machine with one."""
-    resident, experts = Case("8b", "w4a16:32", 1, 512, 1, 64, None, "40GiB"), "30b-moe"
+    # Steps of a millisecond: as many as take a quarter of a second.
+    resident, experts = Case("8b", "w4a16:32", 1, 512, 1, 256, None, "40GiB"), "30b-moe"
     return [
         resident,
         replace(resident, prompt=8192),
-        replace(resident, users=8),
-        replace(resident, users=32),
+        replace(resident, users=8, tokens=128),
+        replace(resident, users=32, tokens=64),
         replace(resident, scheme="w8a8", prompt=2048),
-        replace(resident, scheme="w8a8", prompt=2048, users=8),
-        replace(resident, gpu_memory="2GiB", prompt=2048, tokens=16),
-        replace(resident, gpu_memory="2GiB", users=8, tokens=16),
+        replace(resident, scheme="w8a8", prompt=2048, users=8, tokens=128),
+        replace(resident, gpu_memory="2GiB", prompt=2048, tokens=48),
+        replace(resident, gpu_memory="2GiB", users=8, tokens=32),
         replace(resident, model=experts, prompt=2048),
-        replace(resident, model=experts, users=8),
-        replace(resident, model=experts, users=32, tokens=32),
-        replace(resident, model=experts, gpu_memory="3GiB", prompt=2048, tokens=32),
-        replace(resident, model=experts, gpu_memory="3GiB", users=8, tokens=32),
+        replace(resident, model=experts, users=8, tokens=128),
+        replace(resident, model=experts, users=32, tokens=64),
+        replace(resident, model=experts, gpu_memory="3GiB", prompt=2048, tokens=96),
+        replace(resident, model=experts, gpu_memory="3GiB", users=8, tokens=64),
     ]
 
 

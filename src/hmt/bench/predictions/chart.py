@@ -18,6 +18,7 @@ _NAMES = {
     "disk_bytes": "bytes from the drive per token",
     "link_bytes": "bytes over the link per token",
     "peak_bytes": "peak memory",
+    "device_bytes": "peak memory of the GPU",
 }
 
 

@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hmt.base.units import MIB, round_up
@@ -31,6 +32,9 @@ from hmt.planner.routing import HitCurve
 _WARM_TOKENS = 24
 _TRACED_TOKENS = 64
 _MOST_WARMING = 12  # prompts
+_REPLAYS = 12
+_GUESSED = 36
+_PROMPTS = 5  # alone, of which the median counts: to launch them takes what the CPU gives
 _USUAL_CHUNK = 64  # or more
 _DRIVE_S = 0.5
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
@@ -47,10 +51,14 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
         before = resident_bytes()  # which libraries there are depends on the model's family
         predicted = _predicted(case, prepared, before, _curve(case, folder))
+        memory = {"opened": _taken(engine)}
         with engine.load_model(path) as model:
+            memory["loaded"] = _taken(engine)
             measured = _measured(case, model)
             if engine._device is not None:
-                measured["device_bytes"] = engine._device.used_bytes()
+                memory["answered"] = _taken(engine)
+                measured["device_bytes"] = memory["answered"][0]
+                measured["device_memory"] = memory
     peak_bytes = peak_resident_bytes()
     drive = {}
     if reads:
@@ -61,6 +69,12 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "predicted": predicted,
         "measured": measured | {"peak_bytes": peak_bytes},
     }
+
+
+def _taken(engine: Engine) -> tuple[int, int]:
+    """Bytes of the GPU that this process has, and those of them that torch has."""
+    device = engine._device
+    return (0, 0) if device is None else (device.used_bytes(), device.kept_bytes())
 
 
 def _options(case: Case, path: Path) -> dict[str, Any]:
@@ -89,10 +103,11 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
 
 
 def _ahead(case: Case) -> int:
-    """Tokens that a user may decode while the prompts of others are computed."""
+    """Tokens that a user may decode while the prompts of others are computed; and replays."""
+    more = _REPLAYS if case.gpu_memory is not None else 0
     if case.users == 1:
-        return 1
-    return 2 * case.users * -(-case.prompt // (case.chunk or _USUAL_CHUNK))
+        return 1 + more
+    return more + 2 * case.users * -(-case.prompt // (case.chunk or _USUAL_CHUNK))
 
 
 def _curve(case: Case, folder: Path) -> HitCurve | None:
@@ -125,7 +140,7 @@ def _predicted(
 ) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of."""
     demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
-    costs = CostModel(loads_of(demand, prepared.plan), prepared.machine)
+    costs = CostModel(loads_of(demand, prepared.plan), prepared.machine, drawn=_draws(case))
     reserved = prepared.plan.reserved
     converts = bool(reserved.get("staging") and reserved.get("slots"))
     found: Prediction = costs.predict(case.users, _context(case), case.prompt)
@@ -140,12 +155,18 @@ def _predicted(
         + prepared.machine.process_bytes
         + (prepared.machine.converting_bytes if converts else 0)
         + sum(prepared.plan.reserved.values()),
-        "device_bytes": sum(prepared.plan.device.reserved.values()),
+        "device_bytes": sum(prepared.plan.device.reserved.values())
+        + prepared.machine.context_bytes,
         "step": asdict(found.step),
         "prompt": asdict(found.prompt),
         "reserved": dict(prepared.plan.reserved),
         "chunk": prepared.plan.prefill_chunk,
     }
+
+
+def _draws(case: Case) -> bool:
+    """Greedy answers of random weights go round in circles, and so would their experts."""
+    return case.model in WRITTEN or case.model in GPU_SHAPES
 
 
 def _context(case: Case) -> int:
@@ -156,28 +177,36 @@ def _context(case: Case) -> int:
 def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     """Rates, and bytes per token by link.
 
-    ttft_s    of one prompt, with the machine to itself
+    ttft_s    of one prompt, with the machine to itself; first_ttft_s when its length came first
     tokens_per_s   of all users, while all of them decode
     """
     # A GPU's kernels are compiled for a prompt's size when it first comes; slots are filled, and
     # what is read is converted, when it first is.
     first = case.gpu_memory is not None or case.kept < 1
     warm = case.prompt if first else _WARM_TOKENS
+    first_ttft_s = _answers(case, model, 1, warm, 1)[0] if first else 0.0
     for _ in range(_MOST_WARMING):
         converting = model.summary().prompt.converted_s
         _answers(case, model, 1, warm, 1)
         if model.summary().prompt.converted_s == converting:
             break
-    _answers(case, model, case.users, warm, 4)
+    # So many that a GPU has ceased to guess what is drawn.
+    guessed = min(_GUESSED, case.tokens) if case.gpu_memory is not None else 4
+    _answers(case, model, case.users, warm, guessed)
     model.reset_summary()
     ttft_s = 0.0
-    if case.users > 1:
+    if case.gpu_memory is not None:
+        ttft_s = median(_answers(case, model, 1, case.prompt, 1)[0] for _ in range(_PROMPTS))
+    elif case.users > 1:
         ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
-    first_s, (rate, summary) = _answers(case, model, case.users, case.prompt, case.tokens)
+    chain: dict[str, float] = {}
+    first_s, (rate, summary) = _answers(case, model, case.users, case.prompt, case.tokens, chain)
     phase = summary.generation
     return {
         "tokens_per_s": rate,
         "ttft_s": ttft_s or first_s,
+        "first_ttft_s": first_ttft_s,
+        **chain,
         "host_bytes": phase.host_bytes / phase.tokens,
         "disk_bytes": phase.disk_bytes / phase.tokens,
         "link_bytes": phase.link_bytes / phase.tokens,
@@ -189,17 +218,23 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
 
 
 def _answers(
-    case: Case, model: LoadedModel, users: int, prompt: int, tokens: int
+    case: Case,
+    model: LoadedModel,
+    users: int,
+    prompt: int,
+    tokens: int,
+    chain: dict[str, float] | None = None,
 ) -> tuple[float, tuple[float, RunSummary]]:
-    """Seconds to the first tokens; tokens per second from there on, and what these cost."""
+    """Seconds to the first tokens; tokens per second from there on, and what these cost.
+
+    Into `chain` goes what the GPU alone takes for a step, one of many in a row and by itself.
+    """
     numbers = random.Random(prompt)  # tokens are what text is made of, to routers
-    # Greedy answers of random weights go round in circles, and so would their experts.
-    written = case.model in WRITTEN or case.model in GPU_SHAPES
-    sampling = Sampling(temperature=1.0, seed=1) if written else Sampling()
+    sampling = Sampling(temperature=1.0, seed=1) if _draws(case) else Sampling()
     requests = [
         Request(
             input=[numbers.randrange(16, 4000) for _ in range(prompt)],
-            max_new_tokens=tokens + (_ahead(case) - 1 if users > 1 and tokens > 4 else 0),
+            max_new_tokens=tokens + (_ahead(case) - 1 if tokens > 4 else 0),
             ignore_eos=True,
             sampling=sampling,
         )
@@ -220,7 +255,10 @@ def _answers(
         for _ in range(tokens - 2):
             _next(streams)
         took = time.perf_counter() - second
-        return first - begin, (users * (tokens - 2) / took, model.summary())
+        summary = model.summary()
+        if chain is not None and case.gpu_memory is not None:
+            chain.update(zip(("replayed_s", "alone_s"), model.replayed_s(_REPLAYS), strict=True))
+        return first - begin, (users * (tokens - 2) / took, summary)
 
 
 def _next(streams: list[Any]) -> None:

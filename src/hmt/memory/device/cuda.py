@@ -89,6 +89,10 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.where)
         return min(total, self._context_bytes() + self._free_at_start - free)
 
+    def kept_bytes(self) -> int:
+        """See Device."""
+        return int(torch.cuda.memory_reserved(self.where))
+
     def trim(self) -> None:
         """See Device."""
         torch.cuda.empty_cache()

@@ -55,6 +55,10 @@ class Device(Protocol):
         """Memory that this process has taken, the driver's own share included."""
         ...
 
+    def kept_bytes(self) -> int:
+        """Of those, what torch has for tensors and their next ones: the rest is the driver's."""
+        ...
+
     def trim(self) -> None:
         """Give back what torch keeps for the next allocation."""
         ...

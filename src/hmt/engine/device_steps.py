@@ -1,0 +1,276 @@
+"""What steps on a GPU cost whatever they read: two chains, of the CPU and of the GPU.
+
+The CPU schedules a step, launches it and chooses its tokens; the GPU computes it. The likeliest
+tokens are known on the GPU, so the next step begins before the CPU has seen them: then the longer
+chain counts. Tokens that are drawn are the CPU's, and the next step waits for them: then it is the
+sum. So each chain is measured by itself, with small models: the GPU's by replaying a captured step,
+the CPU's from steps whose GPU has less to do, and what drawing adds from what steps take beyond the
+GPU's. Prompts are launched kernel by kernel while the GPU computes what was launched before: of
+them, too, the longer chain counts. How many kernels a layer has, and of which kind, depends on its
+encoding, on the number of users, and on experts: each is measured as it runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hmt.base.errors import HMTError
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.machine import Machine
+from hmt.contracts.plan import Tier
+from hmt.contracts.request import Sampling
+from hmt.engine.device_models import VOCABULARY, dense_model, expert_model
+from hmt.engine.own_device_memory import driver_bytes
+from hmt.engine.product_rates import usual_s
+from hmt.engine.sampler import SamplerState
+from hmt.engine.step_rates import decoding_s, process_bytes, prompt_s
+from hmt.kernels import ops
+from hmt.planner.cost import CostModel
+from hmt.planner.loads import loads_of
+
+if TYPE_CHECKING:
+    from hmt.engine.engine import LoadedModel
+
+_USERS = (1, 8, 32)
+_SCHEMES = {"bf16": None, "w8a8": "w8a8", "w4a16": "w4a16:32"}
+_MODELS = {"": (dense_model, 2, 8), "experts": (expert_model, 2, 6)}  # of few and of more layers
+_PROMPT = 16
+_SHORT = 64  # a prompt of one step that the GPU computes sooner than it is launched
+_REPLAYS = 24
+_LOGITS, _ROWS = 1 << 15, 8
+_DRAWN = Sampling(temperature=1.0, seed=1)
+_CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "prompt_s", "bring_s")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSteps:
+    """See Machine; 0 or empty where nothing was measured."""
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+    draw_s: float = 0.0
+    draw_row_s: float = 0.0
+    logit_s: float = 0.0
+    prompt_s: float = 0.0
+    device_step_s: float = 0.0
+    device_layers: dict[str, float] = field(default_factory=dict)
+    device_launches: dict[str, float] = field(default_factory=dict)
+    bring_s: float = 0.0
+    process_bytes: int = 0
+    context_bytes: int = 0
+
+    def slower(self, factor: float) -> "DeviceSteps":
+        """With times of the CPU that are so many times as long."""
+        launches = {name: each * factor for name, each in self.device_launches.items()}
+        times = {name: getattr(self, name) * factor for name in _CPU}
+        return replace(self, device_launches=launches, **times)
+
+    def completed(self, before: "DeviceSteps") -> "DeviceSteps":
+        """With what was measured before, where only a `whole` measurement has it."""
+        return replace(
+            self,
+            process_bytes=self.process_bytes or before.process_bytes,
+            context_bytes=self.context_bytes or before.context_bytes,
+        )
+
+    def of(self, machine: Machine) -> Machine:
+        """The machine with what is known."""
+        return replace(machine, **{name: value for name, value in asdict(self).items() if value})
+
+
+_Apart = tuple[float, int, int]
+
+
+@dataclass(slots=True)
+class _Chains:
+    """Seconds of steps, by the number of users.
+
+    device             of the GPU, beyond what is predicted of what it reads
+    likeliest, drawn   of the CPU, from one step's tokens to the next one's; where tokens are drawn
+                       beyond what the GPU takes meanwhile
+    prompt             of a short one
+    """
+
+    device: dict[int, float] = field(default_factory=dict)
+    likeliest: dict[int, float] = field(default_factory=dict)
+    drawn: dict[int, float] = field(default_factory=dict)
+    prompt: float = 0.0
+
+
+def device_steps(
+    machine: Machine,
+    seconds: float,
+    options: Mapping[str, Any],
+    *,
+    whole: bool = True,
+    schemes: Sequence[str] = tuple(_SCHEMES),
+) -> DeviceSteps:
+    """What steps cost on the GPU of `machine`, whose other rates are known.
+
+    seconds   for each of two dozen measurements
+    options   of an engine, with the GPU
+    whole     measure also experts in all encodings and not the last one alone, and what the process
+              takes of both memories, in one of its own (half a minute: kernels are loaded anew)
+    schemes   encodings to measure, by the names of their kernels; in the last one experts are also
+              brought
+
+    Raises what loading a small model raises.
+    """
+    layers: dict[str, float] = {}
+    launches: dict[str, float] = {}
+    host, begin_s, first_s = _Chains(), 0.0, 0.0
+    apart: list[_Apart | None] = []
+    for kind, (small, few, many) in _MODELS.items():
+        found: dict[int, dict[str, _Chains]] = {}
+        encodings = schemes[-1:] if kind and not whole else schemes
+        for count in (few, many):
+            with small(count) as folder:
+                found[count] = {
+                    kernel: _chains(
+                        folder, machine, seconds, {**options, "quantization": _SCHEMES[kernel]},
+                        whole=not kind and count == few and kernel == schemes[0],
+                    )
+                    for kernel in encodings
+                }  # fmt: skip
+                if kind:
+                    given = {**options, "quantization": _SCHEMES[schemes[-1]]}
+                    apart.append(_apart(folder, seconds, given))
+        for kernel in encodings:
+            name = f"{kernel} {kind}".strip()
+            less, more = found[few][kernel], found[many][kernel]
+            launches[name] = max(0.0, (more.prompt - less.prompt) / (many - few))
+            for users in less.device:
+                each = max(0.0, (more.device[users] - less.device[users]) / (many - few))
+                layers[f"{name}@{users}" if users > 1 else name] = each
+            if less.drawn:
+                host = less
+                begin_s = max(0.0, less.device[1] - few * layers[name])
+                first_s = max(0.0, less.prompt - few * launches[name])
+    bring_s = 0.0
+    if away := [each for each in apart if each is not None]:
+        (less_s, few, count), (more_s, many, _) = away[0], away[-1]
+        layer_s = (more_s - less_s) / max(1, many - few)
+        bring_s = max(0.0, layer_s - launches[f"{schemes[-1]} experts"]) / count
+    step_s, row_s = _line(host.likeliest)
+    draw_s, draw_row_s = _line(host.drawn)
+    # The steps themselves have drawn from so many: no more than all that users add.
+    logit_s = min(_logit_s(seconds), draw_row_s / VOCABULARY)
+    return DeviceSteps(
+        step_s=step_s,
+        row_s=row_s,
+        draw_s=draw_s,
+        draw_row_s=max(0.0, draw_row_s - VOCABULARY * logit_s),
+        logit_s=logit_s,
+        prompt_s=first_s,
+        device_step_s=begin_s,
+        device_layers=layers,
+        device_launches=launches,
+        bring_s=bring_s,
+        process_bytes=process_bytes(options) if whole else 0,
+        context_bytes=driver_bytes(dict(options)) if whole else 0,
+    )
+
+
+def _line(taken: Mapping[int, float]) -> tuple[float, float]:
+    """What a step takes, and what each user adds: the straight line nearest to all, none below 0.
+
+    Relative errors count: of a step of one user a tenth is as much as of one of many.
+    """
+    if len(taken) < 2:
+        return max(0.0, *taken.values(), 0.0), 0.0
+    weights = {users: 1 / max(each, 1e-9) ** 2 for users, each in taken.items()}
+    total = sum(weights.values())
+    x = sum(weights[users] * users for users in taken) / total
+    y = sum(weights[users] * each for users, each in taken.items()) / total
+    spread = sum(weights[users] * (users - x) ** 2 for users in taken)
+    row_s = sum(weights[users] * (users - x) * (each - y) for users, each in taken.items())
+    row_s = max(0.0, row_s / spread)
+    return max(0.0, y - row_s * x), row_s
+
+
+def _chains(
+    folder: Path, machine: Machine, seconds: float, options: Mapping[str, Any], *, whole: bool
+) -> _Chains:
+    """Of the model in `folder`; `whole`: also the CPU's."""
+    # Not above: an engine asks for its machine.
+    from hmt.engine.engine import Engine
+
+    given = {"context": 16384, "check_weights": False, "prefill_chunk": 512}
+    given |= {"max_batch": max(_USERS), **options}
+    found = _Chains()
+    with Engine(**given) as engine, engine.load_model(folder) as model:
+        prepared = model.prepared
+        costs = CostModel(loads_of(prepared.demand, prepared.plan), _bare(machine))
+        for users in _USERS:
+            replayed_s = 0.0
+
+            def replay(model: "LoadedModel") -> None:
+                nonlocal replayed_s
+                replayed_s, _ = model.replayed_s(_REPLAYS)
+
+            if whole:  # first: guesses that are right are made again and again
+                likeliest_s = decoding_s(model, users, 2 * seconds, usual=fmean)
+                found.likeliest[users] = likeliest_s
+            drawn_s = decoding_s(model, users, 4 * seconds * whole, _DRAWN, replay, fmean)
+            if whole:
+                found.drawn[users] = max(0.0, drawn_s - replayed_s)
+            reads_s = costs.decode(users, 2 * _PROMPT).seconds
+            found.device[users] = max(0.0, replayed_s - reads_s)
+        found.prompt = prompt_s(model, _SHORT, 3 * seconds)
+    return found
+
+
+def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart | None:
+    """A short prompt's seconds where half of the experts fit; numbers of layers and their experts.
+
+    None where there is no such plan.
+    """
+    from hmt.engine.engine import Engine
+    from hmt.engine.loading import prepare
+
+    given: dict[str, Any] = {
+        "context": 4096,
+        "check_weights": False,
+        "prefill_chunk": 512,
+        **options,
+    }
+    try:
+        with Engine(**given) as engine:
+            left = engine._device_left()
+            prepared = prepare(folder, engine.config, None, engine._device, left)
+            experts = prepared.demand.of_kind(BlockKind.EXPERT)
+            needed = sum(prepared.plan.device.reserved.values())
+            # The embedding goes first.
+            less = left - needed + sum(block.slot_bytes for block in experts) // 2
+            less += sum(b.slot_bytes for b in prepared.demand.of_kind(BlockKind.EMBEDDING))
+            limit = (engine.config.gpu_memory_bytes or left) - less
+        with Engine(**{**given, "gpu_memory": limit}) as engine, engine.load_model(folder) as model:
+            layers = model.prepared.model.spec.layers
+            if any(model.plan.homes[block.id] is Tier.DEVICE for block in experts):
+                return None
+            return prompt_s(model, _SHORT, 3 * seconds), layers, len(experts) // layers
+    except HMTError:
+        return None
+
+
+def _bare(machine: Machine) -> Machine:
+    """What it reads and computes, and nothing else."""
+    return replace(
+        machine,
+        step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0, launch_s=0.0,
+        device_number_s=0.0, prompt_launch_s=0.0, draw_s=0.0, draw_row_s=0.0, logit_s=0.0,
+        device_step_s=0.0, prompt_s=0.0, sync_s=0.0, bring_s=0.0,
+        device_layers={}, device_launches={},
+    )  # fmt: skip
+
+
+def _logit_s(seconds: float) -> float:
+    """To draw a token, for each of the logits there are."""
+    logits = torch.linspace(-8.0, 8.0, _LOGITS).repeat(_ROWS, 1)
+    known = ops.survey(logits[0])
+    sampler = SamplerState(_DRAWN, [20])
+    return usual_s(lambda n: sampler.choose(logits[n % _ROWS], known), seconds) / _LOGITS
