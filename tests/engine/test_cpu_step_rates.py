@@ -37,13 +37,14 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
         calls_s, read_bytes = STEP_S + users * ROW_S, 0.0
         if kept is None:
             calls_s += layers * APART_S[kind]
-        elif kept < 0.9:
+        elif kept < 0.9:  # experts are missing
             calls_s, read_bytes = calls_s + 5 * MISSED_S, 5.0 * models.EXPERT_BYTES
         wide = config["hidden_size"] == 1024
         if held:
             slower = 1 + (COLD - 1) * WIDE_BYTES / MACHINE.cache_bytes
-            beyond_s = layers * (LAYER_S + slower * HELD_S) - layers * LAYER_S
-            return rates._Decoded(calls_s, beyond_s, WIDE_BYTES, 0.0)
+            wrong_s = layers * 1e-4  # of products, whatever is predicted
+            taken_s = layers * slower * HELD_S if kept == 0.9 else 0.0
+            return rates._Decoded(calls_s - STEP_S, wrong_s + taken_s, WIDE_BYTES, 0.0)
         if wide:
             calls_s *= 1 + (COLD - 1) * WIDE_BYTES / MACHINE.cache_bytes
         nbytes = WIDE_BYTES if wide else 0

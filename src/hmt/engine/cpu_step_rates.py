@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 _CONTEXT = 64  # of decoding, about
 _HOST_MEMORY = "2GiB"
-_HELD, _MISSED = 0.9, 0.3  # of the weights: hardly an expert is missing in its slot, and some are
+# Of the weights: hardly an expert is missing in its slot, and some are in each step.
+_HELD, _MISSED = 0.9, 0.05
 _PROMPTS = 3  # times the seconds: a prompt takes 0.2 of them
 
 
@@ -72,9 +73,11 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
         row_s=row_s,
         layer_s=max(0.0, (many.beyond_s - few.beyond_s) / between),
     )
-    found = _with_prompts(found, bare, models.wide_model if whole else small, seconds)
+    found = _with_prompts(found, bare, small, seconds)
     if not whole:
         return found
+    # Of a wide one, numbers are what counts; of a small one, layers.
+    found = replace(found, number_s=_with_prompts(found, bare, models.wide_model, seconds).number_s)
     wide = _decoded(bare, models.wide_model(MANY), 1, seconds)
     dense, experts, latent = (
         max(0.0, (high - low) / between)
@@ -102,16 +105,20 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
 
 
 def _held_s(machine: Machine, seconds: float) -> float:
-    """What a layer's experts take that are held in slots, beyond all else that is known.
+    """What a layer's experts take that are held in slots, beyond those that stay in memory.
 
-    With a wider model: kernels wake and leases are taken where caches keep neither.
+    Of a wider model: kernels wake and leases are taken where caches keep neither.  The same model
+    with all its experts in memory takes off what products are not predicted exactly.
     """
-    few, many = (
-        _decoded(machine, models.wide_experts(count), 1, seconds, _HELD, waits=True)
-        for count in (FEW, MANY)
-    )
-    beyond_s = (many.calls_s + many.beyond_s - few.calls_s - few.beyond_s) / (MANY - FEW)
-    return max(0.0, beyond_s) / Caches(machine).slower(many.nbytes)
+    beyond_s, nbytes = [], 0.0
+    for kept in (1.0, _HELD):
+        few, many = (
+            _decoded(machine, models.wide_experts(count), 1, seconds, kept, waits=True)
+            for count in (FEW, MANY)
+        )
+        beyond_s.append((many.calls_s + many.beyond_s - few.calls_s - few.beyond_s) / (MANY - FEW))
+        nbytes = many.nbytes
+    return max(0.0, beyond_s[1] - beyond_s[0]) / Caches(machine).slower(nbytes)
 
 
 def _missed_s(held: _Decoded, missed: _Decoded) -> float:

@@ -35,7 +35,7 @@ _SLOWLY_MEASURED = (
     "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
     "held_experts_s", "missed_expert_s", "converting_bytes",
 )  # fmt: skip
-_BY_A_WIDER_MODEL = ("number_s", "prompt_layer_s")
+_BY_A_WIDER_MODEL = ("number_s",)
 OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
 
 
