@@ -77,7 +77,9 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
     if not whole:
         return found
     # Of a wide one, numbers are what counts; of a small one, layers.
-    found = replace(found, number_s=_with_prompts(found, bare, models.wide_model, seconds).number_s)
+    found = replace(
+        found, number_s=_with_prompts(found, bare, models.wide_model, _PROMPTS * seconds).number_s
+    )
     wide = _decoded(bare, models.wide_model(MANY), 1, seconds)
     dense, experts, latent = (
         max(0.0, (high - low) / between)
@@ -148,7 +150,7 @@ def _with_prompts(
             width = loaded.prepared.model.spec.hidden_size
             costs = _costs(loaded, machine)
             for tokens in (SHORT, LONG):
-                beyond = prompt_s(loaded, tokens, _PROMPTS * seconds)
+                beyond = prompt_s(loaded, tokens, seconds)
                 taken[count, tokens] = beyond - costs.prompt(tokens, tokens / 2).seconds
     short_s, long_s = (
         (taken[MANY, tokens] - taken[FEW, tokens]) / (MANY - FEW) for tokens in (SHORT, LONG)

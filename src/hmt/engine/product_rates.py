@@ -24,7 +24,7 @@ from hmt.quant import Format, component_bytes, view_weight
 
 _SHAPE, _NARROW = (4096, 4096), (4096, 1024)  # equally many rows
 _MANY = 512  # from here on the rate of arithmetic changes little
-QUICK_TOKENS, FULL_TOKENS = (4, 32, _MANY), (2, 4, 8, 16, 32, 64, 128, _MANY)
+QUICK_TOKENS, FULL_TOKENS = (4, 32, 128), (2, 4, 8, 16, 32, 64, 128, _MANY)
 _LEAST_SHARE = 0.5  # of a long row's time is its weights', whatever chance says
 _CACHES = 2  # so many times the caches' size: a weight is gone when its turn comes again
 _CACHED_SHARE = 8  # of the caches' size, which weights fit well
