@@ -52,8 +52,14 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(rates, "_decoded", decoded)
     monkeypatch.setattr(rates, "_with_prompts", lambda found, *given: found)
-    sizes = {False: 20 << 20, True: 55 << 20}
-    monkeypatch.setattr(rates, "process_bytes", lambda options, converting=False: sizes[converting])
+
+    def process_bytes(
+        options: dict[str, str], model: Any = models.small_model, kept: float = 1.0
+    ) -> int:
+        mib = 20 if kept == 1.0 else 55 if options else 33
+        return mib << 20
+
+    monkeypatch.setattr(rates, "process_bytes", process_bytes)
     found = rates.cpu_step_rates(MACHINE, 0.0)
     near = pytest.approx
     assert (found.step_s, found.row_s, found.layer_s) == (near(STEP_S), near(ROW_S), near(LAYER_S))
@@ -64,7 +70,8 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert found.held_experts_s == near(HELD_S)
     assert found.missed_expert_s == near(MISSED_S)
     assert found.cold_times == near(COLD)
-    assert (found.process_bytes, found.converting_bytes) == (20 << 20, 35 << 20)
+    sizes = found.process_bytes, found.streaming_bytes, found.converting_bytes
+    assert sizes == (20 << 20, 13 << 20, 35 << 20)
     quick = rates.cpu_step_rates(MACHINE, 0.0, whole=False)
     assert quick.cold_times == quick.held_experts_s == quick.process_bytes == 0
 

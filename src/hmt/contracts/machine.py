@@ -69,7 +69,8 @@ class Machine:
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
-    converting_bytes   beyond process_bytes, where weights are converted as they come from the drive
+    streaming_bytes, converting_bytes   beyond process_bytes, where weights come from the drive, and
+                       where they are converted then
     context_bytes      of the GPU's memory, beside what plans reserve: what the driver and libraries
                        keep there
     note               where the figures come from
@@ -129,6 +130,7 @@ class Machine:
     prompt_launch_s: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
+    streaming_bytes: int = 0
     converting_bytes: int = 0
     context_bytes: int = 0
     note: str = ""

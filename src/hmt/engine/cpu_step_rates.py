@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _CONTEXT = 64  # of decoding, about
 _HOST_MEMORY = "2GiB"
+_STREAMED, _CONVERTED = 0.3, {"quantization": "w4a8"}
 # Of the weights: hardly an expert is missing in its slot, and some are in each step.
 _HELD, _MISSED = 0.9, 0.05
 _PROMPTS = 3  # times the seconds: a prompt takes 0.2 of them
@@ -102,7 +103,8 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
         found,
         held_experts_s=_held_s(replace(machine, **asdict(found)), seconds),
         process_bytes=alone,
-        converting_bytes=max(0, process_bytes({"quantization": "w4a8"}, converting=True) - alone),
+        streaming_bytes=max(0, process_bytes({}, models.wide_experts, _STREAMED) - alone),
+        converting_bytes=max(0, process_bytes(_CONVERTED, models.wide_model, _STREAMED) - alone),
     )
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hmt.base.errors import HMTError
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request, Sampling
-from hmt.engine.probe_models import FEW, small_model, wide_model
+from hmt.engine.probe_models import FEW, small_model
 from hmt.engine.product_rates import faster_half
 from hmt.planner import PlanOptions, smallest_budget
 
@@ -29,11 +29,10 @@ _PROMPT = 16
 SHORT, LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
 _LIKELIEST = Sampling()
-_STREAMED = 0.5
 _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
     "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
-    "held_experts_s", "missed_expert_s", "converting_bytes",
+    "held_experts_s", "missed_expert_s", "streaming_bytes", "converting_bytes",
 )  # fmt: skip
 _BY_A_WIDER_MODEL = ("number_s",)
 OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
@@ -55,6 +54,7 @@ class StepRates:
     cold_times: float = 0.0
     held_experts_s: float = 0.0
     missed_expert_s: float = 0.0
+    streaming_bytes: int = 0
     converting_bytes: int = 0
 
 
@@ -77,17 +77,21 @@ def completed(found: StepRates, before: StepRates) -> StepRates:
     return replace(found, **kept)
 
 
-def process_bytes(options: Mapping[str, Any], *, converting: bool = False) -> int:
-    """The most memory of a process that runs a small model, beside its weights; 0 where it fails.
+def process_bytes(
+    options: Mapping[str, Any],
+    model: Callable[[int], AbstractContextManager[Path]] = small_model,
+    kept: float = 1.0,
+) -> int:
+    """The most memory of a process that runs a model, beside its weights; 0 where it fails.
 
     What else the plan reserves may not have been touched: all of it counts as the process's.
-    converting   a wider one, of which half is streamed and converted when it first comes
+    kept   the share of the weights that memory keeps; the others are streamed
     """
     module, given = "hmt.engine.own_memory", {**OPTIONS, **options}
     try:
-        with (wide_model if converting else small_model)(FEW) as folder:
-            if converting:
-                given["host_memory"] = memory_for(folder, _STREAMED, given)
+        with model(FEW) as folder:
+            if kept < 1:
+                given["host_memory"] = memory_for(folder, kept, given)
             command = [sys.executable, "-m", module, str(folder), json.dumps(given)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return int(done.stdout)

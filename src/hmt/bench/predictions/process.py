@@ -141,8 +141,6 @@ def _predicted(
     """See `_measured`; and by part, what a step and a prompt are made of."""
     demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
     costs = CostModel(loads_of(demand, prepared.plan), prepared.machine, drawn=_draws(case))
-    reserved = prepared.plan.reserved
-    converts = bool(reserved.get("staging") and reserved.get("slots"))
     found: Prediction = costs.predict(case.users, _context(case), case.prompt)
     weights = costs.decode(case.users, 0).nbytes
     return {
@@ -153,7 +151,7 @@ def _predicted(
         "link_bytes": weights["link"] / case.users,
         "peak_bytes": process_bytes
         + prepared.machine.process_bytes
-        + (prepared.machine.converting_bytes if converts else 0)
+        + _streaming_bytes(prepared)
         + sum(prepared.plan.reserved.values()),
         "device_bytes": sum(prepared.plan.device.reserved.values())
         + prepared.machine.context_bytes,
@@ -162,6 +160,15 @@ def _predicted(
         "reserved": dict(prepared.plan.reserved),
         "chunk": prepared.plan.prefill_chunk,
     }
+
+
+def _streaming_bytes(prepared: Prepared) -> int:
+    """What a process takes besides where weights come from the drive."""
+    machine, reserved = prepared.machine, prepared.plan.reserved
+    if not reserved.get("slots"):
+        return 0
+    converted = machine.converting_bytes if reserved.get("staging") else 0
+    return max(machine.streaming_bytes, converted)
 
 
 def _draws(case: Case) -> bool:
