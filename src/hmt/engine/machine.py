@@ -45,7 +45,7 @@ from hmt.memory.device import Device
 from hmt.planner.calibration import PARTS, calibrated
 from hmt.quant import Format
 
-_QUICK_S = 0.15  # per rate
+_QUICK_S = 0.1  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.2
 _PRODUCTS_S = 2 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
