@@ -1,5 +1,6 @@
 """What steps cost on the CPU: rates are those that the measured steps were made of."""
 
+import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
         held = machine.step_s > 0  # all else is known by then
         assert not held or machine.cold_times == pytest.approx(COLD)
         with model as folder:
-            config = __import__("json").loads((folder / "config.json").read_text())
+            config = json.loads((folder / "config.json").read_text())
         layers, kind = config["num_hidden_layers"], config["model_type"]
         calls_s, read_bytes = STEP_S + users * ROW_S, 0.0
         if kept is None:

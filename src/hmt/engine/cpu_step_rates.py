@@ -60,7 +60,7 @@ class _Decoded:
 def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> StepRates:
     """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of eight.
 
-    whole   measure also with a wider model, layers one by one, and a process's memory (12 s)
+    whole   measure also with a wider model, layers one by one, and a process's memory
 
     Raises what loading raises.
     """

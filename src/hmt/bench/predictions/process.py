@@ -43,9 +43,8 @@ _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Predict, load, measure."""
     path = folder_of(case, folder)
-    reads = (
-        case.kept < 1
-    )  # from a drive that others may use, too: what it gives now is predicted with
+    # A drive that others use, too: what it gives now is predicted with.
+    reads = case.kept < 1
     before_rate = measure_drive_again(path, _DRIVE_S) if reads else 0.0
     with Engine(**_options(case, path)) as engine:
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
