@@ -14,6 +14,7 @@ from hmt.cli.options import EngineOptions, embedded_model
 from hmt.contracts.machine import Machine
 from hmt.engine import EngineConfig, machine
 from hmt.engine.product_rates import ProductRates
+from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
 from hmt.planner.machine_file import read_machine
 
@@ -86,8 +87,31 @@ def test_a_plan_as_json_adds_up(hmt):
 
 
 def test_a_plan_that_cannot_be_says_what_could(hmt):
-    done = hmt("plan", "--host-memory", "1MiB")
-    assert done.code == 1 and "The smallest --host-memory that works" in done.err
+    asked = ("--host-memory", "2MiB", "--context", "512")
+    planned, done = hmt("plan", *asked), hmt("run", *asked, "Hi")
+    for said in (planned, done):
+        assert said.code == 1 and "The smallest --host-memory that works" in said.err
+        assert "these would fit: " in said.err and "of host memory" in said.err
+    memory = planned.err.split("these would fit: ")[1].split(" of host memory")[0]
+    assert hmt("plan", *asked[2:], "--host-memory", memory).code == 0
+    for wrong, message in (
+        (("--users", "100000"), "100000 users were asked for, and the plan has 8192 positions"),
+        (("--prompt", "9000"), "longer than the context of 8192"),
+    ):
+        said = hmt("plan", *wrong)
+        assert said.code == 2 and message in said.err
+    said = hmt("plan", "--numa-node", "99")
+    assert said.code == 1 and "NUMA node 99 was asked for" in said.err
+
+
+def test_a_model_without_weights_and_a_profile_are_planned_for_this_machine(hmt):
+    done = hmt("plan", embedded_model() / "config.json")
+    assert done.code == 0 and "no weights are there" in done.out
+    # As hmt serve has it: so many users in the usual context, not so many such contexts.
+    room = ("--profile", "throughput", "--host-memory", "60MiB", "--json")
+    found = json.loads(hmt("plan", *room).out)
+    assert found["prediction"]["users"] == 32 and 512 < found["kv_tokens"] < 8192
+    assert json.loads(hmt("plan", *room, "--users", "2").out)["prediction"]["users"] == 2
 
 
 def test_requests_are_simulated_on_a_machine_that_is_not_here(hmt, tmp_path):
@@ -141,6 +165,7 @@ def test_a_plan_for_a_machine_that_is_not_here(hmt, tmp_path):
         (("--gpu-memory", "64GiB"), "64.0 GiB was asked for"),
         (("--host-memory", "1TiB"), "of RAM"),
         (("--prompt", "4097", "--context", "4096"), "longer than the context of 4096"),
+        (("--numa-node", "1"), "nodes 0 to 0"),
     ):
         found = hmt(*asked, *wrong)
         assert found.code == 2 and message in found.err, wrong
@@ -153,13 +178,14 @@ def measured(monkeypatch):
     def measure_disk(path, *, quick, progress):
         rates = [DiskRate("direct", 1 << 20, 1, 1e9), DiskRate("io_uring", 1 << 20, 4, 3e9)]
         for rate in rates:
-            progress(rate)
+            if progress is not None:
+                progress(rate)
         return rates[1]
 
     monkeypatch.setattr(machine, "_measure_ram", lambda quick: 4e10)
     monkeypatch.setattr(machine, "_measure_disk", measure_disk)
     products = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
-    monkeypatch.setattr(machine, "product_rates", lambda seconds: products)
+    monkeypatch.setattr(machine, "product_rates", lambda *given: products)
 
 
 def test_the_gpu_is_not_measured_where_there_is_none(hmt):
@@ -183,14 +209,21 @@ def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypa
     doctor_says = hmt("doctor", tmp_path).out
     assert "drive 3.00 GB/s" in " ".join(doctor_says.split())
     assert machine.machine_for(tmp_path).disk_read_rate == 3e9
+    assert "saved in" in done.out
+    monkeypatch.setenv("HMT_CACHE", str(written))
+    monkeypatch.setattr(machine, "cpu_step_rates", lambda *given, **whole: StepRates())
+    assert "not saved" in hmt("probe", tmp_path, "--quick").out
+    for wrong in (("--toml", tmp_path), ("--toml", "/no/such"), ("--gpu-id", "first")):
+        done = hmt("probe", tmp_path, *wrong)
+        assert done.code == 2 and str(wrong[1]) in done.err
 
 
 def test_the_probe_says_when_there_is_nothing_to_read(hmt, tmp_path, monkeypatch):
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "_measure_ram", lambda quick: 0.0)
     monkeypatch.setattr(machine, "_measure_disk", lambda path, quick, progress: None)
-    monkeypatch.setattr(machine, "product_rates", lambda seconds: ProductRates())
-    done = hmt("probe", tmp_path)
+    monkeypatch.setattr(machine, "product_rates", lambda *given: ProductRates())
+    done = hmt("probe", tmp_path, "--quick")
     assert done.code == 0 and "not measured" in done.out
     missing = hmt("probe", tmp_path / "missing")
     assert missing.code == 1 and "does not exist" in missing.err

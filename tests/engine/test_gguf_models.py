@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import hmt
 from hmt.base.errors import MissingFileError
 from hmt.engine import EngineConfig, prepare
 from hmt.engine.inspection import inspect
+from hmt.engine.machine import machine_for
+from hmt.engine.outlooks import outlook_on, setting_of
 from hmt.engine.packs import convert, verify
 from hmt.engine.source import open_source
 from hmt.formats import open_checkpoint
@@ -192,6 +195,12 @@ def test_split_files_stream_at_the_smallest_budget(tmp_path: Path) -> None:
     least = smallest_budget(prepare(first, options).demand, PlanOptions(0, 128))
     last = max(folder.iterdir())
     for path, budget in ((first, 256 << 20), (folder, least), (last, least)):
+        planned = replace(options, host_memory_bytes=budget, max_batch=1)
+        setting = setting_of(
+            planned, machine_for(path), prompt_tokens=None, host_bytes=budget, device_bytes=0
+        )
+        found_plan = outlook_on(str(path), planned).plan(setting).plan
+        assert found_plan == prepare(path, planned).plan, "hmt plan plans what runs"
         found, near, streamed = answer(path, host_memory=budget)
         assert found == tokens
         assert (streamed > 0) == (budget == least)

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from importlib.resources import files
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,13 @@ def test_the_file_is_bounded_and_damage_is_passed_over(cache: Path) -> None:
     file = cache / "runs.jsonl"
     file.write_text("no json\n[]\n" * history._KEPT)
     assert history.runs() == []
+    history.keep(found, decoded, "a run")
+    good = json.loads(file.read_text().splitlines()[-1])
+    for name in ("at_once", "actual_s"):
+        for wrong in (nan, inf, 10**400, "1", None):
+            file.write_text(json.dumps(good | {name: wrong}))
+            assert history.runs() == [], (name, wrong)
+    file.write_text("no json\n[]\n" * history._KEPT)
     history.keep(found, Decoded(steps=history._LEAST_STEPS - 1), "short")
     assert history.runs() == []
     for _ in range(3):

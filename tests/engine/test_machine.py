@@ -1,5 +1,6 @@
 """Measurements are made once, remembered by machine and drive, and never in the way."""
 
+import errno
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -11,7 +12,14 @@ import torch
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.engine import EngineConfig, device_models, device_steps, machine, own_device_memory
+from hmt.engine import (
+    EngineConfig,
+    device_models,
+    device_steps,
+    kept_file,
+    machine,
+    own_device_memory,
+)
 from hmt.engine.attention_rates import AttentionRates
 from hmt.engine.device_loading import device_budget
 from hmt.engine.device_rates import DeviceRates
@@ -164,7 +172,13 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     "content",
     ["", "no json", "[]", "null", '{"machines": 3}', '{"machines": {"KEY": {}}}',
      '{"machines": {"KEY": {"ram_read_rate": "fast", "drives": 3}}}',
-     '{"machines": {"KEY": {"ram_read_rate": 1, "drives": {"DRIVE": {"speed": 4}}}}}'],
+     '{"machines": {"KEY": {"ram_read_rate": 1, "drives": {"DRIVE": {"speed": 4}}}}}',
+     '{"machines": {"KEY": {"ram_read_rate": NaN, "drives": {}}}}',
+     '{"machines": {"KEY": {"ram_read_rate": 1, "drives": {}, "steps": {"step_s": Infinity}}}}',
+     '{"machines": {"KEY": {"ram_read_rate": 1, "drives": {}, "cached_rates": {"a": 1}}}}',
+     '{"machines": {"KEY": {"ram_read_rate": 1, "drives": {}, "attention": {"bytes_per_s": -1}}}}',
+     '{"machines": {"KEY": {"ram_read_rate": 1, "drives": {}, "products": {"row_s": [3]}}}}',
+     "[" * 5000],
 )  # fmt: skip
 def test_a_strange_cache_file_is_measured_over(
     tmp_path: Path, install: Install, content: str
@@ -178,11 +192,44 @@ def test_a_strange_cache_file_is_measured_over(
     assert remembered(tmp_path) == Rates(4e10, DISK)
 
 
-def test_the_file_is_replaced_as_a_whole(tmp_path: Path, install: Install, cache: Path) -> None:
+def test_the_file_is_replaced_as_a_whole(
+    tmp_path: Path, install: Install, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(Probe())
     machine_for(tmp_path)
     assert [path.name for path in cache.iterdir()] == ["machine.json"]
-    assert json.loads(cache_file().read_text())["machines"]
+    before = cache_file().read_text()
+    assert json.loads(before)["machines"]
+    measure(tmp_path, quick=False)
+
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    known = cache_file().read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_file.os, "replace", full)
+        machine.keep_factors({"CPU": 2.0})
+    assert cache_file().read_text() == known != before
+    assert [path.name for path in cache.iterdir()] == ["machine.json"]
+
+
+def test_a_probe_that_is_stopped_loses_nothing_and_another_version_is_read(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Probe())
+    measure(tmp_path, quick=False)
+
+    def stopped(known: object, seconds: float, whole: bool) -> StepRates:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "cpu_step_rates", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path, quick=False)
+    assert remembered(tmp_path).steps == STEPS
+    content = json.loads(cache_file().read_text())
+    content["machines"][machine.fingerprint()]["steps"]["from_the_future_s"] = 3
+    cache_file().write_text(json.dumps(content))
+    assert remembered(tmp_path).steps == STEPS
 
 
 def test_the_cache_folder_follows_the_environment(

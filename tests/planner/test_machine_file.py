@@ -10,8 +10,15 @@ import yaml
 from models import machine_with, outlook, setting, small_model
 
 from hmt.base.errors import ConfigError, MissingFileError
+from hmt.contracts.encoding import Activations, Encoding
 from hmt.planner.device import DeviceChoice, DeviceRoom
-from hmt.planner.machine_file import machine_names, machine_of, machine_toml, read_machine
+from hmt.planner.machine_file import (
+    KERNELS,
+    machine_names,
+    machine_of,
+    machine_toml,
+    read_machine,
+)
 from hmt.planner.nodes import on_its_nodes
 from hmt.planner.profiles import (
     likely_experts,
@@ -21,6 +28,7 @@ from hmt.planner.profiles import (
     read_profile,
 )
 from hmt.planner.routing import PUBLISHED, UNIFORM
+from hmt.quant import Format
 
 LEAST = {
     "name": 'a "new" one\n', "cores": 4, "ram_bytes": "8GiB", "ram_read_rate": "40GB/s",
@@ -38,9 +46,11 @@ def test_shipped_machines_are_read_and_written_alike(name: str, tmp_path: Path) 
 
 
 def test_sizes_and_rates_are_read_as_people_write_them() -> None:
-    machine = machine_of(LEAST | {"cpu_rates": {"w4a8": "30GB/s"}}, "here")
+    layers = {"bf16": 0.0, "w4a16@8": 1e-5, "w4a16 experts": 1e-5, "w4a16 experts@32": 1e-5}
+    given = {"cpu_rates": {"w4a8": "30GB/s"}, "cpu_ops": {"w4a8@8": 1e9}, "device_layers": layers}
+    machine = machine_of(LEAST | given, "here")
     assert (machine.ram_bytes, machine.ram_read_rate) == (8 << 30, 40e9)
-    assert machine.cpu_rates == {"w4a8": 30e9}
+    assert machine.cpu_rates == {"w4a8": 30e9} and machine.device_layers == layers
     assert machine_of(tomllib.loads(machine_toml(machine)), "again") == machine
 
 
@@ -60,6 +70,14 @@ def test_sizes_and_rates_are_read_as_people_write_them() -> None:
         ({"device_bytes": "8GiB", "link_rate": 1e9}, "device_name"),
         ({"ram_bytes": 0}, "more than 0"),
         ({"disk_read_rate": float("nan")}, "at least 0"),
+        ({"disk_read_rate": 10**400}, "at least 0"),
+        ({"ram_bytes": 10**400}, "any machine"),
+        ({"ram_bytes": "9" * 400 + "GiB"}, "any machine"),
+        ({"cpu_rates": {"int4": 1e9}}, "'int4' is unknown; known: f32"),
+        ({"cpu_rates": {"w4a8@8": 1e9}}, "unknown"),
+        ({"cpu_ops": {"w4a8@x": 1e9}}, "as in w4a8@8"),
+        ({"device_ops": {"w4a8@0": 1e9}}, "as in w4a8@8"),
+        ({"device_layers": {"w4a8 expert": 1e-5}}, "w4a8 experts"),
     ],
 )
 def test_a_wrong_description_is_refused_by_key(change: dict[str, object], message: str) -> None:
@@ -78,9 +96,22 @@ def test_what_is_not_there_is_listed(tmp_path: Path) -> None:
     file.write_text("= [")
     with pytest.raises(ConfigError, match="not valid TOML"):
         read_machine(str(file))
-    file.write_text("a: [")
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        read_profile(str(file))
+    for text in ("a: [", "a: 2026-13-01", "[" * 5000, b"\xff\xfe"):
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+        with pytest.raises(ConfigError, match="not valid YAML"):
+            read_profile(str(file))
+    for text in ("a = " + "[" * 5000, "a = " + "9" * 5000):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            read_machine(str(file))
+    file.write_text(machine_toml(machine_of(LEAST, "here")), encoding="utf-8-sig")
+    assert read_machine(str(file)).cores == 4
+
+
+def test_rates_are_known_by_the_names_of_kernels() -> None:
+    known = {Format(encoding, activations=each).kernel for encoding in Encoding
+             for each in (None, Activations.INT8_TOKEN)}  # fmt: skip
+    assert known == set(KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +119,7 @@ def test_what_is_not_there_is_listed(tmp_path: Path) -> None:
     [
         ("goal: speed", "one of latency"),
         ("memory: {gpu_layer: 2}", "gpu_layer is unknown"),
+        ("memory: 2", "memory is 2; it must have gpu_layers"),
         ("memory: {gpu_layers: 0}", "at least 1"),
         ("memory: {expert_threshold: 2}", "0 to 1"),
         ("compute: {batch_size: 1.5}", "whole number"),
@@ -103,6 +135,7 @@ def test_a_wrong_profile_is_refused_by_key(text: str, message: str) -> None:
 
 
 def test_a_profile_decides_what_it_names() -> None:
+    assert profile_of({"memory": None, "compute": {"batch_size": 3}}, "here").batch_size == 3
     demand = small_model(8, experts=32, chosen=4)
     setting_here = setting(machine_with(demand, device=0.4))
     plans = {

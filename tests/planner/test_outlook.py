@@ -7,6 +7,7 @@ import pytest
 from models import machine_with, outlook, random_machine, random_model, setting, small_model
 
 from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.units import format_bytes, parse_bytes, shown_at_least
 from hmt.contracts.plan import Tier
 from hmt.engine import EngineConfig
 from hmt.engine.outlooks import outlook_on
@@ -82,6 +83,28 @@ def test_suggestions_are_as_small_as_can_be() -> None:
     changes = plans.remedies(asked)
     assert changes and all(" and " in change.text for change in changes)
     assert all(plans.fits(change.planned.setting) is not None for change in changes)
+
+
+def test_memory_that_is_suggested_suffices_as_it_is_written() -> None:
+    """1.92 GiB is not 1.9: what is shown is never less than what fits."""
+    demand = small_model(8, experts=16, chosen=2)
+    plans, told = outlook(demand), 0
+    for context in range(1000, 1 << 17, 9000):
+        machine = machine_with(demand, ram=10, device=1.5)
+        asked = setting(machine, context=context, users=8, host_bytes=64 << 20, device_bytes=1)
+        for change in plans.remedies(asked, 9):
+            if change.text.endswith((" of host memory", " of GPU memory")):
+                size = change.text.rpartition(" and ")[2].rsplit(" of ", 1)[0]
+                wanted = change.planned.setting
+                nbytes = parse_bytes(size)
+                assert nbytes == (
+                    wanted.host_bytes if "host" in change.text else wanted.device_bytes
+                )
+                told += 1
+    assert told > 5
+    for nbytes in (0, 1, 1023, 1024, 1025, 10**6, (1 << 20) - 1, 12345678, 99999 << 10, 1 << 50):
+        shown = shown_at_least(nbytes)
+        assert nbytes <= shown <= 1.011 * nbytes + 1 and parse_bytes(format_bytes(shown)) == shown
 
 
 def test_a_drive_that_is_too_small_is_refused() -> None:

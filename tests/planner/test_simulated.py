@@ -142,8 +142,21 @@ def test_records_are_read_and_checked(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=told):
             read_requests(file)
+    for results in ([], 3, {"a": 1}, [3], [{}], [{"each": 3}], [{"each": [3]}]):
+        file.write_text(json.dumps({"results": results}))
+        with pytest.raises(ConfigError, match=r"row.* results"):
+            read_requests(file)
+    file.write_text(json.dumps(rows[0]))
+    with pytest.raises(ConfigError, match="--cell 1"):
+        read_requests(file, 1)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_requests(tmp_path / "none")
+
+
+def test_traffic_without_end_and_without_a_request_is_refused() -> None:
+    for rate, seconds, told in ((1e-9, 1.0, "no request"), (1e9, 1e9, "at most")):
+        with pytest.raises(ConfigError, match=told):
+            arrivals(rate, seconds, Lengths(4, 4))
 
 
 def test_a_machine_of_unknown_rates_is_refused() -> None:

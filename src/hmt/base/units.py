@@ -24,6 +24,7 @@ _FACTORS = {
     "gb": 10**9,
     "tb": 10**12,
 }
+_MOST_BYTES = 1 << 60  # an exbibyte
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -35,12 +36,17 @@ def parse_bytes(size: str | int) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise ConfigError(f"a size cannot be negative: {size}")
+        if size > _MOST_BYTES:
+            raise ConfigError("a size of more bytes than any machine has; write it as 16GiB")
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"cannot read {size!r} as a size; write it as 512MiB, 16GiB or 1.5GB")
-    return int(float(match[1]) * factor)
+    found = float(match[1]) * factor
+    if found > _MOST_BYTES:
+        raise ConfigError(f"{size!r:.40} is more than any machine has; write it as 512MiB or 16GiB")
+    return int(found)
 
 
 def parse_rate(rate: str) -> int:
@@ -59,6 +65,21 @@ def format_bytes(count: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
         value /= 1024
     return f"{_three_digits(value)} TiB"
+
+
+def shown_at_least(nbytes: int) -> int:
+    """The smallest size from `nbytes` on that is what `format_bytes` shows of it.
+
+    12.92 MiB would be shown as 12.9: who is told to give as much must not give too little.
+    """
+    factor = 1
+    while nbytes >= 1024 * factor and factor < _FACTORS["tib"]:
+        factor *= 1024
+    parts = 1 if nbytes >= 100 * factor else 10 if nbytes >= 10 * factor else 100
+    count = -(-nbytes * parts // factor)
+    while (shown := parse_bytes(format_bytes(count * factor / parts))) < nbytes:
+        count += 1
+    return shown
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -16,6 +16,7 @@ LIMITS = {
     "disk": "the drive",
     "handing over": "handing over between parts",
 }
+NO_WEIGHTS = "no weights are there to be read: planned as a pack of them (hmt convert)"
 _SHOWN = 5  # of what would help
 _RESIDENCIES = (0.06, 0.25, 0.5)
 
@@ -81,9 +82,10 @@ def help_lines(changes: "Sequence[Change]") -> list[str]:
 
 def options_line(planned: "Planned", goal: str) -> str:
     """How to run a plan that was searched for."""
-    users = f" --max-batch {planned.setting.users}" if planned.setting.users > 1 else ""
-    command = "serve" if users else "run"
-    return f"to run so, on this machine: hmt {command} --goal {goal}{users}"
+    users, positions = planned.setting.users, planned.plan.kv_tokens
+    shared = f" --max-batch {users} --context {positions}" if users > 1 else ""
+    command = "serve" if shared else "run"
+    return f"to run so, on this machine: hmt {command} --goal {goal}{shared}"
 
 
 def beside_line(planned: "Planned", own: "Planned", goal: str) -> str:

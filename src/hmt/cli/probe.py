@@ -1,11 +1,12 @@
 """`hmt probe`: how fast this machine is: its memory, its drive, its kernels, and a GPU."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hmt.base.errors import MissingFileError
+from hmt.base.errors import ConfigError, MissingFileError
 from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -38,13 +39,20 @@ def probe(
     from rich.console import Console
 
     from hmt.cli.console import notes
-    from hmt.engine.machine import cache_file, measure, measure_device, remembered
-    from hmt.memory import best_of
+    from hmt.engine import EngineConfig
+    from hmt.engine.machine import measure, measure_device, probed
     from hmt.memory.device import open_device
     from hmt.planner.machine_file import machine_toml
 
     if not path.exists():
         raise MissingFileError(f"{path} does not exist; give a folder on the drive to measure")
+    if toml is not None:
+        _write(toml, None)  # measuring takes minutes: who cannot have the file is told before
+    EngineConfig.resolve(gpu_id=gpu_id)  # which refuses what is no number
+    device = None
+    if gpu_id is not None:  # so is who has no GPU
+        device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
+    before = probed()
     results: list[DiskRate] = []
     with notes().status("measuring memory") as status:
 
@@ -53,42 +61,71 @@ def probe(
             status.update(f"measuring the drive: {format_rate(result.rate)}")
 
         machine = measure(path, quick=quick, progress=show)
-        if gpu_id is not None:
+        if device is not None and gpu_id is not None:
             status.update("measuring the GPU")
-            device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
             machine = measure_device(path, device, gpu_id, quick=quick)
     console = Console(highlight=False)
-    console.print(
-        f"{machine.name}, {machine.cores} cores, {format_bytes(machine.ram_bytes)} of RAM"
-    )
-    rate = format_rate(machine.ram_read_rate) if machine.ram_read_rate else "not measured"
-    console.print(f"memory, all cores reading:  [bold]{rate}[/]")
-    for line in _node_lines(machine):
+    for line in _lines(machine, path, results, quick=quick):
         console.print(line)
+    if toml is not None:
+        _write(toml, machine_toml(machine))
+        console.print(f"[dim]written to {toml}[/]")
+    console.print(_saved_line(machine, changed=probed() != before), soft_wrap=True)
+
+
+def _lines(
+    machine: "Machine", path: Path, results: "list[DiskRate]", *, quick: bool
+) -> "Iterator[str | Table]":
+    """All that was found, for a console."""
+    from hmt.engine.machine import remembered
+    from hmt.memory import best_of
+
+    yield f"{machine.name}, {machine.cores} cores, {format_bytes(machine.ram_bytes)} of RAM"
+    rate = format_rate(machine.ram_read_rate) if machine.ram_read_rate else "not measured"
+    yield f"memory, all cores reading:  [bold]{rate}[/]"
+    yield from _node_lines(machine)
     if not results:
-        console.print(
+        yield (
             f"drive of {path}: [yellow]not measured[/]; it needs a file of 64 MiB or more there, "
             "or the right to write one"
         )
     else:
         best = remembered(path).disk or best_of(results)
-        console.print(
+        yield (
             f"drive of {path}:  [bold]{format_rate(best.rate)}[/] with {best.reader}, "
             f"{best.depth} reads of {format_bytes(best.block_bytes)} at a time"
         )
         if not quick:
             for reader in dict.fromkeys(result.reader for result in results):
-                console.print(_table([r for r in results if r.reader == reader], best))
-    for line in [*_rate_lines(machine, ""), *_step_lines(machine)]:
-        console.print(line)
+                yield _table([r for r in results if r.reader == reader], best)
+    yield from [*_rate_lines(machine, ""), *_step_lines(machine)]
     if machine.device_name:
-        console.print(f"[bold]{machine.device_name}[/]")
-        for line in _rate_lines(machine, "device_"):
-            console.print(line)
-    if toml is not None:
-        toml.write_text(machine_toml(machine))
-        console.print(f"[dim]written to {toml}[/]")
-    console.print(f"[dim]saved in {cache_file()}[/]")
+        yield f"[bold]{machine.device_name}[/]"
+        yield from _rate_lines(machine, "device_")
+
+
+def _saved_line(machine: "Machine", *, changed: bool) -> str:
+    """Whether later runs will know it; `changed` says whether the cache file has."""
+    from hmt.engine.machine import cache_file
+
+    if not machine.ram_read_rate:
+        return "[yellow]not saved[/]: that needs the rate of memory at least"
+    if changed:
+        return f"[dim]saved in {cache_file()}[/]"
+    return (
+        f"[yellow]not saved[/]: {cache_file()} cannot be written; HMT_CACHE can name another folder"
+    )
+
+
+def _write(file: Path, text: str | None) -> None:
+    """Replace a file's content; None: only find out whether that can be.  Raises ConfigError."""
+    try:
+        with file.expanduser().open("a" if text is None else "w", encoding="utf-8") as output:
+            output.write(text or "")
+    except OSError as error:
+        raise ConfigError(
+            f"the machine cannot be written to {file} ({error.strerror}): name another file"
+        ) from None
 
 
 def _node_lines(machine: "Machine") -> list[str]:

@@ -14,6 +14,7 @@ from hmt.base.errors import ConfigError, EmptyPromptError, HMTError
 from hmt.cli.console import loading, notes
 from hmt.cli.interrupt import StopKey
 from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
+from hmt.cli.planned import suggesting
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
@@ -105,8 +106,10 @@ def answer_or_chat(job: Job) -> None:
         from hmt.cli.conversation import Conversation
         from hmt.engine import Engine
 
-        engine = Engine(**job.engine.arguments())
-        model = engine.load_model(job.model, progress=report)
+        arguments = job.engine.arguments()
+        with suggesting(job.model, arguments):
+            engine = Engine(**arguments)
+            model = engine.load_model(job.model, progress=report)
     with engine:
         try:
             conversation = Conversation(model, job.sampling, raw=job.raw)

@@ -10,6 +10,7 @@ from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
+from hmt.cli.planned import suggesting
 
 if TYPE_CHECKING:
     from hmt.server import ServerConfig
@@ -177,10 +178,12 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
         with loading(f"loading {shown_name(path)}") as report:
             from hmt.engine import Engine
 
-            engines = Engine(**engine.arguments() | {"max_batch": server.max_batch})
-            if told := engines.numa:
-                console.print(f"NUMA: {told}", soft_wrap=True, markup=False)
-            loaded = engines.load_model(path, progress=report, host_memory=first)
+            arguments = engine.arguments() | {"max_batch": server.max_batch}
+            with suggesting(path, arguments | ({"host_memory": first} if first else {})):
+                engines = Engine(**arguments)
+                if told := engines.numa:
+                    console.print(f"NUMA: {told}", soft_wrap=True, markup=False)
+                loaded = engines.load_model(path, progress=report, host_memory=first)
         others = room.Others(engines, also) if also else None
         with engines:
             room.serve(loaded, config, bound, started, others)

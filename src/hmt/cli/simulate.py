@@ -1,6 +1,7 @@
 """`hmt simulate`: what a plan would do under many requests, on this machine or on another."""
 
 import json as json_format
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,7 +66,7 @@ def simulate(
     """Answer requests by a plan and its predicted steps, without loading or computing anything."""
     from dataclasses import replace
 
-    from hmt.cli.plan import Asked, planned_for
+    from hmt.cli.planned import Asked, planned_for
     from hmt.engine.simulated import simulate as simulated
     from hmt.planner.cost import CostModel
     from hmt.planner.loads import loads_of
@@ -106,10 +107,12 @@ def _traffic(
             raise ConfigError("--requests says when they come and how long they are: leave out "
                               "--rate, --prompt, --answer and --spread")  # fmt: skip
         return read_requests(requests.expanduser(), cell)
+    if not seconds < inf:
+        raise ConfigError(f"--seconds {seconds} would never end")
     lengths = Lengths(prompt or _PROMPT, answer or _ANSWER, spread)
     if rate is None:
         return closed_loop(users or 1, seconds, lengths, seed)
-    if not 0 < rate < float("inf"):
+    if not 0 < rate < inf:
         raise ConfigError(f"--rate {rate} must be more than 0")
     return arrivals(rate, seconds, lengths, seed)
 

@@ -6,10 +6,8 @@ thousand steps, counts fully at first, and less with all that comes later.  Noth
 a file that cannot be understood is as none, and the next run replaces it.
 """
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import isfinite
@@ -17,6 +15,7 @@ from typing import Any
 
 from hmt.engine.foreseen import Decoded, Foreseer
 from hmt.engine.foresight import expert_count
+from hmt.engine.kept_file import replace_file
 from hmt.engine.machine import cache_folder
 from hmt.planner import Demand
 from hmt.planner.observed import SeenPoint, Sighting, seen_curve
@@ -58,12 +57,8 @@ def keep_sighting(config: Mapping[str, Any], sighting: Sighting | None) -> None:
         "points": [asdict(each) for each in with_point(points, point)],
     }
     last = dict([*models.items()][-_MODELS:])
-    file = cache_folder() / _FILE
-    temporary = file.with_name(f"{_FILE}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"version": _VERSION, "models": last}, indent=1))
-        os.replace(temporary, file)
+    content = json.dumps({"version": _VERSION, "models": last}, indent=1)
+    replace_file(cache_folder() / _FILE, content)
 
 
 class HitKeeper:

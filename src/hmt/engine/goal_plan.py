@@ -8,7 +8,7 @@ from hmt.engine.config import EngineConfig
 from hmt.planner import Demand, PlanOptions
 from hmt.planner.goals import plan_for_goal
 from hmt.planner.outlook import Outlook, Setting
-from hmt.planner.profiles import plan_profile
+from hmt.planner.profiles import plan_profile, settled
 
 
 def searched_plan(
@@ -36,9 +36,6 @@ def searched_plan(
     )
     outlook = Outlook(lambda scheme, count: replace(demand, batch=count))
     if config.profile is not None:
-        # Its number of users and how far it reads ahead are in `config` already.
-        ahead = setting.prefetch_distance
-        profile = replace(config.profile, batch_size=None, prefetch=ahead, parallel=True)
-        return plan_profile(outlook, setting, profile).plan
+        return plan_profile(outlook, setting, settled(config.profile, setting)).plan
     assert config.goal is not None
     return plan_for_goal(outlook, setting, config.goal).plan

@@ -6,11 +6,11 @@ factors with which predictions would have been right, and later ones are made wi
 
 import contextlib
 import json
-import os
 from dataclasses import asdict
 from typing import Any
 
 from hmt.engine.foreseen import Decoded, Foreseen
+from hmt.engine.kept_file import number_of, replace_file
 from hmt.engine.machine import cache_folder, factors, fingerprint, keep_factors, probed
 from hmt.planner.calibration import PARTS, StepRun, fitted
 
@@ -36,13 +36,8 @@ def keep(foreseen: Foreseen, decoded: Decoded, model: str) -> None:
         "disk_bytes": [foreseen.disk_bytes, foreseen.actual_disk_bytes],
         **asdict(run),
     }
-    file = cache_folder() / _FILE
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = _lines()[1 - _KEPT :]
-        temporary = file.with_name(f"{_FILE}.{os.getpid()}")
-        temporary.write_text("\n".join([*lines, json.dumps(record)]) + "\n")
-        os.replace(temporary, file)
+    lines = _lines()[1 - _KEPT :]
+    replace_file(cache_folder() / _FILE, "\n".join([*lines, json.dumps(record)]) + "\n")
 
 
 def runs() -> list[StepRun]:
@@ -53,8 +48,9 @@ def runs() -> list[StepRun]:
             record: dict[str, Any] = json.loads(line)
             alike = (record["machine"], record["probed"]) == here
             if alike and record["actual_s"] > 0:
-                parts = {part: float(record["parts"][part]) for part in PARTS}
-                found.append(StepRun(parts, float(record["at_once"]), float(record["actual_s"])))
+                parts = {part: number_of(record["parts"][part]) for part in PARTS}
+                at_once, actual_s = (number_of(record[name]) for name in ("at_once", "actual_s"))
+                found.append(StepRun(parts, at_once, actual_s))
     return found
 
 

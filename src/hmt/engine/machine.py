@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from hmt.engine.attention_rates import AttentionRates, attention_rates
 from hmt.engine.cpu_step_rates import cpu_step_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.device_steps import DeviceSteps
+from hmt.engine.kept_file import number_of, of_kind, replace_file, sizes_of
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
@@ -182,11 +182,11 @@ def _remembered_device(name: str) -> DeviceRates:
     try:
         found = _load()["machines"][fingerprint()]["devices"][name]
         return DeviceRates(
-            float(found["read_rate"]),
-            float(found["sync_s"]),
-            ProductRates(**found["products"]),
-            AttentionRates(**found["attention"]),
-            DeviceSteps(**found["steps"]),
+            number_of(found["read_rate"]),
+            number_of(found["sync_s"]),
+            of_kind(ProductRates, found["products"]),
+            of_kind(AttentionRates, found["attention"]),
+            of_kind(DeviceSteps, found["steps"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return DeviceRates()
@@ -198,13 +198,13 @@ def remembered(path: Path) -> Rates:
         machine = _load()["machines"][fingerprint()]
         drive = machine["drives"].get(_drive(path))
         return Rates(
-            float(machine["ram_read_rate"]),
-            DiskRate(**drive) if drive else None,
-            ProductRates(**machine.get("products", {})),
-            AttentionRates(**machine.get("attention", {})),
-            StepRates(**machine.get("steps", {})),
-            {str(size): float(rate) for size, rate in machine.get("cached_rates", {}).items()},
-            numa=NumaRates(**machine.get("numa", {})),
+            number_of(machine["ram_read_rate"]),
+            of_kind(DiskRate, drive) if drive else None,
+            of_kind(ProductRates, machine.get("products", {})),
+            of_kind(AttentionRates, machine.get("attention", {})),
+            of_kind(StepRates, machine.get("steps", {})),
+            sizes_of(machine.get("cached_rates", {})),
+            numa=of_kind(NumaRates, machine.get("numa", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -261,7 +261,8 @@ def factors() -> dict[str, float]:
     """What runs have shown the times of each kind to be, over what is measured; often none."""
     try:
         found = _load()["machines"][fingerprint()]["factors"]
-        return {part: float(found[part]) for part in PARTS}
+        known = {part: number_of(found[part]) for part in PARTS}
+        return known if all(known.values()) else {}
     except (KeyError, TypeError, ValueError):
         return {}
 
@@ -368,13 +369,15 @@ def _remember(path: Path, rates: Rates) -> None:
     if rates.disk is not None:
         drives[_drive(path)] = asdict(rates.disk)
     devices = known.get("devices") if isinstance(known, dict) else None
+    # A probe may be stopped before it comes to them.
+    steps = rates.steps if rates.steps != StepRates() else remembered(path).steps
     content["machines"][fingerprint()] = {
         "name": cpu_name(),
         "cores": usable_threads(),
         "ram_read_rate": rates.ram_read_rate,
         "products": asdict(rates.products),
         "attention": asdict(rates.attention),
-        "steps": asdict(rates.steps),
+        "steps": asdict(steps),
         "cached_rates": rates.cached_rates,
         "numa": asdict(rates.numa),
         "drives": drives,
@@ -385,24 +388,14 @@ def _remember(path: Path, rates: Rates) -> None:
 
 def _write(content: dict[str, Any]) -> None:
     """Replace the cache file as a whole, if it can be."""
-    file = cache_file()
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        try:
-            with open(descriptor, "w") as output:
-                json.dump(content, output, indent=1)
-            os.replace(temporary, file)
-        except OSError:
-            os.unlink(temporary)
-            raise
+    replace_file(cache_file(), json.dumps(content, indent=1))
 
 
 def _load() -> dict[str, Any]:
     """The cache file's content; an empty one where there is none that can be understood."""
     try:
         content = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or not isinstance(content.get("machines"), dict):
         return {"machines": {}}

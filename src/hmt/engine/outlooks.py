@@ -12,6 +12,7 @@ from hmt.engine.kv_scales import with_scales
 from hmt.engine.loading import demand_of, dtype_for, kv_budgets
 from hmt.engine.shapes import read_shape, shape_demand
 from hmt.engine.source import open_source
+from hmt.formats import is_gguf
 from hmt.models import open_model
 from hmt.planner import Demand
 from hmt.planner.outlook import DemandFor, Outlook, Setting
@@ -23,13 +24,22 @@ from hmt.weights.pack import looks_like_pack
 def outlook_on(model: str, config: EngineConfig, hits: HitCurve | None = None) -> Outlook:
     """Plans of a model that need no weights: of a checkpoint or pack only headers are read.
 
-    model   a folder; or without weights a folder, a config.json, or a name of `shape_names`
+    model   see `has_weights`; or without weights a folder, a config.json, or a name of
+            `shape_names`
     hits    of caches of experts, where a trace tells them; None: as runs have, or as usual
     """
     path = Path(model).expanduser()
-    if path.is_dir() and (looks_like_pack(path) or any(path.glob("*.safetensors"))):
-        return Outlook(_from_folder(path, config, hits))
-    return Outlook(_from_shape(read_shape(model), config, hits))
+    if has_weights(path):
+        return Outlook(_from_weights(path, config, hits))
+    folder = path if path.is_dir() else path.parent
+    return Outlook(_from_shape(read_shape(model), folder, config, hits))
+
+
+def has_weights(path: Path) -> bool:
+    """Whether there is a checkpoint, a pack or a GGUF file; else a configuration, or nothing."""
+    if is_gguf(path):
+        return True
+    return path.is_dir() and (looks_like_pack(path) or any(path.glob("*.safetensors")))
 
 
 def setting_of(
@@ -56,17 +66,17 @@ def setting_of(
 
 
 def _from_shape(
-    shape: Mapping[str, object], config: EngineConfig, hits: HitCurve | None
+    shape: Mapping[str, object], folder: Path, config: EngineConfig, hits: HitCurve | None
 ) -> DemandFor:
     @cache
     def demand(scheme: str | None) -> Demand:
-        found = shape_demand(shape, _in_scheme(config, scheme))
+        found = shape_demand(shape, _in_scheme(config, scheme), folder)
         return with_hits(found, shape) if hits is None else replace(found, hits=hits)
 
     return lambda scheme, users: replace(demand(scheme), batch=users)
 
 
-def _from_folder(path: Path, config: EngineConfig, hits: HitCurve | None) -> DemandFor:
+def _from_weights(path: Path, config: EngineConfig, hits: HitCurve | None) -> DemandFor:
     source = open_source(path)
     model = open_model(source.config, source.path, dtype_for(config, source))
 

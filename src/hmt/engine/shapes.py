@@ -44,15 +44,17 @@ def read_shape(model: str) -> dict[str, Any]:
     source = str(path) if path.is_file() else model
     try:
         config = json.loads(text_of(source, "shapes", ".json", "shapes"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} must hold a JSON object, as a model's config.json does")
     return config
 
 
-def shape_demand(config: Mapping[str, Any], options: EngineConfig) -> Demand:
+def shape_demand(config: Mapping[str, Any], options: EngineConfig, folder: Path = Path()) -> Demand:
     """What the model of a configuration needs, as a pack of the wanted encoding.
+
+    folder   where the configuration is, for messages
 
     Raises UnknownArchitectureError and CheckpointError; see hmt.models.
     """
@@ -60,7 +62,7 @@ def shape_demand(config: Mapping[str, Any], options: EngineConfig) -> Demand:
     dtype = torch.float32 if published is Encoding.F32 else torch.bfloat16
     if options.dtype != "auto":
         dtype = getattr(torch, options.dtype)
-    model = open_model(config, Path(), dtype)
+    model = open_model(config, folder, dtype)
     layouts = _layouts(model, config, options.quantization or Scheme())
     return demand_of(model, layouts, options, options.kv_quant)
 

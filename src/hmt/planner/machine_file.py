@@ -9,7 +9,8 @@ bf16 = 1.6e12
 """
 
 import difflib
-import math
+import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -20,17 +21,25 @@ from hmt.base.units import parse_bytes, parse_rate
 from hmt.contracts.machine import Machine
 from hmt.planner.shipped import shipped_names, text_of
 
-_MAPS = (
-    "cpu_rates",
-    "cpu_ops",
-    "cpu_row_s",
-    "cached_rates",
-    "cpu_cached_rates",
-    "device_rates",
-    "device_ops",
-    "device_layers",
-    "device_launches",
+KERNELS = (
+    *("f32", "f16", "bf16", "fp8", "w8a8", "w8a16", "w4a8", "w4a16"),
+    *("nvfp4a8", "nvfp4a16", "mxfp4a8", "mxfp4a16"),
 )
+"""What rates are known by: see hmt.quant.Format.kernel."""
+
+_TOKENS = "@[1-9][0-9]{0,5}"  # "w4a8@8": with so many tokens or users
+# By table: what its keys may have behind an encoding.  None: they are sizes.
+_MAPS: Mapping[str, str | None] = {
+    "cpu_rates": "",
+    "cpu_ops": f"({_TOKENS})?",
+    "cpu_row_s": f"({_TOKENS})?",
+    "cached_rates": None,
+    "cpu_cached_rates": "",
+    "device_rates": "",
+    "device_ops": f"({_TOKENS})?",
+    "device_layers": f"( experts)?({_TOKENS})?",
+    "device_launches": f"( experts)?({_TOKENS})?",
+}
 _TEXTS = ("name", "device_name", "note")
 _COUNTS = ("cores", "numa_nodes")
 
@@ -47,7 +56,7 @@ def read_machine(source: str) -> Machine:
     """
     try:
         content = tomllib.loads(text_of(source, "machines", ".toml", "machines"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of numbers and brackets without end, too
         raise ConfigError(f"{source} is not valid TOML: {error}") from None
     return machine_of(content, source)
 
@@ -100,10 +109,9 @@ def _value(name: str, given: Any, source: str) -> Any:
         if name in _MAPS:
             if not isinstance(given, dict):
                 raise ConfigError("must be a table, from encodings to rates")
-            if name == "cached_rates":
-                for key in given:
-                    parse_bytes(key)
-            return {str(key): _number(value) for key, value in given.items()}
+            for key in given:
+                _check_key(key, _MAPS[name])
+            return {key: _number(value) for key, value in given.items()}
         if name in _TEXTS:
             if not isinstance(given, str):
                 raise ConfigError("must be text")
@@ -121,7 +129,17 @@ def _value(name: str, given: Any, source: str) -> Any:
             raise ConfigError("must be 1 or more, or 0 if it is not known")
         return int(number) if name in _COUNTS else number
     except ConfigError as error:
-        raise ConfigError(f"{source}: {name} = {given!r}: {error}") from None
+        raise ConfigError(f"{source}: {name} = {given!r:.200}: {error}") from None
+
+
+def _check_key(key: str, behind: str | None) -> None:
+    """Of a table: what is unknown would count for nothing, and nobody would see it."""
+    if behind is None:
+        parse_bytes(key)
+    elif not re.fullmatch(f"({'|'.join(KERNELS)}){behind}", key):
+        more = ", also with so many tokens or users as in w4a8@8" if "@" in behind else ""
+        more += ", and w4a8 experts" if "experts" in behind else ""
+        raise ConfigError(f"{key!r} is unknown; known: {', '.join(KERNELS)}{more}")
 
 
 def _distances(given: Any) -> tuple[tuple[int, ...], ...]:
@@ -139,7 +157,7 @@ def _number(given: Any) -> float:
     number = parse_rate(given) if isinstance(given, str) else given
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise ConfigError("must be a number, or a rate such as 55GB/s")
-    if not 0 <= number < math.inf:
+    if not 0 <= number <= sys.float_info.max:
         raise ConfigError("must be a number of at least 0")
     return float(number)
 

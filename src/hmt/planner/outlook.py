@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hmt.base.errors import BudgetError, ConfigError
-from hmt.base.units import GIB, format_bytes, round_down, round_up
+from hmt.base.units import GIB, format_bytes, round_down, round_up, shown_at_least
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan
@@ -190,6 +190,7 @@ class Outlook:
             yield f"weights in {scheme}", wanted
         needed = self.demand(setting).weight_bytes
         if machine.disk_bytes and needed > machine.disk_bytes:
+            needed = shown_at_least(needed)
             larger = replace(setting, machine=replace(machine, disk_bytes=needed))
             yield f"a drive of {format_bytes(needed)}", larger
 
@@ -224,7 +225,8 @@ class Outlook:
         if context is not None and (shorter := self._most(setting, context)) is not None:
             wanted = replace(setting, context=shorter)
             size = context / shorter - 1
-            yield from change(f"a context of {shorter} positions", wanted, size)
+            each = " for each user" if setting.users > 1 else ""
+            yield from change(f"a context of {shorter} positions{each}", wanted, size)
         if users := self._greatest(lambda n: replace(setting, users=n), 1, setting.users - 1):
             text = f"{users} user{'s' if users > 1 else ''} at once"
             yield from change(text, replace(setting, users=users), setting.users / users - 1)
@@ -253,13 +255,17 @@ class Outlook:
                     if ratio > 1:
                         yield ratio - 1, found
         if machine.disk_bytes and demand.weight_bytes > machine.disk_bytes:
-            larger = replace(machine, disk_bytes=demand.weight_bytes)
-            text = f"a drive of {format_bytes(demand.weight_bytes)}"
-            size = demand.weight_bytes / machine.disk_bytes - 1
+            needed = shown_at_least(demand.weight_bytes)
+            larger = replace(machine, disk_bytes=needed)
+            text = f"a drive of {format_bytes(needed)}"
+            size = needed / machine.disk_bytes - 1
             yield from change(text, replace(setting, machine=larger), size)
 
     def _least(self, setting: Callable[[int], Setting], least: int) -> int | None:
-        """The least memory above `least` with which `setting` fits, to 1 part in 256."""
+        """The least memory above `least` with which `setting` fits, to 1 part in 256.
+
+        Rounded up to what three digits can say: that is what people are told, and will give.
+        """
         low, high = least, max(least, GIB)
         while self.fits(setting(high)) is None:
             low, high = high, 2 * high
@@ -268,7 +274,7 @@ class Outlook:
         while high - low > max(1, high // 256):
             middle = (low + high) // 2
             low, high = (low, middle) if self.fits(setting(middle)) is not None else (middle, high)
-        return high
+        return shown_at_least(high)
 
     def _greatest(self, setting: Callable[[int], Setting], low: int, high: int) -> int:
         """The greatest number from `low` to `high` with which `setting` fits; 0: none does."""

@@ -67,7 +67,7 @@ def read_profile(source: str) -> Profile:
     """
     try:
         content = yaml.safe_load(text_of(source, "profiles", ".yaml", "profiles")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of a 13th month, too
         raise ConfigError(f"{source} is not valid YAML: {error}") from None
     return profile_of(content, source)
 
@@ -80,9 +80,11 @@ def profile_of(content: object, source: str) -> Profile:
     for key, given in content.items():
         if key == "goal":
             values["goal"] = given
-        elif key in _SECTIONS and isinstance(given, dict):
+        elif key in _SECTIONS:
             known = _SECTIONS[key]
-            for name, value in given.items():
+            if not (given is None or isinstance(given, dict)):
+                raise ConfigError(f"{source}: {key} is {given!r}; it must have {', '.join(known)}")
+            for name, value in (given or {}).items():
                 if name not in known:
                     raise ConfigError(f"{source}: {key}.{name} is unknown; {', '.join(known)}")
                 values[name] = value
@@ -91,6 +93,11 @@ def profile_of(content: object, source: str) -> Profile:
     for name, value in values.items():
         _check(name, value, source)
     return Profile(**values)
+
+
+def settled(profile: Profile, setting: Setting) -> Profile:
+    """The profile without what the setting already says of it, or its user instead."""
+    return replace(profile, batch_size=None, prefetch=setting.prefetch_distance, parallel=True)
 
 
 def plan_profile(outlook: Outlook, setting: Setting, profile: Profile) -> Planned:

@@ -17,14 +17,18 @@ def text_of(source: str, folder: str, ending: str, what: str) -> str:
 
     what   such a file holds, for the message: "machines"
 
-    Raises MissingFileError where there is neither, and UnicodeDecodeError for what is no text.
+    Raises MissingFileError where there is neither or it cannot be read, and UnicodeDecodeError for
+    what is no text.
     """
     path = Path(source).expanduser()
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8-sig")  # some editors mark UTF-8
+        except OSError as error:
+            raise MissingFileError(f"{path} cannot be read ({error.strerror})") from None
     if source in (names := shipped_names(folder, ending)):
         name = f"{source}{ending}"
         return (files("hmt.planner") / folder / name).read_text(encoding="utf-8")
     raise MissingFileError(
-        f"{source} is neither a file nor one of the {what} that HMT knows: {', '.join(names)}"
+        f"{source!r} is neither a file nor one of the {what} that HMT knows: {', '.join(names)}"
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hmt.base.errors import BudgetError, ConfigError
-from hmt.base.units import format_bytes, round_down, round_up
+from hmt.base.units import format_bytes, round_down, round_up, shown_at_least
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVLevels, Stay, least_hot_pages, ring_pages
 from hmt.contracts.machine import Machine
@@ -216,7 +216,8 @@ def _on_host(demand: Demand, options: PlanOptions, kv: int | None = None) -> Pla
     if options.host_bytes < needed:
         raise BudgetError(_too_small(demand, options, needed, kv))
     fixed = _reserve(demand, options, options.host_bytes - needed, kv)
-    left = options.host_bytes - sum(fixed.values())
+    # In whole pages, of which blocks are made: a byte more must not become a page less.
+    left = round_down(options.host_bytes - sum(fixed.values()), _MEMORY_PAGE_BYTES)
     smallest = working_set_bytes(_streamable(demand))
     distance = options.prefetch_distance
     if left >= demand.weight_bytes + demand.passing_bytes:
@@ -257,14 +258,15 @@ def _reserve(
     staging, row = demand.staging_bytes, demand.row_bytes
     # A second staging buffer lets one block be read while another is converted.
     buffers = 2 if 2 * staging <= spare // 4 else 1
-    rows = max(1, min(_MOST_ROWS, spare // 16 // max(1, row)))
+    # Page by page, not row by row, so that they never take more than was added.
+    rows = min(_MOST_ROWS * row, max(row, round_down(spare // 16, _MEMORY_PAGE_BYTES)))
     context = _context(demand, options, spare // 4)
     return {
         "activations": activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
         "guesses": round_up(demand.guess_bytes, _MEMORY_PAGE_BYTES),
         "prefixes": round_up(demand.prefix_bytes, _MEMORY_PAGE_BYTES),
-        "rows": rows * row + demand.row_sums_bytes,
+        "rows": rows + demand.row_sums_bytes,
         "kv": round_up(kv_bytes(demand, context) if kv is None else kv, _MEMORY_PAGE_BYTES),
     }
 
@@ -360,6 +362,7 @@ def _too_small(demand: Demand, options: PlanOptions, needed: int, kv: int | None
     return (
         f"{demand.spec.architecture} cannot run in {format_bytes(options.host_bytes)} of host "
         f"memory: it needs {parts}, and {format_bytes(blocks)} for the blocks in use at once. "
-        f"The smallest --host-memory that works is {needed} bytes ({format_bytes(needed)}); "
+        f"The smallest --host-memory that works is {needed} bytes "
+        f"({format_bytes(shown_at_least(needed))}); "
         "a shorter --context or a smaller --prefill-chunk lowers it"
     )

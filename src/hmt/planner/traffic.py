@@ -13,7 +13,7 @@ read, too.
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hmt.base.errors import ConfigError
 
 _KEYS = ("due_s", "prompt_tokens", "tokens", "max_tokens", "owner", "priority")
 _LONGEST = 8.0  # times the mean: no length is beyond that
+_MOST = 1_000_000  # requests that come by chance: they take minutes to simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,24 @@ class Traffic:
 
 
 def arrivals(rate: float, seconds: float, lengths: Lengths, seed: int = 0) -> Traffic:
-    """Requests at random moments, `rate` per second on average (a Poisson process)."""
+    """Requests at random moments, `rate` per second on average (a Poisson process).
+
+    Raises ConfigError where none comes, or millions.
+    """
+    if rate * seconds > _MOST:
+        raise ConfigError(
+            f"{rate:g} requests a second for {seconds:g} s are about {rate * seconds:.3g}; at most "
+            f"{_MOST} can be simulated: lower --rate or --seconds"
+        )
     chance, now = random.Random(seed), 0.0
     asked = []
     while (now := now + chance.expovariate(rate)) < seconds:
         asked.append(lengths.draw(chance, now))
+    if not asked:
+        raise ConfigError(
+            f"no request comes in {seconds:g} s with {rate:g} a second: raise --rate or --seconds, "
+            "or try another --seed"
+        )
     return Traffic(tuple(asked))
 
 
@@ -132,6 +146,8 @@ def read_requests(path: Path, cell: int | None = None) -> Traffic:
     rows: Iterable[tuple[str, Any]]
     if isinstance(found, dict) and "results" in found:
         rows = _measured(found["results"], cell, path)
+    elif cell is not None:
+        raise ConfigError(f"--cell {cell}: {path} has requests, and no rows of results to choose")
     else:
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1)]
         rows = [(f"line {number}", _whole(line)) for number, line in lines if line.strip()]
@@ -146,17 +162,25 @@ def read_requests(path: Path, cell: int | None = None) -> Traffic:
 def _whole(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
-def _measured(cells: Sequence[Any], cell: int | None, path: Path) -> list[tuple[str, Any]]:
+def _measured(cells: object, cell: int | None, path: Path) -> list[tuple[str, Any]]:
     """Those that were answered, of one row of the results."""
-    if cell is None and len(cells) > 1:
-        raise ConfigError(f"{path} has {len(cells)} rows of results: choose one with --cell")
-    if not 1 <= (cell or 1) <= len(cells):
-        raise ConfigError(f"--cell {cell}: {path} has {len(cells)} rows of results")
-    each = cells[(cell or 1) - 1]["each"]
+    rows = cells if isinstance(cells, list) else []
+    if cell is None and len(rows) > 1:
+        raise ConfigError(f"{path} has {len(rows)} rows of results: choose one with --cell")
+    if not 1 <= (cell or 1) <= len(rows):
+        asked = "" if cell is None else f"--cell {cell}: "
+        raise ConfigError(f"{asked}{path} has {len(rows)} rows of results")
+    chosen = rows[(cell or 1) - 1]
+    each = chosen.get("each") if isinstance(chosen, Mapping) else None
+    if not isinstance(each, list) or not all(isinstance(row, Mapping) for row in each):
+        raise ConfigError(
+            f"row {cell or 1} of the results in {path} has no list of its requests (each), as hmt "
+            "bench serve --json writes it"
+        )
     return [
         (f"request {number}", {key: row[key] for key in _KEYS if key in row})
         for number, row in enumerate(each, 1)
