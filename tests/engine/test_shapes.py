@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hmt.base.errors import MissingFileError
+from hmt.base.errors import CheckpointError, MissingFileError
 from hmt.base.units import MIB, parse_bytes
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.machine import Machine
@@ -46,6 +46,22 @@ def test_a_configuration_needs_what_its_weights_need(quantization: str | None) -
     # Checkpoints keep the routers' biases in f32, which no configuration says.
     assert alone.parameter_bytes == pytest.approx(with_weights.parameter_bytes, rel=1e-4)
     assert alone.kv_token_bytes == with_weights.kv_token_bytes
+
+
+def test_a_configuration_that_describes_nothing_is_refused(tmp_path: Path) -> None:
+    good = read_shape(str(ROOT / "assets" / "mini-moe"))
+    tiles = [{"quant_method": "fp8", "weight_block_size": side} for side in (3, "x", [0, 128])]
+    for change in (
+        {"dtype": [1]}, {"kv_lora_rank": 33}, {"hidden_size": 0}, {"architectures": ["None"]},
+        *({"quantization_config": tile} for tile in tiles),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError):
+            shape_demand(good | change, options(), tmp_path)
+    with pytest.raises(CheckpointError, match=str(tmp_path / "config.json")):
+        shape_demand(good | {"architectures": None}, options(), tmp_path)
+    (tmp_path / "config.json").write_text("[" * 5000)
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_shape(str(tmp_path))
 
 
 def test_known_shapes_have_the_sizes_that_they_are_known_for() -> None:

@@ -129,6 +129,9 @@ def test_what_helps_is_what_bounds() -> None:
             found.prediction.tokens_per_s * (1 + change.gain)
         )
     assert [c.gain for c in changes] == sorted((c.gain for c in changes), reverse=True)
+    given = setting(replace(machine, ram_bytes=1 << 40), host_bytes=machine.ram_bytes)
+    changes = outlook(demand).helpful(outlook(demand).plan(given))
+    assert changes[0].text.endswith("of host memory"), "twice what was given"
 
 
 def test_plans_are_drawn_and_explained() -> None:

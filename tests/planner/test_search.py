@@ -17,7 +17,7 @@ from hmt.planner import Demand
 from hmt.planner.cost import CostModel
 from hmt.planner.device import DeviceChoice
 from hmt.planner.draft import Draft
-from hmt.planner.goals import plan_for_goal, searched, seconds_for
+from hmt.planner.goals import GOALS, plan_for_goal, searched, seconds_for
 from hmt.planner.machine_file import read_machine
 from hmt.planner.outlook import Outlook, Planned, Setting
 
@@ -205,6 +205,16 @@ def test_page_tables_take_no_choice_away() -> None:
     for spare, host, rate in speeds:
         worse = [other for s, h, other in speeds if s <= spare and h <= host]
         assert rate >= max(worse) * (1 - 1e-9)
+
+
+def test_a_goal_is_not_reached_by_a_shorter_context() -> None:
+    for ram, experts in ((0.5, 0), (1.2, 0), (0.6, 16)):
+        demand = small_model(8, experts, min(2, experts))
+        asked = setting(machine_with(demand, ram=ram), context=None, prompt_tokens=None, users=2)
+        usual = outlook(demand).plan(asked).plan
+        for goal in GOALS:
+            found = plan_for_goal(outlook(demand), asked, goal, users=(2,)).plan
+            assert found.kv_tokens >= usual.kv_tokens, goal
 
 
 def test_what_is_not_predicted_is_not_better() -> None:

@@ -64,7 +64,10 @@ def shape_demand(config: Mapping[str, Any], options: EngineConfig, folder: Path 
         dtype = getattr(torch, options.dtype)
     model = open_model(config, folder, dtype)
     layouts = _layouts(model, config, options.quantization or Scheme())
-    return demand_of(model, layouts, options, options.kv_quant)
+    try:
+        return demand_of(model, layouts, options, options.kv_quant)
+    except ValueError as error:  # heads whose numbers do not fill words
+        raise CheckpointError(f"{folder}/config.json describes no model here: {error}") from None
 
 
 def _layouts(model: Model, config: Mapping[str, Any], scheme: Scheme) -> dict[BlockId, BlockLayout]:
@@ -115,8 +118,8 @@ def _packed(layout: BlockLayout) -> BlockLayout:
 
 def _published(config: Mapping[str, Any]) -> Encoding:
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    if name not in _DTYPES:
-        raise CheckpointError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise CheckpointError(f"dtype {name!r:.40} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -124,5 +127,9 @@ def _fp8_tile(config: Mapping[str, Any]) -> tuple[int, int] | None:
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         return None
-    rows, columns = quantization.get("weight_block_size") or (128, 128)
-    return int(rows), int(columns)
+    tile = quantization.get("weight_block_size") or (128, 128)
+    two = isinstance(tile, list | tuple) and len(tile) == 2
+    if not two or not all(type(side) is int and side > 0 for side in tile):
+        raise CheckpointError(f"weight_block_size {tile!r:.40} is not two sizes, as [128, 128]")
+    rows, columns = tile
+    return rows, columns

@@ -54,10 +54,15 @@ def plan_for_goal(
 
     users   numbers of users to choose from; none: as the setting says
 
+    Where the setting leaves the context open, it is that of the plan without a goal: a shorter one
+    would look faster, and be none.
+
     Raises BudgetError where nothing fits, and ConfigError for an unknown goal.
     """
     if goal not in GOALS:
         raise ConfigError(f"goal {goal!r} is unknown; choose {', '.join(GOALS)}")
+    if setting.context is None and (usual := outlook.fits(setting)) is not None:
+        setting = replace(setting, context=usual.prediction.context or None)
     best: Planned | None = None
     for count in users or (setting.users,):
         wanted = replace(setting, users=count)

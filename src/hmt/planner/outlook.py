@@ -309,6 +309,11 @@ def _richer(setting: Setting) -> Iterator[tuple[str, Setting]]:
     if setting.host_bytes is None:
         for more in (32 * GIB, machine.ram_bytes):
             yield with_machine(f"{format_bytes(more)} more RAM", ram_bytes=machine.ram_bytes + more)
+    else:
+        more = shown_at_least(2 * setting.host_budget())
+        ram = max(machine.ram_bytes, more)
+        larger = replace(setting, host_bytes=more, machine=replace(machine, ram_bytes=ram))
+        yield f"{format_bytes(more)} of host memory", larger
     yield with_machine("a drive twice as fast", disk_read_rate=2 * machine.disk_read_rate)
     yield with_machine(
         "memory twice as fast (more channels)",
@@ -324,6 +329,13 @@ def _richer(setting: Setting) -> Iterator[tuple[str, Setting]]:
                     f"{format_bytes(more)} more GPU memory",
                     device_bytes=machine.device_bytes + more,
                 )
+        elif setting.device_bytes:
+            more = shown_at_least(2 * setting.device_budget())
+            most = max(machine.device_bytes, more)
+            larger = replace(
+                setting, device_bytes=more, machine=replace(machine, device_bytes=most)
+            )
+            yield f"{format_bytes(more)} of GPU memory", larger
         yield with_machine(
             "a link twice as fast",
             link_rate=2 * machine.link_rate,

@@ -101,7 +101,7 @@ def settled(profile: Profile, setting: Setting) -> Profile:
 
 
 def plan_profile(outlook: Outlook, setting: Setting, profile: Profile) -> Planned:
-    """The plan that a profile asks for.  Raises BudgetError where it does not fit."""
+    """The plan that a profile asks for.  Raises BudgetError where it does not fit, ConfigError."""
     setting = replace(
         setting,
         users=profile.batch_size or setting.users,
@@ -117,6 +117,7 @@ def plan_profile(outlook: Outlook, setting: Setting, profile: Profile) -> Planne
     fitting = [planned for planned in tried if planned is not None]
     found = min(fitting, key=lambda planned: planned.plan.disk_bytes_per_token, default=None)
     if found is None:
+        outlook.plan(setting)  # a context that no plan can have is refused as that
         raise BudgetError(
             f"gpu_layers {profile.gpu_layers} does not fit {format_bytes(setting.device_budget())} "
             "of GPU memory; give fewer layers, or leave gpu_layers out"
