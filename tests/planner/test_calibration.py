@@ -7,7 +7,7 @@ import pytest
 from models import machine_with, outlook, setting, small_model
 
 from hmt.contracts.machine import Machine
-from hmt.planner.calibration import PARTS, StepRun, calibrated, errors, fitted
+from hmt.planner.calibration import PARTS, StepRun, beyond, calibrated, errors, fitted
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 
@@ -85,6 +85,8 @@ def test_one_run_that_was_disturbed_moves_nothing() -> None:
     runs.append(replace(runs[0], actual_s=20 * runs[0].actual_s))
     assert all(abs(factor - 1) < 0.05 for factor in fitted(runs).values())
     assert set(fitted([]).values()) == {1.0} and errors([], {}) == (0, 0, 0)
+    slow = fitted([replace(run, actual_s=50 * run.actual_s) for run in runs[:-1]])
+    assert beyond(slow) and not beyond(fitted(runs)), "no factor is 50, which is said"
 
 
 def test_a_calibrated_machine_predicts_what_the_factors_say() -> None:

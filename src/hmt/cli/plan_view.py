@@ -4,18 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hmt.base.units import format_bytes, format_seconds
+from hmt.planner.explain import LIMITS
 
 if TYPE_CHECKING:
     from hmt.planner.cost import StepCost
     from hmt.planner.outlook import Change, Planned
 
-LIMITS = {
-    "GPU": "the GPU",
-    "CPU": "the CPU and its memory",
-    "link": "the link to the GPU",
-    "disk": "the drive",
-    "handing over": "handing over between parts",
-}
+_NAMES = {"handing over": "fixed"}  # of parts, where what the others are called will not do
 NO_WEIGHTS = "no weights are there to be read: planned as a pack of them (hmt convert)"
 _SHOWN = 5  # of what would help
 _RESIDENCIES = (0.06, 0.25, 0.5)
@@ -26,10 +21,10 @@ def speed_lines(planned: "Planned") -> list[str]:
     found = planned.prediction
     if not found.tokens_per_s:
         return ["no speed is predicted: rates of memory, GPU or drive are not known (hmt probe)"]
-    users = f"{found.users} users" if found.users > 1 else "one user"
+    users, each = (f"{found.users} users", " each") if found.users > 1 else ("one user", "")
     lines = [
         f"predicted: {_number(found.tokens_per_s)} tokens/s for {users} with {found.context} "
-        f"positions each, bound by {LIMITS[found.step.limit]}"
+        f"positions{each}, bound by {LIMITS[found.step.limit]}"
     ]
     if found.ttft_s:
         lines.append(
@@ -111,8 +106,13 @@ def _parts(step: "StepCost") -> str:
         if seconds:
             nbytes = step.nbytes.get(name, 0.0)
             what = f" ({format_bytes(nbytes)})" if nbytes else ""
-            parts.append(f"{name} {format_seconds(seconds)}{what}")
+            parts.append(f"{part_name(name)} {format_seconds(seconds)}{what}")
     return ", ".join(parts)
+
+
+def part_name(part: str) -> str:
+    """What a step is made of, for people."""
+    return _NAMES.get(part, part)
 
 
 def _users(count: int) -> str:
@@ -122,7 +122,7 @@ def _users(count: int) -> str:
 def calibration_lines() -> list[str]:
     """Fit predictions to the runs that were kept, and say what came of it."""
     from hmt.engine.history import recalibrate
-    from hmt.planner.calibration import errors
+    from hmt.planner.calibration import beyond, errors
 
     runs, before, after = recalibrate()
     if not runs:
@@ -139,6 +139,11 @@ def calibration_lines() -> list[str]:
         )
     moved = [f"{part} {factor:.2f}" for part, factor in after.items() if factor != 1.0]
     lines.append(f"  times are multiplied: {', '.join(moved) or 'by nothing'}")
+    if far := beyond(after):
+        lines.append(
+            f"  {' and '.join(far)}: no factor explains these runs; something else made them slow, "
+            "such as models too small for what was probed.  hmt probe begins anew"
+        )
     return lines
 
 

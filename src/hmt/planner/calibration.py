@@ -88,6 +88,11 @@ def fitted(runs: Sequence[StepRun]) -> dict[str, float]:
     return {part: exp(value) for part, value in logs.items()}
 
 
+def beyond(factors: Mapping[str, float]) -> list[str]:
+    """Parts whose factor is as far from 1 as any may be: something else made these runs so slow."""
+    return [part for part in factors if abs(log(factors[part])) > _MOST - 1e-6]
+
+
 def errors(runs: Iterable[StepRun], factors: Mapping[str, float]) -> tuple[float, float, float]:
     """Median, mean and worst of |predicted / actual - 1|; all 0 without runs."""
     found = [abs(run.seconds(factors) / run.actual_s - 1) for run in runs]

@@ -32,7 +32,7 @@ _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used
 # Slots for experts of prompts: half of them compute, half are on their way.  The most that fit.
 _EXPERT_COPIES = (16, 8, 4)
-_LINK_SHARE = 0.25  # of missing experts, where rates are unknown
+LINK_SHARE = 0.25  # of missing experts, where rates are unknown
 _LEAST_SHARE_OF_CACHE = 0.85  # of the room for experts, against that for bringing them
 # A GPU finds each page of 4 KiB of pinned host memory by an entry of 8 bytes of its own memory: for
 # 344 GiB an H200 took 0.65 GiB.
@@ -303,7 +303,7 @@ def share_of_device(
         slot_counts=choice.slot_counts,
         expert_slots=choice.expert_slots,
         staging_slots=choice.staging_slots,
-        link_share=(share or _LINK_SHARE) if choice.staging_slots else 0.0,
+        link_share=(share or LINK_SHARE) if choice.staging_slots else 0.0,
     )
     return found, [block.id for block in stays], mapped
 
@@ -359,7 +359,7 @@ def _brought(demand: Demand, machine: Machine) -> int:
     if not demand.experts_alike:
         return 0
     wanted = demand.spec.experts_per_token * demand.batch
-    return max(1, ceil(wanted * (copied_share(machine) or _LINK_SHARE)))
+    return max(1, ceil(wanted * (copied_share(machine) or LINK_SHARE)))
 
 
 def _choose(layers: list[_Layer], room: int, share: float, brought: int) -> _Choice:

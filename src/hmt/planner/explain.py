@@ -23,14 +23,15 @@ _MEANING = {
     "prefixes": "pages on their way",
 }
 
-
-_LIMITS = {
+LIMITS = {
     "GPU": "the GPU",
-    "CPU": "memory",
+    "CPU": "the CPU and its memory",
     "link": "the link to the GPU",
-    "disk": "disk",
+    "disk": "the drive",
     "handing over": "what steps cost whatever they read",
 }
+"""What bounds a step, for people: by the parts of a StepCost."""
+
 _PLACES = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
 
 
@@ -108,7 +109,7 @@ def _cost_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str]:
         lines.append(f"reads run {plan.prefetch_distance} layers ahead of the computation")
     if plan.predicted_token_s:
         limit = CostModel(loads_of(demand, plan), machine).decode(1, 0).limit
-        text = f"{1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by {_LIMITS[limit]}"
+        text = f"{1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by {LIMITS[limit]}"
         if machine.step_s:
             lines.append(f"that allows {text}, before there is any context")
         else:
