@@ -119,6 +119,9 @@ def test_requests_are_simulated_on_a_machine_that_is_not_here(hmt, tmp_path):
     done = hmt(*asked, "--users", "8", "--prompt", "200", "--answer", "40", "--seconds", "2")
     assert "8 requests at once at most" in done.out and "first token after" in done.out
     assert "bound by the GPU" in done.out
+    # Texts of 200 and 43 tokens take whole pages, and there are enough for all.
+    done = hmt(*asked, "--users", "8", "--prompt", "200", "--answer", "43", "--seconds", "2")
+    assert ", 8 at most; queue" in done.out
     file = tmp_path / "requests.jsonl"
     file.write_text('{"due_s": 3.5, "prompt_tokens": 90, "tokens": 12}\n' * 3)
     found = json.loads(hmt(*asked, "--requests", file, "--json").out)

@@ -57,15 +57,13 @@ def planned_for(engine: EngineOptions, asked: Asked) -> "tuple[Planned, Outlook,
     if profile is not None:
         planned, more = _with_profile(outlook, planned.setting, profile)
         notes += more
-    # What else is planned from here on (for a goal, for other machines) is for texts as long.
-    alike = replace(planned.setting, context=planned.prediction.context)
     if goal is not None:
         counts = choices_of_users(goal) if asked.users is None else ()
-        planned = plan_for_goal(outlook, alike, goal, users=counts)
+        planned = plan_for_goal(outlook, planned.setting, goal, users=counts)
         notes += ["", options_line(planned, goal)]
-    else:
-        planned = replace(planned, setting=alike)
-    return planned, outlook, notes
+    # What is planned besides (other machines) is for texts as long.
+    alike = replace(planned.setting, context=planned.prediction.context)
+    return replace(planned, setting=alike), outlook, notes
 
 
 @contextmanager
@@ -226,10 +224,10 @@ def _for_this_machine(
 ) -> "Planned":
     """The plan that `run` would make, on this machine as it was measured."""
     from hmt.engine import prepare
-    from hmt.planner.outlook import Planned
+    from hmt.planner.outlook import Planned, positions_of
 
-    path, users = Path(model).expanduser(), config.max_batch
-    in_all = None if config.context is None else config.context * users
+    path = Path(model).expanduser()
+    in_all = None if config.context is None else positions_of(config.max_batch, config.context)
     device, room = _room(config)
 
     def planned() -> "Planned":

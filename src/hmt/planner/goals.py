@@ -6,6 +6,8 @@ from math import inf
 from typing import Final
 
 from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.units import round_down
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.planner.cost import CostModel, Prediction
 from hmt.planner.draft import Draft
 from hmt.planner.footprint import default_chunk
@@ -62,7 +64,8 @@ def plan_for_goal(
     if goal not in GOALS:
         raise ConfigError(f"goal {goal!r} is unknown; choose {', '.join(GOALS)}")
     if setting.context is None and (usual := outlook.fits(setting)) is not None:
-        setting = replace(setting, context=usual.prediction.context or None)
+        whole = round_down(usual.prediction.context, PAGE_TOKENS)
+        setting = replace(setting, context=whole or None)
     best: Planned | None = None
     for count in users or (setting.users,):
         wanted = replace(setting, users=count)

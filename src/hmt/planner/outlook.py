@@ -28,6 +28,11 @@ DemandFor = Callable[[str | None, int], Demand]
 """The model's demand in an encoding (None: as published), for so many users at once."""
 
 
+def positions_of(users: int, context: int) -> int:
+    """Of keys and values, for so many texts of that length: each has whole pages of its own."""
+    return context if users == 1 else users * round_up(context, PAGE_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What is planned for.
@@ -68,7 +73,7 @@ class Setting:
         """The same for the solver."""
         return PlanOptions(
             self.host_budget(),
-            None if self.context is None else self.context * self.users,
+            None if self.context is None else positions_of(self.users, self.context),
             self.prefill_chunk,
             self.prefetch_distance,
             self.device_budget(),

@@ -280,7 +280,9 @@ def _chunk(demand: Demand, options: PlanOptions) -> int:
 
 
 def _context(demand: Demand, options: PlanOptions, affordable_bytes: int) -> int:
-    longest = demand.spec.max_context * demand.batch
+    longest = demand.spec.max_context
+    if demand.batch > 1:  # each text has whole pages
+        longest = round_up(longest, PAGE_TOKENS) * demand.batch
     if options.context is not None:
         if not 0 < options.context <= longest:
             raise ConfigError(
