@@ -11,7 +11,14 @@ import torch
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.engine import EngineConfig, device_models, device_steps, machine, own_device_memory
+from hmt.engine import (
+    EngineConfig,
+    device_models,
+    device_products,
+    device_steps,
+    machine,
+    own_device_memory,
+)
 from hmt.engine.attention_rates import AttentionRates
 from hmt.engine.device_loading import device_budget
 from hmt.engine.device_rates import DeviceRates
@@ -303,3 +310,31 @@ def test_what_a_driver_will_take_is_part_of_the_limit(
     monkeypatch.setattr(PretendedDevice, "kept_bytes", lambda device: device.used_bytes() - 5)
     given = {"gpu_id": "pretended", "gpu_memory": "256MiB", "host_memory": "256MiB"}
     assert own_device_memory._measured({**given, "context": 1024}) == 5
+
+
+def test_layers_of_a_gpu_are_timed_without_what_narrow_ones_take() -> None:
+    memory = torch.full((1 << 24,), 0x38, dtype=torch.uint8)
+    forms = [Format(Encoding.BF16), Format(Encoding.INT4_GROUP, 32)]
+    times: list[float] = []
+
+    def timed(call: Callable[[int], object], count: int, seconds: float) -> float:
+        for number in range(count):
+            call(number)
+        return times.pop(0)
+
+    wide, narrow = (768, 768, 256, 1024), device_products.NARROW
+    times += [5.0, 1.0, 9.0, 2.0, 8.0, 8.0, 5.0, 1.0, 5.0, 1.0, 5.0, 1.0]
+    with torch.inference_mode():
+        found = device_products.layer_rates(memory, forms, (8, 16), 0.0, timed, wide=wide)
+    assert not times
+
+    def numbers(sizes: tuple[int, int, int, int]) -> int:
+        hidden, query, kv, between = sizes
+        return hidden * (2 * query + 2 * kv + 3 * between)
+
+    more = numbers(wide) - numbers(narrow)
+    assert found.bytes_per_s["bf16"] == pytest.approx(2 * more / 4)
+    assert found.bytes_per_s["w4a16"] == pytest.approx((0.5 + 2 / 32) * more / 4, rel=0.01)
+    # What is no faster with narrow layers is not all of the wide one's.
+    assert found.operations_per_s["bf16@8"] == pytest.approx(16 * more / 7)
+    assert found.operations_per_s["bf16"] == pytest.approx(32 * more / 4)

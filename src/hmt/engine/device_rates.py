@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hmt.base.units import MIB
-from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.contracts.encoding import Activations, Encoding
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import attention_rates, product_rates
 from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.device_products import layer_rates
 from hmt.engine.device_steps import DeviceSteps, device_steps
 from hmt.engine.product_rates import ProductRates
 from hmt.kernels import ops
@@ -31,13 +32,12 @@ FORMATS = (
     Format(Encoding.NVFP4, 16),
 )
 QUICK_FORMATS = FORMATS[:3]
-# Large: of a small one's time the greater part is that of any kernel, which layers have besides.
-_SHAPE = (16384, 8192)
 _TOKENS = (8, 32, 512)  # each is compiled for some seconds when it first comes
 _MEMORY_BYTES = 512 * MIB  # the L2 of an H200 holds 50 MiB
 _CONTEXT, _LAYERS = 4096, 16
 _USERS, _MORE = 8, 4  # who read together; so many times the positions, in fewer layers
 _HAND_OVERS = 50
+_QUICK_SCHEMES = ("w4a16",)  # of steps of dense layers, where nothing is known of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,14 @@ def device_rates(
     gpu_id: str,
     formats: Sequence[Format] = FORMATS,
     whole: bool = True,
+    known: DeviceSteps | None = None,
     timed: Callable[[Callable[[int], object], int, float], float] | None = None,
 ) -> DeviceRates:
     """Measure a GPU; `machine` has the rates of everything else.  `seconds` for each encoding.
 
-    whole                         measure also memory of a process, in one of its own
+    whole                         measure steps in all encodings, also with experts, and memory of a
+                                  process, in one of its own
+    known                         what steps cost; None: measure that, too, which takes a minute
     timed(call, count, seconds)   seconds of one of `count` calls in turn; None: from a CUDA graph
 
     Raises what loading a small model raises.
@@ -90,14 +93,7 @@ def device_rates(
     timed = timed or _captured_s
     with device.computing(), torch.inference_mode():
         memory = torch.full((_MEMORY_BYTES,), 0x38, dtype=torch.uint8, device=device.where)
-
-        def product_s(weights: list[WeightTensor], tokens: int, share: float) -> float:
-            x = torch.ones(tokens, weights[0].shape[1], dtype=torch.bfloat16, device=device.where)
-            return timed(lambda n: ops.linear(x, weights[n]), len(weights), share)
-
-        products = product_rates.rates_in(
-            memory, formats, _TOKENS, seconds, product_s, shape=_SHAPE
-        )
+        products = layer_rates(memory, formats, _TOKENS, seconds, timed)
         layout = ops.PageLayout(ops.PageEncoding.BF16, 8, 128, 128, rows=True)
         pages = memory[: _CONTEXT // PAGE_TOKENS * _LAYERS * layout.page_bytes].zero_()
         attention = attention_rates.rates_in(
@@ -119,8 +115,11 @@ def device_rates(
     found = DeviceRates(
         max(products.bytes_per_s.values(), default=0.0), sync_s, products, attention
     )
+    if known is not None:
+        return replace(found, steps=known)
     options = {"gpu_id": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
-    steps = device_steps(found.of(machine), seconds, options, whole=whole)
+    how = {} if whole else {"schemes": _QUICK_SCHEMES, "kinds": ("",)}
+    steps = device_steps(found.of(machine), seconds, options, whole=whole, **how)
     return replace(found, steps=steps)
 
 

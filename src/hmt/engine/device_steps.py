@@ -39,7 +39,9 @@ _USERS = (1, 8, 32)
 _SCHEMES = {"bf16": None, "w8a8": "w8a8", "w4a16": "w4a16:32"}
 _MODELS = {"": (dense_model, 2, 8), "experts": (expert_model, 2, 6)}  # of few and of more layers
 _PROMPT = 16
-_SHORT = 64  # a prompt of one step that the GPU computes sooner than it is launched
+# A prompt of one step that the GPU computes sooner than it is launched.  Up to 64 tokens products
+# have other kernels, and up to 256 experts are not brought all.
+_PIECE = 512
 _REPLAYS = 24
 _LOGITS, _ROWS = 1 << 15, 8
 _DRAWN = Sampling(temperature=1.0, seed=1)
@@ -108,15 +110,17 @@ def device_steps(
     *,
     whole: bool = True,
     schemes: Sequence[str] = tuple(_SCHEMES),
+    kinds: Sequence[str] = tuple(_MODELS),
 ) -> DeviceSteps:
     """What steps cost on the GPU of `machine`, whose other rates are known.
 
     seconds   for each of two dozen measurements
     options   of an engine, with the GPU
-    whole     measure also experts in all encodings and not the last one alone, and what the process
-              takes of both memories, in one of its own (half a minute: kernels are loaded anew)
+    whole     measure also what the process takes of both memories, in one of its own (half a minute:
+              kernels are loaded anew)
     schemes   encodings to measure, by the names of their kernels; in the last one experts are also
               brought
+    kinds     of layers: "" is dense, "experts" are routed
 
     Raises what loading a small model raises.
     """
@@ -124,9 +128,9 @@ def device_steps(
     launches: dict[str, float] = {}
     host, begin_s, first_s = _Chains(), 0.0, 0.0
     apart: list[_Apart | None] = []
-    for kind, (small, few, many) in _MODELS.items():
+    for kind in kinds:
+        small, few, many = _MODELS[kind]
         found: dict[int, dict[str, _Chains]] = {}
-        encodings = schemes[-1:] if kind and not whole else schemes
         for count in (few, many):
             with small(count) as folder:
                 found[count] = {
@@ -134,12 +138,12 @@ def device_steps(
                         folder, machine, seconds, {**options, "quantization": _SCHEMES[kernel]},
                         whole=not kind and count == few and kernel == schemes[0],
                     )
-                    for kernel in encodings
+                    for kernel in schemes
                 }  # fmt: skip
                 if kind:
                     given = {**options, "quantization": _SCHEMES[schemes[-1]]}
                     apart.append(_apart(folder, seconds, given))
-        for kernel in encodings:
+        for kernel in schemes:
             name = f"{kernel} {kind}".strip()
             less, more = found[few][kernel], found[many][kernel]
             launches[name] = max(0.0, (more.prompt - less.prompt) / (many - few))
@@ -220,7 +224,7 @@ def _chains(
                 found.drawn[users] = max(0.0, drawn_s - replayed_s)
             reads_s = costs.decode(users, 2 * _PROMPT).seconds
             found.device[users] = max(0.0, replayed_s - reads_s)
-        found.prompt = prompt_s(model, _SHORT, 3 * seconds)
+        found.prompt = prompt_s(model, _PIECE, 3 * seconds)
     return found
 
 
@@ -252,7 +256,7 @@ def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart |
             layers = model.prepared.model.spec.layers
             if any(model.plan.homes[block.id] is Tier.DEVICE for block in experts):
                 return None
-            return prompt_s(model, _SHORT, 3 * seconds), layers, len(experts) // layers
+            return prompt_s(model, _PIECE, 3 * seconds), layers, len(experts) // layers
     except HMTError:
         return None
 

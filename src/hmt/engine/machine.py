@@ -154,15 +154,18 @@ def measure_drive_again(path: Path, seconds: float) -> float:
 def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> Machine:
     """Measure a GPU anew, and remember it; the rest is as remembered.
 
+    If `quick`, what steps cost is kept as it was measured before, if it was.
+
     Compiles kernels that were not used before, which may take a minute.
     """
     machine = with_device(machine_for(path), device)
     formats = QUICK_FORMATS if quick else FORMATS
+    before = _remembered_device(device.name).steps
     found = device_rates(
-        device, machine, _QUICK_S if quick else _FULL_S,
-        gpu_id=gpu_id, formats=formats, whole=not quick,
+        device, machine, _QUICK_S if quick else _FULL_S, gpu_id=gpu_id, formats=formats,
+        whole=not quick, known=before if quick and before.device_layers else None,
     )  # fmt: skip
-    found = replace(found, steps=found.steps.completed(_remembered_device(device.name).steps))
+    found = replace(found, steps=found.steps.completed(before))
     content, known = _load(), _own_entry()
     devices = known.get("devices")
     known["devices"] = devices if isinstance(devices, dict) else {}

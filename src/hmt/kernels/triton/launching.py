@@ -51,9 +51,7 @@ class QuickFunction(JITFunction):  # type: ignore[misc]
         launch(x, y, z, stream, *how, *args, *rest)
         return None
 
-    def _launch(
-        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Launch | None:
+    def _launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Launch | None:
         """None for arguments that are not numbers or tensors, or not all there."""
         names = self.arg_names[len(args) :]
         plain = all(type(x) in _PLAIN for x in args)
