@@ -116,7 +116,7 @@ def device_steps(
 
     seconds   for each of two dozen measurements
     options   of an engine, with the GPU
-    whole     measure also what the process takes of both memories, in one of its own (half a minute:
+    whole     measure also what a process takes of both memories, in one of its own (half a minute:
               kernels are loaded anew)
     schemes   encodings to measure, by the names of their kernels; in the last one experts are also
               brought
