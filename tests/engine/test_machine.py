@@ -11,13 +11,16 @@ import torch
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.machine import Machine
 from hmt.engine import (
     EngineConfig,
     device_models,
     device_products,
+    device_rates,
     device_steps,
     machine,
     own_device_memory,
+    pace,
 )
 from hmt.engine.attention_rates import AttentionRates
 from hmt.engine.device_loading import device_budget
@@ -274,6 +277,53 @@ def test_steps_of_a_gpu_are_measured_for_real(
     slower = replace(found, step_s=2.0, logit_s=3.0).slower(2)
     assert (slower.step_s, slower.logit_s, slower.device_layers) == (4, 3, found.device_layers)
     assert found.completed(replace(found, context_bytes=7)).context_bytes == 7
+
+
+def test_a_gpus_attention_is_what_more_positions_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One user and eight, behind few positions and many.
+    monkeypatch.setattr(device_rates, "_MEMORY_BYTES", 1 << 24)
+    monkeypatch.setattr(device_rates, "_SHORT", 32)
+    monkeypatch.setattr(device_rates, "_LONG", 96)
+    monkeypatch.setattr(device_rates, "_LAYERS", 1)
+    times, nbytes = [1.0, 4.0, 2.0, 2.1], 4096  # bytes of a position
+
+    def reading_rate(pages: torch.Tensor, layout: object, users: int, timed: object) -> float:
+        assert pages.count_nonzero() == 0 and len(pages) in (2 * users, 6 * users)
+        return len(pages) * 16 * nbytes / times.pop(0)
+
+    monkeypatch.setattr(device_rates.attention_rates, "reading_rate", reading_rate)
+    rates = AttentionRates(1.0, 2.0)
+    monkeypatch.setattr(device_rates.attention_rates, "rates_in", lambda *given: rates)
+    known = DeviceSteps(step_s=7.0)
+    machine = Machine("", 1, 1 << 30, 1e10, 0.0)
+    found = device_rates.device_rates(
+        PretendedDevice(), machine, 0.1, gpu_id="", formats=[], known=known
+    )
+    assert not times and found.steps is known and found.attention.operations_per_s == 2.0
+    assert found.attention.bytes_per_s == pytest.approx(64 * nbytes / 3)
+    assert found.attention.several_bytes_per_s == pytest.approx(8 * 64 * nbytes / 1.05), "a half"
+
+
+def test_a_cpu_that_has_become_slower_takes_longer_for_what_it_launches() -> None:
+    steps = DeviceSteps(step_s=1.0, prompt_s=2.0, bring_s=3.0, pace=0.5, device_step_s=4.0)
+    known = replace(steps, device_launches={"bf16": 5.0}, device_layers={"bf16": 6.0})
+    found = pace.at_pace(known.of(Machine("", 1, 1 << 30, 1e10, 0.0)), 1.0)
+    assert (found.step_s, found.prompt_s, found.bring_s, found.pace) == (2.0, 4.0, 6.0, 1.0)
+    assert found.device_launches == {"bf16": 10.0}
+    assert (found.device_step_s, found.device_layers) == (4.0, {"bf16": 6.0}), "the GPU is the same"
+    assert pace.at_pace(found, 0.5).step_s == 1.0
+    assert pace.at_pace(replace(found, pace=0.0), 0.5).step_s == 2.0
+    assert 0 < pace.pace_s() < 1
+
+
+def test_what_is_measured_while_the_pace_changes_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paces, found = [1.0, 2.0, 2.0, 1.0, 1.1, 1.0], iter("abc")
+    monkeypatch.setattr(pace, "pace_of", lambda model: paces.pop(0))
+    assert pace.steadily(Any, lambda: next(found)) == (1.1, "c")
+    paces, found = [1.0, 2.0, 3.0, 4.0], iter("ab")
+    assert pace.steadily(Any, lambda: next(found), attempts=2) == (3.0, "b")
 
 
 def test_a_straight_line_through_few_users_and_many() -> None:

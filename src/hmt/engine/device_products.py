@@ -37,12 +37,14 @@ def layer_rates(
     seconds: float,
     timed: Callable[[Callable[[int], object], int, float], float],
     *,
-    wide: tuple[int, int, int, int] = WIDE,
+    wide: tuple[int, int, int, int] | None = None,
 ) -> ProductRates:
     """Rates of layers' products with weights in `memory`, uint8, whose bytes are numbers already.
 
     timed(call, count, seconds)   seconds of one of `count` calls in turn
+    wide                          sizes of the wide layer; None: WIDE
     """
+    wide = wide or WIDE
     found, each_s = ProductRates(), seconds / (1 + len(tokens)) / 2
     for form in forms:
         large, small = (layers_in(memory, form, sizes) for sizes in (wide, NARROW))
@@ -122,6 +124,7 @@ def _calls(
         params = layers[number]
         heads = ops.attention_inputs(states, params, inputs, cos, sin)
         x = ops.linear(heads.flatten(1)[:, :query], params["o_proj"])
-        return ops.feed_forward(states, x, params, network)
+        ops.feed_forward(states, x, params, network)
+        return states
 
     return compute

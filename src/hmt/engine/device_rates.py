@@ -35,7 +35,9 @@ QUICK_FORMATS = FORMATS[:3]
 _TOKENS = (8, 32, 512)  # each is compiled for some seconds when it first comes
 _MEMORY_BYTES = 512 * MIB  # the L2 of an H200 holds 50 MiB
 _CONTEXT, _LAYERS = 4096, 16
-_USERS, _MORE = 8, 4  # who read together; so many times the positions, in fewer layers
+_USERS = 8  # who read together
+# Positions of each: what attention takes however few there are is a part of what layers take.
+_SHORT, _LONG, _LAYERS_OF_SHORT = 512, 8192, 64
 _HAND_OVERS = 50
 _QUICK_SCHEMES = ("w4a16",)  # of steps of dense layers, where nothing is known of steps
 
@@ -102,13 +104,11 @@ def device_rates(
             seconds,
             lambda call, share: timed(call, _LAYERS, share),
         )
-        several = attention_rates.reading_rate(
-            pages.view(_CONTEXT // PAGE_TOKENS * _MORE, _LAYERS // _MORE, -1),
-            layout,
-            _USERS,
-            lambda call, count: timed(call, count, seconds / 2),
+        one, several = (
+            _reading_rate(memory, layout, users, lambda call, n: timed(call, n, seconds / 4))
+            for users in (1, _USERS)
         )
-        attention = replace(attention, several_bytes_per_s=several)
+        attention = replace(attention, bytes_per_s=one, several_bytes_per_s=several)
         sync_s = _hand_over_s(device)
     del memory, pages
     device.trim()
@@ -121,6 +121,25 @@ def device_rates(
     how = {} if whole else {"schemes": _QUICK_SCHEMES, "kinds": ("",)}
     steps = device_steps(found.of(machine), seconds, options, whole=whole, **how)
     return replace(found, steps=steps)
+
+
+def _reading_rate(
+    memory: torch.Tensor,
+    layout: ops.PageLayout,
+    users: int,
+    timed: Callable[[Callable[[int], object], int], float],
+) -> float:
+    """Bytes per second of keys and values that each of `users` has more of; `memory` is zeroed."""
+    taken = []
+    for context in (_SHORT, _LONG):
+        count = users * context // PAGE_TOKENS
+        nbytes = count * layout.page_bytes
+        layers = min(_LAYERS_OF_SHORT, memory.nbytes // nbytes)
+        pages = memory[: layers * nbytes].zero_().view(count, layers, -1)
+        rate = attention_rates.reading_rate(pages, layout, users, timed)
+        taken.append((nbytes, nbytes / rate))
+    (few, short_s), (many, long_s) = taken
+    return (many - few) / max(long_s - short_s, long_s / 2)
 
 
 def _captured_s(call: Callable[[int], object], count: int, seconds: float) -> float:

@@ -12,6 +12,7 @@ encoding, on the number of users, and on experts: each is measured as it runs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from hmt.contracts.plan import Tier
 from hmt.contracts.request import Sampling
 from hmt.engine.device_models import VOCABULARY, dense_model, expert_model
 from hmt.engine.own_device_memory import driver_bytes
+from hmt.engine.pace import pace_s, steadily
 from hmt.engine.product_rates import usual_s
 from hmt.engine.sampler import SamplerState
 from hmt.engine.step_rates import decoding_s, process_bytes, prompt_s
@@ -43,6 +45,7 @@ _PROMPT = 16
 # have other kernels, and up to 256 experts are not brought all.
 _PIECE = 512
 _REPLAYS = 24
+_ATTEMPTS = 4
 _LOGITS, _ROWS = 1 << 15, 8
 _DRAWN = Sampling(temperature=1.0, seed=1)
 _CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "prompt_s", "bring_s")
@@ -62,6 +65,7 @@ class DeviceSteps:
     device_layers: dict[str, float] = field(default_factory=dict)
     device_launches: dict[str, float] = field(default_factory=dict)
     bring_s: float = 0.0
+    pace: float = 0.0
     process_bytes: int = 0
     context_bytes: int = 0
 
@@ -94,7 +98,9 @@ class _Chains:
     device             of the GPU, beyond what is predicted of what it reads
     likeliest, drawn   of the CPU, from one step's tokens to the next one's; where tokens are drawn
                        beyond what the GPU takes meanwhile
-    prompt             of a short one
+    prompt             of one of a piece
+
+    The CPU's are in units of its pace meanwhile.
     """
 
     device: dict[int, float] = field(default_factory=dict)
@@ -161,19 +167,21 @@ def device_steps(
         bring_s = max(0.0, layer_s - launches[f"{schemes[-1]} experts"]) / count
     step_s, row_s = _line(host.likeliest)
     draw_s, draw_row_s = _line(host.drawn)
+    unit_s = pace_s()
     # The steps themselves have drawn from so many: no more than all that users add.
-    logit_s = min(_logit_s(seconds), draw_row_s / VOCABULARY)
+    logit = min(_logit_s(seconds) / unit_s, draw_row_s / VOCABULARY)
     return DeviceSteps(
-        step_s=step_s,
-        row_s=row_s,
-        draw_s=draw_s,
-        draw_row_s=max(0.0, draw_row_s - VOCABULARY * logit_s),
-        logit_s=logit_s,
-        prompt_s=first_s,
+        step_s=step_s * unit_s,
+        row_s=row_s * unit_s,
+        draw_s=draw_s * unit_s,
+        draw_row_s=max(0.0, draw_row_s - VOCABULARY * logit) * unit_s,
+        logit_s=logit * unit_s,
+        prompt_s=first_s * unit_s,
         device_step_s=begin_s,
         device_layers=layers,
-        device_launches=launches,
-        bring_s=bring_s,
+        device_launches={name: each * unit_s for name, each in launches.items()},
+        bring_s=bring_s * unit_s,
+        pace=unit_s,
         process_bytes=process_bytes(options) if whole else 0,
         context_bytes=driver_bytes(dict(options)) if whole else 0,
     )
@@ -217,21 +225,25 @@ def _chains(
                 replayed_s, _ = model.replayed_s(_REPLAYS)
 
             if whole:  # first: guesses that are right are made again and again
-                likeliest_s = decoding_s(model, users, 2 * seconds, usual=fmean)
-                found.likeliest[users] = likeliest_s
-            drawn_s = decoding_s(model, users, 4 * seconds * whole, _DRAWN, replay, fmean)
+                greedy = partial(decoding_s, model, users, 2 * seconds, usual=fmean)
+                unit_s, taken_s = steadily(model, greedy, _ATTEMPTS)
+                found.likeliest[users] = taken_s / unit_s
+            each_s = 4 * seconds * whole
+            drawing = partial(decoding_s, model, users, each_s, _DRAWN, replay, fmean)
+            unit_s, taken_s = steadily(model, drawing, _ATTEMPTS if whole else 1)
             if whole:
-                found.drawn[users] = max(0.0, drawn_s - replayed_s)
+                found.drawn[users] = max(0.0, taken_s - replayed_s) / unit_s
             reads_s = costs.decode(users, 2 * _PROMPT).seconds
             found.device[users] = max(0.0, replayed_s - reads_s)
-        found.prompt = prompt_s(model, _PIECE, 3 * seconds)
+        unit_s, taken_s = steadily(model, partial(prompt_s, model, _PIECE, 3 * seconds))
+        found.prompt = taken_s / unit_s
     return found
 
 
 def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart | None:
-    """A short prompt's seconds where half of the experts fit; numbers of layers and their experts.
+    """What a prompt takes where half of the experts fit; numbers of layers and their experts.
 
-    None where there is no such plan.
+    In units of the CPU's pace.  None where there is no such plan.
     """
     from hmt.engine.engine import Engine
     from hmt.engine.loading import prepare
@@ -256,7 +268,8 @@ def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart |
             layers = model.prepared.model.spec.layers
             if any(model.plan.homes[block.id] is Tier.DEVICE for block in experts):
                 return None
-            return prompt_s(model, _PIECE, 3 * seconds), layers, len(experts) // layers
+            unit_s, taken_s = steadily(model, partial(prompt_s, model, _PIECE, 3 * seconds))
+            return taken_s / unit_s, layers, len(experts) // layers
     except HMTError:
         return None
 

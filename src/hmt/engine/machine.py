@@ -24,6 +24,7 @@ from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_
 from hmt.engine.device_steps import DeviceSteps
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
+from hmt.engine.pace import at_pace, pace_s
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
 from hmt.engine.step_rates import StepRates, completed
 from hmt.kernels.cpu import extension
@@ -101,6 +102,8 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
         shared_link_rate=rates.shared_link,
         shared_cpu_rate=rates.shared_cpu / found.get("CPU", 1.0),
     )
+    if machine.pace:
+        machine = at_pace(machine, pace_s())
     return calibrated(machine, {part: found.get(part, 1.0) for part in ("GPU", "link")})
 
 
