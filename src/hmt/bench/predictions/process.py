@@ -284,15 +284,26 @@ def _answers(
             return first - begin, (0.0, model.summary())
         # Those whose prompts came first have decoded meanwhile: the last one sets the pace.
         _next(streams)
+        before = _brought_bytes(model.summary())
         model.reset_summary()
         second = time.perf_counter()
         for _ in range(tokens - 2):
             _next(streams)
         took = time.perf_counter() - second
         summary = model.summary()
+        brought = _brought_bytes(summary) - before
+        phase = summary.generation
+        link, host = phase.link_bytes + brought, phase.host_bytes + brought
+        summary = replace(summary, generation=replace(phase, link_bytes=link, host_bytes=host))
         if chain is not None and case.gpu_memory is not None:
             chain.update(zip(("replayed_s", "alone_s"), model.replayed_s(_REPLAYS), strict=True))
         return first - begin, (users * (tokens - 2) / took, summary)
+
+
+def _brought_bytes(summary: RunSummary) -> int:
+    """Of experts that kernels have fetched from host memory until now: no copy counts them."""
+    experts = None if summary.device is None else summary.device.experts
+    return 0 if experts is None else experts.brought * experts.nbytes
 
 
 def _next(streams: list[Any]) -> None:
