@@ -1,8 +1,8 @@
 """A device that is the CPU: the same order of things, without the hardware.
 
 Everything that the tier does, except kernels for a real device, runs and is tested on it.  Copies
-are late on purpose: their bytes arrive when somebody follows or waits for their mark, and until
-then the target holds NaN, so that what is used too early shows.
+are late on purpose: their bytes arrive when somebody follows or waits for their mark, or that of a
+later copy, and until then the target holds NaN, so that what is used too early shows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
