@@ -62,7 +62,8 @@ class Machine:
                        Empty: launch_s
     device_launches    until the CPU has launched a layer of a prompt's step, by the same names; the
                        GPU computes meanwhile what was launched before.  Empty: prompt_launch_s
-    bring_s            until the CPU has launched what a prompt's step does to bring an expert there
+    bring_s            until the CPU has launched what a prompt's step does to bring an expert, or
+                       another block, there
     prompt_s           of a prompt, beyond its layers; of a piece before its last: step_s
     launch_s           of a layer on the GPU, beyond its bytes
     device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU

@@ -39,7 +39,7 @@ def layer_rates(
     *,
     wide: tuple[int, int, int, int] | None = None,
 ) -> ProductRates:
-    """Rates of layers' products with weights in `memory`, uint8, whose bytes are numbers already.
+    """Rates of layers' products with weights in `memory`, uint8, of any bytes.
 
     timed(call, count, seconds)   seconds of one of `count` calls in turn
     wide                          sizes of the wide layer; None: WIDE

@@ -94,7 +94,9 @@ def device_rates(
     """
     timed = timed or _captured_s
     with device.computing(), torch.inference_mode():
-        memory = torch.full((_MEMORY_BYTES,), 0x38, dtype=torch.uint8, device=device.where)
+        # Bytes as weights have them, not all alike: what changes on its way takes power and time.
+        memory = torch.empty(_MEMORY_BYTES, dtype=torch.uint8, device=device.where)
+        memory.random_()
         products = layer_rates(memory, formats, _TOKENS, seconds, timed)
         layout = ops.PageLayout(ops.PageEncoding.BF16, 8, 128, 128, rows=True)
         pages = memory[: _CONTEXT // PAGE_TOKENS * _LAYERS * layout.page_bytes].zero_()

@@ -159,6 +159,8 @@ def _predicted(
     found = replace(found, prompt=prompt.prompt, ttft_s=prompt.ttft_s)
     costs = decoding
     weights = costs.decode(case.users, 0).nbytes
+    layers = range(prepared.model.spec.layers + 1)
+    untouched = prepared.plan.device.stages >= set(layers)  # activations of the CPU are
     return {
         "tokens_per_s": found.tokens_per_s,
         "ttft_s": found.ttft_s,
@@ -168,7 +170,8 @@ def _predicted(
         "peak_bytes": process_bytes
         + prepared.machine.process_bytes
         + _streaming_bytes(prepared)
-        + sum(prepared.plan.reserved.values()),
+        + sum(prepared.plan.reserved.values())
+        - untouched * prepared.plan.reserved["activations"],
         "device_bytes": sum(prepared.plan.device.reserved.values())
         + prepared.machine.context_bytes,
         "step": asdict(found.step),
