@@ -12,13 +12,17 @@ import torch
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.machine import Machine
 from hmt.engine import (
     EngineConfig,
     device_models,
+    device_products,
+    device_rates,
     device_steps,
     kept_file,
     machine,
     own_device_memory,
+    pace,
 )
 from hmt.engine.attention_rates import AttentionRates
 from hmt.engine.device_loading import device_budget
@@ -316,6 +320,53 @@ def test_steps_of_a_gpu_are_measured_for_real(
     assert found.completed(replace(found, context_bytes=7)).context_bytes == 7
 
 
+def test_a_gpus_attention_is_what_more_positions_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One user and eight, behind few positions and many.
+    monkeypatch.setattr(device_rates, "_MEMORY_BYTES", 1 << 24)
+    monkeypatch.setattr(device_rates, "_SHORT", 32)
+    monkeypatch.setattr(device_rates, "_LONG", 96)
+    monkeypatch.setattr(device_rates, "_LAYERS", 1)
+    times, nbytes = [1.0, 4.0, 2.0, 2.1], 4096  # bytes of a position
+
+    def reading_rate(pages: torch.Tensor, layout: object, users: int, timed: object) -> float:
+        assert pages.count_nonzero() == 0 and len(pages) in (2 * users, 6 * users)
+        return len(pages) * 16 * nbytes / times.pop(0)
+
+    monkeypatch.setattr(device_rates.attention_rates, "reading_rate", reading_rate)
+    rates = AttentionRates(1.0, 2.0)
+    monkeypatch.setattr(device_rates.attention_rates, "rates_in", lambda *given: rates)
+    known = DeviceSteps(step_s=7.0)
+    machine = Machine("", 1, 1 << 30, 1e10, 0.0)
+    found = device_rates.device_rates(
+        PretendedDevice(), machine, 0.1, gpu_id="", formats=[], known=known
+    )
+    assert not times and found.steps is known and found.attention.operations_per_s == 2.0
+    assert found.attention.bytes_per_s == pytest.approx(64 * nbytes / 3)
+    assert found.attention.several_bytes_per_s == pytest.approx(8 * 64 * nbytes / 1.05), "a half"
+
+
+def test_a_cpu_that_has_become_slower_takes_longer_for_what_it_launches() -> None:
+    steps = DeviceSteps(step_s=1.0, prompt_s=2.0, bring_s=3.0, pace=0.5, device_step_s=4.0)
+    known = replace(steps, device_launches={"bf16": 5.0}, device_layers={"bf16": 6.0})
+    found = pace.at_pace(known.of(Machine("", 1, 1 << 30, 1e10, 0.0)), 1.0)
+    assert (found.step_s, found.prompt_s, found.bring_s, found.pace) == (2.0, 4.0, 6.0, 1.0)
+    assert found.device_launches == {"bf16": 10.0}
+    assert (found.device_step_s, found.device_layers) == (4.0, {"bf16": 6.0}), "the GPU is the same"
+    assert pace.at_pace(found, 0.5).step_s == 1.0
+    assert pace.at_pace(replace(found, pace=0.0), 0.5).step_s == 2.0
+    assert 0 < pace.pace_s() < 1
+
+
+def test_what_is_measured_while_the_pace_changes_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paces, found = [1.0, 2.0, 2.0, 1.0, 1.1, 1.0], iter("abc")
+    monkeypatch.setattr(pace, "pace_of", lambda model: paces.pop(0))
+    assert pace.steadily(Any, lambda: next(found)) == (1.1, "c")
+    paces, found = [1.0, 2.0, 3.0, 4.0], iter("ab")
+    assert pace.steadily(Any, lambda: next(found), attempts=2) == (3.0, "b")
+
+
 def test_a_straight_line_through_few_users_and_many() -> None:
     assert device_steps._line({1: 3.0, 8: 10.0, 32: 34.0}) == pytest.approx((2.0, 1.0))
     assert device_steps._line({1: 5.0}) == (5.0, 0.0)
@@ -350,3 +401,31 @@ def test_what_a_driver_will_take_is_part_of_the_limit(
     monkeypatch.setattr(PretendedDevice, "kept_bytes", lambda device: device.used_bytes() - 5)
     given = {"gpu_id": "pretended", "gpu_memory": "256MiB", "host_memory": "256MiB"}
     assert own_device_memory._measured({**given, "context": 1024}) == 5
+
+
+def test_layers_of_a_gpu_are_timed_without_what_narrow_ones_take() -> None:
+    memory = torch.full((1 << 24,), 0x38, dtype=torch.uint8)
+    forms = [Format(Encoding.BF16), Format(Encoding.INT4_GROUP, 32)]
+    times: list[float] = []
+
+    def timed(call: Callable[[int], object], count: int, seconds: float) -> float:
+        for number in range(count):
+            call(number)
+        return times.pop(0)
+
+    wide, narrow = (768, 768, 256, 1024), device_products.NARROW
+    times += [5.0, 1.0, 9.0, 2.0, 8.0, 8.0, 5.0, 1.0, 5.0, 1.0, 5.0, 1.0]
+    with torch.inference_mode():
+        found = device_products.layer_rates(memory, forms, (8, 16), 0.0, timed, wide=wide)
+    assert not times
+
+    def numbers(sizes: tuple[int, int, int, int]) -> int:
+        hidden, query, kv, between = sizes
+        return hidden * (2 * query + 2 * kv + 3 * between)
+
+    more = numbers(wide) - numbers(narrow)
+    assert found.bytes_per_s["bf16"] == pytest.approx(2 * more / 4)
+    assert found.bytes_per_s["w4a16"] == pytest.approx((0.5 + 2 / 32) * more / 4, rel=0.01)
+    # What is no faster with narrow layers is not all of the wide one's.
+    assert found.operations_per_s["bf16@8"] == pytest.approx(16 * more / 7)
+    assert found.operations_per_s["bf16"] == pytest.approx(32 * more / 4)

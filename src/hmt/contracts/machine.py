@@ -62,10 +62,14 @@ class Machine:
                        Empty: launch_s
     device_launches    until the CPU has launched a layer of a prompt's step, by the same names; the
                        GPU computes meanwhile what was launched before.  Empty: prompt_launch_s
-    bring_s            until the CPU has launched what a prompt's step does to bring an expert there
+    bring_s            until the CPU has launched what a prompt's step does to bring an expert, or
+                       another block, there
     prompt_s           of a prompt, beyond its layers; of a piece before its last: step_s
     launch_s           of a layer on the GPU, beyond its bytes
     device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
+    pace               seconds that some work of Python's took when prompt_s, bring_s,
+                       device_launches, and those from step_s to logit_s were measured: see
+                       engine/pace.py
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
@@ -128,6 +132,7 @@ class Machine:
     launch_s: float = 0.0
     device_number_s: float = 0.0
     prompt_launch_s: float = 0.0
+    pace: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
     streaming_bytes: int = 0

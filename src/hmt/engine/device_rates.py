@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hmt.base.units import MIB
-from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.contracts.encoding import Activations, Encoding
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import attention_rates, product_rates
 from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.device_products import layer_rates
 from hmt.engine.device_steps import DeviceSteps, device_steps
 from hmt.engine.product_rates import ProductRates
 from hmt.kernels import ops
@@ -31,13 +32,14 @@ FORMATS = (
     Format(Encoding.NVFP4, 16),
 )
 QUICK_FORMATS = FORMATS[:3]
-# Large: of a small one's time the greater part is that of any kernel, which layers have besides.
-_SHAPE = (16384, 8192)
 _TOKENS = (8, 32, 512)  # each is compiled for some seconds when it first comes
 _MEMORY_BYTES = 512 * MIB  # the L2 of an H200 holds 50 MiB
 _CONTEXT, _LAYERS = 4096, 16
-_USERS, _MORE = 8, 4  # who read together; so many times the positions, in fewer layers
+_USERS = 8  # who read together
+# Positions of each: what attention takes however few there are is a part of what layers take.
+_SHORT, _LONG, _LAYERS_OF_SHORT = 512, 8192, 64
 _HAND_OVERS = 50
+_QUICK_SCHEMES = ("w4a16",)  # of steps of dense layers, where nothing is known of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +80,24 @@ def device_rates(
     gpu_id: str,
     formats: Sequence[Format] = FORMATS,
     whole: bool = True,
+    known: DeviceSteps | None = None,
     timed: Callable[[Callable[[int], object], int, float], float] | None = None,
 ) -> DeviceRates:
     """Measure a GPU; `machine` has the rates of everything else.  `seconds` for each encoding.
 
-    whole                         measure also memory of a process, in one of its own
+    whole                         measure steps in all encodings, also with experts, and memory of a
+                                  process, in one of its own
+    known                         what steps cost; None: measure that, too, which takes a minute
     timed(call, count, seconds)   seconds of one of `count` calls in turn; None: from a CUDA graph
 
     Raises what loading a small model raises.
     """
     timed = timed or _captured_s
     with device.computing(), torch.inference_mode():
-        memory = torch.full((_MEMORY_BYTES,), 0x38, dtype=torch.uint8, device=device.where)
-
-        def product_s(weights: list[WeightTensor], tokens: int, share: float) -> float:
-            x = torch.ones(tokens, weights[0].shape[1], dtype=torch.bfloat16, device=device.where)
-            return timed(lambda n: ops.linear(x, weights[n]), len(weights), share)
-
-        products = product_rates.rates_in(
-            memory, formats, _TOKENS, seconds, product_s, shape=_SHAPE
-        )
+        # Bytes as weights have them, not all alike: what changes on its way takes power and time.
+        memory = torch.empty(_MEMORY_BYTES, dtype=torch.uint8, device=device.where)
+        memory.random_()
+        products = layer_rates(memory, formats, _TOKENS, seconds, timed)
         layout = ops.PageLayout(ops.PageEncoding.BF16, 8, 128, 128, rows=True)
         pages = memory[: _CONTEXT // PAGE_TOKENS * _LAYERS * layout.page_bytes].zero_()
         attention = attention_rates.rates_in(
@@ -106,22 +106,42 @@ def device_rates(
             seconds,
             lambda call, share: timed(call, _LAYERS, share),
         )
-        several = attention_rates.reading_rate(
-            pages.view(_CONTEXT // PAGE_TOKENS * _MORE, _LAYERS // _MORE, -1),
-            layout,
-            _USERS,
-            lambda call, count: timed(call, count, seconds / 2),
+        one, several = (
+            _reading_rate(memory, layout, users, lambda call, n: timed(call, n, seconds / 4))
+            for users in (1, _USERS)
         )
-        attention = replace(attention, several_bytes_per_s=several)
+        attention = replace(attention, bytes_per_s=one, several_bytes_per_s=several)
         sync_s = _hand_over_s(device)
     del memory, pages
     device.trim()
     found = DeviceRates(
         max(products.bytes_per_s.values(), default=0.0), sync_s, products, attention
     )
+    if known is not None:
+        return replace(found, steps=known)
     options = {"gpu_id": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
-    steps = device_steps(found.of(machine), seconds, options, whole=whole)
+    how = {} if whole else {"schemes": _QUICK_SCHEMES, "kinds": ("",)}
+    steps = device_steps(found.of(machine), seconds, options, whole=whole, **how)
     return replace(found, steps=steps)
+
+
+def _reading_rate(
+    memory: torch.Tensor,
+    layout: ops.PageLayout,
+    users: int,
+    timed: Callable[[Callable[[int], object], int], float],
+) -> float:
+    """Bytes per second of keys and values that each of `users` has more of; `memory` is zeroed."""
+    taken = []
+    for context in (_SHORT, _LONG):
+        count = users * context // PAGE_TOKENS
+        nbytes = count * layout.page_bytes
+        layers = min(_LAYERS_OF_SHORT, memory.nbytes // nbytes)
+        pages = memory[: layers * nbytes].zero_().view(count, layers, -1)
+        rate = attention_rates.reading_rate(pages, layout, users, timed)
+        taken.append((nbytes, nbytes / rate))
+    (few, short_s), (many, long_s) = taken
+    return (many - few) / max(long_s - short_s, long_s / 2)
 
 
 def _captured_s(call: Callable[[int], object], count: int, seconds: float) -> float:

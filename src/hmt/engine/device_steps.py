@@ -12,6 +12,7 @@ encoding, on the number of users, and on experts: each is measured as it runs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from hmt.contracts.plan import Tier
 from hmt.contracts.request import Sampling
 from hmt.engine.device_models import VOCABULARY, dense_model, expert_model
 from hmt.engine.own_device_memory import driver_bytes
+from hmt.engine.pace import pace_s, steadily
 from hmt.engine.product_rates import usual_s
 from hmt.engine.sampler import SamplerState
 from hmt.engine.step_rates import decoding_s, process_bytes, prompt_s
@@ -39,8 +41,11 @@ _USERS = (1, 8, 32)
 _SCHEMES = {"bf16": None, "w8a8": "w8a8", "w4a16": "w4a16:32"}
 _MODELS = {"": (dense_model, 2, 8), "experts": (expert_model, 2, 6)}  # of few and of more layers
 _PROMPT = 16
-_SHORT = 64  # a prompt of one step that the GPU computes sooner than it is launched
+# A prompt of one step that the GPU computes sooner than it is launched.  Up to 64 tokens products
+# have other kernels, and up to 256 experts are not brought all.
+_PIECE = 512
 _REPLAYS = 24
+_ATTEMPTS = 4
 _LOGITS, _ROWS = 1 << 15, 8
 _DRAWN = Sampling(temperature=1.0, seed=1)
 _CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "prompt_s", "bring_s")
@@ -60,6 +65,7 @@ class DeviceSteps:
     device_layers: dict[str, float] = field(default_factory=dict)
     device_launches: dict[str, float] = field(default_factory=dict)
     bring_s: float = 0.0
+    pace: float = 0.0
     process_bytes: int = 0
     context_bytes: int = 0
 
@@ -92,7 +98,9 @@ class _Chains:
     device             of the GPU, beyond what is predicted of what it reads
     likeliest, drawn   of the CPU, from one step's tokens to the next one's; where tokens are drawn
                        beyond what the GPU takes meanwhile
-    prompt             of a short one
+    prompt             of one of a piece
+
+    The CPU's are in units of its pace meanwhile.
     """
 
     device: dict[int, float] = field(default_factory=dict)
@@ -108,15 +116,17 @@ def device_steps(
     *,
     whole: bool = True,
     schemes: Sequence[str] = tuple(_SCHEMES),
+    kinds: Sequence[str] = tuple(_MODELS),
 ) -> DeviceSteps:
     """What steps cost on the GPU of `machine`, whose other rates are known.
 
     seconds   for each of two dozen measurements
     options   of an engine, with the GPU
-    whole     measure also experts in all encodings and not the last one alone, and what the process
-              takes of both memories, in one of its own (half a minute: kernels are loaded anew)
+    whole     measure also what a process takes of both memories, in one of its own (half a minute:
+              kernels are loaded anew)
     schemes   encodings to measure, by the names of their kernels; in the last one experts are also
               brought
+    kinds     of layers: "" is dense, "experts" are routed
 
     Raises what loading a small model raises.
     """
@@ -124,9 +134,9 @@ def device_steps(
     launches: dict[str, float] = {}
     host, begin_s, first_s = _Chains(), 0.0, 0.0
     apart: list[_Apart | None] = []
-    for kind, (small, few, many) in _MODELS.items():
+    for kind in kinds:
+        small, few, many = _MODELS[kind]
         found: dict[int, dict[str, _Chains]] = {}
-        encodings = schemes[-1:] if kind and not whole else schemes
         for count in (few, many):
             with small(count) as folder:
                 found[count] = {
@@ -134,12 +144,12 @@ def device_steps(
                         folder, machine, seconds, {**options, "quantization": _SCHEMES[kernel]},
                         whole=not kind and count == few and kernel == schemes[0],
                     )
-                    for kernel in encodings
+                    for kernel in schemes
                 }  # fmt: skip
                 if kind:
                     given = {**options, "quantization": _SCHEMES[schemes[-1]]}
                     apart.append(_apart(folder, seconds, given))
-        for kernel in encodings:
+        for kernel in schemes:
             name = f"{kernel} {kind}".strip()
             less, more = found[few][kernel], found[many][kernel]
             launches[name] = max(0.0, (more.prompt - less.prompt) / (many - few))
@@ -157,19 +167,21 @@ def device_steps(
         bring_s = max(0.0, layer_s - launches[f"{schemes[-1]} experts"]) / count
     step_s, row_s = _line(host.likeliest)
     draw_s, draw_row_s = _line(host.drawn)
+    unit_s = pace_s()
     # The steps themselves have drawn from so many: no more than all that users add.
-    logit_s = min(_logit_s(seconds), draw_row_s / VOCABULARY)
+    logit = min(_logit_s(seconds) / unit_s, draw_row_s / VOCABULARY)
     return DeviceSteps(
-        step_s=step_s,
-        row_s=row_s,
-        draw_s=draw_s,
-        draw_row_s=max(0.0, draw_row_s - VOCABULARY * logit_s),
-        logit_s=logit_s,
-        prompt_s=first_s,
+        step_s=step_s * unit_s,
+        row_s=row_s * unit_s,
+        draw_s=draw_s * unit_s,
+        draw_row_s=max(0.0, draw_row_s - VOCABULARY * logit) * unit_s,
+        logit_s=logit * unit_s,
+        prompt_s=first_s * unit_s,
         device_step_s=begin_s,
         device_layers=layers,
-        device_launches=launches,
-        bring_s=bring_s,
+        device_launches={name: each * unit_s for name, each in launches.items()},
+        bring_s=bring_s * unit_s,
+        pace=unit_s,
         process_bytes=process_bytes(options) if whole else 0,
         context_bytes=driver_bytes(dict(options)) if whole else 0,
     )
@@ -213,21 +225,25 @@ def _chains(
                 replayed_s, _ = model.replayed_s(_REPLAYS)
 
             if whole:  # first: guesses that are right are made again and again
-                likeliest_s = decoding_s(model, users, 2 * seconds, usual=fmean)
-                found.likeliest[users] = likeliest_s
-            drawn_s = decoding_s(model, users, 4 * seconds * whole, _DRAWN, replay, fmean)
+                greedy = partial(decoding_s, model, users, 2 * seconds, usual=fmean)
+                unit_s, taken_s = steadily(model, greedy, _ATTEMPTS)
+                found.likeliest[users] = taken_s / unit_s
+            each_s = 4 * seconds * whole
+            drawing = partial(decoding_s, model, users, each_s, _DRAWN, replay, fmean)
+            unit_s, taken_s = steadily(model, drawing, _ATTEMPTS if whole else 1)
             if whole:
-                found.drawn[users] = max(0.0, drawn_s - replayed_s)
+                found.drawn[users] = max(0.0, taken_s - replayed_s) / unit_s
             reads_s = costs.decode(users, 2 * _PROMPT).seconds
             found.device[users] = max(0.0, replayed_s - reads_s)
-        found.prompt = prompt_s(model, _SHORT, 3 * seconds)
+        unit_s, taken_s = steadily(model, partial(prompt_s, model, _PIECE, 3 * seconds))
+        found.prompt = taken_s / unit_s
     return found
 
 
 def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart | None:
-    """A short prompt's seconds where half of the experts fit; numbers of layers and their experts.
+    """What a prompt takes where half of the experts fit; numbers of layers and their experts.
 
-    None where there is no such plan.
+    In units of the CPU's pace.  None where there is no such plan.
     """
     from hmt.engine.engine import Engine
     from hmt.engine.loading import prepare
@@ -252,7 +268,8 @@ def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart |
             layers = model.prepared.model.spec.layers
             if any(model.plan.homes[block.id] is Tier.DEVICE for block in experts):
                 return None
-            return prompt_s(model, _SHORT, 3 * seconds), layers, len(experts) // layers
+            unit_s, taken_s = steadily(model, partial(prompt_s, model, _PIECE, 3 * seconds))
+            return taken_s / unit_s, layers, len(experts) // layers
     except HMTError:
         return None
 

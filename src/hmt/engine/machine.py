@@ -24,6 +24,7 @@ from hmt.engine.device_steps import DeviceSteps
 from hmt.engine.kept_file import number_of, of_kind, replace_file, sizes_of
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
+from hmt.engine.pace import at_pace, pace_s
 from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
 from hmt.engine.step_rates import StepRates, completed
 from hmt.kernels.cpu import extension
@@ -101,6 +102,8 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
         shared_link_rate=rates.shared_link,
         shared_cpu_rate=rates.shared_cpu / found.get("CPU", 1.0),
     )
+    if machine.pace:
+        machine = at_pace(machine, pace_s())
     return calibrated(machine, {part: found.get(part, 1.0) for part in ("GPU", "link")})
 
 
@@ -154,15 +157,18 @@ def measure_drive_again(path: Path, seconds: float) -> float:
 def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> Machine:
     """Measure a GPU anew, and remember it; the rest is as remembered.
 
+    If `quick`, what steps cost is kept as it was measured before, if it was.
+
     Compiles kernels that were not used before, which may take a minute.
     """
     machine = with_device(machine_for(path), device)
     formats = QUICK_FORMATS if quick else FORMATS
+    before = _remembered_device(device.name).steps
     found = device_rates(
-        device, machine, _QUICK_S if quick else _FULL_S,
-        gpu_id=gpu_id, formats=formats, whole=not quick,
+        device, machine, _QUICK_S if quick else _FULL_S, gpu_id=gpu_id, formats=formats,
+        whole=not quick, known=before if quick and before.device_layers else None,
     )  # fmt: skip
-    found = replace(found, steps=found.steps.completed(_remembered_device(device.name).steps))
+    found = replace(found, steps=found.steps.completed(before))
     content, known = _load(), _own_entry()
     devices = known.get("devices")
     known["devices"] = devices if isinstance(devices, dict) else {}

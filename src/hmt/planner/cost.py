@@ -263,6 +263,7 @@ class _Step:
             if place.copied:
                 self._ahead["link"] += weights.nbytes
                 self._bytes["link"] += weights.nbytes
+                self._launch_s += weights.blocks * self._machine.bring_s if self._many else 0.0
             if place.read:
                 self._ahead["disk"] += weights.read_bytes
                 self._bytes["disk"] += weights.read_bytes

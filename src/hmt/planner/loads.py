@@ -36,6 +36,7 @@ class Weights:
     """Weights of one encoding, summed up.
 
     rows         of their matrices
+    blocks       how many there are
     read_bytes   what the drive would read of them
     """
 
@@ -43,6 +44,7 @@ class Weights:
     numbers: float = 0
     read_bytes: float = 0
     rows: float = 0
+    blocks: float = 0
 
     def add(self, block: BlockSize) -> None:
         """Count `block`, too."""
@@ -51,6 +53,7 @@ class Weights:
         self.numbers += block.slot_bytes / _BYTES_PER_NUMBER if numbers is None else numbers
         self.read_bytes += block.read_bytes
         self.rows += block.rows
+        self.blocks += 1
 
     def plus(self, other: "Weights") -> "Weights":
         """Both together."""
@@ -59,6 +62,7 @@ class Weights:
             self.numbers + other.numbers,
             self.read_bytes + other.read_bytes,
             self.rows + other.rows,
+            self.blocks + other.blocks,
         )
 
     def times(self, factor: float) -> "Weights":
@@ -68,6 +72,7 @@ class Weights:
             self.numbers * factor,
             self.read_bytes * factor,
             self.rows * factor,
+            self.blocks * factor,
         )
 
 

@@ -123,9 +123,11 @@ class Times:
 
     def seconds(self, encoding: str, users: float) -> float:
         """On the straight line between what was measured; beyond it, along the last one."""
-        points = self._points(encoding + self._kind)
-        for name in ("w8a8" if encoding.endswith("a8") else "w4a16", _FLOATS):
-            points = points or self._points(name + self._kind)
+        points: list[tuple[int, float]] = []
+        alike = (encoding, "w8a8" if encoding.endswith("a8") else "w4a16", _FLOATS, "w4a16")
+        for kind in dict.fromkeys((self._kind, "")):
+            for name in alike:
+                points = points or self._points(name + kind)
         if not points:
             return 0.0
         if len(points) == 1 or users <= points[0][0]:

@@ -49,15 +49,11 @@ class DeviceCounters:
 
 @dataclass(slots=True)
 class _Copied:
-    """A block in a slot of the device, or on its way there.
-
-    source   holds the host's copy where it is until the device has it
-    """
+    """A block in a slot of the device, or on its way there."""
 
     slot: DeviceBuffer
     views: Params
     arrived: Mark
-    source: ExitStack
     leases: int = 0
 
 
@@ -110,7 +106,8 @@ class DeviceWeights:
         self._views: dict[tuple[int, BlockId], Params] = {}  # of blocks, by their slots' addresses
         self._taken: dict[DeviceBuffer, BlockId] = {}
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
-        self._leaving: list[tuple[Mark, ExitStack]] = []  # sources of copies under way
+        # Of copies under way: what holds the host's where it is.  They arrive in this order.
+        self._sources: deque[tuple[Mark, ExitStack]] = deque()
         self._under_way: deque[Copy] = deque()  # not yet in `counters`
         self._counters = DeviceCounters()
         self.count = store.count
@@ -178,7 +175,7 @@ class DeviceWeights:
         """
         if not self._shared:
             return
-        for arrived in [*(one.arrived for one in self._copied.values()), *self._left()]:
+        for arrived, _ in self._sources:
             self._device.follow(arrived)
         used = self._device.mark()
         for slot in self._shared:
@@ -299,9 +296,8 @@ class DeviceWeights:
         self._device.synchronize()
         for block in list(self._copied):
             self._free(block)
-        for _, source in self._leaving:
-            source.close()
-        self._leaving.clear()
+        while self._sources:
+            self._sources.popleft()[1].close()
         self._resident.clear()
         self._resident_memory.clear()
         self.teams = Teams({})
@@ -358,9 +354,6 @@ class DeviceWeights:
         )
         return list(of_prompts)[: self._plan.device.staging_slots]
 
-    def _left(self) -> list[Mark]:
-        return [arrived for arrived, _ in self._leaving]
-
     def _views_in(self, slot: DeviceBuffer, block: BlockId) -> Params:
         key = (slot.tensor.data_ptr(), block)
         if key not in self._views:
@@ -371,9 +364,14 @@ class DeviceWeights:
         """Free what was copied for a step and not used in it, now that `block` is."""
         positions = self._orders[self._kind]
         here, half = positions[block], len(positions) // 2
-        for other, copied in list(self._copied.items()):
+        passed = []
+        for other, copied in self._copied.items():
+            if other == block:
+                break  # those behind it are for later
             if not copied.leases and (positions[other] - here) % len(positions) > half:
-                self._free(other)
+                passed.append(other)
+        for other in passed:
+            self._free(other)
 
     def _on_host(self, block: BlockId) -> bool:
         return block not in self._computing[self._kind]
@@ -449,28 +447,23 @@ class DeviceWeights:
             if self._homes[block] is Tier.DISK:
                 # Its slot in host memory is wanted for the next read.
                 arrived.wait()
-                source.close()
-            stack.pop_all()
+            else:
+                self._sources.append((arrived, source))
+                stack.pop_all()
         self._under_way.append(arrived)
         self._counters.copied_bytes += slot.nbytes
-        copied = self._copied[block] = _Copied(slot, self._views_in(slot, block), arrived, source)
+        copied = self._copied[block] = _Copied(slot, self._views_in(slot, block), arrived)
         self._taken[slot] = block
         return copied
 
     def _free(self, block: BlockId) -> None:
         copied = self._copied.pop(block)
         del self._taken[copied.slot]
-        self._leaving.append((copied.arrived, copied.source))
 
     def _let_go(self) -> None:
         """Release the host's copies of what has arrived."""
-        for copied in self._copied.values():
-            if copied.arrived.reached():
-                copied.source.close()
-        there = [(mark, source) for mark, source in self._leaving if mark.reached()]
-        for _, source in there:
-            source.close()
-        self._leaving = [left for left in self._leaving if left not in there]
+        while self._sources and self._sources[0][0].reached():
+            self._sources.popleft()[1].close()
 
 
 def _copied_blocks(plan: Plan, blocks: frozenset[BlockId]) -> list[BlockId]:

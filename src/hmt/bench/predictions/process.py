@@ -10,8 +10,10 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +25,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import Request, Sampling
 from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, RunSummary, prepare
 from hmt.engine.machine import measure_drive_again
+from hmt.engine.pace import at_pace, steadily
 from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost import CostModel, Prediction
@@ -49,11 +52,12 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     with Engine(**_options(case, path)) as engine:
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
         before = resident_bytes()  # which libraries there are depends on the model's family
-        predicted = _predicted(case, prepared, before, _curve(case, folder))
+        predict = partial(_predicted, case, prepared, before, _curve(case, folder))
         memory = {"opened": _taken(engine)}
         with engine.load_model(path) as model:
             memory["loaded"] = _taken(engine)
             measured = _measured(case, model)
+            predicted = predict(measured["paces"])
             if engine._device is not None:
                 memory["answered"] = _taken(engine)
                 measured["device_bytes"] = memory["answered"][0]
@@ -135,13 +139,28 @@ def record(case: Case, folder: Path, trace: Path) -> None:
 
 
 def _predicted(
-    case: Case, prepared: Prepared, process_bytes: int, hits: HitCurve | None
+    case: Case,
+    prepared: Prepared,
+    process_bytes: int,
+    hits: HitCurve | None,
+    paces: Sequence[float],
 ) -> dict[str, Any]:
-    """See `_measured`; and by part, what a step and a prompt are made of."""
+    """See `_measured`; and by part, what a step and a prompt are made of.
+
+    paces   of the CPU before prompts, and before steps
+    """
     demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
-    costs = CostModel(loads_of(demand, prepared.plan), prepared.machine, drawn=_draws(case))
-    found: Prediction = costs.predict(case.users, _context(case), case.prompt)
+    loads = loads_of(demand, prepared.plan)
+    reading, decoding = (
+        CostModel(loads, at_pace(prepared.machine, pace), drawn=_draws(case)) for pace in paces
+    )
+    found: Prediction = decoding.predict(case.users, _context(case), case.prompt)
+    prompt = reading.predict(case.users, _context(case), case.prompt)
+    found = replace(found, prompt=prompt.prompt, ttft_s=prompt.ttft_s)
+    costs = decoding
     weights = costs.decode(case.users, 0).nbytes
+    layers = range(prepared.model.spec.layers + 1)
+    untouched = prepared.plan.device.stages >= set(layers)  # activations of the CPU are
     return {
         "tokens_per_s": found.tokens_per_s,
         "ttft_s": found.ttft_s,
@@ -151,7 +170,8 @@ def _predicted(
         "peak_bytes": process_bytes
         + prepared.machine.process_bytes
         + _streaming_bytes(prepared)
-        + sum(prepared.plan.reserved.values()),
+        + sum(prepared.plan.reserved.values())
+        - untouched * prepared.plan.reserved["activations"],
         "device_bytes": sum(prepared.plan.device.reserved.values())
         + prepared.machine.context_bytes,
         "step": asdict(found.step),
@@ -185,6 +205,7 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
 
     ttft_s    of one prompt, with the machine to itself; first_ttft_s when its length came first
     tokens_per_s   of all users, while all of them decode
+    paces     of the CPU before the one and the other, where a GPU computes; else 0
     """
     # A GPU's kernels are compiled for a prompt's size when it first comes; slots are filled, and
     # what is read is converted, when it first is.
@@ -200,18 +221,23 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     guessed = min(_GUESSED, case.tokens) if case.gpu_memory is not None else 4
     _answers(case, model, case.users, warm, guessed)
     model.reset_summary()
-    ttft_s = 0.0
-    if case.gpu_memory is not None:
-        ttft_s = median(_answers(case, model, 1, case.prompt, 1)[0] for _ in range(_PROMPTS))
-    elif case.users > 1:
-        ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
+    ttft_s, reading, decoding = 0.0, 0.0, 0.0
     chain: dict[str, float] = {}
-    first_s, (rate, summary) = _answers(case, model, case.users, case.prompt, case.tokens, chain)
+    answers = partial(_answers, case, model, case.users, case.prompt, case.tokens, chain)
+    if case.gpu_memory is not None:
+        # While a neighbour of the CPU comes and goes, neither the one nor the other is measured.
+        reading, ttft_s = steadily(model, partial(_usual_first_s, case, model))
+        decoding, (first_s, (rate, summary)) = steadily(model, answers)
+    else:
+        if case.users > 1:
+            ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
+        first_s, (rate, summary) = answers()
     phase = summary.generation
     return {
         "tokens_per_s": rate,
         "ttft_s": ttft_s or first_s,
         "first_ttft_s": first_ttft_s,
+        "paces": [reading, decoding],
         **chain,
         "host_bytes": phase.host_bytes / phase.tokens,
         "disk_bytes": phase.disk_bytes / phase.tokens,
@@ -221,6 +247,11 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
         "waited": phase.waited_s / phase.seconds,
         "kernels": phase.kernel_s / phase.seconds,
     }
+
+
+def _usual_first_s(case: Case, model: LoadedModel) -> float:
+    """Seconds to the first token of one user."""
+    return median(_answers(case, model, 1, case.prompt, 1)[0] for _ in range(_PROMPTS))
 
 
 def _answers(
@@ -256,15 +287,26 @@ def _answers(
             return first - begin, (0.0, model.summary())
         # Those whose prompts came first have decoded meanwhile: the last one sets the pace.
         _next(streams)
+        before = _brought_bytes(model.summary())
         model.reset_summary()
         second = time.perf_counter()
         for _ in range(tokens - 2):
             _next(streams)
         took = time.perf_counter() - second
         summary = model.summary()
+        brought = _brought_bytes(summary) - before
+        phase = summary.generation
+        link, host = phase.link_bytes + brought, phase.host_bytes + brought
+        summary = replace(summary, generation=replace(phase, link_bytes=link, host_bytes=host))
         if chain is not None and case.gpu_memory is not None:
             chain.update(zip(("replayed_s", "alone_s"), model.replayed_s(_REPLAYS), strict=True))
         return first - begin, (users * (tokens - 2) / took, summary)
+
+
+def _brought_bytes(summary: RunSummary) -> int:
+    """Of experts that kernels have fetched from host memory until now: no copy counts them."""
+    experts = None if summary.device is None else summary.device.experts
+    return 0 if experts is None else experts.brought * experts.nbytes
 
 
 def _next(streams: list[Any]) -> None:

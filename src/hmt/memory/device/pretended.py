@@ -1,8 +1,8 @@
 """A device that is the CPU: the same order of things, without the hardware.
 
 Everything that the tier does, except kernels for a real device, runs and is tested on it.  Copies
-are late on purpose: their bytes arrive when somebody follows or waits for their mark, and until
-then the target holds NaN, so that what is used too early shows.
+are late on purpose: their bytes arrive when somebody follows or waits for their mark, or that of a
+later copy, and until then the target holds NaN, so that what is used too early shows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,18 @@ class _Pretended:
 
 
 class _PretendedCopy(_Pretended):
-    """Implements Copy."""
+    """Implements Copy: those that were put on the queue before arrive before."""
+
+    def __init__(self, work: Callable[[], object], before: "Sequence[_Pretended]") -> None:
+        super().__init__(work)
+        self._before = before
+
+    def wait(self) -> None:
+        """See Mark."""
+        before, self._before = self._before, ()
+        for copy in before:
+            copy.wait()
+        super().wait()
 
     def took_s(self) -> float:
         """See Copy."""
@@ -83,7 +94,8 @@ class PretendedDevice:
         assert target.shape == source.shape
         target.fill_(POISON)
         self._under_way = [copy for copy in self._under_way if not copy.reached()]
-        copy = _PretendedCopy(lambda: target.copy_(source))
+        before = [copy for copy in self._under_way if isinstance(copy, _PretendedCopy)]
+        copy = _PretendedCopy(lambda: target.copy_(source), before)
         self._under_way.append(copy)
         return copy
 
@@ -116,7 +128,7 @@ class PretendedDevice:
     def synchronize(self) -> None:
         """See Device."""
         while self._under_way:
-            self._under_way.pop().wait()
+            self._under_way.pop(0).wait()
 
     def pin(self, memory: torch.Tensor) -> bool:
         """See Device."""
