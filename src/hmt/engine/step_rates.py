@@ -33,6 +33,7 @@ _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
     "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
     "held_experts_s", "missed_expert_s", "streaming_bytes", "converting_bytes",
+    "prompt_latent_s", "latent_number_s",
 )  # fmt: skip
 _BY_A_WIDER_MODEL = ("number_s",)
 OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
@@ -47,6 +48,9 @@ class StepRates:
     layer_s: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
+    piece_s: float = 0.0
+    prompt_latent_s: float = 0.0
+    latent_number_s: float = 0.0
     process_bytes: int = 0
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
@@ -65,7 +69,7 @@ def without_fixed(machine: Machine) -> Machine:
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
         apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
-        missed_expert_s=0.0,
+        missed_expert_s=0.0, piece_s=0.0, prompt_latent_s=0.0, latent_number_s=0.0,
     )  # fmt: skip
 
 

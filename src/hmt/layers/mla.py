@@ -76,7 +76,10 @@ class LatentAttention:
     @property
     def kv(self) -> KVLayer:
         """What one layer keeps per token."""
-        return KVLayer(KVKind.LATENT, 1, self.kv_rank + self.rope_dim, self.kv_rank)
+        own = self.nope_dim + self.rope_dim + self.value_dim
+        return KVLayer(
+            KVKind.LATENT, 1, self.kv_rank + self.rope_dim, self.kv_rank, expanded_dim=own
+        )
 
     @property
     def activation_width(self) -> int:
