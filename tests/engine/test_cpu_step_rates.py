@@ -68,9 +68,12 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rates, "_prompts", prompts)
 
     def process_bytes(
-        options: dict[str, str], model: Any = models.small_model, kept: float = 1.0
+        options: dict[str, str],
+        model: Any = models.small_model,
+        kept: float = 1.0,
+        layers: int = FEW,
     ) -> int:
-        mib = 20 if kept == 1.0 else 55 if options else 33
+        mib = 20 if kept == 1.0 else 55 if options else 33 if kept < 0.5 else 31
         return mib << 20
 
     monkeypatch.setattr(rates, "process_bytes", process_bytes)

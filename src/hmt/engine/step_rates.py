@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
 
 USERS = 8
-_PROMPT = 16
+_PROMPT = 24
+_LONG_CONTEXT = 1536  # two pieces or more
 SHORT, LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
 _LIKELIEST = Sampling()
@@ -85,20 +86,25 @@ def process_bytes(
     options: Mapping[str, Any],
     model: Callable[[int], AbstractContextManager[Path]] = small_model,
     kept: float = 1.0,
+    layers: int = FEW,
 ) -> int:
     """The most memory of a process that runs a model, beside its weights; 0 where it fails.
 
     What else the plan reserves may not have been touched: all of it counts as the process's.
-    kept   the share of the weights that memory keeps; the others are streamed
+    kept   the share of the weights that memory keeps; the others are streamed, and prompts are so
+           long that the whole plan is touched, and does not count
     """
+    streams = kept < 1
     module, given = "hmt.engine.own_memory", {**OPTIONS, **options}
+    given |= {"context": _LONG_CONTEXT} if streams else {}
+    tokens = _LONG_CONTEXT - 2 * _PROMPT if streams else _PROMPT
     try:
-        with model(FEW) as folder:
-            if kept < 1:
+        with model(layers) as folder:
+            if streams:
                 given["host_memory"] = memory_for(folder, kept, given)
-            command = [sys.executable, "-m", module, str(folder), json.dumps(given)]
+            command = [sys.executable, "-m", module, str(folder), json.dumps(given), str(tokens)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return int(done.stdout)
+        return int(done.stdout.split()[streams])
     except (HMTError, OSError, ValueError, subprocess.SubprocessError):
         return 0
 
