@@ -3,7 +3,6 @@
 import json
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from hmt.contracts.machine import Machine
 from hmt.engine import cpu_step_rates as rates
 from hmt.engine import probe_models as models
 from hmt.engine.probe_models import FEW, MANY
+from hmt.engine.step_rates import LONG, SHORT
 
 MACHINE = Machine("a machine", 2, 1 << 34, 30e9, 3e9, cache_bytes=1 << 28)
 STEP_S, ROW_S, LAYER_S, COLD = 4e-4, 6e-5, 3e-6, 3.5
@@ -52,12 +52,28 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
         return rates._Decoded(calls_s, layers * LAYER_S, nbytes, read_bytes)
 
     monkeypatch.setattr(rates, "_decoded", decoded)
-    monkeypatch.setattr(rates, "_with_prompts", lambda found, *given: found)
+
+    def prompts(machine: Machine, model: Any, seconds: float) -> rates._Prompts:
+        """Of each layer 1 ms, and 10 ns for each number of a token; latents take more."""
+        latent, wide = model is models.small_latent, model is models.wide_model
+        width, more_s = (1024 if wide else 256), 2e-4 if latent else 0.0
+        token_s = width * 1e-8 + latent * models.LATENT_NUMBERS * 4e-9
+        places = [(count, tokens) for count in (FEW, MANY) for tokens in (SHORT, LONG)]
+        return rates._Prompts(
+            {at: 5.0 + at[0] * (1e-3 + more_s + at[1] * token_s) for at in places},
+            {at: 7e-4 + at[0] * 1e-5 for at in places},
+            width,
+        )
+
+    monkeypatch.setattr(rates, "_prompts", prompts)
 
     def process_bytes(
-        options: dict[str, str], model: Any = models.small_model, kept: float = 1.0
+        options: dict[str, str],
+        model: Any = models.small_model,
+        kept: float = 1.0,
+        layers: int = FEW,
     ) -> int:
-        mib = 20 if kept == 1.0 else 55 if options else 33
+        mib = 20 if kept == 1.0 else 55 if options else 33 if kept < 0.5 else 31
         return mib << 20
 
     monkeypatch.setattr(rates, "process_bytes", process_bytes)
@@ -68,6 +84,9 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert found.apart_layer_s == near(dense)
     assert found.apart_experts_s == near(APART_S["qwen3_moe"] - dense)
     assert found.apart_latent_s == near(APART_S["deepseek_v3"] - dense)
+    assert (found.prompt_layer_s, found.number_s) == (near(1e-3), near(1e-8))
+    assert (found.prompt_latent_s, found.latent_number_s) == (near(2e-4), near(4e-9))
+    assert found.piece_s == near(7e-4)
     assert found.held_experts_s == near(HELD_S)
     assert found.missed_expert_s == near(MISSED_S)
     assert found.cold_times == near(COLD)
@@ -77,42 +96,8 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert quick.cold_times == quick.held_experts_s == quick.process_bytes == 0
 
 
-def test_prompts_tell_numbers_from_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each layer 1 ms, and 1 us for each token; the machine itself predicts nothing."""
-
-    class Loaded:
-        def __init__(self, layers: int) -> None:
-            spec = SimpleNamespace(hidden_size=100)
-            self.layers, self.prepared = layers, SimpleNamespace(model=SimpleNamespace(spec=spec))
-
-        def __enter__(self) -> "Loaded":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    class Model:
-        def __init__(self, layers: int) -> None:
-            self.layers = layers
-
-        def __enter__(self) -> int:
-            return self.layers
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    nothing = SimpleNamespace(prompt=lambda tokens, seen: SimpleNamespace(seconds=0.0))
-    monkeypatch.setattr(rates, "_Loaded", Loaded)
-    monkeypatch.setattr(rates, "_costs", lambda model, machine: nothing)
-    monkeypatch.setattr(
-        rates, "prompt_s", lambda model, tokens, s: 5.0 + model.layers * (1e-3 + 1e-6 * tokens)
-    )
-    found = rates._with_prompts(rates.StepRates(), MACHINE, Model, 0.0)  # type: ignore[arg-type]
-    assert found.number_s == pytest.approx(1e-8)
-    assert found.prompt_layer_s == pytest.approx(1e-3)
-
-
 def test_steps_are_measured_for_real() -> None:
     found = rates.cpu_step_rates(MACHINE, 0.01, whole=False)
     assert 0 < found.step_s < 1 and 0 <= found.row_s < 1
+    assert 0 < found.piece_s < 1 and 0 <= found.prompt_layer_s < 1
     assert FEW < MANY

@@ -45,7 +45,7 @@ from hmt.quant import Format
 
 DISK = DiskRate("direct", 2 << 20, 8, 3e9)
 ATTENTION = AttentionRates(1e10, 2e11)
-STEPS = StepRates(1e-4, 2e-5, 3e-6, 1e-9, 4e-6, 400 << 20)
+STEPS = StepRates(1e-4, 2e-5, 3e-6, 1e-9, 4e-6, process_bytes=400 << 20)
 PRODUCTS = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
 
 
@@ -83,6 +83,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.setattr(machine, "attention_rates", lambda seconds: ATTENTION)
         monkeypatch.setattr(machine, "cpu_step_rates", lambda known, seconds, whole: STEPS)
         monkeypatch.setattr(machine, "_measure_cached", lambda: {"1MiB": 6e10})
+        monkeypatch.setattr(machine, "cached_rates", lambda known, seconds: {"30MiB": 5e10})
         return probe
 
     return install

@@ -65,6 +65,22 @@ def test_attention_is_its_definition(queries, before, after, heads, dims, window
     torch.testing.assert_close(out, expected_out, **near)
     torch.testing.assert_close(lse, expected_lse, **near)
     torch.testing.assert_close(ops.attention_output(*given, **limits), expected_out, **near)
+    out, lse = reference.attention(*given, **limits)
+    torch.testing.assert_close(out, expected_out, **near)
+    torch.testing.assert_close(lse, expected_lse, **near)
+
+
+@pytest.mark.parametrize("before", [0, 33])  # pages begin and end within them
+def test_keys_of_16_bits_cost_their_rounding_only(before):
+    query, key, value = (x.bfloat16() for x in inputs(21, before + 29, (6, 3), (24, 16)))
+    limits = {"start": before, "scale": 0.2}
+    out, lse = ops.attention(query.float(), key, value, **limits)
+    expected_out, expected_lse = exact(query, key, value, **limits)
+    near = {"rtol": 0, "check_dtype": False}
+    assert out.dtype == torch.float32
+    # Weights of 8 bits' precision, which add up to 1, times values.
+    torch.testing.assert_close(out, expected_out, atol=float(value.abs().max()) / 2**9, **near)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, **near)
 
 
 def test_rows_that_see_nothing_give_zero():
@@ -87,11 +103,11 @@ def test_huge_scores_stay_finite():
 def test_chunks_of_queries_and_keys_do_not_change_the_result(monkeypatch, window, start):
     given = inputs(30, start + 30)
     limits = {"start": start, "scale": 0.25, "window": window}
-    whole = ops.attention(*given, **limits)
+    whole = reference.attention(*given, **limits)
     fused = ops.attention_output(*given, **limits)
     monkeypatch.setattr("hmt.kernels.reference.attend.ATTENTION_WORKSPACE_BYTES", 4 * 4 * 50 * 4)
     monkeypatch.setattr("hmt.kernels.reference.attend._KEY_BLOCK", 8)
-    torch.testing.assert_close(ops.attention(*given, **limits), whole)
+    torch.testing.assert_close(reference.attention(*given, **limits), whole)
     torch.testing.assert_close(ops.attention_output(*given, **limits), fused)
 
 

@@ -9,6 +9,7 @@ from models import machine_with, small_model
 
 from hmt.base.units import MIB
 from hmt.planner.caches import Caches
+from hmt.planner.routing import FEW, PUBLISHED, UNIFORM, HitCurve, working_set
 
 BARE = machine_with(small_model())
 CACHED = replace(
@@ -36,3 +37,12 @@ def test_points_are_met_and_ends_are_level() -> None:
     assert caches.slower(0) == 1.0
     assert caches.slower(240 * MIB) == pytest.approx(2.5)
     assert caches.slower(1 << 40) == 4.0
+
+
+@pytest.mark.parametrize("curve", [UNIFORM, PUBLISHED, FEW])
+@given(hits=st.floats(0, 1))
+def test_a_residency_has_its_hits(curve: HitCurve, hits: float) -> None:
+    residency = curve.residency(hits)
+    assert curve.hits(residency) == pytest.approx(hits, abs=1e-6)
+    one, several = working_set(curve), working_set(curve, 4)
+    assert curve.hits(one) == pytest.approx(0.9) and one < several <= min(1.0, 4 * one)

@@ -26,6 +26,8 @@ class Machine:
     cpu_attention_rate, cpu_attention_ops   keys and values that one token attends to, bytes per
                        second; operations per second of prompts' attention.  Not known: as memory
                        and bf16
+    cpu_attention_short_rate, cpu_cached_attention_short_rate   of keys and values of which a layer
+                       has 16 KiB in a page (4 heads of 64 numbers), not 64; not known: the same
     numa_nodes         of the memory that a model is spread over
     numa_distances     of memory from each node, a row per node: 10 for its own; not known: empty
     remote_share       of the rate of a node's own memory, what another node's gives
@@ -56,6 +58,9 @@ class Machine:
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
                        and whatever else passes over activations
     prompt_layer_s     layer_s in a step of many tokens, whose calls are others
+    piece_s            step_s of a step that reads a prompt, or a piece of it; not known: step_s
+    prompt_latent_s, latent_number_s   of latent attention there, beyond that: of a layer, and of
+                       each number of its heads' queries and values
     device_step_s      of the GPU for a step, beyond its layers and its head
     device_layers      of a layer there, beyond what it reads and computes, by encoding and for
                        several users under "w4a16@8"; with routed experts under "w4a16 experts".
@@ -99,6 +104,8 @@ class Machine:
     cpu_attention_rate: float = 0.0
     cpu_attention_ops: float = 0.0
     cpu_cached_attention_rate: float = 0.0
+    cpu_attention_short_rate: float = 0.0
+    cpu_cached_attention_short_rate: float = 0.0
     numa_nodes: int = 1
     numa_distances: tuple[tuple[int, ...], ...] = ()
     remote_share: float = 1.0
@@ -124,6 +131,9 @@ class Machine:
     cold_times: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
+    piece_s: float = 0.0
+    prompt_latent_s: float = 0.0
+    latent_number_s: float = 0.0
     device_step_s: float = 0.0
     device_layers: Mapping[str, float] = field(default_factory=dict)
     device_launches: Mapping[str, float] = field(default_factory=dict)

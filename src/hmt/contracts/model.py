@@ -32,6 +32,8 @@ class KVLayer:
     """The KV that one layer keeps per token: `heads` rows of `key_dim`, and of `value_dim`.
 
     For LATENT the value is the first `value_dim` numbers of the key and is not stored twice.
+
+    expanded_dim   numbers of a query head's own key and value, which prompts make of a latent
     """
 
     kind: KVKind
@@ -39,6 +41,7 @@ class KVLayer:
     key_dim: int
     value_dim: int
     window: int = 0
+    expanded_dim: int = 0
 
     @property
     def row_width(self) -> int:

@@ -7,15 +7,18 @@ weights, shows how much longer it takes where each step reads so much that cache
 Xeon 1.6 instead of 0.4 ms a step), and what a prompt's activations cost.
 """
 
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hmt.contracts.machine import Machine
+from hmt.contracts.request import Request
 from hmt.engine import probe_models as models
 from hmt.engine.probe_models import FEW, MANY
+from hmt.engine.product_rates import faster_half
 from hmt.engine.step_rates import (
     LONG,
     OPTIONS,
@@ -25,7 +28,6 @@ from hmt.engine.step_rates import (
     decoding_s,
     memory_for,
     process_bytes,
-    prompt_s,
     without_fixed,
 )
 from hmt.planner.caches import Caches
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 _CONTEXT = 64  # of decoding, about
 _HOST_MEMORY = "2GiB"
-_STREAMED, _CONVERTED = 0.3, {"quantization": "w4a8"}
+_STREAMED, _CONVERTED = (0.5, 0.1), {"quantization": "w4a8"}
 _NO_WAIT = 1e15  # bytes per second
 # Of the weights: hardly an expert is missing in its slot, and some are in each step.
 _HELD, _MISSED = 0.9, 0.05
@@ -75,12 +77,22 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
         row_s=row_s,
         layer_s=max(0.0, (many.beyond_s - few.beyond_s) / between),
     )
-    found = _with_prompts(found, bare, small, seconds)
+    prompts = _prompts(bare, small, seconds)
+    layer_s, token_s = prompts.of_a_layer()
+    number_s = token_s / prompts.width
+    found = replace(found, number_s=number_s, prompt_layer_s=layer_s, piece_s=prompts.of_a_piece())
     if not whole:
         return found
     # Of a wide one, numbers are what counts; of a small one, layers.
+    prompts = _prompts(bare, models.wide_model, _PROMPTS * seconds)
+    number_s = prompts.of_a_layer()[1] / prompts.width
+    latents = _prompts(bare, models.small_latent, seconds)
+    latent_s, latent_token_s = latents.of_a_layer()
     found = replace(
-        found, number_s=_with_prompts(found, bare, models.wide_model, _PROMPTS * seconds).number_s
+        found,
+        number_s=number_s,
+        prompt_latent_s=max(0.0, latent_s - layer_s),
+        latent_number_s=max(0.0, latent_token_s - number_s * latents.width) / models.LATENT_NUMBERS,
     )
     wide = _decoded(bare, models.wide_model(MANY), 1, seconds)
     dense, experts, latent = (
@@ -92,6 +104,8 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
     )
     missing = [_decoded(bare, models.small_experts(MANY), 1, seconds, k) for k in (_HELD, _MISSED)]
     alone = process_bytes({})
+    # How the allocator's arenas are cut up is chance: the same run took 438 to 457 MiB.
+    streaming = max(process_bytes({}, models.wide_experts, kept, MANY) for kept in _STREAMED)
     found = replace(
         found,
         apart_layer_s=dense,
@@ -104,8 +118,8 @@ def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> S
         found,
         held_experts_s=_held_s(replace(machine, **asdict(found)), seconds),
         process_bytes=alone,
-        streaming_bytes=max(0, process_bytes({}, models.wide_experts, _STREAMED) - alone),
-        converting_bytes=max(0, process_bytes(_CONVERTED, models.wide_model, _STREAMED) - alone),
+        streaming_bytes=max(0, streaming - alone),
+        converting_bytes=max(0, process_bytes(_CONVERTED, models.wide_model, _STREAMED[0]) - alone),
     )
 
 
@@ -142,30 +156,69 @@ def _cold_times(machine: Machine, warm: _Decoded, cold: _Decoded) -> float:
     return 1.0 + max(0.0, cold.calls_s / warm.calls_s - 1.0) / share
 
 
-def _with_prompts(
-    found: StepRates,
-    machine: Machine,
-    model: Callable[[int], AbstractContextManager[Path]],
-    seconds: float,
-) -> StepRates:
-    """With what prompts' layers cost, and each number of their activations."""
-    taken, width = {}, 1
-    for count in (FEW, MANY):
-        with model(count) as folder, _Loaded(folder) as loaded:
-            width = loaded.prepared.model.spec.hidden_size
-            costs = _costs(loaded, machine)
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Seconds of prompts of one step, by layers and tokens.
+
+    beyond_s   what is predicted
+    calls_s    in what calls kernels
+    width      numbers of a token
+    """
+
+    beyond_s: dict[tuple[int, int], float]
+    calls_s: dict[tuple[int, int], float]
+    width: int
+
+    def of_a_layer(self) -> tuple[float, float]:
+        """Beyond what is predicted: seconds of a layer, and of each token in it."""
+        short_s, long_s = (
+            (self.beyond_s[MANY, tokens] - self.beyond_s[FEW, tokens]) / (MANY - FEW)
+            for tokens in (SHORT, LONG)
+        )
+        token_s = max(0.0, (long_s - short_s) / (LONG - SHORT))
+        return max(0.0, short_s - SHORT * token_s), token_s
+
+    def of_a_piece(self) -> float:
+        """What a short one's calls take beside those of layers."""
+        few, many = self.calls_s[FEW, SHORT], self.calls_s[MANY, SHORT]
+        return max(0.0, few - FEW * (many - few) / (MANY - FEW))
+
+
+def _prompts(
+    machine: Machine, model: Callable[[int], AbstractContextManager[Path]], seconds: float
+) -> _Prompts:
+    """Of few and many layers, short and long, by turns: what changes meanwhile changes all."""
+    taken: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    predicted, width = {}, 1
+    with ExitStack() as stack:
+        loaded = {}
+        for count in (FEW, MANY):
+            loaded[count] = stack.enter_context(_Loaded(stack.enter_context(model(count))))
+            width = loaded[count].prepared.model.spec.hidden_size
+            costs = _costs(loaded[count], machine)
             for tokens in (SHORT, LONG):
-                beyond = prompt_s(loaded, tokens, seconds)
-                taken[count, tokens] = beyond - costs.prompt(tokens, tokens / 2).seconds
-    short_s, long_s = (
-        (taken[MANY, tokens] - taken[FEW, tokens]) / (MANY - FEW) for tokens in (SHORT, LONG)
+                predicted[count, tokens] = costs.prompt(tokens, tokens / 2).seconds
+                _prompt(loaded[count], tokens)
+        end = time.perf_counter() + 4 * seconds
+        while not taken or time.perf_counter() < end:
+            for place in predicted:
+                taken.setdefault(place, []).append(_prompt(loaded[place[0]], place[1]))
+    whole = {place: faster_half([each for each, _ in times]) for place, times in taken.items()}
+    return _Prompts(
+        {place: whole[place] - predicted[place] for place in whole},
+        {place: faster_half([calls for _, calls in times]) for place, times in taken.items()},
+        width,
     )
-    numbers_s = max(0.0, (long_s - short_s) / (LONG - SHORT))  # of a token
-    return replace(
-        found,
-        number_s=numbers_s / width,
-        prompt_layer_s=max(0.0, short_s - SHORT * numbers_s),
-    )
+
+
+def _prompt(model: "LoadedModel", tokens: int) -> tuple[float, float]:
+    """Seconds of a prompt of one step, and those of them outside of compiled kernels."""
+    request = Request(input=[20] * tokens, max_new_tokens=1, ignore_eos=True)
+    model.reset_summary()
+    begin = time.perf_counter()
+    model.infer(request)
+    taken_s = time.perf_counter() - begin
+    return taken_s, taken_s - model.summary().prompt.kernel_s
 
 
 def _decoded(
@@ -194,6 +247,17 @@ def _decoded(
             return _Decoded(max(0.0, step_s - predicted.seconds), 0.0, nbytes, read_bytes)
         kernels_s = share * step_s
         return _Decoded(step_s - kernels_s, kernels_s - predicted.seconds, nbytes, read_bytes)
+
+
+def kernels_s(
+    machine: Machine, model: AbstractContextManager[Path], seconds: float
+) -> tuple[float, float]:
+    """Bytes that a step of one token reads, and its seconds in compiled kernels; 0 without them."""
+    with model as folder, _Loaded(folder) as loaded:
+        nbytes = _costs(loaded, machine).decode(1, _CONTEXT).nbytes["CPU"]
+        step_s = decoding_s(loaded, 1, seconds)
+        phase = loaded.summary().generation
+        return nbytes, step_s * phase.kernel_s / phase.seconds if phase.seconds else 0.0
 
 
 def _costs(model: "LoadedModel", machine: Machine) -> CostModel:

@@ -18,6 +18,7 @@ from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
 from hmt.engine.attention_rates import AttentionRates, attention_rates
+from hmt.engine.cached_rates import cached_rates
 from hmt.engine.cpu_step_rates import cpu_step_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.device_steps import DeviceSteps
@@ -123,12 +124,15 @@ def measure(
         _measure_disk(path, quick=quick, progress=progress),
         product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_PRODUCTS_S),
         attention_rates(_QUICK_S if quick else _FULL_S),
-        cached_rates=_measure_cached(),
+        cached_rates=(quick and before.cached_rates) or _measure_cached(),
         numa=before.numa if quick else numa_rates(measured_apart(_FULL_S)),
     )
     _remember(path, found)  # a step's engine asks for it
     with contextlib.suppress(HMTError):
         each_s = _QUICK_S if quick else _FULL_S
+        if not quick:
+            found = replace(found, cached_rates=cached_rates(_machine(found), each_s))
+            _remember(path, found)
         steps = cpu_step_rates(_machine(found), each_s, whole=not quick)
         found = replace(found, steps=completed(steps, before.steps))
     _remember(path, found)
@@ -254,6 +258,8 @@ def _machine(rates: Rates) -> Machine:
         cpu_cached_rates=rates.products.cached_per_s,
         cpu_attention_rate=rates.attention.bytes_per_s,
         cpu_cached_attention_rate=rates.attention.cached_per_s,
+        cpu_attention_short_rate=rates.attention.short_bytes_per_s,
+        cpu_cached_attention_short_rate=rates.attention.short_cached_per_s,
         cpu_attention_ops=rates.attention.operations_per_s,
         **asdict(rates.steps),
         numa_nodes=len(numa_nodes()),

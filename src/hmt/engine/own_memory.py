@@ -1,7 +1,8 @@
-"""A small model in a process of its own: `python -m hmt.engine.own_memory FOLDER OPTIONS`.
+"""A small model in a process of its own: `python -m hmt.engine.own_memory FOLDER OPTIONS TOKENS`.
 
-OPTIONS are an engine's, as JSON.  Prints by how many bytes the process grew behind its
-plan, less the weights and what they pass through.
+OPTIONS are an engine's, as JSON; prompts have so many TOKENS.  Prints by how many bytes the process
+grew behind its plan, less the weights and what they pass through; and less the rest of the plan,
+which long prompts have all touched.
 """
 
 import json
@@ -9,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-_TOKENS = 24
+_PROMPTS = 3
+_TOKENS = 24  # of an answer
 
 
 def main() -> None:
@@ -19,14 +21,17 @@ def main() -> None:
     from hmt.engine.loading import prepare
     from hmt.memory import peak_resident_bytes, resident_bytes
 
-    folder, options = sys.argv[1:]
+    folder, options, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
     with Engine(**json.loads(options)) as engine:
         prepare(Path(folder), engine.config)
         before = resident_bytes()  # what its configuration imports is there
         model = engine.load_model(folder)
-        model.infer(Request(input=[20] * _TOKENS, max_new_tokens=_TOKENS, ignore_eos=True))
-        weights = sum(model.plan.reserved[name] for name in ("resident", "slots", "staging"))
-        print(peak_resident_bytes() - before - weights, flush=True)
+        for first in range(_PROMPTS):
+            numbers = [20 + (first + at) % 500 for at in range(tokens)]
+            model.infer(Request(input=numbers, max_new_tokens=_TOKENS, ignore_eos=True))
+        grown, reserved = peak_resident_bytes() - before, model.plan.reserved
+        weights = sum(reserved[name] for name in ("resident", "slots", "staging"))
+        print(grown - weights, grown - sum(reserved.values()), flush=True)
         os._exit(0)  # nothing is left to be done
 
 

@@ -18,7 +18,9 @@ FEW, MANY = 2, 8  # layers
 _EXPERTS, _CHOSEN = 32, 4
 _WIDTH, _EXPERT_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = 256, 64, 4, 2, 64
 _WIDE, _WIDE_NETWORK, _WIDE_HEADS, _WIDE_HEAD_DIM = 1024, 4096, 8, 128  # 30 MiB a layer
-_LATENT, _ROTATED = 64, 32  # of latent attention: numbers kept, and with positions
+# Of latent attention, numbers kept, and with positions: long prompts make keys and values of them.
+_LATENT, _ROTATED = 128, 32
+LATENT_NUMBERS = _HEADS * (2 * _HEAD_DIM + _ROTATED)  # of all heads' queries and values
 EXPERT_BYTES = 3 * _WIDTH * _EXPERT_WIDTH * 2
 _DEVIATION = 0.02
 _WEIGHTS = "model.safetensors"

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
 
 USERS = 8
-_PROMPT = 16
+_PROMPT = 24
+_LONG_CONTEXT = 1536  # two pieces or more
 SHORT, LONG = 64, 512  # prompts of one step
 _WARM_STEPS = 16
 _LIKELIEST = Sampling()
@@ -33,6 +34,7 @@ _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
     "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
     "held_experts_s", "missed_expert_s", "streaming_bytes", "converting_bytes",
+    "prompt_latent_s", "latent_number_s",
 )  # fmt: skip
 _BY_A_WIDER_MODEL = ("number_s",)
 OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
@@ -47,6 +49,9 @@ class StepRates:
     layer_s: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
+    piece_s: float = 0.0
+    prompt_latent_s: float = 0.0
+    latent_number_s: float = 0.0
     process_bytes: int = 0
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
@@ -65,7 +70,7 @@ def without_fixed(machine: Machine) -> Machine:
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
         apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
-        missed_expert_s=0.0,
+        missed_expert_s=0.0, piece_s=0.0, prompt_latent_s=0.0, latent_number_s=0.0,
     )  # fmt: skip
 
 
@@ -81,20 +86,25 @@ def process_bytes(
     options: Mapping[str, Any],
     model: Callable[[int], AbstractContextManager[Path]] = small_model,
     kept: float = 1.0,
+    layers: int = FEW,
 ) -> int:
     """The most memory of a process that runs a model, beside its weights; 0 where it fails.
 
     What else the plan reserves may not have been touched: all of it counts as the process's.
-    kept   the share of the weights that memory keeps; the others are streamed
+    kept   the share of the weights that memory keeps; the others are streamed, and prompts are so
+           long that the whole plan is touched, and does not count
     """
+    streams = kept < 1
     module, given = "hmt.engine.own_memory", {**OPTIONS, **options}
+    given |= {"context": _LONG_CONTEXT} if streams else {}
+    tokens = _LONG_CONTEXT - 2 * _PROMPT if streams else _PROMPT
     try:
-        with model(FEW) as folder:
-            if kept < 1:
+        with model(layers) as folder:
+            if streams:
                 given["host_memory"] = memory_for(folder, kept, given)
-            command = [sys.executable, "-m", module, str(folder), json.dumps(given)]
+            command = [sys.executable, "-m", module, str(folder), json.dumps(given), str(tokens)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return int(done.stdout)
+        return int(done.stdout.split()[streams])
     except (HMTError, OSError, ValueError, subprocess.SubprocessError):
         return 0
 

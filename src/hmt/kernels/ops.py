@@ -258,9 +258,11 @@ def kernel_seconds() -> float:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """See `reference.attention`: out [queries, q_heads, value_dim] and lse [queries, q_heads]."""
-    found: tuple[Tensor, Tensor] = _portable(query).attention(query, key, value, **options)
-    return found
+    """See `reference.attention`; queries and weights may be rounded to the type of keys."""
+    native = _native_for(query) if cpu_attention.takes(key, value) else None
+    if native is None:
+        return _portable(query).attention(query, key, value, **options)
+    return cpu_attention.attention(native, query, key, value, **options)
 
 
 def append_pages(

@@ -76,7 +76,10 @@ class LatentAttention:
     @property
     def kv(self) -> KVLayer:
         """What one layer keeps per token."""
-        return KVLayer(KVKind.LATENT, 1, self.kv_rank + self.rope_dim, self.kv_rank)
+        own = self.nope_dim + self.rope_dim + self.value_dim
+        return KVLayer(
+            KVKind.LATENT, 1, self.kv_rank + self.rope_dim, self.kv_rank, expanded_dim=own
+        )
 
     @property
     def activation_width(self) -> int:
@@ -221,7 +224,7 @@ class LatentAttention:
         """
         rows = self.nope_dim + self.value_dim
         expand = _rows_of(params["kv_b_proj"], heads.start * rows, heads.stop * rows)
-        edges = [*range(0, run.start, max(run.length, _LEAST_EXPANDED)), run.start, run.context]
+        edges = _edges(run, max(run.length, _LEAST_EXPANDED), together=not query.is_cuda)
         merged: tuple[Tensor, Tensor] | None = None
         for first, end in pairwise(edges):
             key, value = self._expand(context[first:end], expand)
@@ -238,6 +241,17 @@ class LatentAttention:
         both = both.unflatten(-1, (-1, self.nope_dim + self.value_dim))
         nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, shared.expand(-1, nope.shape[1], -1)), dim=-1), value
+
+
+def _edges(run: Run, most: int, *, together: bool) -> list[int]:
+    """Where pieces of up to `most` positions begin, and the last one ends.
+
+    together   a piece may have positions before the run and its own; a GPU was measured with apart
+    """
+    before = list(range(0, run.start, most))
+    if together and before and run.context - before[-1] <= most:
+        return [*before, run.context]
+    return [*before, run.start, run.context]
 
 
 def _rows_together(weight: WeightTensor) -> int:

@@ -18,15 +18,23 @@ from dataclasses import dataclass, field
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
+from hmt.planner.attention_costs import (
+    AttentionWork,
+    attention_work,
+    cpu_operations,
+    cpu_seconds,
+    device_operations,
+    device_seconds,
+    over,
+)
 from hmt.planner.caches import Caches
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
-from hmt.planner.products import Products, Times, operations_rate
-from hmt.planner.routing import Needed, needed_experts
+from hmt.planner.products import Products, Times
+from hmt.planner.routing import Needed, needed_experts, working_set
 from hmt.planner.step_sums import StepSums
 
 _MANY_TOKENS = 32  # of a step in which a device computes as with prompts
 _SEVERAL = 8  # users from whom on a device's attention is not faster with more of them
-_FLOATS = "bf16"  # what attention is computed in
 # Of experts that are read, how many more are read on a guess that was wrong: 6 to 16% of a model of
 # 32, where guesses came true in 4 to 6 of 10 cases.  They take what time of the drive is left.
 _WRONG_GUESSES = 0.1
@@ -127,9 +135,10 @@ class CostModel:
     ) -> StepCost:
         given = self._loads, self._machine, tokens, texts, context, many, seen
         how = self._caches, head, self._drawn
-        found = _Step(*given).cost(*how)
+        step = _Step(*given)
+        found = step.cost(*how)
         # What a step reads of the CPU's memory it reads again in the next one.
-        faster = self._caches.faster(found.nbytes["CPU"])
+        faster = self._caches.faster(found.nbytes["CPU"] + step.other_experts_bytes)
         return found if faster == 1.0 else _Step(*given, faster).cost(*how)
 
 
@@ -164,6 +173,7 @@ class _Step:
         self._bytes = {"GPU": 0.0, "CPU": 0.0, "link": 0.0, "disk": 0.0}
         self._ahead = {"link": 0.0, "disk": 0.0}  # bytes
         self._unknown = False
+        self.other_experts_bytes = 0.0  # that the CPU does not read now, but often
         self._cpu_bytes: dict[str, float] = {}  # by encoding
 
     def cost(self, caches: Caches, head: bool = True, drawn: bool = False) -> StepCost:
@@ -184,22 +194,26 @@ class _Step:
         self._ahead["disk"] += self._tokens * self._loads.row_bytes
         self._bytes["disk"] += self._tokens * self._loads.row_bytes
         calls_s = self._calls_s + self._host_s(head, drawn)
-        return self._sum(caches.slower(self._bytes["CPU"]) * calls_s, self._begins_early(drawn))
+        if not (self._many and self._machine.piece_s):  # prompts leave nothing in caches anyway
+            calls_s *= caches.slower(self._bytes["CPU"])
+        return self._sum(calls_s, self._begins_early(drawn))
 
     def _so_far(self) -> StepSums:
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
         times = (self._gpu_s, self._cpu_s, self._fixed_s, self._calls_s, self._in_layers_s)
-        return StepSums((*times, self._launch_s), tuple(dict(part) for part in parts))
+        sums = (*times, self._launch_s, self.other_experts_bytes)
+        return StepSums(sums, tuple(dict(part) for part in parts))
 
     def _add(self, sums: StepSums, times: int) -> None:
         """What so many other layers add that are like one before."""
-        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s, launch_s = sums.times
+        gpu_s, cpu_s, fixed_s, calls_s, in_layers_s, launch_s, others_bytes = sums.sums
         self._gpu_s += times * gpu_s
         self._cpu_s += times * cpu_s
         self._fixed_s += times * fixed_s
         self._calls_s += times * calls_s
         self._in_layers_s += times * in_layers_s
         self._launch_s += times * launch_s
+        self.other_experts_bytes += times * others_bytes
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
         for part, more in zip(parts, sums.parts, strict=True):
             for name, amount in more.items():
@@ -248,6 +262,9 @@ class _Step:
         held = load.experts is not None and load.experts.home is Tier.DISK
         experts_s = machine.held_experts_s if held else machine.apart_experts_s
         latent_s = machine.apart_latent_s if load.latent else 0.0
+        if load.latent and self._many:
+            numbers = self._tokens * load.expanded_operations / 2
+            latent_s = machine.prompt_latent_s + numbers * machine.latent_number_s
         return layer_s + latent_s + (experts_s if load.experts else 0.0)
 
     def _dense(self, sums: Sums, tokens: int) -> None:
@@ -271,36 +288,33 @@ class _Step:
     def _attention(self, load: LayerLoad) -> None:
         """Of this step's tokens to the positions before them, at the levels where these lie."""
         loads, machine = self._loads, self._machine
-        reach = min(self._context, load.window) if load.window else self._context
-        seen = min(self._seen, load.window) if load.window else self._seen
-        nbytes = self._texts * reach * load.kv_bytes
-        operations = self._tokens * seen * load.kv_operations
+        work = attention_work(load, self._tokens, self._texts, self._context, self._seen)
+        on_device = load.attends_on_device
         near, host = loads.near, loads.warm + loads.cold
-        if load.window or not load.attends_on_device:
+        if load.window or not on_device:
             near, host = (1.0, 0.0) if load.window else (loads.near + loads.warm, loads.cold)
+        rate = self._device_attention_rate() or machine.device_read_rate
         # The CPU attends to what is in host memory, beside the device.
-        cpu = (
-            self._attention_rate(),
-            machine.cpu_attention_ops or operations_rate(machine.cpu_ops, _FLOATS),
-        )
-        gpu = (
-            self._device_attention_rate() or machine.device_read_rate,
-            machine.device_attention_ops or operations_rate(machine.device_ops, _FLOATS),
-        )
-        on_cpu = self._longer(host * nbytes, host * operations, *cpu)
-        side_rates = gpu if load.attends_on_device else cpu
-        near_s = self._longer(near * nbytes, near * operations, *side_rates)
-        side = "GPU" if load.attends_on_device else "CPU"
-        self._bytes[side] += near * nbytes
-        self._bytes["CPU"] += host * nbytes
-        if load.attends_on_device:
+        on_cpu = self._cpu_attention_s(load, work.times(host))
+        self._bytes["GPU" if on_device else "CPU"] += near * work.nbytes
+        self._bytes["CPU"] += host * work.nbytes
+        if on_device:
+            near_s = device_seconds(machine, work.times(near), rate)
             self._gpu_s += near_s
             self._cpu_s += max(0.0, on_cpu - near_s)  # at once
         else:
-            self._cpu_s += near_s + on_cpu
-        cold = 0.0 if load.window else loads.cold * loads.cold_ratio * nbytes
+            self._cpu_s += self._cpu_attention_s(load, work.times(near)) + on_cpu
+        # A prompt is arithmetic.
+        shares = ((near, on_device), (host, False))
+        for share, there in shares:
+            known = device_operations(machine) if there else cpu_operations(machine)
+            self._unknown |= self._many and bool(share * work.operations) and not known
+        cold = 0.0 if load.window else loads.cold * loads.cold_ratio * work.nbytes
         self._ahead["disk"] += cold
         self._bytes["disk"] += cold
+
+    def _cpu_attention_s(self, load: LayerLoad, work: AttentionWork) -> float:
+        return cpu_seconds(self._machine, load, work, self._ram_rate(), self._faster)
 
     def _device_attention_rate(self) -> float:
         """One user's positions keep only a part of a device busy."""
@@ -332,7 +346,7 @@ class _Step:
         seconds = {
             "GPU": self._gpu_time(each.times(here), experts.encoding, uses),
             "CPU": self._cpu_time(each.times(left), experts.encoding, uses),
-            "link": _over(brought * each.nbytes, self._machine.link_rate),
+            "link": over(brought * each.nbytes, self._machine.link_rate),
             "disk": self._disk_time(read * each.read_bytes),
         }
         reading_s = self._cpu.reading_s(left * each.nbytes, experts.encoding)
@@ -358,6 +372,8 @@ class _Step:
                 self._longest[name] = self._longest.get(name, 0.0) + taken
         self._bytes["GPU"] += here * each.nbytes
         self._bytes["CPU"] += left * each.nbytes
+        often = working_set(self._loads.hits, self._texts) * (count - experts.on_device)
+        self.other_experts_bytes += max(0.0, often - left) * each.nbytes
         self._bytes["link"] += brought * each.nbytes
         guessed = _WRONG_GUESSES * read if self._loads.guesses and not self._many else 0.0
         self._bytes["disk"] += (read + guessed) * each.read_bytes
@@ -386,6 +402,8 @@ class _Step:
             step_s, row_s = machine.step_s, machine.row_s
         else:
             step_s, row_s = machine.draw_s, machine.draw_row_s
+        if self._many and machine.piece_s and not machine.prompt_s:
+            step_s = machine.piece_s
         logits = self._loads.vocabulary if head and drawn else 0
         return step_s + rows * (row_s + logits * machine.logit_s)
 
@@ -397,7 +415,7 @@ class _Step:
 
     def _sum(self, host_s: float, begins_early: bool) -> StepCost:
         machine = self._machine
-        link_s = _over(self._ahead["link"], machine.link_rate)
+        link_s = over(self._ahead["link"], machine.link_rate)
         disk_s = self._disk_time(self._ahead["disk"])
         cpu_s = self._cpu_s
         usual = max(self._cpu_bytes, key=lambda name: self._cpu_bytes[name], default="")
@@ -446,23 +464,10 @@ class _Step:
             self._unknown = True  # a prompt is arithmetic
         return side.seconds(weights.nbytes, weights.numbers, encoding, tokens, weights.rows)
 
-    def _longer(self, nbytes: float, operations: float, rate: float, ops: float) -> float:
-        """Reading and computing go on at once."""
-        if self._many and operations and not ops:
-            self._unknown = True  # a prompt is arithmetic
-        return max(_over(nbytes, rate), _over(operations, ops))
-
     def _disk_time(self, nbytes: float) -> float:
         if nbytes and not self._machine.disk_read_rate:
             self._unknown = True
-        return _over(nbytes, self._machine.disk_read_rate)
-
-    def _attention_rate(self) -> float:
-        """Of keys and values that the CPU reads."""
-        machine = self._machine
-        rate = machine.cpu_attention_rate or self._ram_rate()
-        most = machine.cpu_cached_attention_rate or rate
-        return max(rate, min(self._faster * rate, most))
+        return over(nbytes, self._machine.disk_read_rate)
 
     def _ram_rate(self) -> float:
         """Of memory that is spread over all nodes."""
@@ -490,7 +495,3 @@ class _Step:
         shared = machine.shared_cpu_rate or max(_LEAST_SHARE * memory, memory - machine.link_rate)
         link = machine.shared_link_rate / machine.link_rate if machine.shared_link_rate else 1.0
         return min(1.0, shared / alone) if alone else 1.0, min(1.0, link) or 1.0
-
-
-def _over(amount: float, rate: float) -> float:
-    return amount / rate if rate else 0.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
 from hmt.contracts.kv import GROUP_PAGES
-from hmt.contracts.model import KVKind
+from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.footprint import Demand
 from hmt.planner.routing import HitCurve
@@ -108,6 +108,9 @@ class LayerLoad:
     attends_on_device
     kv_bytes        of one position's keys and values
     kv_operations   of one token's attention to one position
+    expanded_operations, expanding_operations, expanded_from   of latents that prompts make keys and
+                    values of: of a token's attention to a position, of making one position's, and
+                    how many tokens of a text more than which do; 0: none do
     window          positions that are seen at most; 0: all
     latent          whether attention keeps one row for all heads
     """
@@ -119,6 +122,9 @@ class LayerLoad:
     attends_on_device: bool = False
     kv_bytes: float = 0.0
     kv_operations: float = 0.0
+    expanded_operations: float = 0.0
+    expanding_operations: float = 0.0
+    expanded_from: float = 0.0
     window: int = 0
     latent: bool = False
 
@@ -291,8 +297,20 @@ def add_attention(layers: list[LayerLoad], demand: Demand, stages: Collection[in
             load.kv_operations = 2.0 * heads * (kv[index].key_dim + kv[index].value_dim)
             load.window = kv[index].window
             load.latent = kv[index].kind is KVKind.LATENT
+            if load.latent and kv[index].expanded_dim:
+                _expand(load, kv[index], heads)
         else:
             load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
+
+
+def _expand(load: LayerLoad, kv: KVLayer, heads: int) -> None:
+    """What making keys and values of latents costs, and saves."""
+    made = kv.expanded_dim - (kv.key_dim - kv.value_dim)  # not what all heads share
+    saved = kv.key_dim + kv.value_dim - kv.expanded_dim
+    if saved > 0:
+        load.expanded_operations = 2.0 * heads * kv.expanded_dim
+        load.expanding_operations = 2.0 * heads * kv.value_dim * made
+        load.expanded_from = kv.value_dim * made / saved
 
 
 def _levels(demand: Demand, plan: Plan) -> tuple[float, float, float, float, float]:

@@ -69,7 +69,7 @@ class Products:
         """With `numbers` weights of `nbytes` in `rows`; never less than with fewer tokens."""
         reading = self.reading_s(nbytes, encoding)
         name = _nearest(self._operations, encoding)
-        one = reading + rows * self._row_s.get(f"{name}{_AT}1", 0.0)
+        one = reading + rows * self._row_s.get(f"{name}{_AT}1", 0.0) * self._rows_share(encoding)
         rate = self._operations.get(name, 0.0)
         computing = 2 * numbers * tokens / rate if rate else 0.0
         many = computing + rows * tokens * self._row_s.get(name, 0.0)
@@ -90,6 +90,13 @@ class Products:
         count, low = (1, one) if above == 0 else (curve[above - 1].tokens, at(curve[above - 1]))
         share = (tokens - count) / (point.tokens - count)
         return low + (at(point) - low) * share
+
+    def _rows_share(self, encoding: str) -> float:
+        """Of the time of rows: what caches hold, is timed with rows of usual length."""
+        rate, most = self._rates.get(encoding), self._most.get(encoding)
+        if not rate or not most or most <= rate:
+            return 1.0
+        return (1 / self.rate(encoding) - 1 / most) / (1 / rate - 1 / most)
 
     def _curve(self, encoding: str) -> list[_Point]:
         """Ascending in all."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 # traces: misses are predicted 26% too few to 24% too many, 5% off in the middle.  As if all texts
 # had one working set (0) it was a tenth to all of them, 30% too few in the middle.
 _APART = 0.95
+_NEARLY_ALL = 0.9  # of choices
 _MANY = 64  # experts of a layer: from here on choices are as uneven as the published ones
 
 
@@ -31,6 +32,13 @@ class HitCurve:
         for (left, low), (right, high) in pairwise(self.points):
             if residency < right:
                 return low + (high - low) * max(0.0, residency - left) / (right - left)
+        return 1.0
+
+    def residency(self, hits: float) -> float:
+        """The least at which a cache has such a share of what is chosen."""
+        for (left, low), (right, high) in pairwise(self.points):
+            if hits <= high:
+                return left + (right - left) * max(0.0, hits - low) / (high - low or 1.0)
         return 1.0
 
 
@@ -80,6 +88,12 @@ def shared_hits(curve: HitCurve, residency: float, texts: float = 1.0) -> float:
     own = own_share(residency, texts)
     others = (1.0 - residency) / (1.0 - own)  # what no other text has chosen lately
     return 1.0 - (1.0 - curve.hits(own)) * others
+
+
+def working_set(curve: HitCurve, texts: float = 1.0) -> float:
+    """The share of all experts that `texts` choose nearly always; the curve is that of one."""
+    own = min(1.0, curve.residency(_NEARLY_ALL))
+    return float(1.0 - (1.0 - own) ** (max(1.0, texts) ** _APART))
 
 
 def own_share(residency: float, texts: float) -> float:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """What a step has added up: seconds, and seconds or bytes by name."""
+    """What a step has added up: seconds or bytes, and the same by name."""
 
-    times: tuple[float, ...]
+    sums: tuple[float, ...]
     parts: tuple[dict[str, float], ...]
 
     def until(self, later: "StepSums") -> "StepSums":
         """What has been added since."""
-        times = tuple(b - a for a, b in zip(self.times, later.times, strict=True))
+        sums = tuple(b - a for a, b in zip(self.sums, later.sums, strict=True))
         parts = [
             {
                 name: more
@@ -21,4 +21,4 @@ class StepSums:
             }
             for before, after in zip(self.parts, later.parts, strict=True)
         ]
-        return StepSums(times, tuple(parts))
+        return StepSums(sums, tuple(parts))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels.cpu.codes import DTYPES
-from hmt.kernels.reference.pages import PagedRuns, Pages
+from hmt.kernels.reference.pages import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
 
 
 def append_pages(
@@ -35,6 +35,48 @@ def append_pages(
         *value.stride()[:2],
         torch.get_num_threads(),
     )
+
+
+def takes(key: Tensor, value: Tensor) -> bool:
+    """Whether `attention` does: pages hold them as they are."""
+    if key.dtype != value.dtype or not len(key):
+        return False
+    return key.shape[2] % (4 // key.element_size()) == 0
+
+
+def attention(
+    native: ModuleType,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    start: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.attention` by the extension, over pages that keys and values are copied to.
+
+    As much memory as they take, in place of scores in f32.  Queries are rounded to the type of
+    keys: f32 ones that were made of it change nothing.
+    """
+    queries, q_heads, _ = query.shape
+    context, heads, key_dim = key.shape
+    layout = PageLayout(PageEncoding.of(key.dtype), heads, key_dim, value.shape[2])
+    count = -(-context // PAGE_TOKENS)
+    pages = Pages(layout, torch.empty((count, 1, layout.page_bytes), dtype=torch.uint8))
+    pages.memory[-1:].zero_()  # what stands behind the last position is multiplied with 0
+    table = torch.arange(count)
+    append_pages(native, pages, 0, PagedRuns([PagedRun(0, context, 0, table)]), key, value)
+    out = torch.empty(queries, q_heads, value.shape[2], dtype=query.dtype)
+    lse = torch.empty(queries, q_heads)
+    runs = PagedRuns([PagedRun(0, queries, start, table, context)])
+    attend_into(
+        native, pages, 0, runs, query.to(key.dtype), out, lse,
+        scale=scale, window=window, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    return out, lse
 
 
 def paged_attention(

@@ -21,8 +21,10 @@ from hmt.kernels.reference.sublayers import (
     NormOptions,
 )
 
-# A decode step makes no tensor for what it needs meanwhile; a prompt's would be too much to keep.
-_OWN_NUMBERS = 1 << 17
+# For what a call needs meanwhile it makes no tensor: 14 MB that come and go between smaller ones
+# cut up the allocator's arenas, and a process grew by 40 MB more.  Above 32 MiB they are mappings
+# of their own, and too much to keep.
+_OWN_NUMBERS = 1 << 24
 
 Params = Mapping[str, WeightTensor]
 
