@@ -17,6 +17,8 @@ PIECE_TOKENS = 256  # that layers take at once where they would need much memory
 # Parts of half as many make tiles of 128 half empty where an expert has few: 4096 tokens of a
 # DeepSeek-V3 come in one.
 EXPERT_WORKSPACE_BYTES = 640 << 20
+# The same of a CPU, which takes experts in batches of that much: kBatchBytes of csrc/experts.
+EXPERT_BATCH_BYTES = 16 << 20
 
 
 class KVKind(enum.StrEnum):

@@ -12,7 +12,7 @@ from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
 from hmt.planner.device import LINK_SHARE, DeviceChoice, DeviceRoom, copied_share
-from hmt.planner.footprint import Demand, activation_bytes
+from hmt.planner.footprint import Demand, host_activation_bytes
 from hmt.planner.loads import Experts, LayerLoad, Loads, Place, Sums, Weights, add_attention
 
 
@@ -37,7 +37,7 @@ class Draft:
         self._demand, self._chunk, self._hits = demand, chunk, demand.hit_curve
         self._link_share = copied_share(machine) or LINK_SHARE
         self._kv_bytes = [layer.kv_bytes for layer in self.room.layers]
-        others = activation_bytes(demand, chunk, context) + 2 * demand.staging_bytes
+        others = host_activation_bytes(demand, chunk, context) + 2 * demand.staging_bytes
         self._others_bytes = others
         self._core: list[dict[str, Weights]] = [{} for _ in range(self.layers)]
         self._wide: list[dict[str, Weights]] = [{} for _ in range(self.layers)]

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockKind, BlockSize
-from hmt.contracts.model import EXPERT_WORKSPACE_BYTES, PAGE_TOKENS, PIECE_TOKENS, ModelSpec
+from hmt.contracts.model import (
+    EXPERT_BATCH_BYTES,
+    EXPERT_WORKSPACE_BYTES,
+    PAGE_TOKENS,
+    PIECE_TOKENS,
+    ModelSpec,
+)
 from hmt.planner.levels import KVSizes
 from hmt.planner.routing import HitCurve, usual_curve
 
@@ -30,7 +36,7 @@ class Demand:
     batch           requests that run at once
     guess_bytes     statistics from which experts are guessed
     matrix_bytes    the largest matrix of a layer, unpacked, as a device multiplies many tokens
-    expert_token_bytes   activations between the matrices of one token's experts there
+    expert_token_bytes   activations between the matrices of one token's experts
     prefix_bytes    what pages pass through that are kept on the drive for other texts
     kv_sizes        of pages at several levels; None: all are near
     experts_alike   whether all experts are laid out alike, so that any may take any's place
@@ -101,6 +107,16 @@ def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
     numbers += 2 * batch * spec.vocab_size
     scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
     return 4 * numbers + scores + context * demand.kv_layer_bytes + demand.kv_work_bytes
+
+
+def host_activation_bytes(demand: Demand, chunk: int, context: int) -> int:
+    """The same on a CPU, with what its experts' kernel keeps of a batch of tokens and experts.
+
+    Each token that an expert takes is there as it came and as it is multiplied with, and so is what
+    is between its matrices.
+    """
+    batch = min(EXPERT_BATCH_BYTES, 2 * chunk * demand.expert_token_bytes)
+    return activation_bytes(demand, chunk, context) + batch
 
 
 def scored_rows(demand: Demand, chunk: int) -> int:

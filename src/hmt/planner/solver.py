@@ -21,8 +21,8 @@ from hmt.planner.cost import CostModel
 from hmt.planner.device import DeviceChoice, kv_token_bytes, share_of_device
 from hmt.planner.footprint import (
     Demand,
-    activation_bytes,
     default_chunk,
+    host_activation_bytes,
     kv_bytes,
     working_set_bytes,
 )
@@ -262,7 +262,7 @@ def _reserve(
     rows = min(_MOST_ROWS * row, max(row, round_down(spare // 16, _MEMORY_PAGE_BYTES)))
     context = _context(demand, options, spare // 4)
     return {
-        "activations": activation_bytes(demand, _chunk(demand, options), context),
+        "activations": host_activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
         "guesses": round_up(demand.guess_bytes, _MEMORY_PAGE_BYTES),
         "prefixes": round_up(demand.prefix_bytes, _MEMORY_PAGE_BYTES),
