@@ -94,7 +94,7 @@ def device_rates(
     """
     timed = timed or _captured_s
     with device.computing(), torch.inference_mode():
-        # Bytes as weights have them, not all alike: what changes on its way takes power and time.
+        # Random ones: weights are no zeros.
         memory = torch.empty(_MEMORY_BYTES, dtype=torch.uint8, device=device.where)
         memory.random_()
         products = layer_rates(memory, formats, _TOKENS, seconds, timed)
