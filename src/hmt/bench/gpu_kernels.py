@@ -69,6 +69,7 @@ _LATENT_PAGES = (PageEncoding.BF16, PageEncoding.FP8)
 _PROCESS_BYTES = 4 * GIB  # that one which compiles may take of a GPU: 1.6 are 64 experts
 
 Group = tuple[str, int, list[Contender]]
+Pairs = Sequence[tuple[int, int]]
 
 
 def run(
@@ -113,7 +114,9 @@ def run(
     }
 
 
-def _compile_all(where: torch.device, cases: tuple[Any, ...], names: set[str] | None) -> None:
+def _compile_all(
+    where: torch.device, cases: tuple[Pairs, Sequence[int], Pairs], names: set[str] | None
+) -> None:
     """Compile what `_groups(*cases, names)` calls; kernels of one encoding in one process."""
     chosen = _tasks(names)
     fit = torch.cuda.mem_get_info(where)[0] // _PROCESS_BYTES
@@ -130,7 +133,9 @@ def _tasks(names: set[str] | None) -> list[set[str]]:
     return [some for part in parts if (some := part if names is None else part & names)]
 
 
-def _compile(where: torch.device, cases: tuple[Any, ...], names: set[str]) -> None:
+def _compile(
+    where: torch.device, cases: tuple[Pairs, Sequence[int], Pairs], names: set[str]
+) -> None:
     torch.set_num_threads(1)
     torch.cuda.set_device(where)
     with where:
