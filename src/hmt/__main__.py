@@ -2,4 +2,5 @@
 
 from hmt.cli.main import main
 
-main()
+if __name__ == "__main__":  # processes that it starts import it, too
+    main()

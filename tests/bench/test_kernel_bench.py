@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from hmt.base.errors import ConfigError, MachineError
-from hmt.bench import ceilings, kernels
+from hmt.bench import ceilings, gpu_kernels, kernels
 from hmt.bench.ceilings import Peaks, ReadRate, computing_with
 from hmt.bench.contenders import (
     Contender,
@@ -88,6 +88,27 @@ def test_attention_reads_all_pages_of_all_layers() -> None:
         outs = [call() for call in one.calls]
         assert all(torch.isfinite(out).all() for out in outs)  # type: ignore[call-overload]
         assert all(torch.equal(outs[0], out) for out in outs)  # type: ignore[arg-type]
+
+
+def test_all_kernels_of_a_gpu_are_compiled_before_they_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "_page", lambda layout: torch.tensor(0, dtype=torch.uint8))
+    parts = gpu_kernels._tasks(None)
+    named = [
+        *linear_contenders(32, 128, 1, 0),
+        *gpu_kernels._attention(2, 32, None, 0),
+        *gpu_kernels._latent(2, 32, None, 0),
+        *gpu_kernels._between(1, None),
+    ]
+    found = {one.name for one in named if one.engine == "hmt"}
+    assert found == set().union(*parts) and sum(map(len, parts)) == len(found)
+    assert set(gpu_kernels._EXPERT_FORMATS) <= found
+    assert gpu_kernels._tasks({"rope", "kv int8", "w4a8:32", "x"}) == [
+        {"kv int8"},
+        {"w4a8:32"},
+        {"rope"},
+    ]
 
 
 def test_contenders_take_turns() -> None:

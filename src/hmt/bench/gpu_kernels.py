@@ -1,13 +1,16 @@
 """Kernels of a GPU by themselves: their share of what its memory and its arithmetic can do.
 
 Calls are captured into a CUDA graph, as the engine captures its steps, and each call of a graph
-computes on memory of its own, so that no weight is found in the caches.
+computes on memory of its own, so that no weight is found in the caches.  Kernels are compiled
+before, by as many processes as there are cores, into Triton's cache on the drive.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt.base.units import GIB
 from hmt.bench.contenders import (
     HEAD_DIM,
     HEADS,
@@ -32,6 +36,7 @@ from hmt.contracts.encoding import Activations
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine.machine import machine_for
 from hmt.kernels import ops
+from hmt.kernels.cpu.threads import usable_threads
 from hmt.kernels.reference import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
 from hmt.kernels.triton.expert_table import make_table
 from hmt.kernels.triton.experts import experts_by_table
@@ -51,8 +56,20 @@ _ROUTINGS = 8
 _EXPERT_FORMATS = ("w4a16:32", "w4a8:32", "nvfp4a16", "nvfp4a8")
 _ROWS = (1, 2048)  # of what comes between products
 _GROUPS, _KEPT = 8, 4  # of DeepSeek-V3's router
+_BETWEEN = (
+    "add, norm",
+    "add, norm, round",
+    "rope",
+    "swiglu",
+    "top 8 of 256, in groups",
+    "top 8 of 256",
+)
+_PAGES = (PageEncoding.BF16, PageEncoding.INT8, PageEncoding.FP8)
+_LATENT_PAGES = (PageEncoding.BF16, PageEncoding.FP8)
+_PROCESS_BYTES = 4 * GIB  # that one which compiles may take of a GPU: 1.6 are 64 experts
 
 Group = tuple[str, int, list[Contender]]
+Pairs = Sequence[tuple[int, int]]
 
 
 def run(
@@ -72,6 +89,8 @@ def run(
     """
     where = torch.device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
     torch.cuda.set_device(where)
+    progress("compiling")
+    _compile_all(where, (shapes, tokens, contexts), names)
     read_rate, peaks = device_read_rate(), _peaks()
     results, eager = [], []
     with where:
@@ -93,6 +112,39 @@ def run(
         "not_captured": eager,
         "results": [asdict(result) for result in results],
     }
+
+
+def _compile_all(
+    where: torch.device, cases: tuple[Pairs, Sequence[int], Pairs], names: set[str] | None
+) -> None:
+    """Compile what `_groups(*cases, names)` calls; kernels of one encoding in one process."""
+    chosen = _tasks(names)
+    fit = torch.cuda.mem_get_info(where)[0] // _PROCESS_BYTES
+    processes = max(1, min(usable_threads(), len(chosen), fit))
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for _ in pool.map(partial(_compile, where, cases), chosen):
+            pass
+
+
+def _tasks(names: set[str] | None) -> list[set[str]]:
+    """All names, or of `names`, in the parts in which they are compiled."""
+    latent, pages = map(_latent_name, _LATENT_PAGES), map(_page_name, _PAGES)
+    parts = [*({name} for name in (*latent, *pages, *formats())), set(_BETWEEN)]
+    return [some for part in parts if (some := part if names is None else part & names)]
+
+
+def _compile(
+    where: torch.device, cases: tuple[Pairs, Sequence[int], Pairs], names: set[str]
+) -> None:
+    torch.set_num_threads(1)
+    torch.cuda.set_device(where)
+    with where:
+        for _, _, contenders in _groups(*cases, names, memory_bytes=0):
+            for contender in contenders:
+                contender.calls[0]()
+            del contenders
+            torch.cuda.empty_cache()
+    torch.cuda.synchronize()
 
 
 def _peaks() -> dict[str, float]:
@@ -152,19 +204,31 @@ def _groups(
     tokens: Sequence[int],
     contexts: Sequence[tuple[int, int]],
     names: set[str] | None,
+    memory_bytes: int = _MEMORY_BYTES,
 ) -> Iterator[Group]:
-    """(what is computed, tokens, who computes it), one after the other, each freed for the next."""
+    """(what is computed, tokens, who computes it), one after the other, each freed for the next.
+
+    memory_bytes   of all copies of a weight, or of keys and values, beside the first
+    """
     for rows, columns in shapes:
         for count in tokens:
-            copies = _MEMORY_BYTES if count < 64 else 0
+            copies = memory_bytes if count < 64 else 0
             found = linear_contenders(rows, columns, count, copies, names)
             yield f"[{rows}, {columns}]", count, list(found)
     for count in EXPERT_TOKENS if shapes else ():
         what = f"{_TOP} of {_EXPERTS} experts [{_EXPERT[0]}, {_EXPERT[1]}]"
         yield what, count, list(_experts(count, names))
     for sequences, context in contexts:
-        yield f"attention to {context}", sequences, list(_attention(sequences, context, names))
-        yield f"latent attention to {context}", sequences, list(_latent(sequences, context, names))
+        yield (
+            f"attention to {context}",
+            sequences,
+            list(_attention(sequences, context, names, memory_bytes)),
+        )
+        yield (
+            f"latent attention to {context}",
+            sequences,
+            list(_latent(sequences, context, names, memory_bytes)),
+        )
     for rows in _ROWS if shapes else ():
         yield "between products", rows, list(_between(rows, names))
 
@@ -206,20 +270,33 @@ def _routed(keep: object, x: Tensor, table: Any, chosen: Tensor, scales: Tensor)
     return experts_by_table(x, table, chosen, scales, "silu")
 
 
-def _attention(sequences: int, context: int, names: set[str] | None) -> Iterator[Contender]:
+def _page_name(encoding: PageEncoding) -> str:
+    return f"kv {encoding.name.lower()}"
+
+
+def _latent_name(encoding: PageEncoding) -> str:
+    return f"latent {encoding.name.lower()}"
+
+
+def _attention(
+    sequences: int, context: int, names: set[str] | None, memory_bytes: int
+) -> Iterator[Contender]:
     """One token of each sequence: 32 query heads share 8 heads of 128 numbers."""
-    for encoding in (PageEncoding.BF16, PageEncoding.INT8, PageEncoding.FP8):
-        layout = PageLayout(encoding, KV_HEADS, HEAD_DIM, HEAD_DIM, rows=True)
-        yield from _paged(f"kv {encoding.name.lower()}", layout, HEADS, sequences, context, names)
+    for encoding in _PAGES:
+        if names is None or _page_name(encoding) in names:
+            layout = PageLayout(encoding, KV_HEADS, HEAD_DIM, HEAD_DIM, rows=True)
+            yield _paged(_page_name(encoding), layout, HEADS, sequences, context, memory_bytes)
 
 
-def _latent(sequences: int, context: int, names: set[str] | None) -> Iterator[Contender]:
+def _latent(
+    sequences: int, context: int, names: set[str] | None, memory_bytes: int
+) -> Iterator[Contender]:
     """One token of each sequence: 128 query heads share rows of 576 numbers."""
     heads, row, value = _LATENT
-    for encoding in (PageEncoding.BF16, PageEncoding.FP8):
-        layout = PageLayout(encoding, 1, row, value, latent=True, rows=True)
-        name = f"latent {encoding.name.lower()}"
-        yield from _paged(name, layout, heads, sequences, context, names)
+    for encoding in _LATENT_PAGES:
+        if names is None or _latent_name(encoding) in names:
+            layout = PageLayout(encoding, 1, row, value, latent=True, rows=True)
+            yield _paged(_latent_name(encoding), layout, heads, sequences, context, memory_bytes)
 
 
 def _paged(
@@ -228,13 +305,11 @@ def _paged(
     heads: int,
     sequences: int,
     context: int,
-    names: set[str] | None,
-) -> Iterator[Contender]:
-    if names is not None and name not in names:
-        return
+    memory_bytes: int,
+) -> Contender:
     per_sequence = -(-context // PAGE_TOKENS)
     nbytes = sequences * per_sequence * layout.page_bytes
-    layers = 1 + _MEMORY_BYTES // nbytes
+    layers = 1 + memory_bytes // nbytes
     memory = torch.zeros(sequences * per_sequence, layers, layout.page_bytes, dtype=torch.uint8)
     pages = Pages(layout, memory)
     tables = torch.randperm(len(memory), device="cpu").view(sequences, per_sequence)
@@ -247,7 +322,7 @@ def _paged(
     attend = partial(ops.paged_attention_output, runs=runs, query=query, scale=layout.key_dim**-0.5)
     calls = tuple(partial(attend, pages, layer) for layer in range(layers))
     operations = 2 * sequences * context * heads * (layout.key_dim + layout.value_dim)
-    yield Contender("hmt", name, calls, nbytes, operations, "bf16")
+    return Contender("hmt", name, calls, nbytes, operations, "bf16")
 
 
 def _page(layout: PageLayout) -> Tensor:
@@ -273,25 +348,19 @@ def _between(rows: int, names: set[str] | None) -> Iterator[Contender]:
     logits, bias = torch.randn(rows, experts), torch.zeros(experts)
     route: dict[str, Any] = {"groups": _GROUPS, "kept_groups": _KEPT}
     row_bytes = 2 * width
-    ways: dict[str, tuple[Callable[[], object], int]] = {
-        "add, norm": (partial(ops.add_rms_norm, residual, x, weight, 1e-5), 4 * row_bytes),
-        "add, norm, round": (
-            partial(ops.add_rms_norm_quantize, residual, x, weight, 1e-5),
-            4 * row_bytes + width,
-        ),
-        "rope": (
-            partial(ops.rope_inplace, query, key, cos, sin),
-            2 * (query.nbytes + key.nbytes) // rows,
-        ),
-        "swiglu": (partial(ops.gated_pair, both, "silu"), 3 * both.nbytes // 2 // rows),
-        "top 8 of 256, in groups": (
+    ways: list[tuple[Callable[[], object], int]] = [
+        (partial(ops.add_rms_norm, residual, x, weight, 1e-5), 4 * row_bytes),
+        (partial(ops.add_rms_norm_quantize, residual, x, weight, 1e-5), 4 * row_bytes + width),
+        (partial(ops.rope_inplace, query, key, cos, sin), 2 * (query.nbytes + key.nbytes) // rows),
+        (partial(ops.gated_pair, both, "silu"), 3 * both.nbytes // 2 // rows),
+        (
             partial(
                 ops.biased_sigmoid_topk, logits, bias, _TOP, **route, renormalise=True, scale=2.5
             ),
             4 * experts,
         ),
-        "top 8 of 256": (partial(ops.softmax_topk, logits, _TOP, renormalise=True), 4 * experts),
-    }
-    for name, (call, nbytes) in ways.items():
+        (partial(ops.softmax_topk, logits, _TOP, renormalise=True), 4 * experts),
+    ]
+    for name, (call, nbytes) in zip(_BETWEEN, ways, strict=True):
         if names is None or name in names:
             yield Contender("hmt", name, (call,) * 16, rows * nbytes, 0, "-")
