@@ -123,7 +123,7 @@ def test_a_replay_reads_what_the_engine_read(tmp_path: Path, policy: str) -> Non
     file = tmp_path / "trace.jsonl"
     tokens = list(range(200, 290))
     options: dict[str, Any] = {"context": 256, "cache_policy": policy, "guesses": False}
-    with hmt.Engine(host_memory="12MiB", trace_experts=file, **options) as engine:
+    with hmt.Engine(host_memory="12.5MiB", trace_experts=file, **options) as engine:
         model = engine.load_model(MINI_MOE)
         model.logits(tokens, [], prefill=0)
         phase = model.summary().generation

@@ -97,7 +97,7 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_steps_are_measured_for_real() -> None:
-    found = rates.cpu_step_rates(MACHINE, 0.01, whole=False)
+    found = rates.cpu_step_rates(MACHINE, 0.1, whole=False)
     assert 0 < found.step_s < 1 and 0 <= found.row_s < 1
     assert 0 < found.piece_s < 1 and 0 <= found.prompt_layer_s < 1
     assert FEW < MANY
