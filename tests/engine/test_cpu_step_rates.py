@@ -1,8 +1,9 @@
 """What steps cost on the CPU: rates are those that the measured steps were made of."""
 
 import json
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,36 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert sizes == (20 << 20, 13 << 20, 35 << 20)
     quick = rates.cpu_step_rates(MACHINE, 0.0, whole=False)
     assert quick.cold_times == quick.held_experts_s == quick.process_bytes == 0
+
+
+def test_prompts_tell_numbers_from_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each layer 1 ms, and 1 us for each token, beside the 2 s that the machine predicts."""
+
+    class Loaded:
+        def __init__(self, layers: int) -> None:
+            spec = SimpleNamespace(hidden_size=100)
+            self.layers, self.prepared = layers, SimpleNamespace(model=SimpleNamespace(spec=spec))
+
+        def __enter__(self) -> "Loaded":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    predicted = SimpleNamespace(prompt=lambda tokens, seen: SimpleNamespace(seconds=2.0))
+    monkeypatch.setattr(rates, "_Loaded", Loaded)
+    monkeypatch.setattr(rates, "_costs", lambda model, machine: predicted)
+    monkeypatch.setattr(
+        rates,
+        "_prompt",
+        lambda model, tokens: (5.0 + model.layers * (1e-3 + 1e-6 * tokens), 3e-3 + model.layers),
+    )
+    found = rates._prompts(MACHINE, nullcontext, 0.0)  # type: ignore[arg-type]
+    layer_s, token_s = found.of_a_layer()
+    assert token_s / found.width == pytest.approx(1e-8)
+    assert layer_s == pytest.approx(1e-3)
+    assert found.of_a_piece() == pytest.approx(3e-3)
+    assert found.beyond_s[FEW, SHORT] == pytest.approx(3.0 + FEW * (1e-3 + 1e-6 * SHORT))
 
 
 def test_steps_are_measured_for_real() -> None:

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import torch
@@ -50,6 +51,17 @@ class KVLayer:
         """Numbers stored per token."""
         value = 0 if self.kind is KVKind.LATENT else self.value_dim
         return self.heads * (self.key_dim + value)
+
+    @property
+    def made_dim(self) -> int:
+        """Of `expanded_dim`, what is made for each head; the rest of a key all of them share."""
+        return self.expanded_dim - (self.key_dim - self.value_dim)
+
+    @property
+    def longest_absorbed(self) -> float:
+        """Runs of at most this many tokens need fewer products with latents as they are."""
+        saved = self.key_dim + self.value_dim - self.expanded_dim
+        return self.value_dim * self.made_dim / saved if saved > 0 else inf
 
 
 @dataclass(frozen=True, slots=True)

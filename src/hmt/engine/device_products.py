@@ -23,6 +23,7 @@ from hmt.quant import Format, component_bytes, view_weight
 # Hidden states, queries, keys and values each, and what is between gate and down.
 WIDE, NARROW = (4096, 4096, 1024, 14336), (512, 512, 256, 1024)
 HEAD_DIM = 128
+_MOST_LAYERS = 8
 _ALIGNMENT = 64
 _LEAST_SHARE = 0.5  # of the wide layer's time is its weights', whatever chance says
 _EPSILON = 1e-6
@@ -83,9 +84,6 @@ def layers_in(memory: Tensor, form: Format, sizes: tuple[int, int, int, int]) ->
         layer["norm"] = WeightTensor(Encoding.BF16, (sizes[0],), data=by)
         layers.append(layer)
     return layers
-
-
-_MOST_LAYERS = 8
 
 
 def _shapes(sizes: tuple[int, int, int, int]) -> dict[str, tuple[int, int]]:

@@ -100,9 +100,7 @@ class LatentAttention:
     @property
     def _longest_absorbed(self) -> float:
         """Runs of at most this many tokens need fewer products absorbed than expanded."""
-        expansion = self.kv_rank * (self.nope_dim + self.value_dim)
-        extra = 2 * self.kv_rank - self.nope_dim - self.value_dim
-        return expansion / extra if extra > 0 else float("inf")
+        return self.kv.longest_absorbed
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + kv_a_proj_with_mqa and so on in the checkpoint."""

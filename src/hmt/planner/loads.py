@@ -110,7 +110,7 @@ class LayerLoad:
     kv_operations   of one token's attention to one position
     expanded_operations, expanding_operations, expanded_from   of latents that prompts make keys and
                     values of: of a token's attention to a position, of making one position's, and
-                    how many tokens of a text more than which do; 0: none do
+                    how many tokens of a text more than which do (inf: never); 0: no latents
     window          positions that are seen at most; 0: all
     latent          whether attention keeps one row for all heads
     """
@@ -305,12 +305,9 @@ def add_attention(layers: list[LayerLoad], demand: Demand, stages: Collection[in
 
 def _expand(load: LayerLoad, kv: KVLayer, heads: int) -> None:
     """What making keys and values of latents costs, and saves."""
-    made = kv.expanded_dim - (kv.key_dim - kv.value_dim)  # not what all heads share
-    saved = kv.key_dim + kv.value_dim - kv.expanded_dim
-    if saved > 0:
-        load.expanded_operations = 2.0 * heads * kv.expanded_dim
-        load.expanding_operations = 2.0 * heads * kv.value_dim * made
-        load.expanded_from = kv.value_dim * made / saved
+    load.expanded_operations = 2.0 * heads * kv.expanded_dim
+    load.expanding_operations = 2.0 * heads * kv.value_dim * kv.made_dim
+    load.expanded_from = kv.longest_absorbed
 
 
 def _levels(demand: Demand, plan: Plan) -> tuple[float, float, float, float, float]:

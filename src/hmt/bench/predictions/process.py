@@ -1,7 +1,8 @@
 """Runs that were predicted first: `python -m hmt.bench.predictions.process FOLDER CASES`.
 
 CASES is a JSON list of `Case`s, FOLDER where their models are.  For each it prints a JSON object:
-what was predicted before the model was loaded, and what was measured then.
+what was predicted before the model was loaded, and what was measured then.  With a GPU the same is
+predicted at the paces that the CPU had right before each measurement.
 """
 
 import json
@@ -53,12 +54,13 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
         before = resident_bytes()  # which libraries there are depends on the model's family
         predict = partial(_predicted, case, prepared, before, _curve(case, folder))
+        predicted = predict((0.0, 0.0))
         memory = {"opened": _taken(engine)}
         with engine.load_model(path) as model:
             memory["loaded"] = _taken(engine)
             measured = _measured(case, model)
-            predicted = predict(measured["paces"])
             if engine._device is not None:
+                predicted = predict(measured["paces"])
                 memory["answered"] = _taken(engine)
                 measured["device_bytes"] = memory["answered"][0]
                 measured["device_memory"] = memory

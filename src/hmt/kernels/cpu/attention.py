@@ -51,10 +51,7 @@ def attention(
     value: Tensor,
     *,
     start: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`reference.attention` by the extension, over pages that keys and values are copied to.
 
@@ -72,10 +69,7 @@ def attention(
     out = torch.empty(queries, q_heads, value.shape[2], dtype=query.dtype)
     lse = torch.empty(queries, q_heads)
     runs = PagedRuns([PagedRun(0, queries, start, table, context)])
-    attend_into(
-        native, pages, 0, runs, query.to(key.dtype), out, lse,
-        scale=scale, window=window, softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+    attend_into(native, pages, 0, runs, query.to(key.dtype), out, lse, **options)
     return out, lse
 
 
