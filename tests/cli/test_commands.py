@@ -188,7 +188,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(machine, "_measure_ram", lambda quick: 4e10)
     monkeypatch.setattr(machine, "_measure_disk", measure_disk)
     products = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
-    monkeypatch.setattr(machine, "product_rates", lambda *given: products)
+    monkeypatch.setattr(machine, "product_rates", lambda *given: (products, []))
 
 
 def test_the_gpu_is_not_measured_where_there_is_none(hmt):
@@ -225,7 +225,7 @@ def test_the_probe_says_when_there_is_nothing_to_read(hmt, tmp_path, monkeypatch
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "_measure_ram", lambda quick: 0.0)
     monkeypatch.setattr(machine, "_measure_disk", lambda path, quick, progress: None)
-    monkeypatch.setattr(machine, "product_rates", lambda *given: ProductRates())
+    monkeypatch.setattr(machine, "product_rates", lambda *given: (ProductRates(), []))
     done = hmt("probe", tmp_path, "--quick")
     assert done.code == 0 and "not measured" in done.out
     missing = hmt("probe", tmp_path / "missing")

@@ -1,7 +1,8 @@
 """What steps cost on the CPU: rates are those that the measured steps were made of."""
 
 import json
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from hmt.contracts.machine import Machine
 from hmt.engine import cpu_step_rates as rates
 from hmt.engine import probe_models as models
+from hmt.engine.cpu_pace import CpuPace
 from hmt.engine.probe_models import FEW, MANY
-from hmt.engine.step_rates import LONG, SHORT
+from hmt.engine.step_rates import LONG, SHORT, TWO_PIECES
+from hmt.planner.caches import coldness
 
 MACHINE = Machine("a machine", 2, 1 << 34, 30e9, 3e9, cache_bytes=1 << 28)
 STEP_S, ROW_S, LAYER_S, COLD = 4e-4, 6e-5, 3e-6, 3.5
@@ -21,48 +24,50 @@ HELD_S, MISSED_S = 1.5e-4, 1e-4
 WIDE_BYTES = 1 << 26
 
 
+def made_up(machine: Machine, case: rates.Case) -> rates.Decoded:
+    """Of a step, whose parts are known."""
+    held = machine.step_s > 0  # all else is known by then
+    assert not held or machine.cold_times == pytest.approx(COLD)
+    with case.model as folder:
+        config = json.loads((folder / "config.json").read_text())
+    layers, kind, kept = config["num_hidden_layers"], config["model_type"], case.kept
+    calls_s, read_bytes = STEP_S + case.users * ROW_S, 0.0
+    if kept is None:
+        calls_s += layers * APART_S[kind]
+    elif kept < 0.9:  # experts are missing
+        calls_s, read_bytes = calls_s + 5 * MISSED_S, 5.0 * models.EXPERT_BYTES
+    wide = config["hidden_size"] == 1024
+    if held:
+        assert case.waits
+        slower = 1 + (COLD - 1) * coldness(WIDE_BYTES)
+        wrong_s = layers * 1e-4  # of products, whatever is predicted
+        taken_s = layers * slower * HELD_S if kept == 0.9 else 0.0
+        return rates.Decoded(calls_s - STEP_S, wrong_s + taken_s, WIDE_BYTES, 0.0)
+    if wide:
+        calls_s *= 1 + (COLD - 1) * coldness(WIDE_BYTES)
+    nbytes = WIDE_BYTES if wide else 0
+    return rates.Decoded(calls_s, layers * LAYER_S, nbytes, read_bytes)
+
+
 def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decoded(
-        machine: Machine,
-        model: AbstractContextManager[Path],
-        users: int,
-        seconds: float,
-        kept: float | None = 1.0,
-        *,
-        waits: bool = False,
-    ) -> Any:
-        held = machine.step_s > 0  # all else is known by then
-        assert not held or machine.cold_times == pytest.approx(COLD)
-        with model as folder:
-            config = json.loads((folder / "config.json").read_text())
-        layers, kind = config["num_hidden_layers"], config["model_type"]
-        calls_s, read_bytes = STEP_S + users * ROW_S, 0.0
-        if kept is None:
-            calls_s += layers * APART_S[kind]
-        elif kept < 0.9:  # experts are missing
-            calls_s, read_bytes = calls_s + 5 * MISSED_S, 5.0 * models.EXPERT_BYTES
-        wide = config["hidden_size"] == 1024
-        if held:
-            slower = 1 + (COLD - 1) * WIDE_BYTES / MACHINE.cache_bytes
-            wrong_s = layers * 1e-4  # of products, whatever is predicted
-            taken_s = layers * slower * HELD_S if kept == 0.9 else 0.0
-            return rates._Decoded(calls_s - STEP_S, wrong_s + taken_s, WIDE_BYTES, 0.0)
-        if wide:
-            calls_s *= 1 + (COLD - 1) * WIDE_BYTES / MACHINE.cache_bytes
-        nbytes = WIDE_BYTES if wide else 0
-        return rates._Decoded(calls_s, layers * LAYER_S, nbytes, read_bytes)
+    monkeypatch.setattr(
+        rates,
+        "decoded",
+        lambda machine, cases, seconds, pace: [made_up(machine, case) for case in cases],
+    )
 
-    monkeypatch.setattr(rates, "_decoded", decoded)
-
-    def prompts(machine: Machine, model: Any, seconds: float) -> rates._Prompts:
-        """Of each layer 1 ms, and 10 ns for each number of a token; latents take more."""
-        latent, wide = model is models.small_latent, model is models.wide_model
-        width, more_s = (1024 if wide else 256), 2e-4 if latent else 0.0
-        token_s = width * 1e-8 + latent * models.LATENT_NUMBERS * 4e-9
+    def prompts(machine: Machine, model: Any, seconds: float, pace: object) -> rates._Prompts:
+        """Of each layer 1 ms, and 10 ns for each number of a token; latents, experts take more."""
+        latent, experts = model is models.small_latent, "experts" in model.__name__
+        width = 1024 if model in (models.wide_model, models.wide_experts) else models.WIDTH
+        more_s = 2e-4 if latent else 3e-4 if experts else 0.0
+        token_s = width * (1e-8 + experts * models.CHOSEN * 2e-9)
+        token_s += latent * models.LATENT_NUMBERS * 4e-9
         places = [(count, tokens) for count in (FEW, MANY) for tokens in (SHORT, LONG)]
+        calls_s = {at: 2e-3 + at[0] * 1e-5 for at in places}
         return rates._Prompts(
             {at: 5.0 + at[0] * (1e-3 + more_s + at[1] * token_s) for at in places},
-            {at: 7e-4 + at[0] * 1e-5 for at in places},
+            calls_s | {(FEW, TWO_PIECES): 2e-3 + 7e-4 + 2 * FEW * 1e-5},
             width,
         )
 
@@ -87,7 +92,8 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert found.apart_latent_s == near(APART_S["deepseek_v3"] - dense)
     assert (found.prompt_layer_s, found.number_s) == (near(1e-3), near(1e-8))
     assert (found.prompt_latent_s, found.latent_number_s) == (near(2e-4), near(4e-9))
-    assert found.piece_s == near(7e-4)
+    assert (found.prompt_experts_s, found.expert_number_s) == (near(3e-4), near(2e-9))
+    assert (found.piece_s, found.prompt_s) == (near(7e-4), near(2e-3))
     assert found.held_experts_s == near(HELD_S)
     assert found.missed_expert_s == near(MISSED_S)
     assert found.cold_times == near(COLD)
@@ -111,7 +117,7 @@ def test_prompts_tell_numbers_from_layers(monkeypatch: pytest.MonkeyPatch) -> No
         def __exit__(self, *error: object) -> None:
             pass
 
-    predicted = SimpleNamespace(prompt=lambda tokens, seen: SimpleNamespace(seconds=2.0))
+    predicted = SimpleNamespace(predict=lambda users, seen, tokens: SimpleNamespace(ttft_s=2.0))
     monkeypatch.setattr(rates, "_Loaded", Loaded)
     monkeypatch.setattr(rates, "_costs", lambda model, machine: predicted)
     monkeypatch.setattr(
@@ -123,8 +129,41 @@ def test_prompts_tell_numbers_from_layers(monkeypatch: pytest.MonkeyPatch) -> No
     layer_s, token_s = found.of_a_layer()
     assert token_s / found.width == pytest.approx(1e-8)
     assert layer_s == pytest.approx(1e-3)
-    assert found.of_a_piece() == pytest.approx(3e-3)
+    assert found.of_a_piece() == (0.0, pytest.approx(3e-3)), "the same with twice as many tokens"
     assert found.beyond_s[FEW, SHORT] == pytest.approx(3.0 + FEW * (1e-3 + 1e-6 * SHORT))
+
+
+def test_steps_by_turns_are_those_of_the_machines_own_pace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half as fast as when it was measured: twice the time, of which the same is found."""
+    machine = replace(MACHINE, pace=1e-3, reading_pace=1e-2, arithmetic_pace=1.0)
+    slow = CpuPace(2e-3, 2e-2, 2.0)
+
+    class Loaded:
+        def __init__(self, model: Any, kept: float | None) -> None:
+            pass
+
+        def __enter__(self) -> "Loaded":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def costs(model: Loaded, machine: Machine) -> Any:
+        step = SimpleNamespace(seconds=9e7 / machine.ram_read_rate, nbytes={"CPU": 9e7})
+        return SimpleNamespace(decode=lambda users, context: step)
+
+    monkeypatch.setattr(rates, "_Loaded", Loaded)
+    monkeypatch.setattr(rates, "_costs", costs)
+    monkeypatch.setattr(rates, "_turn", lambda *given: (4e-4, 2 * (3e-3 + 5e-4), 7.0))
+    cases = [rates.Case(nullcontext(Path())), rates.Case(nullcontext(Path()))]
+    found = rates.decoded(machine, cases, 0.0, lambda: slow)
+    near = pytest.approx
+    assert found == [rates.Decoded(near(2e-4), near(5e-4), 9e7, 7.0, near(3.5e-3))] * 2
+    monkeypatch.setattr(rates, "_turn", lambda *given: (2 * (3e-3 + 5e-4), 0.0, 0.0))
+    (found_one,) = rates.decoded(machine, cases[:1], 0.0, lambda: slow)
+    assert (found_one.calls_s, found_one.beyond_s) == (near(5e-4), 0.0), "nothing compiled"
 
 
 def test_steps_are_measured_for_real() -> None:

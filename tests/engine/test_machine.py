@@ -2,7 +2,7 @@
 
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hmt.base.errors import BudgetError
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.encoding import Encoding
 from hmt.contracts.machine import Machine
 from hmt.engine import (
     EngineConfig,
@@ -25,6 +25,7 @@ from hmt.engine import (
     pace,
 )
 from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.cpu_pace import CpuPace
 from hmt.engine.device_loading import device_budget
 from hmt.engine.device_rates import DeviceRates
 from hmt.engine.device_steps import DeviceSteps
@@ -37,7 +38,7 @@ from hmt.engine.machine import (
     measure_drive_again,
     remembered,
 )
-from hmt.engine.product_rates import ProductRates, product_rates, rates_in
+from hmt.engine.product_rates import Product, ProductRates, product_rates, rates_in
 from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
 from hmt.memory.device import PretendedDevice
@@ -47,6 +48,7 @@ DISK = DiskRate("direct", 2 << 20, 8, 3e9)
 ATTENTION = AttentionRates(1e10, 2e11)
 STEPS = StepRates(1e-4, 2e-5, 3e-6, 1e-9, 4e-6, process_bytes=400 << 20)
 PRODUCTS = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
+PACES_S = [3e-4, 1e-3, 4e-4, 1e-2]
 
 
 class Probe:
@@ -79,9 +81,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     def install(probe: Probe) -> Probe:
         monkeypatch.setattr(machine, "_measure_ram", probe.measure_ram)
         monkeypatch.setattr(machine, "_measure_disk", probe.measure_disk)
-        monkeypatch.setattr(machine, "product_rates", lambda *given: PRODUCTS)
-        monkeypatch.setattr(machine, "attention_rates", lambda seconds: ATTENTION)
-        monkeypatch.setattr(machine, "cpu_step_rates", lambda known, seconds, whole: STEPS)
+        monkeypatch.setattr(machine, "product_rates", lambda *given: (PRODUCTS, PACES_S))
+        monkeypatch.setattr(machine, "attention_rates", lambda *given: (ATTENTION, PACES_S))
+        monkeypatch.setattr(machine, "cpu_step_rates", lambda *given, **options: STEPS)
         monkeypatch.setattr(machine, "_measure_cached", lambda: {"1MiB": 6e10})
         monkeypatch.setattr(machine, "cached_rates", lambda known, seconds: {"30MiB": 5e10})
         return probe
@@ -108,8 +110,9 @@ def test_measuring_anew_replaces_what_was_remembered(tmp_path: Path, install: In
     assert (found.cpu_attention_rate, found.step_s, found.process_bytes) == (1e10, 1e-4, 400 << 20)
     assert remembered(tmp_path) == Rates(
         5e10, DiskRate("io_uring", 1 << 20, 4, 6e9), PRODUCTS, ATTENTION, STEPS,
-        cached_rates={"1MiB": 6e10},
+        cached_rates={"1MiB": 6e10}, pace=CpuPace(3e-4, 1e-3 + 4e-4, 1e-2),
     )  # fmt: skip
+    assert found.reading_pace == 1e-3 + 4e-4
     assert machine_for(tmp_path).cpu_rates == {"w4a8": 2e10}
 
 
@@ -224,7 +227,7 @@ def test_a_probe_that_is_stopped_loses_nothing_and_another_version_is_read(
     install(Probe())
     measure(tmp_path, quick=False)
 
-    def stopped(known: object, seconds: float, whole: bool) -> StepRates:
+    def stopped(*given: object, **options: object) -> StepRates:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(machine, "cpu_step_rates", stopped)
@@ -263,7 +266,8 @@ def test_too_little_memory_for_a_fair_measurement_gives_0(
 
 
 def test_products_are_measured_for_real() -> None:
-    found = product_rates(0.01, (4, 64))
+    found, beside_s = product_rates(0.01, (4, 64), [lambda number: None])
+    assert len(beside_s) <= 1 and all(0 <= each < 1e-3 for each in beside_s)
     many = {name for name in found.operations_per_s if "@" not in name}
     assert set(found.bytes_per_s) == many
     assert set(found.operations_per_s) == many | {f"{name}@4" for name in many}
@@ -277,21 +281,24 @@ def test_products_are_measured_for_real() -> None:
 def test_rows_and_weights_are_told_apart() -> None:
     form, memory = Format(Encoding.BF16), torch.zeros(1 << 26, dtype=torch.uint8)
 
-    def timed(weights: list[WeightTensor], tokens: int, seconds: float) -> float:
-        rows, columns = weights[0].shape
-        return rows * (2e-8 * tokens + columns * 1e-10 * (1 + tokens / 8))
+    def timed(products: Sequence[Product]) -> list[float]:
+        shapes = [(*weights[0].shape, tokens) for weights, tokens in products]
+        return [rows * (2e-8 * n + columns * 1e-10 * (1 + n / 8)) for rows, columns, n in shapes]
 
-    found = rates_in(memory, [form], (8, 64), 0.0, timed, rows=True)
+    found = rates_in(memory, [form], (8, 64), timed)
     near = pytest.approx
     assert found.bytes_per_s["bf16"] == near(2 / (1e-10 * 1.125))
     assert found.operations_per_s == {"bf16@8": near(16 / 2e-10), "bf16": near(128 / 9e-10)}
     assert found.row_s == {name: near(2e-8) for name in ("bf16@1", "bf16@8", "bf16")}
+    assert found.cached_per_s["bf16"] == near(found.bytes_per_s["bf16"])
+    assert found.cached_row_s["bf16"] == near(2e-8)
 
-    def slow_when_long(weights: list[WeightTensor], tokens: int, seconds: float) -> float:
-        rows, columns = weights[0].shape
-        return rows * columns * (2e-11 if columns == 4096 else 1e-11)
+    def slow_when_long(products: Sequence[Product]) -> list[float]:
+        shapes = [weights[0].shape for weights, _ in products]
+        each = {4096: 2e-11, 2048: 2e-11, 512: 1e-11}
+        return [rows * columns * each[columns] for rows, columns in shapes]
 
-    found = rates_in(memory, [form], (8,), 0.0, slow_when_long, rows=True)
+    found = rates_in(memory, [form], (8,), slow_when_long)
     assert set(found.row_s.values()) == {0.0}
     assert found.operations_per_s["bf16"] == near(16 / 2**0.5 / 1e-11)
 

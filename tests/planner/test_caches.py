@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from models import machine_with, small_model
 
 from hmt.base.units import MIB
-from hmt.planner.caches import Caches
+from hmt.planner.caches import COLD_BYTES, WARM_BYTES, Caches
 from hmt.planner.routing import FEW, PUBLISHED, UNIFORM, HitCurve, working_set
 
 BARE = machine_with(small_model())
@@ -35,7 +35,8 @@ def test_points_are_met_and_ends_are_level() -> None:
     for mib, rate in ((1, 60e9), (15, 60e9), (60, 50e9), (240, 35e9), (960, 30e9), (5000, 30e9)):
         assert caches.faster(mib * MIB) == pytest.approx(rate / 30e9)
     assert caches.slower(0) == 1.0
-    assert caches.slower(240 * MIB) == pytest.approx(2.5)
+    assert caches.slower(WARM_BYTES) == 1.0
+    assert caches.slower((WARM_BYTES * COLD_BYTES) ** 0.5) == pytest.approx(2.5)
     assert caches.slower(1 << 40) == 4.0
 
 

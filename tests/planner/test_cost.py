@@ -8,6 +8,7 @@ from models import machine_with, outlook, random_machine, random_model, setting,
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.model import KVKind
+from hmt.planner.caches import coldness
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 from hmt.planner.products import Times
@@ -63,9 +64,11 @@ def test_calls_take_longer_where_caches_keep_nothing() -> None:
     found = outlook(demand).plan(setting(machine, context=16)).plan
     loads, nbytes = loads_of(demand, found), NETWORKS << 18
     warm = CostModel(loads, machine).decode(2, 0)
-    for cache_bytes, times in ((nbytes, 3.0), (nbytes // 2, 3.0), (2 * nbytes, 2.0)):
-        cold = CostModel(loads, replace(machine, cache_bytes=cache_bytes, cold_times=3.0))
-        assert cold.decode(2, 0).seconds - warm.seconds == pytest.approx(2 * (times - 1))
+    assert 0 < coldness(nbytes) < 1
+    for times in (1.0, 3.0):
+        cold = CostModel(loads, replace(machine, cold_times=times)).decode(2, 0)
+        longer_s = 2 * (times - 1) * coldness(nbytes)
+        assert cold.seconds - warm.seconds == pytest.approx(longer_s)
     # What fits is read faster, and never slower than what does not.
     rates = {"1MiB": 400e9, "1GiB": 200e9}
     fast = CostModel(loads, replace(machine, cached_rates=rates)).decode(2, 0)

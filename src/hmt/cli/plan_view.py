@@ -7,8 +7,8 @@ from hmt.base.units import format_bytes, format_seconds
 from hmt.planner.explain import LIMITS
 
 if TYPE_CHECKING:
-    from hmt.planner.cost import StepCost
     from hmt.planner.outlook import Change, Planned
+    from hmt.planner.predicted import StepCost
 
 _NAMES = {"handing over": "fixed"}  # of parts, where what the others are called will not do
 NO_WEIGHTS = "no weights are there to be read: planned as a pack of them (hmt convert)"

@@ -26,8 +26,10 @@ class Machine:
     cpu_attention_rate, cpu_attention_ops   keys and values that one token attends to, bytes per
                        second; operations per second of prompts' attention.  Not known: as memory
                        and bf16
-    cpu_attention_short_rate, cpu_cached_attention_short_rate   of keys and values of which a layer
-                       has 16 KiB in a page (4 heads of 64 numbers), not 64; not known: the same
+    cpu_attention_short_rate, cpu_cached_attention_short_rate, cpu_attention_short_ops   of keys and
+                       values of which a layer has 16 KiB in a page (4 heads of 64 numbers), not 64;
+                       not known: the same
+    cpu_cached_row_s   of each row then, with one token, by encoding; not known: nothing
     numa_nodes         of the memory that a model is spread over
     numa_distances     of memory from each node, a row per node: 10 for its own; not known: empty
     remote_share       of the rate of a node's own memory, what another node's gives
@@ -53,12 +55,14 @@ class Machine:
     apart_latent_s     of its latent attention, beyond that
     held_experts_s     apart_experts_s of experts that live on the drive and are held in slots
     missed_expert_s    of each of them that is not, beyond its reading
-    cold_times         how many times as long step_s, row_s and apart_* take where each step reads
-                       as much as the caches hold, so that they keep nothing of it
+    cold_times         how many times as long step_s, row_s and apart_* take in steps that read
+                       256 MiB and more, so that caches keep nothing of what is called
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
                        and whatever else passes over activations
     prompt_layer_s     layer_s in a step of many tokens, whose calls are others
-    piece_s            step_s of a step that reads a prompt, or a piece of it; not known: step_s
+    piece_s            step_s of a step that reads a piece of a prompt; not known: step_s
+    prompt_experts_s, expert_number_s   of routed experts there, beyond that: of a layer, and of
+                       each number of a hidden state that goes to an expert
     prompt_latent_s, latent_number_s   of latent attention there, beyond that: of a layer, and of
                        each number of its heads' queries and values
     device_step_s      of the GPU for a step, beyond its layers and its head
@@ -69,12 +73,13 @@ class Machine:
                        GPU computes meanwhile what was launched before.  Empty: prompt_launch_s
     bring_s            until the CPU has launched what a prompt's step does to bring an expert, or
                        another block, there
-    prompt_s           of a prompt, beyond its layers; of a piece before its last: step_s
+    prompt_s           of a prompt's last piece, beyond its layers; not known: piece_s
     launch_s           of a layer on the GPU, beyond its bytes
     device_number_s, prompt_launch_s   number_s and prompt_layer_s of the GPU
-    pace               seconds that some work of Python's took when prompt_s, bring_s,
-                       device_launches, and those from step_s to logit_s were measured: see
-                       engine/pace.py
+    pace               seconds that some work of Python's took when what the CPU does beside kernels
+                       was measured: see engine/pace.py
+    reading_pace, arithmetic_pace   that products with one token took, and one with many, when rates
+                       of memory and of arithmetic were: see engine/cpu_pace.py
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
@@ -103,9 +108,11 @@ class Machine:
     cpu_cached_rates: Mapping[str, float] = field(default_factory=dict)
     cpu_attention_rate: float = 0.0
     cpu_attention_ops: float = 0.0
+    cpu_cached_row_s: Mapping[str, float] = field(default_factory=dict)
     cpu_cached_attention_rate: float = 0.0
     cpu_attention_short_rate: float = 0.0
     cpu_cached_attention_short_rate: float = 0.0
+    cpu_attention_short_ops: float = 0.0
     numa_nodes: int = 1
     numa_distances: tuple[tuple[int, ...], ...] = ()
     remote_share: float = 1.0
@@ -132,6 +139,8 @@ class Machine:
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
     piece_s: float = 0.0
+    prompt_experts_s: float = 0.0
+    expert_number_s: float = 0.0
     prompt_latent_s: float = 0.0
     latent_number_s: float = 0.0
     device_step_s: float = 0.0
@@ -143,6 +152,8 @@ class Machine:
     device_number_s: float = 0.0
     prompt_launch_s: float = 0.0
     pace: float = 0.0
+    reading_pace: float = 0.0
+    arithmetic_pace: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
     streaming_bytes: int = 0

@@ -4,14 +4,14 @@ The shape is that of most models of today: four query heads share a head of 128 
 are eight of these.  The CPU reads shorter extents more slowly: four heads of 64 are measured, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.engine.product_rates import usual_s
+from hmt.engine.by_turns import by_turns
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
@@ -35,7 +35,7 @@ class AttentionRates:
     bytes_per_s        of keys and values, one token attending to them
     operations_per_s   a prompt's tokens attending
     cached_per_s       bytes_per_s of what caches hold
-    short_bytes_per_s, short_cached_per_s   of small heads
+    short_bytes_per_s, short_operations_per_s, short_cached_per_s   of small heads
     several_bytes_per_s   as bytes_per_s, several users' tokens attending to their own positions
     """
 
@@ -45,57 +45,78 @@ class AttentionRates:
     several_bytes_per_s: float = 0.0
     short_bytes_per_s: float = 0.0
     short_cached_per_s: float = 0.0
+    short_operations_per_s: float = 0.0
+
+    def faster(self, reading: float, arithmetic: float) -> "AttentionRates":
+        """With memory that is read so many times as fast, and arithmetic."""
+        return replace(
+            self,
+            bytes_per_s=self.bytes_per_s * reading,
+            operations_per_s=self.operations_per_s * arithmetic,
+            short_bytes_per_s=self.short_bytes_per_s * reading,
+            short_operations_per_s=self.short_operations_per_s * arithmetic,
+        )
 
 
-def attention_rates(seconds: float) -> AttentionRates:
-    """The CPU's; nothing where memory is too short for it."""
+def attention_rates(
+    seconds: float, beside: Sequence[Callable[[int], object]] = ()
+) -> tuple[AttentionRates, list[float]]:
+    """The CPU's; nothing where memory is too short for it.
+
+    And the seconds of each of the calls that were timed by turns `beside` it.
+    """
     layout = ops.PageLayout(ops.PageEncoding.BF16, _KV_HEADS, _HEAD_DIM, _HEAD_DIM)
+    short = ops.PageLayout(ops.PageEncoding.BF16, _SHORT_KV_HEADS, _SHORT_HEAD_DIM, _SHORT_HEAD_DIM)
     pages = _CONTEXT // PAGE_TOKENS
     layers = max(_LAYERS, -(-_CACHES * cache_bytes() // (pages * layout.page_bytes)))
     size = round_up(pages * layers * layout.page_bytes, PAGE_BYTES)
     if size > available_host_bytes() // 4:
-        return AttentionRates()
+        return AttentionRates(), []
     before = torch.get_num_threads()
     buffer = HostBuffer(size)
     try:
         buffer.tensor.fill_(0)
         torch.set_num_threads(usable_threads())
         memory = buffer.tensor[: pages * layers * layout.page_bytes]
+        long_pages = memory.view(pages, layers, -1)
+        short_pages = memory.view(-1, layers, short.page_bytes)  # as many bytes in a call
+        long_few, short_few = _cached(long_pages, layout), _cached(short_pages, short)
         with torch.inference_mode():
-            every = memory.view(pages, layers, -1)
-            found = rates_in(every, layout, seconds, usual_s)
-            cached = _cached_rate(every, layout, seconds)
-            short = ops.PageLayout(
-                ops.PageEncoding.BF16, _SHORT_KV_HEADS, _SHORT_HEAD_DIM, _SHORT_HEAD_DIM
-            )
-            every = memory.view(pages, -1, short.page_bytes)
-            read = _attending_s(every, short, seconds / 4, usual_s)
-            return replace(
-                found,
-                cached_per_s=max(found.bytes_per_s, cached),
-                short_bytes_per_s=pages * short.page_bytes / read,
-                short_cached_per_s=_cached_rate(every, short, seconds),
-            )
+            calls = [
+                _attending(long_pages, layout),
+                _attending(long_pages, layout, _TOKENS),
+                _attending(long_few, layout),
+                _attending(short_pages, short),
+                _attending(short_pages, short, _TOKENS // 4),
+                _attending(short_few, short),
+            ]
+            found = by_turns([*calls, *beside], seconds)
+        one_s, many_s, few_s, short_s, short_many_s, short_few_s = found[: len(calls)]
+        rate = pages * layout.page_bytes / one_s
+        rates = AttentionRates(
+            rate,
+            _operations(long_pages, layout, _TOKENS) / many_s,
+            cached_per_s=max(rate, len(long_few) * layout.page_bytes / few_s),
+            short_bytes_per_s=len(short_pages) * short.page_bytes / short_s,
+            short_operations_per_s=_operations(short_pages, short, _TOKENS // 4) / short_many_s,
+            short_cached_per_s=len(short_few) * short.page_bytes / short_few_s,
+        )
+        return rates, found[len(calls) :]
     finally:
         torch.set_num_threads(before)
         buffer.discard()
 
 
-def _cached_rate(every: torch.Tensor, layout: ops.PageLayout, seconds: float) -> float:
-    """Bytes per second of pages that caches hold."""
+def _cached(every: torch.Tensor, layout: ops.PageLayout) -> torch.Tensor:
+    """Pages that caches hold."""
     fitting = cache_bytes() // _CACHED_SHARE // layout.page_bytes
-    few = every[: min(len(every), max(_LEAST_PAGES, fitting)), : max(1, fitting // len(every))]
-    return len(few) * layout.page_bytes / _attending_s(few, layout, seconds / 8, usual_s)
+    return every[: min(len(every), max(_LEAST_PAGES, fitting)), : max(1, fitting // len(every))]
 
 
-def _attending_s(
-    memory: torch.Tensor,
-    layout: ops.PageLayout,
-    seconds: float,
-    timed: Callable[[Callable[[int], object], float], float],
-    tokens: int = 1,
-) -> float:
-    """Of one layer's attention; as `rates_in`."""
+def _attending(
+    memory: torch.Tensor, layout: ops.PageLayout, tokens: int = 1
+) -> Callable[[int], object]:
+    """One layer's attention, layers in turn; as `rates_in`."""
     count, layers, _ = memory.shape
     pages, table = ops.Pages(layout, memory), torch.randperm(count, device="cpu")
     query = torch.ones(tokens, _GROUP * layout.heads, layout.key_dim, dtype=torch.bfloat16)
@@ -105,7 +126,13 @@ def _attending_s(
     def attend(number: int) -> object:
         return ops.paged_attention(pages, number % layers, runs, query, scale=scale)
 
-    return timed(attend, seconds)
+    return attend
+
+
+def _operations(memory: torch.Tensor, layout: ops.PageLayout, tokens: int) -> float:
+    """Of a prompt's tokens attending."""
+    seen = tokens * (len(memory) * PAGE_TOKENS - tokens / 2)
+    return 2 * seen * _GROUP * layout.heads * (layout.key_dim + layout.value_dim)
 
 
 def rates_in(
@@ -118,14 +145,11 @@ def rates_in(
 
     timed(call, seconds)   seconds of one `call(number)`, found within about `seconds`
     """
-    count, context = len(memory), len(memory) * PAGE_TOKENS
     one_s, many_s = (
-        _attending_s(memory, layout, seconds / 2, timed, tokens) for tokens in (1, _TOKENS)
+        timed(_attending(memory, layout, tokens), seconds / 2) for tokens in (1, _TOKENS)
     )
-    seen = _TOKENS * (context - _TOKENS / 2)
-    heads = _GROUP * layout.heads
-    operations = 2 * seen * heads * (layout.key_dim + layout.value_dim)
-    return AttentionRates(count * layout.page_bytes / one_s, operations / many_s)
+    read = len(memory) * layout.page_bytes
+    return AttentionRates(read / one_s, _operations(memory, layout, _TOKENS) / many_s)
 
 
 def reading_rate(

@@ -8,13 +8,12 @@ model are timed, with few to many of its layers.
 
 from hmt.base.units import MIB, parse_bytes
 from hmt.contracts.machine import Machine
-from hmt.engine import probe_models as models
-from hmt.engine.cpu_step_rates import kernels_s
-from hmt.engine.probe_models import MANY
+from hmt.engine.cpu_step_rates import Case, decoded
+from hmt.engine.probe_models import MANY, wide_model
 from hmt.engine.step_rates import without_fixed
 from hmt.planner.caches import Caches
 
-_LAYERS = (1, 2, 3, 4, 6)
+_LAYERS = (1, 2, 4)
 
 
 def cached_rates(machine: Machine, seconds: float) -> dict[str, float]:
@@ -26,14 +25,15 @@ def cached_rates(machine: Machine, seconds: float) -> dict[str, float]:
     Raises what loading raises.
     """
     bare = without_fixed(machine)
-    largest, all_s = kernels_s(bare, models.wide_model(MANY), seconds)
+    cases = [Case(wide_model(layers)) for layers in (*_LAYERS, MANY)]
+    measured = [(each.nbytes, each.kernels_s) for each in decoded(bare, cases, seconds)]
+    *fewer, (largest, all_s) = measured
     if not all_s:
         return dict(machine.cached_rates)
     known = {parse_bytes(size): rate for size, rate in machine.cached_rates.items()}
     slowest = machine.ram_read_rate * Caches(machine).faster(largest)
     found = {}
-    for layers in _LAYERS:
-        nbytes, taken_s = kernels_s(bare, models.wide_model(layers), seconds)
+    for nbytes, taken_s in fewer:
         # Layers are alike: what products cost beyond bytes goes with their number, too.
         found[round(nbytes)] = slowest * (nbytes / taken_s) / (largest / all_s)
     least = min(found)

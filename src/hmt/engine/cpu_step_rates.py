@@ -8,48 +8,70 @@ Xeon 1.6 instead of 0.4 ms a step), and what a prompt's activations cost.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request
 from hmt.engine import probe_models as models
+from hmt.engine.by_turns import middle_half
+from hmt.engine.cpu_pace import CpuPace, at_cpu_pace, pace_at, usual_pace
 from hmt.engine.probe_models import FEW, MANY
-from hmt.engine.product_rates import faster_half
 from hmt.engine.step_rates import (
     LONG,
     OPTIONS,
     SHORT,
+    TWO_PIECES,
     USERS,
     StepRates,
     decoding_s,
     memory_for,
     process_bytes,
+    text,
     without_fixed,
 )
-from hmt.planner.caches import Caches
+from hmt.planner.caches import Caches, coldness
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 
 if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
 
+_SMALL = models.small_model, models.small_experts, models.small_latent
 _CONTEXT = 64  # of decoding, about
 _HOST_MEMORY = "2GiB"
 _STREAMED, _CONVERTED = (0.5, 0.1), {"quantization": "w4a8"}
 _NO_WAIT = 1e15  # bytes per second
 # Of the weights: hardly an expert is missing in its slot, and some are in each step.
 _HELD, _MISSED = 0.9, 0.05
-_PROMPTS = 3  # times the seconds: a prompt takes 0.2 of them
+_ROUNDS, _WARM_STEPS = 4, 10
+_PROMPTS = 2  # times the seconds: a prompt takes 0.2 of them
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoded:
+class Case:
+    """A model that decodes for so many users.
+
+    kept    the share of the weights that memory keeps; None: all, but each layer is computed alone
+    waits   whether waiting for the drive counts
+    """
+
+    model: AbstractContextManager[Path]
+    users: int = 1
+    kept: float | None = 1.0
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
     """A step's seconds: in what calls kernels, and in them beyond what is predicted; its bytes.
 
+    kernels_s    in compiled kernels; 0 without them
     read_bytes   from the drive
     """
 
@@ -57,73 +79,107 @@ class _Decoded:
     beyond_s: float
     nbytes: float
     read_bytes: float = 0.0
+    kernels_s: float = 0.0
 
 
-def cpu_step_rates(machine: Machine, seconds: float, *, whole: bool = True) -> StepRates:
-    """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of eight.
+def cpu_step_rates(
+    machine: Machine,
+    seconds: float,
+    *,
+    whole: bool = True,
+    pace: Callable[[], CpuPace] = CpuPace,
+) -> StepRates:
+    """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of many.
 
     whole   measure also with a wider model, layers one by one, and a process's memory
+    pace    measures that of the moment; what is found is that of the machine's own
 
     Raises what loading raises.
     """
     bare = without_fixed(machine)
-    layers, between = (FEW, MANY), MANY - FEW
-    small = models.small_model
-    few, many = (_decoded(bare, small(count), 1, seconds) for count in layers)
-    several = _decoded(bare, small(FEW), USERS, seconds)
+    small, experts, _ = _SMALL
+    cases = [Case(small(FEW)), Case(small(MANY)), Case(small(FEW), USERS)]
+    if whole:
+        cases += [Case(models.wide_model(MANY))]
+        cases += [Case(model(n), 1, None) for model in _SMALL for n in (FEW, MANY)]
+        cases += [Case(experts(MANY), 1, kept) for kept in (_HELD, _MISSED)]
+    few, many, several, *others = decoded(bare, cases, seconds, pace)
     row_s = max(0.0, (several.calls_s - few.calls_s) / (USERS - 1))
+    prompts = _prompts(bare, small, seconds, pace)
+    (layer_s, token_s), (piece_s, prompt_s) = prompts.of_a_layer(), prompts.of_a_piece()
     found = StepRates(
         step_s=max(0.0, few.calls_s - row_s),
         row_s=row_s,
-        layer_s=max(0.0, (many.beyond_s - few.beyond_s) / between),
+        layer_s=max(0.0, (many.beyond_s - few.beyond_s) / (MANY - FEW)),
+        number_s=token_s / prompts.width,
+        prompt_layer_s=layer_s,
+        piece_s=piece_s,
+        prompt_s=prompt_s,
     )
-    prompts = _prompts(bare, small, seconds)
-    layer_s, token_s = prompts.of_a_layer()
-    number_s = token_s / prompts.width
-    found = replace(found, number_s=number_s, prompt_layer_s=layer_s, piece_s=prompts.of_a_piece())
     if not whole:
         return found
-    # Of a wide one, numbers are what counts; of a small one, layers.
-    prompts = _prompts(bare, models.wide_model, _PROMPTS * seconds)
-    number_s = prompts.of_a_layer()[1] / prompts.width
-    latents = _prompts(bare, models.small_latent, seconds)
-    latent_s, latent_token_s = latents.of_a_layer()
+    wide, *apart, held, missed = others
+    dense_s, experts_s, latent_s = (
+        max(0.0, (apart[at + 1].calls_s - apart[at].calls_s) / (MANY - FEW)) for at in (0, 2, 4)
+    )
     found = replace(
-        found,
-        number_s=number_s,
-        prompt_latent_s=max(0.0, latent_s - layer_s),
-        latent_number_s=max(0.0, latent_token_s - number_s * latents.width) / models.LATENT_NUMBERS,
+        _of_prompts(found, bare, seconds, pace),
+        apart_layer_s=dense_s,
+        apart_experts_s=max(0.0, experts_s - dense_s),
+        apart_latent_s=max(0.0, latent_s - dense_s),
+        missed_expert_s=_missed_s(held, missed),
+        cold_times=_cold_times(many, wide),
     )
-    wide = _decoded(bare, models.wide_model(MANY), 1, seconds)
-    dense, experts, latent = (
-        max(0.0, (high - low) / between)
-        for low, high in (
-            [_decoded(bare, model(count), 1, seconds, None).calls_s for count in layers]
-            for model in (small, models.small_experts, models.small_latent)
-        )
-    )
-    missing = [_decoded(bare, models.small_experts(MANY), 1, seconds, k) for k in (_HELD, _MISSED)]
-    alone = process_bytes({})
-    # How the allocator's arenas are cut up is chance: the same run took 438 to 457 MiB.
-    streaming = max(process_bytes({}, models.wide_experts, kept, MANY) for kept in _STREAMED)
-    found = replace(
-        found,
-        apart_layer_s=dense,
-        apart_experts_s=max(0.0, experts - dense),
-        apart_latent_s=max(0.0, latent - dense),
-        missed_expert_s=_missed_s(*missing),
-        cold_times=_cold_times(machine, many, wide),
-    )
+    held_s = _held_s(replace(machine, **asdict(found)), seconds, pace)
+    return replace(found, held_experts_s=held_s, **_memory())
+
+
+def _of_prompts(
+    found: StepRates, machine: Machine, seconds: float, pace: Callable[[], CpuPace]
+) -> StepRates:
+    """With what numbers take; and beside a layer that is `found` latent attention, and experts."""
+
+    def beyond(
+        model: Callable[[int], AbstractContextManager[Path]], seconds: float
+    ) -> tuple[float, float]:
+        """Of a layer, and of a number of a token's hidden state in it."""
+        prompts = _prompts(machine, model, seconds, pace)
+        layer_s, token_s = prompts.of_a_layer()
+        return layer_s - found.prompt_layer_s, token_s / prompts.width
+
+    # Of wide models, numbers are what counts; of small ones, layers.
+    _, number_s = beyond(models.wide_model, _PROMPTS * seconds)
+    _, experts_number_s = beyond(models.wide_experts, _PROMPTS * seconds)
+    experts_s, _ = beyond(models.small_experts, seconds)
+    latent_s, latent_number_s = beyond(models.small_latent, seconds)
+    per_number = models.WIDTH / models.LATENT_NUMBERS
     return replace(
         found,
-        held_experts_s=_held_s(replace(machine, **asdict(found)), seconds),
-        process_bytes=alone,
-        streaming_bytes=max(0, streaming - alone),
-        converting_bytes=max(0, process_bytes(_CONVERTED, models.wide_model, _STREAMED[0]) - alone),
+        number_s=number_s,
+        prompt_experts_s=max(0.0, experts_s),
+        expert_number_s=max(0.0, experts_number_s - number_s) / models.CHOSEN,
+        prompt_latent_s=max(0.0, latent_s),
+        latent_number_s=max(0.0, latent_number_s - number_s) * per_number,
     )
 
 
-def _held_s(machine: Machine, seconds: float) -> float:
+def _memory() -> dict[str, int]:
+    """Of processes, which time nothing: they run side by side."""
+    # How the allocator's arenas are cut up is chance: the same run took 438 to 457 MiB.
+    kept = [partial(process_bytes, {}, model) for model in _SMALL]
+    streamed = [partial(process_bytes, {}, models.wide_experts, k, MANY) for k in _STREAMED]
+    converted = partial(process_bytes, _CONVERTED, models.wide_model, _STREAMED[0])
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda measure: measure(), (*kept, *streamed, converted)))
+    alone, streaming = max(found[: len(kept)]), max(found[len(kept) : -1])
+    return {
+        "process_bytes": alone,
+        "streaming_bytes": max(0, streaming - alone),
+        "converting_bytes": max(0, found[-1] - alone),
+    }
+
+
+def _held_s(machine: Machine, seconds: float, pace: Callable[[], CpuPace]) -> float:
     """What a layer's experts take that are held in slots, beyond those that stay in memory.
 
     Of a wider model: kernels wake and leases are taken where caches keep neither.  The same model
@@ -131,29 +187,26 @@ def _held_s(machine: Machine, seconds: float) -> float:
     """
     # Hardly an expert is missing here, whatever the usual curve of hits says.
     machine = replace(machine, missed_expert_s=0.0, disk_read_rate=_NO_WAIT)
-    beyond_s, nbytes = [], 0.0
-    for kept in (1.0, _HELD):
-        few, many = (
-            _decoded(machine, models.wide_experts(count), 1, seconds, kept, waits=True)
-            for count in (FEW, MANY)
-        )
-        beyond_s.append((many.calls_s + many.beyond_s - few.calls_s - few.beyond_s) / (MANY - FEW))
-        nbytes = many.nbytes
-    return max(0.0, beyond_s[1] - beyond_s[0]) / Caches(machine).slower(nbytes)
+    places = [(kept, layers) for kept in (1.0, _HELD) for layers in (FEW, MANY)]
+    cases = [Case(models.wide_experts(layers), 1, kept, True) for kept, layers in places]
+    found = decoded(machine, cases, seconds, pace)
+    few, many, held_few, held_many = (each.calls_s + each.beyond_s for each in found)
+    held_s = ((held_many - held_few) - (many - few)) / (MANY - FEW)
+    return max(0.0, held_s) / Caches(machine).slower(found[-1].nbytes)
 
 
-def _missed_s(held: _Decoded, missed: _Decoded) -> float:
+def _missed_s(held: Decoded, missed: Decoded) -> float:
     """What an expert takes that comes from the drive, beyond waiting for it."""
     experts = (missed.read_bytes - held.read_bytes) / models.EXPERT_BYTES
     return max(0.0, missed.calls_s - held.calls_s) / experts if experts >= 1 else 0.0
 
 
-def _cold_times(machine: Machine, warm: _Decoded, cold: _Decoded) -> float:
+def _cold_times(warm: Decoded, cold: Decoded) -> float:
     """How many times as long calls take when a step's bytes fill the caches."""
-    if not machine.cache_bytes or not warm.calls_s:
+    more = coldness(cold.nbytes) - coldness(warm.nbytes)
+    if more <= 0 or not warm.calls_s:
         return 0.0
-    share = min(1.0, cold.nbytes / machine.cache_bytes)
-    return 1.0 + max(0.0, cold.calls_s / warm.calls_s - 1.0) / share
+    return 1.0 + max(0.0, cold.calls_s / warm.calls_s - 1.0) / more
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,42 +231,48 @@ class _Prompts:
         token_s = max(0.0, (long_s - short_s) / (LONG - SHORT))
         return max(0.0, short_s - SHORT * token_s), token_s
 
-    def of_a_piece(self) -> float:
-        """What a short one's calls take beside those of layers."""
-        few, many = self.calls_s[FEW, SHORT], self.calls_s[MANY, SHORT]
-        return max(0.0, few - FEW * (many - few) / (MANY - FEW))
+    def of_a_piece(self) -> tuple[float, float]:
+        """What calls take beside those of layers: of a piece, and of the last one."""
+        one, two = self.calls_s[FEW, LONG], self.calls_s[FEW, TWO_PIECES]
+        layers_s = FEW * (self.calls_s[MANY, LONG] - one) / (MANY - FEW)
+        return max(0.0, two - one - layers_s), max(0.0, one - layers_s)
 
 
 def _prompts(
-    machine: Machine, model: Callable[[int], AbstractContextManager[Path]], seconds: float
+    machine: Machine,
+    model: Callable[[int], AbstractContextManager[Path]],
+    seconds: float,
+    pace: Callable[[], CpuPace] = CpuPace,
 ) -> _Prompts:
     """Of few and many layers, short and long, by turns: what changes meanwhile changes all."""
     taken: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    predicted, width = {}, 1
+    paces = list[CpuPace]()
     with ExitStack() as stack:
         loaded = {}
         for count in (FEW, MANY):
             loaded[count] = stack.enter_context(_Loaded(stack.enter_context(model(count))))
-            width = loaded[count].prepared.model.spec.hidden_size
-            costs = _costs(loaded[count], machine)
-            for tokens in (SHORT, LONG):
-                predicted[count, tokens] = costs.prompt(tokens, tokens / 2).seconds
+            for tokens in (SHORT, LONG, TWO_PIECES) if count == FEW else (SHORT, LONG):
+                taken[count, tokens] = []
                 _prompt(loaded[count], tokens)
         end = time.perf_counter() + 4 * seconds
-        while not taken or time.perf_counter() < end:
-            for place in predicted:
-                taken.setdefault(place, []).append(_prompt(loaded[place[0]], place[1]))
-    whole = {place: faster_half([each for each, _ in times]) for place, times in taken.items()}
-    return _Prompts(
-        {place: whole[place] - predicted[place] for place in whole},
-        {place: faster_half([calls for _, calls in times]) for place, times in taken.items()},
-        width,
-    )
+        while not paces or time.perf_counter() < end:
+            paces.append(pace())
+            for (count, tokens), times in taken.items():
+                times.append(_prompt(loaded[count], tokens))
+        now = usual_pace(paces)
+        slower, bare = now.over(pace_at(machine)), at_cpu_pace(machine, now)
+        beyond_s, calls_s = {}, {}
+        for (count, tokens), found in taken.items():
+            predicted_s = _costs(loaded[count], bare).predict(1, tokens, tokens).ttft_s
+            whole_s = middle_half([each for each, _ in found])
+            beyond_s[count, tokens] = (whole_s - predicted_s) / slower.arithmetic_s
+            calls_s[count, tokens] = middle_half([calls for _, calls in found]) / slower.calls_s
+        return _Prompts(beyond_s, calls_s, loaded[FEW].prepared.model.spec.hidden_size)
 
 
 def _prompt(model: "LoadedModel", tokens: int) -> tuple[float, float]:
     """Seconds of a prompt of one step, and those of them outside of compiled kernels."""
-    request = Request(input=[20] * tokens, max_new_tokens=1, ignore_eos=True)
+    request = Request(input=text(tokens), max_new_tokens=1, ignore_eos=True)
     model.reset_summary()
     begin = time.perf_counter()
     model.infer(request)
@@ -221,43 +280,55 @@ def _prompt(model: "LoadedModel", tokens: int) -> tuple[float, float]:
     return taken_s, taken_s - model.summary().prompt.kernel_s
 
 
-def _decoded(
+def decoded(
     machine: Machine,
-    model: AbstractContextManager[Path],
-    users: int,
+    cases: Sequence[Case],
     seconds: float,
-    kept: float | None = 1.0,
-    *,
-    waits: bool = False,
-) -> _Decoded:
-    """`kept` is the share of the weights that memory keeps; `waits` for others count, or do not.
+    pace: Callable[[], CpuPace] = CpuPace,
+) -> list[Decoded]:
+    """Steps of each, by turns, at the machine's own pace; `seconds` for each."""
+    with ExitStack() as stack:
+        loaded = [
+            stack.enter_context(_Loaded(stack.enter_context(case.model), case.kept))
+            for case in cases
+        ]
+        turns: list[list[tuple[float, float, float]]] = [[] for _ in cases]
+        paces = []
+        for _ in range(_ROUNDS):
+            paces.append(pace())
+            for case, model, taken in zip(cases, loaded, turns, strict=True):
+                taken.append(_turn(model, case, seconds / _ROUNDS))
+        now = usual_pace(paces)
+        times, there = now.over(pace_at(machine)), at_cpu_pace(machine, now)
+        found = []
+        for case, model, taken in zip(cases, loaded, turns, strict=True):
+            calls_s, kernels_s, read_bytes = map(middle_half, zip(*taken, strict=True))
+            predicted = _costs(model, there).decode(case.users, _CONTEXT)
+            beyond_s = kernels_s - predicted.seconds
+            if not kernels_s:  # nothing tells both apart
+                calls_s, beyond_s = max(0.0, calls_s - predicted.seconds), 0.0
+            found.append(
+                Decoded(
+                    calls_s / times.calls_s,
+                    beyond_s / times.reading_s,
+                    predicted.nbytes["CPU"],
+                    read_bytes,
+                    kernels_s / times.reading_s,
+                )
+            )
+        return found
 
-    None: all, but layers are computed one by one.
-    """
-    with model as folder, _Loaded(folder, kept) as loaded:
-        predicted = _costs(loaded, machine).decode(users, _CONTEXT)
-        step_s = decoding_s(loaded, users, seconds)
-        phase = loaded.summary().generation
-        waited_s = 0.0 if waits else phase.waited_s
-        step_s *= 1 - waited_s / phase.seconds if phase.seconds else 1.0
-        working_s = phase.seconds - waited_s
-        share = phase.kernel_s / working_s if working_s > 0 else 0.0
-        nbytes, read_bytes = predicted.nbytes["CPU"], phase.disk_bytes / max(1, phase.tokens)
-        if not share:  # without compiled kernels nothing tells both apart
-            return _Decoded(max(0.0, step_s - predicted.seconds), 0.0, nbytes, read_bytes)
-        kernels_s = share * step_s
-        return _Decoded(step_s - kernels_s, kernels_s - predicted.seconds, nbytes, read_bytes)
 
-
-def kernels_s(
-    machine: Machine, model: AbstractContextManager[Path], seconds: float
-) -> tuple[float, float]:
-    """Bytes that a step of one token reads, and its seconds in compiled kernels; 0 without them."""
-    with model as folder, _Loaded(folder) as loaded:
-        nbytes = _costs(loaded, machine).decode(1, _CONTEXT).nbytes["CPU"]
-        step_s = decoding_s(loaded, 1, seconds)
-        phase = loaded.summary().generation
-        return nbytes, step_s * phase.kernel_s / phase.seconds if phase.seconds else 0.0
+def _turn(model: "LoadedModel", case: Case, seconds: float) -> tuple[float, float, float]:
+    """Of a step: seconds in what calls kernels, and in compiled kernels; bytes from the drive."""
+    model.reset_summary()
+    step_s = decoding_s(model, case.users, seconds, warm=_WARM_STEPS)
+    phase = model.summary().generation
+    waited_s = 0.0 if case.waits else phase.waited_s
+    working_s = phase.seconds - waited_s
+    step_s *= working_s / phase.seconds if phase.seconds else 1.0
+    kernels_s = step_s * phase.kernel_s / working_s if working_s > 0 else 0.0
+    return step_s - kernels_s, kernels_s, phase.disk_bytes / max(1, phase.tokens)
 
 
 def _costs(model: "LoadedModel", machine: Machine) -> CostModel:

@@ -26,7 +26,7 @@ from hmt.contracts.plan import Tier
 from hmt.contracts.request import Sampling
 from hmt.engine.device_models import VOCABULARY, dense_model, expert_model
 from hmt.engine.own_device_memory import driver_bytes
-from hmt.engine.pace import pace_s, steadily
+from hmt.engine.pace import at_pace, pace_s, steadily
 from hmt.engine.product_rates import usual_s
 from hmt.engine.sampler import SamplerState
 from hmt.engine.step_rates import decoding_s, process_bytes, prompt_s
@@ -84,7 +84,8 @@ class DeviceSteps:
         )
 
     def of(self, machine: Machine) -> Machine:
-        """The machine with what is known."""
+        """The machine with what is known; what the CPU does is at the pace it had then."""
+        machine = at_pace(machine, self.pace)
         return replace(machine, **{name: value for name, value in asdict(self).items() if value})
 
 

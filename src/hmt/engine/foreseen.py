@@ -6,9 +6,10 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan
 from hmt.contracts.step import Step
 from hmt.planner import Demand
-from hmt.planner.cost import CostModel, StepCost
+from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 from hmt.planner.observed import Sighting
+from hmt.planner.predicted import StepCost
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
 from hmt.engine.attention_rates import AttentionRates, attention_rates
 from hmt.engine.cached_rates import cached_rates
+from hmt.engine.cpu_pace import CpuPace, Yardstick
 from hmt.engine.cpu_step_rates import cpu_step_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
 from hmt.engine.device_steps import DeviceSteps
@@ -26,7 +28,7 @@ from hmt.engine.kept_file import number_of, of_kind, replace_file, sizes_of
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
 from hmt.engine.pace import at_pace, pace_s
-from hmt.engine.product_rates import QUICK_TOKENS, ProductRates, product_rates
+from hmt.engine.product_rates import FULL_TOKENS, QUICK_TOKENS, ProductRates, product_rates
 from hmt.engine.step_rates import StepRates, completed
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
@@ -50,7 +52,8 @@ from hmt.quant import Format
 _QUICK_S = 0.1  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.2
-_PRODUCTS_S = 2 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
+_PRODUCTS_S = 3 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
+_ATTENTION_S, _PACE_S = 4 * _FULL_S, 0.1
 _CACHED_S = 0.05
 _CACHED_SHARES = (32, 8, 2)  # of the caches' size: a half, and less
 _QUICK_BUFFER_BYTES = 256 * MIB
@@ -68,6 +71,7 @@ class Rates:
     steps: StepRates = field(default_factory=StepRates)
     cached_rates: dict[str, float] = field(default_factory=dict)  # see Machine
     numa: NumaRates = field(default_factory=NumaRates)
+    pace: CpuPace = field(default_factory=CpuPace)
 
 
 def machine_for(path: Path) -> Machine:
@@ -118,23 +122,23 @@ def measure(
 
     `progress` is told each result of the drive.
     """
-    before = remembered(path)
+    before, each_s = remembered(path), _QUICK_S if quick else _FULL_S
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
-        product_rates(_QUICK_S, QUICK_TOKENS) if quick else product_rates(_PRODUCTS_S),
-        attention_rates(_QUICK_S if quick else _FULL_S),
         cached_rates=(quick and before.cached_rates) or _measure_cached(),
         numa=before.numa if quick else numa_rates(measured_apart(_FULL_S)),
     )
-    _remember(path, found)  # a step's engine asks for it
-    with contextlib.suppress(HMTError):
-        each_s = _QUICK_S if quick else _FULL_S
-        if not quick:
-            found = replace(found, cached_rates=cached_rates(_machine(found), each_s))
-            _remember(path, found)
-        steps = cpu_step_rates(_machine(found), each_s, whole=not quick)
-        found = replace(found, steps=completed(steps, before.steps))
+    with Yardstick() as yardstick:
+        found = replace(found, **_measure_kernels(yardstick, quick=quick))
+        _remember(path, found)  # a step's engine asks for it
+        with contextlib.suppress(HMTError):
+            if not quick:
+                found = replace(found, cached_rates=cached_rates(_machine(found), each_s))
+                _remember(path, found)
+            pace = partial(yardstick.measured, _PACE_S)
+            steps = cpu_step_rates(_machine(found), each_s, whole=not quick, pace=pace)
+            found = replace(found, steps=completed(steps, before.steps))
     _remember(path, found)
     return _machine(found)
 
@@ -215,6 +219,7 @@ def remembered(path: Path) -> Rates:
             of_kind(StepRates, machine.get("steps", {})),
             sizes_of(machine.get("cached_rates", {})),
             numa=of_kind(NumaRates, machine.get("numa", {})),
+            pace=of_kind(CpuPace, machine.get("pace", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Rates()  # nothing yet, or a file that something else has written
@@ -256,12 +261,17 @@ def _machine(rates: Rates) -> Machine:
         cache_bytes=cache_bytes(),
         cached_rates=rates.cached_rates,
         cpu_cached_rates=rates.products.cached_per_s,
+        cpu_cached_row_s=rates.products.cached_row_s,
         cpu_attention_rate=rates.attention.bytes_per_s,
         cpu_cached_attention_rate=rates.attention.cached_per_s,
         cpu_attention_short_rate=rates.attention.short_bytes_per_s,
         cpu_cached_attention_short_rate=rates.attention.short_cached_per_s,
         cpu_attention_ops=rates.attention.operations_per_s,
+        cpu_attention_short_ops=rates.attention.short_operations_per_s,
         **asdict(rates.steps),
+        pace=rates.pace.calls_s,
+        reading_pace=rates.pace.reading_s,
+        arithmetic_pace=rates.pace.arithmetic_s,
         numa_nodes=len(numa_nodes()),
         numa_distances=node_distances(),
         remote_share=rates.numa.remote_share,
@@ -319,6 +329,18 @@ def _measure_ram(*, quick: bool) -> float:
         return 0.0
     finally:
         restore()
+
+
+def _measure_kernels(yardstick: Yardstick, *, quick: bool) -> dict[str, Any]:
+    """Products, attention, and the pace that the CPU had when all this was measured."""
+    seconds, tokens = (_QUICK_S, QUICK_TOKENS) if quick else (_PRODUCTS_S, FULL_TOKENS)
+    beside = yardstick.calls()
+    products, products_s = product_rates(seconds, tokens, beside)
+    attention, attention_s = attention_rates(_QUICK_S if quick else _ATTENTION_S, beside)
+    pace = yardstick.pace(products_s)
+    times = yardstick.pace(attention_s).over(pace)
+    attention = attention.faster(times.reading_s, times.arithmetic_s)
+    return {"products": products, "attention": attention, "pace": pace}
 
 
 def _measure_cached() -> dict[str, float]:
@@ -392,6 +414,7 @@ def _remember(path: Path, rates: Rates) -> None:
         "steps": asdict(steps),
         "cached_rates": rates.cached_rates,
         "numa": asdict(rates.numa),
+        "pace": asdict(rates.pace),
         "drives": drives,
         "devices": devices if isinstance(devices, dict) else {},
     }

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 FEW, MANY = 2, 8  # layers
-_EXPERTS, _CHOSEN = 32, 4
-_WIDTH, _EXPERT_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = 256, 64, 4, 2, 64
+_EXPERTS, CHOSEN = 32, 4
+WIDTH, _EXPERT_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = 256, 64, 4, 2, 64
 _WIDE, _WIDE_NETWORK, _WIDE_HEADS, _WIDE_HEAD_DIM = 1024, 4096, 8, 128  # 30 MiB a layer
 # Of latent attention, numbers kept, and with positions: long prompts make keys and values of them.
 _LATENT, _ROTATED = 128, 32
 LATENT_NUMBERS = _HEADS * (2 * _HEAD_DIM + _ROTATED)  # of all heads' queries and values
-EXPERT_BYTES = 3 * _WIDTH * _EXPERT_WIDTH * 2
+EXPERT_BYTES = 3 * WIDTH * _EXPERT_WIDTH * 2
 _DEVIATION = 0.02
 _WEIGHTS = "model.safetensors"
 _SOURCE = "mini-dense"
@@ -70,14 +70,14 @@ def wide_model(layers: int) -> Iterator[Path]:
 @contextmanager
 def small_experts(layers: int) -> Iterator[Path]:
     """A mixture of experts with random weights, of Qwen3's family."""
-    with _experts(layers, _EXPERTS, _WIDTH, _EXPERT_WIDTH) as folder:
+    with _experts(layers, _EXPERTS, WIDTH, _EXPERT_WIDTH) as folder:
         yield folder
 
 
 @contextmanager
 def wide_experts(layers: int) -> Iterator[Path]:
     """The same of larger and fewer experts: 28 MiB a layer."""
-    with _experts(layers, _CHOSEN * 2, _WIDE, _WIDE // 2) as folder:
+    with _experts(layers, CHOSEN * 2, _WIDE, _WIDE // 2) as folder:
         yield folder
 
 
@@ -89,7 +89,7 @@ def _experts(layers: int, experts: int, width: int, between: int) -> Iterator[Pa
         "hidden_size": width,
         "moe_intermediate_size": between,
         "num_experts": experts,
-        "num_experts_per_tok": _CHOSEN,
+        "num_experts_per_tok": CHOSEN,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
         "num_key_value_heads": _KV_HEADS,
@@ -124,7 +124,7 @@ def small_latent(layers: int) -> Iterator[Path]:
         "qk_rope_head_dim": _ROTATED,
         "v_head_dim": _HEAD_DIM,
         "n_routed_experts": _EXPERTS,
-        "num_experts_per_tok": _CHOSEN,
+        "num_experts_per_tok": CHOSEN,
         "moe_intermediate_size": _EXPERT_WIDTH,
         "n_shared_experts": 1,
         "n_group": 1,
@@ -132,22 +132,20 @@ def small_latent(layers: int) -> Iterator[Path]:
         "num_nextn_predict_layers": 0,
     }
     shapes = {
-        "self_attn.q_a_proj": (_LATENT, _WIDTH),
+        "self_attn.q_a_proj": (_LATENT, WIDTH),
         "self_attn.q_a_layernorm": (_LATENT,),
         "self_attn.q_b_proj": (_HEADS * (_HEAD_DIM + _ROTATED), _LATENT),
-        "self_attn.kv_a_proj_with_mqa": (_LATENT + _ROTATED, _WIDTH),
+        "self_attn.kv_a_proj_with_mqa": (_LATENT + _ROTATED, WIDTH),
         "self_attn.kv_a_layernorm": (_LATENT,),
         "self_attn.kv_b_proj": (_HEADS * 2 * _HEAD_DIM, _LATENT),
-        "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
+        "self_attn.o_proj": (WIDTH, _HEADS * _HEAD_DIM),
         **_gated("mlp."),
     }
     with random_model(layers, config, shapes) as folder:
         yield folder
 
 
-def _gated(
-    at: str, width: int = _WIDTH, between: int = _EXPERT_WIDTH
-) -> dict[str, tuple[int, ...]]:
+def _gated(at: str, width: int = WIDTH, between: int = _EXPERT_WIDTH) -> dict[str, tuple[int, ...]]:
     """A gated network, usually a small one."""
     wide, narrow = (between, width), (width, between)
     return {f"{at}gate_proj": wide, f"{at}up_proj": wide, f"{at}down_proj": narrow}
@@ -158,7 +156,7 @@ def random_model(
     layers: int,
     config: dict[str, Any],
     shapes: dict[str, tuple[int, ...]],
-    width: int = _WIDTH,
+    width: int = WIDTH,
     vocabulary: int = 0,
 ) -> Iterator[Path]:
     """Alike layers with weights of `shapes` and two norms, in a folder that goes away.

@@ -10,19 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
 from statistics import fmean
 
 import torch
 
 from hmt.base.units import MIB, round_down, round_up
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.engine.by_turns import by_turns
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
 from hmt.quant import Format, component_bytes, view_weight
 
-_SHAPE, _NARROW = (4096, 4096), (4096, 1024)  # equally many rows
+_SHAPE, _NARROW = (4096, 4096), (4096, 512)  # equally many rows
+_CACHED_SHAPE, _CACHED_NARROW = (1024, 2048), (1024, 512)  # the same in what caches hold
 _MANY = 512  # from here on the rate of arithmetic changes little
 QUICK_TOKENS, FULL_TOKENS = (4, 32, 128), (2, 4, 8, 16, 32, 64, 128, _MANY)
 _LEAST_SHARE = 0.5  # of a long row's time is its weights', whatever chance says
@@ -47,74 +48,98 @@ class ProductRates:
 
     operations_per_s   with many tokens, and under KERNEL@TOKENS with fewer
     row_s              of a row for each token, beyond its weights; the same, and KERNEL@1
-    cached_per_s       bytes_per_s of weights that caches hold
+    cached_per_s, cached_row_s   bytes_per_s, and row_s with one token, of weights that caches hold
     """
 
     bytes_per_s: dict[str, float] = field(default_factory=dict)
     operations_per_s: dict[str, float] = field(default_factory=dict)
     row_s: dict[str, float] = field(default_factory=dict)
     cached_per_s: dict[str, float] = field(default_factory=dict)
+    cached_row_s: dict[str, float] = field(default_factory=dict)
 
 
-def product_rates(seconds: float, tokens: Sequence[int] = FULL_TOKENS) -> ProductRates:
-    """All cores' rates; `seconds` for each encoding.  Nothing where memory is too short for it."""
+def product_rates(
+    seconds: float,
+    tokens: Sequence[int] = FULL_TOKENS,
+    beside: Sequence[Callable[[int], object]] = (),
+) -> tuple[ProductRates, list[float]]:
+    """All cores' rates; `seconds` for each encoding.  Nothing where memory is too short for it.
+
+    And the seconds of each of the calls that were timed by turns `beside` them.
+    """
     size = max(_LEAST_BYTES, _CACHES * cache_bytes())
     if size > available_host_bytes() // 4:
-        return ProductRates()
+        return ProductRates(), []
     before = torch.get_num_threads()
     buffer = HostBuffer(round_up(size, PAGE_BYTES))
+    beside_s: list[float] = []
+
+    def timed(products: Sequence[Product]) -> list[float]:
+        calls = [_call(*product) for product in products]
+        found = by_turns([*calls, *beside], len(_FORMATS) * seconds)
+        beside_s.extend(found[len(calls) :])
+        return found[: len(calls)]
+
     try:
         buffer.tensor.fill_(_NUMBERS)
         torch.set_num_threads(usable_threads())
         with torch.inference_mode():
-            return rates_in(buffer.tensor, _FORMATS, tokens, seconds, _product_s, rows=True)
+            return rates_in(buffer.tensor, _FORMATS, tokens, timed), beside_s
     finally:
         torch.set_num_threads(before)
         buffer.discard()
+
+
+Product = tuple[list[WeightTensor], int]  # with each weight in turn, and so many tokens
 
 
 def rates_in(
     memory: torch.Tensor,
     forms: Sequence[Format],
     tokens: Sequence[int],
-    seconds: float,
-    timed: Callable[[list[WeightTensor], int, float], float],
-    *,
-    rows: bool = False,
-    shape: tuple[int, int] = _SHAPE,
+    timed: Callable[[Sequence[Product]], list[float]],
 ) -> ProductRates:
     """Rates of products with weights in `memory`, uint8, whose bytes are numbers already.
 
-    timed(weights, tokens, seconds)   seconds of one product, found within about `seconds`
-    rows   tell what rows take from what weights do, by two widths; else weights take all of it
+    Two widths tell what rows take from what weights do.
+
+    timed(products)   seconds of one of each
     """
-    found, each_s = ProductRates(), seconds / (1 + len(tokens)) / (1 + rows)
+    products: list[Product] = []
     for form in forms:
-        wide = weights_in(memory, form, shape)
-        narrow = weights_in(memory, form, _NARROW) if rows else []
+        wide, narrow = (weights_in(memory, form, shape) for shape in (_SHAPE, _NARROW))
+        products += [(weights, count) for count in (1, *tokens) for weights in (wide, narrow)]
+        for shape in (_CACHED_SHAPE, _CACHED_NARROW):
+            few = weights_in(memory, form, shape)
+            products.append((few[: max(1, cache_bytes() // _CACHED_SHARE // few[0].nbytes)], 1))
+    found, taken = ProductRates(), iter(zip(products, timed(products), strict=True))
+    for form in forms:
         for count in (1, *tokens):
-            weight_s, row_s = timed(wide, count, each_s) / prod(shape), 0.0
-            if narrow:
-                weight_s, row_s = _apart(weight_s, timed(narrow, count, each_s) / prod(_NARROW))
+            weight_s, row_s, weight_bytes = _apart(next(taken), next(taken))
             name = form.kernel if count in (1, max(tokens)) else f"{form.kernel}@{count}"
             if count == 1:
-                found.bytes_per_s[form.kernel] = wide[0].nbytes / (weight_s * prod(shape))
+                found.bytes_per_s[form.kernel] = weight_bytes / weight_s
             else:
                 found.operations_per_s[name] = 2 * count / weight_s
-            if narrow:
-                found.row_s[name if count > 1 else f"{name}@1"] = row_s / count
-        if rows:
-            few = narrow[: max(1, cache_bytes() // _CACHED_SHARE // narrow[0].nbytes)]
-            found.cached_per_s[form.kernel] = few[0].nbytes / timed(few, 1, each_s)
+            found.row_s[name if count > 1 else f"{name}@1"] = row_s / count
+        weight_s, row_s, weight_bytes = _apart(next(taken), next(taken))
+        found.cached_per_s[form.kernel] = weight_bytes / weight_s
+        found.cached_row_s[form.kernel] = row_s
     return found
 
 
-def _apart(wide_s: float, narrow_s: float) -> tuple[float, float]:
-    """Seconds of a weight without its row, and of a row, from seconds per weight of both shapes."""
-    row_s = (narrow_s - wide_s) / (1 / _NARROW[1] - 1 / _SHAPE[1])
+def _apart(
+    wide: tuple[Product, float], narrow: tuple[Product, float]
+) -> tuple[float, float, float]:
+    """Seconds of a weight without its row, and of a row, from those of both; a weight's bytes."""
+    ((wide_weights, _), wide_s), ((narrow_weights, _), narrow_s) = wide, narrow
+    (rows, columns), (_, few_columns) = wide_weights[0].shape, narrow_weights[0].shape
+    nbytes = wide_weights[0].nbytes / (rows * columns)
+    each_s, narrow_each_s = wide_s / (rows * columns), narrow_s / (rows * few_columns)
+    row_s = (narrow_each_s - each_s) / (1 / few_columns - 1 / columns)
     if row_s <= 0:  # long rows are slower than short ones: no row costs anything then
-        return (wide_s * narrow_s) ** 0.5, 0.0
-    return max(wide_s - row_s / _SHAPE[1], _LEAST_SHARE * wide_s), row_s
+        return (each_s * narrow_each_s) ** 0.5, 0.0, nbytes
+    return max(each_s - row_s / columns, _LEAST_SHARE * each_s), row_s, nbytes
 
 
 def weights_in(memory: torch.Tensor, form: Format, shape: tuple[int, int]) -> list[WeightTensor]:
@@ -130,10 +155,10 @@ def weights_in(memory: torch.Tensor, form: Format, shape: tuple[int, int]) -> li
     return weights
 
 
-def _product_s(weights: list[WeightTensor], tokens: int, seconds: float) -> float:
-    """Seconds of a product; no weight is used again soon."""
+def _call(weights: list[WeightTensor], tokens: int) -> Callable[[int], object]:
+    """A product; no weight is used again soon."""
     x = torch.ones(tokens, weights[0].shape[1], dtype=torch.bfloat16)
-    return usual_s(lambda number: ops.linear(x, weights[number % len(weights)]), seconds)
+    return lambda number: ops.linear(x, weights[number % len(weights)])
 
 
 def usual_s(call: Callable[[int], object], seconds: float) -> float:

@@ -4,6 +4,7 @@ The CPU is measured in cpu_step_rates, a GPU in device_steps.
 """
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from hmt.base.errors import HMTError
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request, Sampling
+from hmt.engine.by_turns import middle_half
 from hmt.engine.probe_models import FEW, small_model
-from hmt.engine.product_rates import faster_half
 from hmt.planner import PlanOptions, smallest_budget
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ USERS = 8
 _PROMPT = 24
 _LONG_CONTEXT = 1536  # two pieces or more
 SHORT, LONG = 64, 512  # prompts of one step
+TWO_PIECES = 2 * LONG
 _WARM_STEPS = 16
 _LIKELIEST = Sampling()
 _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
     "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
     "held_experts_s", "missed_expert_s", "streaming_bytes", "converting_bytes",
-    "prompt_latent_s", "latent_number_s",
+    "prompt_latent_s", "latent_number_s", "prompt_experts_s", "expert_number_s",
 )  # fmt: skip
 _BY_A_WIDER_MODEL = ("number_s",)
 OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
@@ -50,6 +52,9 @@ class StepRates:
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
     piece_s: float = 0.0
+    prompt_s: float = 0.0
+    prompt_experts_s: float = 0.0
+    expert_number_s: float = 0.0
     prompt_latent_s: float = 0.0
     latent_number_s: float = 0.0
     process_bytes: int = 0
@@ -70,7 +75,8 @@ def without_fixed(machine: Machine) -> Machine:
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
         apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
-        missed_expert_s=0.0, piece_s=0.0, prompt_latent_s=0.0, latent_number_s=0.0,
+        missed_expert_s=0.0, piece_s=0.0, prompt_s=0.0, prompt_latent_s=0.0, latent_number_s=0.0,
+        prompt_experts_s=0.0, expert_number_s=0.0,
     )  # fmt: skip
 
 
@@ -126,21 +132,26 @@ def decoding_s(
     seconds: float,
     sampling: Sampling = _LIKELIEST,
     before: Callable[["LoadedModel"], None] = lambda model: None,
-    usual: Callable[[Many[float]], float] = faster_half,
+    usual: Callable[[Many[float]], float] = middle_half,
+    warm: int = _WARM_STEPS,
 ) -> float:
     """A step of one token for each of `users`; `before` is called when they have begun.
 
     usual   which of the times it is
+    warm    steps that are not counted
     """
-    tokens = _WARM_STEPS + _MOST_STEPS
-    request = Request(
-        input=[20] * _PROMPT, max_new_tokens=tokens, ignore_eos=True, sampling=sampling
-    )
+    tokens = warm + _MOST_STEPS
+    requests = [
+        Request(
+            input=text(_PROMPT, user), max_new_tokens=tokens, ignore_eos=True, sampling=sampling
+        )
+        for user in range(users)
+    ]
     with ExitStack() as stack:
-        streams = model.stream_batch([request] * users)
+        streams = model.stream_batch(requests)
         for stream in streams:
             stack.enter_context(closing(stream))
-        for _ in range(_WARM_STEPS):
+        for _ in range(warm):
             for stream in streams:
                 next(stream)
         before(model)
@@ -156,7 +167,7 @@ def decoding_s(
 
 def prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
     """A prompt of one step."""
-    request = Request(input=[20] * tokens, max_new_tokens=1, ignore_eos=True)
+    request = Request(input=text(tokens), max_new_tokens=1, ignore_eos=True)
     model.infer(request)
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -164,4 +175,10 @@ def prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
         begin = time.perf_counter()
         model.infer(request)
         times.append(time.perf_counter() - begin)
-    return faster_half(times)
+    return middle_half(times)
+
+
+def text(tokens: int, user: int = 0) -> list[int]:
+    """Different tokens, since routers send the same one to the same experts; so for each user."""
+    numbers = random.Random(1000 * tokens + user)
+    return [numbers.randrange(20, 500) for _ in range(tokens)]

@@ -66,7 +66,10 @@ def cpu_seconds(
     faster   so many times is memory read, since caches hold it
     """
     reading = over(work.nbytes, _rate(machine, load.kv_bytes, ram_rate, faster))
-    computing = over(work.operations, cpu_operations(machine))
+    operations = cpu_operations(machine)
+    if not load.latent:
+        operations = _between(machine.cpu_attention_short_ops, operations, load.kv_bytes)
+    computing = over(work.operations, operations)
     expanding = over(work.expanding, operations_rate(machine.cpu_ops, _FLOATS))
     # Keys and values of several heads are fetched while others are computed with; all heads share
     # a row of latents, and what is fetched is waited for: of 1 to 128 heads over 4096 positions

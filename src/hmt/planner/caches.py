@@ -6,9 +6,10 @@ read so much that caches keep nothing of it.
 
 from math import log
 
-from hmt.base.units import parse_bytes
+from hmt.base.units import MIB, parse_bytes
 from hmt.contracts.machine import Machine
 
+WARM_BYTES, COLD_BYTES = 14 * MIB, 256 * MIB
 _BEYOND = 2  # times the caches' size: nothing is left of what was read before
 
 
@@ -16,7 +17,7 @@ class Caches:
     """Of one machine; without their figures they change nothing."""
 
     def __init__(self, machine: Machine) -> None:
-        self._cold_times, self._nbytes = max(1.0, machine.cold_times), machine.cache_bytes
+        self._cold_times = max(1.0, machine.cold_times)
         self._memory_rate = machine.ram_read_rate
         sizes = {parse_bytes(size): rate for size, rate in machine.cached_rates.items() if rate}
         self._points = sorted(sizes.items())
@@ -41,5 +42,13 @@ class Caches:
 
     def slower(self, nbytes: float) -> float:
         """How many times as long calls take in steps that read so much, 1 or more."""
-        share = min(1.0, nbytes / self._nbytes) if self._nbytes else 1.0
-        return 1.0 + (self._cold_times - 1.0) * share
+        return 1.0 + (self._cold_times - 1.0) * coldness(nbytes)
+
+
+def coldness(nbytes: float) -> float:
+    """How little caches keep of what is called between the kernels of a step: 0 to 1.
+
+    On two Zen 4 cores beside 32 MiB of a cache calls took 0.34 ms in steps of 5 MB, 0.37 of 15,
+    0.7 of 40 and 1.3 of 260: a straight line over the logarithm.
+    """
+    return min(1.0, max(0.0, log(max(nbytes, 1.0) / WARM_BYTES) / log(COLD_BYTES / WARM_BYTES)))

@@ -12,7 +12,7 @@ from math import exp, log
 from statistics import fmean, median
 
 from hmt.contracts.machine import Machine
-from hmt.planner.cost import StepCost
+from hmt.planner.predicted import StepCost
 
 PARTS = ("CPU", "GPU", "link", "disk", "fixed")
 
@@ -121,10 +121,12 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         cpu_rates=slower(machine.cpu_rates, cpu),
         cpu_ops=slower(machine.cpu_ops, cpu),
         cpu_row_s=slower(machine.cpu_row_s, 1 / cpu),
+        cpu_cached_row_s=slower(machine.cpu_cached_row_s, 1 / cpu),
         cached_rates=slower(machine.cached_rates, cpu),
         cpu_cached_rates=slower(machine.cpu_cached_rates, cpu),
         cpu_attention_rate=machine.cpu_attention_rate / cpu,
         cpu_attention_ops=machine.cpu_attention_ops / cpu,
+        cpu_attention_short_ops=machine.cpu_attention_short_ops / cpu,
         cpu_cached_attention_rate=machine.cpu_cached_attention_rate / cpu,
         cpu_attention_short_rate=machine.cpu_attention_short_rate / cpu,
         cpu_cached_attention_short_rate=machine.cpu_cached_attention_short_rate / cpu,
@@ -153,7 +155,9 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         prompt_layer_s=machine.prompt_layer_s * fixed,
         piece_s=machine.piece_s * fixed,
         prompt_latent_s=machine.prompt_latent_s * fixed,
+        prompt_experts_s=machine.prompt_experts_s * fixed,
         latent_number_s=machine.latent_number_s * cpu,
+        expert_number_s=machine.expert_number_s * cpu,
         device_step_s=machine.device_step_s * gpu,
         device_layers=longer(machine.device_layers, gpu),
         device_launches=longer(machine.device_launches, fixed),

@@ -14,8 +14,6 @@ at once.  A rate that is not known costs nothing; but without the rates of memor
 where it is read, nothing is predicted, and of prompts nothing without those of arithmetic.
 """
 
-from dataclasses import dataclass, field
-
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
 from hmt.planner.attention_costs import (
@@ -29,6 +27,7 @@ from hmt.planner.attention_costs import (
 )
 from hmt.planner.caches import Caches
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
+from hmt.planner.predicted import Prediction, StepCost
 from hmt.planner.products import Products, Times
 from hmt.planner.routing import Needed, needed_experts, working_set
 from hmt.planner.step_sums import StepSums
@@ -39,42 +38,6 @@ _SEVERAL = 8  # users from whom on a device's attention is not faster with more 
 # 32, where guesses came true in 4 to 6 of 10 cases.  They take what time of the drive is left.
 _WRONG_GUESSES = 0.1
 _LEAST_SHARE = 0.5  # of memory's rate that is left to the CPU while the link reads, if not measured
-
-
-@dataclass(slots=True)
-class StepCost:
-    """A step, predicted.
-
-    seconds   0 where rates are missing that it depends on
-    busy_s    by part: "GPU", "CPU", "link", "disk", and "handing over" with all fixed overheads
-    nbytes    read of weights, keys and values: "GPU" (its memory), "CPU" (host memory), "link",
-              "disk"
-    limit     the part that bounds it
-    """
-
-    seconds: float = 0.0
-    busy_s: dict[str, float] = field(default_factory=dict)
-    nbytes: dict[str, float] = field(default_factory=dict)
-    limit: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A plan's speed for some users at some context.
-
-    step           of one token for each user
-    prompt         one chunk of a prompt, at half of its length
-    tokens_per_s   of all users together; 0: not known
-    ttft_s         of one user's prompt with the machine to itself; 0: not known
-    """
-
-    users: int
-    context: int
-    prompt_tokens: int
-    step: StepCost
-    prompt: StepCost
-    tokens_per_s: float
-    ttft_s: float
 
 
 class CostModel:
@@ -163,7 +126,7 @@ class _Step:
         self._faster = faster
         self._cpu = Products(
             machine.cpu_rates, self._ram_rate(), machine.cpu_ops, machine.cpu_row_s,
-            faster, machine.cpu_cached_rates,
+            faster, machine.cpu_cached_rates, machine.cpu_cached_row_s,
         )  # fmt: skip
         self._gpu = Products(machine.device_rates, machine.device_read_rate, machine.device_ops)
         self._gpu_s = self._cpu_s = self._fixed_s = self._calls_s = 0.0
@@ -235,9 +198,13 @@ class _Step:
             self._launched(load)
             self._gpu_s += numbers * machine.device_number_s
         if cpu:
-            self._fixed_s += (self._many and machine.prompt_layer_s) or machine.layer_s
+            prompts = self._many and machine.piece_s  # were measured
+            self._fixed_s += machine.prompt_layer_s if prompts else machine.layer_s
             self._calls_s += self._apart_s(load)
             self._cpu_s += numbers * machine.number_s
+        if left and self._many:
+            self._calls_s += machine.prompt_experts_s
+            self._cpu_s += numbers * self._loads.chosen * machine.expert_number_s
         self._fixed_s += handed * machine.sync_s if machine.device_name else 0.0
 
     def _launched(self, load: LayerLoad) -> None:
@@ -395,17 +362,17 @@ class _Step:
     def _host_s(self, head: bool, drawn: bool) -> float:
         """What the CPU does for a step, whatever that computes."""
         machine, rows = self._machine, self._texts
-        if self._many and machine.prompt_s:
+        drawn_s = rows * machine.logit_s * self._loads.vocabulary if head and drawn else 0.0
+        if self._many and (machine.prompt_s or machine.piece_s):
             # A request comes and goes once, whatever pieces its prompt is read in.
-            step_s, row_s = machine.prompt_s if head else machine.step_s, 0.0
+            piece_s = 0.0 if machine.device_name else machine.piece_s
+            step_s = (head and machine.prompt_s) or piece_s or machine.step_s
+            row_s, rows = 0.0 if machine.device_name else machine.row_s, rows - 1
         elif self._begins_early(drawn) or not machine.draw_s:
             step_s, row_s = machine.step_s, machine.row_s
         else:
             step_s, row_s = machine.draw_s, machine.draw_row_s
-        if self._many and machine.piece_s and not machine.prompt_s:
-            step_s = machine.piece_s
-        logits = self._loads.vocabulary if head and drawn else 0
-        return step_s + rows * (row_s + logits * machine.logit_s)
+        return step_s + rows * row_s + drawn_s
 
     def _begins_early(self, drawn: bool) -> bool:
         """Whether a device computes the next step while the CPU looks at this one."""

@@ -8,11 +8,12 @@ from typing import Final
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import round_down
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.planner.cost import CostModel, Prediction
+from hmt.planner.cost import CostModel
 from hmt.planner.draft import Draft
 from hmt.planner.footprint import default_chunk
 from hmt.planner.levels import KVBudgets
 from hmt.planner.outlook import Outlook, Planned, Setting
+from hmt.planner.predicted import Prediction
 from hmt.planner.search import cheapest
 
 GOALS: Final = ("latency", "throughput", "balanced")

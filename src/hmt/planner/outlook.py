@@ -12,11 +12,12 @@ from hmt.base.units import GIB, format_bytes, round_down, round_up, shown_at_lea
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan
-from hmt.planner.cost import CostModel, Prediction
+from hmt.planner.cost import CostModel
 from hmt.planner.device import DeviceChoice
 from hmt.planner.footprint import Demand, default_chunk
 from hmt.planner.levels import KVBudgets
 from hmt.planner.loads import loads_of
+from hmt.planner.predicted import Prediction
 from hmt.planner.solver import PlanOptions, solve
 
 _OURS = 0.9  # of a described machine's memories; the rest is the system's and the driver's

@@ -32,6 +32,7 @@ class Products:
     row_s       seconds of a row for each token, named as `operations`, and ENCODING@1
     faster      how much faster memory is read than those rates say, since caches hold it
     most        bytes per second then, by encoding
+    most_row_s  seconds of a row then, with one token, by encoding
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class Products:
         row_s: Mapping[str, float] = _NOTHING,
         faster: float = 1.0,
         most: Mapping[str, float] = _NOTHING,
+        most_row_s: Mapping[str, float] = _NOTHING,
     ) -> None:
+        self._most_row_s = most_row_s
         self._rates, self._otherwise, self._operations = rates, otherwise, operations
         self._row_s, self._faster, self._most = row_s, faster, most
         self._curves: dict[str, list[_Point]] = {}
@@ -69,7 +72,8 @@ class Products:
         """With `numbers` weights of `nbytes` in `rows`; never less than with fewer tokens."""
         reading = self.reading_s(nbytes, encoding)
         name = _nearest(self._operations, encoding)
-        one = reading + rows * self._row_s.get(f"{name}{_AT}1", 0.0) * self._rows_share(encoding)
+        share, row_s = self._rows_share(encoding), self._row_s.get(f"{name}{_AT}1", 0.0)
+        one = reading + rows * (share * row_s + (1 - share) * self._most_row_s.get(encoding, 0.0))
         rate = self._operations.get(name, 0.0)
         computing = 2 * numbers * tokens / rate if rate else 0.0
         many = computing + rows * tokens * self._row_s.get(name, 0.0)
@@ -92,7 +96,7 @@ class Products:
         return low + (at(point) - low) * share
 
     def _rows_share(self, encoding: str) -> float:
-        """Of the time of rows: what caches hold, is timed with rows of usual length."""
+        """Of the time of rows that are read from memory; the others' is theirs that caches hold."""
         rate, most = self._rates.get(encoding), self._most.get(encoding)
         if not rate or not most or most <= rate:
             return 1.0

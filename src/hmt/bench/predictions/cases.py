@@ -53,36 +53,37 @@ class Case:
 
 def cpu_cases(moe: str | None = None) -> list[Case]:
     """Runs for a machine without a GPU; `moe` is the folder of a trained mixture of experts."""
+    # Steps of a second and more in all, where they can: memory's rate changes from one to the next.
     cases = [
-        Case("mini-dense", None, 1, 1024, 1, 128),
-        Case("mini-dense", None, 1, 1024, 8, 64),
-        Case("mini-dense", None, 1, 8192, 1, 64, 512),
-        Case("mini-dense", None, 1, 32000, 1, 48, 512),
-        Case("mini-dense", "w8a8", 1, 4096, 4, 64),
-        Case("dense", None, 1, 1024, 1),
+        Case("mini-dense", None, 1, 1024, 1, 512),
+        Case("mini-dense", None, 1, 1024, 8, 192),
+        Case("mini-dense", None, 1, 8192, 1, 256, 512),
+        Case("mini-dense", None, 1, 32000, 1, 128, 512),
+        Case("mini-dense", "w8a8", 1, 4096, 4, 192),
+        Case("dense", None, 1, 1024, 1, 64),
         Case("dense", None, 1, 1024, 8),
-        Case("dense", "w8a8", 1, 1024, 1),
-        Case("dense", "w8a8", 1, 2048, 4),
-        Case("dense", "w4a8", 1, 1024, 1, 64),
-        Case("dense", "w4a8", 1, 1024, 8),
-        Case("dense", "w4a8", 1, 8192, 1),
+        Case("dense", "w8a8", 1, 1024, 1, 96),
+        Case("dense", "w8a8", 1, 2048, 4, 64),
+        Case("dense", "w4a8", 1, 1024, 1, 128),
+        Case("dense", "w4a8", 1, 1024, 8, 64),
+        Case("dense", "w4a8", 1, 8192, 1, 96),
         Case("dense", None, 0.5, 1024, 1, 24),
         Case("dense", None, 0.1, 1024, 1, 16),
         Case("dense", None, 0.1, 1024, 4, 16),
         Case("dense", "w4a8", 0.5, 1024, 1, 32),
         Case("dense", "w8a8", 0.1, 2048, 2, 24),
-        Case("moe", None, 1, 1024, 1, 64),
-        Case("moe", "w8a8", 1, 1024, 8),
-        Case("moe", "w4a8", 1, 1024, 1, 64),
-        Case("moe", "w4a8", 1, 4096, 2, 48),
-        Case("moe", None, 0.5, 1024, 1, 48),
-        Case("moe", None, 0.1, 1024, 1, 32),
-        Case("moe", None, 0.5, 1024, 4),
-        Case("moe", "w4a8", 0.5, 1024, 1, 48),
+        Case("moe", None, 1, 1024, 1, 192),
+        Case("moe", "w8a8", 1, 1024, 8, 96),
+        Case("moe", "w4a8", 1, 1024, 1, 384),
+        Case("moe", "w4a8", 1, 4096, 2, 192),
+        Case("moe", None, 0.5, 1024, 1, 128),
+        Case("moe", None, 0.1, 1024, 1, 48),
+        Case("moe", None, 0.5, 1024, 4, 48),
+        Case("moe", "w4a8", 0.5, 1024, 1, 192),
     ]
     if moe is not None:
-        own = Case(moe, None, 1, 1024, 1, 128)
-        cases += [own, replace(own, prompt=16384), replace(own, users=8, tokens=64)]
+        own = Case(moe, None, 1, 1024, 1, 384)
+        cases += [own, replace(own, prompt=16384, tokens=192), replace(own, users=8, tokens=160)]
     return cases
 
 

@@ -1,8 +1,8 @@
 """Runs that were predicted first: `python -m hmt.bench.predictions.process FOLDER CASES`.
 
 CASES is a JSON list of `Case`s, FOLDER where their models are.  For each it prints a JSON object:
-what was predicted before the model was loaded, and what was measured then.  With a GPU the same is
-predicted at the paces that the CPU had right before each measurement.
+what was predicted before the model was loaded, and what was measured then; and what is predicted at
+the paces that the CPU had meanwhile (where a GPU computes, right before each measurement).
 """
 
 import json
@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,16 +21,20 @@ from typing import Any
 
 from hmt.base.units import MIB, round_up
 from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
+from hmt.bench.predictions.meanwhile import Meanwhile
 from hmt.bench.traced_curve import traced_curve
+from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import Request, Sampling
 from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, RunSummary, prepare
+from hmt.engine.cpu_pace import CpuPace, PaceProcess, at_cpu_pace
 from hmt.engine.machine import measure_drive_again
 from hmt.engine.pace import at_pace, steadily
 from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
-from hmt.planner.cost import CostModel, Prediction
+from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
+from hmt.planner.predicted import Prediction
 from hmt.planner.routing import HitCurve
 
 _WARM_TOKENS = 24
@@ -38,7 +42,8 @@ _TRACED_TOKENS = 64
 _MOST_WARMING = 12  # prompts
 _REPLAYS = 12
 _GUESSED = 36
-_PROMPTS = 5  # alone, of which the median counts: to launch them takes what the CPU gives
+_PROMPTS, _PROMPTS_S = 5, 2.0  # alone, of which the median counts
+_PACE_S, _LOOK_S = 0.1, 0.4
 _USUAL_CHUNK = 64  # or more
 _DRIVE_S = 0.5
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
@@ -50,17 +55,22 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     # A drive that others use, too: what it gives now is predicted with.
     reads = case.kept < 1
     before_rate = measure_drive_again(path, _DRIVE_S) if reads else 0.0
-    with Engine(**_options(case, path)) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine(**_options(case, path)))
+        pace: Callable[[], CpuPace] = CpuPace
+        if case.gpu_memory is None:
+            pace = partial(stack.enter_context(PaceProcess()).measured, _PACE_S)
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
-        before = resident_bytes()  # which libraries there are depends on the model's family
-        predict = partial(_predicted, case, prepared, before, _curve(case, folder))
-        predicted = predict((0.0, 0.0))
+        taken = resident_bytes()  # which libraries there are depends on the model's family
+        predict = partial(_predicted, case, prepared, taken, _curve(case, folder))
+        predicted = predict([pace()] * 2)
         memory = {"opened": _taken(engine)}
         with engine.load_model(path) as model:
             memory["loaded"] = _taken(engine)
-            measured = _measured(case, model)
+            measured = _measured(case, model, pace)
+            before, predicted = predicted, predict(measured["paces"])
+            measured["paces"] = list(map(_plain, measured["paces"]))
             if engine._device is not None:
-                predicted = predict(measured["paces"])
                 memory["answered"] = _taken(engine)
                 measured["device_bytes"] = memory["answered"][0]
                 measured["device_memory"] = memory
@@ -71,6 +81,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         drive = {"drive": {"before": before_rate, "after": after_rate}}
     return drive | {
         "case": asdict(case) | {"name": case.name},
+        "predicted_before": before,
         "predicted": predicted,
         "measured": measured | {"peak_bytes": peak_bytes},
     }
@@ -145,7 +156,7 @@ def _predicted(
     prepared: Prepared,
     process_bytes: int,
     hits: HitCurve | None,
-    paces: Sequence[float],
+    paces: Sequence[float | CpuPace],
 ) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of.
 
@@ -154,7 +165,7 @@ def _predicted(
     demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
     loads = loads_of(demand, prepared.plan)
     reading, decoding = (
-        CostModel(loads, at_pace(prepared.machine, pace), drawn=_draws(case)) for pace in paces
+        CostModel(loads, _at(prepared.machine, pace), drawn=_draws(case)) for pace in paces
     )
     found: Prediction = decoding.predict(case.users, _context(case), case.prompt)
     prompt = reading.predict(case.users, _context(case), case.prompt)
@@ -183,6 +194,14 @@ def _predicted(
     }
 
 
+def _at(machine: Machine, pace: float | CpuPace) -> Machine:
+    return at_pace(machine, pace) if isinstance(pace, float) else at_cpu_pace(machine, pace)
+
+
+def _plain(pace: float | CpuPace) -> float | dict[str, float]:
+    return pace if isinstance(pace, float) else asdict(pace)
+
+
 def _streaming_bytes(prepared: Prepared) -> int:
     """What a process takes besides where weights come from the drive."""
     machine, reserved = prepared.machine, prepared.plan.reserved
@@ -202,12 +221,12 @@ def _context(case: Case) -> int:
     return case.prompt + case.tokens // 2 + _ahead(case) // 8
 
 
-def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
+def _measured(case: Case, model: LoadedModel, pace: Callable[[], CpuPace]) -> dict[str, Any]:
     """Rates, and bytes per token by link.
 
     ttft_s    of one prompt, with the machine to itself; first_ttft_s when its length came first
     tokens_per_s   of all users, while all of them decode
-    paces     of the CPU before the one and the other, where a GPU computes; else 0
+    paces     of the CPU meanwhile, of both; where a GPU computes, of Python before them
     """
     # A GPU's kernels are compiled for a prompt's size when it first comes; slots are filled, and
     # what is read is converted, when it first is.
@@ -223,21 +242,26 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     guessed = min(_GUESSED, case.tokens) if case.gpu_memory is not None else 4
     _answers(case, model, case.users, warm, guessed)
     model.reset_summary()
-    ttft_s, reading, decoding = 0.0, 0.0, 0.0
+    reading: float | CpuPace
+    decoding: float | CpuPace
     chain: dict[str, float] = {}
     answers = partial(_answers, case, model, case.users, case.prompt, case.tokens, chain)
     if case.gpu_memory is not None:
         # While a neighbour of the CPU comes and goes, neither the one nor the other is measured.
         reading, ttft_s = steadily(model, partial(_usual_first_s, case, model))
-        decoding, (first_s, (rate, summary)) = steadily(model, answers)
+        decoding, (_, (rate, summary)) = steadily(model, answers)
     else:
-        if case.users > 1:
-            ttft_s, _ = _answers(case, model, 1, case.prompt, 1)
-        first_s, (rate, summary) = answers()
+        every_s = _LOOK_S if case.kept == 1 else None
+        with Meanwhile(model, pace, every_s) as seen:
+            ttft_s = _usual_first_s(case, model, seen)
+        reading = seen.pace
+        with Meanwhile(model, pace, every_s) as seen:
+            _, (rate, summary) = answers(seen)
+        decoding = seen.pace
     phase = summary.generation
     return {
         "tokens_per_s": rate,
-        "ttft_s": ttft_s or first_s,
+        "ttft_s": ttft_s,
         "first_ttft_s": first_ttft_s,
         "paces": [reading, decoding],
         **chain,
@@ -251,9 +275,12 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _usual_first_s(case: Case, model: LoadedModel) -> float:
-    """Seconds to the first token of one user."""
-    return median(_answers(case, model, 1, case.prompt, 1)[0] for _ in range(_PROMPTS))
+def _usual_first_s(case: Case, model: LoadedModel, seen: Meanwhile | None = None) -> float:
+    """Seconds to the first token of one user; of long prompts, of few."""
+    times: list[float] = []
+    while len(times) < _PROMPTS and sum(times) < _PROMPTS_S:
+        times.append(_answers(case, model, 1, case.prompt, 1, None, seen)[0])
+    return median(times)
 
 
 def _answers(
@@ -263,38 +290,42 @@ def _answers(
     prompt: int,
     tokens: int,
     chain: dict[str, float] | None = None,
+    seen: Meanwhile | None = None,
 ) -> tuple[float, tuple[float, RunSummary]]:
     """Seconds to the first tokens; tokens per second from there on, and what these cost.
 
-    Into `chain` goes what the GPU alone takes for a step, one of many in a row and by itself.
+    `seen` looks at the CPU's pace from the first tokens on.  Into `chain` goes what the GPU alone
+    takes for a step, one of many in a row and by itself.
     """
-    numbers = random.Random(prompt)  # tokens are what text is made of, to routers
-    sampling = Sampling(temperature=1.0, seed=1) if _draws(case) else Sampling()
     requests = [
         Request(
-            input=[numbers.randrange(16, 4000) for _ in range(prompt)],
+            input=_text(prompt, user),
             max_new_tokens=tokens + (_ahead(case) - 1 if tokens > 4 else 0),
             ignore_eos=True,
-            sampling=sampling,
+            sampling=Sampling(temperature=1.0, seed=user) if _draws(case) else Sampling(),
         )
-        for _ in range(users)
+        for user in range(users)
     ]
-    begin = time.perf_counter()
+    clock = time.perf_counter if seen is None else seen.clock
+    begin = clock()
     with ExitStack() as stack:
         streams = [stack.enter_context(closing(s)) for s in model.stream_batch(requests)]
         for stream in streams:
             next(stream)
-        first = time.perf_counter()
+        first = clock()
         if tokens == 1:
             return first - begin, (0.0, model.summary())
         # Those whose prompts came first have decoded meanwhile: the last one sets the pace.
         _next(streams)
         before = _brought_bytes(model.summary())
         model.reset_summary()
-        second = time.perf_counter()
-        for _ in range(tokens - 2):
+        if seen is not None:
+            seen.begin()
+            _next(streams)  # computed before it looked, or after
+        second, count = clock(), tokens - 2 - (seen is not None)
+        for _ in range(count):
             _next(streams)
-        took = time.perf_counter() - second
+        took = clock() - second
         summary = model.summary()
         brought = _brought_bytes(summary) - before
         phase = summary.generation
@@ -302,7 +333,13 @@ def _answers(
         summary = replace(summary, generation=replace(phase, link_bytes=link, host_bytes=host))
         if chain is not None and case.gpu_memory is not None:
             chain.update(zip(("replayed_s", "alone_s"), model.replayed_s(_REPLAYS), strict=True))
-        return first - begin, (users * (tokens - 2) / took, summary)
+        return first - begin, (users * count / took, summary)
+
+
+def _text(tokens: int, user: int) -> list[int]:
+    """Tokens are what text is made of, to routers; each user has others."""
+    numbers = random.Random(tokens + user)
+    return [numbers.randrange(16, 4000) for _ in range(tokens)]
 
 
 def _brought_bytes(summary: RunSummary) -> int:

@@ -1,0 +1,207 @@
+"""How fast this machine is at the moment, beside how fast it was when it was measured.
+
+What the CPU computes with belongs to others as well where a host is shared: a neighbour takes
+memory's bandwidth, or the other thread of a core.  So some work of each kind is timed together with
+what a probe measures, and can be timed again, for a quarter of a second, before something is
+predicted from that.
+"""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from math import log
+from typing import Self
+
+import torch
+
+from hmt.base.units import MIB, parse_bytes, round_up
+from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.contracts.machine import Machine
+from hmt.engine.by_turns import by_turns, middle_half
+from hmt.engine.pace import at_pace, python_work
+from hmt.kernels import ops
+from hmt.kernels.cpu.threads import usable_threads
+from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
+from hmt.quant import Format
+
+_SHAPE = (4096, 4096)
+_FORMATS = (
+    Format(Encoding.BF16),
+    Format(Encoding.INT4_GROUP, 32, activations=Activations.INT8_TOKEN),
+)
+_TOKENS = 128  # of arithmetic
+_CACHES, _LEAST_BYTES = 2, 128 * MIB  # a weight is gone from them when its turn comes again
+_NUMBERS = 0x38  # each byte: small positive numbers in every float format
+_READ = ("ram_read_rate", "cpu_attention_rate", "cpu_attention_short_rate")
+_COMPUTED = ("number_s", "latent_number_s", "expert_number_s")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPace:
+    """Seconds that some work took, of each kind; 0: not known.
+
+    calls_s        of Python
+    reading_s      of products with one token, in which memory is read
+    arithmetic_s   of one with many
+    """
+
+    calls_s: float = 0.0
+    reading_s: float = 0.0
+    arithmetic_s: float = 0.0
+
+    def over(self, other: "CpuPace") -> "CpuPace":
+        """How many times as long all takes as at the `other` pace; 1 where one is not known."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return CpuPace(*(mine / others if mine and others else 1.0 for mine, others in pairs))
+
+
+def usual_pace(paces: Sequence[CpuPace]) -> CpuPace:
+    """In the middle of several that were measured one after the other."""
+    return CpuPace(*(middle_half(each) for each in zip(*map(astuple, paces), strict=True)))
+
+
+class Yardstick:
+    """The work that tells the pace; none where there is too little memory for it.
+
+    It takes memory, which `close` gives back.
+    """
+
+    def __init__(self) -> None:
+        # Not above: it measures products by turns with a yardstick.
+        from hmt.engine.product_rates import weights_in
+
+        size = max(_LEAST_BYTES, _CACHES * cache_bytes())
+        self._buffer: HostBuffer | None = None
+        self._weights: list[list[WeightTensor]] = []
+        if size > available_host_bytes() // 4:
+            return
+        self._buffer = HostBuffer(round_up(size, PAGE_BYTES))
+        self._buffer.tensor.fill_(_NUMBERS)
+        self._weights = [weights_in(self._buffer.tensor, form, _SHAPE) for form in _FORMATS]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._weights.clear()
+        if self._buffer is not None:
+            self._buffer.discard()
+
+    def calls(self) -> list[Callable[[int], object]]:
+        """What is to be timed; `pace` makes a pace of their seconds."""
+
+        def product(form: int, tokens: int) -> Callable[[int], object]:
+            weights = self._weights[form]
+            x = torch.ones(tokens, _SHAPE[1], dtype=torch.bfloat16)
+            return lambda number: ops.linear(x, weights[number % len(weights)])
+
+        if self._buffer is None:
+            return []
+        reading = [product(form, 1) for form in range(len(_FORMATS))]
+        return [python_work, *reading, product(0, _TOKENS)]
+
+    @staticmethod
+    def pace(seconds: list[float]) -> CpuPace:
+        """Of what `calls` took."""
+        if not seconds:
+            return CpuPace()
+        calls_s, *reading_s, arithmetic_s = seconds
+        return CpuPace(calls_s, sum(reading_s), arithmetic_s)
+
+    def measured(self, seconds: float) -> CpuPace:
+        """The pace now."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(usable_threads())
+        try:
+            with torch.inference_mode():
+                return self.pace(by_turns(self.calls(), seconds))
+        finally:
+            torch.set_num_threads(before)
+
+
+def pace_at(machine: Machine) -> CpuPace:
+    """That at which the machine's rates were measured."""
+    return CpuPace(machine.pace, machine.reading_pace, machine.arithmetic_pace)
+
+
+def at_cpu_pace(machine: Machine, now: CpuPace) -> Machine:
+    """The machine as it is at another pace than that at which it was measured."""
+    times = now.over(pace_at(machine))
+    machine = at_pace(machine, now.calls_s)
+
+    def products(name: str) -> float:
+        _, at, tokens = name.partition("@")
+        # Bound by reading with one token, by arithmetic with many, and between them by both.
+        share = min(1.0, log(int(tokens)) / log(_TOKENS)) if at else 1.0
+        return float(times.reading_s ** (1 - share) * times.arithmetic_s**share)
+
+    return replace(
+        machine,
+        reading_pace=machine.reading_pace * times.reading_s,
+        arithmetic_pace=machine.arithmetic_pace * times.arithmetic_s,
+        cpu_rates={name: rate / times.reading_s for name, rate in machine.cpu_rates.items()},
+        cpu_ops={name: rate / products(name) for name, rate in machine.cpu_ops.items()},
+        cpu_row_s={name: each * products(name) for name, each in machine.cpu_row_s.items()},
+        cpu_attention_ops=machine.cpu_attention_ops / times.arithmetic_s,
+        cpu_attention_short_ops=machine.cpu_attention_short_ops / times.arithmetic_s,
+        cached_rates={
+            # What caches hold is not read from memory.
+            size: rate / (times.reading_s if parse_bytes(size) > machine.cache_bytes else 1.0)
+            for size, rate in machine.cached_rates.items()
+        },
+        **{name: getattr(machine, name) / times.reading_s for name in _READ},
+        **{name: getattr(machine, name) * times.arithmetic_s for name in _COMPUTED},
+    )
+
+
+class PaceProcess:
+    """A yardstick in a process of its own, whose memory is not that of whoever asks."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hmt.engine.cpu_pace"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def measured(self, seconds: float) -> CpuPace:
+        """The pace now.  Raises OSError where the process is gone."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+        found = self._process.stdout.readline().split()
+        if not found:
+            raise OSError("the process that measures the CPU's pace has ended")
+        return CpuPace(*map(float, found))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):  # what was asked of a process that is gone
+            self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def main() -> None:
+    """Answers each line on stdin, seconds, with the pace."""
+    with Yardstick() as yardstick:
+        for line in sys.stdin:
+            print(*astuple(yardstick.measured(float(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
