@@ -189,6 +189,8 @@ def measured(monkeypatch):
     monkeypatch.setattr(machine, "_measure_disk", measure_disk)
     products = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
     monkeypatch.setattr(machine, "product_rates", lambda *given: (products, []))
+    for seconds in ("_FULL_S", "_ATTENTION_S"):
+        monkeypatch.setattr(machine, seconds, 0.05)
 
 
 def test_the_gpu_is_not_measured_where_there_is_none(hmt):
@@ -215,6 +217,7 @@ def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypa
     assert "saved in" in done.out
     monkeypatch.setenv("HMT_CACHE", str(written))
     monkeypatch.setattr(machine, "cpu_step_rates", lambda *given, **whole: StepRates())
+    monkeypatch.setattr(machine, "cached_rates", lambda *given: {})
     assert "not saved" in hmt("probe", tmp_path, "--quick").out
     for wrong in (("--toml", tmp_path), ("--toml", "/no/such"), ("--gpu-id", "first")):
         done = hmt("probe", tmp_path, *wrong)

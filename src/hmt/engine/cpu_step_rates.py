@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _SMALL = models.small_model, models.small_experts, models.small_latent
 _CONTEXT = 64  # of decoding, about
 _HOST_MEMORY = "2GiB"
-_STREAMED, _CONVERTED = (0.5, 0.1, 0.1), {"quantization": "w4a8"}
+_STREAMED, _CONVERTED = (0.1, 0.1), {"quantization": "w4a8"}
 _NO_WAIT = 1e15  # bytes per second
 # Of the weights: hardly an expert is missing in its slot, and some are in each step.
 _HELD, _MISSED = 0.9, 0.05
