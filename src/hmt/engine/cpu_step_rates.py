@@ -50,7 +50,7 @@ _NO_WAIT = 1e15  # bytes per second
 # Of the weights: hardly an expert is missing in its slot, and some are in each step.
 _HELD, _MISSED = 0.9, 0.05
 _ROUNDS, _WARM_STEPS = 4, 10
-_PROMPTS = 2  # times the seconds: a prompt takes 0.2 of them
+_PROMPTS = 1.5  # times the seconds: a prompt takes 0.2 of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ from hmt.quant import Format
 _QUICK_S = 0.1  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.15
-_PRODUCTS_S = 3 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
+_PRODUCTS_S = 2.5 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
 _ATTENTION_S, _PACE_S = 4 * _FULL_S, 0.05
 _CACHED_S = 0.05
 _CACHED_SHARES = (32, 8, 2)  # of the caches' size: a half, and less
