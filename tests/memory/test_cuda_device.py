@@ -11,6 +11,8 @@ from hmt.memory.device.link import Link
 
 pytestmark = pytest.mark.gpu
 
+SIZES = (16, 1 << 20, 3 << 20, 4096)
+
 
 @pytest.fixture(scope="module")
 def device() -> Device:
@@ -27,6 +29,21 @@ def test_copies_arrive_whole_and_tell_how_long_they_took(device: Device) -> None
     assert copy.reached() and torch.equal(target.cpu(), source)
     rate = size / copy.took_s()
     assert 1e8 < rate < 1e12
+
+
+def test_many_copies_arrive_together(device: Device) -> None:
+    sources = [torch.empty(n, dtype=torch.uint8, pin_memory=True).random_(0, 256) for n in SIZES]
+    targets = [device.allocate(n) for n in SIZES]
+    with device.computing():
+        for target in targets:
+            target.fill_(7)
+        copy = device.copy_each(targets, sources, [device.mark()])
+        device.follow(copy)
+        again = [target.clone() for target in targets]
+        device.synchronize()
+    assert copy.reached() and copy.took_s() > 0
+    for found, source in zip(again, sources, strict=True):
+        assert torch.equal(found.cpu(), source)
 
 
 def test_pieces_run_in_order_with_the_cpus_part_between_them(device: Device) -> None:

@@ -1,7 +1,7 @@
 """A CUDA device, through torch."""
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -116,13 +116,23 @@ class CudaDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         """See Device."""
+        return self.copy_each((target,), (source,), () if after is None else (after,))
+
+    def copy_each(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        after: Iterable[Mark] = (),
+    ) -> Copy:
+        """See Device."""
         with torch.cuda.stream(self._copies):
-            if after is not None:
-                assert isinstance(after, _CudaMark)
-                self._copies.wait_event(after.event)
+            for mark in after:
+                assert isinstance(mark, _CudaMark)
+                self._copies.wait_event(mark.event)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             self._copies.record_event(begin)
-            target.copy_(source, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
             self._copies.record_event(end)
             return _CudaCopy(begin, end)
 

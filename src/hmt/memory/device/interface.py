@@ -6,7 +6,7 @@ there.  A mark is a place in a queue; another queue can be made to wait for it w
 waiting.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -79,6 +79,18 @@ class Device(Protocol):
 
         Begins when `after`, a place on the compute queue, has been reached.  `source` must stay as
         it is until then, and be pinned for the copy to run beside the CPU.
+        """
+        ...
+
+    def copy_each(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        after: Iterable[Mark] = (),
+    ) -> Copy:
+        """`copy`, of each to its target, one behind the other; reached when all are there.
+
+        For many small ones: beginning and end are noted once.
         """
         ...
 

@@ -5,7 +5,7 @@ are late on purpose: their bytes arrive when somebody follows or waits for their
 later copy, and until then the target holds NaN, so that what is used too early shows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -90,12 +90,28 @@ class PretendedDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         """See Device."""
-        assert after is None or after.reached(), "the pretended compute queue is never behind"
-        assert target.shape == source.shape
-        target.fill_(POISON)
+        return self.copy_each((target,), (source,), () if after is None else (after,))
+
+    def copy_each(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        after: Iterable[Mark] = (),
+    ) -> Copy:
+        """See Device."""
+        pairs = list(zip(targets, sources, strict=True))
+        assert all(mark.reached() for mark in after), "the pretended compute queue is never behind"
+        assert all(target.shape == source.shape for target, source in pairs)
+        for target, _ in pairs:
+            target.fill_(POISON)
         self._under_way = [copy for copy in self._under_way if not copy.reached()]
         before = [copy for copy in self._under_way if isinstance(copy, _PretendedCopy)]
-        copy = _PretendedCopy(lambda: target.copy_(source), before)
+
+        def arrive() -> None:
+            for target, source in pairs:
+                target.copy_(source)
+
+        copy = _PretendedCopy(arrive, before)
         self._under_way.append(copy)
         return copy
 
