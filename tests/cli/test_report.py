@@ -63,9 +63,13 @@ def test_a_run_with_a_gpu_says_who_computed_its_experts() -> None:
     device = DeviceAccount("a GPU", 8 * MIB, used, 5 * MIB, 0, experts)
     text = " ".join(shown(replace(STREAMED, device=device)).split())
     assert "30% found on the GPU, 50% brought over the link, 20% left to the CPU" in text
+    halves = replace(device, experts=replace(experts, cut=10.0))
+    text = " ".join(shown(replace(STREAMED, device=halves)).split())
+    assert "30% found on the GPU, 60% brought over the link, 10% left to the CPU" in text
     content = summary_json(replace(STREAMED, device=device))
     assert content["device"]["experts"] == {"found": 30, "brought": 50, "left": 20} | {
-        "nbytes": 25 * MIB
+        "nbytes": 25 * MIB,
+        "cut": 0.0,
     }
     nothing = replace(experts, found=0, brought=0, left=0)
     assert "brought" not in shown(replace(STREAMED, device=replace(device, experts=nothing)))

@@ -115,7 +115,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     sequences = [kv.open(total) for _ in range(batch)]
     tokens = [17 + 13 * n for n in range(batch)]
     times: list[tuple[float, float, float]] = []
-    counts = (0, 0, 0)
+    counts = (0, 0, 0, 0.0)
     try:
         for number in range(_WARM_STEPS + steps):
             if number == _WARM_STEPS:
@@ -135,7 +135,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
                 computed = captured.served.computed_s - served.computed_s
                 waited = captured.served.waited_s - served.waited_s
             times.append((elapsed, computed, waited))
-        found, brought, left = (
+        found, brought, left, cut = (
             (now - then) / steps for now, then in zip(teams.counts() or counts, counts, strict=True)
         )
     finally:
@@ -147,8 +147,9 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     desk = None if captured is None else captured._desk
     learned = None if desk is None or desk.link_share is None else desk.link_share.learned(batch)
     return HybridStep(
-        batch, context, step_s, computed_s, waited_s, found, brought, left, teams.nbytes, learned
-    )
+        batch, context, step_s, computed_s, waited_s, found, brought + cut, left - cut,
+        teams.nbytes, learned,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

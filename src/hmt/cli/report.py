@@ -114,10 +114,11 @@ def _device(device: "DeviceAccount", phase: "Phase") -> Text:
 
 
 def _experts(experts: "ExpertAccount") -> str:
-    needed = experts.needed
+    needed, cut = experts.needed, experts.cut
     return (
-        f"{experts.found / needed:.0%} found on the GPU, {experts.brought / needed:.0%} brought "
-        f"over the link, {experts.left / needed:.0%} left to the CPU; "
+        f"{experts.found / needed:.0%} found on the GPU, "
+        f"{(experts.brought + cut) / needed:.0%} brought over the link, "
+        f"{(experts.left - cut) / needed:.0%} left to the CPU; "
         f"{format_bytes(experts.nbytes)} each"
     )
 

@@ -144,7 +144,10 @@ class Memory:
         assert self.on_device is not None
         teams = self.on_device.weights.teams
         counts = teams.counts()
-        return None if counts is None else ExpertAccount(*counts, teams.nbytes)
+        if counts is None:
+            return None
+        found, brought, left, cut = counts
+        return ExpertAccount(found, brought, left, teams.nbytes, cut)
 
     def close(self) -> None:
         """Free it all."""

@@ -180,14 +180,16 @@ class ExpertAccount:
 
     found    on a GPU, which had them already
     brought  on it, over the link
-    left     to the CPU
+    left     to the CPU, wholly or but for a part
     nbytes   of one
+    cut      such parts, which came over the link, as whole ones
     """
 
     found: int
     brought: int
     left: int
     nbytes: int
+    cut: float = 0.0
 
     @property
     def needed(self) -> int:

@@ -50,6 +50,11 @@ class HybridTeam:
         self._nbytes = nbytes
         self._on_host = on_host
 
+    @property
+    def pieces(self) -> int:
+        """Of an expert that is cut."""
+        return 1 if self.places.cuts is None else self.places.cuts.pieces
+
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
     ) -> Callable[..., Tensor]:
@@ -186,16 +191,19 @@ class Teams:
             if isinstance(team, HybridTeam)
         }
 
-    def counts(self) -> tuple[int, int, int] | None:
+    def counts(self) -> tuple[int, int, int, float] | None:
         """Experts found in the cache, brought, and left to the host; waits for the device.
 
+        And what was brought of those that were cut, which are left: whole ones that it makes.
         None where nothing is shared out.
         """
         hybrid = [team for team in self.by_layer.values() if isinstance(team, HybridTeam)]
         if not hybrid:
             return None
-        found, brought, left = torch.stack([team.slots.counts for team in hybrid]).sum(0).tolist()
-        return found, brought, left
+        counted = torch.stack([team.slots.counts for team in hybrid]).tolist()
+        cut = sum(row[3] / team.pieces for team, row in zip(hybrid, counted, strict=True))
+        found, brought, left, _ = map(sum, zip(*counted, strict=True))
+        return found, brought, left, cut
 
     def seen(self) -> dict[int, tuple[list[float], list[bool]]]:
         """Of layers whose experts are shared out: each one's score, and whether it is cached.
@@ -339,7 +347,7 @@ class _HybridMaker:
             torch.zeros(count, dtype=torch.float32, device=self._device.where),
             staging,
             self._tensor(origins),
-            self._tensor([0] * 3),
+            self._tensor([0] * 4),
         )
 
     def _tensor(self, numbers: list[int]) -> Tensor:

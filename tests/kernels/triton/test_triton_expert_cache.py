@@ -31,7 +31,7 @@ def make(slots: int, staging: int, device: torch.device) -> tuple[ExpertSlots, t
         full(0, EXPERTS, torch.float32),
         stages.clone(),
         origins.clone(),
-        full(0, 3, torch.int64),
+        full(0, 4, torch.int64),
     )
     return cache, memory
 
@@ -74,6 +74,33 @@ def test_experts_are_divided_as_the_reference_divides_them(
         expert_cache.fetch_experts(cache, found, NBYTES, cuts)
         check_invariants(cache, found, chosen, memory)
         assert cut or int(found.cut[0]) < 0
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_wanted_again_comes_though_the_share_is_less(
+    device: torch.device, cut: bool
+) -> None:
+    cuts = Cuts(4, 32, torch.zeros(0, 3, dtype=torch.int32, device=device)) if cut else None
+    for divide in (reference.divide_experts, expert_cache.divide_experts):
+        for share, comes in ((0.4, True), (0.0, False)):
+            cache, _ = make(2, 2, device)
+            portion = torch.tensor([share], device=device)
+
+            def ask(*experts: int) -> int:
+                chosen = torch.tensor([experts], device=device)
+                return int(divide(cache, chosen, portion, cuts).sources[0])  # noqa: B023
+
+            # An empty place is worth nothing; two experts that are wanted as often take turns in
+            # no place.
+            assert ask(0) == (0 if comes else -1) and ask(1) == (1 if comes else -1)
+            ask(0, 1)
+            whole = cache.counts.tolist()[1]
+            ask(2)
+            assert cache.counts.tolist()[1] == whole, "one use is no reason"
+            for _ in range(3):
+                ask(2)
+            assert (2 in cache.holders.tolist()) == comes
+            assert cache.counts.tolist()[1] == whole + comes
 
 
 def check_invariants(

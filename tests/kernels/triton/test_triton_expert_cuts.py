@@ -74,13 +74,14 @@ def test_what_is_brought_is_what_the_device_needs(device, kind):
     cache = ExpertSlots(
         torch.zeros(COUNT, dtype=torch.int64, device=device), nothing, nothing,
         torch.zeros(COUNT, device=device), torch.tensor(places, device=device), origins,
-        torch.zeros(3, dtype=torch.int64, device=device),
+        torch.zeros(4, dtype=torch.int64, device=device),
     )  # fmt: skip
     x, chosen, scales = inputs(1, HIDDEN, 3, COUNT, device=device)
     share = torch.tensor([0.5], device=device)  # of three experts one and a half
     shares = expert_cache.divide_experts(cache, chosen, share, cuts)
     whole, halved = shares.sources.tolist()
     assert shares.cut.tolist() == [halved, 128] and whole >= 0
+    assert cache.counts.tolist() == [0, 1, 2, 1], "of two that are left, one piece is brought"
     expert_cache.fetch_experts(cache, shares, memory.shape[1], cuts)
     assert torch.equal(slots[0], memory[whole])
     kept = (slots[1] == memory[halved]).double().mean().item()

@@ -8,7 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmt.kernels.reference.expert_cache import SCORE_DECAY, Cuts, ExpertShares, ExpertSlots
+from hmt.kernels.reference.expert_cache import (
+    SCORE_DECAY,
+    WORTH_BRINGING,
+    Cuts,
+    ExpertShares,
+    ExpertSlots,
+)
 from hmt.kernels.triton.codes import pointers
 from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.scalars import key_index, keys
@@ -34,8 +40,11 @@ def _any_of(one, chosen, pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _shared_out(exact, most, PIECES: tl.constexpr):
-    """Of `exact` experts those that are brought whole, and the pieces of one more."""
+def _shared_out(exact, most, pays, PIECES: tl.constexpr):
+    """Of `exact` experts those that are brought whole, and the pieces of one more.
+
+    One at least where that `pays`.
+    """
     if PIECES > 0:
         quota = tl.floor(exact)
         part = tl.floor((exact - quota) * PIECES).to(tl.int32)
@@ -43,21 +52,45 @@ def _shared_out(exact, most, PIECES: tl.constexpr):
     else:
         quota = tl.floor(exact + 0.5).to(tl.int32)
         part = quota * 0
-    part = tl.where(quota >= most, 0, part)
+    more = pays & (quota == 0)
+    quota = tl.where(more, 1, quota)
+    part = tl.where(more | (quota >= most), 0, part)
     return tl.minimum(quota, most), part
 
 
 @triton.jit
-def _count(counts, found, brought, left):
+def _gain(fetch_key, score, expert, slot_key, worth, slot):
+    """By how much the best of what is missing has been wanted more than the least of what goes."""
+    best, lowest = tl.max(fetch_key, axis=0), tl.max(slot_key, axis=0)
+    its_score = tl.sum(tl.where(expert == key_index(best), score, 0.0), axis=0)
+    its_worth = tl.sum(tl.where(slot == key_index(lowest), worth, 0.0), axis=0)
+    none = (best == _NO_KEY) | (lowest == _NO_KEY)
+    return tl.where(none, -1.0, its_score - its_worth)
+
+
+@triton.jit
+def _leave(here, chosen, pairs, halved, on_host, PAIRS: tl.constexpr):
+    """Those of the `chosen` that the host computes, or a part of which it does."""
+    for start in range(0, pairs, PAIRS):
+        at = start + tl.arange(0, PAIRS)
+        one = tl.load(chosen + at, mask=at < pairs, other=0)
+        away = (tl.load(here + one, mask=at < pairs, other=0) == 0) | (one == halved)
+        tl.store(on_host + at, tl.where(away, one, -1), mask=at < pairs)
+
+
+@triton.jit
+def _count(counts, found, brought, left, pieces):
     tl.store(counts, tl.load(counts) + found)
     tl.store(counts + 1, tl.load(counts + 1) + brought)
     tl.store(counts + 2, tl.load(counts + 2) + left)
+    tl.store(counts + 3, tl.load(counts + 3) + pieces)
 
 
 @triton.jit
 def _divide_kernel(
     table, addresses, holders, scores, staging, counts, chosen, share,
     here, sources, targets, on_host, left, cut, pairs, experts, slots, most, decay,
+    worth_bringing,
     LANES: tl.constexpr, SLOTS: tl.constexpr, PAIRS: tl.constexpr, FETCHED: tl.constexpr,
     PIECES: tl.constexpr, PIECE_ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +107,6 @@ def _divide_kernel(
     score = tl.load(scores + expert, mask=exists, other=0.0) * decay + needed.to(tl.float32)
     missing = (needed > 0) & (where == 0)
     count = tl.sum(missing.to(tl.int32), axis=0)
-    quota, part = _shared_out(tl.load(share) * count.to(tl.float32), most, PIECES)
 
     slot = tl.arange(0, SLOTS)
     holder = tl.load(holders + slot, mask=slot < slots, other=-1)
@@ -87,6 +119,10 @@ def _divide_kernel(
     tl.store(scores + expert, score, mask=exists)
     fetch_key = tl.where(missing, keys(score, expert), _NO_KEY)
     slot_key = tl.where(free, keys(-worth, slot), _NO_KEY)
+    pays = _gain(fetch_key, score, expert, slot_key, worth, slot) >= worth_bringing
+    portion = tl.load(share)
+    exact = portion * count.to(tl.float32)
+    quota, part = _shared_out(exact, most, pays & (portion > 0), PIECES)
 
     number = tl.arange(0, FETCHED)
     tl.store(sources + number, tl.full((FETCHED,), -1, tl.int64), mask=number < most)
@@ -128,12 +164,8 @@ def _divide_kernel(
     tl.store(here + expert, now, mask=exists)
     tl.store(left, count - quota)
     tl.debug_barrier()  # `here` is read below
-    for start in range(0, pairs, PAIRS):
-        at = start + tl.arange(0, PAIRS)
-        one = tl.load(chosen + at, mask=at < pairs, other=0)
-        away = (tl.load(here + one, mask=at < pairs, other=0) == 0) | (one == halved)
-        tl.store(on_host + at, tl.where(away, one, -1), mask=at < pairs)
-    _count(counts, tl.sum(needed, axis=0) - count, quota, count - quota)
+    _leave(here, chosen, pairs, halved, on_host, PAIRS)
+    _count(counts, tl.sum(needed, axis=0) - count, quota, count - quota, part)
 
 
 @triton.jit
@@ -191,6 +223,7 @@ def divide_experts(
         slots.table, slots.addresses, slots.holders, slots.scores, slots.staging, slots.counts,
         chosen, share, shares.here, shares.sources, shares.targets, shares.on_host, shares.left,
         shares.cut, chosen.numel(), experts, len(slots.addresses), most, SCORE_DECAY,
+        WORTH_BRINGING,
         LANES=triton.next_power_of_2(experts),
         SLOTS=triton.next_power_of_2(max(1, len(slots.addresses))), PAIRS=_PAIRS,
         FETCHED=triton.next_power_of_2(max(1, most)), PIECES=0 if cuts is None else cuts.pieces,
