@@ -13,23 +13,20 @@ encoding, on the number of users, and on experts: each is measured as it runs.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hmt.base.errors import HMTError
-from hmt.contracts.blocks import BlockKind
 from hmt.contracts.machine import Machine
-from hmt.contracts.plan import Tier
 from hmt.contracts.request import Sampling
 from hmt.engine.device_models import VOCABULARY, dense_model, expert_model
+from hmt.engine.device_prompts import beside, launched, opened
 from hmt.engine.own_device_memory import driver_bytes
 from hmt.engine.pace import at_pace, pace_s, steadily
 from hmt.engine.product_rates import usual_s
 from hmt.engine.sampler import SamplerState
-from hmt.engine.step_rates import decoding_s, process_bytes, prompt_s
+from hmt.engine.step_rates import decoding_s, process_bytes
 from hmt.kernels import ops
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
@@ -41,9 +38,7 @@ _USERS = (1, 8, 32)
 _SCHEMES = {"bf16": None, "w8a8": "w8a8", "w4a16": "w4a16:32"}
 _MODELS = {"": (dense_model, 2, 8), "experts": (expert_model, 2, 6)}  # of few and of more layers
 _PROMPT = 16
-# A prompt of one step that the GPU computes sooner than it is launched.  Up to 64 tokens products
-# have other kernels, and up to 256 experts are not brought all.
-_PIECE = 512
+_PROMPTS = 4  # times as long as the others
 _REPLAYS = 24
 _ATTEMPTS = 4
 _LOGITS, _ROWS = 1 << 15, 8
@@ -89,9 +84,6 @@ class DeviceSteps:
         return replace(machine, **{name: value for name, value in asdict(self).items() if value})
 
 
-_Apart = tuple[float, int, int]
-
-
 @dataclass(slots=True)
 class _Chains:
     """Seconds of steps, by the number of users.
@@ -99,7 +91,6 @@ class _Chains:
     device             of the GPU, beyond what is predicted of what it reads
     likeliest, drawn   of the CPU, from one step's tokens to the next one's; where tokens are drawn
                        beyond what the GPU takes meanwhile
-    prompt             of one of a piece
 
     The CPU's are in units of its pace meanwhile.
     """
@@ -107,7 +98,6 @@ class _Chains:
     device: dict[int, float] = field(default_factory=dict)
     likeliest: dict[int, float] = field(default_factory=dict)
     drawn: dict[int, float] = field(default_factory=dict)
-    prompt: float = 0.0
 
 
 def device_steps(
@@ -133,39 +123,26 @@ def device_steps(
     """
     layers: dict[str, float] = {}
     launches: dict[str, float] = {}
-    host, begin_s, first_s = _Chains(), 0.0, 0.0
-    apart: list[_Apart | None] = []
+    host, begin_s, first = _Chains(), 0.0, 0.0
+    bring = 0.0
     for kind in kinds:
         small, few, many = _MODELS[kind]
-        found: dict[int, dict[str, _Chains]] = {}
-        for count in (few, many):
-            with small(count) as folder:
-                found[count] = {
-                    kernel: _chains(
-                        folder, machine, seconds, {**options, "quantization": _SCHEMES[kernel]},
-                        whole=not kind and count == few and kernel == schemes[0],
-                    )
-                    for kernel in schemes
-                }  # fmt: skip
-                if kind:
-                    given = {**options, "quantization": _SCHEMES[schemes[-1]]}
-                    apart.append(_apart(folder, seconds, given))
-        for kernel in schemes:
-            name = f"{kernel} {kind}".strip()
-            less, more = found[few][kernel], found[many][kernel]
-            launches[name] = max(0.0, (more.prompt - less.prompt) / (many - few))
-            for users in less.device:
-                each = max(0.0, (more.device[users] - less.device[users]) / (many - few))
-                layers[f"{name}@{users}" if users > 1 else name] = each
-            if less.drawn:
-                host = less
-                begin_s = max(0.0, less.device[1] - few * layers[name])
-                first_s = max(0.0, less.prompt - few * launches[name])
-    bring_s = 0.0
-    if away := [each for each in apart if each is not None]:
-        (less_s, few, count), (more_s, many, _) = away[0], away[-1]
-        layer_s = (more_s - less_s) / max(1, many - few)
-        bring_s = max(0.0, layer_s - launches[f"{schemes[-1]} experts"]) / count
+        with small(few) as of_few, small(many) as of_many:
+            for kernel in schemes:
+                given = {**options, "max_batch": max(_USERS), "quantization": _SCHEMES[kernel]}
+                name, whole_host = f"{kernel} {kind}".strip(), not kind and kernel == schemes[0]
+                with opened(of_few, given) as small_one, opened(of_many, beside(given, 1)) as large:
+                    less = _chains(small_one, machine, seconds, whole=whole_host)
+                    more = _chains(large, machine, seconds, whole=False)
+                    away = (of_few, of_many) if kind and kernel == schemes[-1] else None
+                    prompts = launched(small_one, large, _PROMPTS * seconds, away, beside(given, 3))
+                launches[name], bring = prompts.layer, prompts.expert or bring
+                for users in less.device:
+                    each = max(0.0, (more.device[users] - less.device[users]) / (many - few))
+                    layers[f"{name}@{users}" if users > 1 else name] = each
+                if less.drawn:
+                    host, first = less, prompts.first
+                    begin_s = max(0.0, less.device[1] - few * layers[name])
     step_s, row_s = _line(host.likeliest)
     draw_s, draw_row_s = _line(host.drawn)
     unit_s = pace_s()
@@ -177,11 +154,11 @@ def device_steps(
         draw_s=draw_s * unit_s,
         draw_row_s=max(0.0, draw_row_s - VOCABULARY * logit) * unit_s,
         logit_s=logit * unit_s,
-        prompt_s=first_s * unit_s,
+        prompt_s=first * unit_s,
         device_step_s=begin_s,
         device_layers=layers,
         device_launches={name: each * unit_s for name, each in launches.items()},
-        bring_s=bring_s * unit_s,
+        bring_s=bring * unit_s,
         pace=unit_s,
         process_bytes=process_bytes(options) if whole else 0,
         context_bytes=driver_bytes(dict(options)) if whole else 0,
@@ -205,74 +182,29 @@ def _line(taken: Mapping[int, float]) -> tuple[float, float]:
     return max(0.0, y - row_s * x), row_s
 
 
-def _chains(
-    folder: Path, machine: Machine, seconds: float, options: Mapping[str, Any], *, whole: bool
-) -> _Chains:
-    """Of the model in `folder`; `whole`: also the CPU's."""
-    # Not above: an engine asks for its machine.
-    from hmt.engine.engine import Engine
+def _chains(model: "LoadedModel", machine: Machine, seconds: float, *, whole: bool) -> _Chains:
+    """Of the `model`; `whole`: also the CPU's."""
+    found, prepared = _Chains(), model.prepared
+    costs = CostModel(loads_of(prepared.demand, prepared.plan), _bare(machine))
+    for users in _USERS:
+        replayed_s = 0.0
 
-    given = {"context": 16384, "check_weights": False, "prefill_chunk": 512}
-    given |= {"max_batch": max(_USERS), **options}
-    found = _Chains()
-    with Engine(**given) as engine, engine.load_model(folder) as model:
-        prepared = model.prepared
-        costs = CostModel(loads_of(prepared.demand, prepared.plan), _bare(machine))
-        for users in _USERS:
-            replayed_s = 0.0
+        def replay(model: "LoadedModel") -> None:
+            nonlocal replayed_s
+            replayed_s, _ = model.replayed_s(_REPLAYS)
 
-            def replay(model: "LoadedModel") -> None:
-                nonlocal replayed_s
-                replayed_s, _ = model.replayed_s(_REPLAYS)
-
-            if whole:  # first: guesses that are right are made again and again
-                greedy = partial(decoding_s, model, users, 2 * seconds, usual=fmean)
-                unit_s, taken_s = steadily(model, greedy, _ATTEMPTS)
-                found.likeliest[users] = taken_s / unit_s
-            each_s = 4 * seconds * whole
-            drawing = partial(decoding_s, model, users, each_s, _DRAWN, replay, fmean)
-            unit_s, taken_s = steadily(model, drawing, _ATTEMPTS if whole else 1)
-            if whole:
-                found.drawn[users] = max(0.0, taken_s - replayed_s) / unit_s
-            reads_s = costs.decode(users, 2 * _PROMPT).seconds
-            found.device[users] = max(0.0, replayed_s - reads_s)
-        unit_s, taken_s = steadily(model, partial(prompt_s, model, _PIECE, 3 * seconds))
-        found.prompt = taken_s / unit_s
+        if whole:  # first: guesses that are right are made again and again
+            greedy = partial(decoding_s, model, users, 2 * seconds, usual=fmean)
+            unit_s, taken_s = steadily(model, greedy, _ATTEMPTS)
+            found.likeliest[users] = taken_s / unit_s
+        each_s = 4 * seconds * whole
+        drawing = partial(decoding_s, model, users, each_s, _DRAWN, replay, fmean)
+        unit_s, taken_s = steadily(model, drawing, _ATTEMPTS if whole else 1)
+        if whole:
+            found.drawn[users] = max(0.0, taken_s - replayed_s) / unit_s
+        reads_s = costs.decode(users, 2 * _PROMPT).seconds
+        found.device[users] = max(0.0, replayed_s - reads_s)
     return found
-
-
-def _apart(folder: Path, seconds: float, options: Mapping[str, Any]) -> _Apart | None:
-    """What a prompt takes where half of the experts fit; numbers of layers and their experts.
-
-    In units of the CPU's pace.  None where there is no such plan.
-    """
-    from hmt.engine.engine import Engine
-    from hmt.engine.loading import prepare
-
-    given: dict[str, Any] = {
-        "context": 4096,
-        "check_weights": False,
-        "prefill_chunk": 512,
-        **options,
-    }
-    try:
-        with Engine(**given) as engine:
-            left = engine._device_left()
-            prepared = prepare(folder, engine.config, None, engine._device, left)
-            experts = prepared.demand.of_kind(BlockKind.EXPERT)
-            needed = sum(prepared.plan.device.reserved.values())
-            # The embedding goes first.
-            less = left - needed + sum(block.slot_bytes for block in experts) // 2
-            less += sum(b.slot_bytes for b in prepared.demand.of_kind(BlockKind.EMBEDDING))
-            limit = (engine.config.gpu_memory_bytes or left) - less
-        with Engine(**{**given, "gpu_memory": limit}) as engine, engine.load_model(folder) as model:
-            layers = model.prepared.model.spec.layers
-            if any(model.plan.homes[block.id] is Tier.DEVICE for block in experts):
-                return None
-            unit_s, taken_s = steadily(model, partial(prompt_s, model, _PIECE, 3 * seconds))
-            return taken_s / unit_s, layers, len(experts) // layers
-    except HMTError:
-        return None
 
 
 def _bare(machine: Machine) -> Machine:

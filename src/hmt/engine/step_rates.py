@@ -165,19 +165,6 @@ def decoding_s(
     return usual(times)
 
 
-def prompt_s(model: "LoadedModel", tokens: int, seconds: float) -> float:
-    """A prompt of one step."""
-    request = Request(input=text(tokens), max_new_tokens=1, ignore_eos=True)
-    model.infer(request)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        begin = time.perf_counter()
-        model.infer(request)
-        times.append(time.perf_counter() - begin)
-    return middle_half(times)
-
-
 def text(tokens: int, user: int = 0) -> list[int]:
     """Different tokens, since routers send the same one to the same experts; so for each user."""
     numbers = random.Random(1000 * tokens + user)
