@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -179,7 +180,13 @@ class Core:
 
     def replayed_s(self, times: int) -> tuple[float, float]:
         """See CapturedDecoding; 0, 0 where nothing is captured."""
-        return self._executor.replayed_s(times)
+        found = self._executor.replayed_s(times)
+        self._meter.lap(0.0)  # what it has copied belongs to no step
+        return found
+
+    def account(self) -> tuple[Phase, Phase]:
+        """What prompts and answers have cost until now."""
+        return replace(self.prompt), replace(self.generation)
 
     def reset_account(self) -> None:
         """Count from zero."""

@@ -320,8 +320,7 @@ class LoadedModel:
     def _summary(self) -> RunSummary:
         core, homes = self._core, self._onlooker.home_bytes
         return RunSummary(
-            prompt=core.prompt,
-            generation=core.generation,
+            *core.account(),
             machine=self.prepared.machine,
             published_bytes=self.prepared.published_bytes,
             budget_bytes=self.plan.budgets[Tier.HOST],

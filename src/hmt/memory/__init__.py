@@ -10,6 +10,7 @@ from hmt.memory.ledger import Account, Ledger
 from hmt.memory.limits import (
     available_host_bytes,
     cgroup_limit_bytes,
+    forget_peak,
     give_back,
     peak_resident_bytes,
     physical_host_bytes,
@@ -62,6 +63,7 @@ __all__ = [
     "cgroup_limit_bytes",
     "disk_rate",
     "file_to_read",
+    "forget_peak",
     "give_back",
     "node_distances",
     "numa_nodes",

@@ -59,8 +59,14 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """This process's largest resident memory so far (VmHWM)."""
+    """This process's largest resident memory so far (VmHWM), or since `forget_peak`."""
     return _status_bytes("VmHWM")
+
+
+def forget_peak() -> None:
+    """Let the largest resident memory be that of now, where the kernel can; see proc(5)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _limit_files() -> list[Path]:

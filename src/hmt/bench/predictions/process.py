@@ -26,7 +26,15 @@ from hmt.bench.traced_curve import traced_curve
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import Request, Sampling
-from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, RunSummary, prepare
+from hmt.engine import (
+    Engine,
+    EngineConfig,
+    ExpertAccount,
+    LoadedModel,
+    Prepared,
+    RunSummary,
+    prepare,
+)
 from hmt.engine.cpu_pace import CpuPace, PaceProcess, at_cpu_pace
 from hmt.engine.machine import measure_drive_again
 from hmt.engine.pace import at_pace, steadily
@@ -61,8 +69,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         if case.gpu_memory is None:
             pace = partial(stack.enter_context(PaceProcess()).measured, _PACE_S)
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
-        taken = resident_bytes()  # which libraries there are depends on the model's family
-        predict = partial(_predicted, case, prepared, taken, _curve(case, folder))
+        # Which libraries there are depends on the model's family.
+        taken, most = resident_bytes(), peak_resident_bytes()
+        predict = partial(_predicted, case, prepared, (taken, most), _curve(case, folder))
         predicted = predict([pace()] * 2)
         memory = {"opened": _taken(engine)}
         with engine.load_model(path) as model:
@@ -154,13 +163,14 @@ def record(case: Case, folder: Path, trace: Path) -> None:
 def _predicted(
     case: Case,
     prepared: Prepared,
-    process_bytes: int,
+    process_bytes: tuple[int, int],
     hits: HitCurve | None,
     paces: Sequence[float | CpuPace],
 ) -> dict[str, Any]:
     """See `_measured`; and by part, what a step and a prompt are made of.
 
-    paces   of the CPU before prompts, and before steps
+    process_bytes   that it has before loading, and the most it has had
+    paces           of the CPU before prompts, and before steps
     """
     demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
     loads = loads_of(demand, prepared.plan)
@@ -174,17 +184,16 @@ def _predicted(
     weights = costs.decode(case.users, 0).nbytes
     layers = range(prepared.model.spec.layers + 1)
     untouched = prepared.plan.device.stages >= set(layers)  # activations of the CPU are
+    (taken, most), reserved = process_bytes, prepared.plan.reserved
+    grown = prepared.machine.process_bytes + _streaming_bytes(prepared) + sum(reserved.values())
+    grown -= untouched * reserved["activations"]
     return {
         "tokens_per_s": found.tokens_per_s,
         "ttft_s": found.ttft_s,
         "host_bytes": (weights["CPU"] + weights["link"]) / case.users,
         "disk_bytes": weights["disk"] / case.users,
         "link_bytes": weights["link"] / case.users,
-        "peak_bytes": process_bytes
-        + prepared.machine.process_bytes
-        + _streaming_bytes(prepared)
-        + sum(prepared.plan.reserved.values())
-        - untouched * prepared.plan.reserved["activations"],
+        "peak_bytes": max(most, taken + grown),
         "device_bytes": sum(prepared.plan.device.reserved.values())
         + prepared.machine.context_bytes,
         "step": asdict(found.step),
@@ -258,13 +267,14 @@ def _measured(case: Case, model: LoadedModel, pace: Callable[[], CpuPace]) -> di
         with Meanwhile(model, pace, every_s) as seen:
             _, (rate, summary) = answers(seen)
         decoding = seen.pace
-    phase = summary.generation
+    phase, experts = summary.generation, _experts(summary)
     return {
         "tokens_per_s": rate,
         "ttft_s": ttft_s,
         "first_ttft_s": first_ttft_s,
         "paces": [reading, decoding],
         **chain,
+        **({} if experts is None else {"experts": asdict(experts)}),
         "host_bytes": phase.host_bytes / phase.tokens,
         "disk_bytes": phase.disk_bytes / phase.tokens,
         "link_bytes": phase.link_bytes / phase.tokens,
@@ -317,7 +327,7 @@ def _answers(
             return first - begin, (0.0, model.summary())
         # Those whose prompts came first have decoded meanwhile: the last one sets the pace.
         _next(streams)
-        before = _brought_bytes(model.summary())
+        before = model.summary()
         model.reset_summary()
         if seen is not None:
             seen.begin()
@@ -326,11 +336,7 @@ def _answers(
         for _ in range(count):
             _next(streams)
         took = clock() - second
-        summary = model.summary()
-        brought = _brought_bytes(summary) - before
-        phase = summary.generation
-        link, host = phase.link_bytes + brought, phase.host_bytes + brought
-        summary = replace(summary, generation=replace(phase, link_bytes=link, host_bytes=host))
+        summary = _with_brought(model.summary(), before)
         if chain is not None and case.gpu_memory is not None:
             chain.update(zip(("replayed_s", "alone_s"), model.replayed_s(_REPLAYS), strict=True))
         return first - begin, (users * count / took, summary)
@@ -342,10 +348,30 @@ def _text(tokens: int, user: int) -> list[int]:
     return [numbers.randrange(16, 4000) for _ in range(tokens)]
 
 
-def _brought_bytes(summary: RunSummary) -> int:
-    """Of experts that kernels have fetched from host memory until now: no copy counts them."""
-    experts = None if summary.device is None else summary.device.experts
-    return 0 if experts is None else experts.brought * experts.nbytes
+def _with_brought(summary: RunSummary, before: RunSummary) -> RunSummary:
+    """`summary` with what kernels have fetched since then, which no copy counts: of experts.
+
+    The CPU's count has the whole of those of which a part came over the link.
+    """
+    now, then = _experts(summary), _experts(before)
+    if now is None or then is None or summary.device is None:
+        return summary
+    since = ExpertAccount(
+        now.found - then.found, now.brought - then.brought, now.left - then.left, now.nbytes,
+        now.cut - then.cut,
+    )  # fmt: skip
+    phase = summary.generation
+    generation = replace(
+        phase,
+        link_bytes=phase.link_bytes + round((since.brought + since.cut) * since.nbytes),
+        host_bytes=phase.host_bytes + since.brought * since.nbytes,
+    )
+    device = replace(summary.device, experts=since)
+    return replace(summary, generation=generation, device=device)
+
+
+def _experts(summary: RunSummary) -> ExpertAccount | None:
+    return None if summary.device is None else summary.device.experts
 
 
 def _next(streams: list[Any]) -> None:
