@@ -138,7 +138,7 @@ class Schedule:
         self.bench.close()  # asserts that the ledger is empty
         assert self.bench.ledger.used_bytes(Tier.HOST) == 0
         expected = self.bench.store._expected
-        assert not expected.guessing and not expected.urgent_reads
+        assert not expected.held and not expected.urgent_reads
         assert not self.bench.store.cached_blocks()
 
 

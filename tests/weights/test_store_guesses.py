@@ -70,7 +70,7 @@ def three(checkpoint: tuple[Path, dict[str, torch.Tensor]]) -> Iterator[Guessed]
     yield guessed
     guessed.gate.open.set()
     guessed.bench.close()
-    assert not guessed.store._expected.guessing
+    assert not guessed.store._expected.held
 
 
 def test_what_is_no_longer_guessed_is_dropped(three: Guessed) -> None:
@@ -97,6 +97,22 @@ def test_what_is_sure_takes_the_memory_of_guesses_that_have_not_begun(three: Gue
     assert three.states(*EXPERT[1:3], *EXPERT[4:6]) == [Presence.MISS] * 2 + [Presence.PENDING] * 2
     three.gate.open.set()
     for block in EXPERT[4:6]:
+        three.check(block)
+
+
+def test_probable_experts_that_nobody_has_chosen_need_not_stay(three: Guessed) -> None:
+    three.gate.open.set()
+    three.store.request(EXPERT[:5], Priority.SURE)  # two more than there is room for
+    three.store.request([EXPERT[1]], Priority.NEED)
+    three.check(EXPERT[1])
+    # Of the next layer others are probable: what was not chosen makes room for them.
+    three.store.request([EXPERT[2], *EXPERT[5:7]], Priority.SURE)
+    for block in EXPERT[5:7]:
+        three.check(block)
+    assert three.states(EXPERT[2]) != [Presence.MISS], "this one is still wanted"
+    three.store.request((), Priority.SURE)
+    assert not three.store._expected.held
+    for block in EXPERT[:3]:  # and nothing is held for ever
         three.check(block)
 
 

@@ -29,7 +29,7 @@ from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
 from hmt.engine.pieces import DecodingInPieces, can_be_pieces
-from hmt.engine.prefetch import PrefetchDistance, ReadAhead, streamed_stages
+from hmt.engine.prefetch import read_ahead
 from hmt.engine.prefixes import salt_of, save_some
 from hmt.engine.scheduler import Scheduled, Scheduler
 from hmt.engine.sequence import Sequence
@@ -93,7 +93,10 @@ class Core:
         rows = scored_rows(prepared.demand, plan.prefill_chunk)
         if config.executor == "plain":
             return PlainExecutor(model, weights, kv, self._tracer, places, rows)
-        ahead = _read_ahead(prepared, config, self.memory)
+        ahead = read_ahead(
+            prepared.model, prepared.plan, prepared.layouts, self.memory.weights,
+            config.prefetch_distance, prepared.machine.disk_read_rate,
+        )  # fmt: skip
         captured = None
         if on_device is not None:
             captured = self._capture(model, weights, plan, on_device, config.max_batch)
@@ -360,30 +363,6 @@ class Core:
         finally:
             self.steps += 1
             phase.add(self._meter.lap(time.perf_counter() - begin), tokens, tokens)
-
-
-def _read_ahead(prepared: Prepared, config: EngineConfig, memory: Memory) -> ReadAhead:
-    """At the distance that the user gave, or one that is learned."""
-    plan, store = prepared.plan, memory.weights
-    stages = streamed_stages(prepared.model, plan)
-    if config.prefetch_distance is not None or not any(stages):
-        return ReadAhead(stages, plan.prefetch_distance)
-    sizes = {block: layout.size for block, layout in prepared.layouts.items()}
-    slots = plan.reserved["slots"]
-    experts = any(block.kind is BlockKind.EXPERT for block in plan.blocks_in(Tier.DISK))
-    distance = PrefetchDistance(
-        read_bytes=[sum(sizes[b].read_bytes for b in blocks) for blocks in stages],
-        slot_bytes=[sum(sizes[b].slot_bytes for b in blocks) for blocks in stages],
-        room_bytes=slots // 2 if experts else slots,  # experts need room as well
-        first=plan.prefetch_distance,
-        rate=prepared.machine.disk_read_rate,
-    )
-
-    def drive() -> tuple[int, float]:
-        counters = store.drive_counters()
-        return counters.read_bytes, counters.busy_s
-
-    return ReadAhead(stages, distance, waited_s=lambda: store.counters.waited_s, drive=drive)
 
 
 class _Meter:

@@ -304,5 +304,6 @@ class OverlappedExecutor:
         return logits
 
     def _request(self, stage: int) -> None:
-        if blocks := self._ahead.blocks(stage):
+        blocks = self._ahead.blocks(stage)
+        if blocks or self._ahead.asks_for_experts:  # and lets go of those that were not chosen
             self._weights.request(blocks, Priority.SURE)

@@ -6,19 +6,23 @@ For layers that are all alike that is ceil(transfer / compute * MARGIN) layers a
 resident, the time that they compute counts, too.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
+from hmt.engine.foresight import expert_count
+from hmt.weights import BlockLayout, WeightStore
 
 MARGIN = 1.2  # reads are sometimes slower than usual, and layers faster
 
 _KEPT = 0.7  # of a measured time, when the next measurement comes
 _CLEAN_PASSES = 8  # without a wait, before what was added for waits is taken back
 _NOTICED = 0.02  # of a pass: a wait that is shorter does not count
+_UNUSED = 0.01  # of a layer's experts, on average: so few that all of them are asked for
 
 
 @dataclass(slots=True)
@@ -142,21 +146,27 @@ class ReadAhead:
         stages: Sequence[Sequence[BlockId]],
         distance: int | PrefetchDistance,
         *,
+        experts: Sequence[Sequence[BlockId]] = (),
+        most_tokens: float = math.inf,
         waited_s: Callable[[], float] = lambda: 0.0,
         drive: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """What is learned comes from running totals.
 
+        experts       by layer, those that are read from the drive
+        most_tokens   of a step that asks for those it chooses.  Those with more tokens need nearly
+                      all of them, which are asked for ahead, a layer at a time
         waited_s   seconds that the computation waited for blocks
         drive      bytes read, and seconds in which something was being read
         """
         self._stages = stages
+        self._experts, self._most_tokens = experts, most_tokens
         self._distance = distance
         self._waited_s = waited_s
         self._drive = drive
         self._clock = clock
-        self._known: dict[tuple[int, int], list[BlockId]] = {}
+        self._known: dict[tuple[int, int, bool], list[BlockId]] = {}
         self._tokens = 1
         self._last = (0.0, 0.0)  # clock and waits when the last stage ended
         self._last_drive = drive()
@@ -166,19 +176,29 @@ class ReadAhead:
         self._tokens = tokens
         self._last = (self._clock(), self._waited_s())
 
+    @property
+    def asks_for_experts(self) -> bool:
+        """Whether this step needs nearly all of those that there are."""
+        return bool(self._experts) and self._tokens > self._most_tokens
+
     def blocks(self, stage: int) -> list[BlockId]:
         """What to request when `stage` begins: its own blocks, and those of the stages ahead."""
         if isinstance(self._distance, PrefetchDistance):
             distance = self._distance.of(stage, self._tokens)
         else:
             distance = self._distance
-        key = (stage, distance)
+        key = (stage, distance, self.asks_for_experts)
         if key not in self._known:
             count = len(self._stages)
             around = [self._stages[(stage + n) % count] for n in range(1, count)]
             ahead = [blocks for blocks in around if blocks][:distance]
-            self._known[key] = [*self._stages[stage], *(b for blocks in ahead for b in blocks)]
+            own, following = self._experts_of(stage), self._experts_of(stage + 1)
+            dense = [block for blocks in ahead for block in blocks]
+            self._known[key] = [*self._stages[stage], *own, *dense, *following]
         return self._known[key]
+
+    def _experts_of(self, stage: int) -> Sequence[BlockId]:
+        return self._experts[stage] if self.asks_for_experts and stage < len(self._experts) else ()
 
     def stage_ends(self, stage: int) -> None:
         """`stage` has been computed; what was before it in this step counts with it."""
@@ -203,6 +223,60 @@ def streamed_stages(model: Model, plan: Plan) -> list[list[BlockId]]:
     stages = [list(model.layer_blocks(index)) for index in range(spec.layers)]
     stages.append([block.id for block in spec.blocks if block.id.kind is BlockKind.HEAD])
     return [[b for b in stage if plan.homes[b] is Tier.DISK] for stage in stages]
+
+
+def streamed_experts(model: Model, plan: Plan) -> list[list[BlockId]]:
+    """For each layer those of its experts that are read from the drive."""
+    found: list[list[BlockId]] = [[] for _ in range(model.spec.layers)]
+    for block in model.spec.blocks:
+        if block.id.kind is BlockKind.EXPERT and plan.homes[block.id] is Tier.DISK:
+            found[block.id.layer].append(block.id)
+    return found
+
+
+def tokens_of_most(experts: int, chosen: int) -> float:
+    """Tokens that leave hardly one of `experts` unused, where each chooses so many, evenly."""
+    if not 0 < chosen < experts:
+        return 0.0
+    return math.log(_UNUSED) / math.log(1 - chosen / experts)
+
+
+def read_ahead(
+    model: Model,
+    plan: Plan,
+    layouts: Mapping[BlockId, BlockLayout],
+    store: WeightStore,
+    given: int | None,
+    rate: float,
+) -> ReadAhead:
+    """At the distance that the user has `given`, or one that is learned from `store`'s counters.
+
+    rate   bytes per second of the drive; 0: unknown
+    """
+    stages, experts = streamed_stages(model, plan), streamed_experts(model, plan)
+    distance: int | PrefetchDistance = plan.prefetch_distance
+    if given is None and any(stages):
+        slots, sizes = plan.reserved["slots"], {b: each.size for b, each in layouts.items()}
+        distance = PrefetchDistance(
+            read_bytes=[sum(sizes[b].read_bytes for b in blocks) for blocks in stages],
+            slot_bytes=[sum(sizes[b].slot_bytes for b in blocks) for blocks in stages],
+            room_bytes=slots // 2 if any(experts) else slots,  # experts need room as well
+            first=plan.prefetch_distance,
+            rate=rate,
+        )
+
+    def drive() -> tuple[int, float]:
+        counters = store.drive_counters()
+        return counters.read_bytes, counters.busy_s
+
+    reads = any(experts) and given != 0
+    return ReadAhead(
+        stages, distance,
+        experts=experts if reads else (),
+        most_tokens=tokens_of_most(expert_count(model.spec), model.spec.experts_per_token),
+        waited_s=lambda: store.counters.waited_s,
+        drive=drive,
+    )  # fmt: skip
 
 
 def _blend(before: float | None, new: float) -> float:

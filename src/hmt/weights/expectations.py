@@ -49,11 +49,13 @@ class Expectations:
         self.counters = GuessCounters()
         self.urgent_reads = 0  # under way; a guess beside them would take half of the drive
         self._guessed: list[Entry] = []  # awaited on a guess
+        self._probable: list[Entry] = []  # experts that were asked for before they were chosen
         self._unneeded: dict[BlockId, int] = {}  # guesses that nobody has needed yet: bytes
 
     def read_begins(self, entry: Entry, priority: Priority) -> None:
         """`entry`, which was absent, is read for who asked for it."""
         entry.awaited = priority
+        self._remember(entry, priority)
         if priority is Priority.GUESS:
             self._guessed.append(entry)
             self.counters.begun += 1
@@ -74,6 +76,7 @@ class Expectations:
                 self._hurry(entry)
         if entry.load is not None:
             entry.load.promote(priority)
+        self._remember(entry, priority)
         entry.awaited = priority if entry.awaited is None else min(priority, entry.awaited)
 
     def leased(self, entry: Entry) -> None:
@@ -108,9 +111,28 @@ class Expectations:
             self.counters.unneeded_bytes -= nbytes
 
     @property
-    def guessing(self) -> bool:
-        """Whether some block is there, or on its way, on a guess that has not been forgotten."""
-        return bool(self._guessed)
+    def held(self) -> bool:
+        """Whether some block is there, or on its way, which the next `replaced` may let go."""
+        return bool(self._guessed or self._probable)
+
+    def replaced(self, priority: Priority, kept: Sequence[BlockId]) -> None:
+        """`kept` is asked for now, and what was asked for with this priority before is not.
+
+        Guesses need not stay, nor experts that were probable, and then not chosen.
+        """
+        if priority is Priority.GUESS:
+            self.forget_guesses(kept)
+        elif priority is Priority.SURE and self._probable:
+            before, self._probable = self._probable, []
+            wanted = set(kept)
+            for entry in before:
+                if entry.layout.id not in wanted and entry.awaited is Priority.SURE:
+                    entry.awaited = None
+
+    def abandon(self) -> None:
+        """The step that asked has failed: nothing need stay for it."""
+        self.forget_guesses()
+        self._probable.clear()
 
     def forget_guesses(self, kept: Sequence[BlockId] = ()) -> bool:
         """Blocks that are only guessed need not stay, and reads of them need not begin.
@@ -130,6 +152,10 @@ class Expectations:
         for _, load in loading:
             load.cancel_guess()
         return any(entry.load is not load for entry, load in loading)
+
+    def _remember(self, entry: Entry, priority: Priority) -> None:
+        if priority is Priority.SURE and _streamed_expert(entry):
+            self._probable.append(entry)
 
     def _count_read(self, entry: Entry) -> None:
         self.counters.expert_reads += _streamed_expert(entry)

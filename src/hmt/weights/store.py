@@ -121,17 +121,17 @@ class WeightStore:
 
         Blocks begin in the order given, each as soon as a slot can be had without taking one that
         is leased or awaited.  Earlier guesses that are not guessed again need not stay, and are
-        cancelled as far as their reads have not begun.
+        cancelled as far as their reads have not begun; nor need experts that were SURE, and are not
+        now.
         """
         entries = [self._entries[block] for block in blocks]
         backlog = self._backlog[priority]
-        idle = not backlog and not self._expected.guessing
+        idle = not backlog and not self._expected.held
         if idle and all(entry.standing is not None for entry in entries):
             return  # without the lock: a mixture of experts at home in memory asks once a layer
         with self._changed:
             backlog.clear()
-            if priority is Priority.GUESS:
-                self._expected.forget_guesses(kept=blocks)
+            self._expected.replaced(priority, kept=blocks)
             for entry in entries:
                 if entry.state is State.ABSENT:
                     backlog.append(entry)
@@ -251,7 +251,7 @@ class WeightStore:
         with self._changed:
             for backlog in self._backlog.values():
                 backlog.clear()
-            self._expected.forget_guesses()
+            self._expected.abandon()
             for entry in self._entries.values():
                 entry.awaited = None
 
