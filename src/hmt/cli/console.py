@@ -19,9 +19,20 @@ from hmt.base.units import format_bytes, format_rate
 Report = Callable[[int, int], None]
 
 
+class _Notes(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program and close stdout, where answers may still be read."""
+        self.quiet = True
+
+
 def notes() -> Console:
     """The console for people who watch."""
-    return Console(stderr=True, highlight=False)
+    return _Notes(stderr=True, highlight=False)
+
+
+def complain(text: str) -> None:
+    """Say in one line what went wrong."""
+    notes().print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
 class _Amount(ProgressColumn):

@@ -24,6 +24,7 @@ from hmt.cli import (
     run,
     serve,
     simulate,
+    streams,
     verify,
 )
 
@@ -63,24 +64,41 @@ def hmt(
 
 
 def main() -> NoReturn:
-    """Run the command line.  Exit codes: 0, 1 failure, 2 wrong options, 130 after Ctrl-C."""
+    """Run the command line.
+
+    Exit codes: 0, 1 failure, 2 wrong options, 130 after Ctrl-C, 141 where nobody reads the output.
+    """
     guard(app)
 
 
 def guard(application: typer.Typer) -> NoReturn:
     """Run `application`; an error that a user can cause becomes one line on stderr."""
     _let_torch_sleep()
+    streams.open_all()
     logging.basicConfig(format="hmt: %(message)s", level=logging.WARNING)
+    code = 0
+    with streams.Output() as output:
+        try:
+            code = _code_of(application)
+            output.flush()
+        except streams.UnwrittenError as error:
+            output.drop()
+            code = streams.code_of(error, code)
+    sys.exit(code)
+
+
+def _code_of(application: typer.Typer) -> int:
+    """Run `application`; its exit code."""
     try:
         application()
+    except SystemExit as ended:  # as Typer ends all that no error ends
+        return int(ended.code or 0)
     except HMTError as error:
-        from rich.text import Text
+        from hmt.cli.console import complain
 
-        from hmt.cli.console import notes
-
-        notes().print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
-    sys.exit(0)
+        complain(str(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
 
 
 def _let_torch_sleep() -> None:
