@@ -27,6 +27,7 @@ from hmt.cli.bench_serve import serve
 from hmt.cli.bench_soak import soak
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
+from hmt.cli.written import file_to_write, folder_to_write, write_text
 
 _TABLE_WIDTH = 96
 
@@ -56,7 +57,7 @@ def decode(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per run.")] = 16,
     runs: Annotated[int, typer.Option(min=3, help="Runs per case; medians count.")] = 3,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Decode with all weights in memory and with a quarter of it; rates against the machine's.
 
@@ -92,9 +93,9 @@ def peer(
     runs: Annotated[int, typer.Option(min=3, help="Runs per case; medians count.")] = 3,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the two models are kept for the next time; deleted without."),
+        folder_to_write("Where the two models are kept for the next time; deleted without."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """HMT beside another engine: the same weights, threads and tokens, turn by turn."""
     from hmt.bench.random_model import SHAPES
@@ -140,7 +141,7 @@ def kernels(
     gpu: Annotated[
         str | None, typer.Option(help="Number of a GPU, to measure its kernels.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Each kernel's share of the machine's memory and arithmetic, beside torch's."""
     wanted: dict[str, Any] = {
@@ -212,8 +213,7 @@ def _checkpoint(model: Path | None) -> Iterator[Path]:
 def write_json(content: dict[str, Any], file: Path | None) -> None:
     """Write a benchmark's results, where a file was asked for."""
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json_format.dumps(content, indent=1) + "\n")
+        write_text(file, json_format.dumps(content, indent=1) + "\n")
 
 
 def _table(title: str, *columns: str) -> Table:

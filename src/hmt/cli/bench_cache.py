@@ -12,6 +12,7 @@ from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
+from hmt.cli.written import file_to_write, taking_files, write_text
 
 _TABLE_WIDTH = 96
 
@@ -21,8 +22,8 @@ def cache(
         list[Path] | None,
         typer.Argument(help="Traces of --trace-experts; a synthetic one when left out."),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="File for the curves as a picture.")] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    svg: Annotated[Path | None, file_to_write("File for the curves as a picture.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Replay traces of experts through every cache policy, and the best choices there are."""
     with notes().status("starting") as status:
@@ -36,23 +37,18 @@ def cache(
         _print(result, content)
     _print_dense(content)
     if json is not None:
-        _write(json, json_format.dumps(content, indent=1) + "\n")
+        write_text(json, json_format.dumps(content, indent=1) + "\n")
     if svg is not None:
         from hmt.bench.hit_chart import hit_curves_svg
 
-        _write(svg, hit_curves_svg(content))
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+        write_text(svg, hit_curves_svg(content))
 
 
 @expand
 def traces(
     engine: EngineOptions,
     model: Annotated[Path, typer.Argument(help="Folder of a checkpoint with experts.")],
-    folder: Annotated[Path, typer.Argument(help="Where the traces go.")],
+    folder: Annotated[Path, typer.Argument(help="Where the traces go.", callback=taking_files)],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each kind of text.")] = 1000,
     text: Annotated[
         Path | None, typer.Option(help="Prose; when left out, that in HMT's repository.")
@@ -62,9 +58,10 @@ def traces(
     file = text or Path(__file__).parents[3] / "assets" / "text" / "valid.txt"
     try:
         prose = file.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"the prose {file} cannot be read ({error.strerror}): give a text with --text"
+            f"the prose {file} cannot be read ({why}): give a text with --text"
         ) from error
     with notes().status("starting") as status:
         from hmt.bench.text_kinds import record

@@ -12,6 +12,7 @@ from rich.table import Table
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate, parse_bytes
 from hmt.cli.console import notes
+from hmt.cli.written import file_to_write, folder_to_write
 
 _WIDTH = 120
 
@@ -42,12 +43,12 @@ def gpu(
     gpu_id: Annotated[str, typer.Option(help="Which GPU, by number.")] = "0",
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the model is kept for the next time; deleted without."),
+        folder_to_write("Where the model is kept for the next time; deleted without."),
     ] = None,
     prepare: Annotated[
         bool, typer.Option(help="Only make the model in --folder, for another time.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """A model with a GPU: speeds, and their shares of what GPU, link and CPU allow."""
     from hmt.bench.gpu import SHAPES, Task, llama_cpp, open_peer, pack_of, run

@@ -12,6 +12,7 @@ from rich.console import Console
 from hmt.base.units import format_bytes, format_rate
 from hmt.cli.bench_gpu import numbers
 from hmt.cli.console import notes
+from hmt.cli.written import file_to_write, folder_to_write
 
 
 def hybrid(
@@ -46,12 +47,12 @@ def hybrid(
     gpu_id: Annotated[str, typer.Option(help="Which GPU, by number.")] = "0",
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the model is kept for the next time; deleted without."),
+        folder_to_write("Where the model is kept for the next time; deleted without."),
     ] = None,
     prepare: Annotated[
         bool, typer.Option(help="Only make the model in --folder, for another time.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """A mixture of experts that a GPU holds all of but the experts: time by who spends it."""
     from hmt.bench.hybrid import SMALL, Task, pack_of, run

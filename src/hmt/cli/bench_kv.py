@@ -9,6 +9,7 @@ from hmt.base.errors import ConfigError
 from hmt.cli.console import notes
 from hmt.cli.eval import held_out_text
 from hmt.cli.options import ModelArgument, choose_model
+from hmt.cli.written import file_to_write
 
 
 def kv(
@@ -38,7 +39,7 @@ def kv(
         str | None, typer.Option(help="Compute on a GPU, with so much of its memory.")
     ] = None,
     gpu_id: Annotated[str, typer.Option(help="Which one.")] = "0",
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Scores of a model whose keys and values are kept at several levels, in several encodings."""
     from hmt.cli.bench import write_json

@@ -14,6 +14,7 @@ from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate, parse_bytes
 from hmt.cli.bench_gpu import numbers
 from hmt.cli.console import notes
+from hmt.cli.written import file_to_write, folder_to_write
 
 _WIDTH = 130
 
@@ -44,9 +45,9 @@ def kv_speed(
     ] = True,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the model is kept for the next time; deleted without."),
+        folder_to_write("Where the model is kept for the next time; deleted without."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Decoding after long contexts: time by device and CPU, attention beside the rate of RAM."""
     from hmt.bench.gpu import SHAPES

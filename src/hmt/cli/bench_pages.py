@@ -9,6 +9,7 @@ from rich.table import Table
 
 from hmt.base.units import format_seconds
 from hmt.cli.console import notes
+from hmt.cli.written import file_to_write, write_text
 
 
 def pages(
@@ -16,8 +17,8 @@ def pages(
     deviation: Annotated[float, typer.Option(min=0, help="Standard deviation of that.")] = 120,
     longest: Annotated[int, typer.Option(min=1, help="No text is longer.")] = 4096,
     texts: Annotated[int, typer.Option(min=1, help="Texts that come and go.")] = 100_000,
-    svg: Annotated[Path | None, typer.Option(help="File for the curve as a picture.")] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    svg: Annotated[Path | None, file_to_write("File for the curve as a picture.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Let texts of random lengths come and go: what pages of each size waste and cost."""
     from hmt.bench.environment import describe
@@ -42,5 +43,4 @@ def pages(
     Console().print(table)
     write_json(content, json)
     if svg is not None:
-        svg.parent.mkdir(parents=True, exist_ok=True)
-        svg.write_text(waste_svg(content))
+        write_text(svg, waste_svg(content))

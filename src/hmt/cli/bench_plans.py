@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from hmt.cli.console import notes
+from hmt.cli.written import file_to_write
 
 
 def plans(
@@ -17,7 +18,7 @@ def plans(
         list[str] | None, typer.Option("--machine", help="Machines, as in `hmt plan`; all.")
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Random plans for each.")] = 200,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Compare plans for a goal with random ones that fit, and with what people do by hand."""
     from hmt.bench.plans import cases, compare, content_of, table

@@ -7,11 +7,12 @@ import typer
 from rich.console import Console
 
 from hmt.cli.console import notes
+from hmt.cli.written import file_to_write, folder_to_write, write_text
 
 
 def predictions(
     folder: Annotated[
-        Path | None, typer.Option(help="Where models are written, and kept; else they are not.")
+        Path | None, folder_to_write("Where models are written, and kept; else they are not.")
     ] = None,
     gpu_id: Annotated[
         str | None, typer.Option(help="A GPU: its own runs instead of the CPU's.")
@@ -22,9 +23,9 @@ def predictions(
     probe: Annotated[
         bool, typer.Option(help="Measure the machine first; else it is as it was remembered.")
     ] = True,
-    svg: Annotated[Path | None, typer.Option(help="File for a picture.")] = None,
+    svg: Annotated[Path | None, file_to_write("File for a picture.")] = None,
     json: Annotated[
-        Path | None, typer.Option(help="File to write the results to, after each run.")
+        Path | None, file_to_write("File to write the results to, after each run.")
     ] = None,
 ) -> None:
     """Predict runs, run them, and compare: speed, bytes and memory."""
@@ -40,7 +41,6 @@ def predictions(
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary, notes().status("measuring") as status:
         place = folder or Path(temporary)
-        place.mkdir(parents=True, exist_ok=True)
         machine = measure(place, quick=gpu_id is not None) if probe else machine_for(place)
         if gpu_id is not None and probe:
             device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
@@ -60,5 +60,4 @@ def predictions(
     content = content_of(runs, machine)
     Console().print(table(content), soft_wrap=True, markup=False, highlight=False)
     if svg is not None:
-        svg.parent.mkdir(parents=True, exist_ok=True)
-        svg.write_text(scatter_svg([content]))
+        write_text(svg, scatter_svg([content]))

@@ -12,6 +12,7 @@ from hmt.base.units import format_seconds
 from hmt.cli.console import notes
 from hmt.cli.eval import held_out_text
 from hmt.cli.options import ModelArgument, choose_model
+from hmt.cli.written import file_to_write, folder_to_write
 
 
 def prefix(
@@ -20,12 +21,12 @@ def prefix(
     runs: Annotated[int, typer.Option(min=1, help="Runs; medians count.")] = 3,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Folder on the drive to measure; a temporary one when left out."),
+        folder_to_write("Folder on the drive to measure; a temporary one when left out."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="The prompt; when left out, HMT's held-out text.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """The first token of a prompt that an earlier process computed, beside computing it again."""
     from hmt.bench.prefix import run

@@ -13,6 +13,7 @@ from rich.table import Table
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate, parse_bytes
 from hmt.cli.console import notes
+from hmt.cli.written import file_to_write, folder_to_write
 
 if TYPE_CHECKING:
     from hmt.bench.random_model import Shape
@@ -40,9 +41,9 @@ def bigger_than_ram(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the models are kept for the next time; deleted without."),
+        folder_to_write("Where the models are kept for the next time; deleted without."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Models larger than RAM: HMT beside memory maps and accelerate, under one hard limit."""
     from hmt.bench.bigger_than_ram import SHAPES, contenders, drive_rate, prepare, run

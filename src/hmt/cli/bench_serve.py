@@ -12,6 +12,7 @@ from hmt.base.errors import ConfigError, MachineError
 from hmt.cli.console import notes
 from hmt.cli.eval import held_out_text
 from hmt.cli.options import ModelArgument, choose_model
+from hmt.cli.written import file_to_write, write_text
 
 _WIDTH = 160
 
@@ -62,8 +63,8 @@ def serve(
         Path | None,
         typer.Option(help="What prompts are taken from; when left out, HMT's held-out text."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
-    html: Annotated[Path | None, typer.Option(help="File for a report with charts.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
+    html: Annotated[Path | None, file_to_write("File for a report with charts.")] = None,
 ) -> None:
     """Users on an endpoint: times to the first text, per token and in all, and rates."""
     try:
@@ -94,8 +95,7 @@ def serve(
     _print(content)
     write_json(content, json)
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(report_html(content), encoding="utf-8")
+        write_text(html, report_html(content))
 
 
 def _positive(option: str, listed: str) -> tuple[float, ...]:

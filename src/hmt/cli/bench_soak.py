@@ -10,6 +10,7 @@ from hmt.base.errors import MachineError
 from hmt.cli.console import notes
 from hmt.cli.eval import held_out_text
 from hmt.cli.options import ModelArgument, choose_model
+from hmt.cli.written import file_to_write
 
 
 def soak(
@@ -23,7 +24,7 @@ def soak(
         str, typer.Option(help="Of the server; two models take turns in it.")
     ] = "96MiB",
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Answers, cancels, disconnects, bad requests, slow readers, models that come and go.
 

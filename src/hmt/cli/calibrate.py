@@ -10,6 +10,7 @@ import typer
 from hmt.base.errors import ConfigError
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
+from hmt.cli.written import file_to_write
 
 if TYPE_CHECKING:
     from hmt.engine.kv_scales import Calibrated
@@ -40,7 +41,7 @@ def kv(
         int, typer.Option(min=16, help="Tokens of a text; longer ones are cut.")
     ] = 4096,
     out: Annotated[
-        Path | None, typer.Option(help="File to write; beside the weights when left out.")
+        Path | None, file_to_write("File to write; beside the weights when left out.")
     ] = None,
 ) -> None:
     """Scales for --kv-quant exact,int8-static: the largest keys and values of each channel."""

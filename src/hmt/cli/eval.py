@@ -9,6 +9,7 @@ import typer
 from hmt.base.errors import ConfigError
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
+from hmt.cli.written import file_to_write, write_text
 
 if TYPE_CHECKING:
     from hmt.bench.quality import Quality, Score
@@ -34,7 +35,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Held-out text; when left out, the one in HMT's repository."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the scores to.")] = None,
+    json: Annotated[Path | None, file_to_write("File to write the scores to.")] = None,
 ) -> None:
     """Measure a model with tasks that have one right answer, beside its published scores."""
     path, lengths = choose_model(model), _lengths(retrieval)
@@ -58,7 +59,7 @@ def evaluate(
     file = path / "quality.json"
     _print(measured, Quality.read(file) if file.is_file() else None)
     if json is not None:
-        json.write_text(json_format.dumps(content, indent=1) + "\n")
+        write_text(json, json_format.dumps(content, indent=1) + "\n")
 
 
 def _lengths(text: str) -> dict[int, int]:
@@ -77,9 +78,10 @@ def held_out_text(text: Path | None) -> str:
     file = text or Path(__file__).parents[3] / "assets" / "text" / "valid.txt"
     try:
         return file.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"the held-out text {file} cannot be read ({error.strerror}): give one with --text"
+            f"the held-out text {file} cannot be read ({why}): give one with --text"
         ) from error
 
 
