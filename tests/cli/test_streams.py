@@ -10,10 +10,7 @@ PLAN = ("plan", "llama-3.1-8b", "--machine", "dgx-h100")
 ANSWER = ("run", "Say hello.", "--max-new-tokens", "3")
 COMMANDS = {
     "version": ("--version",),
-    "help": ("--help",),
-    "plan": PLAN,
     "plan as JSON": (*PLAN, "--json"),
-    "inspect": ("inspect",),
     "run": ANSWER,
 }
 
@@ -27,7 +24,7 @@ def started(*words: str, shell: str = "", unbuffered: bool = False) -> subproces
 
 
 @pytest.mark.parametrize(
-    ("name", "unbuffered"), [*((name, False) for name in COMMANDS), ("plan", True), ("run", True)]
+    ("name", "unbuffered"), [*((name, False) for name in COMMANDS), ("run", True)]
 )
 def test_an_output_that_is_full_is_one_line_and_a_failure(name, unbuffered):
     process = started(*COMMANDS[name], shell=">/dev/full", unbuffered=unbuffered)

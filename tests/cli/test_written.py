@@ -52,5 +52,5 @@ def test_a_text_that_is_none_is_told(hmt, tmp_path):
 def test_results_that_do_not_fit_are_told(tmp_path):
     write_text(tmp_path / "a" / "b", "µ")
     assert (tmp_path / "a" / "b").read_bytes() == "µ".encode()
-    with pytest.raises(DiskWriteError, match="/dev/full could not be written .No space left"):
+    with pytest.raises(DiskWriteError, match=r"/dev/full could not be written .No space left"):
         write_text(Path("/dev/full"), "x")
