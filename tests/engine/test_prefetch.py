@@ -3,12 +3,11 @@
 import math
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.engine.prefetch import MARGIN, PrefetchDistance, ReadAhead, tokens_of_most
+from hmt.engine.prefetch import MARGIN, PrefetchDistance, ReadAhead
 
 SIZES = st.integers(0, 9).map(lambda mib: mib << 20)
 
@@ -174,22 +173,22 @@ def test_the_blocks_ahead_are_those_of_the_next_streamed_stages() -> None:
 def test_steps_that_need_most_experts_ask_for_them_a_layer_ahead() -> None:
     attention = [[BlockId(0, BlockKind.ATTENTION)], [], []]
     experts = [[BlockId(layer, BlockKind.EXPERT, n) for n in range(3)] for layer in range(2)]
-    ahead = ReadAhead(attention, 1, experts=experts, most_tokens=8.5)
-    for tokens in (9, 8, 9):
+    uses = [0]
+    ahead = ReadAhead(attention, 1, experts=experts, used=lambda: uses[0])
+    # What steps of about this size have used before says whether all are asked for.
+    few, several, many = [(16, 6, False)] * 2, (64, 2, True), (64, 6, True)
+    slowly_again = [(64, 6, False)] * 2 + [many]
+    steps = [*few, (64, 6, False), many, several, *slowly_again, (128, 6, False)]
+    for tokens, used, asks in steps:
         ahead.step_begins(tokens)
-        assert ahead.asks_for_experts == (tokens > 8.5)
-        own, following, last = (experts[0], experts[1], []) if tokens == 9 else ([], [], [])
+        assert ahead.asks_for_experts == asks, (tokens, used)
+        own, following = (experts[0], experts[1]) if asks else ([], [])
         assert ahead.blocks(0) == [*attention[0], *own, *following]
-        assert ahead.blocks(1) == [*following, *attention[0], *last], "none around the end"
+        assert ahead.blocks(1) == [*following, *attention[0]], "none around the end"
         assert ahead.blocks(2) == attention[0], "of the head"
-    assert not ReadAhead(attention, 1, most_tokens=0).asks_for_experts
-
-
-@pytest.mark.parametrize("experts, chosen", [(32, 4), (8, 2), (256, 8)])
-def test_how_many_tokens_need_most_experts(experts: int, chosen: int) -> None:
-    tokens = tokens_of_most(experts, chosen)
-    assert (1 - chosen / experts) ** tokens == pytest.approx(0.01)
-    assert tokens_of_most(4, 4) == tokens_of_most(0, 0) == 0
+        uses[0] += used
+        ahead.step_ends()
+    assert not ReadAhead(attention, 1).asks_for_experts
 
 
 def test_a_step_is_measured_stage_by_stage() -> None:
