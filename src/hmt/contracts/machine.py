@@ -34,6 +34,8 @@ class Machine:
     numa_distances     of memory from each node, a row per node: 10 for its own; not known: empty
     remote_share       of the rate of a node's own memory, what another node's gives
     disk_bytes, disk_read_rate
+    disk_flight_bytes  that the drive is asked for at once: the first of many blocks arrives when
+                       about so many bytes have; not known: 0
     device_name        the GPU; empty without one
     device_bytes, device_read_rate   its memory
     device_rates       of weights, by encoding, as cpu_rates; not known: device_read_rate
@@ -117,6 +119,7 @@ class Machine:
     numa_distances: tuple[tuple[int, ...], ...] = ()
     remote_share: float = 1.0
     disk_bytes: int = 0
+    disk_flight_bytes: int = 0
     device_bytes: int = 0
     device_read_rate: float = 0.0
     device_rates: Mapping[str, float] = field(default_factory=dict)

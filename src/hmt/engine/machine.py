@@ -255,6 +255,7 @@ def _machine(rates: Rates) -> Machine:
         ram_bytes=int(psutil.virtual_memory().total),
         ram_read_rate=rates.numa.together or rates.ram_read_rate,
         disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
+        disk_flight_bytes=0 if rates.disk is None else rates.disk.in_flight_bytes,
         cpu_rates=rates.products.bytes_per_s,
         cpu_ops=rates.products.operations_per_s,
         cpu_row_s=rates.products.row_s,

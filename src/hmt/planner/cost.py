@@ -37,6 +37,7 @@ _SEVERAL = 8  # users from whom on a device's attention is not faster with more 
 # Of experts that are read, how many more are read on a guess that was wrong: 6 to 16% of a model of
 # 32, where guesses came true in 4 to 6 of 10 cases.  They take what time of the drive is left.
 _WRONG_GUESSES = 0.1
+_ASKED_AHEAD = 0.9  # of a layer's experts, by engine/prefetch.py, where steps have needed so many
 _LEAST_SHARE = 0.5  # of memory's rate that is left to the CPU while the link reads, if not measured
 
 
@@ -294,7 +295,7 @@ class _Step:
         chosen, count, each = self._loads.chosen, experts.count, experts.each
         # Steps of many tokens bring all experts in turn, whatever is cached.
         in_turn = self._many and load.many_experts_on_device and experts.home is not Tier.DEVICE
-        needed = self._needed(count, 0.0 if in_turn else experts.on_device)
+        needed = Needed(0.0, count) if in_turn else self._needed(count, experts.on_device)
         read = 0.0
         if experts.home is Tier.DISK:
             kept = max(experts.in_memory, experts.on_device)
@@ -322,13 +323,17 @@ class _Step:
         )
         for name, taken in seconds.items():
             self._experts_s[name] += taken
-        # In steps of many tokens every expert is wanted: link and drive go ahead of the layers.
+        # In steps of many tokens most experts are wanted: the link goes ahead of the layers.
         if self._many:
             ahead = {"link": brought * each.nbytes, "disk": read * each.read_bytes}
             for name, nbytes in ahead.items():
                 self._ahead[name] += nbytes
                 self._experts_s[name] -= seconds[name]
-            self._in_layers_s += max(seconds["GPU"], seconds["CPU"])
+            computing_s = max(seconds["GPU"], seconds["CPU"])
+            used = (needed.cached + needed.absent) / count
+            waited_s = self._first_s(used, seconds["disk"], computing_s)
+            self._in_layers_s += computing_s + waited_s
+            self._longest["disk"] = self._longest.get("disk", 0.0) + waited_s
         else:
             # What the drive brings is waited for behind what is there: with a third of a layer's
             # experts missing, two cores computed and waited in turn.
@@ -345,6 +350,17 @@ class _Step:
         guessed = _WRONG_GUESSES * read if self._loads.guesses and not self._many else 0.0
         self._bytes["disk"] += (read + guessed) * each.read_bytes
         return left
+
+    def _first_s(self, used: float, disk_s: float, computing_s: float) -> float:
+        """What a layer waits for of its experts, in a step of many tokens.
+
+        Where it has `used` nearly all of them they are asked for ahead of it.  Else the first one
+        comes when all has that was asked for with it, and the others while it computes.
+        """
+        if used >= _ASKED_AHEAD:
+            return 0.0
+        first_s = min(disk_s, self._disk_time(self._machine.disk_flight_bytes))
+        return max(first_s, disk_s - computing_s)
 
     def _needed(self, count: int, cached: float) -> Needed:
         """Of `count` experts of a layer, `cached` of which are near."""

@@ -1,5 +1,6 @@
 """How many experts a step needs, and how many of them a cache has."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -121,20 +122,47 @@ def needed_experts(
 
     Experts that are not in the cache are chosen as often as `shared_hits` leaves them, each of them
     equally.  Several tokens choose the same ones, those of one text more often: a step reads their
-    union.
+    union.  One text's tokens come one after the other, see `newly_used`.
     """
     if not experts or not chosen:
         return Needed(0.0, 0.0)
     # No token chooses an expert twice: a cache of one never has two of its choices.
     hits = min(shared_hits(curve, cached / experts, texts), cached / chosen)
-    absent = _union(experts - cached, (1 - hits) * chosen, tokens)
     # All that each text's tokens need, and then what independent texts do.
-    own = own_share(min(1.0, cached / experts), texts) * experts
-    hits = min(curve.hits(own / experts), own / chosen)
-    each = tokens / max(1.0, texts)
-    of_one = _union(own, hits * chosen, each) + _union(experts - own, (1 - hits) * chosen, each)
-    needed = _union(experts, of_one, max(1.0, texts))
+    needed = newly_used(curve, experts, chosen, 0.0, tokens / max(1.0, texts))
+    needed = _union(experts, needed, max(1.0, texts))
+    if texts > 1.0:
+        absent = min(needed, _union(experts - cached, (1 - hits) * chosen, tokens))
+    else:
+        absent = newly_used(curve, experts, chosen, cached, tokens)
     return Needed(min(cached, max(0.0, needed - absent)), absent)
+
+
+def newly_used(curve: HitCurve, experts: int, chosen: int, used: float, tokens: float) -> float:
+    """How many experts beyond the `used` ones, a text's last, its next `tokens` choose.
+
+    A text's working set grows by what a cache that holds just it would miss: ds/dt = chosen (1 -
+    hits(s / experts)), which the curve's straight lines make exponentials (P. Denning, S. Schwartz,
+    "Properties of the working-set model", CACM 15(3), 1972).  The first token's choices all differ.
+    """
+    hits = min(curve.hits(used / experts), used / chosen)
+    size = used + min(1.0, tokens) * (1.0 - hits) * chosen
+    left = tokens - 1.0
+    for (begin, low), (end, high) in pairwise(curve.points):
+        if left <= 0 or size >= end * experts:
+            continue
+        slope = (high - low) / ((end - begin) * experts)  # of hits, per expert
+        missed = 1.0 - low - slope * (size - begin * experts)
+        last = 1.0 - high
+        if slope <= 0:
+            grown = min(end * experts - size, left * chosen * missed)
+            left -= grown / (chosen * missed) if missed > 0 else left
+        else:
+            whole_s = math.log(missed / last) / (chosen * slope) if last > 0 else math.inf
+            grown = missed / slope * -math.expm1(-chosen * slope * min(left, whole_s))
+            left -= whole_s
+        size += grown
+    return min(float(experts), size) - used
 
 
 def _union(count: float, chosen: float, tokens: float) -> float:
