@@ -8,7 +8,7 @@ from itertools import pairwise
 # Of 2 to 8 texts through one cache of a third of the experts or less, on recorded and on synthetic
 # traces: misses are predicted 26% too few to 24% too many, 5% off in the middle.  As if all texts
 # had one working set (0) it was a tenth to all of them, 30% too few in the middle.
-_APART = 0.95
+USUALLY_APART = 0.95
 _NEARLY_ALL = 0.9  # of choices
 _MANY = 64  # experts of a layer: from here on choices are as uneven as the published ones
 
@@ -19,10 +19,12 @@ class HitCurve:
 
     points   (residency, hits), both ascending from (0, 0) to (1, 1); between them it is straight
     origin   where it comes from, for people
+    apart    how independently several texts choose: 1: as chance has it; 0: all the same experts
     """
 
     points: tuple[tuple[float, float], ...]
     origin: str = ""
+    apart: float = USUALLY_APART
 
     def __post_init__(self) -> None:
         assert self.points[0] == (0.0, 0.0) and self.points[-1] == (1.0, 1.0)
@@ -65,7 +67,10 @@ def usual_curve(experts: int) -> HitCurve:
 
 
 def measured_curve(
-    residencies: Sequence[float], rates: Sequence[float], origin: str = "a measurement"
+    residencies: Sequence[float],
+    rates: Sequence[float],
+    origin: str = "a measurement",
+    apart: float = USUALLY_APART,
 ) -> HitCurve:
     """Through measured points, ascending; chance never makes it fall."""
     points, best = [(0.0, 0.0)], 0.0
@@ -73,7 +78,7 @@ def measured_curve(
         best = min(1.0, max(best, rate))
         if points[-1][0] < residency < 1:
             points.append((residency, best))
-    return HitCurve((*points, (1.0, 1.0)), origin)
+    return HitCurve((*points, (1.0, 1.0)), origin, apart)
 
 
 def shared_hits(curve: HitCurve, residency: float, texts: float = 1.0) -> float:
@@ -86,7 +91,7 @@ def shared_hits(curve: HitCurve, residency: float, texts: float = 1.0) -> float:
     """
     if residency >= 1.0 or texts <= 1.0:
         return curve.hits(residency)
-    own = own_share(residency, texts)
+    own = own_share(residency, texts, curve.apart)
     others = (1.0 - residency) / (1.0 - own)  # what no other text has chosen lately
     return 1.0 - (1.0 - curve.hits(own)) * others
 
@@ -94,12 +99,15 @@ def shared_hits(curve: HitCurve, residency: float, texts: float = 1.0) -> float:
 def working_set(curve: HitCurve, texts: float = 1.0) -> float:
     """The share of all experts that `texts` choose nearly always; the curve is that of one."""
     own = min(1.0, curve.residency(_NEARLY_ALL))
-    return float(1.0 - (1.0 - own) ** (max(1.0, texts) ** _APART))
+    return float(1.0 - (1.0 - own) ** (max(1.0, texts) ** curve.apart))
 
 
-def own_share(residency: float, texts: float) -> float:
-    """The share of all experts that each of `texts` has chosen lately, where a cache holds all."""
-    return float(1.0 - (1.0 - residency) ** (max(1.0, texts) ** -_APART))
+def own_share(residency: float, texts: float, apart: float = USUALLY_APART) -> float:
+    """The share of all experts that each of `texts` has chosen lately, where a cache holds all.
+
+    See HitCurve for `apart`.
+    """
+    return float(1.0 - (1.0 - residency) ** (max(1.0, texts) ** -apart))
 
 
 @dataclass(frozen=True, slots=True)

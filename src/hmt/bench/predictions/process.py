@@ -46,7 +46,7 @@ from hmt.planner.predicted import Prediction
 from hmt.planner.routing import HitCurve
 
 _WARM_TOKENS = 24
-_TRACED_TOKENS = 64
+_TRACED_TOKENS, _TRACED_TEXTS, _TRACED_STEPS = 64, 4, 256
 _MOST_WARMING = 12  # prompts
 _REPLAYS = 12
 _GUESSED = 36
@@ -143,21 +143,27 @@ def _curve(case: Case, folder: Path) -> HitCurve | None:
     """
     if case.model not in WRITTEN or not WRITTEN[case.model].experts:
         return None
-    trace = folder / f"{case.model}.trace.jsonl"
+    trace = folder / f"{case.model}.{_TRACED_TEXTS}-texts.trace.jsonl"
     if not trace.exists():
         command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder), str(trace)]
         given = json.dumps(asdict(case))
         subprocess.run([*command, given], check=True, stdout=subprocess.DEVNULL)
-    return traced_curve(trace)
+    found = trace.with_suffix(".curve.json")  # replaying it for each run would take half a minute
+    if not found.exists():
+        found.write_text(json.dumps(asdict(traced_curve(trace))))
+    kept = json.loads(found.read_text())
+    return HitCurve(tuple(map(tuple, kept["points"])), kept["origin"], kept["apart"])
 
 
 def record(case: Case, folder: Path, trace: Path) -> None:
     """Write which experts the case's model chooses while it decodes."""
     path = folder_of(case, folder)
-    options = _options(replace(case, kept=1.0, users=1, prompt=_TRACED_TOKENS), path)
+    texts, tokens = _TRACED_TEXTS, _TRACED_STEPS
+    alike = replace(case, kept=1.0, users=texts, prompt=_TRACED_TOKENS, tokens=tokens)
+    options = _options(alike, path)
     with Engine(**options | {"trace_experts": trace}) as engine:
         model = engine.load_model(path)
-        _answers(case, model, 1, _TRACED_TOKENS, case.tokens)
+        _answers(alike, model, texts, _TRACED_TOKENS, tokens)
 
 
 def _predicted(
