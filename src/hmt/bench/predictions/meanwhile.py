@@ -68,5 +68,6 @@ class Meanwhile:
     def _sample(self) -> None:
         """On the thread of steps."""
         begin = time.perf_counter()
-        self._paces.append(replace(self._measure(), calls_s=pace_s()))
+        calls_s = pace_s()  # first: threads that have measured the rest are awake for a while
+        self._paces.append(replace(self._measure(), calls_s=calls_s))
         self._spent_s += time.perf_counter() - begin

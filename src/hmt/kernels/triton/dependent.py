@@ -8,8 +8,9 @@ the others made.  For that every kernel of a chain calls `next_may_begin` first 
 and each is launched with `dependent(...)`.  A kernel that never waits would let those behind it
 overtake the ones ahead of it.
 
-Now and then a chain wants an end, a kernel that is launched plainly (tokens are rounded to int8 by
-such a one): without it an H200 took 1.6 times as long for steps of many small kernels.
+Now and then a chain wants an end, a kernel that is launched plainly (tokens are rounded to int8 and
+sent to experts by such ones): without it an H200 took 1.6 times as long for steps of many small
+kernels.
 
 CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

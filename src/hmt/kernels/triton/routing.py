@@ -1,11 +1,14 @@
-"""Which experts each token goes to, one launch for all tokens; a warp looks at one token."""
+"""Which experts each token goes to, one launch for all tokens; a warp looks at one token.
+
+It is launched plainly, and ends a layer's chain of dependent launches: on an H200 eight layers of
+Qwen3-30B-A3B's shape took 0.37 instead of 0.40 ms for one user, and as long as before for more.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmt.kernels.triton.dependent import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.scalars import key_index, keys
 
 _NO_KEY = tl.constexpr(-(1 << 63))  # below every key
@@ -37,11 +40,9 @@ def _route_kernel(
     logits, bias, experts, scales, logits_row, factor,
     K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_LANES: tl.constexpr, LANES: tl.constexpr, K_LANES: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tokens.  Experts lie in GROUPS groups of WIDTH."""
-    next_may_begin(DEPENDENT)
-    inputs_are_there(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUP_LANES)[:, None]
     lane = tl.arange(0, LANES)[None, :]
@@ -128,6 +129,6 @@ def _route(
         K=k, GROUPS=groups, KEPT=kept, WIDTH=width,
         GROUP_LANES=triton.next_power_of_2(groups), LANES=triton.next_power_of_2(width),
         K_LANES=triton.next_power_of_2(k), SIGMOID=bias is not None, RENORMALISE=renormalise,
-        num_warps=1, **dependent(logits.device),
+        num_warps=1,
     )  # fmt: skip
     return experts, scales
