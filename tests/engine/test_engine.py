@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,3 +137,12 @@ def test_the_summary_counts_tokens_and_bytes(model: LoadedModel) -> None:
     assert slots.internal == 0, "a slot is exactly its block"
     assert summary.bottleneck is not None and summary.bottleneck.link == "disk"
     assert 0 < summary.generation.waited_s <= summary.generation.seconds
+
+
+def test_a_summary_stays_as_it_is(model: LoadedModel) -> None:
+    model.infer(chat(QUESTIONS[0]))
+    before = model.summary()
+    counted = [replace(phase) for phase in (before.prompt, before.generation)]
+    model.infer(chat(QUESTIONS[1]))
+    assert [before.prompt, before.generation] == counted
+    assert model.summary().generation.tokens > before.generation.tokens
