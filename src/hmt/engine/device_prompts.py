@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PIECE = 512
 _ROUNDS = 5  # at least
 _OPTIONS = {"context": 16384, "check_weights": False, "prefill_chunk": PIECE}
-_APART = {"context": 4096}
+_BRINGING = {"context": 4096}  # where experts are brought
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,15 @@ def launched(
         for folder in folders or ():
             limit = _half_of_the_experts(folder, options or {})
             if limit is not None:
-                given = {**(options or {}), **_APART, "gpu_memory": limit}
+                given = {**(options or {}), **_BRINGING, "gpu_memory": limit}
                 models.append(stack.enter_context(opened(folder, given)))
         taken = _by_turns(models, seconds)
         layers = [_layers(model) for model in models[:2]]
         more = layers[1] - layers[0]
         layer = max(0.0, taken[1] - taken[0]) / more
-        expert, apart = 0.0, models[2:]
-        if len(apart) == 2 and all(map(_brings_experts, apart)):
-            each = len(apart[0].prepared.demand.of_kind(BlockKind.EXPERT)) // layers[0]
+        expert, bringing = 0.0, models[2:]
+        if len(bringing) == 2 and all(map(_brings_experts, bringing)):
+            each = len(bringing[0].prepared.demand.of_kind(BlockKind.EXPERT)) // layers[0]
             expert = max(0.0, (taken[3] - taken[2]) / more - layer) / each
         return Launched(max(0.0, taken[0] - layers[0] * layer), layer, expert)
 
@@ -113,7 +113,7 @@ def _half_of_the_experts(folder: Path, options: Mapping[str, Any]) -> int | None
     from hmt.engine.loading import prepare
 
     try:
-        with Engine(**{**_OPTIONS, **options, **_APART}) as engine:
+        with Engine(**{**_OPTIONS, **options, **_BRINGING}) as engine:
             left = engine._device_left()
             prepared = prepare(folder, engine.config, None, engine._device, left)
             demand = prepared.demand

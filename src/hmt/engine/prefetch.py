@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
+from hmt.planner.routing import ASKED_AHEAD
 from hmt.weights import BlockLayout, WeightStore
 
 MARGIN = 1.2  # reads are sometimes slower than usual, and layers faster
@@ -20,11 +21,7 @@ MARGIN = 1.2  # reads are sometimes slower than usual, and layers faster
 _KEPT = 0.7  # of a measured time, when the next measurement comes
 _CLEAN_PASSES = 8  # without a wait, before what was added for waits is taken back
 _NOTICED = 0.02  # of a pass: a wait that is shorter does not count
-# Of a layer's experts, those that steps of a size have used: from here on all are asked for.  With
-# less the drive reads too much: 64 tokens of a small trained model used 70% of 32, which took 30%
-# more bytes, and 512 of one with random weights a half.
-_NEARLY_ALL = 0.9
-_LEAST_TOKENS = 32  # of a step that may need so many
+_LEAST_TOKENS = 32  # of a step that may need nearly all experts
 
 
 @dataclass(slots=True)
@@ -183,7 +180,7 @@ class ReadAhead:
     @property
     def asks_for_experts(self) -> bool:
         """Whether this step needs nearly all of those that there are."""
-        return self._share.get(self._tokens.bit_length(), 0.0) >= _NEARLY_ALL
+        return self._share.get(self._tokens.bit_length(), 0.0) >= ASKED_AHEAD
 
     def blocks(self, stage: int) -> list[BlockId]:
         """What to request when `stage` begins: its own blocks, and those of the stages ahead."""

@@ -29,7 +29,7 @@ from hmt.planner.caches import Caches
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
 from hmt.planner.predicted import Prediction, StepCost
 from hmt.planner.products import Products, Times
-from hmt.planner.routing import Needed, needed_experts, working_set
+from hmt.planner.routing import ASKED_AHEAD, Needed, needed_experts, working_set
 from hmt.planner.step_sums import StepSums
 
 _MANY_TOKENS = 32  # of a step in which a device computes as with prompts
@@ -37,7 +37,6 @@ _SEVERAL = 8  # users from whom on a device's attention is not faster with more 
 # Of experts that are read, how many more are read on a guess that was wrong: 6 to 16% of a model of
 # 32, where guesses came true in 4 to 6 of 10 cases.  They take what time of the drive is left.
 _WRONG_GUESSES = 0.1
-_ASKED_AHEAD = 0.9  # of a layer's experts, by engine/prefetch.py, where steps have needed so many
 _LEAST_SHARE = 0.5  # of memory's rate that is left to the CPU while the link reads, if not measured
 
 
@@ -357,7 +356,7 @@ class _Step:
         Where it has `used` nearly all of them they are asked for ahead of it.  Else the first one
         comes when all has that was asked for with it, and the others while it computes.
         """
-        if used >= _ASKED_AHEAD:
+        if used >= ASKED_AHEAD:
             return 0.0
         first_s = min(disk_s, self._disk_time(self._machine.disk_flight_bytes))
         return max(first_s, disk_s - computing_s)

@@ -10,6 +10,10 @@ from itertools import pairwise
 # had one working set (0) it was a tenth to all of them, 30% too few in the middle.
 USUALLY_APART = 0.95
 _NEARLY_ALL = 0.9  # of choices
+# Of a layer's experts, those that steps of a size have used: from here on the engine asks for all
+# of them ahead.  With less the drive reads too much: 64 tokens of a small trained model used 70% of
+# 32, which took 30% more bytes, and 512 of one with random weights a half.
+ASKED_AHEAD = 0.9
 _MANY = 64  # experts of a layer: from here on choices are as uneven as the published ones
 
 
@@ -67,10 +71,7 @@ def usual_curve(experts: int) -> HitCurve:
 
 
 def measured_curve(
-    residencies: Sequence[float],
-    rates: Sequence[float],
-    origin: str = "a measurement",
-    apart: float = USUALLY_APART,
+    residencies: Sequence[float], rates: Sequence[float], origin: str = "a measurement"
 ) -> HitCurve:
     """Through measured points, ascending; chance never makes it fall."""
     points, best = [(0.0, 0.0)], 0.0
@@ -78,7 +79,7 @@ def measured_curve(
         best = min(1.0, max(best, rate))
         if points[-1][0] < residency < 1:
             points.append((residency, best))
-    return HitCurve((*points, (1.0, 1.0)), origin, apart)
+    return HitCurve((*points, (1.0, 1.0)), origin)
 
 
 def shared_hits(curve: HitCurve, residency: float, texts: float = 1.0) -> float:
@@ -134,12 +135,17 @@ def needed_experts(
     """
     if not experts or not chosen:
         return Needed(0.0, 0.0)
-    # No token chooses an expert twice: a cache of one never has two of its choices.
-    hits = min(shared_hits(curve, cached / experts, texts), cached / chosen)
     # All that each text's tokens need, and then what independent texts do.
-    needed = newly_used(curve, experts, chosen, 0.0, tokens / max(1.0, texts))
-    needed = _union(experts, needed, max(1.0, texts))
+    own = own_share(min(1.0, cached / experts), texts, curve.apart) * experts
+    own_hits = min(curve.hits(own / experts), own / chosen)
+    first = _union(own, own_hits * chosen, 1.0) + _union(
+        experts - own, (1 - own_hits) * chosen, 1.0
+    )
+    of_one = _grown(curve, experts, chosen, first, tokens / max(1.0, texts) - 1.0)
+    needed = _union(experts, of_one, max(1.0, texts))
     if texts > 1.0:
+        # No token chooses an expert twice: a cache of one never has two of its choices.
+        hits = min(shared_hits(curve, cached / experts, texts), cached / chosen)
         absent = min(needed, _union(experts - cached, (1 - hits) * chosen, tokens))
     else:
         absent = newly_used(curve, experts, chosen, cached, tokens)
@@ -154,8 +160,12 @@ def newly_used(curve: HitCurve, experts: int, chosen: int, used: float, tokens: 
     "Properties of the working-set model", CACM 15(3), 1972).  The first token's choices all differ.
     """
     hits = min(curve.hits(used / experts), used / chosen)
-    size = used + min(1.0, tokens) * (1.0 - hits) * chosen
-    left = tokens - 1.0
+    first = used + min(1.0, tokens) * (1.0 - hits) * chosen
+    return _grown(curve, experts, chosen, first, tokens - 1.0) - used
+
+
+def _grown(curve: HitCurve, experts: int, chosen: int, size: float, left: float) -> float:
+    """A working set of `size` experts, after the `left` tokens that come."""
     for (begin, low), (end, high) in pairwise(curve.points):
         if left <= 0 or size >= end * experts:
             continue
@@ -166,11 +176,11 @@ def newly_used(curve: HitCurve, experts: int, chosen: int, used: float, tokens: 
             grown = min(end * experts - size, left * chosen * missed)
             left -= grown / (chosen * missed) if missed > 0 else left
         else:
-            whole_s = math.log(missed / last) / (chosen * slope) if last > 0 else math.inf
-            grown = missed / slope * -math.expm1(-chosen * slope * min(left, whole_s))
-            left -= whole_s
+            to_end = math.log(missed / last) / (chosen * slope) if last > 0 else math.inf
+            grown = missed / slope * -math.expm1(-chosen * slope * min(left, to_end))
+            left -= to_end
         size += grown
-    return min(float(experts), size) - used
+    return min(float(experts), size)
 
 
 def _union(count: float, chosen: float, tokens: float) -> float:

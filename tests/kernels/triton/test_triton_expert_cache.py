@@ -90,8 +90,7 @@ def test_what_is_wanted_again_comes_though_the_share_is_less(
                 chosen = torch.tensor([experts], device=device)
                 return int(divide(cache, chosen, portion, cuts).sources[0])  # noqa: B023
 
-            # An empty place is worth nothing; two experts that are wanted as often take turns in
-            # no place.
+            # An empty place is taken at once, and one that is held only by who is wanted more.
             assert ask(0) == (0 if comes else -1) and ask(1) == (1 if comes else -1)
             ask(0, 1)
             whole = cache.counts.tolist()[1]
