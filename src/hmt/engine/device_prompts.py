@@ -6,8 +6,8 @@ for both: one after the other, a layer took 0.4 ms in one probe and 1.2 in the n
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,13 @@ from hmt.engine.step_rates import text
 
 if TYPE_CHECKING:
     from hmt.engine.engine import LoadedModel
+    from hmt.engine.loading import Prepared
 
 # A prompt of one step that the GPU computes sooner than it is launched.  Up to 64 tokens products
 # have other kernels, and up to 256 experts are not brought all.
 PIECE = 512
 _ROUNDS = 5  # at least
+_TRIES = 3
 _OPTIONS = {"context": 16384, "check_weights": False, "prefill_chunk": PIECE}
 _BRINGING = {"context": 4096}  # where experts are brought
 
@@ -74,7 +76,7 @@ def launched(
     with ExitStack() as stack:
         models = [few, many]
         for folder in folders or ():
-            limit = _half_of_the_experts(folder, options or {})
+            limit = _limit_that_brings(folder, options or {})
             if limit is not None:
                 given = {**(options or {}), **_BRINGING, "gpu_memory": limit}
                 models.append(stack.enter_context(opened(folder, given)))
@@ -83,7 +85,7 @@ def launched(
         more = layers[1] - layers[0]
         layer = max(0.0, taken[1] - taken[0]) / more
         expert, bringing = 0.0, models[2:]
-        if len(bringing) == 2 and all(map(_brings_experts, bringing)):
+        if len(bringing) == 2 and all(_brings_experts(model.prepared) for model in bringing):
             each = len(bringing[0].prepared.demand.of_kind(BlockKind.EXPERT)) // layers[0]
             expert = max(0.0, (taken[3] - taken[2]) / more - layer) / each
         return Launched(max(0.0, taken[0] - layers[0] * layer), layer, expert)
@@ -107,30 +109,39 @@ def _by_turns(models: "Sequence[LoadedModel]", seconds: float) -> list[float]:
     return [middle_half(taken) / unit_s for taken in times]
 
 
-def _half_of_the_experts(folder: Path, options: Mapping[str, Any]) -> int | None:
-    """A limit of GPU memory with which so many fit; None where there is none."""
+def _limit_that_brings(folder: Path, options: Mapping[str, Any]) -> int | None:
+    """A limit of GPU memory with which half of the experts, or about that, are brought.
+
+    None where there is none.
+    """
+    from hmt.engine.device_loading import device_budget
     from hmt.engine.engine import Engine
     from hmt.engine.loading import prepare
 
-    try:
-        with Engine(**{**_OPTIONS, **options, **_BRINGING}) as engine:
-            left = engine._device_left()
-            prepared = prepare(folder, engine.config, None, engine._device, left)
-            demand = prepared.demand
-            needed = sum(prepared.plan.device.reserved.values())
-            # The embedding goes first.
-            less = left - needed + sum(b.slot_bytes for b in demand.of_kind(BlockKind.EXPERT)) // 2
-            less += sum(b.slot_bytes for b in demand.of_kind(BlockKind.EMBEDDING))
-            limit = (engine.config.gpu_memory_bytes or left) - less
-            prepare(folder, engine.config, None, engine._device, max(0, left - less))
-            return limit
-    except HMTError:
-        return None
+    found = []
+    with suppress(HMTError), Engine(**{**_OPTIONS, **options, **_BRINGING}) as engine:
+        device, config = engine._device, engine.config
+        assert device is not None and config.gpu_memory_bytes is not None
+        whole = prepare(folder, config, None, device, engine._device_left())
+        experts = sum(b.slot_bytes for b in whole.demand.of_kind(BlockKind.EXPERT))
+        needed = sum(whole.plan.device.reserved.values())
+        for eighths in range(1, 9):
+            wanted, limit = needed - experts * eighths // 8, config.gpu_memory_bytes
+            with suppress(HMTError):
+                for _ in range(_TRIES):  # libraries have a share of every limit
+                    limited = replace(config, gpu_memory_bytes=limit)
+                    limit -= device_budget(device, limited) - wanted
+                limited = replace(config, gpu_memory_bytes=limit)
+                left = device_budget(device, limited)
+                if _brings_experts(prepare(folder, limited, None, device, left)):
+                    found.append(limit)
+    return found[len(found) // 2] if found else None
 
 
-def _brings_experts(model: "LoadedModel") -> bool:
-    experts = model.prepared.demand.of_kind(BlockKind.EXPERT)
-    return bool(experts) and all(model.plan.homes[b.id] is not Tier.DEVICE for b in experts)
+def _brings_experts(prepared: "Prepared") -> bool:
+    experts, plan = prepared.demand.of_kind(BlockKind.EXPERT), prepared.plan
+    away = all(plan.homes[b.id] is Tier.HOST for b in experts)
+    return bool(experts) and away and plan.device.staging_slots > 0
 
 
 def _layers(model: "LoadedModel") -> int:

@@ -42,11 +42,15 @@ class Meanwhile:
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._model._loop.call(self._sample)
+        self.look()
 
     def begin(self) -> None:
         """What was seen so far does not count: what is measured begins here."""
         self._model._loop.call(self._begin)
+
+    def look(self) -> None:
+        """Between two that are measured."""
+        self._model._loop.call(self._sample)
 
     def clock(self) -> float:
         """Seconds, without those that looking took."""

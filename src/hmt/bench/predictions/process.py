@@ -2,7 +2,7 @@
 
 CASES is a JSON list of `Case`s, FOLDER where their models are.  For each it prints a JSON object:
 what was predicted before the model was loaded, and what was measured then; and what is predicted at
-the paces that the CPU had meanwhile (where a GPU computes, right before each measurement).
+the paces that the CPU had meanwhile.
 """
 
 import json
@@ -16,7 +16,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from hmt.base.units import MIB, round_up
@@ -35,9 +34,10 @@ from hmt.engine import (
     RunSummary,
     prepare,
 )
+from hmt.engine.by_turns import middle_half
 from hmt.engine.cpu_pace import CpuPace, PaceProcess, at_cpu_pace
 from hmt.engine.machine import measure_drive_again
-from hmt.engine.pace import at_pace, steadily
+from hmt.engine.pace import at_pace
 from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost import CostModel
@@ -50,8 +50,8 @@ _TRACED_TOKENS, _TRACED_TEXTS, _TRACED_STEPS = 64, 4, 256
 _MOST_WARMING = 12  # prompts
 _REPLAYS = 12
 _GUESSED = 36
-_PROMPTS, _PROMPTS_S = 5, 2.0  # alone, of which the median counts
-_PACE_S, _LOOK_S = 0.1, 0.4
+_PROMPTS, _PROMPTS_S = 5, 2.0  # alone, of which those in the middle count
+_PACE_S, _LOOK_S, _GPU_LOOK_S = 0.1, 0.4, 0.1
 _USUAL_CHUNK = 64  # or more
 _DRIVE_S = 0.5
 _ROOM_BYTES = 64 * MIB  # beyond what a budget needs, where all is kept
@@ -141,7 +141,8 @@ def _curve(case: Case, folder: Path) -> HitCurve | None:
     Random routers choose neither evenly nor like trained ones.  The trace is recorded once, by a
     process of its own.
     """
-    if case.model not in WRITTEN or not WRITTEN[case.model].experts:
+    shape = {**WRITTEN, **GPU_SHAPES}.get(case.model)
+    if shape is None or not shape.experts:
         return None
     trace = folder / f"{case.model}.{_TRACED_TEXTS}-texts.trace.jsonl"
     if not trace.exists():
@@ -159,7 +160,9 @@ def record(case: Case, folder: Path, trace: Path) -> None:
     """Write which experts the case's model chooses while it decodes."""
     path = folder_of(case, folder)
     texts, tokens = _TRACED_TEXTS, _TRACED_STEPS
-    alike = replace(case, kept=1.0, users=texts, prompt=_TRACED_TOKENS, tokens=tokens)
+    alike = replace(
+        case, kept=1.0, users=texts, prompt=_TRACED_TOKENS, tokens=tokens, gpu_memory=None
+    )
     options = _options(alike, path)
     with Engine(**options | {"trace_experts": trace}) as engine:
         model = engine.load_model(path)
@@ -241,7 +244,7 @@ def _measured(case: Case, model: LoadedModel, pace: Callable[[], CpuPace]) -> di
 
     ttft_s    of one prompt, with the machine to itself; first_ttft_s when its length came first
     tokens_per_s   of all users, while all of them decode
-    paces     of the CPU meanwhile, of both; where a GPU computes, of Python before them
+    paces     of the CPU meanwhile, of both; where a GPU computes, of Python alone
     """
     # A GPU's kernels are compiled for a prompt's size when it first comes; slots are filled, and
     # what is read is converted, when it first is.
@@ -257,28 +260,23 @@ def _measured(case: Case, model: LoadedModel, pace: Callable[[], CpuPace]) -> di
     guessed = min(_GUESSED, case.tokens) if case.gpu_memory is not None else 4
     _answers(case, model, case.users, warm, guessed)
     model.reset_summary()
-    reading: float | CpuPace
-    decoding: float | CpuPace
-    chain: dict[str, float] = {}
+    on_gpu, chain = case.gpu_memory is not None, dict[str, float]()
     answers = partial(_answers, case, model, case.users, case.prompt, case.tokens, chain)
-    if case.gpu_memory is not None:
-        # While a neighbour of the CPU comes and goes, neither the one nor the other is measured.
-        reading, ttft_s = steadily(model, partial(_usual_first_s, case, model))
-        decoding, (_, (rate, summary)) = steadily(model, answers)
-    else:
-        every_s = _LOOK_S if case.kept == 1 else None
-        with Meanwhile(model, pace, every_s) as seen:
-            ttft_s = _usual_first_s(case, model, seen)
-        reading = seen.pace
-        with Meanwhile(model, pace, every_s) as seen:
-            _, (rate, summary) = answers(seen)
-        decoding = seen.pace
+    if on_gpu:
+        pace = CpuPace  # of Python alone, which launches what the GPU computes
+    every_s = _GPU_LOOK_S if on_gpu else _LOOK_S if case.kept == 1 else None
+    with Meanwhile(model, pace, None if on_gpu else every_s) as seen:
+        ttft_s = _usual_first_s(case, model, seen)
+    reading = seen.pace
+    with Meanwhile(model, pace, every_s) as seen:
+        _, (rate, summary) = answers(seen)
+    decoding = seen.pace
     phase, experts = summary.generation, _experts(summary)
     return {
         "tokens_per_s": rate,
         "ttft_s": ttft_s,
         "first_ttft_s": first_ttft_s,
-        "paces": [reading, decoding],
+        "paces": [pace.calls_s if on_gpu else pace for pace in (reading, decoding)],
         **chain,
         **({} if experts is None else {"experts": asdict(experts)}),
         "host_bytes": phase.host_bytes / phase.tokens,
@@ -291,12 +289,14 @@ def _measured(case: Case, model: LoadedModel, pace: Callable[[], CpuPace]) -> di
     }
 
 
-def _usual_first_s(case: Case, model: LoadedModel, seen: Meanwhile | None = None) -> float:
+def _usual_first_s(case: Case, model: LoadedModel, seen: Meanwhile) -> float:
     """Seconds to the first token of one user; of long prompts, of few."""
     times: list[float] = []
     while len(times) < _PROMPTS and sum(times) < _PROMPTS_S:
+        if case.gpu_memory is not None:
+            seen.look()  # prompts are launched in a tenth of a second, and the pace changes as soon
         times.append(_answers(case, model, 1, case.prompt, 1, None, seen)[0])
-    return median(times)
+    return middle_half(times)
 
 
 def _answers(

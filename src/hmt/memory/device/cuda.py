@@ -8,6 +8,7 @@ import torch
 
 from hmt.base.errors import BudgetError, MachineError
 from hmt.base.units import format_bytes
+from hmt.memory.device.adjacent import joined
 from hmt.memory.device.interface import Copy, Cut, Mark
 from hmt.memory.device.nvml import ProcessMemory
 
@@ -131,7 +132,7 @@ class CudaDevice:
                 self._copies.wait_event(mark.event)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             self._copies.record_event(begin)
-            for target, source in zip(targets, sources, strict=True):
+            for target, source in joined(targets, sources):
                 target.copy_(source, non_blocking=True)
             self._copies.record_event(end)
             return _CudaCopy(begin, end)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hmt.memory.device.adjacent import joined
 from hmt.memory.device.interface import Copy, Cut, Mark
 
 POISON = 0xFF  # NaN in every float dtype
@@ -106,9 +107,10 @@ class PretendedDevice:
             target.fill_(POISON)
         self._under_way = [copy for copy in self._under_way if not copy.reached()]
         before = [copy for copy in self._under_way if isinstance(copy, _PretendedCopy)]
+        together = list(joined(targets, sources))
 
         def arrive() -> None:
-            for target, source in pairs:
+            for target, source in together:
                 target.copy_(source)
 
         copy = _PretendedCopy(arrive, before)
