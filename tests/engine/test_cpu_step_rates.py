@@ -22,6 +22,8 @@ STEP_S, ROW_S, LAYER_S, COLD = 4e-4, 6e-5, 3e-6, 3.5
 APART_S = {"llama": 3e-5, "qwen3_moe": 9e-5, "deepseek_v3": 2e-4}
 HELD_S, MISSED_S = 1.5e-4, 1e-4
 WIDE_BYTES = 1 << 26
+# Of products that take 10 ms by themselves, for one user and for several.
+IN_LAYERS = {None: (0.8, 0.9), "w8a8": (0.7, 1.05), "w4a8": (0.1, 3.0)}
 
 
 def made_up(machine: Machine, case: rates.Case) -> rates.Decoded:
@@ -45,8 +47,9 @@ def made_up(machine: Machine, case: rates.Case) -> rates.Decoded:
         return rates.Decoded(calls_s - STEP_S, wrong_s + taken_s, WIDE_BYTES, 0.0)
     if wide:
         calls_s *= 1 + (COLD - 1) * coldness(WIDE_BYTES)
-    nbytes = WIDE_BYTES if wide else 0
-    return rates.Decoded(calls_s, layers * LAYER_S, nbytes, read_bytes)
+        kernels_s = 1e-2 * IN_LAYERS[case.scheme][case.users > 1]
+        return rates.Decoded(calls_s, kernels_s - 1e-2, WIDE_BYTES, 0.0, kernels_s)
+    return rates.Decoded(calls_s, layers * LAYER_S, 0, read_bytes)
 
 
 def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +100,15 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert found.held_experts_s == near(HELD_S)
     assert found.missed_expert_s == near(MISSED_S)
     assert found.cold_times == near(COLD)
+    assert found.cpu_in_layers == {
+        "bf16": near(0.8), "bf16@8": near(0.9), "w8a8": near(0.7), "w8a8@8": near(1.05),
+        "w4a8": 0.5, "w4a8@8": 2.0,
+    }, "what is more than that is chance"  # fmt: skip
     sizes = found.process_bytes, found.streaming_bytes, found.converting_bytes
     assert sizes == ((20 << 20) + rates._CHANCE_BYTES, 13 << 20, 35 << 20)
     quick = rates.cpu_step_rates(MACHINE, 0.0, whole=False)
     assert quick.cold_times == quick.held_experts_s == quick.process_bytes == 0
+    assert not quick.cpu_in_layers
 
 
 def test_prompts_tell_numbers_from_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +147,11 @@ def test_steps_by_turns_are_those_of_the_machines_own_pace(
     """Half as fast as when it was measured: twice the time, of which the same is found."""
     machine = replace(MACHINE, pace=1e-3, reading_pace=1e-2, arithmetic_pace=1.0)
     slow = CpuPace(2e-3, 2e-2, 2.0)
+    loaded = []
 
     class Loaded:
-        def __init__(self, model: Any, kept: float | None) -> None:
-            pass
+        def __init__(self, model: Any, kept: float | None, scheme: str | None) -> None:
+            loaded.append((kept, scheme))
 
         def __enter__(self) -> "Loaded":
             return self
@@ -164,6 +173,10 @@ def test_steps_by_turns_are_those_of_the_machines_own_pace(
     monkeypatch.setattr(rates, "_turn", lambda *given: (2 * (3e-3 + 5e-4), 0.0, 0.0))
     (found_one,) = rates.decoded(machine, cases[:1], 0.0, lambda: slow)
     assert (found_one.calls_s, found_one.beyond_s) == (near(5e-4), 0.0), "nothing compiled"
+    loaded.clear()
+    rates.decoded(machine, [replace(cases[0], users=users) for users in (1, 8)], 0.0, lambda: slow)
+    rates.decoded(machine, [cases[0], replace(cases[0], scheme="w8a8")], 0.0, lambda: slow)
+    assert loaded == [(1.0, None), (1.0, None), (1.0, "w8a8")], "users share a model"
 
 
 def test_steps_are_measured_for_real() -> None:

@@ -26,14 +26,19 @@ def test_more_bytes_gain_less_from_caches(first: float, second: float) -> None:
     caches, (less, more) = Caches(CACHED), sorted((first, second))
     assert 2.0 >= caches.faster(less) >= caches.faster(more) >= 1.0
     assert 1.0 <= caches.slower(less) <= caches.slower(more) <= 4.0
+    shares = [caches.from_memory(caches.faster(nbytes)) for nbytes in (less, more)]
+    assert 0.0 <= shares[0] <= shares[1] <= 1.0
     unknown = Caches(BARE)
-    assert unknown.faster(less) == unknown.slower(less) == 1.0
+    assert unknown.faster(less) == unknown.slower(less) == unknown.from_memory(1.0) == 1.0
 
 
 def test_points_are_met_and_ends_are_level() -> None:
     caches = Caches(CACHED)
     for mib, rate in ((1, 60e9), (15, 60e9), (60, 50e9), (240, 35e9), (960, 30e9), (5000, 30e9)):
         assert caches.faster(mib * MIB) == pytest.approx(rate / 30e9)
+    assert (caches.from_memory(2.0), caches.from_memory(1.0)) == (0.0, 1.0)
+    # Of two equal parts one is read at twice memory's rate: three fourths of the time.
+    assert caches.from_memory(4 / 3) == pytest.approx(0.5)
     assert caches.slower(0) == 1.0
     assert caches.slower(WARM_BYTES) == 1.0
     assert caches.slower((WARM_BYTES * COLD_BYTES) ** 0.5) == pytest.approx(2.5)

@@ -7,6 +7,7 @@ import pytest
 from models import machine_with, outlook, random_machine, random_model, setting, small_model
 
 from hmt.base.errors import BudgetError
+from hmt.contracts.machine import Machine
 from hmt.contracts.model import KVKind
 from hmt.planner.caches import coldness
 from hmt.planner.cost import CostModel
@@ -73,6 +74,29 @@ def test_calls_take_longer_where_caches_keep_nothing() -> None:
     rates = {"1MiB": 400e9, "1GiB": 200e9}
     fast = CostModel(loads, replace(machine, cached_rates=rates)).decode(2, 0)
     assert nbytes / 400e9 < fast.seconds - 2 < nbytes / 100e9
+
+
+def test_layers_that_come_from_memory_take_as_long_as_they_did_in_a_step() -> None:
+    demand = small_model()
+    layers = demand.spec.layers
+    machine = replace(machine_with(demand), step_s=0.0, layer_s=1.0)
+    found = outlook(demand).plan(setting(machine, context=16)).plan
+    loads = loads_of(demand, found)
+
+    def decode(machine: Machine, users: int = 1) -> float:
+        return CostModel(loads, machine).decode(users, 0).seconds
+
+    products_s = decode(replace(machine, layer_s=0.0))
+    assert decode(machine) == pytest.approx(products_s + layers)
+    measured = replace(machine, cpu_in_layers={"bf16": 0.75, "bf16@8": 1.0})
+    assert decode(measured) == pytest.approx(0.75 * products_s), "and the layers' own with it"
+    assert decode(measured, 8) == pytest.approx(decode(replace(machine, layer_s=0.0), 8))
+    # What caches hold is as before; and prompts are arithmetic.
+    cached = replace(measured, cached_rates={"1GiB": 400e9})
+    fast_s = decode(replace(cached, layer_s=0.0, cpu_in_layers={}))
+    assert decode(cached) == pytest.approx(fast_s + layers)
+    prompts = [CostModel(loads, each).prompt(64, 0).seconds for each in (machine, measured)]
+    assert prompts[0] == prompts[1]
 
 
 def test_a_drive_hides_behind_layers_only_where_the_next_has_room() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hmt.planner.products import Products, operations_rate
+from hmt.planner.products import Products, operations_rate, times_in_layers
 
 RATES = {"w4a8": 1e9}
 OPERATIONS = {"w4a8": 1e12, "w4a8@8": 4e11, "w4a8@32": 8e11, "bf16": 5e11}
@@ -23,6 +23,16 @@ def test_times_pass_through_what_was_measured() -> None:
     assert heavy[1] == pytest.approx((heavy[0] + heavy[2]) / 2)
     times = [products.seconds(1e3, 1e9, "w4a8", tokens / 2) for tokens in range(2, 300)]
     assert times == sorted(times)
+
+
+def test_times_in_layers_lie_between_what_was_measured() -> None:
+    known = {"w4a8": 0.8, "w4a8@8": 1.2, "w8a8": 0.6, "bf16": 0.9}
+    tokens = (0.5, 1, 4.5, 8, 30)
+    found = [times_in_layers(known, "w4a8", each) for each in tokens]
+    assert found == pytest.approx([0.8, 0.8, 1.0, 1.2, 1.2])
+    assert times_in_layers(known, "nvfp4a8", 3) == 0.6, "codes are multiplied as codes are"
+    assert times_in_layers(known, "w4a16", 3) == 0.9
+    assert times_in_layers({}, "w4a8", 3) == 1.0, "not known"
 
 
 def test_what_was_not_measured_is_like_the_nearest() -> None:

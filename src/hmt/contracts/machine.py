@@ -30,6 +30,9 @@ class Machine:
                        values of which a layer has 16 KiB in a page (4 heads of 64 numbers), not 64;
                        not known: the same
     cpu_cached_row_s   of each row then, with one token, by encoding; not known: nothing
+    cpu_in_layers      how many times as long products take in the layers of a step that reads them
+                       from memory, by encoding and for several users under "w4a8@8": calls that
+                       compute more than one keep all cores busy.  Not known: 1
     numa_nodes         of the memory that a model is spread over
     numa_distances     of memory from each node, a row per node: 10 for its own; not known: empty
     remote_share       of the rate of a node's own memory, what another node's gives
@@ -50,7 +53,8 @@ class Machine:
     draw_s, draw_row_s   the same where it cannot: tokens are drawn (a temperature above 0), and the
                        next step waits for them.  draw_s 0: as step_s and row_s
     logit_s            of each logit that a token is drawn from
-    layer_s            of a layer on the CPU, beyond its bytes
+    layer_s            of a layer on the CPU, beyond its bytes; where these come from memory,
+                       cpu_in_layers has it
     apart_layer_s      of a layer that is computed by itself, since blocks of layers move, or since
                        no call computes many of them
     apart_experts_s    of its routed experts, beyond that
@@ -111,6 +115,7 @@ class Machine:
     cpu_attention_rate: float = 0.0
     cpu_attention_ops: float = 0.0
     cpu_cached_row_s: Mapping[str, float] = field(default_factory=dict)
+    cpu_in_layers: Mapping[str, float] = field(default_factory=dict)
     cpu_cached_attention_rate: float = 0.0
     cpu_attention_short_rate: float = 0.0
     cpu_cached_attention_short_rate: float = 0.0

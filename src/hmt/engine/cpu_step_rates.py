@@ -10,7 +10,7 @@ Xeon 1.6 instead of 0.4 ms a step), and what a prompt's activations cost.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,10 @@ _NO_WAIT = 1e15  # bytes per second
 # Of the weights: hardly an expert is missing in its slot, and some are in each step.
 _HELD, _MISSED = 0.9, 0.05
 _ROUNDS, _WARM_STEPS = 4, 10
+_SCHEMES = {"bf16": None, "w8a8": "w8a8", "w4a8": "w4a8"}  # by kernel
+_MOST_TIMES = 2.0  # or more is chance
 _PROMPTS = 1.5  # times the seconds: a prompt takes 0.2 of them
+_IN_LAYERS = 0.6  # and steps of 10 ms take less
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,14 @@ class Case:
 
     kept    the share of the weights that memory keeps; None: all, but each layer is computed alone
     waits   whether waiting for the drive counts
+    scheme  how weights are encoded; None: as they come
     """
 
     model: AbstractContextManager[Path]
     users: int = 1
     kept: float | None = 1.0
     waits: bool = False
+    scheme: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,6 @@ def cpu_step_rates(
     small, experts, _ = _SMALL
     cases = [Case(small(FEW)), Case(small(MANY)), Case(small(FEW), USERS)]
     if whole:
-        cases += [Case(models.wide_model(MANY))]
         cases += [Case(model(n), 1, None) for model in _SMALL for n in (FEW, MANY)]
         cases += [Case(experts(MANY), 1, kept) for kept in (_HELD, _MISSED)]
     few, many, several, *others = decoded(bare, cases, seconds, pace)
@@ -120,7 +124,8 @@ def cpu_step_rates(
     )
     if not whole:
         return found
-    wide, *apart, held, missed = others
+    *apart, held, missed = others
+    wide, in_layers = _in_layers(bare, _IN_LAYERS * seconds, pace)
     dense_s, experts_s, latent_s = (
         max(0.0, (apart[at + 1].calls_s - apart[at].calls_s) / (MANY - FEW)) for at in (0, 2, 4)
     )
@@ -131,6 +136,7 @@ def cpu_step_rates(
         apart_latent_s=max(0.0, latent_s - dense_s),
         missed_expert_s=_missed_s(held, missed),
         cold_times=_cold_times(many, wide),
+        cpu_in_layers=in_layers,
     )
     held_s = _held_s(replace(machine, **asdict(found)), seconds, pace)
     return replace(found, held_experts_s=held_s, **_memory())
@@ -165,7 +171,7 @@ def _of_prompts(
     )
 
 
-def _memory() -> dict[str, int]:
+def _memory() -> dict[str, Any]:
     """Of processes, which time nothing: they run side by side."""
     # How the allocator's arenas are cut up is chance: the same run took 438 to 457 MiB.
     kept = [partial(process_bytes, {}, model) for model in (_SMALL[0], _SMALL[-1])]
@@ -179,6 +185,30 @@ def _memory() -> dict[str, int]:
         "streaming_bytes": max(0, streaming - alone),
         "converting_bytes": max(0, found[-1] - alone),
     }
+
+
+def _in_layers(
+    machine: Machine, seconds: float, pace: Callable[[], CpuPace]
+) -> tuple[Decoded, dict[str, float]]:
+    """What steps are whose layers come from memory; and see Machine.cpu_in_layers."""
+    with models.wide_model(MANY) as folder:
+        model = nullcontext(folder)
+        cases = [
+            Case(model, users, scheme=scheme)
+            for scheme in _SCHEMES.values()
+            for users in (1, USERS)
+        ]
+        found = iter(decoded(machine, cases, seconds, pace))
+        first, times = None, dict[str, float]()
+        for name in _SCHEMES:
+            for at in ("", f"@{USERS}"):
+                one = next(found)
+                first = first or one
+                if one.kernels_s > one.beyond_s:
+                    share = one.kernels_s / (one.kernels_s - one.beyond_s)
+                    times[name + at] = min(_MOST_TIMES, max(1 / _MOST_TIMES, share))
+        assert first is not None
+        return first, times
 
 
 def _held_s(machine: Machine, seconds: float, pace: Callable[[], CpuPace]) -> float:
@@ -290,35 +320,52 @@ def decoded(
 ) -> list[Decoded]:
     """Steps of each, by turns, at the machine's own pace; `seconds` for each."""
     with ExitStack() as stack:
-        loaded = [
-            stack.enter_context(_Loaded(stack.enter_context(case.model), case.kept))
-            for case in cases
-        ]
+        models = _loaded(stack, cases)
         turns: list[list[tuple[float, float, float]]] = [[] for _ in cases]
-        paces = []
+        paces: list[list[CpuPace]] = [[] for _ in cases]
         for _ in range(_ROUNDS):
-            paces.append(pace())
-            for case, model, taken in zip(cases, loaded, turns, strict=True):
+            for case, model, taken, seen in zip(cases, models, turns, paces, strict=True):
+                # Right before: what memory gives has changed by a seventh from case to case.
+                seen.append(pace())
                 taken.append(_turn(model, case, seconds / _ROUNDS))
-        now = usual_pace(paces)
-        times, there = now.over(pace_at(machine)), at_cpu_pace(machine, now)
-        found = []
-        for case, model, taken in zip(cases, loaded, turns, strict=True):
-            calls_s, kernels_s, read_bytes = map(middle_half, zip(*taken, strict=True))
-            predicted = _costs(model, there).decode(case.users, _CONTEXT)
-            beyond_s = kernels_s - predicted.seconds
-            if not kernels_s:  # nothing tells both apart
-                calls_s, beyond_s = max(0.0, calls_s - predicted.seconds), 0.0
-            found.append(
-                Decoded(
-                    calls_s / times.calls_s,
-                    beyond_s / times.reading_s,
-                    predicted.nbytes["CPU"],
-                    read_bytes,
-                    kernels_s / times.reading_s,
-                )
-            )
-        return found
+        return [
+            _decoded(machine, case, model, taken, usual_pace(seen))
+            for case, model, taken, seen in zip(cases, models, turns, paces, strict=True)
+        ]
+
+
+def _loaded(stack: ExitStack, cases: Sequence[Case]) -> "list[LoadedModel]":
+    """The model of each; cases of the same one, and of another number of users, share it."""
+    found: dict[tuple[int, float | None, str | None], LoadedModel] = {}
+    for case in cases:
+        key = id(case.model), case.kept, case.scheme
+        if key not in found:
+            folder = stack.enter_context(case.model)
+            found[key] = stack.enter_context(_Loaded(folder, case.kept, case.scheme))
+    return [found[id(case.model), case.kept, case.scheme] for case in cases]
+
+
+def _decoded(
+    machine: Machine,
+    case: Case,
+    model: "LoadedModel",
+    taken: Sequence[tuple[float, float, float]],
+    now: CpuPace,
+) -> Decoded:
+    """Of turns at the pace `now`."""
+    times, there = now.over(pace_at(machine)), at_cpu_pace(machine, now)
+    calls_s, kernels_s, read_bytes = map(middle_half, zip(*taken, strict=True))
+    predicted = _costs(model, there).decode(case.users, _CONTEXT)
+    beyond_s = kernels_s - predicted.seconds
+    if not kernels_s:  # nothing tells both apart
+        calls_s, beyond_s = max(0.0, calls_s - predicted.seconds), 0.0
+    return Decoded(
+        calls_s / times.calls_s,
+        beyond_s / times.reading_s,
+        predicted.nbytes["CPU"],
+        read_bytes,
+        kernels_s / times.reading_s,
+    )
 
 
 def _turn(model: "LoadedModel", case: Case, seconds: float) -> tuple[float, float, float]:
@@ -341,11 +388,11 @@ def _costs(model: "LoadedModel", machine: Machine) -> CostModel:
 class _Loaded:
     """A model in an engine of its own."""
 
-    def __init__(self, folder: Path, kept: float | None = 1.0) -> None:
+    def __init__(self, folder: Path, kept: float | None = 1.0, scheme: str | None = None) -> None:
         # Not above: an engine asks for its machine.
         from hmt.engine.engine import Engine
 
-        given: dict[str, Any] = {**OPTIONS, "host_memory": _HOST_MEMORY}
+        given = {**OPTIONS, "host_memory": _HOST_MEMORY, "quantization": scheme}
         if kept is None:
             given["executor"] = "plain"
         elif kept < 1:

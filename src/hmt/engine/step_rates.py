@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ _LIKELIEST = Sampling()
 _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
     "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
-    "held_experts_s", "missed_expert_s", "streaming_bytes", "converting_bytes",
+    "held_experts_s", "missed_expert_s", "streaming_bytes", "converting_bytes", "cpu_in_layers",
     "prompt_latent_s", "latent_number_s", "prompt_experts_s", "expert_number_s",
 )  # fmt: skip
 _BY_A_WIDER_MODEL = ("number_s",)
@@ -66,6 +66,7 @@ class StepRates:
     missed_expert_s: float = 0.0
     streaming_bytes: int = 0
     converting_bytes: int = 0
+    cpu_in_layers: dict[str, float] = field(default_factory=dict)
 
 
 def without_fixed(machine: Machine) -> Machine:
@@ -76,7 +77,7 @@ def without_fixed(machine: Machine) -> Machine:
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
         apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
         missed_expert_s=0.0, piece_s=0.0, prompt_s=0.0, prompt_latent_s=0.0, latent_number_s=0.0,
-        prompt_experts_s=0.0, expert_number_s=0.0,
+        prompt_experts_s=0.0, expert_number_s=0.0, cpu_in_layers={},
     )  # fmt: skip
 
 

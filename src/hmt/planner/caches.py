@@ -40,6 +40,14 @@ class Caches:
             rate = before + (after - before) * log(nbytes / low) / log(high / low)
         return max(1.0, rate / self._memory_rate)
 
+    def from_memory(self, faster: float) -> float:
+        """The share of a step's time for weights that they come from memory, 0 to 1.
+
+        faster   how much faster they are read than memory is, see above
+        """
+        most = max((rate for _, rate in self._points), default=0.0) / (self._memory_rate or 1.0)
+        return max(0.0, (1 / faster - 1 / most) / (1 - 1 / most)) if most > 1 else 1.0
+
     def slower(self, nbytes: float) -> float:
         """How many times as long calls take in steps that read so much, 1 or more."""
         return 1.0 + (self._cold_times - 1.0) * coldness(nbytes)

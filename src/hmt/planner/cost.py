@@ -28,7 +28,7 @@ from hmt.planner.attention_costs import (
 from hmt.planner.caches import Caches
 from hmt.planner.loads import Experts, LayerLoad, Loads, Sums, Weights
 from hmt.planner.predicted import Prediction, StepCost
-from hmt.planner.products import Products, Times
+from hmt.planner.products import Products, Times, times_in_layers
 from hmt.planner.routing import ASKED_AHEAD, Needed, needed_experts, working_set
 from hmt.planner.step_sums import StepSums
 
@@ -102,7 +102,9 @@ class CostModel:
         found = step.cost(*how)
         # What a step reads of the CPU's memory it reads again in the next one.
         faster = self._caches.faster(found.nbytes["CPU"] + step.other_experts_bytes)
-        return found if faster == 1.0 else _Step(*given, faster).cost(*how)
+        if faster == 1.0:
+            return found
+        return _Step(*given, faster, self._caches.from_memory(faster)).cost(*how)
 
 
 class _Step:
@@ -118,12 +120,14 @@ class _Step:
         many: bool,
         seen: float | None = None,
         faster: float = 1.0,
+        from_memory: float = 1.0,
     ) -> None:
-        """`faster`: so many times is the CPU's memory read, since caches hold it."""
+        """`faster`: so many times is the CPU's memory read, since caches hold it; see Caches."""
         self._loads, self._machine = loads, machine
         self._tokens, self._texts, self._context, self._many = tokens, texts, context, many
         self._seen = context if seen is None else seen
         self._faster = faster
+        self._from_memory = from_memory if machine.cpu_in_layers and not many else 0.0
         self._cpu = Products(
             machine.cpu_rates, self._ram_rate(), machine.cpu_ops, machine.cpu_row_s,
             faster, machine.cpu_cached_rates, machine.cpu_cached_row_s,
@@ -199,7 +203,8 @@ class _Step:
             self._gpu_s += numbers * machine.device_number_s
         if cpu:
             prompts = self._many and machine.piece_s  # were measured
-            self._fixed_s += machine.prompt_layer_s if prompts else machine.layer_s
+            layer_s = machine.layer_s * (1.0 - self._from_memory)
+            self._fixed_s += machine.prompt_layer_s if prompts else layer_s
             self._calls_s += self._apart_s(load)
             self._cpu_s += numbers * machine.number_s
         if left and self._many:
@@ -439,7 +444,11 @@ class _Step:
         return self._product(self._gpu, weights, encoding, tokens)
 
     def _cpu_time(self, weights: Weights, encoding: str, tokens: float) -> float:
-        return self._product(self._cpu, weights, encoding, tokens)
+        seconds = self._product(self._cpu, weights, encoding, tokens)
+        if not self._from_memory:
+            return seconds
+        times = times_in_layers(self._machine.cpu_in_layers, encoding, tokens)
+        return seconds * (1.0 + (times - 1.0) * self._from_memory)
 
     def _product(self, side: Products, weights: Weights, encoding: str, tokens: float) -> float:
         if self._many and weights.numbers and not side.known:

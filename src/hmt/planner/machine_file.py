@@ -32,6 +32,7 @@ _TOKENS = "@[1-9][0-9]{0,5}"  # "w4a8@8": with so many tokens or users
 _MAPS: Mapping[str, str | None] = {
     "cpu_rates": "",
     "cpu_ops": f"({_TOKENS})?",
+    "cpu_in_layers": f"({_TOKENS})?",
     "cpu_row_s": f"({_TOKENS})?",
     "cached_rates": None,
     "cpu_cached_rates": "",

@@ -156,6 +156,22 @@ class Times:
         return sorted(found)
 
 
+def times_in_layers(times: Mapping[str, float], encoding: str, tokens: float) -> float:
+    """See Machine.cpu_in_layers: on straight lines between numbers of tokens, level beyond them."""
+    name = _nearest(times, encoding)
+    points = [(1, times.get(name, 1.0))]
+    points += sorted(
+        (int(key.removeprefix(name + _AT)), each)
+        for key, each in times.items()
+        if key.startswith(name + _AT)
+    )
+    above = bisect_left(points, (tokens, 0.0))
+    if above == 0 or above == len(points):
+        return points[min(above, len(points) - 1)][1]
+    (few, low), (many, high) = points[above - 1 : above + 1]
+    return low + (high - low) * (tokens - few) / (many - few)
+
+
 def operations_rate(rates: Mapping[str, float], encoding: str) -> float:
     """Operations per second with many tokens, of what is nearest to an encoding; 0: not known."""
     return rates.get(_nearest(rates, encoding), 0.0)

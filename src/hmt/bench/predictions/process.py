@@ -22,8 +22,10 @@ from hmt.base.units import MIB, round_up
 from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
 from hmt.bench.predictions.meanwhile import Meanwhile
 from hmt.bench.traced_curve import traced_curve
+from hmt.contracts.blocks import TRUNK
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.plan import Tier
 from hmt.contracts.request import Request, Sampling
 from hmt.engine import (
     Engine,
@@ -191,11 +193,9 @@ def _predicted(
     found = replace(found, prompt=prompt.prompt, ttft_s=prompt.ttft_s)
     costs = decoding
     weights = costs.decode(case.users, 0).nbytes
-    layers = range(prepared.model.spec.layers + 1)
-    untouched = prepared.plan.device.stages >= set(layers)  # activations of the CPU are
     (taken, most), reserved = process_bytes, prepared.plan.reserved
     grown = prepared.machine.process_bytes + _streaming_bytes(prepared) + sum(reserved.values())
-    grown -= untouched * reserved["activations"]
+    grown -= _on_gpu_alone(prepared) * reserved["activations"]  # the CPU's, never touched
     return {
         "tokens_per_s": found.tokens_per_s,
         "ttft_s": found.ttft_s,
@@ -210,6 +210,15 @@ def _predicted(
         "reserved": dict(prepared.plan.reserved),
         "chunk": prepared.plan.prefill_chunk,
     }
+
+
+def _on_gpu_alone(prepared: Prepared) -> bool:
+    """Whether the CPU computes no part of any layer."""
+    plan, layers = prepared.plan, range(prepared.model.spec.layers + 1)
+    there = plan.device.computes | {b for b, home in plan.homes.items() if home is Tier.DEVICE}
+    return plan.device.stages >= set(layers) and all(
+        block in there for block in plan.homes if block.layer != TRUNK
+    )
 
 
 def _at(machine: Machine, pace: float | CpuPace) -> Machine:
