@@ -20,7 +20,7 @@ from hmt.planner.caches import coldness
 MACHINE = Machine("a machine", 2, 1 << 34, 30e9, 3e9, cache_bytes=1 << 28)
 STEP_S, ROW_S, LAYER_S, COLD = 4e-4, 6e-5, 3e-6, 3.5
 APART_S = {"llama": 3e-5, "qwen3_moe": 9e-5, "deepseek_v3": 2e-4}
-HELD_S, MISSED_S = 1.5e-4, 1e-4
+HELD_S, MISSED_S, LOOKUP_S, WOKEN_S = 1.5e-4, 1e-4, 4e-4, 1e-4
 WIDE_BYTES = 1 << 26
 # Of products that take 10 ms by themselves, for one user and for several.
 IN_LAYERS = {None: (0.8, 0.9), "w8a8": (0.7, 1.05), "w4a8": (0.1, 3.0)}
@@ -28,28 +28,24 @@ IN_LAYERS = {None: (0.8, 0.9), "w8a8": (0.7, 1.05), "w4a8": (0.1, 3.0)}
 
 def made_up(machine: Machine, case: rates.Case) -> rates.Decoded:
     """Of a step, whose parts are known."""
-    held = machine.step_s > 0  # all else is known by then
-    assert not held or machine.cold_times == pytest.approx(COLD)
     with case.model as folder:
         config = json.loads((folder / "config.json").read_text())
     layers, kind, kept = config["num_hidden_layers"], config["model_type"], case.kept
-    calls_s, read_bytes = STEP_S + case.users * ROW_S, 0.0
+    calls_s, read_bytes, waited_s, beyond_s = STEP_S + case.users * ROW_S, 0.0, 0.0, 0.0
     if kept is None:
         calls_s += layers * APART_S[kind]
-    elif kept < 0.9:  # experts are missing
-        calls_s, read_bytes = calls_s + 5 * MISSED_S, 5.0 * models.EXPERT_BYTES
+    elif kept < 1:
+        calls_s += layers * (APART_S["llama"] + HELD_S)
+        waited_s, beyond_s = LOOKUP_S, WOKEN_S
+        if kept < 0.9:  # experts are missing
+            calls_s, read_bytes = calls_s + 5 * MISSED_S, 5.0 * models.EXPERT_BYTES
     wide = config["hidden_size"] == 1024
-    if held:
-        assert case.waits
-        slower = 1 + (COLD - 1) * coldness(WIDE_BYTES)
-        wrong_s = layers * 1e-4  # of products, whatever is predicted
-        taken_s = layers * slower * HELD_S if kept == 0.9 else 0.0
-        return rates.Decoded(calls_s - STEP_S, wrong_s + taken_s, WIDE_BYTES, 0.0)
     if wide:
         calls_s *= 1 + (COLD - 1) * coldness(WIDE_BYTES)
         kernels_s = 1e-2 * IN_LAYERS[case.scheme][case.users > 1]
         return rates.Decoded(calls_s, kernels_s - 1e-2, WIDE_BYTES, 0.0, kernels_s)
-    return rates.Decoded(calls_s, layers * LAYER_S, 0, read_bytes)
+    beyond_s += layers * LAYER_S
+    return rates.Decoded(calls_s, beyond_s, 0, read_bytes, waited_s=waited_s)
 
 
 def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +95,7 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert (found.piece_s, found.prompt_s) == (near(7e-4), near(2e-3))
     assert found.held_experts_s == near(HELD_S)
     assert found.missed_expert_s == near(MISSED_S)
+    assert found.lookup_s == near(LOOKUP_S + WOKEN_S)
     assert found.cold_times == near(COLD)
     assert found.cpu_in_layers == {
         "bf16": near(0.8), "bf16@8": near(0.9), "w8a8": near(0.7), "w8a8@8": near(1.05),
@@ -107,7 +104,8 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     sizes = found.process_bytes, found.streaming_bytes, found.converting_bytes
     assert sizes == ((20 << 20) + rates._CHANCE_BYTES, 13 << 20, 35 << 20)
     quick = rates.cpu_step_rates(MACHINE, 0.0, whole=False)
-    assert quick.cold_times == quick.held_experts_s == quick.process_bytes == 0
+    assert quick.cold_times == quick.held_experts_s == quick.lookup_s == 0
+    assert quick.process_bytes == 0
     assert not quick.cpu_in_layers
 
 
@@ -165,12 +163,16 @@ def test_steps_by_turns_are_those_of_the_machines_own_pace(
 
     monkeypatch.setattr(rates, "_Loaded", Loaded)
     monkeypatch.setattr(rates, "_costs", costs)
-    monkeypatch.setattr(rates, "_turn", lambda *given: (4e-4, 2 * (3e-3 + 5e-4), 7.0))
+    monkeypatch.setattr(
+        rates, "_turn", lambda *given: rates._Turn(4e-4, 2 * (3e-3 + 5e-4), 6e-4, 7.0)
+    )
     cases = [rates.Case(nullcontext(Path())), rates.Case(nullcontext(Path()))]
     found = rates.decoded(machine, cases, 0.0, lambda: slow)
     near = pytest.approx
-    assert found == [rates.Decoded(near(2e-4), near(5e-4), 9e7, 7.0, near(3.5e-3))] * 2
-    monkeypatch.setattr(rates, "_turn", lambda *given: (2 * (3e-3 + 5e-4), 0.0, 0.0))
+    assert found == [rates.Decoded(near(2e-4), near(5e-4), 9e7, 7.0, near(3.5e-3), near(3e-4))] * 2
+    monkeypatch.setattr(
+        rates, "_turn", lambda *given: rates._Turn(2 * (3e-3 + 5e-4), 0.0, 0.0, 0.0)
+    )
     (found_one,) = rates.decoded(machine, cases[:1], 0.0, lambda: slow)
     assert (found_one.calls_s, found_one.beyond_s) == (near(5e-4), 0.0), "nothing compiled"
     loaded.clear()

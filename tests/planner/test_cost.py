@@ -7,8 +7,10 @@ import pytest
 from models import machine_with, outlook, random_machine, random_model, setting, small_model
 
 from hmt.base.errors import BudgetError
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import KVKind
+from hmt.contracts.plan import Tier
 from hmt.planner.caches import coldness
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
@@ -130,6 +132,23 @@ def test_experts_in_slots_and_missing_ones_cost_calls() -> None:
     dense = before.nbytes["disk"] - 0.0
     each = 8 << 18
     assert missed.seconds - before.seconds == pytest.approx(0.25 * dense / each, rel=0.05)
+
+
+def test_rows_that_are_looked_up_on_the_drive_are_waited_for() -> None:
+    demand = replace(small_model(4, 8, 2), row_bytes=4096)
+    machine = replace(machine_with(demand), disk_read_rate=1e15)
+    host = setting(machine, context=16, host_bytes=demand.weight_bytes // 2)
+    plan = outlook(demand).plan(host).plan
+    embedding = BlockId(TRUNK, BlockKind.EMBEDDING)
+    taken = {}
+    for home in (Tier.DISK, Tier.HOST):
+        loads = loads_of(demand, replace(plan, homes={**plan.homes, embedding: home}))
+        before, after = (
+            CostModel(loads, replace(machine, lookup_s=lookup_s)).decode(1, 0)
+            for lookup_s in (0.0, 0.25)
+        )
+        taken[home] = after.seconds - before.seconds
+    assert taken == {Tier.DISK: pytest.approx(0.25), Tier.HOST: 0.0}
 
 
 def test_many_tokens_cost_arithmetic() -> None:

@@ -13,6 +13,8 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS, PIECE_TOKENS, ModelSpec
 from hmt.contracts.plan import Tier
 from hmt.planner import Demand, PlanOptions, activation_bytes, explain, smallest_budget, solve
+from hmt.planner.cost import CostModel
+from hmt.planner.loads import loads_of
 
 MACHINE = Machine("test", 2, 1 << 34, 40e9, 2e9)
 
@@ -149,6 +151,35 @@ def sparse_demand(experts: int, size: int) -> Demand:
         ]
     blocks.append(BlockSize(BlockId(TRUNK, BlockKind.HEAD), size, size))
     return Demand(spec, tuple(blocks), 0, 0, 16)
+
+
+@given(kept=st.integers(0, 40), lookup_ms=st.sampled_from([0.0, 0.01, 0.2, 1.0]))
+def test_a_table_stays_in_memory_where_looking_up_takes_longer_than_what_its_room_would_save(
+    kept: int, lookup_ms: float
+) -> None:
+    """All layers but their 40 experts are there, `kept` of these, and what is left over."""
+    size, embedding = 1 << 20, BlockId(TRUNK, BlockKind.EMBEDDING)
+    demand = replace(sparse_demand(20, size), row_bytes=4096)
+    dense_bytes = 6 * size  # and a little
+    budget = options(smallest_budget(demand, options(0)) + dense_bytes + kept * size)
+    for lookup_s in (lookup_ms * 1e-3, 1.0):
+        machine = replace(MACHINE, lookup_s=lookup_s)
+        plan = solve(demand, budget, machine)
+        assert sum(plan.reserved.values()) <= budget.host_bytes
+        there = plan.homes[embedding] is Tier.HOST
+        slots = plan.reserved["slots"] + (size if there else -size)
+        if slots < size or (there and kept >= 40):
+            continue  # no expert could be read; all are there
+        assert there or lookup_s < 1
+        home = Tier.DISK if there else Tier.HOST
+        turned = replace(
+            plan,
+            homes={**plan.homes, embedding: home},
+            reserved={**plan.reserved, "slots": slots},
+            slot_counts={size: slots // size},
+        )
+        other = CostModel(loads_of(demand, turned), machine).decode(1, 0)
+        assert plan.predicted_token_s <= other.seconds
 
 
 @given(room=st.integers(4, 60))

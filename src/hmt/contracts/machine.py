@@ -61,6 +61,7 @@ class Machine:
     apart_latent_s     of its latent attention, beyond that
     held_experts_s     apart_experts_s of experts that live on the drive and are held in slots
     missed_expert_s    of each of them that is not, beyond its reading
+    lookup_s           of a step that reads rows of its embedding's table from the drive
     cold_times         how many times as long step_s, row_s and apart_* take in steps that read
                        256 MiB and more, so that caches keep nothing of what is called
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
@@ -143,6 +144,7 @@ class Machine:
     apart_latent_s: float = 0.0
     held_experts_s: float = 0.0
     missed_expert_s: float = 0.0
+    lookup_s: float = 0.0
     cold_times: float = 0.0
     number_s: float = 0.0
     prompt_layer_s: float = 0.0

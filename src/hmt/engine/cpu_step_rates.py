@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hmt.base.units import MIB
 from hmt.contracts.machine import Machine
@@ -36,7 +36,7 @@ from hmt.engine.step_rates import (
     text,
     without_fixed,
 )
-from hmt.planner.caches import Caches, coldness
+from hmt.planner.caches import coldness
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 
@@ -48,7 +48,6 @@ _CONTEXT = 64  # of decoding, about
 _HOST_MEMORY = "2GiB"
 _CHANCE_BYTES = 8 * MIB  # by which the same run takes more one time than another: 1 to 5 were seen
 _STREAMED, _CONVERTED = (0.1, 0.1), {"quantization": "w4a8"}
-_NO_WAIT = 1e15  # bytes per second
 # Of the weights: hardly an expert is missing in its slot, and some are in each step.
 _HELD, _MISSED = 0.9, 0.05
 _ROUNDS, _WARM_STEPS = 4, 10
@@ -63,14 +62,12 @@ class Case:
     """A model that decodes for so many users.
 
     kept    the share of the weights that memory keeps; None: all, but each layer is computed alone
-    waits   whether waiting for the drive counts
     scheme  how weights are encoded; None: as they come
     """
 
     model: AbstractContextManager[Path]
     users: int = 1
     kept: float | None = 1.0
-    waits: bool = False
     scheme: str | None = None
 
 
@@ -80,6 +77,7 @@ class Decoded:
 
     kernels_s    in compiled kernels; 0 without them
     read_bytes   from the drive
+    waited_s     for it, beside all these
     """
 
     calls_s: float
@@ -87,6 +85,7 @@ class Decoded:
     nbytes: float
     read_bytes: float = 0.0
     kernels_s: float = 0.0
+    waited_s: float = 0.0
 
 
 def cpu_step_rates(
@@ -108,7 +107,8 @@ def cpu_step_rates(
     cases = [Case(small(FEW)), Case(small(MANY)), Case(small(FEW), USERS)]
     if whole:
         cases += [Case(model(n), 1, None) for model in _SMALL for n in (FEW, MANY)]
-        cases += [Case(experts(MANY), 1, kept) for kept in (_HELD, _MISSED)]
+        cases += [Case(experts(n), 1, _HELD) for n in (FEW, MANY)]
+        cases.append(Case(experts(MANY), 1, _MISSED))
     few, many, several, *others = decoded(bare, cases, seconds, pace)
     row_s = max(0.0, (several.calls_s - few.calls_s) / (USERS - 1))
     prompts = _prompts(bare, small, seconds, pace)
@@ -124,22 +124,24 @@ def cpu_step_rates(
     )
     if not whole:
         return found
-    *apart, held, missed = others
+    *apart, held_few, held_many, missed = others
     wide, in_layers = _in_layers(bare, _IN_LAYERS * seconds, pace)
-    dense_s, experts_s, latent_s = (
-        max(0.0, (apart[at + 1].calls_s - apart[at].calls_s) / (MANY - FEW)) for at in (0, 2, 4)
+    dense_s, experts_s, latent_s, held_s = (
+        max(0.0, (many.calls_s - few.calls_s) / (MANY - FEW))
+        for few, many in (*zip(apart[::2], apart[1::2], strict=True), (held_few, held_many))
     )
-    found = replace(
+    return replace(
         _of_prompts(found, bare, seconds, pace),
         apart_layer_s=dense_s,
         apart_experts_s=max(0.0, experts_s - dense_s),
         apart_latent_s=max(0.0, latent_s - dense_s),
-        missed_expert_s=_missed_s(held, missed),
+        held_experts_s=max(0.0, held_s - dense_s),
+        missed_expert_s=_missed_s(held_many, missed),
+        lookup_s=_lookup_s(apart[2], held_few),
         cold_times=_cold_times(many, wide),
         cpu_in_layers=in_layers,
+        **_memory(),
     )
-    held_s = _held_s(replace(machine, **asdict(found)), seconds, pace)
-    return replace(found, held_experts_s=held_s, **_memory())
 
 
 def _of_prompts(
@@ -211,20 +213,9 @@ def _in_layers(
         return first, times
 
 
-def _held_s(machine: Machine, seconds: float, pace: Callable[[], CpuPace]) -> float:
-    """What a layer's experts take that are held in slots, beyond those that stay in memory.
-
-    Of a wider model: kernels wake and leases are taken where caches keep neither.  The same model
-    with all its experts in memory takes off what products are not predicted exactly.
-    """
-    # Hardly an expert is missing here, whatever the usual curve of hits says.
-    machine = replace(machine, missed_expert_s=0.0, disk_read_rate=_NO_WAIT)
-    places = [(kept, layers) for kept in (1.0, _HELD) for layers in (FEW, MANY)]
-    cases = [Case(models.wide_experts(layers), 1, kept, True) for kept, layers in places]
-    found = decoded(machine, cases, seconds, pace)
-    few, many, held_few, held_many = (each.calls_s + each.beyond_s for each in found)
-    held_s = ((held_many - held_few) - (many - few)) / (MANY - FEW)
-    return max(0.0, held_s) / Caches(machine).slower(found[-1].nbytes)
+def _lookup_s(kept: Decoded, held: Decoded) -> float:
+    """What a step takes that reads its tokens' rows from the drive: kernels wake behind it, too."""
+    return held.waited_s + max(0.0, held.beyond_s - kept.beyond_s) if held.waited_s else 0.0
 
 
 def _missed_s(held: Decoded, missed: Decoded) -> float:
@@ -321,7 +312,7 @@ def decoded(
     """Steps of each, by turns, at the machine's own pace; `seconds` for each."""
     with ExitStack() as stack:
         models = _loaded(stack, cases)
-        turns: list[list[tuple[float, float, float]]] = [[] for _ in cases]
+        turns: list[list[_Turn]] = [[] for _ in cases]
         paces: list[list[CpuPace]] = [[] for _ in cases]
         for _ in range(_ROUNDS):
             for case, model, taken, seen in zip(cases, models, turns, paces, strict=True):
@@ -349,35 +340,45 @@ def _decoded(
     machine: Machine,
     case: Case,
     model: "LoadedModel",
-    taken: Sequence[tuple[float, float, float]],
+    taken: "Sequence[_Turn]",
     now: CpuPace,
 ) -> Decoded:
     """Of turns at the pace `now`."""
     times, there = now.over(pace_at(machine)), at_cpu_pace(machine, now)
-    calls_s, kernels_s, read_bytes = map(middle_half, zip(*taken, strict=True))
+    turn = _Turn(*map(middle_half, zip(*taken, strict=True)))
     predicted = _costs(model, there).decode(case.users, _CONTEXT)
-    beyond_s = kernels_s - predicted.seconds
-    if not kernels_s:  # nothing tells both apart
+    calls_s, beyond_s = turn.calls_s, turn.kernels_s - predicted.seconds
+    if not turn.kernels_s:  # nothing tells both apart
         calls_s, beyond_s = max(0.0, calls_s - predicted.seconds), 0.0
     return Decoded(
         calls_s / times.calls_s,
         beyond_s / times.reading_s,
         predicted.nbytes["CPU"],
-        read_bytes,
-        kernels_s / times.reading_s,
+        turn.read_bytes,
+        turn.kernels_s / times.reading_s,
+        turn.waited_s / times.calls_s,
     )
 
 
-def _turn(model: "LoadedModel", case: Case, seconds: float) -> tuple[float, float, float]:
-    """Of a step: seconds in what calls kernels, and in compiled kernels; bytes from the drive."""
+class _Turn(NamedTuple):
+    """Of a step: seconds in what calls kernels, in compiled kernels, and waiting for the drive."""
+
+    calls_s: float
+    kernels_s: float
+    waited_s: float
+    read_bytes: float
+
+
+def _turn(model: "LoadedModel", case: Case, seconds: float) -> _Turn:
     model.reset_summary()
     step_s = decoding_s(model, case.users, seconds, warm=_WARM_STEPS)
     phase = model.summary().generation
-    waited_s = 0.0 if case.waits else phase.waited_s
-    working_s = phase.seconds - waited_s
-    step_s *= working_s / phase.seconds if phase.seconds else 1.0
-    kernels_s = step_s * phase.kernel_s / working_s if working_s > 0 else 0.0
-    return step_s - kernels_s, kernels_s, phase.disk_bytes / max(1, phase.tokens)
+    kernels_s, waited_s = (
+        step_s * part_s / phase.seconds if phase.seconds else 0.0
+        for part_s in (phase.kernel_s, phase.waited_s)
+    )
+    read_bytes = phase.disk_bytes / max(1, phase.tokens)
+    return _Turn(step_s - kernels_s - waited_s, kernels_s, waited_s, read_bytes)
 
 
 def _costs(model: "LoadedModel", machine: Machine) -> CostModel:

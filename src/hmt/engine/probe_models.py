@@ -69,8 +69,11 @@ def wide_model(layers: int) -> Iterator[Path]:
 
 @contextmanager
 def small_experts(layers: int) -> Iterator[Path]:
-    """A mixture of experts with random weights, of Qwen3's family."""
-    with _experts(layers, _EXPERTS, WIDTH, _EXPERT_WIDTH) as folder:
+    """A mixture of experts with random weights, of Qwen3's family, with a head of its own.
+
+    So its embedding may stay on the drive.
+    """
+    with _experts(layers, _EXPERTS, WIDTH, _EXPERT_WIDTH, tied=False) as folder:
         yield folder
 
 
@@ -82,7 +85,9 @@ def wide_experts(layers: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _experts(layers: int, experts: int, width: int, between: int) -> Iterator[Path]:
+def _experts(
+    layers: int, experts: int, width: int, between: int, tied: bool = True
+) -> Iterator[Path]:
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -92,6 +97,7 @@ def _experts(layers: int, experts: int, width: int, between: int) -> Iterator[Pa
         "num_experts_per_tok": CHOSEN,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
+        "tie_word_embeddings": tied,
         "num_key_value_heads": _KV_HEADS,
         "head_dim": _HEAD_DIM,
     }
@@ -186,6 +192,8 @@ def random_model(
             "tie_word_embeddings": True,
         }
         all_shapes = {"model.embed_tokens": (vocabulary, width), "model.norm": (width,)}
+        if not config.get("tie_word_embeddings", True):
+            all_shapes["lm_head"] = vocabulary, width
         weights = {f"{name}.weight": drawn(shape) for name, shape in all_shapes.items()}
         for name, shape in (norms | shapes).items():
             weight = drawn(shape)

@@ -152,6 +152,7 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         apart_latent_s=machine.apart_latent_s * fixed,
         held_experts_s=machine.held_experts_s * fixed,
         missed_expert_s=machine.missed_expert_s * fixed,
+        lookup_s=machine.lookup_s * fixed,
         prompt_layer_s=machine.prompt_layer_s * fixed,
         piece_s=machine.piece_s * fixed,
         prompt_latent_s=machine.prompt_latent_s * fixed,

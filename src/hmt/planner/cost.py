@@ -158,8 +158,10 @@ class _Step:
                 self._add(begin.until(self._so_far()), times - 1)
         if head:
             self._head(before)
-        self._ahead["disk"] += self._tokens * self._loads.row_bytes
-        self._bytes["disk"] += self._tokens * self._loads.row_bytes
+        if self._loads.row_bytes:
+            self._calls_s += self._machine.lookup_s
+            self._ahead["disk"] += self._tokens * self._loads.row_bytes
+            self._bytes["disk"] += self._tokens * self._loads.row_bytes
         calls_s = self._calls_s + self._host_s(head, drawn)
         if not (self._many and self._machine.piece_s):  # prompts leave nothing in caches anyway
             calls_s *= caches.slower(self._bytes["CPU"])

@@ -81,6 +81,7 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     if plan is None:
         assert refusal is not None
         raise refusal
+    plan = _better_with_tables(demand, machine, plan)
     token = CostModel(loads_of(demand, plan), machine).decode(1, 0)
     return replace(
         plan,
@@ -88,6 +89,32 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         disk_bytes_per_token=token.nbytes["disk"],
         predicted_token_s=token.seconds,
     )
+
+
+def _better_with_tables(demand: Demand, machine: Machine, plan: Plan) -> Plan:
+    """`plan`, or one that keeps tables in memory instead of as many experts, where that is faster.
+
+    A lookup on the drive is one small read, and waited for: where hardly an expert is missing, the
+    longest wait of a step.
+    """
+    tables = [b for b in demand.of_kind(BlockKind.EMBEDDING) if plan.homes[b.id] is Tier.DISK]
+    nbytes, slots = sum(table.slot_bytes for table in tables), plan.reserved["slots"]
+    streamed = [block for block in _streamable(demand) if plan.homes[block.id] is Tier.DISK]
+    if not tables or any(block.id.kind is not BlockKind.EXPERT for block in streamed):
+        return plan
+    if slots - nbytes < working_set_bytes(streamed) + demand.passing_bytes:
+        return plan
+    resident = plan.reserved["resident"] + nbytes
+    kept = replace(
+        plan,
+        homes={**plan.homes, **dict.fromkeys((table.id for table in tables), Tier.HOST)},
+        reserved={**plan.reserved, "resident": resident, "slots": slots - nbytes},
+        slot_counts=slot_counts(streamed, slots - nbytes),
+    )
+    before, after = (
+        CostModel(loads_of(demand, one), machine).decode(1, 0).seconds for one in (plan, kept)
+    )
+    return kept if after < before else plan
 
 
 def _better_in_rings(
