@@ -2,14 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import fmean
 
+import torch
+
 from hmt.bench.cache import DEFAULT, Trace, load_traces
 from hmt.bench.replay import replay
 from hmt.engine.expert_trace import Routed, TraceHeader
+from hmt.kernels.reference.expert_cache import ExpertSlots, divide_experts
 from hmt.planner.routing import HitCurve, measured_curve, needed_experts
 from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings
 
@@ -23,8 +27,22 @@ _SURE = 0.995  # hits beyond this are no less chance than more
 _GRID = 40
 
 
-def traced_curve(file: Path) -> HitCurve:
+@dataclass(frozen=True, slots=True)
+class DeviceCache:
+    """A GPU's cache of experts, of which each layer has `slots`; see DevicePlan for `link_share`.
+
+    It goes by other rules than caches in host memory.
+    """
+
+    slots: int
+    link_share: float
+
+
+def traced_curve(file: Path, device: DeviceCache | None = None) -> HitCurve:
     """Hits of the engine's own policy, once its cache is full.
+
+    device   whose cache it is, and its size, which is the one that is measured; None: that in host
+             memory, at many sizes
 
     Steps of one token count, as a text decodes, and the first half of them fills the cache: reads
     of what no cache could have had yet would make large caches look as bad as small ones.  Where
@@ -33,21 +51,27 @@ def traced_curve(file: Path) -> HitCurve:
     Raises ConfigError for a file that is no trace.
     """
     trace = load_traces([file])[0]
+    residencies: Sequence[float] = RESIDENCIES
+    rates_of: Callable[[Trace, Sequence[Routed], int], list[float]] = _rates
+    if device is not None:
+        residencies = (device.slots / trace.header.experts,)
+        rates_of = partial(_device_rates, device)
     first, origin = trace.header.layers[0], f"the trace {file}"
     counts = Counter(len(one.experts) for one in trace.records if one.layer == first)
     texts = max(range(1, _MOST_TEXTS + 1), key=lambda count: counts[count])
     together = [one for one in trace.records if len(one.experts) == texts]
     if counts[texts] < _LEAST_STEPS:
-        return measured_curve(RESIDENCIES, _rates(trace, trace.records, 0), origin)
+        return measured_curve(residencies, rates_of(trace, trace.records, 0), origin)
     each = [
-        _rates(trace, [_of_text(one, text) for one in together], len(together) // 2)
+        rates_of(trace, [_of_text(one, text) for one in together], len(together) // 2)
         for text in range(texts)
     ]
-    curve = measured_curve(RESIDENCIES, list(map(fmean, zip(*each, strict=True))), origin)
+    curve = measured_curve(residencies, list(map(fmean, zip(*each, strict=True))), origin)
     if texts == 1:
         return curve
-    found = _rates(trace, together, len(together) // 2)
-    return replace(curve, apart=_fitted(curve, trace.header, texts, found))
+    found = rates_of(trace, together, len(together) // 2)
+    points = list(zip(residencies, found, strict=True))
+    return replace(curve, apart=_fitted(curve, trace.header, texts, points))
 
 
 def _rates(trace: Trace, records: Sequence[Routed], skip: int) -> list[float]:
@@ -62,15 +86,47 @@ def _rates(trace: Trace, records: Sequence[Routed], skip: int) -> list[float]:
     ]
 
 
+def _device_rates(
+    device: DeviceCache, trace: Trace, records: Sequence[Routed], skip: int
+) -> list[float]:
+    """The same of a GPU's cache; what kernels do is told by their reference."""
+    share, caches, before = torch.tensor([device.link_share]), dict[int, ExpertSlots](), {}
+    for number, record in enumerate(records):
+        if number == skip:
+            before = {layer: cache.counts.clone() for layer, cache in caches.items()}
+        cache = caches.get(record.layer)
+        if cache is None:
+            cache = caches[record.layer] = _empty(device.slots, trace.header.experts)
+        divide_experts(cache, torch.tensor(record.experts), share)
+    counts = sum((c.counts - before.get(layer, 0) for layer, c in caches.items()), torch.zeros(4))
+    found, brought, left, _ = counts.tolist()
+    return [found / max(1.0, found + brought + left)]
+
+
+def _empty(slots: int, experts: int) -> ExpertSlots:
+    """Addresses are any numbers."""
+    return ExpertSlots(
+        table=torch.zeros(experts, dtype=torch.int64),
+        addresses=torch.arange(1, slots + 1),
+        holders=torch.full((slots,), -1),
+        scores=torch.zeros(experts),
+        staging=torch.arange(slots + 1, slots + 1 + experts),
+        origins=torch.zeros(experts, dtype=torch.int64),
+        counts=torch.zeros(4, dtype=torch.int64),
+    )
+
+
 def _of_text(record: Routed, text: int) -> Routed:
     return record._replace(
         experts=record.experts[text : text + 1], scales=record.scales[text : text + 1], guess=None
     )
 
 
-def _fitted(curve: HitCurve, header: TraceHeader, texts: int, found: Sequence[float]) -> float:
-    """How far apart texts are that together have hits as `found`."""
-    seen = [pair for pair in zip(RESIDENCIES, found, strict=True) if pair[1] < _SURE]
+def _fitted(
+    curve: HitCurve, header: TraceHeader, texts: int, found: Sequence[tuple[float, float]]
+) -> float:
+    """How far apart texts are that together have hits as `found`, by residency."""
+    seen = [pair for pair in found if pair[1] < _SURE]
 
     def error(apart: float) -> float:
         one, wrong = replace(curve, apart=apart), 0.0

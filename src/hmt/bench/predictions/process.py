@@ -21,7 +21,7 @@ from typing import Any
 from hmt.base.units import MIB, round_up
 from hmt.bench.predictions.cases import GPU_SHAPES, WRITTEN, Case, folder_of
 from hmt.bench.predictions.meanwhile import Meanwhile
-from hmt.bench.traced_curve import traced_curve
+from hmt.bench.traced_curve import DeviceCache, traced_curve
 from hmt.contracts.blocks import TRUNK
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
@@ -73,7 +73,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
         # Which libraries there are depends on the model's family.
         taken, most = resident_bytes(), peak_resident_bytes()
-        predict = partial(_predicted, case, prepared, (taken, most), _curve(case, folder))
+        hits = _curve(case, folder, prepared)
+        predict = partial(_predicted, case, prepared, (taken, most), hits)
         predicted = predict([pace()] * 2)
         memory = {"opened": _taken(engine)}
         with engine.load_model(path) as model:
@@ -137,7 +138,7 @@ def _ahead(case: Case) -> int:
     return more + 2 * case.users * -(-case.prompt // (case.chunk or _USUAL_CHUNK))
 
 
-def _curve(case: Case, folder: Path) -> HitCurve | None:
+def _curve(case: Case, folder: Path, prepared: Prepared) -> HitCurve | None:
     """Hits on a trace of the model's own routing, as `hmt plan --routing` has them.
 
     Random routers choose neither evenly nor like trained ones.  The trace is recorded once, by a
@@ -151,6 +152,9 @@ def _curve(case: Case, folder: Path) -> HitCurve | None:
         command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder), str(trace)]
         given = json.dumps(asdict(case))
         subprocess.run([*command, given], check=True, stdout=subprocess.DEVNULL)
+    device = prepared.plan.device
+    if device.expert_slots:
+        return traced_curve(trace, DeviceCache(device.expert_slots, device.link_share))
     found = trace.with_suffix(".curve.json")  # replaying it for each run would take half a minute
     if not found.exists():
         found.write_text(json.dumps(asdict(traced_curve(trace))))
