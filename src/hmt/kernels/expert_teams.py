@@ -82,6 +82,12 @@ class ExpertPlaces:
             raise ValueError(str(error)) from error
         self.cuts = _cuts_of(sample, some)
 
+    def view(self, expert: int, address: int) -> Mapping[str, WeightTensor]:
+        """Parameters of an expert that lies at an address."""
+        if (expert, address) not in self._views:
+            self._views[expert, address] = self._view(address)
+        return self._views[expert, address]
+
     def compute(
         self,
         x: Tensor,
@@ -104,12 +110,7 @@ class ExpertPlaces:
             return experts_by_table(
                 x, table, chosen, scales, activation, total, last=False, cut=cut
             )
-        given = []
-        for expert, address in enumerate(here.tolist()):
-            if address:
-                if (expert, address) not in self._views:
-                    self._views[expert, address] = self._view(address)
-                given.append((expert, self._views[expert, address]))
+        given = [(e, self.view(e, address)) for e, address in enumerate(here.tolist()) if address]
         if not given and total is None:
             return torch.zeros(x.shape, dtype=torch.float32)
         return ops.experts(x, given, chosen, scales, activation, total, last=False)

@@ -162,10 +162,12 @@ class _Step:
             self._calls_s += self._machine.lookup_s
             self._ahead["disk"] += self._tokens * self._loads.row_bytes
             self._bytes["disk"] += self._tokens * self._loads.row_bytes
-        calls_s = self._calls_s + self._host_s(head, drawn)
+        step_s, rows_s = self._host_s(head, drawn)
+        calls_s = self._calls_s + step_s
         if not (self._many and self._machine.piece_s):  # prompts leave nothing in caches anyway
             calls_s *= caches.slower(self._bytes["CPU"])
-        return self._sum(calls_s, self._begins_early(drawn))
+        # Rows are looked at while the next kernels run: what these leave in caches is no matter.
+        return self._sum(calls_s + rows_s, self._begins_early(drawn))
 
     def _so_far(self) -> StepSums:
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
@@ -299,9 +301,10 @@ class _Step:
     def _experts(self, load: LayerLoad, experts: Experts) -> float:
         """Experts that the CPU computes."""
         chosen, count, each = self._loads.chosen, experts.count, experts.each
-        # Steps of many tokens bring all experts in turn, whatever is cached.
+        # Steps of many tokens bring all in turn that are not cached, whichever they need.
         in_turn = self._many and load.many_experts_on_device and experts.home is not Tier.DEVICE
-        needed = Needed(0.0, count) if in_turn else self._needed(count, experts.on_device)
+        there = experts.on_device
+        needed = Needed(there, count - there) if in_turn else self._needed(count, there)
         read = 0.0
         if experts.home is Tier.DISK:
             kept = max(experts.in_memory, experts.on_device)
@@ -381,8 +384,8 @@ class _Step:
         if self._machine.device_name and on_device != before:
             self._fixed_s += self._machine.sync_s
 
-    def _host_s(self, head: bool, drawn: bool) -> float:
-        """What the CPU does for a step, whatever that computes."""
+    def _host_s(self, head: bool, drawn: bool) -> tuple[float, float]:
+        """What the CPU does for a step, whatever that computes: once, and for its users."""
         machine, rows = self._machine, self._texts
         drawn_s = rows * machine.logit_s * self._loads.vocabulary if head and drawn else 0.0
         if self._many and (machine.prompt_s or machine.piece_s):
@@ -394,7 +397,7 @@ class _Step:
             step_s, row_s = machine.step_s, machine.row_s
         else:
             step_s, row_s = machine.draw_s, machine.draw_row_s
-        return step_s + rows * row_s + drawn_s
+        return step_s + drawn_s, rows * row_s
 
     def _begins_early(self, drawn: bool) -> bool:
         """Whether a device computes the next step while the CPU looks at this one."""

@@ -1,6 +1,6 @@
 """Weights for a device that computes beside the CPU: what stays there, and what is copied there."""
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from torch import Tensor
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
-from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import ExpertTeam, LeasedGroup, Presence, Priority, Standing
 from hmt.kernels import captures
@@ -20,9 +19,8 @@ from hmt.memory.device import Copy, Device, DeviceBuffer, DevicePool, Mark
 from hmt.weights.device_tokens import TokenTable, token_table
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store import WeightStore
-from hmt.weights.teams import Streamed, Teams, make_teams
-
-Params = Mapping[str, WeightTensor]
+from hmt.weights.teams import Params, Streamed, Teams, make_teams
+from hmt.weights.turns import Turns, copied_blocks, for_experts_of, take_turns
 
 # From here on the CPU takes longer for a block than its copy does: an FFN of 400 MB is copied in
 # 7 ms at 55 GB/s, and computed in 0.3 ms per token at 4.7 Top/s (16 AMX cores; not yet tuned).
@@ -86,10 +84,6 @@ class DeviceWeights:
             b for b in everything if b.kind is not BlockKind.EXPERT or b in plan.device.computes
         )
         self._computing = (plan.device.computes, no_experts, everything)  # by kind of step
-        self._orders = tuple(
-            {b: n for n, b in enumerate(_copied_blocks(plan, blocks))} for blocks in self._computing
-        )
-        self._ordered = tuple(list(order) for order in self._orders)
         self._kind = _FEW
         self._to_stay = [block for block, home in plan.homes.items() if home is Tier.DEVICE]
         self._plan = plan
@@ -98,12 +92,18 @@ class DeviceWeights:
         self._resident_memory: dict[BlockId, Tensor] = {}
         self._standing: dict[BlockId, Tensor] = {}  # what stays in host memory, and was copied
         self.teams = Teams({})
-        free = {
+        self._free_slots = {
             size: [slots.allocate(size) for _ in range(count)]
             for size, count in plan.device.slot_counts.items()
         }
-        self._slots = tuple(self._take_turns(order, free) for order in self._ordered)
-        self._shared = self._shared_slots()
+        self._turns = [
+            take_turns(copied_blocks(plan, blocks), self._size_of, self._free_slots)
+            for blocks in self._computing
+        ]
+        self._all_turns = self._turns[_ALL_EXPERTS]
+        self._cached: dict[BlockId, int] = {}  # experts, and where they lie, while all compute
+        self._shared = for_experts_of(self._all_turns, self._turns[:_ALL_EXPERTS])
+        del self._shared[plan.device.staging_slots :]
         self._views: dict[tuple[int, BlockId], Params] = {}  # of blocks, by their slots' addresses
         self._taken: dict[DeviceBuffer, BlockId] = {}
         self._copied: OrderedDict[BlockId, _Copied] = OrderedDict()  # in the order of copying
@@ -160,14 +160,36 @@ class DeviceWeights:
         kind = _FEW if tokens < _MANY_TOKENS else _MANY
         if tokens >= _MOST_EXPERTS_TOKENS or (kind is _MANY and not self.teams.by_layer):
             kind = _ALL_EXPERTS
-        if kind != self._kind:
-            if _ALL_EXPERTS in (kind, self._kind):
-                self._hand_over()
-            self._kind = kind
+        changes = kind != self._kind
+        if changes and _ALL_EXPERTS in (kind, self._kind):
+            self._hand_over()
+        self._kind = kind
+        if kind is _ALL_EXPERTS:
+            changes |= self._find_cached()
+        if changes:
             for block, copied in list(self._copied.items()):
-                if copied.slot is not self._slots[kind].get(block):
+                if copied.slot is not self._now.slots.get(block):
                     self._free(block)
         self._copy_ahead(0)
+
+    def _find_cached(self) -> bool:
+        """Look for experts that need not be copied; whether they are others than before.
+
+        Steps of few tokens change that on the device, so the CPU waits for those here.
+        """
+        turns = self._all_turns
+        if not turns.experts_are_apart or (cached := self.teams.cached()) == self._cached:
+            return False
+        self._cached = cached
+        self._turns[_ALL_EXPERTS] = turns.without(cached, self._size_of, self._free_slots)
+        return True
+
+    @property
+    def _now(self) -> Turns:
+        return self._turns[self._kind]
+
+    def _size_of(self, block: BlockId) -> int:
+        return self._layouts[block].slot_bytes
 
     def _hand_over(self) -> None:
         """Slots of prompts' experts become those of experts that few tokens bring, or the reverse.
@@ -242,16 +264,22 @@ class DeviceWeights:
         return self.teams.by_layer.get(layer)
 
     def stream(self, blocks: Sequence[BlockId]) -> Iterator[list[Streamed]]:
-        """Blocks of one size on the device, in this order, in groups of as many as are copied.
+        """A layer's experts on the device, in this order, in groups of as many as are copied.
 
-        A group stays until the next is asked for.
+        A group stays until the next is asked for.  Those that are cached are not copied.
         """
         most, followed = self._group_of(blocks[0]), None
         held: list[BlockId] = []
+        group: list[Streamed] = []
         try:
             for block in blocks:
+                address = self._cached.get(block)
+                if address is not None:
+                    group.append((block.index, None, address))
+                    continue
                 if held and (len(held) == most or block not in self._copied):
-                    yield [self._streamed(b) for b in held]
+                    yield group
+                    group = []
                     self._give_back(held)
                 if not held:
                     self._pass_over(block)
@@ -261,7 +289,8 @@ class DeviceWeights:
                     self._device.follow(followed)
                 copied.leases += 1
                 held.append(block)
-            yield [self._streamed(b) for b in held]
+                group.append((block.index, copied.views, copied.slot.tensor.data_ptr()))
+            yield group
         finally:
             self._give_back(held)
 
@@ -293,7 +322,7 @@ class DeviceWeights:
 
     def place(self, block: BlockId) -> Params | None:
         """Where a block that is copied will lie in steps like this; None for others."""
-        slot = self._slots[self._kind].get(block)
+        slot = self._now.slots.get(block)
         return None if slot is None else self._views_in(slot, block)
 
     def arrive(self, block: BlockId) -> None:
@@ -311,34 +340,13 @@ class DeviceWeights:
         # It comes again in the next step only, when all others have had the slot.
         if not copied.leases:
             self._free(block)
-            self._copy_ahead(self._orders[self._kind][block] + 1)
+            self._copy_ahead(self._now.numbers[block] + 1)
 
     def waited(self, seconds: float) -> None:
         """Count time in which the CPU waited for the device."""
         self._counters.waited_s += seconds
 
     # Inside
-
-    def _take_turns(
-        self, order: Sequence[BlockId], slots: Mapping[int, Sequence[DeviceBuffer]]
-    ) -> dict[BlockId, DeviceBuffer]:
-        found = {}
-        taken: Counter[int] = Counter()
-        for block in order:
-            size = self._layouts[block].slot_bytes
-            found[block] = slots[size][taken[size] % len(slots[size])]
-            taken[size] += 1
-        return found
-
-    def _shared_slots(self) -> list[DeviceBuffer]:
-        """Slots that blocks come to in prompts alone: in other steps, experts that are brought."""
-        others = {slot for slots in self._slots[:_ALL_EXPERTS] for slot in slots.values()}
-        of_prompts = dict.fromkeys(
-            slot
-            for block, slot in self._slots[_ALL_EXPERTS].items()
-            if block.kind is BlockKind.EXPERT and slot not in others
-        )
-        return list(of_prompts)[: self._plan.device.staging_slots]
 
     def _views_in(self, slot: DeviceBuffer, block: BlockId) -> Params:
         key = (slot.tensor.data_ptr(), block)
@@ -348,7 +356,7 @@ class DeviceWeights:
 
     def _pass_over(self, block: BlockId) -> None:
         """Free what was copied for a step and not used in it, now that `block` is."""
-        positions = self._orders[self._kind]
+        positions = self._now.numbers
         here, half = positions[block], len(positions) // 2
         passed = []
         for other, copied in self._copied.items():
@@ -375,7 +383,7 @@ class DeviceWeights:
 
     def _copy_ahead(self, position: int) -> None:
         """Copy what is used from `position` of the order on, as long as there are slots."""
-        order, number = self._ordered[self._kind], 0
+        order, number = self._now.order, 0
         while number < len(order):
             at = (position + number) % len(order)
             if order[at] in self._copied:
@@ -398,7 +406,7 @@ class DeviceWeights:
         several = first.kind is BlockKind.EXPERT and self._homes[first] is Tier.HOST
         found: list[BlockId] = []
         for block in order[at : at + self._group_of(first)] if several else [first]:
-            slot = self._slots[self._kind][block]
+            slot = self._now.slots[block]
             alike = (block.layer, block.kind, self._homes[block]) == (
                 first.layer, first.kind, self._homes[first],
             )  # fmt: skip
@@ -430,10 +438,6 @@ class DeviceWeights:
         finally:
             self.leave(block)
 
-    def _streamed(self, block: BlockId) -> Streamed:
-        copied = self._copied[block]
-        return block.index, copied.views, copied.slot.tensor.data_ptr()
-
     def _give_back(self, held: list[BlockId]) -> None:
         if not held:
             return
@@ -443,11 +447,11 @@ class DeviceWeights:
             copied.leases -= 1
             copied.slot.last_use = used
             self._free(held.pop())
-        self._copy_ahead(self._orders[self._kind][last] + 1)
+        self._copy_ahead(self._now.numbers[last] + 1)
 
     def _copy(self, block: BlockId) -> _Copied:
         """Copy a block that is needed now, if need be into the slot of what was asked for later."""
-        later = self._taken.get(self._slots[self._kind][block])
+        later = self._taken.get(self._now.slots[block])
         if later is not None:
             if self._copied[later].leases:
                 size = format_bytes(self._layouts[block].slot_bytes)
@@ -462,7 +466,7 @@ class DeviceWeights:
     def _copy_all(self, blocks: Sequence[BlockId]) -> None:
         """To their slots, which are free; several are at home in host memory."""
         self._let_go()
-        slots = [self._slots[self._kind][block] for block in blocks]
+        slots = [self._now.slots[block] for block in blocks]
         uses = dict.fromkeys(slot.last_use for slot in slots if slot.last_use is not None)
         with ExitStack() as stack:
             source = stack.enter_context(ExitStack())
@@ -488,11 +492,6 @@ class DeviceWeights:
         """Release the host's copies of what has arrived."""
         while self._sources and self._sources[0][0].reached():
             self._sources.popleft()[1].close()
-
-
-def _copied_blocks(plan: Plan, blocks: frozenset[BlockId]) -> list[BlockId]:
-    """Those of `blocks` that do not live on the device, in model order."""
-    return [b for b in plan.homes if b in blocks and plan.homes[b] is not Tier.DEVICE]
 
 
 def inner_homes(plan: Plan) -> Mapping[BlockId, Tier]:

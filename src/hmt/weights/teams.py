@@ -1,6 +1,7 @@
 """Teams that compute a layer's experts: those cached on a device, those brought, and the host."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +20,8 @@ from hmt.weights.store import WeightStore
 _MOST_TABLES = 4  # for each expert, of where groups of streamed experts lie
 
 Params = Mapping[str, WeightTensor]
-# An expert's number, its parameters on the device, and where it begins there.
-Streamed = tuple[int, Params, int]
+# An expert's number, its parameters on the device unless a cache has it, and where it begins there.
+Streamed = tuple[int, Params | None, int]
 Added = tuple[Tensor, Tensor]  # hidden states, and what shared experts add
 Stream = Callable[[Sequence[BlockId]], Iterator[list[Streamed]]]
 
@@ -114,8 +115,8 @@ class ResidentTeam:
 class StreamedTeam:
     """Implements ExpertTeam for steps that need most experts: the device computes them all.
 
-    They are copied to it group by group, in ascending order, so results are those of experts that
-    stay there, to the bit.
+    They come group by group, in ascending order, so results are those of experts that stay there,
+    to the bit: those that are cached from where they are, and the others are copied.
     """
 
     def __init__(self, blocks: Sequence[BlockId], places: ExpertPlaces, stream: Stream) -> None:
@@ -143,7 +144,10 @@ class StreamedTeam:
                 here = self._table([(index, address) for index, _, address in group], x.device)
                 total = self._places.compute(x, here, chosen, scales, activation, total)
             else:
-                given = [(index, params) for index, params, _ in group]
+                given = [
+                    (index, self._places.view(index, address) if params is None else params)
+                    for index, params, address in group
+                ]
                 total = ops.experts(x, given, chosen, scales, activation, total, last=False)
         assert total is not None
         return total.to(x.dtype)
@@ -155,7 +159,9 @@ class StreamedTeam:
             addresses = [0] * len(self._blocks)
             for index, address in group:
                 addresses[index] = address
-            found = torch.tensor(addresses, dtype=torch.int64, device=where)
+            # Not from pageable memory: the CPU would wait for all that is on the queue.
+            pinned = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
+            found = pinned.to(where, non_blocking=True)
             if len(self._tables) > _MOST_TABLES * len(self._blocks):
                 self._tables.clear()  # slots that keep changing hands
             self._tables[tuple(group)] = found
@@ -189,6 +195,19 @@ class Teams:
             layer: team.all_on_host()
             for layer, team in self.by_layer.items()
             if isinstance(team, HybridTeam)
+        }
+
+    def cached(self) -> dict[BlockId, int]:
+        """Where experts lie that caches have; waits for the device."""
+        slots = {n: one.slots for n, one in self.by_layer.items() if isinstance(one, HybridTeam)}
+        if not slots:
+            return {}
+        tables = torch.stack([one.table for one in slots.values()]).tolist()
+        return {
+            BlockId(layer, BlockKind.EXPERT, expert): address
+            for layer, table in zip(slots, tables, strict=True)
+            for expert, address in enumerate(table)
+            if address
         }
 
     def counts(self) -> tuple[int, int, int, float] | None:
@@ -321,6 +340,8 @@ class _HybridMaker:
 
         staging = take(device.staging_slots, shared)
         caches = {layer: take(device.expert_slots) for layer in layers}
+        for layer, blocks in layers.items():
+            self._fill(blocks, [slots[address] for address in caches[layer].tolist()])
         places = ExpertPlaces(next(iter(slots)), lambda address: layout.views(slots[address]))
         return {
             layer: HybridTeam(
@@ -334,16 +355,26 @@ class _HybridMaker:
             for layer, blocks in layers.items()
         }
 
+    def _fill(self, blocks: list[BlockId], slots: list[Tensor]) -> None:
+        """The first experts, since any are better than none; whatever is wanted replaces them."""
+        with ExitStack() as stack:
+            kept = blocks[: len(slots)]
+            memory = [stack.enter_context(self._store.lease_bytes(block)) for block in kept]
+            if memory:
+                zeroed = self._device.mark()
+                self._device.copy_each(slots[: len(memory)], memory, (zeroed,)).wait()
+
     def _cache(self, blocks: list[BlockId], addresses: Tensor, staging: Tensor) -> ExpertSlots:
         origins = []
         for block in blocks:
             with self._store.lease_bytes(block) as memory:
                 origins.append(self._device.address(memory))
-        count = len(blocks)
+        count, places = len(blocks), addresses.tolist()
+        kept = min(count, len(places))
         return ExpertSlots(
-            self._tensor([0] * count),
+            self._tensor(places[:kept] + [0] * (count - kept)),
             addresses,
-            self._tensor([-1] * len(addresses)),
+            self._tensor([*range(kept), *[-1] * (len(places) - kept)]),
             torch.zeros(count, dtype=torch.float32, device=self._device.where),
             staging,
             self._tensor(origins),
