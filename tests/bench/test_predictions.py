@@ -60,9 +60,10 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_errors_are_summed_up() -> None:
-    def run(predicted: float, measured: float) -> dict[str, dict[str, float]]:
+    def run(predicted: float, measured: float) -> dict[str, Any]:
         same = dict.fromkeys(("ttft_s", "host_bytes", "disk_bytes", "link_bytes"), 0.0)
         return {
+            "case": {"users": 1},
             "predicted": same | {"tokens_per_s": predicted, "peak_bytes": 100},
             "measured": same | {"tokens_per_s": measured, "peak_bytes": 80},
         }
@@ -72,6 +73,20 @@ def test_errors_are_summed_up() -> None:
     assert found["tokens_per_s"] == pytest.approx(
         {"runs": 3, "median": 0.1, "worst": 0.2, "lowest": -0.2}
     )
+
+
+def test_what_is_next_to_nothing_of_a_token_is_no_error() -> None:
+    def found(gpu_bytes: float) -> float | None:
+        step = {"nbytes": {"GPU": gpu_bytes, "CPU": 40.0}}
+        run = {
+            "case": {"users": 2},
+            "predicted": {"host_bytes": 20.0, "step": step},
+            "measured": {"host_bytes": 10.0, "disk_bytes": 0.0},
+        }
+        return error(run, "host_bytes")
+
+    assert found(1000.0) == 1.0
+    assert found(1e6) is None
 
 
 def test_the_matrix_has_what_it_should() -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hmt.bench import traced_curve as traced_curves
+from hmt.bench.cache import load_traces
 from hmt.bench.traced_curve import RESIDENCIES, DeviceCache, traced_curve
 from hmt.engine.expert_trace import TraceHeader, TraceWriter
-from hmt.planner.routing import HitCurve
+from hmt.planner.routing import HitCurve, needed_experts
 
 EXPERTS, CHOSEN, LAYERS, STEPS = 32, 4, (1, 2), 120
 
@@ -55,5 +57,17 @@ def test_a_devices_cache_is_replayed_by_its_own_rules(tmp_path: Path) -> None:
     assert hits(1.0, EXPERTS // 2) > hits(1.0, EXPERTS // 4)
     assert hits(1.0) == pytest.approx(host.hits(12 / EXPERTS), abs=0.15)
     known = [share for share, _ in traced_curve(file, DeviceCache(12, 1.0)).points]
-    assert known == [0.0, 12 / EXPERTS, 1.0], "one size is asked for"
+    assert known == [0.0, *(size / EXPERTS for size in (6, 9, 12)), 1.0]
     assert len(host.points) == len(RESIDENCIES) + 2
+
+
+def test_texts_that_share_a_devices_cache_miss_what_they_were_seen_to_miss(tmp_path: Path) -> None:
+    file, texts, slots = trace_of(tmp_path / "trace", 4, 8, 0.6), 4, 16
+    curve = traced_curve(file, DeviceCache(slots, 1.0))
+    trace = load_traces([file])[0]
+    together = [one for one in trace.records if len(one.experts) == texts]
+    cache = [DeviceCache(slots, 1.0)]
+    (found,) = traced_curves._device_rates(cache, trace, together, len(together) // 2)
+    needed = needed_experts(EXPERTS, trace.header.top_k, texts, slots, curve, texts)
+    predicted = needed.absent / (needed.absent + needed.cached)
+    assert predicted == pytest.approx(1 - found, rel=0.25)

@@ -354,10 +354,12 @@ def test_a_gpus_attention_is_what_more_positions_take(monkeypatch: pytest.Monkey
 
 
 def test_a_cpu_that_has_become_slower_takes_longer_for_what_it_launches() -> None:
-    steps = DeviceSteps(step_s=1.0, prompt_s=2.0, bring_s=3.0, pace=0.5, device_step_s=4.0)
+    steps = DeviceSteps(step_s=1.0, prompt_s=2.0, bring_s=3.0, piece_s=7.0, pace=0.5)
+    steps = replace(steps, device_step_s=4.0)
     known = replace(steps, device_launches={"bf16": 5.0}, device_layers={"bf16": 6.0})
     found = pace.at_pace(known.of(Machine("", 1, 1 << 30, 1e10, 0.0)), 1.0)
     assert (found.step_s, found.prompt_s, found.bring_s, found.pace) == (2.0, 4.0, 6.0, 1.0)
+    assert found.piece_s == 14.0
     assert found.device_launches == {"bf16": 10.0}
     assert (found.device_step_s, found.device_layers) == (4.0, {"bf16": 6.0}), "the GPU is the same"
     assert pace.at_pace(found, 0.5).step_s == 1.0

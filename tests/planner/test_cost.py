@@ -294,6 +294,9 @@ def test_a_gpu_computes_while_prompts_are_launched() -> None:
     assert prompt_s(each_s / 10) == pytest.approx(computing_s)
     assert prompt_s(10 * each_s) == pytest.approx(10 * computing_s)
     assert prompt_s(0.0, last=True) == pytest.approx(1 + computing_s, rel=0.01)
+    machine = replace(bare, device_launches={"bf16": 0.0}, prompt_s=1.0, piece_s=2.0)
+    piece = CostModel(loads, machine).prompt(512, 0, last=False)
+    assert piece.seconds == pytest.approx(2 + computing_s, rel=0.01)
 
 
 def test_prompts_bring_all_experts_that_are_not_cached() -> None:

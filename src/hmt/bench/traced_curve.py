@@ -23,6 +23,7 @@ RESIDENCIES = tuple(
 )
 _LEAST_STEPS = 8  # of one token: with fewer the whole trace counts
 _MOST_TEXTS = 8
+_SHARES = (0.5, 0.75, 1.0)  # of a GPU's cache, of which each of several texts has a part
 _SURE = 0.995  # hits beyond this are no less chance than more
 _GRID = 40
 
@@ -41,8 +42,8 @@ class DeviceCache:
 def traced_curve(file: Path, device: DeviceCache | None = None) -> HitCurve:
     """Hits of the engine's own policy, once its cache is full.
 
-    device   whose cache it is, and its size, which is the one that is measured; None: that in host
-             memory, at many sizes
+    device   whose cache it is, measured at its own size and some below; None: that in host memory,
+             at many sizes
 
     Steps of one token count, as a text decodes, and the first half of them fills the cache: reads
     of what no cache could have had yet would make large caches look as bad as small ones.  Where
@@ -54,8 +55,9 @@ def traced_curve(file: Path, device: DeviceCache | None = None) -> HitCurve:
     residencies: Sequence[float] = RESIDENCIES
     rates_of: Callable[[Trace, Sequence[Routed], int], list[float]] = _rates
     if device is not None:
-        residencies = (device.slots / trace.header.experts,)
-        rates_of = partial(_device_rates, device)
+        sizes = sorted({max(1, round(share * device.slots)) for share in _SHARES})
+        residencies = [size / trace.header.experts for size in sizes]
+        rates_of = partial(_device_rates, [replace(device, slots=size) for size in sizes])
     first, origin = trace.header.layers[0], f"the trace {file}"
     counts = Counter(len(one.experts) for one in trace.records if one.layer == first)
     texts = max(range(1, _MOST_TEXTS + 1), key=lambda count: counts[count])
@@ -71,6 +73,8 @@ def traced_curve(file: Path, device: DeviceCache | None = None) -> HitCurve:
         return curve
     found = rates_of(trace, together, len(together) // 2)
     points = list(zip(residencies, found, strict=True))
+    if device is not None:
+        points = points[-1:]  # all of it is theirs together
     return replace(curve, apart=_fitted(curve, trace.header, texts, points))
 
 
@@ -87,9 +91,13 @@ def _rates(trace: Trace, records: Sequence[Routed], skip: int) -> list[float]:
 
 
 def _device_rates(
-    device: DeviceCache, trace: Trace, records: Sequence[Routed], skip: int
+    devices: Sequence[DeviceCache], trace: Trace, records: Sequence[Routed], skip: int
 ) -> list[float]:
-    """The same of a GPU's cache; what kernels do is told by their reference."""
+    """The same of GPUs' caches; what kernels do is told by their reference."""
+    return [_device_rate(device, trace, records, skip) for device in devices]
+
+
+def _device_rate(device: DeviceCache, trace: Trace, records: Sequence[Routed], skip: int) -> float:
     share, caches, before = torch.tensor([device.link_share]), dict[int, ExpertSlots](), {}
     for number, record in enumerate(records):
         if number == skip:
@@ -100,7 +108,7 @@ def _device_rates(
         divide_experts(cache, torch.tensor(record.experts), share)
     counts = sum((c.counts - before.get(layer, 0) for layer, c in caches.items()), torch.zeros(4))
     found, brought, left, _ = counts.tolist()
-    return [found / max(1.0, found + brought + left)]
+    return float(found / max(1.0, found + brought + left))
 
 
 def _empty(slots: int, experts: int) -> ExpertSlots:

@@ -38,11 +38,13 @@ class Launched:
     """In units of the CPU's pace meanwhile.
 
     first    a prompt of one step, without its layers
+    piece    a step before a prompt's last, without its layers
     layer    each of them
     expert   that is brought, beyond a layer; 0: not known
     """
 
     first: float
+    piece: float
     layer: float
     expert: float = 0.0
 
@@ -74,33 +76,37 @@ def launched(
     folders, options   of the same models, to measure what bringing their experts takes as well
     """
     with ExitStack() as stack:
-        models = [few, many]
+        prompts = [(few, PIECE), (many, PIECE), (few, 2 * PIECE)]
         for folder in folders or ():
             limit = _limit_that_brings(folder, options or {})
             if limit is not None:
                 given = {**(options or {}), **_BRINGING, "gpu_memory": limit}
-                models.append(stack.enter_context(opened(folder, given)))
-        taken = _by_turns(models, seconds)
-        layers = [_layers(model) for model in models[:2]]
-        more = layers[1] - layers[0]
-        layer = max(0.0, taken[1] - taken[0]) / more
-        expert, bringing = 0.0, models[2:]
-        if len(bringing) == 2 and all(_brings_experts(model.prepared) for model in bringing):
-            each = len(bringing[0].prepared.demand.of_kind(BlockKind.EXPERT)) // layers[0]
-            expert = max(0.0, (taken[3] - taken[2]) / more - layer) / each
-        return Launched(max(0.0, taken[0] - layers[0] * layer), layer, expert)
+                prompts.append((stack.enter_context(opened(folder, given)), PIECE))
+        one, more, two, *bringing = _by_turns(prompts, seconds)
+        layers = _layers(few)
+        layer = max(0.0, more - one) / (_layers(many) - layers)
+        brought = [_brought(model.prepared) for model, _ in prompts[3:]]
+        expert = 0.0
+        if len(brought) == 2 and all(brought):
+            # Of both together: they have other numbers of slots, and so of groups that are copied.
+            expert = max(0.0, sum(bringing) - one - more) / sum(brought)
+        first, piece = (max(0.0, each - layers * layer) for each in (one, two - one))
+        return Launched(first, piece, layer, expert)
 
 
-def _by_turns(models: "Sequence[LoadedModel]", seconds: float) -> list[float]:
-    """What a prompt takes, by model, in units of the pace meanwhile."""
-    request = Request(input=text(PIECE), max_new_tokens=1, ignore_eos=True)
-    for model in (*models, *models):  # kernels are compiled, and slots filled
+def _by_turns(prompts: "Sequence[tuple[LoadedModel, int]]", seconds: float) -> list[float]:
+    """What prompts of so many tokens take, each of a model, in units of the pace meanwhile."""
+    requests = [
+        (model, Request(input=text(tokens), max_new_tokens=1, ignore_eos=True))
+        for model, tokens in prompts
+    ]
+    for model, request in (*requests, *requests):  # kernels are compiled, and slots filled
         model.infer(request)
-    times: list[list[float]] = [[] for _ in models]
+    times: list[list[float]] = [[] for _ in requests]
     paces: list[float] = []
     end = time.perf_counter() + seconds
     while len(times[0]) < _ROUNDS or time.perf_counter() < end:
-        for model, taken in zip(models, times, strict=True):
+        for (model, request), taken in zip(requests, times, strict=True):
             paces.append(pace_of(model))
             begin = time.perf_counter()
             model.infer(request)
@@ -142,6 +148,14 @@ def _brings_experts(prepared: "Prepared") -> bool:
     experts, plan = prepared.demand.of_kind(BlockKind.EXPERT), prepared.plan
     away = all(plan.homes[b.id] is Tier.HOST for b in experts)
     return bool(experts) and away and plan.device.staging_slots > 0
+
+
+def _brought(prepared: "Prepared") -> int:
+    """Experts that a prompt's step brings: all that no cache has.  0: none."""
+    if not _brings_experts(prepared):
+        return 0
+    experts = len(prepared.demand.of_kind(BlockKind.EXPERT))
+    return experts - prepared.plan.device.expert_slots * prepared.model.spec.layers
 
 
 def _layers(model: "LoadedModel") -> int:

@@ -43,7 +43,7 @@ _REPLAYS = 24
 _ATTEMPTS = 4
 _LOGITS, _ROWS = 1 << 15, 8
 _DRAWN = Sampling(temperature=1.0, seed=1)
-_CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "prompt_s", "bring_s")
+_CPU = ("step_s", "row_s", "draw_s", "draw_row_s", "piece_s", "prompt_s", "bring_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class DeviceSteps:
     draw_s: float = 0.0
     draw_row_s: float = 0.0
     logit_s: float = 0.0
+    piece_s: float = 0.0
     prompt_s: float = 0.0
     device_step_s: float = 0.0
     device_layers: dict[str, float] = field(default_factory=dict)
@@ -123,8 +124,8 @@ def device_steps(
     """
     layers: dict[str, float] = {}
     launches: dict[str, float] = {}
-    host, begin_s, first = _Chains(), 0.0, 0.0
-    bring = 0.0
+    host, begin_s = _Chains(), 0.0
+    first = piece = bring = 0.0
     for kind in kinds:
         small, few, many = _MODELS[kind]
         with small(few) as of_few, small(many) as of_many:
@@ -141,7 +142,7 @@ def device_steps(
                     each = max(0.0, (more.device[users] - less.device[users]) / (many - few))
                     layers[f"{name}@{users}" if users > 1 else name] = each
                 if less.drawn:
-                    host, first = less, prompts.first
+                    host, first, piece = less, prompts.first, prompts.piece
                     begin_s = max(0.0, less.device[1] - few * layers[name])
     step_s, row_s = _line(host.likeliest)
     draw_s, draw_row_s = _line(host.drawn)
@@ -154,6 +155,7 @@ def device_steps(
         draw_s=draw_s * unit_s,
         draw_row_s=max(0.0, draw_row_s - VOCABULARY * logit) * unit_s,
         logit_s=logit * unit_s,
+        piece_s=piece * unit_s,
         prompt_s=first * unit_s,
         device_step_s=begin_s,
         device_layers=layers,
@@ -213,7 +215,7 @@ def _bare(machine: Machine) -> Machine:
         machine,
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0, launch_s=0.0,
         device_number_s=0.0, prompt_launch_s=0.0, draw_s=0.0, draw_row_s=0.0, logit_s=0.0,
-        device_step_s=0.0, prompt_s=0.0, sync_s=0.0, bring_s=0.0,
+        device_step_s=0.0, piece_s=0.0, prompt_s=0.0, sync_s=0.0, bring_s=0.0,
         device_layers={}, device_launches={},
     )  # fmt: skip
 

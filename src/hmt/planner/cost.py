@@ -390,8 +390,7 @@ class _Step:
         drawn_s = rows * machine.logit_s * self._loads.vocabulary if head and drawn else 0.0
         if self._many and (machine.prompt_s or machine.piece_s):
             # A request comes and goes once, whatever pieces its prompt is read in.
-            piece_s = 0.0 if machine.device_name else machine.piece_s
-            step_s = (head and machine.prompt_s) or piece_s or machine.step_s
+            step_s = (head and machine.prompt_s) or machine.piece_s or machine.step_s
             row_s, rows = 0.0 if machine.device_name else machine.row_s, rows - 1
         elif self._begins_early(drawn) or not machine.draw_s:
             step_s, row_s = machine.step_s, machine.row_s

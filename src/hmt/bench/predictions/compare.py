@@ -22,7 +22,7 @@ _PEAKS = ("peak_bytes", "device_bytes")
 # A drive that others use gives 1.5 GB/s in one minute and 2.6 in the next; what it gives is
 # measured for half a second before a run and behind it.
 _SAME, _ATTEMPTS = 1.15, 4
-_LEAST_SHARE = 0.01  # of the bytes of a token: what is less is no error worth its name
+_LEAST_SHARE = 0.01  # of all bytes that a token reads: what is less is no error worth its name
 
 
 def runs_of(
@@ -97,7 +97,10 @@ def error(run: dict[str, Any], quantity: str) -> float | None:
     predicted, measured = run["predicted"].get(quantity, 0), run["measured"].get(quantity, 0)
     least = 0.0
     if quantity.endswith("_bytes") and quantity not in _PEAKS:
-        least = _LEAST_SHARE * max(run["measured"]["host_bytes"], run["measured"]["disk_bytes"])
+        read = run["predicted"].get("step", {}).get("nbytes", {})
+        everything = (read.get("GPU", 0) + read.get("CPU", 0)) / run["case"]["users"]
+        most = max(everything, run["measured"]["host_bytes"], run["measured"]["disk_bytes"])
+        least = _LEAST_SHARE * most
     if not predicted or measured <= least:
         return None
     return float(predicted / measured - 1)

@@ -48,7 +48,8 @@ from hmt.planner.predicted import Prediction
 from hmt.planner.routing import HitCurve
 
 _WARM_TOKENS = 24
-_TRACED_TOKENS, _TRACED_TEXTS, _TRACED_STEPS = 64, 4, 256
+_TRACED_TOKENS, _TRACED_STEPS = 64, 256
+_TRACED_TEXTS, _GPU_TRACED_TEXTS = 4, 8  # as many as decode at once where experts are cached
 _MOST_WARMING, _MOST_ANSWERS = 12, 4  # prompts, and answers
 _REPLAYS = 12
 _GUESSED = 36
@@ -147,25 +148,30 @@ def _curve(case: Case, folder: Path, prepared: Prepared) -> HitCurve | None:
     shape = {**WRITTEN, **GPU_SHAPES}.get(case.model)
     if shape is None or not shape.experts:
         return None
-    trace = folder / f"{case.model}.{_TRACED_TEXTS}-texts.trace.jsonl"
+    trace = folder / f"{case.model}.{_texts(case)}-texts.trace.jsonl"
     if not trace.exists():
         command = [sys.executable, "-m", "hmt.bench.predictions.process", str(folder), str(trace)]
         given = json.dumps(asdict(case))
         subprocess.run([*command, given], check=True, stdout=subprocess.DEVNULL)
-    device = prepared.plan.device
+    device, cache, suffix = prepared.plan.device, None, ".curve.json"
     if device.expert_slots:
-        return traced_curve(trace, DeviceCache(device.expert_slots, device.link_share))
-    found = trace.with_suffix(".curve.json")  # replaying it for each run would take half a minute
+        cache = DeviceCache(device.expert_slots, device.link_share)
+        suffix = f".{cache.slots}-slots{suffix}"
+    found = trace.with_suffix(suffix)  # replaying it for each run would take half a minute
     if not found.exists():
-        found.write_text(json.dumps(asdict(traced_curve(trace))))
+        found.write_text(json.dumps(asdict(traced_curve(trace, cache))))
     kept = json.loads(found.read_text())
     return HitCurve(tuple(map(tuple, kept["points"])), kept["origin"], kept["apart"])
+
+
+def _texts(case: Case) -> int:
+    return _GPU_TRACED_TEXTS if case.model in GPU_SHAPES else _TRACED_TEXTS
 
 
 def record(case: Case, folder: Path, trace: Path) -> None:
     """Write which experts the case's model chooses while it decodes."""
     path = folder_of(case, folder)
-    texts, tokens = _TRACED_TEXTS, _TRACED_STEPS
+    texts, tokens = _texts(case), _TRACED_STEPS
     alike = replace(
         case, kept=1.0, users=texts, prompt=_TRACED_TOKENS, tokens=tokens, gpu_memory=None
     )
@@ -312,8 +318,10 @@ def _usual_first_s(case: Case, model: LoadedModel, seen: Meanwhile) -> float:
     """Seconds to the first token of one user; of long prompts, of few."""
     times: list[float] = []
     while len(times) < _PROMPTS and sum(times) < _PROMPTS_S:
-        if case.gpu_memory is not None:
-            seen.look()  # prompts are launched in a tenth of a second, and the pace changes as soon
+        # Prompts are launched in a tenth of a second, and the pace changes as soon; beside those
+        # that the drive brings nobody looks.
+        if case.gpu_memory is not None or case.kept < 1:
+            seen.look()
         times.append(_answers(case, model, 1, case.prompt, 1, None, seen)[0])
     return middle_half(times)
 

@@ -7,6 +7,8 @@ rounds them; with tokens of int8, what rounding took from those of int4 is multi
 Gluon, as Triton would bring the weights to shared memory.
 """
 
+from functools import cache
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -220,6 +222,8 @@ def _with_part(
     return total
 
 
+# Kept: making one takes a CPU 30 us, and launching a layer's experts wanted six of them.
+@cache
 def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
     """Of words [blocks, panels, 4, 16]: a thread has those of four rows."""
     registers = [[0, 0, 0, 1], [0, 0, 0, 2]]
@@ -229,6 +233,7 @@ def code_layout(blocks: int, warps: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(registers, lanes, across, [], [blocks, 2 * warps, 4, 16])
 
 
+@cache
 def scale_layout(blocks: int, warps: int, group: int) -> object:
     """Of scales of a step, with `group` blocks in each."""
     return gl.SliceLayout(2, code_layout(blocks, warps)) if group else half_layout(blocks, warps)

@@ -4,6 +4,8 @@ As in `several.py`, but that rows pass through shared memory, for a thread wants
 four rows, of which its memory requests would be too small.
 """
 
+from functools import cache
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -146,6 +148,7 @@ def _sum_of_steps(
     return total
 
 
+@cache
 def word_layout(warps: int) -> gl.DistributedLinearLayout:
     """Of words [32 warps, 16]: a thread has four of each of four rows."""
     registers = [[0, 1], [0, 2], [1, 0], [2, 0]]
