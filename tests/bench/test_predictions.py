@@ -99,6 +99,28 @@ def test_the_matrix_has_what_it_should() -> None:
     assert Case(**json.loads(json.dumps(asdict(found[0])))) == found[0]
 
 
+def test_kernels_are_compiled_before_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Case] = []
+
+    def run(cases: list[Case], folder: Path, progress: object) -> Iterator[dict[str, Any]]:
+        made.extend(cases)
+        if len(made) == 1 and cases[0].gpu_memory:
+            raise HMTError("no room")
+        yield {"name": cases[0].name}
+
+    monkeypatch.setattr(compare, "_run", run)
+    cases = gpu_cases()
+    found = list(runs_of(cases, Path()))
+    assert [run["name"] for run in found] == [case.name for case in cases]
+    before, behind = made[: len(cases)], made[len(cases) :]
+    assert behind == cases and max(case.tokens for case in before) < min(c.tokens for c in cases)
+    assert {case.name for case in before} == {case.name for case in cases}
+    models = {(case.model, case.scheme) for case in cases}
+    assert {(case.model, case.scheme) for case in before[: len(models)]} == models
+    made.clear()
+    assert len(list(runs_of(cpu_cases()[:2], Path()))) == 2 == len(made), "only GPUs compile"
+
+
 def test_a_run_is_made_again_while_the_drive_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = [(3e9, 1.5e9), (1.5e9, 1.6e9), (0.0, 1e9), (1e9, 2e9), (2e9, 1e9)]
     made: list[str] = []

@@ -44,9 +44,9 @@ def predictions(
         machine = measure(place, quick=gpu_id is not None) if probe else machine_for(place)
         if gpu_id is not None and probe:
             device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
-            machine = measure_device(place, device, gpu_id, quick=True)
+            machine = measure_device(place, device, gpu_id, quick=False)
             device.trim()
-        for run in runs_of(cases, place, together=gpu_id is not None, progress=status.update):
+        for run in runs_of(cases, place, progress=status.update):
             runs.append(run)
             predicted, measured = run["predicted"], run["measured"]
             print(

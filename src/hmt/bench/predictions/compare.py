@@ -1,11 +1,14 @@
 """All runs, each predicted from what the machine's probe has measured, and what came of it."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +25,7 @@ _PEAKS = ("peak_bytes", "device_bytes")
 # A drive that others use gives 1.5 GB/s in one minute and 2.6 in the next; what it gives is
 # measured for half a second before a run and behind it.
 _SAME, _ATTEMPTS = 1.15, 4
+_COMPILING_TOKENS = 8  # enough for every kernel of a run
 _LEAST_SHARE = 0.01  # of all bytes that a token reads: what is less is no error worth its name
 
 
@@ -29,24 +33,44 @@ def runs_of(
     cases: Sequence[Case],
     folder: Path,
     *,
-    together: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[dict[str, Any]]:
-    """Runs all cases; what `process.run` says of each.
+    """Runs all cases, each in a process of its own; what `process.run` says of each.
 
-    Models are written into `folder`.  Each case is a process of its own, unless they run `together`
-    (on a GPU, where kernels would be compiled anew).  A run is made again while the drive, measured
-    before and behind it, has changed; the last counts.  Raises HMTError where a process fails.
+    Models are written into `folder`.  A run is made again while the drive, measured before and
+    behind it, has changed; the last counts.  Raises HMTError where a process fails.
     """
-    if together:
-        yield from _run(cases, folder, progress)
-        return
+    compile_kernels([case for case in cases if case.gpu_memory is not None], folder, progress)
     for case in cases:
         for attempt in range(1, _ATTEMPTS + 1):
             (run,) = _run([case], folder, progress)
             if not _drive_changed(run) or attempt == _ATTEMPTS:
                 yield run | {"attempts": attempt}
                 break
+
+
+def compile_kernels(
+    cases: Sequence[Case],
+    folder: Path,
+    progress: Callable[[str], None] = lambda what: None,
+    at_once: int | None = None,
+) -> None:
+    """Run all cases for some tokens, side by side: the GPU's kernels are kept on the drive then.
+
+    Models are written by the first of their cases.  One that fails will say so when it counts.
+    """
+    few = [replace(case, tokens=min(case.tokens, _COMPILING_TOKENS)) for case in cases]
+    firsts = list({(case.model, case.scheme): case for case in reversed(few)}.values())
+
+    def run(case: Case) -> None:
+        with suppress(HMTError):
+            list(_run([case], folder, lambda what: None))
+
+    for some in (firsts, [case for case in few if case not in firsts]):
+        if some:
+            progress(f"compiling kernels for {len(some)} runs")
+        with ThreadPoolExecutor(at_once or max(1, (os.cpu_count() or 1) // 2)) as pool:
+            list(pool.map(run, some))
 
 
 def _drive_changed(run: dict[str, Any]) -> bool:
