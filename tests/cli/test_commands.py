@@ -12,7 +12,7 @@ from hmt.bench.random_model import write_random_llama
 from hmt.cli import doctor
 from hmt.cli.options import EngineOptions, embedded_model
 from hmt.contracts.machine import Machine
-from hmt.engine import EngineConfig, cpu_step_rates, machine
+from hmt.engine import EngineConfig, cpu_step_rates, machine, probe_models
 from hmt.engine.product_rates import ProductRates
 from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
@@ -191,6 +191,9 @@ def measured(monkeypatch):
     monkeypatch.setattr(machine, "product_rates", lambda *given: (products, []))
     for seconds in ("_FULL_S", "_ATTENTION_S"):
         monkeypatch.setattr(machine, seconds, 0.05)
+    # Models that no cache holds are written and read for some seconds each.
+    monkeypatch.setattr(probe_models, "_WIDE", 256)
+    monkeypatch.setattr(probe_models, "_WIDE_NETWORK", 512)
     # Seven processes, half of a minute; one is measured in test_cpu_step_rates.
     grown = dict.fromkeys(("process_bytes", "streaming_bytes", "converting_bytes"), 1 << 20)
     monkeypatch.setattr(cpu_step_rates, "_memory", lambda: grown)

@@ -18,7 +18,7 @@ from hmt.engine.device_models import dense_model, expert_model
 GPU = {"gpu_id": "pretended", "host_memory": "512MiB", "quantization": "w4a16:32"}
 
 
-@pytest.mark.parametrize(("layers", "gpu_memory"), [(2, "1GiB"), (6, "8GiB")])
+@pytest.mark.parametrize(("layers", "gpu_memory"), [(2, "1GiB"), (3, "8GiB")])
 def test_a_limit_is_found_under_which_experts_are_brought(layers: int, gpu_memory: str) -> None:
     options = {**GPU, "gpu_memory": gpu_memory}
     # As the probe does, with others beside it: the link has been measured, which takes memory.
