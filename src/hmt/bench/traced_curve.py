@@ -74,7 +74,7 @@ def traced_curve(file: Path, device: DeviceCache | None = None) -> HitCurve:
     found = rates_of(trace, together, len(together) // 2)
     points = list(zip(residencies, found, strict=True))
     if device is not None:
-        points = points[-1:]  # all of it is theirs together
+        points = points[-1:]  # the size that it has; others are what a text's part of it may be
     return replace(curve, apart=_fitted(curve, trace.header, texts, points))
 
 

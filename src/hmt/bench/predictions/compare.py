@@ -40,7 +40,10 @@ def runs_of(
     Models are written into `folder`.  A run is made again while the drive, measured before and
     behind it, has changed; the last counts.  Raises HMTError where a process fails.
     """
-    compile_kernels([case for case in cases if case.gpu_memory is not None], folder, progress)
+    on_gpu = [case for case in cases if case.gpu_memory is not None]
+    if on_gpu:
+        progress(f"compiling kernels for {len(on_gpu)} runs")
+        _compile_kernels(on_gpu, folder)
     for case in cases:
         for attempt in range(1, _ATTEMPTS + 1):
             (run,) = _run([case], folder, progress)
@@ -49,28 +52,23 @@ def runs_of(
                 break
 
 
-def compile_kernels(
-    cases: Sequence[Case],
-    folder: Path,
-    progress: Callable[[str], None] = lambda what: None,
-    at_once: int | None = None,
-) -> None:
+def _compile_kernels(cases: Sequence[Case], folder: Path) -> None:
     """Run all cases for some tokens, side by side: the GPU's kernels are kept on the drive then.
 
-    Models are written by the first of their cases.  One that fails will say so when it counts.
+    One that fails will say so when it counts.
     """
-    few = [replace(case, tokens=min(case.tokens, _COMPILING_TOKENS)) for case in cases]
-    firsts = list({(case.model, case.scheme): case for case in reversed(few)}.values())
+    short = [replace(case, tokens=min(case.tokens, _COMPILING_TOKENS)) for case in cases]
+    # One of each model goes before the others: it writes the model.
+    writing = list({(case.model, case.scheme): case for case in short}.values())
+    side_by_side = max(1, len(os.sched_getaffinity(0)) // 2)
 
     def run(case: Case) -> None:
         with suppress(HMTError):
             list(_run([case], folder, lambda what: None))
 
-    for some in (firsts, [case for case in few if case not in firsts]):
-        if some:
-            progress(f"compiling kernels for {len(some)} runs")
-        with ThreadPoolExecutor(at_once or max(1, (os.cpu_count() or 1) // 2)) as pool:
-            list(pool.map(run, some))
+    with ThreadPoolExecutor(side_by_side) as pool:
+        list(pool.map(run, writing))
+        list(pool.map(run, [case for case in short if case not in writing]))
 
 
 def _drive_changed(run: dict[str, Any]) -> bool:

@@ -156,7 +156,7 @@ def _curve(case: Case, folder: Path, prepared: Prepared) -> HitCurve | None:
     device, cache, suffix = prepared.plan.device, None, ".curve.json"
     if device.expert_slots:
         cache = DeviceCache(device.expert_slots, device.link_share)
-        suffix = f".{cache.slots}-slots{suffix}"
+        suffix = f".{cache.slots}-slots-{cache.link_share:.2f}{suffix}"
     found = trace.with_suffix(suffix)  # replaying it for each run would take half a minute
     if not found.exists():
         found.write_text(json.dumps(asdict(traced_curve(trace, cache))))
@@ -318,8 +318,8 @@ def _usual_first_s(case: Case, model: LoadedModel, seen: Meanwhile) -> float:
     """Seconds to the first token of one user; of long prompts, of few."""
     times: list[float] = []
     while len(times) < _PROMPTS and sum(times) < _PROMPTS_S:
-        # Prompts are launched in a tenth of a second, and the pace changes as soon; beside those
-        # that the drive brings nobody looks.
+        # A GPU's prompts are launched in a tenth of a second, and the pace changes as soon; while
+        # the drive brings weights, nobody looks at it (see Meanwhile).
         if case.gpu_memory is not None or case.kept < 1:
             seen.look()
         times.append(_answers(case, model, 1, case.prompt, 1, None, seen)[0])
