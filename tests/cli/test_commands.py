@@ -13,6 +13,7 @@ from hmt.cli import doctor
 from hmt.cli.options import EngineOptions, embedded_model
 from hmt.contracts.machine import Machine
 from hmt.engine import EngineConfig, cpu_step_rates, machine, probe_models
+from hmt.engine.cached_rates import InSteps
 from hmt.engine.product_rates import ProductRates
 from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
@@ -223,7 +224,7 @@ def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypa
     assert "saved in" in done.out
     monkeypatch.setenv("HMT_CACHE", str(written))
     monkeypatch.setattr(machine, "cpu_step_rates", lambda *given, **whole: StepRates())
-    monkeypatch.setattr(machine, "cached_rates", lambda *given: {})
+    monkeypatch.setattr(machine, "cached_rates", lambda *given: InSteps())
     assert "not saved" in hmt("probe", tmp_path, "--quick").out
     for wrong in (("--toml", tmp_path), ("--toml", "/no/such"), ("--gpu-id", "first")):
         done = hmt("probe", tmp_path, *wrong)

@@ -14,8 +14,9 @@ MACHINE = Machine(
     "m", 2, 1 << 34, 30e9, 3e9,
     cpu_rates={"w4a8": 24e9}, cpu_ops={"w4a8": 4e11, "w4a8@8": 1e11, "w4a8@64": 3e11},
     cpu_row_s={"w4a8@1": 1e-8, "w4a8": 1e-9}, cpu_attention_rate=2e10, cpu_attention_ops=3e11,
-    cache_bytes=32 << 20, cached_rates={"16MiB": 9e10, "64MiB": 4e10},
+    cache_bytes=32 << 20, cached_rates={"4MiB": 1e11, "16MiB": 9e10, "64MiB": 4e10},
     step_s=1e-4, layer_s=2e-5, number_s=1e-9, pace=1.0, reading_pace=2.0, arithmetic_pace=4.0,
+    cached_pace=1.0,
 )  # fmt: skip
 
 
@@ -46,13 +47,16 @@ def test_calls_take_turns_and_outliers_do_not_count(monkeypatch: pytest.MonkeyPa
     assert middle_half([7.0]) == 7.0
 
 
-def test_rates_follow_the_pace_and_caches_do_not() -> None:
-    found = at_cpu_pace(MACHINE, CpuPace(3.0, 4.0, 16.0))
+def test_rates_follow_the_pace_of_what_they_are_of() -> None:
+    found = at_cpu_pace(MACHINE, CpuPace(3.0, 4.0, 16.0, 1.5))
     near = pytest.approx
     assert (found.step_s, found.layer_s, found.pace) == (near(3e-4), near(6e-5), near(3.0))
     assert (found.ram_read_rate, found.cpu_rates) == (near(15e9), {"w4a8": near(12e9)})
     assert found.cpu_attention_rate == near(1e10)
-    assert found.cached_rates == {"16MiB": near(9e10), "64MiB": near(2e10)}
+    # What others take of caches is more of what fills a half of them than of less.
+    few = found.cached_rates["4MiB"]
+    assert found.cached_rates == {"4MiB": few, "16MiB": near(6e10), "64MiB": near(2e10)}
+    assert few == near(1e11 / 1.5**0.25)
     few, several = found.cpu_ops["w4a8@8"] / 1e11, found.cpu_ops["w4a8@64"] / 3e11
     assert found.cpu_ops["w4a8"] == near(1e11) and 1 / 4 < several < few < 1 / 2
     assert found.cpu_row_s == {"w4a8@1": near(2e-8), "w4a8": near(4e-9)}
@@ -65,11 +69,11 @@ def test_rates_follow_the_pace_and_caches_do_not() -> None:
 
 def test_a_pace_that_is_not_known_changes_nothing() -> None:
     assert at_cpu_pace(MACHINE, CpuPace()) == MACHINE
-    unknown = replace(MACHINE, pace=0.0, reading_pace=0.0, arithmetic_pace=0.0)
-    assert at_cpu_pace(unknown, CpuPace(1.0, 1.0, 1.0)) == unknown
-    assert CpuPace(1.0, 2.0, 3.0).over(CpuPace(2.0, 1.0, 0.0)) == CpuPace(0.5, 2.0, 1.0)
-    paces = [CpuPace(float(n), 1.0, 2.0) for n in (9, 2, 4, 1)]
-    assert usual_pace(paces) == CpuPace(3.0, 1.0, 2.0)
+    unknown = replace(MACHINE, pace=0.0, reading_pace=0.0, arithmetic_pace=0.0, cached_pace=0.0)
+    assert at_cpu_pace(unknown, CpuPace(1.0, 1.0, 1.0, 1.0)) == unknown
+    assert CpuPace(1.0, 2.0, 3.0).over(CpuPace(2.0, 1.0, 0.0)) == CpuPace(0.5, 2.0, 1.0, 1.0)
+    paces = [CpuPace(float(n), 1.0, 2.0, 3.0) for n in (9, 2, 4, 1)]
+    assert usual_pace(paces) == CpuPace(3.0, 1.0, 2.0, 3.0)
 
 
 def test_a_pace_is_measured_for_real_here_and_in_another_process() -> None:
@@ -77,12 +81,15 @@ def test_a_pace_is_measured_for_real_here_and_in_another_process() -> None:
         here, there = yardstick.measured(0.02), process.measured(0.02)
         assert all(1e-6 < each < 10 for each in (*astuple(here), *astuple(there)))
         assert process.measured(0.01) != there
+        whole, part = yardstick.held(), yardstick.held(0.25)
+        assert whole.nbytes > 4 * part.nbytes > 0 and whole.rows > part.rows
 
 
 def test_without_memory_there_is_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_pace, "available_host_bytes", lambda: 1 << 20)
     with Yardstick() as yardstick:
         assert yardstick.calls() == [] and yardstick.measured(0.01) == CpuPace()
+        assert yardstick.held().seconds == 0
 
 
 def test_a_process_that_is_gone_is_named() -> None:

@@ -15,13 +15,13 @@ from hmt.engine import probe_models as models
 from hmt.engine.cpu_pace import CpuPace
 from hmt.engine.probe_models import FEW, MANY
 from hmt.engine.step_rates import LONG, SHORT, TWO_PIECES, process_bytes
-from hmt.planner.caches import coldness
 
 MACHINE = Machine("a machine", 2, 1 << 34, 30e9, 3e9, cache_bytes=1 << 28)
-STEP_S, ROW_S, LAYER_S, COLD = 4e-4, 6e-5, 3e-6, 3.5
+STEP_S, ROW_S, LAYER_S = 4e-4, 6e-5, 3e-6
 APART_S = {"llama": 3e-5, "qwen3_moe": 9e-5, "deepseek_v3": 2e-4}
 HELD_S, MISSED_S, LOOKUP_S, WOKEN_S = 1.5e-4, 1e-4, 4e-4, 1e-4
-WIDE_BYTES = 1 << 26
+READ_S, WAIT_S, BLOCKS = 2e-4, 3e-4, 7  # of blocks that are read one by one
+MIB = 1 << 20
 # Of products that take 10 ms by themselves, for one user and for several.
 IN_LAYERS = {None: (0.8, 0.9), "w8a8": (0.7, 1.05), "w4a8": (0.1, 3.0)}
 
@@ -34,6 +34,10 @@ def made_up(machine: Machine, case: rates.Case) -> rates.Decoded:
     calls_s, read_bytes, waited_s, beyond_s = STEP_S + case.users * ROW_S, 0.0, 0.0, 0.0
     if kept is None:
         calls_s += layers * APART_S[kind]
+    elif not kept:
+        calls_s += layers * APART_S["llama"] + BLOCKS * READ_S
+        waited_s = LOOKUP_S + WOKEN_S + BLOCKS * WAIT_S + 6e6 / MACHINE.disk_read_rate
+        return rates.Decoded(calls_s, beyond_s, 0, 6e6, 0.0, waited_s, BLOCKS)
     elif kept < 1:
         calls_s += layers * (APART_S["llama"] + HELD_S)
         waited_s, beyond_s = LOOKUP_S, WOKEN_S
@@ -41,9 +45,8 @@ def made_up(machine: Machine, case: rates.Case) -> rates.Decoded:
             calls_s, read_bytes = calls_s + 5 * MISSED_S, 5.0 * models.EXPERT_BYTES
     wide = config["hidden_size"] == 1024
     if wide:
-        calls_s += (COLD - 1) * coldness(WIDE_BYTES) * STEP_S  # not what users take
         kernels_s = 1e-2 * IN_LAYERS[case.scheme][case.users > 1]
-        return rates.Decoded(calls_s, kernels_s - 1e-2, WIDE_BYTES, 0.0, kernels_s)
+        return rates.Decoded(calls_s, kernels_s - 1e-2, 1 << 26, 0.0, kernels_s)
     beyond_s += layers * LAYER_S
     return rates.Decoded(calls_s, beyond_s, 0, read_bytes, waited_s=waited_s)
 
@@ -82,7 +85,12 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
         return mib << 20
 
     monkeypatch.setattr(rates, "process_bytes", process_bytes)
-    found = rates.cpu_step_rates(MACHINE, 0.0)
+    # Level up to 14 MiB, and then a straight line over the logarithm; not what users take.
+    calls_s = {
+        mib * MIB: ROW_S + STEP_S * times
+        for mib, times in ((5, 1), (14, 1), (28, 1.5), (56, 2), (224, 3))
+    }
+    found = rates.cpu_step_rates(MACHINE, 0.0, calls_s=calls_s)
     near = pytest.approx
     assert (found.step_s, found.row_s, found.layer_s) == (near(STEP_S), near(ROW_S), near(LAYER_S))
     dense = APART_S["llama"]
@@ -96,7 +104,8 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert found.held_experts_s == near(HELD_S)
     assert found.missed_expert_s == near(MISSED_S)
     assert found.lookup_s == near(LOOKUP_S + WOKEN_S)
-    assert found.cold_times == near(COLD)
+    assert (found.read_block_s, found.read_alone_s) == (near(READ_S), near(WAIT_S))
+    assert found.cold_calls == {"14MiB": 1.0, "224MiB": near(3.0)}
     assert found.cpu_in_layers == {
         "bf16": near(0.8), "bf16@8": near(0.9), "w8a8": near(0.7), "w8a8@8": near(1.05),
         "w4a8": 0.5, "w4a8@8": 2.0,
@@ -108,9 +117,27 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
         35 << 20,
     )
     quick = rates.cpu_step_rates(MACHINE, 0.0, whole=False)
-    assert quick.cold_times == quick.held_experts_s == quick.lookup_s == 0
+    assert quick.held_experts_s == quick.lookup_s == 0
+    # Nothing tells apart what layers and lookups take.
+    assert quick.read_block_s == near(READ_S + FEW * dense / BLOCKS)
+    assert quick.read_alone_s == near(WAIT_S + (LOOKUP_S + WOKEN_S) / BLOCKS)
+    blind = rates.cpu_step_rates(replace(MACHINE, disk_read_rate=0.0), 0.0, whole=False)
+    assert blind.read_block_s == blind.read_alone_s == 0
     assert quick.process_bytes == 0
-    assert not quick.cpu_in_layers
+    assert not quick.cpu_in_layers and not quick.cold_calls
+
+
+@pytest.mark.parametrize(
+    "calls_s",
+    [{}, {1e9: 1.0}, {5e6: 1.0, 9e6: 2.0}, {5e6: 0.0, 1e9: 2.0}, {5e6: 0.1, 1e9: 2.0}],
+)
+def test_what_tells_nothing_of_cold_calls_gives_none(calls_s: dict[float, float]) -> None:
+    assert rates._cold_calls(calls_s, 0.1) == {}
+
+
+def test_calls_that_are_no_slower_with_more_bytes_are_not_faster() -> None:
+    found = rates._cold_calls({5e6: 1.0, 100 * MIB: 0.5, 200 * MIB: 0.5}, 0.0)
+    assert found == {"14MiB": 1.0, "200MiB": 1.0}
 
 
 def test_prompts_tell_numbers_from_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +197,12 @@ def test_steps_by_turns_are_those_of_the_machines_own_pace(
     monkeypatch.setattr(
         rates, "_turn", lambda *given: rates._Turn(4e-4, 2 * (3e-3 + 5e-4), 6e-4, 7.0)
     )
+    monkeypatch.setattr(rates, "_read_blocks", lambda model: 5.0)
     cases = [rates.Case(nullcontext(Path())), rates.Case(nullcontext(Path()))]
     found = rates.decoded(machine, cases, 0.0, lambda: slow)
     near = pytest.approx
-    assert found == [rates.Decoded(near(2e-4), near(5e-4), 9e7, 7.0, near(3.5e-3), near(3e-4))] * 2
+    expected = rates.Decoded(near(2e-4), near(5e-4), 9e7, 7.0, near(3.5e-3), near(3e-4), 5.0)
+    assert found == [expected] * 2
     monkeypatch.setattr(
         rates, "_turn", lambda *given: rates._Turn(2 * (3e-3 + 5e-4), 0.0, 0.0, 0.0)
     )

@@ -25,6 +25,7 @@ from hmt.engine import (
     pace,
 )
 from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.cached_rates import InSteps
 from hmt.engine.cpu_pace import CpuPace
 from hmt.engine.device_loading import device_budget
 from hmt.engine.device_rates import DeviceRates
@@ -84,8 +85,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.setattr(machine, "product_rates", lambda *given: (PRODUCTS, PACES_S))
         monkeypatch.setattr(machine, "attention_rates", lambda *given: (ATTENTION, PACES_S))
         monkeypatch.setattr(machine, "cpu_step_rates", lambda *given, **options: STEPS)
-        monkeypatch.setattr(machine, "_measure_cached", lambda: {"1MiB": 6e10})
-        monkeypatch.setattr(machine, "cached_rates", lambda known, seconds: {"30MiB": 5e10})
+        monkeypatch.setattr(machine, "held_rates", lambda *given: ({"1MiB": 6e10}, 2e-4))
+        held = InSteps({"30MiB": 5e10}, {5e6: 1e-3})
+        monkeypatch.setattr(machine, "cached_rates", lambda *given: held)
         return probe
 
     return install
@@ -110,9 +112,9 @@ def test_measuring_anew_replaces_what_was_remembered(tmp_path: Path, install: In
     assert (found.cpu_attention_rate, found.step_s, found.process_bytes) == (1e10, 1e-4, 400 << 20)
     assert remembered(tmp_path) == Rates(
         5e10, DiskRate("io_uring", 1 << 20, 4, 6e9), PRODUCTS, ATTENTION, STEPS,
-        cached_rates={"1MiB": 6e10}, pace=CpuPace(3e-4, 1e-3 + 4e-4, 1e-2),
+        cached_rates={"1MiB": 6e10}, pace=CpuPace(3e-4, 1e-3 + 4e-4, 1e-2, 2e-4),
     )  # fmt: skip
-    assert found.reading_pace == 1e-3 + 4e-4
+    assert (found.reading_pace, found.cached_pace) == (1e-3 + 4e-4, 2e-4)
     assert machine_for(tmp_path).cpu_rates == {"w4a8": 2e10}
 
 
@@ -439,3 +441,14 @@ def test_layers_of_a_gpu_are_timed_without_what_narrow_ones_take() -> None:
     # What is no faster with narrow layers is not all of the wide one's.
     assert found.operations_per_s["bf16@8"] == pytest.approx(16 * more / 7)
     assert found.operations_per_s["bf16"] == pytest.approx(32 * more / 4)
+
+
+def test_a_quick_probe_keeps_what_is_known_of_caches_and_the_pace_that_goes_with_it(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Probe())
+    whole = measure(tmp_path, quick=False)
+    assert (whole.cached_rates, whole.cached_pace) == ({"30MiB": 5e10}, 2e-4)
+    monkeypatch.setattr(machine, "held_rates", lambda *given: ({"1MiB": 1e10}, 9e-4))
+    quick = measure(tmp_path, quick=True)
+    assert (quick.cached_rates, quick.cached_pace) == ({"30MiB": 5e10}, 2e-4)

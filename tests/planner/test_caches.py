@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from models import machine_with, small_model
 
 from hmt.base.units import MIB
-from hmt.planner.caches import COLD_BYTES, WARM_BYTES, Caches
+from hmt.planner.caches import Caches
 from hmt.planner.routing import FEW, PUBLISHED, UNIFORM, HitCurve, working_set
 
 BARE = machine_with(small_model())
@@ -17,7 +17,7 @@ CACHED = replace(
     ram_read_rate=30e9,
     cache_bytes=480 * MIB,
     cached_rates={"15MiB": 60e9, "60MiB": 50e9, "240MiB": 35e9},
-    cold_times=4.0,
+    cold_calls={"16MiB": 1.0, "256MiB": 4.0},
 )
 
 
@@ -40,9 +40,9 @@ def test_points_are_met_and_ends_are_level() -> None:
     # Of two equal parts one is read at twice memory's rate: three fourths of the time.
     assert caches.from_memory(4 / 3) == pytest.approx(0.5)
     assert caches.slower(0) == 1.0
-    assert caches.slower(WARM_BYTES) == 1.0
-    assert caches.slower((WARM_BYTES * COLD_BYTES) ** 0.5) == pytest.approx(2.5)
-    assert caches.slower(1 << 40) == 4.0
+    assert caches.slower(16 * MIB) == 1.0
+    assert caches.slower(64 * MIB) == pytest.approx(2.5)
+    assert caches.slower(256 * MIB) == caches.slower(1 << 40) == 4.0
 
 
 @pytest.mark.parametrize("curve", [UNIFORM, PUBLISHED, FEW])

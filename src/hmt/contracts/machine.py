@@ -62,8 +62,10 @@ class Machine:
     held_experts_s     apart_experts_s of experts that live on the drive and are held in slots
     missed_expert_s    of each of them that is not, beyond its reading
     lookup_s           of a step that reads rows of its embedding's table from the drive
-    cold_times         how many times as long step_s, row_s and apart_* take in steps that read
-                       256 MiB and more, so that caches keep nothing of what is called
+    read_block_s       of calls for a dense block that comes from the drive, beyond apart_layer_s
+    read_alone_s       of waiting for it, beyond its bytes, where nothing is read beside it
+    cold_calls         how many times as long step_s takes in steps that read so much, by sizes such
+                       as "64MiB": caches keep less of what is called.  Not known: 1
     number_s           of each number of a token's hidden state in a layer there: norms, rotations,
                        and whatever else passes over activations
     prompt_layer_s     layer_s in a step of many tokens, whose calls are others
@@ -87,6 +89,7 @@ class Machine:
                        was measured: see engine/pace.py
     reading_pace, arithmetic_pace   that products with one token took, and one with many, when rates
                        of memory and of arithmetic were: see engine/cpu_pace.py
+    cached_pace        that products took with weights that caches hold, when cached_rates were
     sync_s             of handing over from GPU to CPU, or back
     process_bytes      by which a process grows that loads a plan and runs it, beside what plans
                        reserve
@@ -145,7 +148,9 @@ class Machine:
     held_experts_s: float = 0.0
     missed_expert_s: float = 0.0
     lookup_s: float = 0.0
-    cold_times: float = 0.0
+    read_block_s: float = 0.0
+    read_alone_s: float = 0.0
+    cold_calls: Mapping[str, float] = field(default_factory=dict)
     number_s: float = 0.0
     prompt_layer_s: float = 0.0
     piece_s: float = 0.0
@@ -164,6 +169,7 @@ class Machine:
     pace: float = 0.0
     reading_pace: float = 0.0
     arithmetic_pace: float = 0.0
+    cached_pace: float = 0.0
     sync_s: float = 0.0
     process_bytes: int = 0
     streaming_bytes: int = 0

@@ -9,10 +9,11 @@ predicted from that.
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import log
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -33,6 +34,11 @@ _FORMATS = (
 )
 _TOKENS = 128  # of arithmetic
 _CACHES, _LEAST_BYTES = 2, 128 * MIB  # a weight is gone from them when its turn comes again
+# What steps read again and again: caches are shared with other guests of a host, who take of them
+# what lies there for a while.  With a pause as long as a step's Python 16 MiB were read in 0.23 to
+# 0.41 ms from one minute to the next, and 4 MiB in 0.064 to 0.079.
+_HELD, _HELD_COLUMNS, _FEW_HELD = 2, 1024, 1 / 16  # of the caches a half; and a part of that
+_HELD_ROUNDS, _COLD_ROUNDS = 8, 2
 _NUMBERS = 0x38  # each byte: small positive numbers in every float format
 _READ = ("ram_read_rate", "cpu_attention_rate", "cpu_attention_short_rate")
 _COMPUTED = ("number_s", "latent_number_s", "expert_number_s")
@@ -45,11 +51,13 @@ class CpuPace:
     calls_s        of Python
     reading_s      of products with one token, in which memory is read
     arithmetic_s   of one with many
+    cached_s       of products with one token whose weights caches hold, some Python behind the last
     """
 
     calls_s: float = 0.0
     reading_s: float = 0.0
     arithmetic_s: float = 0.0
+    cached_s: float = 0.0
 
     def over(self, other: "CpuPace") -> "CpuPace":
         """How many times as long all takes as at the `other` pace; 1 where one is not known."""
@@ -60,6 +68,14 @@ class CpuPace:
 def usual_pace(paces: Sequence[CpuPace]) -> CpuPace:
     """In the middle of several that were measured one after the other."""
     return CpuPace(*(middle_half(each) for each in zip(*map(astuple, paces), strict=True)))
+
+
+class Held(NamedTuple):
+    """What products with weights that caches hold took, their bytes, and the rows of these."""
+
+    seconds: float
+    nbytes: int
+    rows: int
 
 
 class Yardstick:
@@ -106,6 +122,37 @@ class Yardstick:
         reading = [product(form, 1) for form in range(len(_FORMATS))]
         return [python_work, *reading, product(0, _TOKENS)]
 
+    def held(self, share: float = 1.0, rounds: int = _HELD_ROUNDS) -> Held:
+        """Time products with weights that caches hold, or a `share` of these.
+
+        It is what they take beyond a few weights, which a call takes whatever it reads.
+        """
+        if self._buffer is None:
+            return Held(0.0, 0, 0)
+        matrices = [self._held(_FEW_HELD), self._held(share)]
+        x = torch.ones(1, _HELD_COLUMNS, dtype=torch.bfloat16)
+        times: tuple[list[float], list[float]] = ([], [])
+        with _all_cores():
+            for _ in range(_COLD_ROUNDS + rounds):
+                for matrix, taken in zip(matrices, times, strict=True):
+                    python_work()
+                    begin = time.perf_counter()
+                    ops.linear(x, matrix)
+                    taken.append(time.perf_counter() - begin)
+        few_s, all_s = (middle_half(taken[_COLD_ROUNDS:]) for taken in times)
+        few, whole = matrices
+        rows = whole.shape[0] - few.shape[0]
+        return Held(max(0.0, all_s - few_s), whole.nbytes - few.nbytes, rows)
+
+    def _held(self, share: float) -> WeightTensor:
+        """A matrix as large as a share of what caches hold."""
+        # Not above: it measures products by turns with a yardstick.
+        from hmt.engine.product_rates import weights_in
+
+        assert self._buffer is not None
+        rows = max(1, round(share * (cache_bytes() // _HELD) / (2 * _HELD_COLUMNS)))
+        return weights_in(self._buffer.tensor, _FORMATS[0], (rows, _HELD_COLUMNS))[0]
+
     @staticmethod
     def pace(seconds: list[float]) -> CpuPace:
         """Of what `calls` took."""
@@ -116,18 +163,26 @@ class Yardstick:
 
     def measured(self, seconds: float) -> CpuPace:
         """The pace now."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(usable_threads())
-        try:
-            with torch.inference_mode():
-                return self.pace(by_turns(self.calls(), seconds))
-        finally:
-            torch.set_num_threads(before)
+        with _all_cores():
+            found = self.pace(by_turns(self.calls(), seconds))
+            return replace(found, cached_s=self.held().seconds)
+
+
+@contextlib.contextmanager
+def _all_cores() -> Iterator[None]:
+    """Computing with all of them, as steps do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_threads())
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def pace_at(machine: Machine) -> CpuPace:
     """That at which the machine's rates were measured."""
-    return CpuPace(machine.pace, machine.reading_pace, machine.arithmetic_pace)
+    return CpuPace(machine.pace, machine.reading_pace, machine.arithmetic_pace, machine.cached_pace)
 
 
 def at_cpu_pace(machine: Machine, now: CpuPace) -> Machine:
@@ -141,19 +196,23 @@ def at_cpu_pace(machine: Machine, now: CpuPace) -> Machine:
         share = min(1.0, log(int(tokens)) / log(_TOKENS)) if at else 1.0
         return float(times.reading_s ** (1 - share) * times.arithmetic_s**share)
 
+    def held(size: int) -> float:
+        if size > machine.cache_bytes:  # it is read from memory
+            return times.reading_s
+        return float(times.cached_s ** min(1.0, _HELD * size / machine.cache_bytes))
+
     return replace(
         machine,
         reading_pace=machine.reading_pace * times.reading_s,
         arithmetic_pace=machine.arithmetic_pace * times.arithmetic_s,
+        cached_pace=machine.cached_pace * times.cached_s,
         cpu_rates={name: rate / times.reading_s for name, rate in machine.cpu_rates.items()},
         cpu_ops={name: rate / products(name) for name, rate in machine.cpu_ops.items()},
         cpu_row_s={name: each * products(name) for name, each in machine.cpu_row_s.items()},
         cpu_attention_ops=machine.cpu_attention_ops / times.arithmetic_s,
         cpu_attention_short_ops=machine.cpu_attention_short_ops / times.arithmetic_s,
         cached_rates={
-            # What caches hold is not read from memory.
-            size: rate / (times.reading_s if parse_bytes(size) > machine.cache_bytes else 1.0)
-            for size, rate in machine.cached_rates.items()
+            size: rate / held(parse_bytes(size)) for size, rate in machine.cached_rates.items()
         },
         **{name: getattr(machine, name) / times.reading_s for name in _READ},
         **{name: getattr(machine, name) * times.arithmetic_s for name in _COMPUTED},

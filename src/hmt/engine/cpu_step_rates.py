@@ -8,11 +8,12 @@ Xeon 1.6 instead of 0.4 ms a step), and what a prompt's activations cost.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,10 +34,10 @@ from hmt.engine.step_rates import (
     decoding_s,
     memory_for,
     process_bytes,
+    slope,
     text,
     without_fixed,
 )
-from hmt.planner.caches import coldness
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 
@@ -57,6 +58,8 @@ _SCHEMES = {"bf16": None, "w8a8": "w8a8", "w4a8": "w4a8"}  # by kernel
 _MOST_TIMES = 2.0  # or more is chance
 _PROMPTS = 1.5  # times the seconds: a prompt takes 0.2 of them
 _IN_LAYERS = 0.6  # and steps of 10 ms take less
+_WARM_BYTES = 14 * MIB
+_NOTHING: Mapping[float, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Decoded:
 
     kernels_s    in compiled kernels; 0 without them
     read_bytes   from the drive
+    read_blocks  dense ones that lie there
     waited_s     for it, beside all these
     """
 
@@ -88,6 +92,7 @@ class Decoded:
     read_bytes: float = 0.0
     kernels_s: float = 0.0
     waited_s: float = 0.0
+    read_blocks: float = 0.0
 
 
 def cpu_step_rates(
@@ -96,22 +101,24 @@ def cpu_step_rates(
     *,
     whole: bool = True,
     pace: Callable[[], CpuPace] = CpuPace,
+    calls_s: Mapping[float, float] = _NOTHING,
 ) -> StepRates:
     """What steps cost on `machine`, beyond what its other rates tell; `seconds` for each of many.
 
-    whole   measure also with a wider model, layers one by one, and a process's memory
-    pace    measures that of the moment; what is found is that of the machine's own
+    whole     measure also with a wider model, layers one by one, and a process's memory
+    pace      measures that of the moment; what is found is that of the machine's own
+    calls_s   what calls kernels in steps that read so many bytes, where that was measured
 
     Raises what loading raises.
     """
     bare = without_fixed(machine)
     small, experts, _ = _SMALL
-    cases = [Case(small(FEW)), Case(small(MANY)), Case(small(FEW), USERS)]
+    cases = [Case(small(FEW)), Case(small(MANY)), Case(small(FEW), USERS), Case(small(FEW), 1, 0)]
     if whole:
         cases += [Case(model(n), 1, None) for model in _SMALL for n in (FEW, MANY)]
         cases += [Case(experts(n), 1, _HELD) for n in (FEW, MANY)]
         cases.append(Case(experts(MANY), 1, _MISSED))
-    few, many, several, *others = decoded(bare, cases, seconds, pace)
+    few, many, several, read, *others = decoded(bare, cases, seconds, pace)
     row_s = max(0.0, (several.calls_s - few.calls_s) / (USERS - 1))
     prompts = _prompts(bare, small, seconds, pace)
     (layer_s, token_s), (piece_s, prompt_s) = prompts.of_a_layer(), prompts.of_a_piece()
@@ -125,13 +132,14 @@ def cpu_step_rates(
         prompt_s=prompt_s,
     )
     if not whole:
-        return found
+        return _of_a_block(found, machine, few, read)
     *apart, held_few, held_many, missed = others
-    wide, in_layers = _in_layers(bare, _IN_LAYERS * seconds, pace)
     dense_s, experts_s, latent_s, held_s = (
         max(0.0, (many.calls_s - few.calls_s) / (MANY - FEW))
         for few, many in (*zip(apart[::2], apart[1::2], strict=True), (held_few, held_many))
     )
+    lookup_s = _lookup_s(apart[2], held_few)
+    found = _of_a_block(found, machine, few, read, FEW * dense_s, lookup_s)
     return replace(
         _of_prompts(found, bare, seconds, pace),
         apart_layer_s=dense_s,
@@ -139,9 +147,9 @@ def cpu_step_rates(
         apart_latent_s=max(0.0, latent_s - dense_s),
         held_experts_s=max(0.0, held_s - dense_s),
         missed_expert_s=_missed_s(held_many, missed),
-        lookup_s=_lookup_s(apart[2], held_few),
-        cold_times=_cold_times(many.calls_s - row_s, wide.calls_s - row_s, wide.nbytes),
-        cpu_in_layers=in_layers,
+        lookup_s=lookup_s,
+        cold_calls=_cold_calls(calls_s, row_s),
+        cpu_in_layers=_in_layers(bare, _IN_LAYERS * seconds, pace),
         **_memory(),
     )
 
@@ -191,10 +199,8 @@ def _memory() -> dict[str, Any]:
     }
 
 
-def _in_layers(
-    machine: Machine, seconds: float, pace: Callable[[], CpuPace]
-) -> tuple[Decoded, dict[str, float]]:
-    """What steps are whose layers come from memory; and see Machine.cpu_in_layers."""
+def _in_layers(machine: Machine, seconds: float, pace: Callable[[], CpuPace]) -> dict[str, float]:
+    """See Machine.cpu_in_layers."""
     with models.wide_model(MANY) as folder:
         model = nullcontext(folder)
         cases = [
@@ -203,21 +209,41 @@ def _in_layers(
             for users in (1, USERS)
         ]
         found = iter(decoded(machine, cases, seconds, pace))
-        first, times = None, dict[str, float]()
+        times = {}
         for name in _SCHEMES:
             for at in ("", f"@{USERS}"):
                 one = next(found)
-                first = first or one
                 if one.kernels_s > one.beyond_s:
                     share = one.kernels_s / (one.kernels_s - one.beyond_s)
                     times[name + at] = min(_MOST_TIMES, max(1 / _MOST_TIMES, share))
-        assert first is not None
-        return first, times
+        return times
 
 
 def _lookup_s(kept: Decoded, held: Decoded) -> float:
     """What a step takes that reads its tokens' rows from the drive: kernels wake behind it, too."""
     return held.waited_s + max(0.0, held.beyond_s - kept.beyond_s) if held.waited_s else 0.0
+
+
+def _of_a_block(
+    found: StepRates,
+    machine: Machine,
+    kept: Decoded,
+    read: Decoded,
+    layers_s: float = 0.0,
+    lookup_s: float = 0.0,
+) -> StepRates:
+    """With what a block takes that is read by itself: of calls, and of waiting beyond its bytes.
+
+    layers_s, lookup_s   of a step, where they are known for themselves
+    """
+    if not read.read_blocks or not machine.disk_read_rate:
+        return found
+    bytes_s = read.read_bytes / machine.disk_read_rate
+    return replace(
+        found,
+        read_block_s=max(0.0, read.calls_s - kept.calls_s - layers_s) / read.read_blocks,
+        read_alone_s=max(0.0, read.waited_s - lookup_s - bytes_s) / read.read_blocks,
+    )
 
 
 def _missed_s(held: Decoded, missed: Decoded) -> float:
@@ -226,12 +252,26 @@ def _missed_s(held: Decoded, missed: Decoded) -> float:
     return max(0.0, missed.calls_s - held.calls_s) / experts if experts >= 1 else 0.0
 
 
-def _cold_times(warm_s: float, cold_s: float, nbytes: float) -> float:
-    """How many times as long calls take when a step's bytes fill the caches; of a cold step."""
-    more = coldness(nbytes)
-    if more <= 0 or warm_s <= 0:
-        return 0.0
-    return 1.0 + max(0.0, cold_s / warm_s - 1.0) / more
+def _cold_calls(calls_s: Mapping[float, float], row_s: float) -> dict[str, float]:
+    """See Machine: the step that reads least is warm; users' rows take what they take.
+
+    Of single steps half is chance, and models differ.  On two Zen 4 cores beside 32 MiB of a cache
+    calls took 0.34 ms in steps of 5 MB, 0.37 of 15, 0.7 of 40 and 1.3 of 260: level, and then a
+    straight line over the logarithm, the one from which all differ least, each by its share.
+    """
+    beyond = {size: each_s - row_s for size, each_s in calls_s.items()}
+    if len(beyond) < 2 or min(beyond.values()) <= 0:
+        return {}
+    most = max(beyond)
+    if most <= _WARM_BYTES:
+        return {}
+    more, warm_s = slope(
+        [(max(0.0, log(size / _WARM_BYTES)), each_s) for size, each_s in beyond.items()]
+    )
+    if warm_s <= 0:
+        return {}
+    times = 1.0 + more * log(most / _WARM_BYTES) / warm_s
+    return {f"{_WARM_BYTES // MIB}MiB": 1.0, f"{round(most) // MIB}MiB": times}
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +399,7 @@ def _decoded(
         turn.read_bytes,
         turn.kernels_s / times.reading_s,
         turn.waited_s / times.calls_s,
+        _read_blocks(model),
     )
 
 
@@ -386,6 +427,10 @@ def _turn(model: "LoadedModel", case: Case, seconds: float) -> _Turn:
 def _costs(model: "LoadedModel", machine: Machine) -> CostModel:
     prepared = model.prepared
     return CostModel(loads_of(prepared.demand, prepared.plan), machine)
+
+
+def _read_blocks(model: "LoadedModel") -> float:
+    return loads_of(model.prepared.demand, model.prepared.plan).read_blocks
 
 
 class _Loaded:

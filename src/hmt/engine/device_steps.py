@@ -26,7 +26,7 @@ from hmt.engine.own_device_memory import driver_bytes
 from hmt.engine.pace import at_pace, pace_s, steadily
 from hmt.engine.product_rates import usual_s
 from hmt.engine.sampler import SamplerState
-from hmt.engine.step_rates import decoding_s, process_bytes
+from hmt.engine.step_rates import decoding_s, process_bytes, slope
 from hmt.kernels import ops
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
@@ -168,20 +168,11 @@ def device_steps(
 
 
 def _line(taken: Mapping[int, float]) -> tuple[float, float]:
-    """What a step takes, and what each user adds: the straight line nearest to all, none below 0.
-
-    Relative errors count: of a step of one user a tenth is as much as of one of many.
-    """
+    """What a step takes, and what each user adds: on a straight line, and none below 0."""
     if len(taken) < 2:
         return max(0.0, *taken.values(), 0.0), 0.0
-    weights = {users: 1 / max(each, 1e-9) ** 2 for users, each in taken.items()}
-    total = sum(weights.values())
-    x = sum(weights[users] * users for users in taken) / total
-    y = sum(weights[users] * each for users, each in taken.items()) / total
-    spread = sum(weights[users] * (users - x) ** 2 for users in taken)
-    row_s = sum(weights[users] * (users - x) * (each - y) for users, each in taken.items())
-    row_s = max(0.0, row_s / spread)
-    return max(0.0, y - row_s * x), row_s
+    row_s, begin = slope([*taken.items()])
+    return max(0.0, begin), row_s
 
 
 def _chains(model: "LoadedModel", machine: Machine, seconds: float, *, whole: bool) -> _Chains:

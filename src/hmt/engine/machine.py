@@ -19,7 +19,7 @@ from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
 from hmt.engine.attention_rates import AttentionRates, attention_rates
-from hmt.engine.cached_rates import cached_rates
+from hmt.engine.cached_rates import InSteps, cached_rates, held_rates
 from hmt.engine.cpu_pace import CpuPace, Yardstick
 from hmt.engine.cpu_step_rates import cpu_step_rates
 from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
@@ -53,9 +53,8 @@ _QUICK_S = 0.1  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.15
 _PRODUCTS_S = 2.5 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
-_ATTENTION_S, _PACE_S = 4 * _FULL_S, 0.05
-_CACHED_S = 0.05
-_CACHED_SHARES = (32, 8, 2)  # of the caches' size: a half, and less
+_ATTENTION_S, _PACE_S, _QUICK_PACE_S = 4 * _FULL_S, 0.05, 0.02
+_HELD_ROUNDS = 64
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
 
@@ -126,18 +125,21 @@ def measure(
     found = Rates(
         _measure_ram(quick=quick),
         _measure_disk(path, quick=quick, progress=progress),
-        cached_rates=(quick and before.cached_rates) or _measure_cached(),
         numa=before.numa if quick else numa_rates(measured_apart(_FULL_S)),
     )
     with Yardstick() as yardstick:
         found = replace(found, **_measure_kernels(yardstick, quick=quick))
+        found = _with_cached(found, yardstick, before if quick else Rates())
         _remember(path, found)  # a step's engine asks for it
         with contextlib.suppress(HMTError):
+            pace, held = partial(yardstick.measured, _QUICK_PACE_S if quick else _PACE_S), InSteps()
             if not quick:
-                found = replace(found, cached_rates=cached_rates(_machine(found), each_s))
+                held = cached_rates(_machine(found), each_s, pace)
+                found = replace(found, cached_rates=held.rates)
                 _remember(path, found)
-            pace = partial(yardstick.measured, _PACE_S)
-            steps = cpu_step_rates(_machine(found), each_s, whole=not quick, pace=pace)
+            steps = cpu_step_rates(
+                _machine(found), each_s, whole=not quick, pace=pace, calls_s=held.calls_s
+            )
             found = replace(found, steps=completed(steps, before.steps))
     _remember(path, found)
     return _machine(found)
@@ -273,6 +275,7 @@ def _machine(rates: Rates) -> Machine:
         pace=rates.pace.calls_s,
         reading_pace=rates.pace.reading_s,
         arithmetic_pace=rates.pace.arithmetic_s,
+        cached_pace=rates.pace.cached_s,
         numa_nodes=len(numa_nodes()),
         numa_distances=node_distances(),
         remote_share=rates.numa.remote_share,
@@ -344,20 +347,14 @@ def _measure_kernels(yardstick: Yardstick, *, quick: bool) -> dict[str, Any]:
     return {"products": products, "attention": attention, "pace": pace}
 
 
-def _measure_cached() -> dict[str, float]:
-    """Rates of memory that caches may hold, by how much of it is read again and again."""
-    read, restore = reader()
-    found = {}
-    try:
-        for share in _CACHED_SHARES:
-            nbytes = round_down(cache_bytes() // share, MIB)
-            if MIB <= nbytes <= available_host_bytes() // 8:
-                found[f"{nbytes // MIB}MiB"] = ram_read_rate(read, nbytes, _CACHED_S)
-    except OSError:
-        return {}
-    finally:
-        restore()
-    return found
+def _with_cached(found: Rates, yardstick: Yardstick, before: Rates) -> Rates:
+    """With rates of weights that caches hold, and the pace they go with: as `before`, if known."""
+    if before.cached_rates and before.pace.cached_s:
+        rates, cached_s = before.cached_rates, before.pace.cached_s
+    else:
+        held = partial(yardstick.held, rounds=_HELD_ROUNDS)
+        rates, cached_s = held_rates(held, found.products, found.ram_read_rate)
+    return replace(found, cached_rates=rates, pace=replace(found.pace, cached_s=cached_s))
 
 
 def reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:

@@ -18,6 +18,7 @@ FEW, MANY = 2, 8  # layers
 _EXPERTS, CHOSEN = 32, 4
 WIDTH, _EXPERT_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = 256, 64, 4, 2, 64
 _WIDE, _WIDE_NETWORK, _WIDE_HEADS, _WIDE_HEAD_DIM = 1024, 4096, 8, 128  # 30 MiB a layer
+NARROW = 1536  # numbers of a network, of layers of 15 MiB
 # Of latent attention, numbers kept, and with positions: long prompts make keys and values of them.
 _LATENT, _ROTATED = 128, 32
 LATENT_NUMBERS = _HEADS * (2 * _HEAD_DIM + _ROTATED)  # of all heads' queries and values
@@ -44,14 +45,14 @@ def small_model(layers: int) -> Iterator[Path]:
 
 
 @contextmanager
-def wide_model(layers: int) -> Iterator[Path]:
-    """Dense layers of random weights, of Llama's family, 30 MiB each."""
+def wide_model(layers: int, network: int = _WIDE_NETWORK) -> Iterator[Path]:
+    """Dense layers of random weights, of Llama's family, 30 MiB each; and a head of 8."""
     kv = _WIDE_HEADS // 2 * _WIDE_HEAD_DIM
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": _WIDE,
-        "intermediate_size": _WIDE_NETWORK,
+        "intermediate_size": network,
         "num_attention_heads": _WIDE_HEADS,
         "num_key_value_heads": _WIDE_HEADS // 2,
         "head_dim": _WIDE_HEAD_DIM,
@@ -61,7 +62,7 @@ def wide_model(layers: int) -> Iterator[Path]:
         "self_attn.k_proj": (kv, _WIDE),
         "self_attn.v_proj": (kv, _WIDE),
         "self_attn.o_proj": (_WIDE, _WIDE_HEADS * _WIDE_HEAD_DIM),
-        **_gated("mlp.", _WIDE, _WIDE_NETWORK),
+        **_gated("mlp.", _WIDE, network),
     }
     with random_model(layers, config, shapes, _WIDE) as folder:
         yield folder

@@ -34,12 +34,13 @@ _WARM_STEPS = 16
 _LIKELIEST = Sampling()
 _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
-    "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_times",
+    "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_calls",
     "held_experts_s", "missed_expert_s", "streaming_bytes", "converting_bytes", "cpu_in_layers",
     "lookup_s",
     "prompt_latent_s", "latent_number_s", "prompt_experts_s", "expert_number_s",
 )  # fmt: skip
-_BY_A_WIDER_MODEL = ("number_s",)
+# Better known where layers one by one and a wider model were measured, too.
+_BY_A_WHOLE_PROBE = ("number_s", "read_block_s", "read_alone_s")
 OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weights": False}
 
 
@@ -62,7 +63,9 @@ class StepRates:
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
     apart_latent_s: float = 0.0
-    cold_times: float = 0.0
+    cold_calls: dict[str, float] = field(default_factory=dict)
+    read_block_s: float = 0.0
+    read_alone_s: float = 0.0
     held_experts_s: float = 0.0
     missed_expert_s: float = 0.0
     lookup_s: float = 0.0
@@ -78,16 +81,17 @@ def without_fixed(machine: Machine) -> Machine:
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
         apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
-        missed_expert_s=0.0, lookup_s=0.0, piece_s=0.0, prompt_s=0.0, prompt_latent_s=0.0,
-        latent_number_s=0.0, prompt_experts_s=0.0, expert_number_s=0.0, cpu_in_layers={},
+        missed_expert_s=0.0, lookup_s=0.0, read_block_s=0.0, read_alone_s=0.0,
+        piece_s=0.0, prompt_s=0.0, prompt_latent_s=0.0, latent_number_s=0.0,
+        prompt_experts_s=0.0, expert_number_s=0.0, cpu_in_layers={},
     )  # fmt: skip
 
 
 def completed(found: StepRates, before: StepRates) -> StepRates:
     """With what was measured before, where only a `whole` measurement has it, or has it better."""
     kept = {name: getattr(before, name) for name in _SLOWLY_MEASURED if not getattr(found, name)}
-    if before.cold_times and not found.cold_times:
-        kept |= {name: getattr(before, name) for name in _BY_A_WIDER_MODEL}
+    if before.cold_calls and not found.cold_calls:
+        kept |= {name: getattr(before, name) for name in _BY_A_WHOLE_PROBE}
     return replace(found, **kept)
 
 
@@ -166,6 +170,21 @@ def decoding_s(
                 next(stream)
             times.append(time.perf_counter() - begin)
     return usual(times)
+
+
+def slope(taken: Many[tuple[float, float]]) -> tuple[float, float]:
+    """How much each unit adds, 0 or more, and what there is at none of them, of (units, amount).
+
+    Of the straight line nearest to all of them, of which relative errors count: of a step of one
+    user a tenth is as much as of one of many.
+    """
+    weights = [1 / max(amount, 1e-9) ** 2 for _, amount in taken]
+    x, y = (sum(w * each for w, each in zip(weights, axis, strict=True)) / sum(weights)
+            for axis in zip(*taken, strict=True))  # fmt: skip
+    spread = sum(w * (at - x) ** 2 for w, (at, _) in zip(weights, taken, strict=True))
+    both = sum(w * (at - x) * (s - y) for w, (at, s) in zip(weights, taken, strict=True))
+    each = max(0.0, both / spread)
+    return each, y - each * x
 
 
 def text(tokens: int, user: int = 0) -> list[int]:

@@ -4,12 +4,13 @@ Weights that they keep are read faster; and what is called between products take
 read so much that caches keep nothing of it.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from math import log
 
-from hmt.base.units import MIB, parse_bytes
+from hmt.base.units import parse_bytes
 from hmt.contracts.machine import Machine
 
-WARM_BYTES, COLD_BYTES = 14 * MIB, 256 * MIB
 _BEYOND = 2  # times the caches' size: nothing is left of what was read before
 
 
@@ -17,7 +18,8 @@ class Caches:
     """Of one machine; without their figures they change nothing."""
 
     def __init__(self, machine: Machine) -> None:
-        self._cold_times = max(1.0, machine.cold_times)
+        calls = {parse_bytes(size): times for size, times in machine.cold_calls.items()}
+        self._calls = sorted(calls.items())
         self._memory_rate = machine.ram_read_rate
         sizes = {parse_bytes(size): rate for size, rate in machine.cached_rates.items() if rate}
         self._points = sorted(sizes.items())
@@ -33,12 +35,7 @@ class Caches:
         points = self._points
         if not points or not self._memory_rate or nbytes >= points[-1][0]:
             return 1.0
-        above = next(number for number, (size, _) in enumerate(points) if size >= nbytes)
-        rate = points[above][1]
-        if above:
-            (low, before), (high, after) = points[above - 1], points[above]
-            rate = before + (after - before) * log(nbytes / low) / log(high / low)
-        return max(1.0, rate / self._memory_rate)
+        return max(1.0, _between(points, nbytes) / self._memory_rate)
 
     def from_memory(self, faster: float) -> float:
         """The share of a step's time for weights that they come from memory, 0 to 1.
@@ -50,13 +47,13 @@ class Caches:
 
     def slower(self, nbytes: float) -> float:
         """How many times as long calls take in steps that read so much, 1 or more."""
-        return 1.0 + (self._cold_times - 1.0) * coldness(nbytes)
+        return _between(self._calls, nbytes) if self._calls else 1.0
 
 
-def coldness(nbytes: float) -> float:
-    """How little caches keep of what is called between the kernels of a step: 0 to 1.
-
-    On two Zen 4 cores beside 32 MiB of a cache calls took 0.34 ms in steps of 5 MB, 0.37 of 15,
-    0.7 of 40 and 1.3 of 260: a straight line over the logarithm.
-    """
-    return min(1.0, max(0.0, log(max(nbytes, 1.0) / WARM_BYTES) / log(COLD_BYTES / WARM_BYTES)))
+def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
+    """On straight lines over the size's logarithm, level beyond both ends."""
+    above = bisect_left(points, (nbytes, 0.0))
+    if above == 0 or above == len(points):
+        return points[min(above, len(points) - 1)][1]
+    (low, before), (high, after) = points[above - 1 : above + 1]
+    return before + (after - before) * log(nbytes / low) / log(high / low)

@@ -148,6 +148,8 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         logit_s=machine.logit_s * fixed,
         layer_s=machine.layer_s * fixed,
         apart_layer_s=machine.apart_layer_s * fixed,
+        read_block_s=machine.read_block_s * fixed,
+        read_alone_s=machine.read_alone_s * fixed,
         apart_experts_s=machine.apart_experts_s * fixed,
         apart_latent_s=machine.apart_latent_s * fixed,
         held_experts_s=machine.held_experts_s * fixed,

@@ -163,11 +163,11 @@ class _Step:
             self._ahead["disk"] += self._tokens * self._loads.row_bytes
             self._bytes["disk"] += self._tokens * self._loads.row_bytes
         step_s, rows_s = self._host_s(head, drawn)
-        calls_s = self._calls_s + step_s
         if not (self._many and self._machine.piece_s):  # prompts leave nothing in caches anyway
-            calls_s *= caches.slower(self._bytes["CPU"])
-        # Rows are looked at while the next kernels run: what these leave in caches is no matter.
-        return self._sum(calls_s + rows_s, self._begins_early(drawn))
+            step_s *= caches.slower(self._bytes["CPU"])
+        # Rows are looked at while the next kernels run, and layers that are called one by one call
+        # the same: what steps leave in caches is no matter.
+        return self._sum(self._calls_s + step_s + rows_s, self._begins_early(drawn))
 
     def _so_far(self) -> StepSums:
         parts = (self._experts_s, self._longest, self._bytes, self._ahead, self._cpu_bytes)
@@ -258,6 +258,8 @@ class _Step:
                 self._bytes["link"] += weights.nbytes
                 self._launch_s += weights.blocks * self._machine.bring_s if self._many else 0.0
             if place.read:
+                alone_s = (1 - self._loads.hidden) * self._machine.read_alone_s
+                self._calls_s += weights.blocks * (self._machine.read_block_s + alone_s)
                 self._ahead["disk"] += weights.read_bytes
                 self._bytes["disk"] += weights.read_bytes
 

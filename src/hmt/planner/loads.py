@@ -180,6 +180,12 @@ class Loads:
     guesses: bool = False
     hidden: float = 1.0
 
+    @property
+    def read_blocks(self) -> float:
+        """Dense blocks that come from the drive in every step of few tokens."""
+        sums = (load.few.items() for load in (*self.layers, self.head))
+        return sum(w.blocks for each in sums for (place, _), w in each if place.read)
+
 
 def loads_of(demand: Demand, plan: Plan) -> Loads:
     """What each layer does under `plan`."""

@@ -35,6 +35,7 @@ _MAPS: Mapping[str, str | None] = {
     "cpu_in_layers": f"({_TOKENS})?",
     "cpu_row_s": f"({_TOKENS})?",
     "cached_rates": None,
+    "cold_calls": None,
     "cpu_cached_rates": "",
     "device_rates": "",
     "device_ops": f"({_TOKENS})?",
@@ -112,7 +113,10 @@ def _value(name: str, given: Any, source: str) -> Any:
                 raise ConfigError("must be a table, from encodings to rates")
             for key in given:
                 _check_key(key, _MAPS[name])
-            return {key: _number(value) for key, value in given.items()}
+            numbers = {key: _number(value) for key, value in given.items()}
+            if name == "cold_calls" and any(number < 1 for number in numbers.values()):
+                raise ConfigError("calls take 1 time as long, or more")
+            return numbers
         if name in _TEXTS:
             if not isinstance(given, str):
                 raise ConfigError("must be text")
@@ -126,8 +130,6 @@ def _value(name: str, given: Any, source: str) -> Any:
             raise ConfigError("must be a whole number of at least 1")
         if name == "remote_share" and number > 1:
             raise ConfigError("is a share of at most 1")
-        if name == "cold_times" and 0 < number < 1:
-            raise ConfigError("must be 1 or more, or 0 if it is not known")
         return int(number) if name in _COUNTS else number
     except ConfigError as error:
         raise ConfigError(f"{source}: {name} = {given!r:.200}: {error}") from None
