@@ -61,6 +61,14 @@ def test_it_is_looked_at_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = loop.calls
     time.sleep(0.01)
     assert loop.calls == calls, "not any more"
+    assert seen.changed == 1.0
+
+
+def test_a_pace_that_changes_in_more_than_a_quarter_of_the_looks_has_changed() -> None:
+    seen = Meanwhile(SimpleNamespace(), CpuPace, None)  # type: ignore[arg-type]
+    for slow, changed in ((2, 1.0), (3, 2.0), (5, 2.0), (7, 1.0)):
+        seen._paces = [CpuPace(2.0 if number < slow else 1.0) for number in range(9)]
+        assert seen.changed == changed
 
 
 def test_users_have_texts_of_their_own() -> None:

@@ -106,7 +106,7 @@ def test_kernels_are_compiled_before_a_gpu_is_measured(monkeypatch: pytest.Monke
         made.extend(cases)
         if len(made) == 1 and cases[0].gpu_memory:
             raise HMTError("no room")
-        yield {"name": cases[0].name}
+        yield {"name": cases[0].name, "measured": {"pace_changed": 1.0}}
 
     monkeypatch.setattr(compare, "_run", run)
     cases = gpu_cases()
@@ -135,3 +135,20 @@ def test_a_run_is_made_again_while_the_drive_changes(monkeypatch: pytest.MonkeyP
     cases = [Case("dense", None, 0.5, 8, 1), Case("moe", None, 0.5, 8, 1)]
     found = list(compare.runs_of([*cases, cases[0]], Path()))
     assert [(run["number"], run["attempts"]) for run in found] == [(2, 1 + 1), (3, 1), (5, 2)]
+
+
+def test_a_gpus_run_is_made_again_once_if_pythons_pace_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes = [1.0, 1.6, 1.5, 1.1]
+    made = 0
+
+    def run(cases: list[Case], folder: Path, progress: object) -> Iterator[dict[str, Any]]:
+        nonlocal made
+        made += 1
+        yield {"number": made, "measured": {"pace_changed": changes[made - 1]}}
+
+    monkeypatch.setattr(compare, "_run", run)
+    monkeypatch.setattr(compare, "_compile_kernels", lambda cases, folder: None)
+    found = list(compare.runs_of(gpu_cases()[:3], Path()))
+    assert [(run["number"], run["attempts"]) for run in found] == [(1, 1), (3, 2), (4, 1)]

@@ -34,7 +34,7 @@ def predictions(
     from hmt.bench.predictions import cpu_cases, gpu_cases, scatter_svg, table
     from hmt.bench.predictions.compare import content_of, runs_of
     from hmt.cli.bench import write_json
-    from hmt.engine.machine import machine_for, measure, measure_device
+    from hmt.engine.machine import machine_for, measure, measure_device, with_device
     from hmt.memory.device import open_device
 
     cases = cpu_cases(None if moe is None else str(moe)) if gpu_id is None else gpu_cases()
@@ -42,9 +42,13 @@ def predictions(
     with tempfile.TemporaryDirectory() as temporary, notes().status("measuring") as status:
         place = folder or Path(temporary)
         machine = measure(place, quick=gpu_id is not None) if probe else machine_for(place)
-        if gpu_id is not None and probe:
+        if gpu_id is not None:
             device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
-            machine = measure_device(place, device, gpu_id, quick=False)
+            machine = (
+                measure_device(place, device, gpu_id, quick=False)
+                if probe
+                else with_device(machine, device)
+            )
             device.trim()
         for run in runs_of(cases, place, progress=status.update):
             runs.append(run)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import log
+from statistics import median
 from typing import NamedTuple, Self
 
 import torch
@@ -39,6 +40,7 @@ _CACHES, _LEAST_BYTES = 2, 128 * MIB  # a weight is gone from them when its turn
 # 0.41 ms from one minute to the next, and 4 MiB in 0.064 to 0.079.
 _HELD, _HELD_COLUMNS, _FEW_HELD = 2, 1024, 1 / 16  # of the caches a half; and a part of that
 _HELD_ROUNDS, _COLD_ROUNDS = 8, 2
+_KERNEL, _LEAST_HELD = "bf16", 0.01
 _NUMBERS = 0x38  # each byte: small positive numbers in every float format
 _READ = ("ram_read_rate", "cpu_attention_rate", "cpu_attention_short_rate")
 _COMPUTED = ("number_s", "latent_number_s", "expert_number_s")
@@ -66,8 +68,8 @@ class CpuPace:
 
 
 def usual_pace(paces: Sequence[CpuPace]) -> CpuPace:
-    """In the middle of several that were measured one after the other."""
-    return CpuPace(*(middle_half(each) for each in zip(*map(astuple, paces), strict=True)))
+    """In the middle of several that were measured one after the other; one of three may be off."""
+    return CpuPace(*(median(each) for each in zip(*map(astuple, paces), strict=True)))
 
 
 class Held(NamedTuple):
@@ -196,11 +198,6 @@ def at_cpu_pace(machine: Machine, now: CpuPace) -> Machine:
         share = min(1.0, log(int(tokens)) / log(_TOKENS)) if at else 1.0
         return float(times.reading_s ** (1 - share) * times.arithmetic_s**share)
 
-    def held(size: int) -> float:
-        if size > machine.cache_bytes:  # it is read from memory
-            return times.reading_s
-        return float(times.cached_s ** min(1.0, _HELD * size / machine.cache_bytes))
-
     return replace(
         machine,
         reading_pace=machine.reading_pace * times.reading_s,
@@ -211,12 +208,46 @@ def at_cpu_pace(machine: Machine, now: CpuPace) -> Machine:
         cpu_row_s={name: each * products(name) for name, each in machine.cpu_row_s.items()},
         cpu_attention_ops=machine.cpu_attention_ops / times.arithmetic_s,
         cpu_attention_short_ops=machine.cpu_attention_short_ops / times.arithmetic_s,
-        cached_rates={
-            size: rate / held(parse_bytes(size)) for size, rate in machine.cached_rates.items()
-        },
+        cached_rates=_cached_rates(machine, times),
         **{name: getattr(machine, name) / times.reading_s for name in _READ},
         **{name: getattr(machine, name) * times.arithmetic_s for name in _COMPUTED},
     )
+
+
+def _cached_rates(machine: Machine, times: CpuPace) -> dict[str, float]:
+    """Machine.cached_rates where all takes so many `times` as long.
+
+    What others take of the caches is read from memory: it is of the yardstick's weights what its
+    products took longer, and of less that is read again and again it is less.
+    """
+    if times.cached_s == times.reading_s == 1.0:
+        return dict(machine.cached_rates)
+    slow, most = (
+        rates.get(_KERNEL, 0.0) for rates in (machine.cpu_rates, machine.cpu_cached_rates)
+    )
+    sizes = {size: parse_bytes(size) for size in machine.cached_rates}
+    half = max(1, machine.cache_bytes // _HELD)
+    whole = max((size for size in sizes if sizes[size] <= half), key=lambda s: sizes[s], default="")
+    if not whole or most <= slow * max(1.0, 1 / times.reading_s):
+        return {size: rate / times.reading_s for size, rate in machine.cached_rates.items()}
+
+    def held(product_s: float, memory_s: float) -> float:
+        """The share that is not read from memory, of which a byte takes `memory_s` there."""
+        return min(1.0, max(_LEAST_HELD, (memory_s - product_s) / (memory_s - 1 / most)))
+
+    def product_s(size: str) -> float:
+        return machine.ram_read_rate / machine.cached_rates[size] / slow
+
+    memory_s, memory_now_s = 1 / slow, times.reading_s / slow
+    before = held(product_s(whole), memory_s)
+    left = held(product_s(whole) * times.cached_s, memory_now_s) / before
+    found = {}
+    for size, nbytes in sizes.items():
+        share = held(product_s(size), memory_s) * left ** min(1.0, nbytes / half)
+        share = min(1.0, share)
+        now_s = (1 - share) * memory_now_s + share / most
+        found[size] = machine.ram_read_rate / times.reading_s * memory_now_s / now_s
+    return found
 
 
 class PaceProcess:

@@ -61,6 +61,13 @@ class Meanwhile:
         """What it was, in the middle."""
         return usual_pace(self._paces)
 
+    @property
+    def changed(self) -> float:
+        """How many times as slow Python was in the slower half of looks as in the faster one."""
+        times = sorted(pace.calls_s for pace in self._paces)
+        left = len(times) // 4
+        return times[-1 - left] / times[left]
+
     def _look(self) -> None:
         while self._every_s is not None and not self._ended.wait(self._every_s):
             self._model._loop.call(self._sample)

@@ -264,6 +264,7 @@ def _measured(case: Case, model: LoadedModel, pace: Callable[[], CpuPace]) -> di
     ttft_s    of one prompt, with the machine to itself; first_ttft_s when its length came first
     tokens_per_s   of all users, while all of them decode
     paces     of the CPU meanwhile, of both; where a GPU computes, of Python alone
+    pace_changed   see Meanwhile.changed: the larger one of both
     """
     # A GPU's kernels are compiled for a prompt's size when it first comes; slots are filled, and
     # what is read is converted, when it first is.
@@ -292,7 +293,7 @@ def _measured(case: Case, model: LoadedModel, pace: Callable[[], CpuPace]) -> di
     every_s = _GPU_LOOK_S if on_gpu else _LOOK_S if case.kept == 1 else None
     with Meanwhile(model, pace, None if on_gpu else every_s) as seen:
         ttft_s = _usual_first_s(case, model, seen)
-    reading = seen.pace
+    reading, changed = seen.pace, seen.changed
     with Meanwhile(model, pace, every_s) as seen:
         _, (rate, summary) = answers(seen)
     decoding = seen.pace
@@ -302,6 +303,7 @@ def _measured(case: Case, model: LoadedModel, pace: Callable[[], CpuPace]) -> di
         "ttft_s": ttft_s,
         "first_ttft_s": first_ttft_s,
         "paces": [pace.calls_s if on_gpu else pace for pace in (reading, decoding)],
+        "pace_changed": max(changed, seen.changed),
         **chain,
         **({} if experts is None else {"experts": asdict(experts)}),
         "host_bytes": phase.host_bytes / phase.tokens,
