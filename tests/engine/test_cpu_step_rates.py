@@ -156,6 +156,7 @@ def test_prompts_tell_numbers_from_layers(monkeypatch: pytest.MonkeyPatch) -> No
 
     predicted = SimpleNamespace(predict=lambda users, seen, tokens: SimpleNamespace(ttft_s=2.0))
     monkeypatch.setattr(rates, "_Loaded", Loaded)
+    monkeypatch.setattr(rates, "pace_of", lambda model: 1.0)
     monkeypatch.setattr(rates, "_costs", lambda model, machine: predicted)
     monkeypatch.setattr(
         rates,
@@ -198,8 +199,9 @@ def test_steps_by_turns_are_those_of_the_machines_own_pace(
         rates, "_turn", lambda *given: rates._Turn(4e-4, 2 * (3e-3 + 5e-4), 6e-4, 7.0)
     )
     monkeypatch.setattr(rates, "_read_blocks", lambda model: 5.0)
+    monkeypatch.setattr(rates, "pace_of", lambda model: slow.calls_s)
     cases = [rates.Case(nullcontext(Path())), rates.Case(nullcontext(Path()))]
-    found = rates.decoded(machine, cases, 0.0, lambda: slow)
+    found = rates.decoded(machine, cases, 0.0, lambda: replace(slow, calls_s=9.0))
     near = pytest.approx
     expected = rates.Decoded(near(2e-4), near(5e-4), 9e7, 7.0, near(3.5e-3), near(3e-4), 5.0)
     assert found == [expected] * 2
