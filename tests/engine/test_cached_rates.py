@@ -85,5 +85,7 @@ def test_what_caches_have_lost_is_told_from_products_with_rows(share: float, row
 def test_without_products_or_memory_nothing_is_known_of_caches() -> None:
     assert held_rates(lambda share: Held(1e-3, MIB, 8), ProductRates(), MEMORY) == ({}, 0.0)
     assert held_rates(lambda share: Held(0.0, 0, 0), PRODUCTS, MEMORY) == ({}, 0.0)
+    small, seconds = held_rates(lambda share: Held(1e-4, MIB // 2, 8), PRODUCTS, MEMORY)
+    assert (small, seconds) == ({}, 1e-4), "sizes are whole MiB"
     level = ProductRates({"bf16": 30e9}, cached_per_s={"bf16": 20e9})
     assert held_rates(lambda share: Held(1e-3, MIB, 8), level, MEMORY) == ({}, 1e-3)

@@ -61,6 +61,27 @@ def test_layers_that_are_computed_one_by_one_cost_more() -> None:
     assert CostModel(loads_of(streamed, found), tight).decode(1, 0).seconds > 24 * 0.25
 
 
+def test_blocks_that_are_read_cost_calls_and_by_themselves_a_wait() -> None:
+    streamed = small_model(24)
+    machine = replace(machine_with(streamed), disk_read_rate=1e15)
+    less = replace(machine, ram_bytes=streamed.weight_bytes // 2 + (64 << 20))
+    found = outlook(streamed).plan(setting(less, context=16)).plan
+    loads = loads_of(streamed, found)
+    # Of the embedding only rows are read.
+    read = [b for b, home in found.homes.items() if home is Tier.DISK]
+    assert loads.read_blocks == sum(b.kind is not BlockKind.EMBEDDING for b in read) > 0
+
+    def seconds(hidden: float, **costs: float) -> float:
+        model = CostModel(replace(loads, hidden=hidden), replace(less, **costs))
+        return model.decode(1, 0).seconds
+
+    for hidden in (0.0, 0.75):
+        bare = seconds(hidden)
+        assert seconds(hidden, read_block_s=1.0) - bare == pytest.approx(loads.read_blocks)
+        waited_s = (1 - hidden) * loads.read_blocks
+        assert seconds(hidden, read_alone_s=1.0) - bare == pytest.approx(waited_s)
+
+
 def test_calls_take_longer_where_caches_keep_nothing() -> None:
     demand = small_model()
     machine = replace(machine_with(demand), step_s=1.0, row_s=0.5, layer_s=0.0)

@@ -80,6 +80,7 @@ def test_sizes_and_rates_are_read_as_people_write_them() -> None:
         ({"device_layers": {"w4a8 expert": 1e-5}}, "w4a8 experts"),
         ({"cold_calls": {"64MiB": 0.5}}, "1 time as long, or more"),
         ({"cold_calls": {"much": 2}}, "cannot read"),
+        ({"cached_rates": {"0MiB": 1e9}}, "more than 0"),
     ],
 )
 def test_a_wrong_description_is_refused_by_key(change: dict[str, object], message: str) -> None:

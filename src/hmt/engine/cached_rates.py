@@ -52,7 +52,7 @@ def held_rates(
     for share in _HELD_SHARES if from_memory else ():
         took = held(share)
         seconds, rate = took.seconds, _reading_rate(took, products)
-        if rate and from_memory:
+        if rate and from_memory and took.nbytes >= MIB:  # of less nothing is to be gained
             found[took.nbytes] = rate / from_memory * memory_rate
     return _descending(found), seconds
 

@@ -87,9 +87,6 @@ class Yardstick:
     """
 
     def __init__(self) -> None:
-        # Not above: it measures products by turns with a yardstick.
-        from hmt.engine.product_rates import weights_in
-
         size = max(_LEAST_BYTES, _CACHES * cache_bytes())
         self._buffer: HostBuffer | None = None
         self._weights: list[list[WeightTensor]] = []
@@ -97,7 +94,7 @@ class Yardstick:
             return
         self._buffer = HostBuffer(round_up(size, PAGE_BYTES))
         self._buffer.tensor.fill_(_NUMBERS)
-        self._weights = [weights_in(self._buffer.tensor, form, _SHAPE) for form in _FORMATS]
+        self._weights = [_weights_in(self._buffer.tensor, form, _SHAPE) for form in _FORMATS]
 
     def __enter__(self) -> Self:
         return self
@@ -148,12 +145,11 @@ class Yardstick:
 
     def _held(self, share: float) -> WeightTensor:
         """A matrix as large as a share of what caches hold."""
-        # Not above: it measures products by turns with a yardstick.
-        from hmt.engine.product_rates import weights_in
-
         assert self._buffer is not None
-        rows = max(1, round(share * (cache_bytes() // _HELD) / (2 * _HELD_COLUMNS)))
-        return weights_in(self._buffer.tensor, _FORMATS[0], (rows, _HELD_COLUMNS))[0]
+        row_bytes = 2 * _HELD_COLUMNS
+        rows = max(1, round(share * (cache_bytes() // _HELD) / row_bytes))
+        memory = self._buffer.tensor[: round_up(rows * row_bytes, PAGE_BYTES)]
+        return _weights_in(memory, _FORMATS[0], (rows, _HELD_COLUMNS))[0]
 
     @staticmethod
     def pace(seconds: list[float]) -> CpuPace:
@@ -168,6 +164,13 @@ class Yardstick:
         with _all_cores():
             found = self.pace(by_turns(self.calls(), seconds))
             return replace(found, cached_s=self.held().seconds)
+
+
+def _weights_in(memory: torch.Tensor, form: Format, shape: tuple[int, int]) -> list[WeightTensor]:
+    # Not above: it measures products by turns with a yardstick.
+    from hmt.engine.product_rates import weights_in
+
+    return weights_in(memory, form, shape)
 
 
 @contextlib.contextmanager

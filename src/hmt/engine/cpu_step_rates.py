@@ -254,7 +254,7 @@ def _missed_s(held: Decoded, missed: Decoded) -> float:
 
 
 def _cold_calls(calls_s: Mapping[float, float], row_s: float) -> dict[str, float]:
-    """See Machine: the step that reads least is warm; users' rows take what they take.
+    """See Machine: steps that read up to 14 MiB are warm; users' rows take what they take.
 
     Of single steps half is chance, and models differ.  On two Zen 4 cores beside 32 MiB of a cache
     calls took 0.34 ms in steps of 5 MB, 0.37 of 15, 0.7 of 40 and 1.3 of 260: level, and then a

@@ -138,7 +138,8 @@ def _value(name: str, given: Any, source: str) -> Any:
 def _check_key(key: str, behind: str | None) -> None:
     """Of a table: what is unknown would count for nothing, and nobody would see it."""
     if behind is None:
-        parse_bytes(key)
+        if not parse_bytes(key):
+            raise ConfigError("sizes are more than 0")
     elif not re.fullmatch(f"({'|'.join(KERNELS)}){behind}", key):
         more = ", also with so many tokens or users as in w4a8@8" if "@" in behind else ""
         more += ", and w4a8 experts" if "experts" in behind else ""
