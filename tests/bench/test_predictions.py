@@ -17,6 +17,7 @@ from hmt.bench.predictions import (
     cpu_cases,
     error,
     gpu_cases,
+    middle,
     process,
     runs_of,
     scatter_svg,
@@ -24,6 +25,7 @@ from hmt.bench.predictions import (
     table,
 )
 from hmt.bench.random_model import Shape
+from hmt.contracts.machine import Machine
 from hmt.engine.machine import machine_for
 
 TINY = Shape(2, 64, 128, 4, 2, experts=4, experts_per_token=2)
@@ -45,6 +47,7 @@ def test_a_run_is_measured_in_the_terms_of_its_prediction(
     assert error(kept, "disk_bytes") is None and error(kept, "host_bytes") == pytest.approx(0)
 
     content = content_of([found, kept], machine_for(tmp_path))
+    assert content["errors"] == content["errors_of_runs"] and not content["apart"]
     assert content["errors"]["host_bytes"]["runs"] == 2
     assert json.loads(json.dumps(content)) == content
     assert case.name in table(content) and "median" in table(content)
@@ -73,6 +76,40 @@ def test_errors_are_summed_up() -> None:
     assert found["tokens_per_s"] == pytest.approx(
         {"runs": 3, "median": 0.1, "worst": 0.2, "lowest": -0.2}
     )
+
+
+def test_a_case_is_off_by_the_middle_of_its_runs() -> None:
+    def run(name: str, tokens_per_s: float, ttft_s: float, peak: float) -> dict[str, Any]:
+        """Predicted are 10 tokens/s, a second, and 100 bytes."""
+        none = dict.fromkeys(("host_bytes", "disk_bytes", "link_bytes"), 0.0)
+        first = {"tokens_per_s": 10.0, "ttft_s": 1.0, "peak_bytes": 100.0}
+        seen = {"tokens_per_s": tokens_per_s, "ttft_s": ttft_s, "peak_bytes": peak}
+        return {
+            "case": {"name": name, "users": 1},
+            "predicted": none | first,
+            "measured": none | seen,
+        }
+
+    rounds = [
+        [run("a", 5.0, 1.0, 100), run("b", 10.0, 0.0, 80)],
+        [run("a", 10.0, 0.5, 125), run("b", 12.5, 2.0, 80)],
+        [run("a", 8.0, 0.8, 80), run("b", 8.0, 4.0, 80)],
+    ]
+    runs = [run for each in rounds for run in each]
+    a, b = middle(runs)
+    assert a["case"]["name"] == "a" and a["measured"]["tokens_per_s"] == 8.0
+    assert error(a, "tokens_per_s") == pytest.approx(0.25) and error(a, "ttft_s") == 0.25
+    assert a["errors"]["tokens_per_s"] == pytest.approx([1.0, 0.0, 0.25])
+    assert error(b, "tokens_per_s") == 0.0, "the middle of 0, -0.2, and 0.25"
+    assert error(b, "ttft_s") == -0.75, "the lower one of two that are known"
+    content = content_of(runs, Machine("m", 2, 1 << 34, 3e10, 3e9))
+    assert content["runs"] == runs
+    assert content["errors"]["tokens_per_s"]["worst"] == pytest.approx(0.25)
+    assert content["errors_of_runs"]["tokens_per_s"]["worst"] == 1.0
+    assert content["errors_of_runs"]["peak_bytes"]["lowest"] == pytest.approx(-0.2)
+    assert content["apart"] == {"median": pytest.approx(0.78125), "worst": 1.0}
+    assert "+25% (+0% to +100%)" in table(content) and "single runs" in table(content)
+    assert scatter_svg([content]).count("<circle") == 4
 
 
 def test_what_is_next_to_nothing_of_a_token_is_no_error() -> None:
@@ -119,6 +156,7 @@ def test_kernels_are_compiled_before_a_gpu_is_measured(monkeypatch: pytest.Monke
     assert {(case.model, case.scheme) for case in before[: len(models)]} == models
     made.clear()
     assert len(list(runs_of(cpu_cases()[:2], Path()))) == 2 == len(made), "only GPUs compile"
+    assert len(list(runs_of(cases, Path(), compiled=True))) == len(cases) == len(made) - 2
 
 
 def test_a_run_is_made_again_while_the_drive_changes(monkeypatch: pytest.MonkeyPatch) -> None:

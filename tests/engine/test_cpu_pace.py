@@ -9,6 +9,7 @@ from hmt.engine import by_turns as turns
 from hmt.engine import cpu_pace
 from hmt.engine.by_turns import by_turns, middle_half
 from hmt.engine.cpu_pace import CpuPace, PaceProcess, Yardstick, at_cpu_pace, usual_pace
+from hmt.engine.product_rates import ProductRates
 
 MACHINE = Machine(
     "m", 2, 1 << 34, 30e9, 3e9,
@@ -107,3 +108,14 @@ def test_a_process_that_is_gone_is_named() -> None:
         with pytest.raises(OSError):
             process.measured(0.01)
             process.measured(0.01)
+
+
+def test_reading_is_between_what_was_timed_and_what_rates_say() -> None:
+    with Yardstick() as yardstick:
+        (bf16, *_), (w4a8, *_) = yardstick._weights
+        rates = {"bf16": bf16.nbytes / 1e-3, "w4a8": w4a8.nbytes / 4e-4}
+        products = ProductRates(rates, row_s={"bf16@1": 1e-4 / bf16.shape[0]})
+        pace = CpuPace(1.0, 2.5e-3, 3.0)
+        found = yardstick.with_rates(pace, products)
+        assert found == replace(pace, reading_s=pytest.approx(2e-3))
+        assert yardstick.with_rates(pace, ProductRates({"bf16": 1e9})) == pace, "not all are known"

@@ -10,7 +10,7 @@ from hmt.base.units import KIB
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.layers.mla import LatentAttention
-from hmt.planner.attention_costs import AttentionWork, attention_work, cpu_seconds
+from hmt.planner.attention_costs import SHORT_PAGE, AttentionWork, attention_work, cpu_seconds
 from hmt.planner.loads import LayerLoad, add_attention
 
 MACHINE = Machine(
@@ -52,7 +52,7 @@ def test_prompts_expand_latents_where_the_layer_does(rank: int, nope: int, value
 
 def test_what_latents_read_and_compute_adds_up() -> None:
     work = AttentionWork(4e6, 2e6, 1e7)
-    short = LayerLoad(kv_bytes=16 * KIB / PAGE_TOKENS)
+    short = LayerLoad(kv_bytes=SHORT_PAGE / PAGE_TOKENS)
     assert cpu_seconds(MACHINE, short, work, 30e9, 1.0) == pytest.approx(4e-4 + 1e-5)
     summed = cpu_seconds(MACHINE, replace(short, latent=True), work, 30e9, 1.0)
     assert summed == pytest.approx(4e-4 + 1e-5 + 1e-5)
@@ -61,8 +61,8 @@ def test_what_latents_read_and_compute_adds_up() -> None:
 @pytest.mark.parametrize(
     ("page_kib", "faster", "rate"),
     [
-        *((64, 1, 20e9), (16, 1, 10e9), (4, 1, 10e9), (32, 1, 15e9), (640, 1, 20e9)),
-        *((64, 1.5, 30e9), (64, 9, 40e9), (16, 9, 12e9), (16, 1.1, 11e9)),
+        *((64, 1, 20e9), (8, 1, 10e9), (16, 1, 14e9), (32, 1, 17.5e9), (640, 1, 20e9)),
+        *((64, 1.5, 30e9), (64, 9, 40e9), (8, 9, 12e9), (8, 1.1, 11e9)),
     ],
 )
 def test_short_pages_are_read_as_they_were_measured(
@@ -75,3 +75,19 @@ def test_short_pages_are_read_as_they_were_measured(
     assert cpu_seconds(bare, load, AttentionWork(1e9, 0), 30e9, 1) == pytest.approx(1 / 20)
     unknown = replace(bare, cpu_attention_rate=0, cpu_cached_attention_rate=0)
     assert cpu_seconds(unknown, load, AttentionWork(1e9, 0), 30e9, 1) == pytest.approx(1 / 30)
+
+
+@pytest.mark.parametrize("short_rate", [5e9, 10e9, 19e9, 20e9, 30e9])
+def test_a_page_takes_its_own_time_and_that_of_its_bytes(short_rate: float) -> None:
+    machine = replace(MACHINE, cpu_attention_short_rate=short_rate)
+
+    def page_s(kib: float) -> float:
+        load = LayerLoad(kv_bytes=kib * KIB / PAGE_TOKENS)
+        return cpu_seconds(machine, load, AttentionWork(kib * KIB, 0), 30e9, 1)
+
+    times = [page_s(kib) for kib in (2, 4, 8, 16, 32, 64)]
+    assert times == sorted(times)
+    assert page_s(128) == pytest.approx(2 * page_s(64))
+    more = [(page_s(after) - page_s(before)) / (after - before) for before, after in
+            ((2, 8), (8, 24), (24, 64))]  # fmt: skip
+    assert more == pytest.approx([more[0]] * 3)

@@ -1,13 +1,16 @@
 """`hmt bench predictions`: what the planner says of runs, and what they are."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from hmt.cli.console import notes
 from hmt.cli.written import file_to_write, folder_to_write, write_text
+
+if TYPE_CHECKING:
+    from hmt.contracts.machine import Machine
 
 
 def predictions(
@@ -23,6 +26,9 @@ def predictions(
     probe: Annotated[
         bool, typer.Option(help="Measure the machine first; else it is as it was remembered.")
     ] = True,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="All runs so often, in turn; the middle of each counts.")
+    ] = 1,
     svg: Annotated[Path | None, file_to_write("File for a picture.")] = None,
     json: Annotated[
         Path | None, file_to_write("File to write the results to, after each run.")
@@ -34,34 +40,63 @@ def predictions(
     from hmt.bench.predictions import cpu_cases, gpu_cases, scatter_svg, table
     from hmt.bench.predictions.compare import content_of, runs_of
     from hmt.cli.bench import write_json
-    from hmt.engine.machine import machine_for, measure, measure_device, with_device
-    from hmt.memory.device import open_device
 
     cases = cpu_cases(None if moe is None else str(moe)) if gpu_id is None else gpu_cases()
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary, notes().status("measuring") as status:
         place = folder or Path(temporary)
-        machine = measure(place, quick=gpu_id is not None) if probe else machine_for(place)
-        if gpu_id is not None:
-            device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
-            machine = (
-                measure_device(place, device, gpu_id, quick=False)
-                if probe
-                else with_device(machine, device)
-            )
-            device.trim()
-        for run in runs_of(cases, place, progress=status.update):
-            runs.append(run)
-            predicted, measured = run["predicted"], run["measured"]
-            print(
-                f"{run['case']['name']:<48} {predicted['tokens_per_s']:8.1f} tokens/s predicted, "
-                f"{measured['tokens_per_s']:8.1f} measured; first token {predicted['ttft_s']:.3f} s"
-                f" and {measured['ttft_s']:.3f} s",
-                flush=True,
-            )
-            if json is not None:
-                write_json(content_of(runs, machine), json)
+        for number in range(rounds):
+            # Its kernels compiled, a GPU is the same one in each round.
+            anew = probe and (gpu_id is None or number == 0)
+            machine = _measured(place, gpu_id) if anew else _remembered(place, gpu_id)
+            again = number > 0
+            for run in runs_of(cases, place, progress=status.update, compiled=again):
+                runs.append(run | {"round": number})
+                print(_line(run), flush=True)
+                if json is not None:
+                    write_json(content_of(runs, machine), json)
     content = content_of(runs, machine)
     Console().print(table(content), soft_wrap=True, markup=False, highlight=False)
     if svg is not None:
         write_text(svg, scatter_svg([content]))
+
+
+def _line(run: dict[str, Any]) -> str:
+    predicted, measured = run["predicted"], run["measured"]
+    return (
+        f"{run['case']['name']:<48} {predicted['tokens_per_s']:8.1f} tokens/s predicted, "
+        f"{measured['tokens_per_s']:8.1f} measured; first token {predicted['ttft_s']:.3f} s"
+        f" and {measured['ttft_s']:.3f} s"
+    )
+
+
+def _measured(place: Path, gpu_id: str | None) -> "Machine":
+    """This machine, measured anew: with a GPU what that needs, and it."""
+    from hmt.engine.machine import measure, measure_device
+    from hmt.memory.device import open_device
+
+    machine = measure(place, quick=gpu_id is not None)
+    if gpu_id is None:
+        return machine
+    device = open_device(_torch_name(gpu_id))
+    machine = measure_device(place, device, gpu_id, quick=False)
+    device.trim()
+    return machine
+
+
+def _remembered(place: Path, gpu_id: str | None) -> "Machine":
+    """This machine as it was measured before."""
+    from hmt.engine.machine import machine_for, with_device
+    from hmt.memory.device import open_device
+
+    machine = machine_for(place)
+    if gpu_id is None:
+        return machine
+    device = open_device(_torch_name(gpu_id))
+    machine = with_device(machine, device)
+    device.trim()
+    return machine
+
+
+def _torch_name(gpu_id: str) -> str:
+    return f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id

@@ -27,7 +27,7 @@ class Machine:
                        second; operations per second of prompts' attention.  Not known: as memory
                        and bf16
     cpu_attention_short_rate, cpu_cached_attention_short_rate, cpu_attention_short_ops   of keys and
-                       values of which a layer has 16 KiB in a page (4 heads of 64 numbers), not 64;
+                       values of which a layer has 8 KiB in a page (2 heads of 64 numbers), not 64;
                        not known: the same
     cpu_cached_row_s   of each row then, with one token, by encoding; not known: nothing
     cpu_in_layers      how many times as long products take in the layers of a step that reads them

@@ -1,7 +1,7 @@
 """What attention over pages gives: bytes of keys and values with one token, and arithmetic.
 
 The shape is that of most models of today: four query heads share a head of 128 numbers, and there
-are eight of these.  The CPU reads shorter extents more slowly: four heads of 64 are measured, too.
+are eight of these.  The CPU reads shorter extents more slowly: two heads of 64 are measured, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
-_SHORT_KV_HEADS, _SHORT_HEAD_DIM = 4, 64
+_SHORT_KV_HEADS, _SHORT_HEAD_DIM = 2, 64
 _GROUP = _HEADS // _KV_HEADS
 _CONTEXT = 4096
 _LAYERS = 8  # at least
@@ -80,6 +80,7 @@ def attention_rates(
         memory = buffer.tensor[: pages * layers * layout.page_bytes]
         long_pages = memory.view(pages, layers, -1)
         short_pages = memory.view(-1, layers, short.page_bytes)  # as many bytes in a call
+        prompt_pages = short_pages[:pages]
         long_few, short_few = _cached(long_pages, layout), _cached(short_pages, short)
         with torch.inference_mode():
             calls = [
@@ -87,7 +88,7 @@ def attention_rates(
                 _attending(long_pages, layout, _TOKENS),
                 _attending(long_few, layout),
                 _attending(short_pages, short),
-                _attending(short_pages, short, _TOKENS // 4),
+                _attending(prompt_pages, short, _TOKENS // 4),
                 _attending(short_few, short),
             ]
             found = by_turns([*calls, *beside], seconds)
@@ -98,7 +99,7 @@ def attention_rates(
             _operations(long_pages, layout, _TOKENS) / many_s,
             cached_per_s=max(rate, len(long_few) * layout.page_bytes / few_s),
             short_bytes_per_s=len(short_pages) * short.page_bytes / short_s,
-            short_operations_per_s=_operations(short_pages, short, _TOKENS // 4) / short_many_s,
+            short_operations_per_s=_operations(prompt_pages, short, _TOKENS // 4) / short_many_s,
             short_cached_per_s=len(short_few) * short.page_bytes / short_few_s,
         )
         return rates, found[len(calls) :]

@@ -23,6 +23,7 @@ from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.contracts.machine import Machine
 from hmt.engine.by_turns import by_turns, middle_half
 from hmt.engine.pace import at_pace, python_work
+from hmt.engine.product_rates import ProductRates, weights_in
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
@@ -94,7 +95,7 @@ class Yardstick:
             return
         self._buffer = HostBuffer(round_up(size, PAGE_BYTES))
         self._buffer.tensor.fill_(_NUMBERS)
-        self._weights = [_weights_in(self._buffer.tensor, form, _SHAPE) for form in _FORMATS]
+        self._weights = [weights_in(self._buffer.tensor, form, _SHAPE) for form in _FORMATS]
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +150,7 @@ class Yardstick:
         row_bytes = 2 * _HELD_COLUMNS
         rows = max(1, round(share * (cache_bytes() // _HELD) / row_bytes))
         memory = self._buffer.tensor[: round_up(rows * row_bytes, PAGE_BYTES)]
-        return _weights_in(memory, _FORMATS[0], (rows, _HELD_COLUMNS))[0]
+        return weights_in(memory, _FORMATS[0], (rows, _HELD_COLUMNS))[0]
 
     @staticmethod
     def pace(seconds: list[float]) -> CpuPace:
@@ -159,18 +160,26 @@ class Yardstick:
         calls_s, *reading_s, arithmetic_s = seconds
         return CpuPace(calls_s, sum(reading_s), arithmetic_s)
 
+    def with_rates(self, pace: CpuPace, products: ProductRates) -> CpuPace:
+        """Between the `pace` that was measured beside `products`, and what these say of it.
+
+        The yardstick's products are among them, in other memory and behind others: both differed
+        by up to an eighth.
+        """
+        found = 0.0
+        for (weight, *_), form in zip(self._weights, _FORMATS, strict=True):
+            rate = products.bytes_per_s.get(form.kernel)
+            if not rate:
+                return pace
+            row_s = products.row_s.get(f"{form.kernel}@1", 0.0)
+            found += weight.nbytes / rate + weight.shape[0] * row_s
+        return replace(pace, reading_s=(pace.reading_s + found) / 2) if found else pace
+
     def measured(self, seconds: float) -> CpuPace:
         """The pace now."""
         with _all_cores():
             found = self.pace(by_turns(self.calls(), seconds))
             return replace(found, cached_s=self.held().seconds)
-
-
-def _weights_in(memory: torch.Tensor, form: Format, shape: tuple[int, int]) -> list[WeightTensor]:
-    # Not above: it measures products by turns with a yardstick.
-    from hmt.engine.product_rates import weights_in
-
-    return weights_in(memory, form, shape)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from hmt.engine.kept_file import number_of, of_kind, replace_file, sizes_of
 from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
 from hmt.engine.pace import at_pace, pace_s
+from hmt.engine.probe_models import shelf
 from hmt.engine.product_rates import FULL_TOKENS, QUICK_TOKENS, ProductRates, product_rates
 from hmt.engine.step_rates import StepRates, completed
 from hmt.kernels.cpu import extension
@@ -127,7 +128,7 @@ def measure(
         _measure_disk(path, quick=quick, progress=progress),
         numa=before.numa if quick else numa_rates(measured_apart(_FULL_S)),
     )
-    with Yardstick() as yardstick:
+    with Yardstick() as yardstick, shelf.open():
         found = replace(found, **_measure_kernels(yardstick, quick=quick))
         found = _with_cached(found, yardstick, before if quick else Rates())
         _remember(path, found)  # a step's engine asks for it
@@ -341,7 +342,7 @@ def _measure_kernels(yardstick: Yardstick, *, quick: bool) -> dict[str, Any]:
     beside = yardstick.calls()
     products, products_s = product_rates(seconds, tokens, beside)
     attention, attention_s = attention_rates(_QUICK_S if quick else _ATTENTION_S, beside)
-    pace = yardstick.pace(products_s)
+    pace = yardstick.with_rates(yardstick.pace(products_s), products)
     times = yardstick.pace(attention_s).over(pace)
     attention = attention.faster(times.reading_s, times.arithmetic_s)
     return {"products": products, "attention": attention, "pace": pace}

@@ -6,8 +6,10 @@ read more than most caches hold.
 
 import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,45 @@ _WEIGHTS = "model.safetensors"
 _SOURCE = "mini-dense"
 
 
+class _Shelf:
+    """Models that stay for others who want the same: large ones take seconds to write."""
+
+    def __init__(self) -> None:
+        self._stack: ExitStack | None = None
+        self._models: dict[tuple[object, ...], Path] = {}
+        self._lock = threading.Lock()  # some are wanted side by side
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Until the end of this nothing is written twice."""
+        with ExitStack() as self._stack:
+            try:
+                yield
+            finally:
+                self._stack = None
+                self._models.clear()
+
+    def keeps(
+        self, write: Callable[..., AbstractContextManager[Path]]
+    ) -> Callable[..., AbstractContextManager[Path]]:
+        """`write`, or what it has written."""
+
+        @contextmanager
+        @wraps(write)
+        def model(*asked: int) -> Iterator[Path]:
+            with self._lock:
+                if self._stack is not None and (write, *asked) not in self._models:
+                    self._models[write, *asked] = self._stack.enter_context(write(*asked))
+                known = self._models.get((write, *asked))
+            with nullcontext(known) if known is not None else write(*asked) as folder:
+                yield folder
+
+        return model
+
+
+shelf = _Shelf()
+
+
 @contextmanager
 def small_model(layers: int) -> Iterator[Path]:
     """The embedded model with so many of its layers, in a folder that goes away."""
@@ -44,6 +85,7 @@ def small_model(layers: int) -> Iterator[Path]:
         yield folder
 
 
+@shelf.keeps
 @contextmanager
 def wide_model(layers: int, network: int = _WIDE_NETWORK) -> Iterator[Path]:
     """Dense layers of random weights, of Llama's family, 30 MiB each; and a head of 8."""
@@ -78,6 +120,7 @@ def small_experts(layers: int) -> Iterator[Path]:
         yield folder
 
 
+@shelf.keeps
 @contextmanager
 def wide_experts(layers: int) -> Iterator[Path]:
     """The same of larger and fewer experts: 28 MiB a layer."""

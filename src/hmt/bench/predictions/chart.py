@@ -5,7 +5,7 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
-from hmt.bench.predictions.compare import error, summed_up
+from hmt.bench.predictions.compare import error, middle
 
 _SIZE, _LEFT, _BOTTOM, _TOP, _GAP = 300, 56, 44, 30, 24
 _PANELS = (("tokens_per_s", "tokens/s"), ("ttft_s", "seconds to the first token"))
@@ -29,25 +29,35 @@ def table(content: dict[str, Any]) -> str:
         "predicted | measured | error | from the drive per token | memory |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for run in content["runs"]:
+    for run in middle(content["runs"]):
         predicted, measured = run["predicted"], run["measured"]
         cells = [run["case"]["name"]]
         for name in ("tokens_per_s", "ttft_s"):
             cells += [_number(predicted[name]), _number(measured[name]), _share(run, name)]
         cells += [_share(run, "disk_bytes"), _share(run, "peak_bytes")]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| | runs | median error | worst | lowest |", "|---|---|---|---|---|"]
-    for name, found in summed_up(content["runs"]).items():
+    lines += _sums("cases" if content["apart"] else "runs", content["errors"])
+    if content["apart"]:
+        lines += _sums("single runs", content["errors_of_runs"])
+        apart, worst = (f"{content['apart'][key]:.1%}" for key in ("median", "worst"))
+        lines += ["", f"The same run again gave {apart} more tokens/s in the middle, {worst} once."]
+    return "\n".join(lines) + "\n"
+
+
+def _sums(what: str, sums: dict[str, dict[str, float]]) -> list[str]:
+    """Lines of a table."""
+    lines = ["", f"| | {what} | median error | worst | lowest |", "|---|---|---|---|---|"]
+    for name, found in sums.items():
         shares = (f"{found[key]:.1%}" for key in ("median", "worst"))
         lines.append(
             f"| {_NAMES[name]} | {found['runs']} | {' | '.join(shares)} | {found['lowest']:+.1%} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def scatter_svg(contents: Sequence[dict[str, Any]]) -> str:
     """Predicted over measured, a panel for tokens per second and one for the first token."""
-    runs = [run for content in contents for run in content["runs"]]
+    runs = [run for content in contents for run in middle(content["runs"])]
     width, height = len(_PANELS) * (_SIZE + _LEFT + _GAP), _SIZE + _TOP + _BOTTOM
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -107,5 +117,10 @@ def _number(value: float) -> str:
 
 
 def _share(run: dict[str, Any], name: str) -> str:
-    found = error(run, name)
-    return "" if found is None else f"{found:+.0%}"
+    """The error of a case, and those of its runs from the lowest to the highest."""
+    found, every = error(run, name), run["errors"].get(name, [])
+    if found is None:
+        return ""
+    if len(every) == 1:
+        return f"{found:+.0%}"
+    return f"{found:+.0%} ({min(every):+.0%} to {max(every):+.0%})"

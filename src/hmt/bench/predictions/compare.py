@@ -1,4 +1,9 @@
-"""All runs, each predicted from what the machine's probe has measured, and what came of it."""
+"""All runs, each predicted from what the machine's probe has measured, and what came of it.
+
+A machine that others use, too, is another one a minute later: the same run, with the same probe, is
+5% off one time and 25% the next.  So cases are run in several rounds, and what a case is off is the
+middle of them.
+"""
 
 import json
 import os
@@ -37,15 +42,18 @@ def runs_of(
     folder: Path,
     *,
     progress: Callable[[str], None] = lambda what: None,
+    compiled: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Runs all cases, each in a process of its own; what `process.run` says of each.
+
+    compiled   the GPU's kernels are, since the cases have been run before
 
     Models are written into `folder`.  A run is made again while the drive, measured before and
     behind it, has changed, and one of a GPU once if Python's pace has; the last counts.  Raises
     HMTError where a process fails.
     """
     on_gpu = [case for case in cases if case.gpu_memory is not None]
-    if on_gpu:
+    if on_gpu and not compiled:
         progress(f"compiling kernels for {len(on_gpu)} runs")
         _compile_kernels(on_gpu, folder)
     for case in cases:
@@ -112,13 +120,53 @@ def _run(
 
 
 def content_of(runs: Sequence[dict[str, Any]], machine: Machine) -> dict[str, Any]:
-    """A benchmark's file."""
+    """A benchmark's file: all runs; errors of cases in the middle, and of single runs.
+
+    And by what share of the slowest the fastest run of a case was faster: what no prediction from
+    before can know.
+    """
+    spreads = [max(each) / min(each) - 1 for each in _speeds(runs) if len(each) > 1]
     return {
         "benchmark": "predictions",
         "machine": describe(machine),
         "runs": list(runs),
-        "errors": summed_up(runs),
+        "errors": summed_up(middle(runs)),
+        "errors_of_runs": summed_up(runs),
+        "apart": {"median": median(spreads), "worst": max(spreads)} if spreads else {},
     }
+
+
+def _speeds(runs: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Tokens per second of each case's runs."""
+    return [[run["measured"]["tokens_per_s"] for run in each] for each in _by_case(runs)]
+
+
+def _by_case(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        found.setdefault(run["case"]["name"], []).append(run)
+    return list(found.values())
+
+
+def middle(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One run for each case: each quantity of the one whose error is in the middle.
+
+    Of two in the middle the lower one.  `errors` are those of all, in their order.
+    """
+    found = []
+    for each in _by_case(runs):
+        one = {side: dict(each[0][side]) for side in ("predicted", "measured")}
+        errors: dict[str, list[float]] = {}
+        for quantity in QUANTITIES:
+            known = [(off, run) for run in each if (off := error(run, quantity)) is not None]
+            if not known:
+                continue
+            errors[quantity] = [off for off, _ in known]
+            _, run = sorted(known, key=lambda one: one[0])[(len(known) - 1) // 2]
+            for side, of in one.items():
+                of[quantity] = run[side][quantity]
+        found.append({**each[0], **one, "errors": errors})
+    return found
 
 
 def error(run: dict[str, Any], quantity: str) -> float | None:
