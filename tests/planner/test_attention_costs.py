@@ -10,7 +10,13 @@ from hmt.base.units import KIB
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.layers.mla import LatentAttention
-from hmt.planner.attention_costs import SHORT_PAGE, AttentionWork, attention_work, cpu_seconds
+from hmt.planner.attention_costs import (
+    LONG_PAGE,
+    SHORT_PAGE,
+    AttentionWork,
+    attention_work,
+    cpu_seconds,
+)
 from hmt.planner.loads import LayerLoad, add_attention
 
 MACHINE = Machine(
@@ -91,3 +97,14 @@ def test_a_page_takes_its_own_time_and_that_of_its_bytes(short_rate: float) -> N
     more = [(page_s(after) - page_s(before)) / (after - before) for before, after in
             ((2, 8), (8, 24), (24, 64))]  # fmt: skip
     assert more == pytest.approx([more[0]] * 3)
+
+
+@pytest.mark.parametrize(("faster", "share"), [(1.0, 1.0), (1.5, 1 / 3), (2.0, 0.0), (9.0, 0.0)])
+def test_what_caches_do_not_hold_takes_longer_at_first(faster: float, share: float) -> None:
+    machine = replace(MACHINE, cpu_attention_cold_s=1e-4)
+    load, work = LayerLoad(kv_bytes=LONG_PAGE / PAGE_TOKENS), AttentionWork(1e6, 0)
+    cold = cpu_seconds(machine, load, work, 30e9, faster)
+    assert cold - cpu_seconds(MACHINE, load, work, 30e9, faster) == pytest.approx(share * 1e-4)
+    assert cpu_seconds(machine, load, AttentionWork(0, 0), 30e9, faster) == 0
+    bare = replace(machine, cpu_cached_attention_rate=0, cpu_cached_attention_short_rate=0)
+    assert cpu_seconds(bare, load, work, 30e9, 1) == pytest.approx(1e6 / 20e9 + 1e-4)

@@ -29,6 +29,8 @@ class Machine:
     cpu_attention_short_rate, cpu_cached_attention_short_rate, cpu_attention_short_ops   of keys and
                        values of which a layer has 8 KiB in a page (2 heads of 64 numbers), not 64;
                        not known: the same
+    cpu_attention_cold_s   of a layer's attention with one token where caches hold nothing of what
+                       it reads, beyond its bytes at these rates; not known: nothing
     cpu_cached_row_s   of each row then, with one token, by encoding; not known: nothing
     cpu_in_layers      how many times as long products take in the layers of a step that reads them
                        from memory, by encoding and for several users under "w4a8@8": calls that
@@ -124,6 +126,7 @@ class Machine:
     cpu_attention_short_rate: float = 0.0
     cpu_cached_attention_short_rate: float = 0.0
     cpu_attention_short_ops: float = 0.0
+    cpu_attention_cold_s: float = 0.0
     numa_nodes: int = 1
     numa_distances: tuple[tuple[int, ...], ...] = ()
     remote_share: float = 1.0

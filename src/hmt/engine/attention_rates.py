@@ -4,17 +4,22 @@ The shape is that of most models of today: four query heads share a head of 128 
 are eight of these.  The CPU reads shorter extents more slowly: two heads of 64 are measured, too.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
-from hmt.base.units import round_up
+from hmt.base.units import MIB, round_up
+from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.engine.by_turns import by_turns
+from hmt.engine.by_turns import by_turns, middle_half
+from hmt.engine.product_rates import weights_in
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
+from hmt.quant import Format
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _SHORT_KV_HEADS, _SHORT_HEAD_DIM = 2, 64
@@ -26,6 +31,8 @@ _LEAST_PAGES = 2 * 256 // PAGE_TOKENS
 _CACHES = 2  # times their size is read before a page's turn comes again: 134 MB of zeros were read
 # at 30 GB/s beside caches of 480 MiB, and four times as many at 21.5
 _TOKENS = 256  # of a prompt
+_COLD_BYTES, _COLD_ROUNDS = 2 * MIB, 24
+_PRODUCTS, _COLUMNS = Format(Encoding.BF16), 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,7 @@ class AttentionRates:
     cached_per_s       bytes_per_s of what caches hold
     short_bytes_per_s, short_operations_per_s, short_cached_per_s   of small heads
     several_bytes_per_s   as bytes_per_s, several users' tokens attending to their own positions
+    cold_s             of one token attending to what no cache holds, beyond its bytes
     """
 
     bytes_per_s: float = 0.0
@@ -46,6 +54,7 @@ class AttentionRates:
     short_bytes_per_s: float = 0.0
     short_cached_per_s: float = 0.0
     short_operations_per_s: float = 0.0
+    cold_s: float = 0.0
 
     def faster(self, reading: float, arithmetic: float) -> "AttentionRates":
         """With memory that is read so many times as fast, and arithmetic."""
@@ -55,6 +64,7 @@ class AttentionRates:
             operations_per_s=self.operations_per_s * arithmetic,
             short_bytes_per_s=self.short_bytes_per_s * reading,
             short_operations_per_s=self.short_operations_per_s * arithmetic,
+            cold_s=self.cold_s / reading,
         )
 
 
@@ -92,6 +102,8 @@ def attention_rates(
                 _attending(short_few, short),
             ]
             found = by_turns([*calls, *beside], seconds)
+            kinds = (long_pages, layout), (short_pages, short)
+            cold_s = fmean(_cold_s(memory, every, of) for every, of in kinds)
         one_s, many_s, few_s, short_s, short_many_s, short_few_s = found[: len(calls)]
         rate = pages * layout.page_bytes / one_s
         rates = AttentionRates(
@@ -101,6 +113,7 @@ def attention_rates(
             short_bytes_per_s=len(short_pages) * short.page_bytes / short_s,
             short_operations_per_s=_operations(prompt_pages, short, _TOKENS // 4) / short_many_s,
             short_cached_per_s=len(short_few) * short.page_bytes / short_few_s,
+            cold_s=cold_s,
         )
         return rates, found[len(calls) :]
     finally:
@@ -112,6 +125,29 @@ def _cached(every: torch.Tensor, layout: ops.PageLayout) -> torch.Tensor:
     """Pages that caches hold."""
     fitting = cache_bytes() // _CACHED_SHARE // layout.page_bytes
     return every[: min(len(every), max(_LEAST_PAGES, fitting)), : max(1, fitting // len(every))]
+
+
+def _cold_s(memory: torch.Tensor, every: torch.Tensor, layout: ops.PageLayout) -> float:
+    """Of one token attending to few of `every` page of `memory` while products read the rest of it.
+
+    Beyond what as many bytes take of all pages, which are read in turn: in steps other weights pass
+    through the caches between one layer's attention and the next one's.  On two Zen 5 cores 0.5 MB
+    took 70 us then and 25 in a loop, 4 MB 265 and 150, and 34 MB as much in both.
+    """
+    few = every[: max(1, _COLD_BYTES // layout.page_bytes)]
+    others = memory[few.nbytes :]
+    (weight,) = weights_in(others, _PRODUCTS, (others.nbytes // (2 * _COLUMNS) - 1, _COLUMNS))
+    x = torch.ones(1, _COLUMNS, dtype=torch.bfloat16)
+    calls = _attending(few, layout), _attending(every, layout)
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(_COLD_ROUNDS):
+        for call, taken in zip(calls, times, strict=True):
+            ops.linear(x, weight)
+            begin = time.perf_counter()
+            call(number)
+            taken.append(time.perf_counter() - begin)
+    few_s, all_s = map(middle_half, times)
+    return max(0.0, few_s - all_s * len(few) / len(every))
 
 
 def _attending(

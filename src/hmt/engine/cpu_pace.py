@@ -218,6 +218,7 @@ def at_cpu_pace(machine: Machine, now: CpuPace) -> Machine:
         cpu_rates={name: rate / times.reading_s for name, rate in machine.cpu_rates.items()},
         cpu_ops={name: rate / products(name) for name, rate in machine.cpu_ops.items()},
         cpu_row_s={name: each * products(name) for name, each in machine.cpu_row_s.items()},
+        cpu_attention_cold_s=machine.cpu_attention_cold_s * times.reading_s,
         cpu_attention_ops=machine.cpu_attention_ops / times.arithmetic_s,
         cpu_attention_short_ops=machine.cpu_attention_short_ops / times.arithmetic_s,
         cached_rates=_cached_rates(machine, times),

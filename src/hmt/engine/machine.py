@@ -268,6 +268,7 @@ def _machine(rates: Rates) -> Machine:
         cpu_cached_row_s=rates.products.cached_row_s,
         cpu_attention_rate=rates.attention.bytes_per_s,
         cpu_cached_attention_rate=rates.attention.cached_per_s,
+        cpu_attention_cold_s=rates.attention.cold_s,
         cpu_attention_short_rate=rates.attention.short_bytes_per_s,
         cpu_cached_attention_short_rate=rates.attention.short_cached_per_s,
         cpu_attention_ops=rates.attention.operations_per_s,

@@ -67,7 +67,7 @@ def cpu_seconds(
 
     faster   so many times is memory read, since caches hold it
     """
-    reading = over(work.nbytes, _rate(machine, load.kv_bytes, ram_rate, faster))
+    reading = _reading_s(machine, load.kv_bytes, work.nbytes, ram_rate, faster)
     operations = cpu_operations(machine)
     if not load.latent:
         operations = _between(machine.cpu_attention_short_ops, operations, load.kv_bytes)
@@ -91,12 +91,19 @@ def over(amount: float, rate: float) -> float:
     return amount / rate if rate else 0.0
 
 
-def _rate(machine: Machine, kv_bytes: float, ram_rate: float, faster: float) -> float:
-    """Bytes per second of keys and values, which lie in extents of a page each."""
+def _reading_s(
+    machine: Machine, kv_bytes: float, nbytes: float, ram_rate: float, faster: float
+) -> float:
+    """Of keys and values, which lie in extents of a page each."""
     long, cached = machine.cpu_attention_rate or ram_rate, machine.cpu_cached_attention_rate
     rate = _of_pages(machine.cpu_attention_short_rate, long, kv_bytes)
     most = _of_pages(machine.cpu_cached_attention_short_rate, cached, kv_bytes)
-    return max(rate, min(faster * rate, most or rate))
+    found = max(rate, min(faster * rate, most or rate))
+    if not nbytes or not found:
+        return 0.0
+    # As much is read cold as the rate is that of memory.
+    cold = (most / found - 1) / (most / rate - 1) if most > rate else 1.0
+    return nbytes / found + cold * machine.cpu_attention_cold_s
 
 
 def _of_pages(short: float, long: float, kv_bytes: float) -> float:

@@ -130,6 +130,7 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         cpu_cached_attention_rate=machine.cpu_cached_attention_rate / cpu,
         cpu_attention_short_rate=machine.cpu_attention_short_rate / cpu,
         cpu_cached_attention_short_rate=machine.cpu_cached_attention_short_rate / cpu,
+        cpu_attention_cold_s=machine.cpu_attention_cold_s * cpu,
         number_s=machine.number_s * cpu,
         device_read_rate=machine.device_read_rate / gpu,
         device_rates=slower(machine.device_rates, gpu),
