@@ -131,7 +131,7 @@ def _cold_s(memory: torch.Tensor, every: torch.Tensor, layout: ops.PageLayout) -
     """Of one token attending to few of `every` page of `memory` while products read the rest of it.
 
     Beyond what as many bytes take of all pages, which are read in turn: in steps other weights pass
-    through the caches between one layer's attention and the next one's.  On two Zen 5 cores 0.5 MB
+    through the caches between one layer's attention and the next one's.  On two Zen 4 cores 0.5 MB
     took 70 us then and 25 in a loop, 4 MB 265 and 150, and 34 MB as much in both.
     """
     few = every[: max(1, _COLD_BYTES // layout.page_bytes)]
