@@ -16,6 +16,7 @@ MACHINE = Machine(
     cpu_rates={"bf16": 25e9, "w4a8": 24e9}, cpu_cached_rates={"bf16": 80e9},
     cpu_ops={"w4a8": 4e11, "w4a8@8": 1e11, "w4a8@64": 3e11},
     cpu_row_s={"w4a8@1": 1e-8, "w4a8": 1e-9}, cpu_attention_rate=2e10, cpu_attention_ops=3e11,
+    cpu_attention_cold_s=1e-4,
     cache_bytes=32 << 20, cached_rates={"4MiB": 9e10, "16MiB": 8e10, "64MiB": 4e10},
     step_s=1e-4, layer_s=2e-5, number_s=1e-9, pace=1.0, reading_pace=2.0, arithmetic_pace=4.0,
     cached_pace=1.0,
@@ -56,6 +57,7 @@ def test_rates_follow_the_pace_of_what_they_are_of() -> None:
     assert found.ram_read_rate == near(15e9)
     assert found.cpu_rates == {"bf16": near(12.5e9), "w4a8": near(12e9)}
     assert found.cpu_attention_rate == near(1e10)
+    assert found.cpu_attention_cold_s == near(2e-4)
     # Products with half of the caches' size take so much longer, whatever memory gives: others
     # have taken so much.  Of less they take less, and more is hardly held anyway.
     held, times = found.cached_rates, {}

@@ -46,10 +46,10 @@ def predictions(
     with tempfile.TemporaryDirectory() as temporary, notes().status("measuring") as status:
         place = folder or Path(temporary)
         for number in range(rounds):
-            # Its kernels compiled, a GPU is the same one in each round.
-            anew = probe and (gpu_id is None or number == 0)
-            machine = _measured(place, gpu_id) if anew else _remembered(place, gpu_id)
             again = number > 0
+            # A GPU's probe takes minutes, and is of the same GPU in each round.
+            anew = probe and not (again and gpu_id is not None)
+            machine = _machine(place, gpu_id, anew=anew)
             for run in runs_of(cases, place, progress=status.update, compiled=again):
                 runs.append(run | {"round": number})
                 print(_line(run), flush=True)
@@ -70,33 +70,18 @@ def _line(run: dict[str, Any]) -> str:
     )
 
 
-def _measured(place: Path, gpu_id: str | None) -> "Machine":
-    """This machine, measured anew: with a GPU what that needs, and it."""
-    from hmt.engine.machine import measure, measure_device
+def _machine(place: Path, gpu_id: str | None, *, anew: bool) -> "Machine":
+    """This machine, with a GPU if one is asked for: measured `anew`, or as it is remembered."""
+    from hmt.engine.machine import machine_for, measure, measure_device, with_device
     from hmt.memory.device import open_device
 
-    machine = measure(place, quick=gpu_id is not None)
+    machine = measure(place, quick=gpu_id is not None) if anew else machine_for(place)
     if gpu_id is None:
         return machine
-    device = open_device(_torch_name(gpu_id))
-    machine = measure_device(place, device, gpu_id, quick=False)
+    device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
+    if anew:
+        machine = measure_device(place, device, gpu_id, quick=False)
+    else:
+        machine = with_device(machine, device)
     device.trim()
     return machine
-
-
-def _remembered(place: Path, gpu_id: str | None) -> "Machine":
-    """This machine as it was measured before."""
-    from hmt.engine.machine import machine_for, with_device
-    from hmt.memory.device import open_device
-
-    machine = machine_for(place)
-    if gpu_id is None:
-        return machine
-    device = open_device(_torch_name(gpu_id))
-    machine = with_device(machine, device)
-    device.trim()
-    return machine
-
-
-def _torch_name(gpu_id: str) -> str:
-    return f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id

@@ -13,9 +13,9 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.planner.loads import LayerLoad
 from hmt.planner.products import operations_rate
 
-# One layer's: 2 heads of 64 numbers, 8 of 128.  What is computed with goes by a head's numbers, as
-# fast for 1 as for 4 heads of 64.
-SHORT_PAGE, SHORT_HEADS, LONG_PAGE = 8 * KIB, 16 * KIB, 64 * KIB
+SHORT_PAGE, LONG_PAGE = 8 * KIB, 64 * KIB  # one layer's: 2 heads of 64 numbers, 8 of 128
+# Arithmetic goes by a head's numbers, not by their bytes: 1 to 4 heads of 64 are as fast as 2.
+_SHORT_HEADS_PAGE = 16 * KIB
 _FLOATS = "bf16"  # what attention is computed in
 
 
@@ -101,7 +101,7 @@ def _reading_s(
     found = max(rate, min(faster * rate, most or rate))
     if not nbytes or not found:
         return 0.0
-    # As much is read cold as the rate is that of memory.
+    # Between the caches' rate and memory's, the share of it that comes from memory.
     cold = (most / found - 1) / (most / rate - 1) if most > rate else 1.0
     return nbytes / found + cold * machine.cpu_attention_cold_s
 
@@ -124,5 +124,5 @@ def _between(short: float, long: float, kv_bytes: float) -> float:
     """On a straight line over the logarithm of a page's bytes; level beyond both ends."""
     if not short or not long or not kv_bytes:
         return long
-    share = log(kv_bytes * PAGE_TOKENS / SHORT_HEADS) / log(LONG_PAGE / SHORT_HEADS)
+    share = log(kv_bytes * PAGE_TOKENS / _SHORT_HEADS_PAGE) / log(LONG_PAGE / _SHORT_HEADS_PAGE)
     return short + (long - short) * min(1.0, max(0.0, share))

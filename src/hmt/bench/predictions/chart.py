@@ -40,7 +40,8 @@ def table(content: dict[str, Any]) -> str:
     if content["apart"]:
         lines += _sums("single runs", content["errors_of_runs"])
         apart, worst = (f"{content['apart'][key]:.1%}" for key in ("median", "worst"))
-        lines += ["", f"The same run again gave {apart} more tokens/s in the middle, {worst} once."]
+        fastest = f"{apart} more tokens/s than its slowest in the middle, {worst} at most"
+        lines += ["", f"The fastest run of a case gave {fastest}."]
     return "\n".join(lines) + "\n"
 
 

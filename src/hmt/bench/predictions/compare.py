@@ -1,8 +1,8 @@
 """All runs, each predicted from what the machine's probe has measured, and what came of it.
 
-A machine that others use, too, is another one a minute later: the same run, with the same probe, is
-5% off one time and 25% the next.  So cases are run in several rounds, and what a case is off is the
-middle of them.
+A machine that others use, too, is another one a minute later: one case on an H200, three times
+behind the same probe, was 5 and 22% too slow and 2% too fast.  So cases are run in several rounds,
+and what a case is off is the middle of them.
 """
 
 import json
@@ -46,7 +46,7 @@ def runs_of(
 ) -> Iterator[dict[str, Any]]:
     """Runs all cases, each in a process of its own; what `process.run` says of each.
 
-    compiled   the GPU's kernels are, since the cases have been run before
+    compiled   whether the GPU's kernels are, since the cases have been run before
 
     Models are written into `folder`.  A run is made again while the drive, measured before and
     behind it, has changed, and one of a GPU once if Python's pace has; the last counts.  Raises
@@ -120,12 +120,13 @@ def _run(
 
 
 def content_of(runs: Sequence[dict[str, Any]], machine: Machine) -> dict[str, Any]:
-    """A benchmark's file: all runs; errors of cases in the middle, and of single runs.
+    """A benchmark's file: all runs; errors of cases (their middle), and of single runs.
 
-    And by what share of the slowest the fastest run of a case was faster: what no prediction from
-    before can know.
+    And how far `apart` runs of a case are: how much more tokens/s the fastest gave than the
+    slowest, which is the host's doing.
     """
-    spreads = [max(each) / min(each) - 1 for each in _speeds(runs) if len(each) > 1]
+    speeds = [[run["measured"]["tokens_per_s"] for run in each] for each in _by_case(runs)]
+    spreads = [max(each) / min(each) - 1 for each in speeds if len(each) > 1]
     return {
         "benchmark": "predictions",
         "machine": describe(machine),
@@ -136,12 +137,8 @@ def content_of(runs: Sequence[dict[str, Any]], machine: Machine) -> dict[str, An
     }
 
 
-def _speeds(runs: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Tokens per second of each case's runs."""
-    return [[run["measured"]["tokens_per_s"] for run in each] for each in _by_case(runs)]
-
-
 def _by_case(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The runs of each case, in the order of the first ones."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         found.setdefault(run["case"]["name"], []).append(run)
@@ -162,7 +159,7 @@ def middle(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if not known:
                 continue
             errors[quantity] = [off for off, _ in known]
-            _, run = sorted(known, key=lambda one: one[0])[(len(known) - 1) // 2]
+            _, run = sorted(known, key=lambda pair: pair[0])[(len(known) - 1) // 2]
             for side, of in one.items():
                 of[quantity] = run[side][quantity]
         found.append({**each[0], **one, "errors": errors})
