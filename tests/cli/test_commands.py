@@ -190,8 +190,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(machine, "_measure_disk", measure_disk)
     products = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
     monkeypatch.setattr(machine, "product_rates", lambda *given: (products, []))
-    for seconds in ("_FULL_S", "_ATTENTION_S"):
-        monkeypatch.setattr(machine, seconds, 0.05)
+    monkeypatch.setattr(machine, "_FULL_S", 0.05)
     # Models that no cache holds are written and read for some seconds each.
     monkeypatch.setattr(probe_models, "_WIDE", 256)
     monkeypatch.setattr(probe_models, "_WIDE_NETWORK", 512)

@@ -15,6 +15,7 @@ from hmt.contracts.encoding import Encoding
 from hmt.contracts.machine import Machine
 from hmt.engine import (
     EngineConfig,
+    attention_windows,
     device_models,
     device_products,
     device_rates,
@@ -83,7 +84,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.setattr(machine, "_measure_ram", probe.measure_ram)
         monkeypatch.setattr(machine, "_measure_disk", probe.measure_disk)
         monkeypatch.setattr(machine, "product_rates", lambda *given: (PRODUCTS, PACES_S))
-        monkeypatch.setattr(machine, "attention_rates", lambda *given: (ATTENTION, PACES_S))
+        monkeypatch.setattr(
+            attention_windows, "attention_rates", lambda *given: (ATTENTION, PACES_S)
+        )
         monkeypatch.setattr(machine, "cpu_step_rates", lambda *given, **options: STEPS)
         monkeypatch.setattr(machine, "held_rates", lambda *given: ({"1MiB": 6e10}, 2e-4))
         held = InSteps({"30MiB": 5e10}, {5e6: 1e-3})

@@ -31,7 +31,7 @@ _LEAST_PAGES = 2 * 256 // PAGE_TOKENS
 _CACHES = 2  # times their size is read before a page's turn comes again: 134 MB of zeros were read
 # at 30 GB/s beside caches of 480 MiB, and four times as many at 21.5
 _TOKENS = 256  # of a prompt
-_COLD_BYTES, _COLD_ROUNDS = 2 * MIB, 24
+_COLD_BYTES, _COLD_ROUNDS = 2 * MIB, 8
 _PRODUCTS, _COLUMNS = Format(Encoding.BF16), 1024
 
 

@@ -54,7 +54,7 @@ _CHANCE_BYTES, _STREAMING_CHANCE_BYTES = 8 * MIB, 40 * MIB
 _STREAMED, _CONVERTED = (0.1, 0.1), {"quantization": "w4a8"}
 # Of the weights: hardly an expert is missing in its slot, and some are in each step.
 _HELD, _MISSED = 0.9, 0.05
-_ROUNDS, _WARM_STEPS = 4, 10
+_ROUNDS, _QUICK_ROUNDS, _WARM_STEPS = 4, 3, 10
 _SCHEMES = {"bf16": None, "w8a8": "w8a8", "w4a8": "w4a8"}  # by kernel
 _MOST_TIMES = 2.0  # or more is chance
 _PROMPTS = 1.5  # times the seconds: a prompt takes 0.2 of them
@@ -119,7 +119,8 @@ def cpu_step_rates(
         cases += [Case(model(n), 1, None) for model in _SMALL for n in (FEW, MANY)]
         cases += [Case(experts(n), 1, _HELD) for n in (FEW, MANY)]
         cases.append(Case(experts(MANY), 1, _MISSED))
-    few, many, several, read, *others = decoded(bare, cases, seconds, pace)
+    rounds = _ROUNDS if whole else _QUICK_ROUNDS
+    few, many, several, read, *others = decoded(bare, cases, seconds, pace, rounds)
     row_s = max(0.0, (several.calls_s - few.calls_s) / (USERS - 1))
     prompts = _prompts(bare, small, seconds, pace)
     (layer_s, token_s), (piece_s, prompt_s) = prompts.of_a_layer(), prompts.of_a_piece()
@@ -351,17 +352,18 @@ def decoded(
     cases: Sequence[Case],
     seconds: float,
     pace: Callable[[], CpuPace] = CpuPace,
+    rounds: int = _ROUNDS,
 ) -> list[Decoded]:
     """Steps of each, by turns, at the machine's own pace; `seconds` for each."""
     with ExitStack() as stack:
         models = _loaded(stack, cases)
         turns: list[list[_Turn]] = [[] for _ in cases]
         paces: list[list[CpuPace]] = [[] for _ in cases]
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             for case, model, taken, seen in zip(cases, models, turns, paces, strict=True):
                 # Right before: what memory gives has changed by a seventh from case to case.
                 seen.append(_pace_beside(model, pace))
-                taken.append(_turn(model, case, seconds / _ROUNDS))
+                taken.append(_turn(model, case, seconds / rounds))
         return [
             _decoded(machine, case, model, taken, usual_pace(seen))
             for case, model, taken, seen in zip(cases, models, turns, paces, strict=True)

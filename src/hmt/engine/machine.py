@@ -18,7 +18,8 @@ from hmt.base import flags
 from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import Machine
-from hmt.engine.attention_rates import AttentionRates, attention_rates
+from hmt.engine.attention_rates import AttentionRates
+from hmt.engine.attention_windows import AttentionWindows
 from hmt.engine.cached_rates import InSteps, cached_rates, held_rates
 from hmt.engine.cpu_pace import CpuPace, Yardstick
 from hmt.engine.cpu_step_rates import cpu_step_rates
@@ -54,7 +55,8 @@ _QUICK_S = 0.1  # per rate
 _FULL_S = 0.5
 _FULL_DISK_S = 0.15
 _PRODUCTS_S = 2.5 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
-_ATTENTION_S, _PACE_S, _QUICK_PACE_S = 4 * _FULL_S, 0.05, 0.02
+_PACE_S, _QUICK_PACE_S = 0.05, 0.02
+_LOOKS = 5  # at attention
 _HELD_ROUNDS = 64
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
@@ -123,13 +125,15 @@ def measure(
     `progress` is told each result of the drive.
     """
     before, each_s = remembered(path), _QUICK_S if quick else _FULL_S
-    found = Rates(
-        _measure_ram(quick=quick),
-        _measure_disk(path, quick=quick, progress=progress),
-        numa=before.numa if quick else numa_rates(measured_apart(_FULL_S)),
-    )
     with Yardstick() as yardstick, shelf.open():
-        found = replace(found, **_measure_kernels(yardstick, quick=quick))
+        attention = AttentionWindows(yardstick, each_s, most=1 if quick else _LOOKS)
+        attention.look()
+        found = Rates(_measure_ram(quick=quick))
+        attention.look()
+        found = replace(found, disk=_measure_disk(path, quick=quick, progress=progress))
+        attention.look()
+        numa = before.numa if quick else numa_rates(measured_apart(_FULL_S))
+        found = replace(found, numa=numa, **_measure_kernels(yardstick, attention, quick=quick))
         found = _with_cached(found, yardstick, before if quick else Rates())
         _remember(path, found)  # a step's engine asks for it
         with contextlib.suppress(HMTError):
@@ -337,16 +341,16 @@ def _measure_ram(*, quick: bool) -> float:
         restore()
 
 
-def _measure_kernels(yardstick: Yardstick, *, quick: bool) -> dict[str, Any]:
-    """Products, attention, and the pace that the CPU had when all this was measured."""
+def _measure_kernels(
+    yardstick: Yardstick, attention: AttentionWindows, *, quick: bool
+) -> dict[str, Any]:
+    """Products, attention, and the pace that the CPU had when products were measured."""
     seconds, tokens = (_QUICK_S, QUICK_TOKENS) if quick else (_PRODUCTS_S, FULL_TOKENS)
-    beside = yardstick.calls()
-    products, products_s = product_rates(seconds, tokens, beside)
-    attention, attention_s = attention_rates(_QUICK_S if quick else _ATTENTION_S, beside)
+    attention.look()
+    products, products_s = product_rates(seconds, tokens, yardstick.calls())
+    attention.look()
     pace = yardstick.with_rates(yardstick.pace(products_s), products)
-    times = yardstick.pace(attention_s).over(pace)
-    attention = attention.faster(times.reading_s, times.arithmetic_s)
-    return {"products": products, "attention": attention, "pace": pace}
+    return {"products": products, "attention": attention.rates(pace), "pace": pace}
 
 
 def _with_cached(found: Rates, yardstick: Yardstick, before: Rates) -> Rates:
