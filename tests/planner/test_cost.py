@@ -14,6 +14,7 @@ from hmt.contracts.model import KVKind
 from hmt.contracts.plan import Tier
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
+from hmt.planner.overlap import Overlap
 from hmt.planner.products import Times
 from hmt.planner.routing import PUBLISHED, UNIFORM, measured_curve, needed_experts, usual_curve
 
@@ -72,7 +73,7 @@ def test_blocks_that_are_read_cost_calls_and_by_themselves_a_wait() -> None:
     assert loads.read_blocks == sum(b.kind is not BlockKind.EMBEDDING for b in read) > 0
 
     def seconds(hidden: float, **costs: float) -> float:
-        model = CostModel(replace(loads, hidden=hidden), replace(less, **costs))
+        model = CostModel(replace(loads, overlap=Overlap(hidden)), replace(less, **costs))
         return model.decode(1, 0).seconds
 
     for hidden in (0.0, 0.75):
@@ -121,23 +122,6 @@ def test_layers_that_come_from_memory_take_as_long_as_they_did_in_a_step() -> No
     assert decode(cached) == pytest.approx(fast_s + layers)
     prompts = [CostModel(loads, each).prompt(64, 0).seconds for each in (machine, measured)]
     assert prompts[0] == prompts[1]
-
-
-def test_a_drive_hides_behind_layers_only_where_the_next_has_room() -> None:
-    demand = small_model(24)
-    machine = replace(machine_with(demand), disk_read_rate=100e9, step_s=0.0, layer_s=0.0)
-    plan = outlook(demand).plan(setting(machine, host_bytes=demand.weight_bytes // 3)).plan
-    layer = 80 << 18
-    steps = {}
-    for slots in (4 * layer, 2 * layer, 3 * layer // 2, layer):
-        loads = loads_of(demand, replace(plan, reserved={**plan.reserved, "slots": slots}))
-        assert loads.hidden == pytest.approx(min(1.0, slots / layer - 1))
-        steps[slots] = CostModel(loads, machine).decode(1, 0)
-    both = steps[layer].busy_s
-    assert steps[4 * layer].seconds == steps[2 * layer].seconds == max(both["CPU"], both["disk"])
-    assert steps[layer].seconds == pytest.approx(both["CPU"] + both["disk"])
-    half = (steps[layer].seconds + steps[2 * layer].seconds) / 2
-    assert steps[3 * layer // 2].seconds == pytest.approx(half)
 
 
 def test_experts_in_slots_and_missing_ones_cost_calls() -> None:

@@ -68,3 +68,25 @@ def test_a_block_waits_for_its_own_size_though_there_is_other_room(checkpoint: P
     with bench.store.lease(second):
         assert bench.store.presence(first).name == "MISS"
     bench.close()
+
+
+def test_a_block_without_a_size_of_its_own_takes_a_larger_place(checkpoint: Path) -> None:
+    probe = open_store(checkpoint, slots_bytes=1 << 20)
+    sizes = {block: probe.layouts[block].slot_bytes for block in CIRCLE}
+    probe.close()
+    least, *larger = sorted(set(sizes.values()))
+    counts = dict.fromkeys(larger, 1)
+    bench = open_store(checkpoint, slots_bytes=sum(larger), slot_counts=counts, poison=False)
+    rng = random.Random(1)
+    for turn in range(200):
+        at = turn % len(CIRCLE)
+        ahead = [CIRCLE[(at + n) % len(CIRCLE)] for n in range(rng.randint(0, 4))]
+        bench.store.request(ahead, Priority.SURE)
+        with bench.store.lease(CIRCLE[at]) as views:
+            assert views
+            held = [sizes[b] for b in CIRCLE if bench.store.presence(b).name != "MISS"]
+            assert len(held) <= len(larger)
+            assert sum(size in (least, larger[0]) for size in held) <= 1, "they share one place"
+    slots = next(pool for pool in bench.pools if pool.account.purpose == "slots")
+    assert slots.stats().moves == 0 and slots.stats().backed_bytes <= sum(larger)
+    bench.close()

@@ -53,8 +53,8 @@ from hmt.quant import Format
 
 _QUICK_S = 0.1  # per rate
 _FULL_S = 0.5
-_FULL_DISK_S = 0.15
-_PRODUCTS_S = 2.5 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
+_FULL_DISK_S = 0.12
+_PRODUCTS_S = 2 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
 _PACE_S, _QUICK_PACE_S = 0.05, 0.02
 _LOOKS = 5  # at attention
 _HELD_ROUNDS = 64

@@ -258,7 +258,7 @@ class _Step:
                 self._bytes["link"] += weights.nbytes
                 self._launch_s += weights.blocks * self._machine.bring_s if self._many else 0.0
             if place.read:
-                alone_s = (1 - self._loads.hidden) * self._machine.read_alone_s
+                alone_s = (1 - self._loads.overlap.hidden) * self._machine.read_alone_s
                 self._calls_s += weights.blocks * (self._machine.read_block_s + alone_s)
                 self._ahead["disk"] += weights.read_bytes
                 self._bytes["disk"] += weights.read_bytes
@@ -427,7 +427,7 @@ class _Step:
         in_turn = computing_s + cpu_s + fixed - at_once
         # What the drive cannot bring while layers compute, it brings before.
         seconds = max(in_turn, link_s, disk_s)
-        seconds += (1 - self._loads.hidden) * min(in_turn, disk_s)
+        seconds += self._loads.overlap.waited_s(in_turn, disk_s, many=self._many)
         busy = {
             "GPU": self._gpu_s + self._experts_s["GPU"],
             "CPU": cpu_s + self._experts_s["CPU"],

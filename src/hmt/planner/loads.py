@@ -13,6 +13,7 @@ from hmt.contracts.kv import GROUP_PAGES
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.footprint import Demand
+from hmt.planner.overlap import Overlap, overlap_of
 from hmt.planner.routing import HitCurve
 
 _BYTES_PER_NUMBER = 2  # where nothing is known of a block but its bytes
@@ -158,8 +159,7 @@ class Loads:
     hits         of caches of experts
     apart        whether the CPU computes layers one by one, also with few tokens
     guesses      whether experts are read from the drive on a guess
-    hidden       the share of the drive's time that may pass while layers compute: all of it where a
-                 layer's dense blocks fit beside those that compute, nothing where only one fits
+    overlap      of the drive with what layers compute
     """
 
     layers: list[LayerLoad]
@@ -178,7 +178,7 @@ class Loads:
     vocabulary: int = 0
     apart: bool = False
     guesses: bool = False
-    hidden: float = 1.0
+    overlap: Overlap = field(default_factory=Overlap)
 
     @property
     def read_blocks(self) -> float:
@@ -223,21 +223,8 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     return Loads(
         layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
         warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, demand.hit_curve,
-        spec.vocab_size, _apart(demand, plan), bool(demand.guess_bytes), _hidden(demand, plan),
+        spec.vocab_size, _apart(demand, plan), bool(demand.guess_bytes), overlap_of(demand, plan),
     )  # fmt: skip
-
-
-def _hidden(demand: Demand, plan: Plan) -> float:
-    """See Loads."""
-    streamed: dict[int, int] = {}
-    for block in demand.blocks:
-        if block.id.kind is not BlockKind.EXPERT and plan.homes[block.id] is Tier.DISK:
-            streamed[block.id.layer] = streamed.get(block.id.layer, 0) + block.slot_bytes
-    streamed.pop(TRUNK, None)
-    room = plan.reserved.get("slots", 0)
-    if len(streamed) < 2 or not room:
-        return 1.0
-    return min(1.0, max(0.0, room / max(streamed.values()) - 1.0))
 
 
 def _apart(demand: Demand, plan: Plan) -> bool:

@@ -17,6 +17,7 @@ def slot_counts(streamed: Sequence[BlockSize], slots_bytes: int) -> Mapping[int,
     whose number decides how often they are found, dense blocks get half of the bytes at most.
     Without that a small block takes a part of a large one's place, which then is nowhere in one
     piece: a sixth of the time went into making and giving back such places; the drive ran at 80%.
+    Where not every size can have two, one of each does: see `_alternating`.
     """
     dense = Counter(b.slot_bytes for b in streamed if b.id.kind is not BlockKind.EXPERT)
     experts = Counter(b.slot_bytes for b in streamed if b.id.kind is BlockKind.EXPERT)
@@ -26,10 +27,26 @@ def slot_counts(streamed: Sequence[BlockSize], slots_bytes: int) -> Mapping[int,
     counts = {size: min(_AT_LEAST, count) for size, count in (dense + experts).items()}
     room = slots_bytes - _bytes(counts)
     if room < 0:
-        return {}
+        return {} if experts else _alternating(dense, slots_bytes)
     dense_room = room if not experts else max(0, slots_bytes // 2 - _bytes(counts))
     room -= _share_out(counts, dense, dense_room)
     _share_out(counts, experts, room)
+    return counts
+
+
+def _alternating(dense: Mapping[int, int], slots_bytes: int) -> dict[int, int]:
+    """Slots for blocks of which one is read while one of another size is used.
+
+    Blocks so small that their size has none take those of the next one; empty where not two sizes
+    fit.  Where sizes shared a layer's memory, a network was not read before its attention had been
+    computed, whose place lay in the middle: a prompt of 1.8 s waited for 0.22 s instead of 0.06.
+    """
+    counts = dict.fromkeys(sorted(dense, reverse=True), 1)
+    while _bytes(counts) > slots_bytes:
+        counts.popitem()
+    if len(counts) < _AT_LEAST:
+        return {}
+    _share_out(counts, {size: dense[size] for size in counts}, slots_bytes - _bytes(counts))
     return counts
 
 

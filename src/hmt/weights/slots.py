@@ -9,36 +9,43 @@ from hmt.memory import HostBuffer, HostPool
 class Slots:
     """A pool's buffers, by the counts of a plan.  Guarded by the store's lock.
 
-    With counts a block takes the place of one of its own size, always, and the pool's memory is
-    never cut up.  Without them it takes that of any others, as many as it needs.
+    With counts a block takes the place of one of its own size, always, or of the next one where
+    its own has none, and the pool's memory is never cut up.  Without them it takes that of any
+    others, as many as it needs.
     """
 
     def __init__(self, pool: HostPool, counts: Mapping[int, int] | None = None) -> None:
-        """`counts` slots by size in bytes, for which `pool` has room; other sizes share."""
+        """`counts` slots by size in bytes, for which `pool` has room; larger ones share."""
         self.pool = pool
         self._counts = counts or {}
         self._taken: Counter[int] = Counter()
 
     def take(self, nbytes: int) -> HostBuffer | None:
-        """A slot of `nbytes`; None when others have to go first."""
-        if nbytes in self._counts and self._taken[nbytes] >= self._counts[nbytes]:
+        """A slot of `nbytes`, or more; None when others have to go first."""
+        size = self._size(nbytes)
+        if size in self._counts and self._taken[size] >= self._counts[size]:
             return None
-        slot = self.pool.try_allocate(nbytes)
+        slot = self.pool.try_allocate(size)
         if slot is not None:
-            self._taken[nbytes] += 1
+            self._taken[size] += 1
         return slot
 
     def give_back(self, slot: HostBuffer, nbytes: int) -> None:
         """Free a slot that was taken for `nbytes`."""
         self.pool.free(slot)
-        self._taken[nbytes] -= 1
+        self._taken[self._size(nbytes)] -= 1
 
     def missing_bytes(self, nbytes: int) -> int:
-        """What has to be given back before a block of `nbytes` can have a slot."""
-        if nbytes in self._counts:
-            return nbytes
+        """What has to be given back before a block of `nbytes` can have a slot; 0: any one slot."""
+        if self._size(nbytes) in self._counts:
+            return 0
         return nbytes - (self.pool.account.limit_bytes - self.pool.in_use_bytes)
 
     def makes_room(self, nbytes: int, wanted_bytes: int) -> bool:
         """Whether a block of `nbytes` that goes is of use to one of `wanted_bytes`."""
-        return wanted_bytes not in self._counts or nbytes == wanted_bytes
+        size = self._size(wanted_bytes)
+        return size not in self._counts or self._size(nbytes) == size
+
+    def _size(self, nbytes: int) -> int:
+        """Of the slot that a block of `nbytes` takes: the least that holds it, if there is one."""
+        return min((size for size in self._counts if size >= nbytes), default=nbytes)

@@ -363,19 +363,25 @@ def _answers(
             return first - begin, (0.0, model.summary())
         # Those whose prompts came first have decoded meanwhile: the last one sets the pace.
         _next(streams)
-        before = model.summary()
-        model.reset_summary()
         if seen is not None:
             seen.begin()
-            _next(streams)  # computed before it looked, or after
-        second, count = clock(), tokens - 2 - (seen is not None)
-        for _ in range(count):
+        # On the thread of steps, between two of them.  The streams still hold what was computed
+        # before: when they were counted, a step of sixteen and more took no time.
+        before, second = model._loop.call(partial(_counted_anew, model, clock))
+        for _ in range(tokens - 2):
             _next(streams)
-        took = clock() - second
-        summary = _with_brought(model.summary(), before)
+        end, now = model._loop.call(lambda: (clock(), model._summary()))
+        summary = _with_brought(now, before)
         if chain is not None and case.gpu_memory is not None:
             chain.update(zip(("replayed_s", "alone_s"), model.replayed_s(_REPLAYS), strict=True))
-        return first - begin, (users * count / took, summary)
+        return first - begin, (now.generation.tokens / (end - second), summary)
+
+
+def _counted_anew(model: LoadedModel, clock: Callable[[], float]) -> tuple[RunSummary, float]:
+    """What was counted until now, and when that was."""
+    before = model._summary()
+    model._core.reset_account()
+    return before, clock()
 
 
 def _text(tokens: int, user: int) -> list[int]:
