@@ -19,6 +19,7 @@ from hmt.engine.step_rates import LONG, SHORT, TWO_PIECES, process_bytes
 MACHINE = Machine("a machine", 2, 1 << 34, 30e9, 3e9, cache_bytes=1 << 28)
 STEP_S, ROW_S, LAYER_S = 4e-4, 6e-5, 3e-6
 APART_S = {"llama": 3e-5, "qwen3_moe": 9e-5, "deepseek_v3": 2e-4}
+LATENT_ROW_S = 15e-6
 HELD_S, MISSED_S, LOOKUP_S, WOKEN_S = 1.5e-4, 1e-4, 4e-4, 1e-4
 READ_S, WAIT_S, BLOCKS = 2e-4, 3e-4, 7  # of blocks that are read one by one
 MIB = 1 << 20
@@ -33,7 +34,7 @@ def made_up(machine: Machine, case: rates.Case) -> rates.Decoded:
     layers, kind, kept = config["num_hidden_layers"], config["model_type"], case.kept
     calls_s, read_bytes, waited_s, beyond_s = STEP_S + case.users * ROW_S, 0.0, 0.0, 0.0
     if kept is None:
-        calls_s += layers * APART_S[kind]
+        calls_s += layers * (APART_S[kind] + (case.users - 1) * LATENT_ROW_S)
     elif not kept:
         calls_s += layers * APART_S["llama"] + BLOCKS * READ_S
         waited_s = LOOKUP_S + WOKEN_S + BLOCKS * WAIT_S + 6e6 / MACHINE.disk_read_rate
@@ -55,7 +56,7 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         rates,
         "decoded",
-        lambda machine, cases, seconds, pace: [made_up(machine, case) for case in cases],
+        lambda machine, cases, seconds, pace, *rounds: [made_up(machine, case) for case in cases],
     )
 
     def prompts(machine: Machine, model: Any, seconds: float, pace: object) -> rates._Prompts:
@@ -97,6 +98,7 @@ def test_rates_are_those_that_steps_are_made_of(monkeypatch: pytest.MonkeyPatch)
     assert found.apart_layer_s == near(dense)
     assert found.apart_experts_s == near(APART_S["qwen3_moe"] - dense)
     assert found.apart_latent_s == near(APART_S["deepseek_v3"] - dense)
+    assert found.apart_latent_row_s == near(LATENT_ROW_S)
     assert (found.prompt_layer_s, found.number_s) == (near(1e-3), near(1e-8))
     assert (found.prompt_latent_s, found.latent_number_s) == (near(2e-4), near(4e-9))
     assert (found.prompt_experts_s, found.expert_number_s) == (near(3e-4), near(2e-9))

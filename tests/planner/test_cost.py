@@ -53,7 +53,11 @@ def test_layers_that_are_computed_one_by_one_cost_more() -> None:
     latent = tuple(replace(kv, kind=KVKind.LATENT) for kv in demand.spec.kv)
     apart = replace(apart, spec=replace(apart.spec, kv=latent))
     slow = replace(machine, apart_latent_s=2.0)
-    assert CostModel(loads_of(apart, plan), slow).decode(1, 0).seconds == pytest.approx(apart_s + 8)
+    model = CostModel(loads_of(apart, plan), slow)
+    assert model.decode(1, 0).seconds == pytest.approx(apart_s + 8)
+    each = CostModel(loads_of(apart, plan), replace(slow, apart_latent_row_s=0.5))
+    assert each.decode(1, 0).seconds == pytest.approx(apart_s + 8)
+    assert each.decode(3, 0).seconds - model.decode(3, 0).seconds == pytest.approx(4 * 2 * 0.5)
     # Blocks that come from the drive keep them apart, too.
     streamed = small_model(24)
     less = replace(machine_with(streamed), ram_bytes=streamed.weight_bytes // 2 + (64 << 20))

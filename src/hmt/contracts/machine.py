@@ -61,6 +61,7 @@ class Machine:
                        no call computes many of them
     apart_experts_s    of its routed experts, beyond that
     apart_latent_s     of its latent attention, beyond that
+    apart_latent_row_s   and for each further user
     held_experts_s     apart_experts_s of experts that live on the drive and are held in slots
     missed_expert_s    of each of them that is not, beyond its reading
     lookup_s           of a step that reads rows of its embedding's table from the drive
@@ -148,6 +149,7 @@ class Machine:
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
     apart_latent_s: float = 0.0
+    apart_latent_row_s: float = 0.0
     held_experts_s: float = 0.0
     missed_expert_s: float = 0.0
     lookup_s: float = 0.0

@@ -113,12 +113,13 @@ def cpu_step_rates(
     Raises what loading raises.
     """
     bare = without_fixed(machine)
-    small, experts, _ = _SMALL
+    small, experts, latent = _SMALL
     cases = [Case(small(FEW)), Case(small(MANY)), Case(small(FEW), USERS), Case(small(FEW), 1, 0)]
     if whole:
         cases += [Case(model(n), 1, None) for model in _SMALL for n in (FEW, MANY)]
         cases += [Case(experts(n), 1, _HELD) for n in (FEW, MANY)]
         cases.append(Case(experts(MANY), 1, _MISSED))
+        cases += [Case(latent(n), USERS, None) for n in (FEW, MANY)]
     rounds = _ROUNDS if whole else _QUICK_ROUNDS
     few, many, several, read, *others = decoded(bare, cases, seconds, pace, rounds)
     row_s = max(0.0, (several.calls_s - few.calls_s) / (USERS - 1))
@@ -135,11 +136,12 @@ def cpu_step_rates(
     )
     if not whole:
         return _of_a_block(found, machine, few, read)
-    *apart, held_few, held_many, missed = others
+    *apart, held_few, held_many, missed, rows_few, rows_many = others
     dense_s, experts_s, latent_s, held_s = (
         max(0.0, (many.calls_s - few.calls_s) / (MANY - FEW))
         for few, many in (*zip(apart[::2], apart[1::2], strict=True), (held_few, held_many))
     )
+    rows_s = (rows_many.calls_s - rows_few.calls_s) / (MANY - FEW) - latent_s
     lookup_s = _lookup_s(apart[2], held_few)
     found = _of_a_block(found, machine, few, read, FEW * dense_s, lookup_s)
     return replace(
@@ -147,6 +149,7 @@ def cpu_step_rates(
         apart_layer_s=dense_s,
         apart_experts_s=max(0.0, experts_s - dense_s),
         apart_latent_s=max(0.0, latent_s - dense_s),
+        apart_latent_row_s=max(0.0, rows_s) / (USERS - 1),
         held_experts_s=max(0.0, held_s - dense_s),
         missed_expert_s=_missed_s(held_many, missed),
         lookup_s=lookup_s,

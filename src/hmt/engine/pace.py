@@ -27,8 +27,8 @@ _ATTEMPTS = 6
 _OF_THE_CPU = (
     "step_s", "row_s", "draw_s", "draw_row_s", "logit_s", "prompt_s", "bring_s",
     "layer_s", "prompt_layer_s", "piece_s", "prompt_latent_s", "prompt_experts_s",
-    "apart_layer_s", "apart_experts_s", "apart_latent_s", "held_experts_s", "missed_expert_s",
-    "lookup_s", "read_block_s",
+    "apart_layer_s", "apart_experts_s", "apart_latent_s", "apart_latent_row_s",
+    "held_experts_s", "missed_expert_s", "lookup_s", "read_block_s",
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ _LIKELIEST = Sampling()
 _MOST_STEPS = 400
 _SLOWLY_MEASURED = (
     "process_bytes", "apart_layer_s", "apart_experts_s", "apart_latent_s", "cold_calls",
+    "apart_latent_row_s",
     "held_experts_s", "missed_expert_s", "streaming_bytes", "converting_bytes", "cpu_in_layers",
     "lookup_s",
     "prompt_latent_s", "latent_number_s", "prompt_experts_s", "expert_number_s",
@@ -63,6 +64,7 @@ class StepRates:
     apart_layer_s: float = 0.0
     apart_experts_s: float = 0.0
     apart_latent_s: float = 0.0
+    apart_latent_row_s: float = 0.0
     cold_calls: dict[str, float] = field(default_factory=dict)
     read_block_s: float = 0.0
     read_alone_s: float = 0.0
@@ -80,8 +82,8 @@ def without_fixed(machine: Machine) -> Machine:
         machine,
         step_s=0.0, row_s=0.0, layer_s=0.0, number_s=0.0, prompt_layer_s=0.0,
         launch_s=0.0, device_number_s=0.0, prompt_launch_s=0.0,
-        apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, held_experts_s=0.0,
-        missed_expert_s=0.0, lookup_s=0.0, read_block_s=0.0, read_alone_s=0.0,
+        apart_layer_s=0.0, apart_experts_s=0.0, apart_latent_s=0.0, apart_latent_row_s=0.0,
+        held_experts_s=0.0, missed_expert_s=0.0, lookup_s=0.0, read_block_s=0.0, read_alone_s=0.0,
         piece_s=0.0, prompt_s=0.0, prompt_latent_s=0.0, latent_number_s=0.0,
         prompt_experts_s=0.0, expert_number_s=0.0, cpu_in_layers={},
     )  # fmt: skip

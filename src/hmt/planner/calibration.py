@@ -153,6 +153,7 @@ def calibrated(machine: Machine, factors: Mapping[str, float]) -> Machine:
         read_alone_s=machine.read_alone_s * fixed,
         apart_experts_s=machine.apart_experts_s * fixed,
         apart_latent_s=machine.apart_latent_s * fixed,
+        apart_latent_row_s=machine.apart_latent_row_s * fixed,
         held_experts_s=machine.held_experts_s * fixed,
         missed_expert_s=machine.missed_expert_s * fixed,
         lookup_s=machine.lookup_s * fixed,

@@ -237,7 +237,8 @@ class _Step:
         layer_s = 0.0 if self._many else machine.apart_layer_s
         held = load.experts is not None and load.experts.home is Tier.DISK
         experts_s = machine.held_experts_s if held else machine.apart_experts_s
-        latent_s = machine.apart_latent_s if load.latent else 0.0
+        rows_s = (self._texts - 1) * machine.apart_latent_row_s
+        latent_s = machine.apart_latent_s + rows_s if load.latent else 0.0
         if load.latent and self._many:
             numbers = self._tokens * load.expanded_operations / 2
             latent_s = machine.prompt_latent_s + numbers * machine.latent_number_s
