@@ -46,11 +46,8 @@ def predictions(
     with tempfile.TemporaryDirectory() as temporary, notes().status("measuring") as status:
         place = folder or Path(temporary)
         for number in range(rounds):
-            again = number > 0
-            # A GPU's probe takes minutes, and is of the same GPU in each round.
-            anew = probe and not (again and gpu_id is not None)
-            machine = _machine(place, gpu_id, anew=anew)
-            for run in runs_of(cases, place, progress=status.update, compiled=again):
+            machine = _machine(place, gpu_id, anew=probe)
+            for run in runs_of(cases, place, progress=status.update, compiled=number > 0):
                 runs.append(run | {"round": number})
                 print(_line(run), flush=True)
                 if json is not None:
