@@ -1,5 +1,6 @@
 """The machine and the software that a measurement was made with, for the files of benchmarks."""
 
+import os
 import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -28,3 +29,11 @@ def describe(machine: Machine) -> dict[str, Any]:
         "hmt": hmt.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def of_peers() -> dict[str, str]:
+    """The environment of a peer's process, whose OpenMP workers wait as they do by themselves.
+
+    HMT lets its own sleep (see hmt/__init__).  The number is libgomp's own where nothing is set.
+    """
+    return {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "300000")}

@@ -15,6 +15,7 @@ import torch
 
 from hmt.base.errors import MachineError
 from hmt.base.units import MIB
+from hmt.bench.environment import of_peers
 from hmt.bench.gguf_model import add_sizes, architecture, gguf_tensors, load_gguf
 from hmt.bench.random_model import Shape
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
@@ -82,7 +83,9 @@ class LlamaBench:
         command += ["-t", str(usable_threads()), "-fitt", str(self._margin_bytes // MIB)]
         command += ["-o", "json"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_PATIENCE_S, env=of_peers()
+            )
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"llama-bench took more than {_PATIENCE_S:.0f} s") from error
         if done.returncode:

@@ -4,7 +4,6 @@ Commands import what computes when they run, so that `hmt --help` answers at onc
 """
 
 import logging
-import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -73,7 +72,6 @@ def main() -> NoReturn:
 
 def guard(application: typer.Typer) -> NoReturn:
     """Run `application`; an error that a user can cause becomes one line on stderr."""
-    _let_torch_sleep()
     streams.open_all()
     logging.basicConfig(format="hmt: %(message)s", level=logging.WARNING)
     code = 0
@@ -99,14 +97,3 @@ def _code_of(application: typer.Typer) -> int:
         complain(str(error))
         return 2 if isinstance(error, ConfigError) else 1
     return 0
-
-
-def _let_torch_sleep() -> None:
-    """Keep torch's own threads from watching for work on the cores that HMT's compute on.
-
-    Before torch is imported, and unless the user has said what they do.  Beside another program a
-    first token after 1024 tokens of mini-dense took 0.7 to 1.3 s, and 0.1 to 0.2 s like this; with
-    the machine to itself it takes 0.08 s both ways.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")
