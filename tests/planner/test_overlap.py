@@ -69,6 +69,6 @@ def test_blocks_take_turns_where_two_sizes_have_slots() -> None:
     plan = outlook(demand).plan(setting(machine, host_bytes=demand.weight_bytes // 3)).plan
     sizes = sorted({block.slot_bytes for block in demand.blocks})
     for counts in ({}, dict.fromkeys(sizes[-1:], 1)):
-        assert overlap_of(demand, replace(plan, slot_counts=counts)).largest == 1.0
+        assert overlap_of(demand, replace(plan, slot_counts=counts)).largest_share == 1.0
     found = overlap_of(demand, replace(plan, slot_counts=dict.fromkeys(sizes, 1)))
-    assert 0.5 < found.largest < 1.0
+    assert 0.5 < found.largest_share < 1.0

@@ -66,6 +66,7 @@ def test_sizes_take_turns_where_each_could_not_have_two() -> None:
 def test_slots_are_for_the_size_of_which_the_least_has_some() -> None:
     blocks = [BlockSize(BlockId(n, BlockKind.FFN), 10 * PAGE, 10 * PAGE) for n in range(8)]
     blocks += [BlockSize(BlockId(n, BlockKind.ATTENTION), PAGE, PAGE) for n in range(8)]
+    assert slot_counts(blocks, 21 * PAGE) == {10 * PAGE: 2, PAGE: 1}
     assert slot_counts(blocks, 22 * PAGE) == {10 * PAGE: 2, PAGE: 2}
     assert slot_counts(blocks, 32 * PAGE) == {10 * PAGE: 3, PAGE: 2}
     assert slot_counts(blocks, 33 * PAGE) == {10 * PAGE: 3, PAGE: 3}

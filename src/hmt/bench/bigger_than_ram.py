@@ -16,7 +16,7 @@ from typing import Any
 
 from hmt.base.errors import MachineError
 from hmt.base.units import GIB, MIB, round_down
-from hmt.bench.environment import describe, of_peers
+from hmt.bench.environment import describe, peer_environment
 from hmt.bench.gguf_model import write_gguf
 from hmt.bench.limited import Watched, forget_pages, run_limited
 from hmt.bench.random_model import Shape, write_random_model
@@ -227,8 +227,8 @@ def run_once(rival: Contender, memory_bytes: int, tokens: int, timeout_s: float)
     command = [sys.executable, "-m", "hmt.bench.decoder_process", rival.engine, str(rival.path)]
     command += [str(tokens), str(rival.sequences), json.dumps(rival.options)]
     # One arena keeps glibc's own share of the limit small, for all alike.
-    known = os.environ if rival.engine == "hmt" else of_peers()
-    environment = {**known, "MALLOC_ARENA_MAX": "2"}
+    environment = os.environ if rival.engine == "hmt" else peer_environment()
+    environment = {**environment, "MALLOC_ARENA_MAX": "2"}
     return read_run(run_limited(command, memory_bytes, timeout_s, environment), tokens)
 
 

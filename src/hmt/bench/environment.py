@@ -31,9 +31,10 @@ def describe(machine: Machine) -> dict[str, Any]:
     }
 
 
-def of_peers() -> dict[str, str]:
-    """The environment of a peer's process, whose OpenMP workers wait as they do by themselves.
+def peer_environment() -> dict[str, str]:
+    """Of a peer's process, whose OpenMP workers wait as they do by themselves, or as a user says.
 
     HMT lets its own sleep (see hmt/__init__).  The number is libgomp's own where nothing is set.
     """
-    return {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "300000")}
+    ours = os.environ.get("OMP_WAIT_POLICY") == "PASSIVE"
+    return {**({"GOMP_SPINCOUNT": "300000"} if ours else {}), **os.environ}

@@ -15,7 +15,7 @@ import torch
 
 from hmt.base.errors import MachineError
 from hmt.base.units import MIB
-from hmt.bench.environment import of_peers
+from hmt.bench.environment import peer_environment
 from hmt.bench.gguf_model import add_sizes, architecture, gguf_tensors, load_gguf
 from hmt.bench.random_model import Shape
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
@@ -84,7 +84,7 @@ class LlamaBench:
         command += ["-o", "json"]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_PATIENCE_S, env=of_peers()
+                command, capture_output=True, text=True, timeout=_PATIENCE_S, env=peer_environment()
             )
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"llama-bench took more than {_PATIENCE_S:.0f} s") from error

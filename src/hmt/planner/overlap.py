@@ -16,23 +16,23 @@ from hmt.planner.footprint import Demand
 class Overlap:
     """Of dense blocks that come from the drive.
 
-    hidden    the share of them that may come while layers compute, whatever else does: all where a
-              layer's blocks fit beside those that compute, none where only one layer's do
-    largest   the share of a layer's bytes that blocks of its largest size have; 1 where no other
-              block is read beside one
+    hidden          the share of them that may come while layers compute, whatever else does: all
+                    where a layer's blocks fit beside those that compute, none where one layer's do
+    largest_share   of a layer's bytes, that of blocks of its largest size; 1 where no block is read
+                    beside one of another size
     """
 
     hidden: float = 1.0
-    largest: float = 1.0
+    largest_share: float = 1.0
 
     def waited_s(self, computing_s: float, disk_s: float, *, many: bool) -> float:
         """Beyond the longer one of both; `many`: in a step of many tokens.
 
-        Blocks compute for a time that goes by their bytes, as reading does.  With few tokens all
-        that hides is too little to count: a network came together with the attention behind it,
-        for which there was a place while it was read, and nothing was read while it computed.
+        Blocks compute for a time that goes by their bytes, as reading does.  With few tokens
+        nothing hides: a network came together with the attention behind it, for which there was a
+        place while it was read, and nothing was read while it computed.
         """
-        rest = 1 - self.largest if many else 0.0
+        rest = 1 - self.largest_share if many else 0.0
         large = max((1 - rest) * disk_s, rest * computing_s)
         small = max(rest * disk_s, (1 - rest) * computing_s)
         return (1 - self.hidden) * (large + small - max(computing_s, disk_s))

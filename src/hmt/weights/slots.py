@@ -18,6 +18,7 @@ class Slots:
         """`counts` slots by size in bytes, for which `pool` has room; larger ones share."""
         self.pool = pool
         self._counts = counts or {}
+        self._sizes: dict[int, int] = {}  # of slots, by bytes: asked for every block in memory
         self._taken: Counter[int] = Counter()
 
     def take(self, nbytes: int) -> HostBuffer | None:
@@ -48,4 +49,7 @@ class Slots:
 
     def _size(self, nbytes: int) -> int:
         """Of the slot that a block of `nbytes` takes: the least that holds it, if there is one."""
-        return min((size for size in self._counts if size >= nbytes), default=nbytes)
+        if nbytes not in self._sizes:
+            enough = (size for size in self._counts if size >= nbytes)
+            self._sizes[nbytes] = min(enough, default=nbytes)
+        return self._sizes[nbytes]

@@ -367,7 +367,7 @@ def _answers(
             seen.begin()
         # On the thread of steps, between two of them.  The streams still hold what was computed
         # before: when they were counted, a step of sixteen and more took no time.
-        before, second = model._loop.call(partial(_counted_anew, model, clock))
+        before, second = model._loop.call(partial(_count_anew, model, clock))
         for _ in range(tokens - 2):
             _next(streams)
         end, now = model._loop.call(lambda: (clock(), model._summary()))
@@ -377,8 +377,8 @@ def _answers(
         return first - begin, (now.generation.tokens / (end - second), summary)
 
 
-def _counted_anew(model: LoadedModel, clock: Callable[[], float]) -> tuple[RunSummary, float]:
-    """What was counted until now, and when that was."""
+def _count_anew(model: LoadedModel, clock: Callable[[], float]) -> tuple[RunSummary, float]:
+    """Count from zero; what was counted until now, and when that was."""
     before = model._summary()
     model._core.reset_account()
     return before, clock()
