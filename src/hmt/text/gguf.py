@@ -1,107 +1,193 @@
-"""The tokenizer that a GGUF file describes by its metadata."""
+"""The tokenizer that a GGUF file describes by its metadata, with llama.cpp's ids."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 import tokenizers
+from tokenizers import decoders, models, normalizers
 
-from hmt.base.errors import CheckpointError, MissingFileError
+from hmt.base.errors import CheckpointError
+from hmt.base.log import warn_once
+from hmt.text.gguf_vocabulary import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    GgufVocabulary,
+    read_vocabulary,
+)
+from hmt.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _AT: Final = "tokenizer.ggml."
-_CONTROL: Final = 3  # of token_type
-_NAMED: Final = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_ENDS: Final = ("eos", "eot", "eom")
-# Control tokens that end an answer wherever a vocabulary has them, as llama.cpp takes them.
-_ENDING_TOKENS: Final = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
-    "<|return|>", "<|call|>", "<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-)  # fmt: skip
-# Where both of these end answers, as in gpt-oss, <|end|> ends a part of one.
-_HARMONY_ENDS: Final = ("<|return|>", "<|call|>")
-# Vocabularies of pairs of bytes that want BOS where the file does not say: Llama 3's.
-_BEGUN: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3")
+_SPACE: Final = "\u2581"
+# Bounds of what a file can make this do.  The longest pieces of published vocabularies have 64
+# characters, the largest vocabulary 2 million in all.
+_LONGEST_PIECE: Final = 512
+_MOST_CHARACTERS: Final = 16 << 20
+# Of Phi-3's marks those that keep the spaces behind them.
+_PHI3_PLAIN: Final = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def gguf_tokenizer(
-    vocabulary: Mapping[str, Any], what: str
+    metadata: Mapping[str, Any], what: str
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The tokenizer, and what Hugging Face writes in tokenizer_config.json for it.
 
-    vocabulary   metadata of the file, by its keys
-    what         the file, for messages
-    The second result also has "eos_token_ids", all tokens that end an answer.  Raises
-    MissingFileError where there is no tokenizer, CheckpointError where it cannot be understood.
+    metadata   of the file, by its keys
+    what       the file, for messages
+    The second result also has "eos_token_ids", all tokens that end an answer, and "literal_tokens",
+    the text of those that are written as they are spelled.  Raises MissingFileError where there is
+    no tokenizer, CheckpointError where it cannot be understood.
     """
-    tokens = vocabulary.get(f"{_AT}tokens")
-    kind = vocabulary.get(f"{_AT}model", "no_vocab")
-    if not tokens or kind == "no_vocab":
-        raise MissingFileError(
-            f"{what} has no tokenizer: convert it again from a folder that has one"
-        )
-    # Imported here: it takes seconds, and brings modelling code along.
-    from transformers.integrations.gguf import convert_gguf_tokenizer
-
+    vocabulary = read_vocabulary(metadata, what)
     try:
-        given = _as_transformers_wants(vocabulary)
-        backend, _ = convert_gguf_tokenizer(vocabulary["general.architecture"], given)
-        if vocabulary.get(f"{_AT}pre") in _BEGUN:
-            backend.model.ignore_merges = True  # a word that is a token is that token
-        return _only(backend, len(tokens)), _tokenizer_config(vocabulary, tokens)
-    except Exception as error:  # of many kinds, from several packages
+        if vocabulary.model == "llama":
+            prefixed = bool(metadata.get(f"{_AT}add_space_prefix", True))
+            backend, adds_bos = _sentencepiece(vocabulary, prefixed), True
+        else:
+            rules = _rules(metadata, vocabulary.model, what)
+            backend, adds_bos = _byte_pairs(vocabulary, rules), rules.add_bos
+            if not vocabulary.merges and metadata.get(f"{_AT}pre") != "kimi-k2":
+                raise CheckpointError(f"{what} has no tokenizer.ggml.merges: convert it again")
+        backend.add_tokens(_added(vocabulary, metadata))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the package raises nothing more special
         raise CheckpointError(
-            f"{what}: its tokenizer of kind {kind!r} cannot be read ({type(error).__name__}: "
-            f"{error}): use another conversion of this model"
+            f"{what}: its tokenizer of kind {vocabulary.model!r} cannot be made "
+            f"({type(error).__name__}: {error}): use another conversion of this model"
         ) from error
+    return backend, _tokenizer_config(vocabulary, metadata, adds_bos)
 
 
-def _only(backend: tokenizers.Tokenizer, count: int) -> tokenizers.Tokenizer:
-    """`backend` without tokens that the file has not got: transformers' classes bring their own."""
-    if backend.get_vocab_size(with_added_tokens=True) <= count:
-        return backend
-    content = json.loads(backend.to_str())
-    content["added_tokens"] = [one for one in content["added_tokens"] if one["id"] < count]
-    return tokenizers.Tokenizer.from_str(json.dumps(content))
+def _rules(metadata: Mapping[str, Any], model: str, what: str) -> PreTokenizer:
+    name = "gemma4" if model == "gemma4" else metadata.get(f"{_AT}pre", "")
+    if name == "":
+        warn_once(
+            f"no pre-tokenizer {what}",
+            f"{what} does not say how text is split before it becomes tokens; llama.cpp's default "
+            "splits it, which few models were trained with: use a newer conversion",
+        )
+        name = "default"
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{what} splits text in the way {name!r} (tokenizer.ggml.pre), which HMT does not "
+            f"know; known are {', '.join(sorted(PRE_TOKENIZERS))}: use the safetensors of this "
+            "model, or a newer HMT"
+        )
+    return PRE_TOKENIZERS[name]
 
 
-def _as_transformers_wants(vocabulary: Mapping[str, Any]) -> dict[str, Any]:
-    names = {
-        "tokenizer_type": "model",
-        "pre_tokenizer_type": "pre",
-        "tokens": "tokens",
-        "scores": "scores",
-        "token_type": "token_type",
-        "merges": "merges",
-        "bos_token_id": "bos_token_id",
-        "eos_token_id": "eos_token_id",
-        "unk_token_id": "unknown_token_id",
-        "pad_token_id": "padding_token_id",
-        "add_prefix_space": "add_space_prefix",
+def _byte_pairs(vocabulary: GgufVocabulary, rules: PreTokenizer) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(vocabulary.tokens)},
+            merges=vocabulary.merges,
+            byte_fallback=rules.spaced,
+            ignore_merges=rules.ignore_merges,
+        )
+    )
+    backend.pre_tokenizer = rules.build()
+    if rules.spaced:
+        backend.normalizer = normalizers.Replace(" ", _SPACE)
+        backend.decoder = _sentencepiece_decoder(prefixed=False)
+    else:
+        backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(vocabulary: GgufVocabulary, prefixed: bool) -> tokenizers.Tokenizer:
+    """Pairs are merged in the order of the scores of what they make.
+
+    Of equal scores the smaller id comes first, which is the order in which SentencePiece learned
+    them.  llama.cpp takes the pair that is leftmost, so that files whose scores are all equal get
+    other ids there, and not those the model was trained with.
+    """
+    tokens, unknown = vocabulary.tokens, vocabulary.named.get("unk")
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=_merges_by_score(vocabulary),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = _sentencepiece_decoder(prefixed)
+    return backend
+
+
+def _sentencepiece_decoder(prefixed: bool) -> decoders.Decoder:
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    return decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+
+
+def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
+    known = set(vocabulary.tokens)
+    pieces = [
+        (-score, number, token)
+        for number, (token, kind, score) in enumerate(
+            zip(vocabulary.tokens, vocabulary.types, vocabulary.scores, strict=True)
+        )
+        if kind not in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+    longest = max((len(token) for _, _, token in pieces), default=0)
+    if longest > _LONGEST_PIECE or sum(len(token) for *_, token in pieces) > _MOST_CHARACTERS:
+        raise CheckpointError(
+            f"the vocabulary has pieces of {longest} characters, or more than {_MOST_CHARACTERS} "
+            f"in all; the longest that HMT takes has {_LONGEST_PIECE}: use another conversion"
+        )
+    return [
+        (token[:at], token[at:])
+        for _, _, token in sorted(pieces)
+        # A run such as === is merged from its left, so that the longer half is there first.
+        for at in range(len(token) - 1, 0, -1)
+        if token[:at] in known and token[at:] in known
+    ]
+
+
+def _added(vocabulary: GgufVocabulary, metadata: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
+    """Tokens that are found in a text before anything else is done with it."""
+    name, pre = (str(metadata.get(key, "")) for key in ("general.name", f"{_AT}pre"))
+    phi3 = any(spelling in name.lower() for spelling in ("phi-3", "phi3"))
+    return [
+        tokenizers.AddedToken(
+            token,
+            special=kind != USER_DEFINED,
+            normalized=False,
+            rstrip=phi3 and token not in _PHI3_PLAIN,
+            lstrip=token == "<mask>" and pre.startswith("jina-v2"),
+        )
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+
+
+def _tokenizer_config(
+    vocabulary: GgufVocabulary, metadata: Mapping[str, Any], adds_bos: bool
+) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        f"{name}_token": vocabulary.tokens[number] for name, number in vocabulary.named.items()
     }
-    return {
-        theirs: vocabulary[_AT + name] for theirs, name in names.items() if _AT + name in vocabulary
-    }
-
-
-def _tokenizer_config(vocabulary: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for name, key in _NAMED.items():
-        token_id = vocabulary.get(f"{_AT}{key}_token_id")
-        if type(token_id) is int and 0 <= token_id < len(tokens):
-            config[f"{name}_token"] = tokens[token_id]
-    sentencepiece = vocabulary.get(f"{_AT}model") == "llama"
-    begun = sentencepiece or vocabulary.get(f"{_AT}pre") in _BEGUN
-    config["add_bos_token"] = bool(vocabulary.get(f"{_AT}add_bos_token", begun))
-    template = vocabulary.get("tokenizer.chat_template")
+    stated = metadata.get(f"{_AT}add_bos_token", adds_bos)
+    forced = vocabulary.model == "gemma4" or metadata.get(f"{_AT}pre") in _ALWAYS_BOS
+    config["add_bos_token"] = bool(stated) or forced
+    template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         config["chat_template"] = template
-    ids = {vocabulary.get(f"{_AT}{name}_token_id") for name in _ENDS}
-    kinds = vocabulary.get(f"{_AT}token_type") or []
-    kinds = kinds if len(kinds) == len(tokens) else [0] * len(tokens)
-    pairs = enumerate(zip(tokens, kinds, strict=True))
-    control = {token: number for number, (token, kind) in pairs if kind == _CONTROL}
-    ids |= {control[token] for token in _ENDING_TOKENS if token in control}
-    if all(token in control for token in _HARMONY_ENDS):
-        ids.discard(control.get("<|end|>"))
-    config["eos_token_ids"] = sorted(n for n in ids if type(n) is int and 0 <= n < len(tokens))
+    config["eos_token_ids"] = sorted(vocabulary.ends)
+    config["literal_tokens"] = {
+        number: token
+        for number, (token, kind) in enumerate(
+            zip(vocabulary.tokens, vocabulary.types, strict=True)
+        )
+        if kind == USER_DEFINED
+    }
     return config
+
+
+# Whatever the file says, as in llama.cpp.
+_ALWAYS_BOS: Final = ("gemma4", "granite-embed-multi-311m")

@@ -18,6 +18,10 @@ class Joiner(Protocol):
         """The text that is certain now that `piece` follows."""
         ...
 
+    def push_text(self, text: str) -> str:
+        """The text that is certain now that `text` follows, which is spelled as it is written."""
+        ...
+
     def flush(self) -> str:
         """The text that was still held; nothing follows."""
         ...
@@ -35,12 +39,21 @@ class TextStream:
     token does not grow with the sequence.  Not for use by several threads at once.
     """
 
-    def __init__(self, piece_of: Callable[[int], str | None], joiner: Joiner) -> None:
+    def __init__(
+        self,
+        piece_of: Callable[[int], str | None],
+        joiner: Joiner,
+        literal: Mapping[int, str] | None = None,
+    ) -> None:
+        """`literal`: text of tokens that are not spelled in the vocabulary's alphabet."""
         self._piece_of = piece_of
         self._joiner = joiner
+        self._literal = literal or {}
 
     def push(self, token_id: int) -> str:
         """The text that became printable with this token; empty for special and unknown tokens."""
+        if token_id in self._literal:
+            return self._joiner.push_text(self._literal[token_id])
         piece = self._piece_of(token_id)
         return "" if piece is None else self._joiner.push(piece)
 
@@ -150,6 +163,9 @@ class _ByteLevelJoiner:
     def push(self, piece: str) -> str:
         return self._decoder.decode(self.bytes_of(piece))
 
+    def push_text(self, text: str) -> str:
+        return self._decoder.decode(text.encode())
+
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -179,7 +195,10 @@ class _FallbackJoiner:
         if byte:
             self._run.append(int(byte[1], 16))
             return ""
-        return self._cut_start(self._end_run() + piece)
+        return self.push_text(piece)
+
+    def push_text(self, text: str) -> str:
+        return self._cut_start(self._end_run() + text)
 
     def flush(self) -> str:
         return self._cut_start(self._end_run())

@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
 from hmt.text.channels import HarmonyReader
+from hmt.text.end_tokens import ends_of_turns
 from hmt.text.gguf import gguf_tokenizer
 from hmt.text.grammar import Grammars
 from hmt.text.harmony import (
@@ -60,6 +61,7 @@ class Tokenizer:
         self._folder = folder
         self._backend = backend
         self._in_one_file = said is not None
+        self._literal: Mapping[int, str] = {} if said is None else said["literal_tokens"]
         if said is None:
             self._config = read_object(folder / "special_tokens_map.json") | read_object(
                 folder / "tokenizer_config.json"
@@ -80,6 +82,9 @@ class Tokenizer:
             ) from error
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        if not self._in_one_file:
+            special = {token.content: id_ for id_, token in added.items() if token.special}
+            eos_ids |= ends_of_turns(self._template_source or "", special)
         self._harmony = is_harmony(self._template_source or "")
         if self._harmony:  # marks tell what an answer's parts are
             self._special_ids -= {id_ for id_, token in added.items() if token.content in MARKS}
@@ -134,7 +139,7 @@ class Tokenizer:
 
         The marks between gpt-oss's messages are no special tokens here.
         """
-        if self._harmony:
+        if self._harmony or self._in_one_file:
             stream = self.stream()
             return "".join([*map(stream.push, ids), stream.flush()])
         return self._backend.decode(list(ids), skip_special_tokens=True)
@@ -144,13 +149,13 @@ class Tokenizer:
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
-        if token_id in self._special_ids:
+        if token_id in self._special_ids or token_id in self._literal:
             return piece.encode()
         return self._new_joiner().bytes_of(piece)
 
     def stream(self) -> TextStream:
         """A detokenizer for one sequence whose tokens come one at a time."""
-        return TextStream(self._piece_of, self._new_joiner())
+        return TextStream(self._piece_of, self._new_joiner(), self._literal)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -216,7 +221,8 @@ class Tokenizer:
         effort   how long to reason, in the template's words
         formed   whether the answer has a form, and no room for anything before it
 
-        The checkpoint's template writes all special tokens; none is added.  Raises RequestError
+        The checkpoint's template writes all special tokens; none is added, but for BOS where a GGUF
+        file wants it and its template leaves it out.  Raises RequestError
         for messages that the template refuses and where the checkpoint has no template,
         CheckpointError for a broken template.
         """
@@ -224,6 +230,9 @@ class Tokenizer:
             messages, tools = harmony_messages(messages), tools and harmony_tools(tools)
         text = self._template.render(messages, tools, effort)
         text += FINAL if formed and self._harmony else ""
+        if self._in_one_file and self._config["add_bos_token"] is True:
+            # llama.cpp puts BOS before a chat whether its template writes it or not.
+            return self.encode(text.removeprefix(self._named.get("bos_token", "")))
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -253,9 +262,10 @@ class Tokenizer:
             if self._id_of(token["content"]) is None:
                 flags = {flag: token[flag] for flag in _TOKEN_FLAGS if flag in token}
                 backend.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
-        backend.add_special_tokens(
-            [token for token in named.values() if self._id_of(token) is not None]
-        )
+        if not self._in_one_file:  # whose tokens' types say which are special
+            backend.add_special_tokens(
+                [token for token in named.values() if self._id_of(token) is not None]
+            )
         if isinstance(config.get("add_bos_token"), bool):
             # DeepSeek's and other Llama-like tokenizer.json leave BOS to this entry.  An EOS is
             # never added: nothing would follow it.

@@ -16,6 +16,7 @@ from hmt.formats.gguf.names import forms_of, names_of
 _FACTORS: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _MOST_FACTORS: Final = 4096
 _MOST_SPLITS: Final = 10_000
+_TOLD_TOKENIZERS: Final = ("general.architecture", "general.name")  # on which spaces may depend
 
 
 def is_gguf(path: Path) -> bool:
@@ -55,18 +56,31 @@ def open_gguf(path: Path) -> Checkpoint:
                     "the files belongs to another model"
                 )
             records[name] = record
-    config = read_config(first.metadata, records, _factors(records), str(first.path))
+    factors = _factors(records)
+    config = read_config(first.metadata, records, factors, str(first.path))
     architecture = first.metadata["general.architecture"]
     names = names_of(architecture, first.metadata, _turned(architecture, config))
     heads = config["num_attention_heads"] if architecture == "deepseek2" else 0
     vocabulary = {
         key: value
         for key, value in first.metadata.items()
-        if key.startswith("tokenizer.") or key == "general.architecture"
+        if key.startswith("tokenizer.") or key in _TOLD_TOKENIZERS
     }
     return Checkpoint(
-        first.path, config, records, None, forms_of(records, names, heads), vocabulary
+        first.path,
+        config,
+        records,
+        None,
+        forms_of(records, names, heads),
+        vocabulary,
+        _in_config(config, factors),
     )
+
+
+def _in_config(config: Mapping[str, Any], factors: Mapping[str, list[float]]) -> frozenset[str]:
+    """Names of the small tensors whose numbers the configuration has."""
+    used = [value for value in config["rope_parameters"].values() if isinstance(value, list)]
+    return frozenset(f"{name}.weight" for name, numbers in factors.items() if numbers in used)
 
 
 def _turned(architecture: str, config: Mapping[str, Any]) -> int:
