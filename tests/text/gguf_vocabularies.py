@@ -12,7 +12,7 @@ import json
 import random
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ MARKS = {
     "▁<go>": CONTROL,
     "<unk>": UNKNOWN,
 }
+UNMERGED = ("helloWorld", "McDonald", "HELLO", "they", "123", "ĠHello", "...ĊĊ", "ĠĠĠĠĠĠ", "ä¸ĸ")
 _ALPHABETS = (
     "abcdefghijklmnopqrstuvwxyz",
     "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
@@ -68,6 +69,7 @@ _WORDS = (
     "they've", "I'd", "'S", "'Re", "x'y", "1.", "\n\n1.", "3.14", "12345", "1234567890", "2024-11",
     "100,000", "a b c", "é e", "http://a.b/c", "\r\n", "\n\n\n", "    ", "  ", "\t\t", " \n ",
     "!!!", "...", "->", "==", "//", "/*", "<sentinel:12>", "IMGIMGABCZ", "()", "word\n", "end. ",
+    "!\n", ".\n\n", ")\r\n", "?\n\n\n", ":\n", " 世\n", "9\n",
 )  # fmt: skip
 
 
@@ -109,25 +111,32 @@ def learned_merges(spaced: bool) -> list[list[str]]:
     trainer = trainers.BpeTrainer(vocab_size=3000, limit_alphabet=700, show_progress=False)
     backend.train_from_iterator(corpus, trainer)
     merges = json.loads(backend.to_str())["model"]["merges"]
-    return [pair for pair in merges if not set("".join(pair)) & {" ", "\n"}]
+    return [pair for pair in merges if not set("".join(pair)) & set(" \n\0")]
 
 
-def byte_pairs(pre: str, merges: Iterable[Iterable[str]], **others: Any) -> dict[str, Any]:
-    """Metadata of a vocabulary of byte pairs; of `SPACED` names in SentencePiece's alphabet."""
+def byte_pairs(
+    pre: str,
+    merges: Iterable[Iterable[str]],
+    more: Mapping[str, int] | None = None,
+    **ids: str,
+) -> dict[str, Any]:
+    """Metadata of a vocabulary of byte pairs; of `SPACED` names in SentencePiece's alphabet.
+
+    more   tokens beside MARKS, and their types
+    ids    tokens that the file names, such as eos="</s>"
+    """
     pairs = [tuple(pair) for pair in merges]
     if pre in SPACED:
         alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-        alphabet += [
-            "\n",
-            "\n\n",
-            *sorted({character for pair in pairs for character in "".join(pair)}),
-        ]
+        alphabet += ["\n", "\n\n", *sorted({one for pair in pairs for one in "".join(pair)})]
     else:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    kinds = {token: BYTE if len(token) == 6 else NORMAL for token in alphabet}
+        # Behind the alphabet words that no merges lead to, for which some names make an exception.
+        alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *UNMERGED]
+    kinds = {token: BYTE if token.startswith("<0x") else NORMAL for token in alphabet}
     kinds |= {"".join(pair): NORMAL for pair in pairs}
-    kinds |= MARKS
+    kinds |= MARKS | dict(more or {})
     tokens = list(kinds)
+    named = {"bos": "<|begin|>", "eos": "<｜end▁of▁sentence｜>", **ids}
     return {
         "general.architecture": "llama",
         f"{AT}model": "gpt2",
@@ -135,14 +144,15 @@ def byte_pairs(pre: str, merges: Iterable[Iterable[str]], **others: Any) -> dict
         f"{AT}tokens": tokens,
         f"{AT}token_type": list(kinds.values()),
         f"{AT}merges": [" ".join(pair) for pair in pairs],
-        f"{AT}bos_token_id": tokens.index("<|begin|>"),
-        f"{AT}eos_token_id": tokens.index("<｜end▁of▁sentence｜>"),
-        **{AT + key: value for key, value in others.items()},
+        **{f"{AT}{name}_token_id": tokens.index(token) for name, token in named.items()},
     }
 
 
-def sentencepiece(merges: Iterable[Iterable[str]], **others: Any) -> dict[str, Any]:
-    """Metadata of a SentencePiece vocabulary: the earlier a pair was learned, the better."""
+def sentencepiece(merges: Iterable[Iterable[str]]) -> dict[str, Any]:
+    """Metadata of a SentencePiece vocabulary: the earlier a pair was learned, the better.
+
+    It names no ids, as some files do not.
+    """
     plain = byte_pairs("gemma4", merges)
     kinds = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
     kinds |= dict(zip(plain[f"{AT}tokens"], plain[f"{AT}token_type"], strict=True))
@@ -153,8 +163,33 @@ def sentencepiece(merges: Iterable[Iterable[str]], **others: Any) -> dict[str, A
         f"{AT}tokens": tokens,
         f"{AT}token_type": [kinds[token] for token in tokens],
         f"{AT}scores": [float(-number) for number in range(len(tokens))],
-        **{AT + key: value for key, value in others.items()},
     }
+
+
+_MAYBE_ENDS = (
+    "<|im_end|> <|im_start|> <|end_of_text|> <|endoftext|> [EOS] [EOT] </s> <s> <eos> <EOT> "
+    "_<EOT> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <turn|> "
+    "<end_of_turn> <start_of_turn> <end_of_utterance> <|tool_response> [e~[ <|END|> <eot> "
+    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> "
+    "<reponame> <|file_sep|> <|fim_prefix|> <|channel|> <|message|>"
+)
+# Tokens and their types, and which ids the file names, by what is asked.
+END_CASES: dict[str, tuple[dict[str, int], dict[str, str]]] = {
+    **{
+        text: ({text: (NORMAL, USER_DEFINED, CONTROL)[number % 3]}, {})
+        for number, text in enumerate(_MAYBE_ENDS.split())
+    },
+    "harmony": (dict.fromkeys(("<|return|>", "<|call|>", "<|end|>"), CONTROL), {}),
+    "half of harmony": (dict.fromkeys(("<|return|>", "<|end|>"), CONTROL), {}),
+    "solar": (dict.fromkeys(("<|flush|>", "<|calls|>", "<|end|>"), CONTROL), {}),
+    "gemma 4": (dict.fromkeys(("<|tool_response>", "</s>", "<turn|>"), CONTROL), {}),
+    "plamo": ({"</s>": CONTROL, "<|plamo:eos|>": CONTROL}, {"eos": "<|plamo:eos|>"}),
+    "plamo's by name only": ({"</s>": CONTROL, "<|plamo:eos|>": CONTROL}, {}),
+    "named": (
+        {"<a>": CONTROL, "<b>": NORMAL, "<c>": NORMAL, "<|fim_pad|>": CONTROL},
+        {"eot": "<a>", "eom": "<b>", "fim_pad": "<c>", "eos": "<think>"},
+    ),
+}
 
 
 def write(path: Path, metadata: dict[str, Any]) -> Path:
@@ -222,6 +257,10 @@ def main() -> None:
         answers[name] = [theirs.encode(text) for text in samples]
     theirs = LlamaCpp(sentencepiece(merges["True"]))
     answers["SentencePiece"] = [theirs.encode(text) for text in samples]
+    ends = {}
+    for case, (more, ids) in END_CASES.items():
+        metadata = byte_pairs("gpt-2", [("a", "b")], more, **ids)
+        ends[case] = sorted(metadata[f"{AT}tokens"][n] for n in LlamaCpp(metadata).ends())
     rows = []
     for number, text in enumerate(samples):
         distinct = sorted({tuple(ids[number]) for ids in answers.values()})
@@ -231,6 +270,7 @@ def main() -> None:
         "merges": merges,
         "names": list(answers),
         "rows": rows,
+        "ends": ends,
     }
     packed = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     GOLDEN.write_bytes(gzip.compress(packed, 9, mtime=0))
