@@ -153,6 +153,7 @@ def test_a_gguf_file_answers_as_the_same_numbers_do(name: str, tmp_path: Path) -
     found, near, _ = answer(path)
     assert found == tokens
     torch.testing.assert_close(near, logits, rtol=2e-3, atol=2e-3)
+    assert not inspect(path).extra, "all of it is used, also what rotary frequencies are divided by"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "deepseek2-v3"])

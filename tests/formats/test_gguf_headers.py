@@ -205,6 +205,23 @@ def test_files_that_cannot_be_told_apart_or_are_missing(tmp_path: Path) -> None:
         open_checkpoint(write(tmp_path / "c-00002-of-00002.gguf"))
 
 
+@pytest.mark.parametrize("words", [1, 5, 6, 40])
+def test_a_file_without_tensors_is_no_model(tmp_path: Path, words: int) -> None:
+    """Vocabularies alone, and the first of split files without the others; of any length."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_name("x" * words)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(
+        content.rstrip(b"\0")
+    )  # without what fills up to the alignment
+    assert read_gguf(tmp_path / "m.gguf").metadata["general.name"] == "x" * words
+    with pytest.raises(CheckpointError, match="2 entries of metadata and no tensor"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
 def test_20000_mutations_are_read_or_refused(tmp_path: Path) -> None:
     """Bytes flipped, cut off, repeated and inserted: each is a model or a CheckpointError."""
     path = write(tmp_path / "m.gguf")

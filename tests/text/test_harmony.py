@@ -2,7 +2,6 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from harmony_model import harmony_folder
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hmt.base.errors import RequestError
 from hmt.contracts.request import Grammar, GrammarKind
 from hmt.text import HarmonyReader, Tokenizer, ToolCall
-from hmt.text.gguf import _tokenizer_config
+from hmt.text.gguf_vocabulary import read_vocabulary
 from hmt.text.harmony import MARKS
 
 NAMES = ["weather", "clock"]
@@ -167,10 +166,11 @@ def test_a_call_can_be_demanded(tokenizer: Tokenizer) -> None:
     tokenizer.grammars.open(Grammar(GrammarKind.JSON_SCHEMA, "{}"))
 
 
-def test_a_gguf_file_ends_answers_where_the_format_does(tmp_path: Path) -> None:
+def test_a_gguf_file_ends_answers_where_the_format_does() -> None:
     tokens = ["a", "<|end|>", "<|return|>", "<|call|>"]
-    said = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 3],
+    said = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [1, 3, 3, 1],
             "tokenizer.ggml.eos_token_id": 2}  # fmt: skip
-    assert _tokenizer_config(said, tokens)["eos_token_ids"] == [2, 3]
-    said["tokenizer.ggml.token_type"] = [1, 3, 3, 1]
-    assert _tokenizer_config(said, tokens)["eos_token_ids"] == [1, 2]
+    assert read_vocabulary(said, "file").ends == {2, 3}
+    tokens[3] = "<|other|>"
+    assert read_vocabulary(said, "file").ends == {1, 2}

@@ -70,6 +70,35 @@ def test_bos_comes_as_the_configuration_wants(folder: Path, adds: bool | None) -
     assert tokenizer.chat_prompt([USER]) == OURS.chat_prompt([USER])
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_bos_that_a_text_has_twice_stays(folder: Path, adds: bool) -> None:
+    configure(folder, add_bos_token=adds)
+    assert Tokenizer.open(folder).encode("<|begin|><|begin|>a")[:3] == [0, 0, *OURS.encode("a")]
+
+
+def test_an_end_that_the_template_writes_counts_beside_the_stated_ones(folder: Path) -> None:
+    """As of a base model's configuration beside the template of the tuned one (Qwen, OLMo)."""
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(["<|im_end|>", "<|eot_id|>"])
+    backend.add_tokens(["<end_of_turn>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|><end_of_turn>")
+    ended = backend.token_to_id("<|im_end|>")
+    assert Tokenizer.open(folder).eos_ids == {1, ended}, "special, of the list, in the template"
+
+
+def test_channels_of_others_end_no_answer(folder: Path) -> None:
+    """<|end|> ends a part of an answer where calls and returns have marks of their own."""
+    configure(folder, eos_token="<|begin|>")
+    configure(folder, "config.json", eos_token_id=0)
+    configure(folder, "generation_config.json", eos_token_id=0)
+    assert Tokenizer.open(folder).eos_ids == {0, 1}, "mini-dense's template writes <|end|>"
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(["<|calls|>", "<|flush|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer.open(folder).eos_ids == {0}
+
+
 def test_bos_comes_as_tokenizer_json_wants(folder: Path) -> None:
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.post_processor = TemplateProcessing(

@@ -19,6 +19,7 @@ from hmt.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _AT: Final = "tokenizer.ggml."
 _SPACE: Final = "\u2581"
+_FOUND_FIRST: Final = (CONTROL, USER_DEFINED, UNKNOWN)
 # Bounds of what a file can make this do.  The longest pieces of published vocabularies have 64
 # characters, the largest vocabulary 2 million in all.
 _LONGEST_PIECE: Final = 512
@@ -132,7 +133,9 @@ def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
         for number, (token, kind, score) in enumerate(
             zip(vocabulary.tokens, vocabulary.types, vocabulary.scores, strict=True)
         )
-        if kind not in (CONTROL, USER_DEFINED, UNKNOWN)
+        # Special tokens are found in a text before its spaces become U+2581: those that have one
+        # are found then, others never.
+        if kind not in _FOUND_FIRST or _SPACE in token
     ]
     longest = max((len(token) for _, _, token in pieces), default=0)
     if longest > _LONGEST_PIECE or sum(len(token) for *_, token in pieces) > _MOST_CHARACTERS:
@@ -162,7 +165,7 @@ def _added(vocabulary: GgufVocabulary, metadata: Mapping[str, Any]) -> list[toke
             lstrip=token == "<mask>" and pre.startswith("jina-v2"),
         )
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
-        if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+        if kind in _FOUND_FIRST
     ]
 
 

@@ -75,7 +75,7 @@ def read_vocabulary(metadata: Mapping[str, Any], what: str) -> GgufVocabulary:
         raise MissingFileError(
             f"{what} has no tokenizer: convert it again from a folder that has one"
         )
-    if model not in MODELS:
+    if not isinstance(model, str) or model not in MODELS:
         raise CheckpointError(
             f"{what} has a tokenizer of kind {_brief.repr(model)}; of GGUF files HMT has "
             f"{', '.join(f'{name} ({kind})' for name, kind in MODELS.items())}: use the safetensors"

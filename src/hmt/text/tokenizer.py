@@ -82,7 +82,7 @@ class Tokenizer:
             ) from error
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        if not self._in_one_file:
+        if eos_ids and not self._in_one_file:  # a folder that names none is no model's
             special = {token.content: id_ for id_, token in added.items() if token.special}
             eos_ids |= ends_of_turns(self._template_source or "", special)
         self._harmony = is_harmony(self._template_source or "")
@@ -92,6 +92,7 @@ class Tokenizer:
         decoder = backend.decoder
         self._new_joiner = joiner_for(decoder and json.loads(decoder.__getstate__()))
         self._bos_id = self._id_of(self._named.get("bos_token"))
+        self._adds_bos = self._encode("", add_special_tokens=True)[:1] == [self._bos_id]
         eos_id = self._id_of(self._named.get("eos_token"))
         self.eos_ids = eos_ids if eos_id is None else eos_ids | {eos_id}
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -131,7 +132,7 @@ class Tokenizer:
         text that is not valid Unicode.
         """
         ids = self._encode(text, add_special_tokens=True)
-        twice = len(ids) > 1 and ids[0] == ids[1] == self._bos_id
+        twice = self._adds_bos and ids[:2] == [self._bos_id, self._bos_id]
         return ids[1:] if twice else ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -56,6 +56,12 @@ def open_gguf(path: Path) -> Checkpoint:
                     "the files belongs to another model"
                 )
             records[name] = record
+    if not records:
+        raise CheckpointError(
+            f"{first.path} holds {len(first.metadata)} entries of metadata and no tensor, as files "
+            "of a vocabulary alone and the first of some split models do: download the model "
+            "itself, or the other files under the names they were published with"
+        )
     factors = _factors(records)
     config = read_config(first.metadata, records, factors, str(first.path))
     architecture = first.metadata["general.architecture"]

@@ -242,7 +242,8 @@ def _placed(
 ) -> dict[str, TensorRecord]:
     """Records with offsets in the file, which must hold them, and none twice."""
     held = cursor.file_bytes - start
-    missing = max((r.offset + r.nbytes for r in records.values()), default=0) - held
+    # Without tensors nothing need follow, and the file may end before the next aligned byte.
+    missing = max((r.offset + r.nbytes for r in records.values()), default=held) - held
     if missing > 0:
         cut = [r.name for r in records.values() if r.offset + r.nbytes > held]
         raise HeaderError(
