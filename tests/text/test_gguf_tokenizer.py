@@ -164,13 +164,17 @@ def test_a_file_without_a_vocabulary_says_so(changed: dict[str, Any]) -> None:
         ({"merges": {}}, "merges is no array of str"),
         ({"merges": []}, "no tokenizer.ggml.merges"),
         ({"model": "llama", "tokens": ["a" * 600]}, "pieces of 600 characters"),
+        (
+            {"tokens": ["a" * (5 << 20), "a", "aa"], "token_type": [3, 1, 1], "merges": ["a a"]},
+            "have 5242880 characters",
+        ),
     ],
 )
 def test_a_vocabulary_that_contradicts_itself_is_refused(
     changed: dict[str, Any], reason: str
 ) -> None:
     metadata = byte_pairs("qwen2", MERGES["False"])
-    if "tokens" in changed:
+    if "tokens" in changed and "token_type" not in changed:
         del metadata[f"{AT}token_type"]
     with pytest.raises(CheckpointError, match=reason):
         opened(metadata, **changed)

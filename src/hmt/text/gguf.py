@@ -20,10 +20,13 @@ from hmt.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 _AT: Final = "tokenizer.ggml."
 _SPACE: Final = "\u2581"
 _FOUND_FIRST: Final = (CONTROL, USER_DEFINED, UNKNOWN)
-# Bounds of what a file can make this do.  The longest pieces of published vocabularies have 64
-# characters, the largest vocabulary 2 million in all.
+# Bounds of what a file can make this do.  Gemma 3, whose vocabulary is among the largest, has pieces
+# of up to 16 characters and 1.4 million in all.
 _LONGEST_PIECE: Final = 512
 _MOST_CHARACTERS: Final = 16 << 20
+# Of tokens that are searched for in texts: the search takes 75 bytes and 1 us for each of their
+# characters.  Gemma 3's have 76,000; 32,000 codes for pictures would have a million.
+_MOST_SEARCHED: Final = 4 << 20
 # Of Phi-3's marks those that keep the spaces behind them.
 _PHI3_PLAIN: Final = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -154,6 +157,13 @@ def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
 
 def _added(vocabulary: GgufVocabulary, metadata: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
     """Tokens that are found in a text before anything else is done with it."""
+    pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    searched = sum(len(token) for token, kind in pairs if kind in _FOUND_FIRST)
+    if searched > _MOST_SEARCHED:
+        raise CheckpointError(
+            f"the vocabulary's control and user-defined tokens have {searched} characters; HMT "
+            f"takes {_MOST_SEARCHED}: use another conversion of this model"
+        )
     name, pre = (str(metadata.get(key, "")) for key in ("general.name", f"{_AT}pre"))
     phi3 = any(spelling in name.lower() for spelling in ("phi-3", "phi3"))
     return [
