@@ -20,7 +20,7 @@ from hmt.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 _AT: Final = "tokenizer.ggml."
 _SPACE: Final = "\u2581"
 _FOUND_FIRST: Final = (CONTROL, USER_DEFINED, UNKNOWN)
-# Bounds of what a file can make this do.  Gemma 3, whose vocabulary is among the largest, has pieces
+# Bounds of what a file can make this do.  Gemma 3, among the largest vocabularies, has pieces
 # of up to 16 characters and 1.4 million in all.
 _LONGEST_PIECE: Final = 512
 _MOST_CHARACTERS: Final = 16 << 20
