@@ -89,13 +89,14 @@ class Service:
             )
         vocab_size = self.model.prepared.model.spec.vocab_size
         biased = [token for token, _ in asked.sampling.logit_bias]
-        for param, tokens in {"logit_bias": biased, "stop_token_ids": asked.stop_token_ids}.items():
+        named = {"logit_bias": biased, "stop_token_ids": asked.stop_token_ids}
+        for name, tokens in named.items():
             for token in tokens:
                 if token >= vocab_size:
                     raise ApiError(
                         400,
-                        f"{param} has token {token}; this model's tokens are 0 to {vocab_size - 1}",
-                        param=param,
+                        f"{name} has token {token}; this model's tokens are 0 to {vocab_size - 1}",
+                        param=name,
                         code="invalid_value",
                     )
         generation = Generation(self.gate, self.observer, param)

@@ -245,21 +245,20 @@ class Tokenizer:
         return stated | self._named | {"chat_template": self._template_source}
 
     @cached_property
-    def infill(self) -> Infill | None:
-        """How the vocabulary marks a prefix and a suffix; None where it does not."""
-        return infill_of(self._id_of, self._config.get("infill") if self._in_one_file else None)
-
-    def infill_prompt(self, before: str, after: str) -> list[int]:
-        """Token ids of a prompt for what stands between two texts.
-
-        Raises RequestError where the vocabulary has no marks for that.
-        """
-        if self.infill is None:
+    def infill(self) -> Infill:
+        """How the vocabulary marks prefix and suffix.  Raises RequestError where it does not."""
+        stated = self._config.get("infill") if self._in_one_file else None
+        marks = infill_of(self._id_of, stated)
+        if marks is None:
             raise RequestError(
                 "this model's vocabulary has no tokens for filling in the middle, such as "
                 "<|fim_prefix|>, <|fim_suffix|> and <|fim_middle|>: leave the suffix out, or use a "
                 "model that was trained for it"
             )
+        return marks
+
+    def infill_prompt(self, before: str, after: str) -> list[int]:
+        """Token ids of a prompt for what stands between two texts.  Raises as `infill`."""
         ids = [self._ids_of(self._within, text) for text in (before, after)]
         bos = self._encode("", add_special_tokens=True)[:1]
         return (bos if bos == [self._bos_id] else []) + self.infill.prompt(*ids)

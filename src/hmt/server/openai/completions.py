@@ -10,7 +10,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from hmt.base.errors import HMTError
 from hmt.contracts.request import TokenEvent, TokenLogprob
+from hmt.server.errors import told
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, spoken, usage
 from hmt.server.openai.asking import Counting, asked
@@ -39,8 +41,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if body.echo and (body.logprobs is not None or not longest):
         wanted = replace(wanted, prompt_logprobs=body.logprobs or 0)
 
-    if body.suffix and tokenizer.infill is not None:
-        wanted = replace(wanted, stop_token_ids=(*wanted.stop_token_ids, *tokenizer.infill.ends))
+    if body.suffix:
+        try:
+            ends = tokenizer.infill.ends
+        except HMTError as error:
+            raise told(error, "suffix") from error
+        wanted = replace(wanted, stop_token_ids=(*wanted.stop_token_ids, *ends))
     encoded: list[list[int]] = []
 
     def prompts() -> list[list[int]]:
@@ -67,8 +73,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
                     yield teller.whole(next(index), generation, one, answers[one])
 
         # The log-probabilities of long prompts take their time; the loop is for everybody.
-        told = await asyncio.to_thread(lambda: list(choices()))
-        return JSONResponse(heading.of(told, usage=usage(generation)))
+        shown = await asyncio.to_thread(lambda: list(choices()))
+        return JSONResponse(heading.of(shown, usage=usage(generation)))
 
 
 def _ids(tokenizer: Tokenizer, prompt: str | list[int], suffix: str | None) -> list[int]:

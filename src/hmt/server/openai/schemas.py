@@ -56,6 +56,7 @@ class StreamOptions(Fields):
     """
 
     IGNORED = {"include_obfuscation": "chunks have no padding"}  # noqa: RUF012
+    REFUSED = {"usage": Refusal("write include_usage")}  # noqa: RUF012
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
