@@ -20,19 +20,19 @@ from hmt.base.log import logger
 _MOST_UNKNOWN: Final = 32  # in one object: each is compared with all known names
 _MOST_LOGGED: Final = 100  # clients choose the names, and the log must stay small
 _LOGGED_LENGTH: Final = 64  # characters of a name
-_NOTHING: Final[tuple[Any, ...]] = (None, False, "", [])  # 0 equals False
+_OFF: Final[tuple[Any, ...]] = (False, "", [])  # 0 equals False
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What to do instead of sending a field, and the values of it that ask for nothing."""
+    """What to do instead of sending a field, and the values of it that ask for nothing, as null."""
 
     why: str
-    neutral: tuple[Any, ...] = ()
+    neutral: tuple[Any, ...] = _OFF
 
     def concerns(self, value: object) -> bool:
         """Whether `value` would change the answer."""
-        return value not in _NOTHING and value not in self.neutral
+        return value is not None and value not in self.neutral
 
 
 class Fields(BaseModel):

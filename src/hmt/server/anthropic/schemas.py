@@ -12,6 +12,7 @@ from hmt.server.anthropic.unused import (
     REFUSED,
     TOOL_IGNORED,
     TURN_IGNORED,
+    TURN_REFUSED,
 )
 from hmt.server.fields import Fields, unsupported, wrong
 from hmt.server.openai.schemas import MAX_STOPS, Stop
@@ -83,6 +84,7 @@ class Turn(Fields):
     """One message."""
 
     IGNORED = TURN_IGNORED
+    REFUSED = TURN_REFUSED
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[AnyBlock], Field(min_length=1)]
@@ -157,7 +159,10 @@ class ToolChoice(Fields):
 class Thinking(Fields):
     """Whether the model may think before it answers, and for how many tokens."""
 
-    IGNORED = {"display": "what was thought is told as it is"}  # noqa: RUF012
+    IGNORED = {  # noqa: RUF012
+        "display": "what was thought is told as it is",
+        "block_binding": "blocks of earlier thoughts are bound to nothing",
+    }
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None

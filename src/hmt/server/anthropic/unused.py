@@ -61,6 +61,11 @@ TURN_IGNORED: Final[Mapping[str, str]] = {
     ),
 }  # fmt: skip
 
+TURN_REFUSED: Final[Mapping[str, Refusal]] = {
+    "clear_at": Refusal("messages are shown as they are sent: leave it out", ("never",)),
+    "output_config": Refusal("write it beside the messages", ({},)),
+}
+
 TOOL_IGNORED: Final[Mapping[str, str]] = {
     **_CACHED,
     "defer_loading": "all tools are offered at once",

@@ -55,7 +55,7 @@ REFUSED: Final[Mapping[str, Refusal]] = {
     **dict.fromkeys(
         ("max_new_tokens", "max_length", "num_predict", "n_predict", "max_output_tokens",
          "max_tokens_to_sample", "max_gen_len"),
-        Refusal(_LENGTH, (-1,)),
+        Refusal(_LENGTH, (-1, 0)),
     ),
     "min_length": Refusal("write min_tokens"),
     "min_new_tokens": Refusal("write min_tokens"),
@@ -79,7 +79,7 @@ REFUSED: Final[Mapping[str, Refusal]] = {
          "penalty_alpha", "no_repeat_ngram_size", "nsigma", "adaptive_target"),
         Refusal(_SAMPLER),
     ),
-    "top_n_sigma": Refusal(_SAMPLER, (-1,)),
+    "top_n_sigma": Refusal(_SAMPLER, (-1, 0)),
     **dict.fromkeys(
         ("typical_p", "typical", "tfs", "tfs_z", "encoder_repetition_penalty", "guidance_scale",
          "length_penalty", "num_beams"),
@@ -97,13 +97,16 @@ REFUSED: Final[Mapping[str, Refusal]] = {
     **dict.fromkeys(
         ("return_tokens_as_token_ids", "return_token_ids", "n_probs", "return_hidden_states",
          "logprob_start_len", "top_logprobs_num", "response_fields"),
-        Refusal(_SHAPE, (-1,)),
+        Refusal(_SHAPE, (-1, 0)),
     ),
     **dict.fromkeys(
         ("truncate", "truncate_prompt_tokens", "truncation_length", "transforms"),
         Refusal("prompts are not shortened: send what fits the context"),
     ),
-    "num_ctx": Refusal("the context is set when the model is loaded: hmt serve --context"),
+    **dict.fromkeys(
+        ("num_ctx", "n_ctx"),
+        Refusal("the context is set when the model is loaded: hmt serve --context"),
+    ),
     "options": Refusal("write its fields at the top level"),
     "extra_body": Refusal("write its fields at the top level, as OpenAI's Python client does"),
     "lora": Refusal("adapters are not served"),
@@ -127,6 +130,7 @@ CHAT_REFUSED: Final[Mapping[str, Refusal]] = {
     **REFUSED,
     "prompt": Refusal("a chat has messages; send a prompt to /v1/completions"),
     "system": Refusal("write it as the first message, with the role system"),
+    "instructions": Refusal("write them as the first message, with the role system"),
     "suffix": Refusal("filling in the middle is for /v1/completions"),
     "audio": Refusal("only text is served"),
     "web_search_options": Refusal("the server does not search: offer a tool"),
@@ -147,7 +151,7 @@ CHAT_REFUSED: Final[Mapping[str, Refusal]] = {
     "reasoning_format": Refusal(_SHAPE, ("auto", "deepseek")),
     "separate_reasoning": Refusal("reasoning is always apart from the content", (True,)),
     "include_reasoning": Refusal("reasoning is always part of the answer", (True,)),
-    "best_of": Refusal("write n: a chat has no best_of", (1,)),
+    "best_of": Refusal("write n: a chat has no best_of", (1, 0)),
 }
 
 TEXT_REFUSED: Final[Mapping[str, Refusal]] = {
@@ -169,7 +173,7 @@ EMBED_IGNORED: Final[Mapping[str, str]] = {
 EMBED_REFUSED: Final[Mapping[str, Refusal]] = {
     **dict.fromkeys(
         ("truncate", "truncate_prompt_tokens", "late_chunking", "truncation"),
-        Refusal("texts are not shortened: send what fits the context", ("none", "NONE")),
+        Refusal("texts are not shortened: send what fits the context", ("none", "NONE", False, -1)),
     ),
     **dict.fromkeys(
         ("input_type", "task", "prompt_name", "instruction", "prompt"),
