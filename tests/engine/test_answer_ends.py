@@ -22,13 +22,13 @@ def model() -> Iterator[LoadedModel]:
         yield engine.load_model(embedded_model())
 
 
-def theirs(model: LoadedModel, prompt: list[int], least: int, most: int, ends: list[int]) -> list[int]:
+def theirs(
+    model: LoadedModel, prompt: list[int], least: int, most: int, ends: list[int]
+) -> list[int]:
     """A greedy answer, token by token from this model's logits with transformers' processor."""
     processors = LogitsProcessorList()
     if least and ends:
-        processors.append(
-            MinNewTokensLengthLogitsProcessor(len(prompt), least, ends, device="cpu")
-        )
+        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), least, ends, device="cpu"))
     tokens = list(prompt)
     for _ in range(most):
         logits = model.logits(tokens, [len(tokens) - 1])
@@ -93,7 +93,9 @@ def test_a_form_that_is_complete_ends_sooner(model: LoadedModel) -> None:
     ({"stop_token_ids": (4096,)}, "token id 4096"),
     ({"stop_token_ids": ("a",)}, "token id 'a'"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(model: LoadedModel, fields: dict[str, object], told: str) -> None:
+def test_what_cannot_be_is_refused(
+    model: LoadedModel, fields: dict[str, object], told: str
+) -> None:
     with pytest.raises(RequestError, match=told):
         model.infer(Request("Hi", 20, **fields))
 

@@ -4,7 +4,7 @@ import logging
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NotRequired, Required
 
 import anthropic.types as anthropic_types
 import anthropic.types.beta as beta_types
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
 from pydantic import TypeAdapter, ValidationError
-from typing_extensions import NotRequired, Required, is_typeddict
+from typing_extensions import is_typeddict
 
 from hmt.server import fields
 from hmt.server.anthropic.schemas import (
@@ -235,8 +235,8 @@ ACCEPTED: list[tuple[type[Fields], dict[str, Any]]] = [
         # What front ends send with everything switched off.
         {"mirostat": 0, "mirostat_tau": 5, "typical_p": 1, "tfs_z": 1.0, "xtc_probability": 0,
          "dry_multiplier": 0, "dry_base": 1.75, "top_n_sigma": -1, "samplers": [],
-         "do_sample": True, "skip_special_tokens": True, "best_of": 1, "use_beam_search": False, "functions": [],
-         "include_reasoning": True, "reasoning_format": "auto", "cache_prompt": True},
+         "do_sample": True, "skip_special_tokens": True, "best_of": 1, "use_beam_search": False,
+         "functions": [], "include_reasoning": True, "reasoning_format": "auto", "cache_prompt": True},
         {"never_heard_of": {"by": "anybody"}, "nothing": None, "temprature": None},
         {"tools": [TOOL | {"cache_control": {"type": "ephemeral"}}], "tool_choice": {
             "type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}},

@@ -17,8 +17,8 @@ from hmt.text import Tokenizer
 from hmt.text.infill import infill_of, stated_ids
 
 PIECES = [
-    "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abdefinrtu(:)x+1",
-    "de", "re", "in", "ret", "rn", "\u2581de", "\u2581ret", "tu", "retu",
+    "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581",
+    *"abdefinrtu(:)x+1", "de", "re", "in", "ret", "rn", "\u2581de", "\u2581ret", "tu", "retu",
 ]  # fmt: skip
 MERGES = [("d", "e"), ("r", "e"), ("i", "n"), ("re", "t"), ("r", "n"), ("\u2581", "de"),
           ("\u2581", "ret"), ("t", "u"), ("re", "tu")]  # fmt: skip
@@ -105,14 +105,19 @@ def test_prompts_are_written_as_each_family_documents(
     names, document = FAMILIES[family]
     tokenizer = byte_level(tmp_path, names, add_bos_token=bos)
     before, after = "def f(\u00e4):\n", "\n    return x"
-    wanted = tokenizer.encode(document.replace("P", before).replace("S", after)
-                              if family != "codestral" else f"[SUFFIX]{after}[PREFIX]{before}")
+    wanted = tokenizer.encode(
+        document.replace("P", before).replace("S", after)
+        if family != "codestral"
+        else f"[SUFFIX]{after}[PREFIX]{before}"
+    )
     assert tokenizer.infill_prompt(before, after) == wanted
     assert (wanted[0] == tokenizer._backend.token_to_id("<s>")) == bos
 
 
 def test_a_vocabulary_without_marks_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"no tokens for filling in the middle.*leave the suffix"):
+    with pytest.raises(
+        RequestError, match=r"no tokens for filling in the middle.*leave the suffix"
+    ):
         byte_level(tmp_path, ["<|fim_prefix|>", "<|fim_suffix|>"]).infill_prompt("a", "b")
 
 
