@@ -236,7 +236,7 @@ ACCEPTED: list[tuple[type[Fields], dict[str, Any]]] = [
         {"mirostat": 0, "mirostat_tau": 5, "typical_p": 1, "tfs_z": 1.0, "xtc_probability": 0,
          "dry_multiplier": 0, "dry_base": 1.75, "top_n_sigma": -1, "samplers": [],
          "do_sample": True, "skip_special_tokens": True, "best_of": 1, "use_beam_search": False,
-         "functions": [], "include_reasoning": True, "reasoning_format": "auto", "cache_prompt": True},
+         "functions": [], "include_reasoning": True, "reasoning_format": "auto"},
         {"never_heard_of": {"by": "anybody"}, "nothing": None, "temprature": None},
         {"tools": [TOOL | {"cache_control": {"type": "ephemeral"}}], "tool_choice": {
             "type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}},

@@ -85,8 +85,10 @@ REFUSED: Final[Mapping[str, Refusal]] = {
          "length_penalty", "num_beams"),
         Refusal(_SAMPLER, (1,)),
     ),
-    "samplers": Refusal("the order of samplers is fixed: see docs/server.md"),
-    "sampler_order": Refusal("the order of samplers is fixed: see docs/server.md"),
+    **dict.fromkeys(
+        ("samplers", "sampler_order"),
+        Refusal("the order is fixed: penalties, temperature, top_k, top_p, min_p"),
+    ),
     "do_sample": Refusal("write temperature: 0 takes the likeliest token", (True,)),
     "use_beam_search": Refusal(_BEAMS),
     "early_stopping": Refusal(_BEAMS),
