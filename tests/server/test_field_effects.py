@@ -153,7 +153,6 @@ def test_as_long_as_the_context_goes(model: LoadedModel) -> None:
     asked = asking(ignore_eos=True, logit_bias={"1": -100})
     assert post(app, CHAT, asked).json()["usage"]["completion_tokens"] == 3
     for path, body in (
-        (CHAT, asked | {"max_tokens": -1}),
         (CHAT, asked | {"max_completion_tokens": -1}),
         (TEXT, {"model": NAME, "prompt": "Hello", "max_tokens": -1, "ignore_eos": True}),
     ):
@@ -265,10 +264,10 @@ def test_browsers_may_send_what_clients_send(served: FastAPI) -> None:
 
     async def work() -> None:
         async with http(served) as client:
-            sent: set[str] = set()
+            seen: set[str] = set()
 
             async def note(request: httpx2.Request) -> None:
-                sent.update(request.headers)
+                seen.update(request.headers)
 
             client.event_hooks["request"].append(note)
             theirs = AsyncOpenAI(
@@ -282,6 +281,7 @@ def test_browsers_may_send_what_clients_send(served: FastAPI) -> None:
             await claude.beta.messages.create(
                 model="all", max_tokens=1, messages=[USER], betas=["x"]
             )
+            sent = frozenset(seen)
             assert {"x-stainless-os", "anthropic-version", "anthropic-beta",
                     "openai-organization"} <= sent  # fmt: skip
             asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST",

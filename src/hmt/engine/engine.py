@@ -246,7 +246,7 @@ class LoadedModel:
             raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
         if request.sampling != Sampling() or sequence.stops.any or request.min_tokens:
             raise RequestError(
-                "a beam search takes the likeliest answers: sampling, stops, min_tokens are no use"
+                "beams take the likeliest: leave sampling and stop strings out, and min_tokens"
             )
         if sequence.shows:
             raise RequestError(

@@ -30,6 +30,7 @@ _SERVER: Final = "server_error"
 # What pydantic calls them, and what OpenAI does.
 _CODES: Final = {
     "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
     "unknown_parameter": "unknown_parameter",
     "unsupported": "unsupported",
     "json_invalid": "invalid_json",

@@ -7,7 +7,7 @@ has: `hmt.server.fields`.
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes
@@ -412,7 +412,13 @@ class TokenizeBody(Templated):
         return self
 
 
-class LoadBody(Fields):
+class Order(BaseModel):
+    """What only HMT has: nobody else's client sends it, so that unknown fields are mistakes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LoadBody(Order):
     """POST /v1/models/load.  `host_memory`, such as "4GiB", is the most that it may take."""
 
     model: str
@@ -434,7 +440,7 @@ class LoadBody(Fields):
         return None if self.host_memory is None else parse_bytes(self.host_memory)
 
 
-class UnloadBody(Fields):
+class UnloadBody(Order):
     """POST /v1/models/unload.  `timeout`: seconds that its answers have to end."""
 
     model: str
