@@ -102,6 +102,7 @@ def test_one_argument_is_a_model_where_it_can_be_one(given, expected):
         (("--numa", "99", "hello"), 1, "NUMA node 99"),
         (("--context", "999999999", "hello"), 2, "999999999"),
         (("--json",), 2, "give a prompt"),
+        (("--chat-template", "/nowhere.jinja", "hello"), 2, "/nowhere.jinja cannot be read"),
     ],
 )
 def test_a_mistake_is_one_line(hmt, arguments, code, message):
@@ -109,6 +110,15 @@ def test_a_mistake_is_one_line(hmt, arguments, code, message):
     assert (done.code, done.out) == (code, "")
     assert done.err.startswith("error: ") and done.err.count("\n") == 1
     assert message in done.err
+
+
+def test_a_chat_template_of_ones_own(hmt, tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}")
+    common = (*SMALL, "--json", "--max-new-tokens", "3")
+    mine = json.loads(hmt("run", *common, "--chat-template", file, "Once upon a time").out)
+    raw = json.loads(hmt("run", *common, "--raw", "Once upon a time").out)
+    assert mine["token_ids"] == raw["token_ids"] and mine["prompt_tokens"] == raw["prompt_tokens"]
 
 
 def test_a_prompt_that_is_too_long_is_told_so(hmt):

@@ -27,6 +27,7 @@ def test_a_public_address_without_a_key_is_refused(hmt):
         (("--port", "99999"), "99999"),
         (("--timeout", "0"), "timeout"),
         (("--max-batch", "0"), "max_batch"),
+        (("--chat-template", "/nowhere.jinja"), "cannot be read"),
     ],
     ids=str,
 )

@@ -112,7 +112,9 @@ def test_the_prompt_tells_where_an_answer_begins(tokenizer: Tokenizer) -> None:
         reader = tokenizer.channels(prompt, NAMES)
         assert reader is not None and reader.push(answer)[1] == "It is late."
     assert tokenizer.reasoning(free) is None and tokenizer.channels([], ()) is not None
-    assert "Effort: high" in tokenizer.decode(tokenizer.chat_prompt(CHAT, effort="high"))
+    assert "Effort: high" in tokenizer.decode(
+        tokenizer.chat_prompt(CHAT, variables={"reasoning_effort": "high"})
+    )
 
 
 def test_thoughts_have_a_limit(tokenizer: Tokenizer) -> None:

@@ -37,6 +37,7 @@ class Job:
     raw: bool = False
     summary: bool = True
     json: bool = False
+    chat_template: Path | None = None
 
 
 @dataclass(slots=True)
@@ -77,12 +78,16 @@ def run(
         bool, typer.Option("--no-summary", help="Do not say what it cost.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print answer and summary as JSON.")] = False,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="File with the chat template (Jinja) to use instead of MODEL's own."),
+    ] = None,
 ) -> None:
     """Answer a prompt, or chat, and say what it cost."""
     path, prompt = choose(model, prompt)
     if json and prompt is None:
         raise ConfigError("--json prints one answer; give a prompt, or leave --json out to chat")
-    answer_or_chat(Job(path, prompt, engine, sampling, raw, not no_summary, json))
+    answer_or_chat(Job(path, prompt, engine, sampling, raw, not no_summary, json, chat_template))
 
 
 def choose(model: str | None, prompt: str | None) -> tuple[Path, str | None]:
@@ -101,7 +106,9 @@ def answer_or_chat(job: Job) -> None:
     if job.prompt is not None and not job.prompt.strip():
         raise EmptyPromptError("the prompt is empty; give some text, or no prompt at all to chat")
     from hmt.formats import shown_name
+    from hmt.text import read_template
 
+    template = None if job.chat_template is None else read_template(job.chat_template)
     with loading(f"loading {shown_name(job.model)}") as report:
         from hmt.cli.conversation import Conversation
         from hmt.engine import Engine
@@ -112,6 +119,8 @@ def answer_or_chat(job: Job) -> None:
             model = engine.load_model(job.model, progress=report)
     with engine:
         try:
+            if template is not None:
+                model.tokenizer.use_chat_template(template)
             conversation = Conversation(model, job.sampling, raw=job.raw)
             if job.prompt is None:
                 _chat(conversation, job)

@@ -81,6 +81,13 @@ class ServerOptions:
             rich_help_panel=_WHO,
         ),
     ] = None
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the chat template (Jinja) to use instead of MODEL's own.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
     max_batch: Annotated[
         int | None,
         typer.Option(
@@ -132,7 +139,9 @@ class ServerOptions:
     def config(self) -> "ServerConfig":
         """The same for the server.  Raises ConfigError."""
         from hmt.server import KeyRing, ServerConfig
+        from hmt.text import read_template
 
+        template = None if self.chat_template is None else read_template(self.chat_template)
         return ServerConfig(
             name=self.name,
             host=self.host,
@@ -145,6 +154,7 @@ class ServerOptions:
             max_body_bytes=parse_bytes(self.max_body),
             origins=tuple(self.origin or ()),
             log_requests=self.log_requests,
+            chat_template=template,
         )
 
 

@@ -65,6 +65,10 @@ class Request:
     context_size     the most positions that prompt and answer may take together; the model's own
                      limit when None
     stop             string, or strings, that end the answer and are not part of it
+    stop_token_ids   tokens that do the same, beside the model's own end tokens
+    ignore_eos       whether the model's own end tokens do not end the answer
+    min_tokens       tokens before which neither end tokens are chosen nor stop strings looked for;
+                     a grammar that allows nothing more still ends the answer
     owner            whose it is: requests of different owners get equal shares of the engine
     priority         higher ones are admitted first
     grammar          the form that the answer must have; it ends where nothing may follow
@@ -81,7 +85,9 @@ class Request:
     context_size: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
     owner: str = ""
     priority: int = 0
     timeout_s: float | None = None
@@ -105,6 +111,7 @@ class TokenEvent:
     """One generated token.  `text` is what became printable with it; it may be empty.
 
     stop   the stop string that ended the answer, if one did
+    ends   whether the token itself ended the answer, and is no part of it
     """
 
     token_id: int
@@ -112,6 +119,7 @@ class TokenEvent:
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     stop: str | None = None
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

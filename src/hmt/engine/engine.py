@@ -37,7 +37,7 @@ from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
 from hmt.engine.sampler import SamplerState, check_logprobs
 from hmt.engine.scheduler import Load
-from hmt.engine.sequence import Listener, Sequence
+from hmt.engine.sequence import Listener, Sequence, check_least, end_tokens
 from hmt.engine.shown import Pool
 from hmt.engine.streams import Ticket, TokenStream, Told, completions, nth
 from hmt.engine.summary import RunSummary
@@ -244,21 +244,20 @@ class LoadedModel:
         most, sequence = self.max_batch, self._sequence(request, SimpleQueue())
         if type(beams) is not int or not 1 <= beams <= most:
             raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
-        if request.sampling != Sampling() or sequence.stops.any:
+        if request.sampling != Sampling() or sequence.stops.any or request.min_tokens:
             raise RequestError(
-                "a beam search takes the likeliest answers: leave sampling and stop strings out"
+                "beams take the likeliest: leave sampling and stop strings out, and min_tokens"
             )
         if sequence.shows:
             raise RequestError(
                 "a beam search tells nothing of the prompt: ask for that with a request of its own"
             )
-        eos_ids = frozenset[int]() if request.ignore_eos else sequence.eos_ids
         search = self._loop.call(
             lambda: self._core.search(
                 sequence.tokens,
                 beams=beams,
                 new_tokens=sequence.positions - sequence.prompt_tokens,
-                eos_ids=eos_ids,
+                eos_ids=sequence.eos_ids,
                 length_penalty=length_penalty,
             )
         )
@@ -399,18 +398,20 @@ class LoadedModel:
         if request.prompt_logprobs is not None:
             check_logprobs("prompt_logprobs", request.prompt_logprobs)
         biased = [token for token, _ in request.sampling.logit_bias]
-        check_tokens(biased, self.prepared.model.spec.vocab_size)
+        check_tokens([*biased, *request.stop_token_ids], self.prepared.model.spec.vocab_size)
         stops = (request.stop,) if isinstance(request.stop, str) else request.stop
         timeout_s = request.timeout_s
+        longest = self._new_tokens(request, len(tokens))
+        check_least(request, longest)
         return Sequence(
             request=request,
             tokens=tokens,
             prompt_tokens=len(tokens),
-            positions=len(tokens) + self._new_tokens(request, len(tokens)),
+            positions=len(tokens) + longest,
             sampler=sampler,
             text=self.tokenizer.stream(),
             stops=StopStrings(stops),
-            eos_ids=self.tokenizer.eos_ids,
+            eos_ids=end_tokens(request, self.tokenizer.eos_ids),
             events=listener,
             scores=None if request.prompt_logprobs is None else [],
             pool=None if request.embedding is None else Pool(request.embedding),

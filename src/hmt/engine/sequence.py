@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from hmt.base.errors import HMTError, NumericsError
+from hmt.base.errors import HMTError, NumericsError, RequestError
 from hmt.contracts.request import (
     FinishReason,
     PromptEvent,
@@ -46,6 +46,7 @@ class Sequence:
     computed    tokens whose KV has been written
     given       tokens that are computed in chunks, like a prompt: that, and of a sequence that was
                 sent back and has to begin again what it had answered
+    eos_ids     tokens that end the answer
     kv          handle in the KV cache; None while it has nothing there
     room        positions that are reserved for it
     sent_back   times that it had begun and others needed its place or its room
@@ -83,6 +84,7 @@ class Sequence:
     submitted_s: float = field(default_factory=time.perf_counter)
     admitted_s: float | None = None
     deadline_s: float | None = None
+    _others: torch.Tensor | None = None  # tokens that do not end the answer, int64 [n]
 
     def __post_init__(self) -> None:
         self.given = self.prompt_tokens
@@ -150,16 +152,18 @@ class Sequence:
         Raises NumericsError where the logits are not numbers, RequestError where the form that was
         asked for allows nothing more.
         """
-        allowed = None if self.form is None else self.form.allowed()
-        chosen = self.sampler.choose(logits, known, allowed)
+        chosen = self.sampler.choose(logits, known, self._allowed(len(logits)))
         self.tokens.append(chosen.token_id)
         logprob = chosen if self.request.sampling.logprobs is not None else None
-        if chosen.token_id in self.eos_ids and not self.request.ignore_eos:
-            self._finish_text(chosen.token_id, logprob, FinishReason.STOP, self.text.flush())
+        if chosen.token_id in self.eos_ids:
+            rest = self.text.flush()
+            self._finish_text(chosen.token_id, logprob, FinishReason.STOP, rest, ends=True)
             return
         if self.form is not None:
             self.form.push(chosen.token_id)
-        text = self.stops.push(self.text.push(chosen.token_id))
+        text = self.text.push(chosen.token_id)
+        if self._answered >= self.request.min_tokens:
+            text = self.stops.push(text)
         if self.stops.matched is not None:
             self._finish(chosen.token_id, text, logprob, FinishReason.STOP)
         elif self.form is not None and self.form.complete:
@@ -170,6 +174,29 @@ class Sequence:
             self._finish_text(chosen.token_id, logprob, FinishReason.LENGTH, rest, text)
         else:
             self.events.put(TokenEvent(chosen.token_id, text, logprob))
+
+    @property
+    def _answered(self) -> int:
+        """Tokens of the answer until now."""
+        return len(self.tokens) - self.prompt_tokens
+
+    def _allowed(self, vocab_size: int) -> torch.Tensor | None:
+        """Tokens that may come next, int64 [n]; None: any.
+
+        None of those that end the answer while it is shorter than min_tokens, unless the form
+        allows nothing else.
+        """
+        allowed = None if self.form is None else self.form.allowed()
+        if self._answered >= self.request.min_tokens or not self.eos_ids:
+            return allowed
+        if self._others is None:
+            mask = torch.ones(vocab_size, dtype=torch.bool)
+            mask[[token for token in self.eos_ids if token < vocab_size]] = False
+            self._others = mask.nonzero().flatten()
+        if allowed is None:
+            return self._others
+        longer = allowed[torch.isin(allowed, self._others)]
+        return longer if len(longer) else allowed
 
     def fail(self, error: HMTError) -> None:
         """End with an error, which whoever fetches events will see."""
@@ -190,6 +217,8 @@ class Sequence:
         reason: FinishReason,
         rest: str,
         before: str = "",
+        *,
+        ends: bool = False,
     ) -> None:
         """End after letting go of what the detokenizer and the stop strings still hold."""
         text = before + self.stops.push(rest)
@@ -197,10 +226,31 @@ class Sequence:
             reason = FinishReason.STOP
         else:
             text += self.stops.flush()
-        self._finish(token_id, text, logprob, reason)
+        self._finish(token_id, text, logprob, reason, ends=ends)
 
     def _finish(
-        self, token_id: int, text: str, logprob: TokenLogprob | None, reason: FinishReason
+        self,
+        token_id: int,
+        text: str,
+        logprob: TokenLogprob | None,
+        reason: FinishReason,
+        *,
+        ends: bool = False,
     ) -> None:
         self.finish_reason = reason
-        self.events.put(TokenEvent(token_id, text, logprob, reason, self.stops.matched))
+        self.events.put(TokenEvent(token_id, text, logprob, reason, self.stops.matched, ends))
+
+
+def end_tokens(request: Request, eos_ids: frozenset[int]) -> frozenset[int]:
+    """Tokens that end the answer to a request; `eos_ids` are the model's own."""
+    return frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_ids)
+
+
+def check_least(request: Request, longest: int) -> None:
+    """Raise RequestError unless an answer of `longest` tokens can have min_tokens."""
+    least = request.min_tokens
+    if type(least) is not int or not 0 <= least <= longest:
+        raise RequestError(
+            f"min_tokens is {least!r}; the answer has {longest} tokens at most: give an integer "
+            f"from 0 to {longest}, or a larger max_new_tokens"
+        )

@@ -14,6 +14,7 @@ from hmt.server.anthropic import messages
 from hmt.server.config import ServerConfig
 from hmt.server.gate import Gate
 from hmt.server.guard import Guard
+from hmt.server.head import HeadAsGet
 from hmt.server.metrics import Metrics
 from hmt.server.openai import chat, completions, embeddings, models
 from hmt.server.page import routes as page
@@ -56,13 +57,15 @@ def create_app(
     def changed(first: Service) -> None:
         app.state.service = first
 
+    first = config.name or model.prepared.source.path.name
     app.state.shelf = Shelf(
         serve=serving,
         folders={} if others is None else dict(others.paths),
         engine=None if others is None else others.engine,
         changed=changed,
+        templates={} if config.chat_template is None else {first: config.chat_template},
     )
-    app.state.shelf.put(config.name or model.prepared.source.path.name, model)
+    app.state.shelf.put(first, model)
     errors.install(app)
 
     @app.exception_handler(ClientGone)
@@ -88,16 +91,20 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
         if config.log_requests:
             journal.write(scope, status, seconds)
 
-    guard = Middleware(Guard, config=config, seen=seen)
+    inside = [Middleware(Guard, config=config, seen=seen), Middleware(HeadAsGet)]
     if not config.origins:
-        return [guard]
+        return inside
     cors = Middleware(
         CORSMiddleware,
         allow_origins=config.origins,
-        allow_methods=("GET", "POST"),
-        allow_headers=("authorization", "content-type", "x-api-key"),
+        allow_methods=("GET", "HEAD", "POST"),
+        # Clients send more with each release: x-stainless-*, anthropic-version, ...  Which pages
+        # may ask is the origin's matter, and with which key the key's.
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+        allow_private_network=True,  # a page from elsewhere, and the server on its own machine
     )
-    return [cors, guard]
+    return [cors, *inside]
 
 
 def _add_watching(app: FastAPI, metrics: Metrics) -> None:

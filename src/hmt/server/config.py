@@ -25,6 +25,7 @@ class ServerConfig:
     shutdown_s         that answers under way have to end once the server is told to stop
     origins            of web pages that may use it (CORS); none when empty
     log_requests       write a line of JSON to stderr for each response, without what was said
+    chat_template      Jinja by which the model's chats are written; None: as its files say
     max_connections    at once; more are refused
     """
 
@@ -42,6 +43,7 @@ class ServerConfig:
     shutdown_s: float = 30.0
     origins: tuple[str, ...] = ()
     log_requests: bool = False
+    chat_template: str | None = None
     max_connections: int = 1024
 
     def check(self) -> None:

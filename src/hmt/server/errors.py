@@ -31,10 +31,12 @@ _SERVER: Final = "server_error"
 _CODES: Final = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
+    "unknown_parameter": "unknown_parameter",
+    "unsupported": "unsupported",
     "json_invalid": "invalid_json",
 }
 
-_BLOCKS: Final = ("text", "thinking", "tool_use", "tool_result")
+_BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _ANTHROPIC_PATH: Final = "/v1/messages"
 _ANTHROPIC: Final = {
     400: "invalid_request_error",
@@ -158,13 +160,11 @@ def _not_valid(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {context.get('error')}", code=_CODES[kind])
     if context.get("param"):  # where several parameters disagree, the one to change
         param = f"{param}.{context['param']}" if param else context["param"]
+    if not param and kind == "disagreement":
+        return ApiError(400, f"the body: {meant['msg']}", code="invalid_value")
     if not param:
         return ApiError(400, "the body must be a JSON object", code="invalid_type")
-    messages = {
-        "missing": f"{param!r} is missing",
-        "extra_forbidden": f"{param!r} is not a parameter that this server knows",
-    }
-    message = messages.get(kind, f"{param!r}: {_plain(meant)}")
+    message = f"{param!r} is missing" if kind == "missing" else f"{param!r}: {_plain(meant)}"
     otherwise = "invalid_type" if _is_of_type(kind) else "invalid_value"
     return ApiError(400, message, param=param, code=_CODES.get(kind, otherwise))
 
@@ -218,7 +218,7 @@ def _is_union_member(part: object) -> bool:
     """Pydantic names the member of a union in the place of an error: "str", "list[str]"."""
     if not isinstance(part, str):
         return False
-    names = ("str", "int", "float", "bool", "NamedTool")
+    names = ("str", "int", "float", "bool", "NamedTool", "AllowedTools")
     return part in names or part.startswith(("constrained-", "list[", "literal["))
 
 

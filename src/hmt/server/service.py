@@ -26,12 +26,15 @@ LATER = -1  # priority of those who let all others go first
 class Asked:
     """What one HTTP request wants of the engine, beside its prompts.
 
-    longest           tokens of an answer; None: the server's default, or what the context holds
+    longest           tokens of an answer; None: the server's default, or what the context holds;
+                      -1: what the context holds
     answers           to each prompt; `counted` is the parameter that said so
     grammar           the form of answers; `formed` is the parameter that said so
     prompt_logprobs   see Request
     embedding         likewise
     reasoning_tokens  likewise
+    min_tokens        likewise
+    stop_token_ids    likewise
     """
 
     owner: str
@@ -48,6 +51,8 @@ class Asked:
     prompt_logprobs: int | None = None
     embedding: Pooling | None = None
     reasoning_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -83,14 +88,17 @@ class Service:
                 code="invalid_value",
             )
         vocab_size = self.model.prepared.model.spec.vocab_size
-        for token, _ in asked.sampling.logit_bias:
-            if token >= vocab_size:
-                raise ApiError(
-                    400,
-                    f"logit_bias has token {token}; this model's tokens are 0 to {vocab_size - 1}",
-                    param="logit_bias",
-                    code="invalid_value",
-                )
+        biased = [token for token, _ in asked.sampling.logit_bias]
+        named = {"logit_bias": biased, "stop_token_ids": asked.stop_token_ids}
+        for name, tokens in named.items():
+            for token in tokens:
+                if token >= vocab_size:
+                    raise ApiError(
+                        400,
+                        f"{name} has token {token}; this model's tokens are 0 to {vocab_size - 1}",
+                        param=name,
+                        code="invalid_value",
+                    )
         generation = Generation(self.gate, self.observer, param)
 
         def requests() -> list[Request]:
@@ -109,10 +117,19 @@ class Service:
                 raise told(error, asked.formed) from error
 
     def _request(self, asked: Asked, tokens: list[int]) -> Request:
-        longest = asked.longest
+        longest, room = asked.longest, max(1, self.max_positions - len(tokens))
         if longest is None:
-            room = self.max_positions - len(tokens)
-            longest = max(1, min(self.config.default_new_tokens, room))
+            longest = min(room, max(self.config.default_new_tokens, asked.min_tokens))
+        elif longest == -1:
+            longest = room
+        if longest < asked.min_tokens:
+            raise ApiError(
+                400,
+                f"at least {asked.min_tokens} tokens were asked for; the answer may have "
+                f"{longest}: lower min_tokens, or raise max_tokens as far as the context goes",
+                param="min_tokens",
+                code="invalid_value",
+            )
         most = self.config.timeout_s
         return Request(
             tokens,
@@ -120,6 +137,8 @@ class Service:
             sampling=asked.sampling,
             stop=asked.stops,
             ignore_eos=asked.ignore_eos,
+            min_tokens=asked.min_tokens,
+            stop_token_ids=asked.stop_token_ids,
             owner=asked.owner,
             priority=asked.priority,
             grammar=asked.grammar,

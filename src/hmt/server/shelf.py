@@ -33,18 +33,22 @@ class Shelf:
     folders   of all models that this server knows
     engine    that loads them; None: what is loaded stays so
     changed   is told what `first` is whenever that may have changed
+    templates chat templates by name of models that shall not use those of their files
     """
 
     serve: Callable[[str, LoadedModel], Service]
     folders: dict[str, Path]
     engine: Engine | None
     changed: Callable[[Service], None]
+    templates: Mapping[str, str] = field(default_factory=dict)
     services: dict[str, Service] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)
     _moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def put(self, name: str, model: LoadedModel) -> Service:
         """Serve a model that has been loaded."""
+        if name in self.templates:
+            model.tokenizer.use_chat_template(self.templates[name])
         service = self.services[name] = self.serve(name, model)
         self.folders.setdefault(name, model.prepared.source.path)
         self.changed(next(iter(self.services.values())))

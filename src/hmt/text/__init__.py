@@ -4,6 +4,7 @@ from hmt.text.channels import HarmonyReader
 from hmt.text.grammar import Constraint, Grammars
 from hmt.text.reasoning import ReasoningReader, ThoughtLimit
 from hmt.text.stream import StopStrings, TextStream
+from hmt.text.template import read_template
 from hmt.text.tokenizer import Tokenizer
 from hmt.text.tools import CallReader, ToolCall, ToolStyle
 
@@ -19,4 +20,5 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "ToolStyle",
+    "read_template",
 ]

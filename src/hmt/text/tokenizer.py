@@ -24,10 +24,20 @@ from hmt.text.harmony import (
     harmony_tools,
     is_harmony,
 )
+from hmt.text.infill import Infill, infill_of, stated_ids, within_text
 from hmt.text.json_file import read_object
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
 from hmt.text.stream import TextStream, joiner_for
-from hmt.text.template import ChatTemplate, template_source
+from hmt.text.template import (
+    DEFAULT,
+    TOOL_USE,
+    ChatTemplate,
+    cut,
+    gguf_template_sources,
+    marked,
+    template_sources,
+    variables_of,
+)
 from hmt.text.tools import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
@@ -66,10 +76,13 @@ class Tokenizer:
             self._config = read_object(folder / "special_tokens_map.json") | read_object(
                 folder / "tokenizer_config.json"
             )
-            self._template_source = template_source(folder, self._config)
+            sources = template_sources(folder, self._config)
         else:
             self._config = dict(said)
-            self._template_source = said.get("chat_template")
+            sources = said.get("chat_templates", {})
+        self._template_source = sources.get(DEFAULT)
+        self._tool_source = sources.get(TOOL_USE)  # of chats with tools, where it is another
+        self._compiled: dict[str, ChatTemplate] = {}
         self._named = _named_tokens(self._config)
         try:
             self._prepare()
@@ -80,21 +93,17 @@ class Tokenizer:
                 f"generation_config.json are not what they should be ({error!r}): "
                 "download these files again"
             ) from error
-        added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         if eos_ids and not self._in_one_file:  # a folder that names none is no model's
+            added = backend.get_added_tokens_decoder()
             special = {token.content: id_ for id_, token in added.items() if token.special}
             eos_ids |= ends_of_turns(self._template_source or "", special)
-        self._harmony = is_harmony(self._template_source or "")
-        if self._harmony:  # marks tell what an answer's parts are
-            self._special_ids -= {id_ for id_, token in added.items() if token.content in MARKS}
-            eos_ids |= {id_ for id_, token in added.items() if token.content in ENDINGS}
         decoder = backend.decoder
         self._new_joiner = joiner_for(decoder and json.loads(decoder.__getstate__()))
         self._bos_id = self._id_of(self._named.get("bos_token"))
         self._adds_bos = self._encode("", add_special_tokens=True)[:1] == [self._bos_id]
         eos_id = self._id_of(self._named.get("eos_token"))
         self.eos_ids = eos_ids if eos_id is None else eos_ids | {eos_id}
+        self._look_for_channels()
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -123,7 +132,18 @@ class Tokenizer:
     @classmethod
     def of_gguf(cls, file: Path, vocabulary: Mapping[str, Any]) -> "Tokenizer":
         """The tokenizer that a GGUF file describes.  Raises as `gguf_tokenizer` does."""
-        return cls(file, *gguf_tokenizer(vocabulary, str(file)))
+        backend, said = gguf_tokenizer(vocabulary, str(file))
+        said["chat_templates"] = gguf_template_sources(vocabulary)
+        said["infill"] = stated_ids(vocabulary, backend.get_vocab_size(with_added_tokens=True))
+        return cls(file, backend, said)
+
+    def use_chat_template(self, source: str) -> None:
+        """Write chats by a template of the user's, in place of all that the checkpoint has.
+
+        Before the first chat: it is not for use beside other threads.
+        """
+        self._template_source, self._tool_source = source, None
+        self._look_for_channels()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the start tokens that the checkpoint puts before it.
@@ -171,7 +191,7 @@ class Tokenizer:
     @property
     def tool_style(self) -> ToolStyle | None:
         """How calls of tools are written; None where the chat template has no place for tools."""
-        source = self._template_source
+        source = self._source(tools=True)
         return ToolStyle.of(source) if source is not None and "tools" in source else None
 
     def reasoning(self, prompt: Sequence[int]) -> ReasoningReader | None:
@@ -179,7 +199,7 @@ class Tokenizer:
 
         None also where `channels` reads all of it.
         """
-        if CLOSE not in (self._template_source or ""):
+        if not self._writes_thoughts:
             return None
         end = b"".join(map(self.token_bytes, prompt[-16:]))
         return ReasoningReader(begun=end.rstrip().endswith(OPEN.encode()))
@@ -200,27 +220,71 @@ class Tokenizer:
         """
         if not self._harmony:
             return None
-        end = b"".join(map(self.token_bytes, prompt[-16:])).decode(errors="replace")
+        begin = max(0, len(prompt) - 16)
+        if self._start_id in prompt:  # the last message may have much text already
+            begin = len(prompt) - 1 - prompt[::-1].index(self._start_id)
+        end = b"".join(map(self.token_bytes, prompt[begin:])).decode(errors="replace")
         return HarmonyReader(end.rpartition(START)[2], names)
 
     @property
-    def takes_effort(self) -> bool:
-        """Whether the chat template has a place for how long to reason."""
-        return "reasoning_effort" in (self._template_source or "")
+    def thinks(self) -> bool:
+        """Whether answers to chats may begin with reasoning, as far as the template shows."""
+        return self._harmony or self._writes_thoughts
+
+    def template_reads(self, *, tools: bool) -> frozenset[str]:
+        """Names that the chat template reads: `enable_thinking`, `reasoning_effort`, ...
+
+        tools   whether there are tools, which may have a template of their own
+        """
+        return variables_of(self._source(tools=tools) or "")
+
+    def template_says(self, word: str, *, tools: bool) -> bool:
+        """Whether the chat template has `word` in quotation marks, as something to compare with."""
+        source = self._source(tools=tools) or ""
+        return any(f"{mark}{word}{mark}" in source for mark in "'\"")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What tokenizer_config.json says, with special tokens and the chat template as text."""
+        ours = ("chat_templates", "eos_token_ids", "infill")  # of a GGUF file
+        stated = {name: value for name, value in self._config.items() if name not in ours}
+        stated.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        return stated | self._named | {"chat_template": self._template_source}
+
+    @cached_property
+    def infill(self) -> Infill:
+        """How the vocabulary marks prefix and suffix.  Raises RequestError where it does not."""
+        stated = self._config.get("infill") if self._in_one_file else None
+        marks = infill_of(self._id_of, stated)
+        if marks is None:
+            raise RequestError(
+                "this model's vocabulary has no tokens for filling in the middle, such as "
+                "<|fim_prefix|>, <|fim_suffix|> and <|fim_middle|>: leave the suffix out, or use a "
+                "model that was trained for it"
+            )
+        return marks
+
+    def infill_prompt(self, before: str, after: str) -> list[int]:
+        """Token ids of a prompt for what stands between two texts.  Raises as `infill`."""
+        ids = [self._ids_of(self._within, text) for text in (before, after)]
+        bos = self._encode("", add_special_tokens=True)[:1]
+        return (bos if bos == [self._bos_id] else []) + self.infill.prompt(*ids)
 
     def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
-        effort: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        goes_on: bool = False,
         formed: bool = False,
     ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
 
-        tools    that may be called, in OpenAI's form
-        effort   how long to reason, in the template's words
-        formed   whether the answer has a form, and no room for anything before it
+        tools       that may be called, in OpenAI's form; they may have a template of their own
+        variables   what the template may read besides: see `ChatTemplate.render`
+        goes_on     whether the answer continues the last message, and begins no new one
+        formed      whether the answer has a form, and no room for anything before it
 
         The checkpoint's template writes all special tokens; none is added, but for BOS where a GGUF
         file wants it and its template leaves it out.  Raises RequestError
@@ -229,14 +293,27 @@ class Tokenizer:
         """
         if self._harmony:
             messages, tools = harmony_messages(messages), tools and harmony_tools(tools)
-        text = self._template.render(messages, tools, effort)
-        text += FINAL if formed and self._harmony else ""
+        if goes_on:
+            messages = marked(messages)
+            variables = {**(variables or {}), "add_generation_prompt": False}
+        text = self._template(tools=bool(tools)).render(messages, tools, variables)
+        text = cut(text) if goes_on else text
+        text += FINAL if formed and self._harmony and not goes_on else ""
         if self._in_one_file and self._config["add_bos_token"] is True:
             # llama.cpp puts BOS before a chat whether its template writes it or not.
             return self.encode(text.removeprefix(self._named.get("bos_token", "")))
         return self._encode(text, add_special_tokens=False)
 
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of plain text without start tokens.  Raises RequestError as `encode`."""
+        return self._encode(text, add_special_tokens=False)
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return self._ids_of(self._backend, text, add_special_tokens=add_special_tokens)
+
+    def _ids_of(
+        self, backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
+    ) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -244,7 +321,25 @@ class Tokenizer:
                 f"the text is not valid Unicode: character {error.start} of {len(text)} is the "
                 f"lone surrogate U+{ord(text[error.start]):04X}; remove it"
             ) from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @cached_property
+    def _within(self) -> tokenizers.Tokenizer:
+        return within_text(self._backend)
+
+    @property
+    def _writes_thoughts(self) -> bool:
+        return CLOSE in (self._template_source or "") + (self._tool_source or "")
+
+    def _look_for_channels(self) -> None:
+        """Find out whether the template has channels, whose marks are part of the text then."""
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self._harmony = is_harmony(self._template_source or "")
+        self._start_id = self._id_of(START)
+        if self._harmony:  # marks tell what an answer's parts are
+            self._special_ids -= {id_ for id_, token in added.items() if token.content in MARKS}
+            self.eos_ids |= {id_ for id_, token in added.items() if token.content in ENDINGS}
 
     def _piece_of(self, token_id: int) -> str | None:
         return None if token_id in self._special_ids else self._backend.id_to_token(token_id)
@@ -293,15 +388,21 @@ class Tokenizer:
             raise ValueError(f"eos_token_id {ids}")
         return frozenset(ids)
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        if self._template_source is None:
+    def _source(self, *, tools: bool) -> str | None:
+        """Of the chat template, as transformers chooses it."""
+        return (tools and self._tool_source) or self._template_source
+
+    def _template(self, *, tools: bool) -> ChatTemplate:
+        source = self._source(tools=tools)
+        if source is None:
             raise RequestError(
                 f"{self._folder} has no chat template (chat_template.jinja, chat_template in "
                 "tokenizer_config.json, or of a GGUF file tokenizer.chat_template): send plain "
-                "text, or use the instruction-tuned version"
+                "text, use the instruction-tuned version, or give a template by --chat-template"
             )
-        return ChatTemplate(self._template_source, self._named)
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source, self._named)
+        return self._compiled[source]
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -18,6 +18,8 @@ from hmt.server.generation import Generation
 from hmt.server.openai.reading import AnswerReader, Reading, Said, style_of
 from hmt.server.service import Asked, service_of
 from hmt.server.stream import EventStream, Voice, unless_gone
+from hmt.server.thinking import Thinking, thinking
+from hmt.text import Tokenizer
 
 router = APIRouter()
 
@@ -38,22 +40,26 @@ VOICE = Voice(
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a chat."""
     service = service_of(request, body.model)
-    tokenizer, chat, tools = service.model.tokenizer, body.chat, body.callable
+    tokenizer, tools = service.model.tokenizer, body.callable
     style = style_of(tokenizer) if tools else None
+    thought = _thinking(tokenizer, body)
+    called = style.grammar(body.forced) if style is not None and body.forced else None
     asked = Asked(
         owner=request.state.owner,
         sampling=body.sampling,
         longest=body.max_tokens,
         answers=1,
         stops=tuple(body.stop_sequences or ()),
-        reasoning_tokens=None if body.thinking is None else body.thinking.most,
-        grammar=style.grammar(body.forced) if style is not None and body.forced else None,
-        formed="tools",
+        reasoning_tokens=thought.limit,
+        grammar=called or body.grammar,
+        formed="tools" if called else "output_config",
     )
     prompts: list[list[int]] = []
 
     def encode() -> list[list[int]]:
-        prompts.append(tokenizer.chat_prompt(chat, tools or None))
+        prompts.append(
+            _prompt(tokenizer, body, formed=called is None and asked.grammar is not None)
+        )
         return prompts
 
     generation = await service.begin(asked, encode, 1, "messages")
@@ -84,12 +90,31 @@ async def count_tokens(body: Counted, request: Request) -> dict[str, int]:
     """How long a prompt is."""
     service = service_of(request, body.model)
     try:
-        tokens = await asyncio.to_thread(
-            service.model.tokenizer.chat_prompt, body.chat, body.callable or None
-        )
+        tokens = await asyncio.to_thread(_prompt, service.model.tokenizer, body)
     except HMTError as error:
         raise told(error, "messages") from error
     return {"input_tokens": len(tokens)}
+
+
+def _thinking(tokenizer: Tokenizer, body: Counted) -> Thinking:
+    stated = body.thinking
+    return thinking(
+        tokenizer,
+        effort=body.effort,
+        on=None if stated is None else stated.on,
+        limit=None if stated is None else stated.budget_tokens,
+        tools=bool(body.callable),
+    )
+
+
+def _prompt(tokenizer: Tokenizer, body: Counted, *, formed: bool = False) -> list[int]:
+    return tokenizer.chat_prompt(
+        body.chat,
+        body.callable or None,
+        variables=_thinking(tokenizer, body).variables,
+        goes_on=body.goes_on,
+        formed=formed,
+    )
 
 
 async def _gather(generation: Generation) -> list[TokenEvent]:

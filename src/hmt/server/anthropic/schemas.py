@@ -1,64 +1,93 @@
 """What clients may ask for in Anthropic's words; checked as strictly as OpenAI's."""
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hmt.contracts.request import Sampling
-from hmt.server.openai.schemas import MAX_STOPS, MAX_TOOLS, Stop, Strict, wrong
+from hmt.contracts.request import Grammar, GrammarKind, Sampling
+from hmt.server.anthropic.unused import (
+    BLOCK_IGNORED,
+    IGNORED,
+    REFUSED,
+    TOOL_IGNORED,
+    TURN_IGNORED,
+    TURN_REFUSED,
+)
+from hmt.server.fields import Fields, unsupported, wrong
+from hmt.server.openai.schemas import MAX_STOPS, Stop
+from hmt.server.openai.tools import MAX_TOOLS
 
 
-class TextBlock(Strict):
-    """A piece of text.  `cache_control` is taken and left alone: --prefix-cache decides."""
+class Block(Fields):
+    """What a message is made of."""
+
+    IGNORED = BLOCK_IGNORED
+
+
+class TextBlock(Block):
+    """A piece of text."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
-    citations: None = None
 
 
 Text = str | Annotated[list[TextBlock], Field(min_length=1)]
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(Block):
     """What the assistant thought before; where it led to a call, templates may give it again."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""
+    signature: str | None = None
 
 
-class ToolUseBlock(Strict):
+class RedactedBlock(Block):
+    """What Anthropic's models thought and only Anthropic can read: it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Block):
     """A call that the assistant made."""
 
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
     input: dict[str, Any]
-    cache_control: dict[str, Any] | None = None
 
 
-class ToolResultBlock(Strict):
+class ToolResultBlock(Block):
     """What came of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: Text | None = None
     is_error: bool | None = None
-    cache_control: dict[str, Any] | None = None
 
 
-Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+AnyBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
-_SPEAKER = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
+_SPEAKER = {
+    "thinking": "assistant",
+    "redacted_thinking": "assistant",
+    "tool_use": "assistant",
+    "tool_result": "user",
+}
 
 
-class Turn(Strict):
+class Turn(Fields):
     """One message."""
 
-    role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Field(min_length=1)]
+    IGNORED = TURN_IGNORED
+    REFUSED = TURN_REFUSED
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[AnyBlock], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -92,15 +121,25 @@ class Turn(Strict):
         return [*results, message] if text or calls or not results else results
 
 
-class OfferedTool(Strict):
-    """A tool that may be called."""
+class OfferedTool(Fields):
+    """A tool that may be called.  `allowed_callers`: by the model itself ("direct"), if given."""
+
+    IGNORED = TOOL_IGNORED
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
+    allowed_callers: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _direct(self) -> Self:
+        if self.allowed_callers and "direct" not in self.allowed_callers:
+            raise unsupported(
+                "allowed_callers", 'the server runs no code that calls tools: add "direct"'
+            )
+        return self
 
     def plain(self) -> dict[str, Any]:
         """In OpenAI's form, as chat templates take it."""
@@ -109,7 +148,7 @@ class OfferedTool(Strict):
         return {"type": "function", "function": known | {"parameters": self.input_schema}}
 
 
-class ToolChoice(Strict):
+class ToolChoice(Fields):
     """Whether, and which, tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -117,27 +156,62 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Strict):
+class Thinking(Fields):
     """Whether the model may think before it answers, and for how many tokens."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    IGNORED = {  # noqa: RUF012
+        "display": "what was thought is told as it is",
+        "block_binding": "blocks of earlier thoughts are bound to nothing",
+    }
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
 
     @property
-    def most(self) -> int | None:
-        """Tokens; None: as many as it likes."""
-        return 0 if self.type == "disabled" else self.budget_tokens
+    def on(self) -> bool:
+        """Whether it may."""
+        return self.type != "disabled"
 
 
-class Metadata(Strict):
-    """Makes no difference here."""
+class OutputFormat(Fields):
+    """The schema that the answer is held to."""
 
-    user_id: str | None = None
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+    @property
+    def grammar(self) -> Grammar:
+        """The same for the engine."""
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.schema_))
 
 
-class Counted(Strict):
+class OutputConfig(Fields):
+    """How hard the model tries, and the form of its answer."""
+
+    IGNORED = {"task_budget": "the client ends a task of many requests itself"}  # noqa: RUF012
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Thread(Fields):
+    """A conversation that the server holds.  Here it may be begun, and must be sent whole."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+    @model_validator(mode="after")
+    def _new(self) -> Self:
+        if self.type == "continue":
+            raise unsupported("type", "the server holds no conversations: send all messages")
+        return self
+
+
+class Counted(Fields):
     """POST /v1/messages/count_tokens."""
+
+    IGNORED = IGNORED
+    REFUSED = REFUSED
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1)]
@@ -145,6 +219,9 @@ class Counted(Strict):
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    thread: Thread | None = None
 
     @model_validator(mode="after")
     def _callable(self) -> Self:
@@ -159,7 +236,28 @@ class Counted(Strict):
                 raise wrong("tool_choice", "a name belongs to the type tool")
             if choice.name is not None and choice.name not in names:
                 raise wrong("tool_choice", "it names a tool that is not among them")
+        if self.forced and self.grammar is not None:
+            raise wrong("tool_choice", "the answer cannot be a call and have another form")
         return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The form that the answer must have."""
+        stated = self.output_config and self.output_config.format
+        form = stated or self.output_format
+        return None if form is None else form.grammar
+
+    @property
+    def effort(self) -> str | None:
+        """How hard the model tries."""
+        return None if self.output_config is None else self.output_config.effort
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer continues the last message, as Anthropic's does ("prefill")."""
+        last = self.messages[-1]
+        plain = last.plain()[-1]
+        return last.role == "assistant" and bool(plain["content"]) and "tool_calls" not in plain
 
     @property
     def chat(self) -> list[dict[str, Any]]:
@@ -197,9 +295,6 @@ class MessagesBody(Counted):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    metadata: Metadata | None = None
-    cache_control: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
     @property
     def sampling(self) -> Sampling:

@@ -89,12 +89,6 @@ def spoken(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def said(events: list[TokenEvent], tokenizer: Tokenizer) -> list[TokenLogprob]:
+def said(events: list[TokenEvent]) -> list[TokenLogprob]:
     """The log-probabilities of tokens that are part of the answer: not of one that ended it."""
-    eos_ids = tokenizer.eos_ids
-    return [
-        event.logprob
-        for event in events
-        if event.logprob is not None
-        and not (event.finish_reason is not None and event.token_id in eos_ids)
-    ]
+    return [event.logprob for event in events if event.logprob is not None and not event.ends]

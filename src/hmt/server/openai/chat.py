@@ -9,14 +9,14 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from hmt.contracts.request import FinishReason, TokenEvent, TokenLogprob
-from hmt.server.errors import ApiError
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
-from hmt.server.openai.asking import asked
+from hmt.server.openai.asking import Counting, asked
 from hmt.server.openai.reading import AnswerReader, Reading, style_of
 from hmt.server.openai.schemas import ChatBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
+from hmt.server.thinking import thinking
 from hmt.text import Tokenizer, ToolCall
 
 router = APIRouter()
@@ -29,27 +29,29 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     tokenizer = service.model.tokenizer
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = asked(request, body, longest=body.longest, logprobs=logprobs, answers=body.choices)
-    wanted = replace(wanted, reasoning_tokens=body.thinking_token_budget)
     messages, tools = [message.plain() for message in body.messages], body.callable
+    thought = thinking(
+        tokenizer,
+        effort=body.reasoning_effort,
+        limit=body.thinking_token_budget,
+        tools=bool(tools),
+    )
+    wanted = replace(wanted, reasoning_tokens=thought.limit)
     style = style_of(tokenizer) if tools else None
     if style is not None and body.must_call:
         form, formed = style.grammar(body.forced), "tools"
         wanted = replace(wanted, grammar=form, formed=formed)
-    if body.reasoning_effort is not None and not tokenizer.takes_effort:
-        raise ApiError(
-            400,
-            "this model's chat template has no place for an effort: leave it out, or limit its "
-            "thoughts by thinking_token_budget",
-            param="reasoning_effort",
-            code="unsupported",
-        )
     bare = wanted.grammar is not None and not body.must_call
     prompts: list[list[int]] = []
 
     def encode() -> list[list[int]]:
         prompts.append(
             tokenizer.chat_prompt(
-                messages, tools or None, effort=body.reasoning_effort, formed=bare
+                messages,
+                tools or None,
+                variables=thought.variables | body.variables,
+                goes_on=bool(body.continue_final_message),
+                formed=bare,
             )
         )
         return prompts
@@ -62,7 +64,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     )  # fmt: skip
     if body.stream:
         heading = Heading("chat.completion.chunk", service.name, "chatcmpl")
-        return EventStream(generation, _chunks(generation, heading, reading, body.wants_usage))
+        counting = Counting.of(body)
+        return EventStream(generation, _chunks(generation, heading, reading, counting))
     async with generation:
         answers = await unless_gone(request.receive, gather(generation))
         heading = Heading("chat.completion", service.name, "chatcmpl")
@@ -117,18 +120,18 @@ class _Stream:
 
 
 async def _chunks(
-    generation: Generation, heading: Heading, reading: Reading, with_usage: bool
+    generation: Generation, heading: Heading, reading: Reading, counting: Counting
 ) -> AsyncIterator[dict[str, Any]]:
     """A stream: who speaks, then what is said, then how it ended."""
-    none = {"usage": None} if with_usage else {}
     numbers = range(len(generation.courses))
     streams = [_Stream(n, reading, reading.reader()) for n in numbers]
     for number in numbers:
-        yield heading.of([_part(number, {"role": "assistant", "content": ""})], **none)
+        begin = _part(number, {"role": "assistant", "content": ""})
+        yield heading.of([begin], **counting.beside(generation))
     async for number, event in generation.events():
         for part in streams[number].parts(event):
-            yield heading.of([part], **none)
-    if with_usage:
+            yield heading.of([part], **counting.beside(generation))
+    if counting.last:
         yield heading.of([], usage=usage(generation))
 
 
@@ -151,7 +154,7 @@ def _part(
 def _logprobs(events: list[TokenEvent], tokenizer: Tokenizer) -> dict[str, Any] | None:
     if not events or events[0].logprob is None:
         return None
-    return {"content": [_token(one, tokenizer) for one in said(events, tokenizer)], "refusal": None}
+    return {"content": [_token(one, tokenizer) for one in said(events)], "refusal": None}
 
 
 def _token(found: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from hmt.base.errors import HMTError
 from hmt.contracts.request import TokenEvent, TokenLogprob
+from hmt.server.errors import told
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, spoken, usage
-from hmt.server.openai.asking import asked
+from hmt.server.openai.asking import Counting, asked
 from hmt.server.openai.schemas import CompletionBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
@@ -39,10 +41,16 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if body.echo and (body.logprobs is not None or not longest):
         wanted = replace(wanted, prompt_logprobs=body.logprobs or 0)
 
+    if body.suffix:
+        try:
+            ends = tokenizer.infill.ends
+        except HMTError as error:
+            raise told(error, "suffix") from error
+        wanted = replace(wanted, stop_token_ids=(*wanted.stop_token_ids, *ends))
     encoded: list[list[int]] = []
 
     def prompts() -> list[list[int]]:
-        encoded.extend(tokenizer.encode(one) if isinstance(one, str) else one for one in given)
+        encoded.extend(_ids(tokenizer, prompt, body.suffix) for prompt in given)
         return encoded
 
     generation = await service.begin(wanted, prompts, len(given), "prompt")
@@ -50,9 +58,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     teller = _Teller(tokenizer, given, encoded, tried, bool(body.echo), body.logprobs is not None)
     if body.stream:
         copies = 0 if longest else body.choices
-        return EventStream(
-            generation, _chunks(generation, heading, teller, copies, body.wants_usage)
-        )
+        counting = Counting.of(body)
+        return EventStream(generation, _chunks(generation, heading, teller, copies, counting))
     async with generation:
         answers = await unless_gone(request.receive, gather(generation))
 
@@ -66,8 +73,15 @@ async def completions(body: CompletionBody, request: Request) -> Response:
                     yield teller.whole(next(index), generation, one, answers[one])
 
         # The log-probabilities of long prompts take their time; the loop is for everybody.
-        told = await asyncio.to_thread(lambda: list(choices()))
-        return JSONResponse(heading.of(told, usage=usage(generation)))
+        shown = await asyncio.to_thread(lambda: list(choices()))
+        return JSONResponse(heading.of(shown, usage=usage(generation)))
+
+
+def _ids(tokenizer: Tokenizer, prompt: str | list[int], suffix: str | None) -> list[int]:
+    """A prompt's tokens; with a suffix those that ask for what stands between."""
+    if not isinstance(prompt, str):
+        return prompt
+    return tokenizer.infill_prompt(prompt, suffix) if suffix else tokenizer.encode(prompt)
 
 
 @dataclass(slots=True)
@@ -115,10 +129,9 @@ class _Teller:
 
 
 async def _chunks(
-    generation: Generation, heading: Heading, teller: _Teller, copies: int, with_usage: bool
+    generation: Generation, heading: Heading, teller: _Teller, copies: int, counting: Counting
 ) -> AsyncIterator[dict[str, Any]]:
     """A stream.  Answers without a token are told as so many `copies`; 0: all have some."""
-    none = {"usage": None} if with_usage else {}
     numbers = range(len(generation.courses))
     offsets: dict[int, int] = {}  # of answers that have begun
 
@@ -130,23 +143,25 @@ async def _chunks(
     if not (teller.scored or copies):
         for number in numbers:
             for part in await begin(number):
-                yield heading.of([part], **none)
+                yield heading.of([part], **counting.beside(generation))
     async for number, event in generation.events():
         if number not in offsets:
             for part in await begin(number):
-                yield heading.of([part], **none)
+                yield heading.of([part], **counting.beside(generation))
         logprobs = _logprobs([event], teller.tokenizer, offsets[number])
         offsets[number] += len(event.text)
         if event.text or event.finish_reason is not None or logprobs:
             reason = event.finish_reason
             part = _part(number, event.text, logprobs, None if reason is None else reason.value)
-            yield heading.of([part], **none)
+            yield heading.of([part], **counting.beside(generation))
     for number in numbers:
         parts = [*await begin(number), _part(number, "", None, "length")] if copies else []
         for part in parts:
             for copy in range(copies):
-                yield heading.of([part | {"index": number * copies + copy}], **none)
-    if with_usage:
+                yield heading.of(
+                    [part | {"index": number * copies + copy}], **counting.beside(generation)
+                )
+    if counting.last:
         yield heading.of([], usage=usage(generation))
 
 

@@ -8,7 +8,9 @@ from fastapi import APIRouter, Request
 from hmt.base.errors import HMTError
 from hmt.engine import check_tokens
 from hmt.server.errors import told
+from hmt.server.openai.answers import spoken
 from hmt.server.openai.schemas import DetokenizeBody, LoadBody, TokenizeBody, UnloadBody
+from hmt.server.openai.tools import plain_tools
 from hmt.server.service import service_of
 from hmt.server.shelf import described, shelf_of
 
@@ -54,14 +56,33 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
 
     def encode() -> list[int]:
         if messages is not None:
-            return tokenizer.chat_prompt([message.plain() for message in messages])
+            return tokenizer.chat_prompt(
+                [message.plain() for message in messages],
+                plain_tools(body.tools or ()) or None,
+                variables=body.variables,
+                goes_on=bool(body.continue_final_message),
+            )
+        if body.add_special_tokens is False:
+            return tokenizer.encode_bare(body.prompt or "")
         return tokenizer.encode(body.prompt or "")
 
     try:
         tokens = await asyncio.to_thread(encode)
     except HMTError as error:
         raise told(error, "messages" if messages else "prompt") from error
-    return {"count": len(tokens), "max_model_len": service.max_positions, "tokens": tokens}
+    texts = [spoken(tokenizer, token) for token in tokens] if body.return_token_strs else None
+    return {
+        "count": len(tokens),
+        "max_model_len": service.max_positions,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
+    """What the model's tokenizer_config.json says, as vLLM: special tokens, chat template, ..."""
+    return service_of(request, model).model.tokenizer.about
 
 
 @router.post("/detokenize")

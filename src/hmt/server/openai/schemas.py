@@ -1,20 +1,28 @@
-"""What clients may ask for, in OpenAI's words and some of vLLM's.
+"""What clients may ask for, in OpenAI's words and some of vLLM's and llama.cpp's.
 
-Checked strictly: no text where a number is meant, and no parameters that are not known, so that a
-typing error is not silently without effect.  Parameters of OpenAI's that change nothing here are
-taken and left alone (`Ignored`); those that would change the answer and cannot be served are
-refused.
+Values are checked strictly: no text where a number is meant.  What becomes of fields that no schema
+has: `hmt.server.fields`.
 """
 
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes
 from hmt.contracts.request import Grammar, GrammarKind, Sampling
+from hmt.server.fields import Fields, Refusal, unsupported, wrong
+from hmt.server.openai.messages import Message, Templated
+from hmt.server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, plain_tools
+from hmt.server.openai.unused import (
+    CHAT_IGNORED,
+    CHAT_REFUSED,
+    EMBED_IGNORED,
+    EMBED_REFUSED,
+    IGNORED,
+    TEXT_REFUSED,
+)
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
@@ -23,7 +31,7 @@ MAX_PROMPTS = 64
 MAX_INPUTS = 2048  # as OpenAI
 MAX_GRAMMAR = 65536  # characters
 MAX_CHOICES = 1024
-MAX_TOOLS = 128
+MAX_STOP_IDS = 1024
 MIN_TIMEOUT_S = 0.01  # less is over before a request is read
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -32,32 +40,29 @@ Prompt = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
-class Strict(BaseModel):
-    """Nothing is converted, and nothing is left unread."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Ignored(Strict):
-    """What OpenAI's clients may send and what makes no difference here."""
-
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+def _some(tokens: int) -> int:
+    if tokens == 0:
+        raise wrong("", "an answer has at least 1 token; -1 is as many as the context holds")
+    return tokens
 
 
-class StreamOptions(Strict):
-    """include_usage: a last event with what the answers took."""
+Longest = Annotated[int, Field(ge=-1), AfterValidator(_some)]
+
+
+class StreamOptions(Fields):
+    """include_usage: a last event with what the answers took.
+
+    continuous_usage_stats is vLLM's: then every event has what they have taken until now.
+    """
+
+    IGNORED = {"include_obfuscation": "chunks have no padding"}  # noqa: RUF012
+    REFUSED = {"usage": Refusal("write include_usage")}  # noqa: RUF012
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class Schema(Strict):
+class Schema(Fields):
     """The schema of a json_schema format.  It is always held to, whatever `strict` says."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
@@ -66,8 +71,10 @@ class Schema(Strict):
     strict: bool | None = None
 
 
-class Format(Strict):
+class Format(Fields):
     """OpenAI's response_format."""
+
+    REFUSED = {"schema": Refusal("write it in json_schema, with the type json_schema")}  # noqa: RUF012
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -87,8 +94,19 @@ class Format(Strict):
         return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
-class Structured(Strict):
+class Structured(Fields):
     """vLLM's structured_outputs, one of: a schema, a regular expression, texts, a grammar."""
+
+    IGNORED = {  # noqa: RUF012
+        "disable_fallback": "there is one implementation",
+        "disable_any_whitespace": "white space is bounded",
+    }
+    REFUSED = {  # noqa: RUF012
+        "json_object": Refusal('write response_format: {"type": "json_object"}'),
+        "structural_tag": Refusal("write tools, or a grammar"),
+        "whitespace_pattern": Refusal("write a grammar"),
+        "disable_additional_properties": Refusal("write it in the schema"),
+    }
 
     json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
@@ -114,12 +132,15 @@ class Structured(Strict):
         return Grammar(GrammarKind.GRAMMAR, self.grammar or "")
 
 
-class Choosing(Ignored):
+class Choosing(Fields):
     """How tokens are chosen and answers end; the same for chats and completions.
 
-    top_k, min_p, repetition_penalty, ignore_eos and structured_outputs are vLLM's; timeout is
-    HMT's, in seconds.  service_tier "flex" lets all others go first.
+    top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids and structured_outputs
+    are vLLM's, repeat_penalty and repeat_last_n llama.cpp's; timeout is HMT's, in seconds.
+    service_tier "flex" lets all others go first.
     """
+
+    IGNORED = IGNORED
 
     model: str
     n: Annotated[int, Field(ge=1)] | None = None
@@ -132,13 +153,17 @@ class Choosing(Ignored):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = (
         None  # tokens come as text, as everywhere in JSON
     )
     ignore_eos: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
     response_format: Format | None = None
     structured_outputs: Structured | None = None
@@ -147,8 +172,15 @@ class Choosing(Ignored):
     def _agree(self) -> Self:
         if self.structured_outputs and self.response_format and self.response_format.grammar:
             raise wrong("structured_outputs", "response_format says what the answer must be")
-        if self.stream_options is not None and not self.stream:
+        if (self.wants_usage or self.counts_always) and not self.stream:
             raise wrong("stream_options", "only a stream has them: set stream to true")
+        penalties = (self.repetition_penalty, self.repeat_penalty)
+        if None not in penalties and penalties[0] != penalties[1]:
+            raise wrong("repeat_penalty", "repetition_penalty says otherwise; give one of them")
+        if self.penalty != 1 and self.repeat_last_n not in (None, -1):
+            raise unsupported(
+                "repeat_last_n", "the penalty is for all of prompt and answer: leave it out, or -1"
+            )
         biases = self.logit_bias or {}
         if len(biases) > MAX_BIASES:
             raise wrong("logit_bias", f"it has {len(biases)} tokens; at most {MAX_BIASES} can be")
@@ -178,6 +210,16 @@ class Choosing(Ignored):
         """Whether a stream ends with what it took."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def counts_always(self) -> bool:
+        """Whether every event of a stream has what it has taken until now."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def penalty(self) -> float:
+        """That of tokens which have occurred; 1: none."""
+        return _or(self.repetition_penalty, _or(self.repeat_penalty, 1.0))
+
     def sampling(self, logprobs: int | None) -> Sampling:
         """The same for the engine.  As with OpenAI, temperature is 1 where nothing is said."""
         return Sampling(
@@ -187,131 +229,37 @@ class Choosing(Ignored):
             min_p=_or(self.min_p, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            repetition_penalty=self.penalty,
             seed=self.seed,
             logprobs=logprobs,
             logit_bias=tuple((int(t), bias) for t, bias in (self.logit_bias or {}).items()),
         )
 
 
-class TextPart(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class CalledFunction(Strict):
-    """What an assistant has called."""
-
-    name: Prompt
-    arguments: str
-
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it: arguments as an object."""
-        try:
-            arguments = json.loads(self.arguments)
-        except ValueError:
-            arguments = self.arguments
-        return {"name": self.name, "arguments": arguments}
-
-
-class Called(Strict):
-    """One call of a tool, in an earlier answer."""
-
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class Message(Strict):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[Called], Field(min_length=1)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: None = None
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.tool_calls is not None and self.role != "assistant":
-            raise wrong("tool_calls", "only an assistant has tool_calls")
-        if self.reasoning_content is not None and self.role != "assistant":
-            raise wrong("reasoning_content", "only an assistant has reasoning_content")
-        if self.content is None and self.tool_calls is None:
-            raise wrong("content", "a message needs content, or tool_calls")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.reasoning_content is not None:  # by the names in templates of Qwen and of gpt-oss
-            message["reasoning_content"] = message["thinking"] = self.reasoning_content
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls is not None:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": call.function.plain()}
-                for call in self.tool_calls
-            ]
-        return message
-
-
-class Function(Strict):
-    """What may be called.  Forced calls are held to `parameters`, whatever `strict` says."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Strict):
-    """A tool that may be called."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(Strict):
-    """Which one."""
-
-    name: str
-
-
-class NamedTool(Strict):
-    """The tool that must be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class ChatBody(Choosing):
+class ChatBody(Choosing, Templated):
     """POST /v1/chat/completions.  thinking_token_budget is vLLM's."""
 
+    IGNORED = CHAT_IGNORED
+    REFUSED = CHAT_REFUSED
+
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Longest | None = None
+    max_completion_tokens: Longest | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "set logprobs to true to have them")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
@@ -323,35 +271,47 @@ class ChatBody(Choosing):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise wrong("tools", "two of them have one name")
-        if not names and self.tool_choice not in (None, "none"):
+        if not names and self.tool_choice not in (None, "none", "auto"):
             raise wrong("tool_choice", "there are no tools to choose from")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+        if not self._chosen_names <= set(names):
             raise wrong("tool_choice", "it names a tool that is not among them")
         if self.must_call and self.grammar is not None:
             raise wrong("tool_choice", "the answer cannot be a call and have another form")
         return self
 
     @property
+    def _chosen_names(self) -> set[str]:
+        """Of the tools that tool_choice names; empty where it names none."""
+        if isinstance(self.tool_choice, NamedTool):
+            return {self.tool_choice.function.name}
+        if isinstance(self.tool_choice, AllowedTools):
+            return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return set()
+
+    @property
     def must_call(self) -> bool:
         """Whether the answer has to be a call."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def callable(self) -> list[dict[str, Any]]:
-        """The tools that may be called, as templates take them."""
+        """The tools that are offered, as templates take them; of allowed_tools only those."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        tools = plain_tools(self.tools or ())
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in tools if tool["function"]["name"] in self._chosen_names]
+        return tools
 
     @property
     def forced(self) -> list[dict[str, Any]]:
         """Those of which one must be called."""
         if not self.must_call:
             return []
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            return [tool for tool in self.callable if tool["function"]["name"] == name]
-        return self.callable
+        names = self._chosen_names
+        return [tool for tool in self.callable if not names or tool["function"]["name"] in names]
 
     @property
     def longest(self) -> int | None:
@@ -360,7 +320,12 @@ class ChatBody(Choosing):
 
 
 class CompletionBody(Choosing):
-    """POST /v1/completions.  `prompt` is text or token ids, or a list of these."""
+    """POST /v1/completions.  `prompt` is text or token ids, or a list of these.
+
+    With a `suffix` the answer is what stands between prompt and suffix.
+    """
+
+    REFUSED = TEXT_REFUSED
 
     prompt: (
         Prompt
@@ -368,11 +333,11 @@ class CompletionBody(Choosing):
         | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: None = None
+    suffix: str | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -384,6 +349,11 @@ class CompletionBody(Choosing):
             raise wrong(
                 "max_tokens", "0 leaves nothing to be told but the prompt: set echo to true"
             )
+        if self.suffix:
+            if self.echo:
+                raise wrong("echo", "what stands between prompt and suffix comes alone")
+            if not all(isinstance(prompt, str) for prompt in self.prompts):
+                raise wrong("suffix", "the prompt must be text, and not token ids")
         return self
 
     @property
@@ -394,8 +364,11 @@ class CompletionBody(Choosing):
         return [prompt] if alone else list(prompt)
 
 
-class EmbeddingsBody(Ignored):
+class EmbeddingsBody(Fields):
     """POST /v1/embeddings.  pooling and timeout are HMT's."""
+
+    IGNORED = EMBED_IGNORED
+    REFUSED = EMBED_REFUSED
 
     model: str
     input: (
@@ -417,12 +390,20 @@ class EmbeddingsBody(Ignored):
         return [given] if alone else list(given)
 
 
-class TokenizeBody(Strict):
-    """POST /tokenize, as vLLM: a text, or a chat up to where the answer begins."""
+class TokenizeBody(Templated):
+    """POST /tokenize, as vLLM: a text, or a chat up to where the answer begins.
+
+    add_special_tokens   of a text: with the start tokens that the checkpoint puts before it
+    """
+
+    REFUSED = {"chat_template": CHAT_REFUSED["chat_template"]}  # noqa: RUF012
+    IGNORED = {"mm_processor_kwargs": IGNORED["mm_processor_kwargs"]}  # noqa: RUF012
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -431,7 +412,13 @@ class TokenizeBody(Strict):
         return self
 
 
-class LoadBody(Strict):
+class Order(BaseModel):
+    """What only HMT has: nobody else's client sends it, so that unknown fields are mistakes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LoadBody(Order):
     """POST /v1/models/load.  `host_memory`, such as "4GiB", is the most that it may take."""
 
     model: str
@@ -453,26 +440,18 @@ class LoadBody(Strict):
         return None if self.host_memory is None else parse_bytes(self.host_memory)
 
 
-class UnloadBody(Strict):
+class UnloadBody(Order):
     """POST /v1/models/unload.  `timeout`: seconds that its answers have to end."""
 
     model: str
     timeout: Annotated[float, Field(ge=0)] | None = None
 
 
-class DetokenizeBody(Strict):
+class DetokenizeBody(Fields):
     """POST /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]
-
-
-def wrong(param: str, why: str) -> PydanticCustomError:
-    """What a check of several parameters raises; `param` is the one that should change.
-
-    Below what holds them: empty for all of it.
-    """
-    return PydanticCustomError("disagreement", "{why}", {"param": param, "why": why})
 
 
 def _or(value: Any, otherwise: Any) -> Any:
