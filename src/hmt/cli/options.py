@@ -153,6 +153,14 @@ class EngineOptions:
         str | None,
         typer.Option(help="The most to take there; 4GiB when left out.", rich_help_panel=_KV),
     ] = None
+    prefix_shared: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-shared/--no-prefix-shared",
+            help="Let all API keys share the prefix cache; else each key has its own.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option(

@@ -65,7 +65,11 @@ class Request:
     context_size     the most positions that prompt and answer may take together; the model's own
                      limit when None
     stop             string, or strings, that end the answer and are not part of it
-    owner            whose it is: requests of different owners get equal shares of the engine
+    owner            whose it is: requests of different owners get equal shares of the engine and
+                     of the prefix cache, in which they do not share prompts unless the engine's
+                     prefix_shared says so.  A server makes it of the API key
+    cache_salt       requests share prompts in the prefix cache only with those of the same salt;
+                     for a program whose own users must not see each other's
     priority         higher ones are admitted first
     grammar          the form that the answer must have; it ends where nothing may follow
     timeout_s        the time from now until it fails if it has not ended; None: no limit
@@ -83,6 +87,7 @@ class Request:
     stop: str | tuple[str, ...] = ()
     ignore_eos: bool = False
     owner: str = ""
+    cache_salt: str = ""
     priority: int = 0
     timeout_s: float | None = None
     grammar: Grammar | None = None

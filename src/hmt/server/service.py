@@ -32,6 +32,7 @@ class Asked:
     prompt_logprobs   see Request
     embedding         likewise
     reasoning_tokens  likewise
+    cache_salt        likewise
     """
 
     owner: str
@@ -48,6 +49,7 @@ class Asked:
     prompt_logprobs: int | None = None
     embedding: Pooling | None = None
     reasoning_tokens: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -121,6 +123,7 @@ class Service:
             stop=asked.stops,
             ignore_eos=asked.ignore_eos,
             owner=asked.owner,
+            cache_salt=asked.cache_salt,
             priority=asked.priority,
             grammar=asked.grammar,
             prompt_logprobs=asked.prompt_logprobs,

@@ -49,6 +49,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         reasoning_tokens=None if body.thinking is None else body.thinking.most,
         grammar=style.grammar(body.forced) if style is not None and body.forced else None,
         formed="tools",
+        cache_salt=body.cache_salt or "",
     )
     prompts: list[list[int]] = []
 

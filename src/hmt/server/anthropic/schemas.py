@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hmt.contracts.request import Sampling
-from hmt.server.openai.schemas import MAX_STOPS, MAX_TOOLS, Stop, Strict, wrong
+from hmt.server.openai.schemas import MAX_STOPS, MAX_TOOLS, CacheSalt, Stop, Strict, wrong
 
 
 class TextBlock(Strict):
@@ -189,7 +189,7 @@ class Counted(Strict):
 
 
 class MessagesBody(Counted):
-    """POST /v1/messages."""
+    """POST /v1/messages.  cache_salt is vLLM's."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
@@ -200,6 +200,7 @@ class MessagesBody(Counted):
     metadata: Metadata | None = None
     cache_control: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def sampling(self) -> Sampling:

@@ -24,11 +24,13 @@ MAX_INPUTS = 2048  # as OpenAI
 MAX_GRAMMAR = 65536  # characters
 MAX_CHOICES = 1024
 MAX_TOOLS = 128
+MAX_SALT = 256  # characters
 MIN_TIMEOUT_S = 0.01  # less is over before a request is read
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = Annotated[str, Field(min_length=1)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -117,8 +119,8 @@ class Structured(Strict):
 class Choosing(Ignored):
     """How tokens are chosen and answers end; the same for chats and completions.
 
-    top_k, min_p, repetition_penalty, ignore_eos and structured_outputs are vLLM's; timeout is
-    HMT's, in seconds.  service_tier "flex" lets all others go first.
+    top_k, min_p, repetition_penalty, ignore_eos, structured_outputs and cache_salt are vLLM's;
+    timeout is HMT's, in seconds.  service_tier "flex" lets all others go first.
     """
 
     model: str
@@ -139,6 +141,7 @@ class Choosing(Ignored):
     )
     ignore_eos: bool | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    cache_salt: CacheSalt | None = None
     timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
     response_format: Format | None = None
     structured_outputs: Structured | None = None
