@@ -144,9 +144,9 @@ class PrefixTree:
         self._use(matched_ids)
         rows = rows[: held + self._room_for(owner, len(rows) - held, matched_ids)]
         # Before it comes: a new page, which nobody has used again yet, would often go first.
-        if (over := self.held_pages + len(rows) - held - self.pages) > 0:
+        while (over := self.held_pages + len(rows) - held - self.pages) > 0:
             self._shed(over, freeing=False, incoming={owner: len(rows) - held})
-            path = self._path(rows, salt)
+            path = self._path(rows, salt)  # some policies let go of what was used just now
             held = sum(matched for _, matched in path)
         new = ids[held : len(rows)].copy()
         if not len(new):
