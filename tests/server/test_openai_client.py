@@ -308,7 +308,7 @@ def test_what_the_prefix_cache_had_is_told() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_key_is_told_of_what_another_asked(shared: bool) -> None:
-    """By all three ways to ask, of which the prompts are the same; a salt tells users of one key."""
+    """In all three ways to ask for one prompt.  A salt keeps users of one key apart."""
     question = "Tell me of " + "numbers " * 30
     keys = KeyRing.of(["sk-alice-0123456789", "sk-bob-0123456789"])
 

@@ -205,8 +205,8 @@ class EngineOptions:
     disk_reader: Annotated[
         str | None,
         typer.Option(
-            help="io_uring or direct (past the page cache), buffered, or mmap; the faster one of "
-            "the first two when left out.",
+            help="io_uring or direct (past the page cache), buffered or mmap (the same); the "
+            "faster one of the first two when left out.",
             rich_help_panel=_MEMORY,
         ),
     ] = None

@@ -63,8 +63,9 @@ class EngineConfig:
     prefix_shared       let requests of all owners share them; else only those of one owner do
     disk_path           folder on a fast drive for weights that were quantised on load and do not
                         fit in memory, in a file without a name; None: HMT's cache folder
-    disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" or "mmap"; None: of the
-                        first two, the one that was measured to be faster on the model's drive
+    disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" (also called "mmap");
+                        None: of the first two, the one that was measured to be faster on the
+                        model's drive
     disk_depth          reads of disk_chunk_bytes at a time, and their size; None: as measured
     numa                (CPU node, memory node) to bind to; "auto": the GPU's, or without one memory
                         is spread over all nodes (see hmt.memory.numa.choose); None: no binding
