@@ -394,10 +394,6 @@ class LoadedModel:
                 f"a request is an hmt.Request, not {type(request).__name__}: "
                 "hmt.Request(input=..., max_new_tokens=...)"
             )
-        if not isinstance(request.owner, str) or not isinstance(request.cache_salt, str):
-            raise RequestError(
-                f"owner {request.owner!r} and cache_salt {request.cache_salt!r} must be text"
-            )
         tokens = self._prompt_tokens(request)
         sampler = SamplerState(request.sampling, tokens)
         if request.prompt_logprobs is not None:

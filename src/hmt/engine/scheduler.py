@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from hmt.base.errors import ContextLengthError, DeadlineError, HMTError
+from hmt.base.errors import ContextLengthError, DeadlineError, HMTError, RequestError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import FinishReason
 from hmt.contracts.step import Part, Step
@@ -149,7 +149,13 @@ class Scheduler:
         return [*self._waiting, *self._running]
 
     def check(self, sequence: Sequence) -> None:
-        """Raise ContextLengthError where a request could never be admitted.  For any thread."""
+        """Raise ContextLengthError where a request could never be admitted.  For any thread.
+
+        Raises RequestError where it does not say whose it is in text.
+        """
+        owner, salt = sequence.request.owner, sequence.request.cache_salt
+        if not isinstance(owner, str) or not isinstance(salt, str):
+            raise RequestError(f"owner {owner!r} and cache_salt {salt!r} must be text")
         needed = -(-sequence.positions // PAGE_TOKENS) * PAGE_TOKENS
         if needed > self._rooms.capacity_tokens:
             raise ContextLengthError(
@@ -190,7 +196,9 @@ class Scheduler:
             scores, pools = sequence.shown_rows(first, count)
             scored += [(sequence, first + n) for n in range(scores)]
             pooled += [(sequence, first + count - pools + n) for n in range(pools)]
-            assert sequence.kv is not None and first + count <= sequence.room
+            assert sequence.kv is not None
+            if first + count > sequence.room:  # kernels would write beside its pages
+                raise AssertionError("a step has more positions than were reserved")
             tokens = sequence.tokens[first : first + count]
             reach = sequence.positions, sequence.room
             parts.append(Part(sequence.kv, first, tokens, wanted, *reach, scores, pools))

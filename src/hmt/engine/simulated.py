@@ -191,7 +191,6 @@ class _CountedPages:
         rounded = round_up(tokens, PAGE_TOKENS)
         self.free_tokens -= rounded - self._held[sequence]
         self._held[sequence] = rounded
-        assert self.free_tokens >= 0
 
 
 @dataclass(slots=True)
