@@ -1,6 +1,7 @@
 """Several answers to one prompt: what separate requests answer, with the prompt computed once."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,14 +61,68 @@ def test_answers_are_those_of_separate_requests(way: str, path: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"context": 2048, "max_batch": 2}, {"context": 256}, {"context": 320}], ids=str
 )
-def test_answers_that_find_no_room_compute_the_prompt_again(options: dict[str, Any]) -> None:
+def test_answers_that_find_no_room_begin_with_the_prompt_later(options: dict[str, Any]) -> None:
     """256 positions hold one text of 175, 320 also what a second does not share."""
     with hmt.Engine(**OPTIONS | options) as engine:
         model = engine.load_model(MINI_DENSE)
         apart = [model.infer(request(151, seed)).token_ids for seed in range(7, 12)]
         before = model.summary().prompt.tokens
         assert [one.token_ids for one in model.infer_choices(request(151), 5)] == apart
-        assert 151 < model.summary().prompt.tokens - before <= 5 * 151
+        assert model.summary().prompt.tokens - before == 151
+        assert is_free(model)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_however_many_answers_the_prompt_is_computed_once(way: str, batch: int) -> None:
+    """Of which more wait than run; lengths differ, so that their places are free at odd times."""
+    with hmt.Engine(**WAYS[way], **OPTIONS | {"max_batch": batch}) as engine:
+        model = engine.load_model(MINI_DENSE)
+        for tokens, new in ((151, 24), (160, 3), (200, 40)):
+            apart = [model.infer(request(tokens, seed, new)).token_ids for seed in range(7, 14)]
+            before = model.summary().prompt.tokens
+            answers = model.infer_choices(request(tokens, new=new), 7)
+            assert [one.token_ids for one in answers] == apart
+            computed = model.summary().prompt.tokens - before
+            assert computed == (
+                tokens if "prefix_cache" not in WAYS[way] else (tokens - 1) % 16 + 1
+            )
+        assert "prefix_cache" in WAYS[way] or is_free(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_of_many_answers_can_end_early(way: str) -> None:
+    """Cancelled before, while, or after it holds the prompt for others."""
+    with hmt.Engine(**WAYS[way], **OPTIONS | {"max_batch": 2}) as engine:
+        model = engine.load_model(MINI_DENSE)
+        apart = [model.infer(request(151, seed)).token_ids for seed in range(7, 13)]
+        for seed in range(6):
+            rng = random.Random(seed)
+            gone = rng.sample(range(6), rng.randrange(1, 5))
+            before = model.summary().prompt.tokens
+            streams = model.stream_choices(request(151), 6)
+            for number in gone:
+                for _ in range(rng.choice([0, 0, 3]) if number < 2 else 0):
+                    next(streams[number])
+                streams[number].close()
+            left = {number: streams[number] for number in range(6) if number not in gone}
+            for number, stream in left.items():
+                assert stream.completion().token_ids == apart[number]
+            assert model.summary().prompt.tokens - before <= 2 * 151
+            assert "prefix_cache" in WAYS[way] or is_free(model)
+
+
+def test_a_prompt_kept_for_others_makes_way_for_a_request_that_needs_the_room() -> None:
+    """The choices wait at a lower priority; what they hold is given up, and they answer later."""
+    with hmt.Engine(context=512, **OPTIONS | {"max_batch": 1}) as engine:
+        model = engine.load_model(MINI_DENSE)
+        apart = [model.infer(request(300, seed)).token_ids for seed in range(7, 11)]
+        large = replace(request(440, new=60), priority=1)
+        alone = model.infer(large).token_ids
+        choices = model.stream_choices(request(300), 4)
+        next(choices[0])
+        assert model.infer(large).token_ids == alone
+        assert [stream.completion().token_ids for stream in choices[1:]] == apart[1:]
         assert is_free(model)
 
 

@@ -9,7 +9,7 @@ import pytest
 from reference import MINI_DENSE, MINI_MOE
 
 import hmt
-from hmt.base.errors import ConfigError
+from hmt.base.errors import ConfigError, RequestError
 from hmt.engine import LoadedModel
 from hmt.engine.prefixes import salt_of
 
@@ -26,10 +26,13 @@ def text(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(16, 500) for _ in range(tokens)]
 
 
-def answer(model: LoadedModel, ids: list[int]) -> tuple[list[int], int]:
+def answer(
+    model: LoadedModel, ids: list[int], owner: str = "", salt: str = ""
+) -> tuple[list[int], int]:
     """What the model answers, and how many tokens of the prompt it computed."""
     before = model.summary().prompt.tokens
-    found = model.infer(hmt.Request(ids, 12, ignore_eos=True)).token_ids
+    request = hmt.Request(ids, 12, ignore_eos=True, owner=owner, cache_salt=salt)
+    found = model.infer(request).token_ids
     return found, model.summary().prompt.tokens - before
 
 
@@ -93,6 +96,75 @@ def test_requests_that_wait_are_let_in_when_prefixes_have_to_go() -> None:
         kv = model._core.memory.kv
         model.summary()  # once the last step has ended
         assert kv.free_tokens == kv.capacity_tokens, "what nobody uses counts as free"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_owners_and_salts_share_nothing_unless_told(way: str, shared: bool) -> None:
+    ids = text(130, 1)
+    with hmt.Engine(prefix_cache=True, prefix_shared=shared, **WAYS[way], **OPTIONS) as engine:
+        model = engine.load_model(MINI_DENSE)
+        wanted, _ = answer(model, ids, "alice")
+        asked = [("bob", ""), ("", ""), ("alice", "x"), ("bob", "x"), ("", '["alice", "", ""]')]
+        for owner, salt in asked:
+            found, computed = answer(model, ids, owner, salt)
+            new = not shared or (salt != "" and (owner, salt) != ("bob", "x"))
+            assert (found, computed) == (wanted, 130 if new else 2), (owner, salt)
+        for owner, salt in [("alice", ""), *asked]:
+            assert answer(model, ids, owner, salt) == (wanted, 2)
+
+
+def test_answers_and_beams_of_one_request_share_its_prompt() -> None:
+    ids = text(300, 1)
+    with hmt.Engine(prefix_cache=True, max_batch=3, **OPTIONS) as engine:
+        model = engine.load_model(MINI_DENSE)
+        for owner in ("alice", "bob"):
+            before = model.summary().prompt.tokens
+            model.infer_choices(hmt.Request(ids, 8, owner=owner, cache_salt="x"), 5)
+            assert model.summary().prompt.tokens - before == 300
+            model.beam_search(hmt.Request(ids, 8, owner=owner), 3)
+            assert model.summary().prompt.tokens - before == 600, "beams take no part"
+
+
+def test_a_flood_of_prompts_leaves_others_their_share() -> None:
+    """1,024 positions are 64 pages, of which a prompt of the flood takes 26 while it runs."""
+    with hmt.Engine(prefix_cache=True, max_batch=1, **OPTIONS) as engine:
+        model = engine.load_model(MINI_DENSE)
+        kept = text(200, 1)
+        wanted, _ = answer(model, kept, "quiet")
+        for seed in range(2, 14):
+            answer(model, text(400, seed), "noisy")
+        assert model.summary().prefixes["evicted"] > 100
+        assert answer(model, kept, "quiet") == (wanted, 8)
+
+
+def test_another_process_with_another_key_reads_nothing(tmp_path: Path) -> None:
+    """Scopes are the same after a restart, and what the folder shows does not name them."""
+    ids, folder = text(400, 1), tmp_path / "prefixes"
+    owners = {"alice-key": ids, "bob-key": text(400, 2)}
+    for owner, prompt in owners.items():
+        with hmt.Engine(prefix_disk=folder, **OPTIONS) as engine:
+            assert answer(engine.load_model(MINI_DENSE), prompt, owner, "pepper")[1] == 400
+    shown = b"".join(file.name.encode() + file.read_bytes() for file in folder.iterdir())
+    assert not any(word in shown for word in (b"alice-key", b"bob-key", b"pepper"))
+    for owner, salt in (
+        ("bob-key", "pepper"),
+        ("alice-key", ""),
+        ("", ""),
+        ("alice-key", "pepper"),
+    ):
+        with hmt.Engine(prefix_disk=folder, **OPTIONS) as engine:
+            model = engine.load_model(MINI_DENSE)
+            computed = answer(model, ids, owner, salt)[1]
+            read = model.summary().prefixes["drive_read_pages"]
+            mine = (owner, salt) == ("alice-key", "pepper")
+            assert (computed, read) == ((16, 24) if mine else (400, 0)), (owner, salt)
+
+
+@pytest.mark.parametrize("wrong", [{"owner": 5}, {"cache_salt": None}])
+def test_owners_and_salts_are_text(wrong: dict[str, Any]) -> None:
+    with hmt.Engine(**OPTIONS) as engine, pytest.raises(RequestError, match="must be text"):
+        engine.load_model(MINI_DENSE).infer(hmt.Request([5, 6], 1, **wrong))
 
 
 @pytest.mark.parametrize(

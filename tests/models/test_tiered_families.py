@@ -177,3 +177,28 @@ def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> 
         assert float((found - wanted).norm() / wanted.norm()) <= NEAR
     sharing = EngineConfig.resolve(**options | {"host_memory": least + 4096}, prefix_cache=True)
     assert prepare(tmp_path, sharing).plan.kv_levels is None, "texts share whole pages"
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_choices_share_a_prompt_that_windows_forget(batch: int, tmp_path: Path) -> None:
+    """More of them than run at once: one that waits keeps a copy, as long as there are others."""
+    [case] = (case for case in cases() if case.name == "gemma3_text-0")
+    published(random_reference(longer(case).config, case.seed), tmp_path)
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    rng = random.Random(case.seed)
+    tokens = [rng.randrange(case.config.vocab_size) for _ in range(151)]
+    options = OPTIONS | {"context": POSITIONS, "dtype": "float32", "kv_device_memory": "1MiB"}
+    requests = [
+        hmt.Request(tokens, 40, ignore_eos=True, sampling=hmt.Sampling(temperature=1.5, seed=seed))
+        for seed in range(7, 13)
+    ]
+    with hmt.Engine(**options | {"max_batch": batch}) as engine:
+        model = engine.load_model(tmp_path)
+        kv = model._core.memory.kv
+        assert not kv.can_rewind(), "layers with a window have rings"
+        apart = [model.infer(request).token_ids for request in requests]
+        before = model.summary().prompt.tokens
+        answers = model.infer_choices(requests[0], len(requests))
+        assert [answer.token_ids for answer in answers] == apart
+        assert model.summary().prompt.tokens - before == len(tokens)
+        assert kv.free_tokens == kv.capacity_tokens

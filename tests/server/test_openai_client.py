@@ -1,13 +1,16 @@
 """OpenAI's own client against the server."""
 
+from typing import Any
+
 import openai as package
 import pytest
 from fastapi import FastAPI
-from serving import NAME, app_on, asking, openai, run
+from serving import NAME, app_on, asking, http, openai, run
 
 import hmt
 from hmt.cli.options import embedded_model
 from hmt.engine import LoadedModel
+from hmt.server import KeyRing
 
 GREEDY = {"model": NAME, "temperature": 0}
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -301,3 +304,45 @@ def test_what_the_prefix_cache_had_is_told() -> None:
 
     with hmt.Engine(host_memory="64MiB", context=1024, prefix_cache=True) as engine:
         run(work(app_on(engine.load_model(embedded_model()))))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_key_is_told_of_what_another_asked(shared: bool) -> None:
+    """In all three ways to ask for one prompt.  A salt keeps users of one key apart."""
+    question = "Tell me of " + "numbers " * 30
+    keys = KeyRing.of(["sk-alice-0123456789", "sk-bob-0123456789"])
+
+    async def cached(app: FastAPI, key: str, **others: Any) -> list[int]:
+        body = asking(question, max_tokens=1, **others)
+        completion = {k: v for k, v in body.items() if k != "messages"} | {"prompt": question}
+        async with http(app, authorization=f"Bearer {key}") as client:
+            told = [
+                (await client.post(path, json=asked)).json()["usage"]
+                for path, asked in (
+                    ("/v1/chat/completions", body),
+                    ("/v1/completions", completion),
+                    ("/v1/messages", body),
+                )
+            ]
+        chat, text, message = told
+        return [
+            chat["prompt_tokens_details"]["cached_tokens"],
+            text["prompt_tokens_details"]["cached_tokens"],
+            message["cache_read_input_tokens"],
+        ]
+
+    async def work(app: FastAPI) -> None:
+        first = await cached(app, "sk-alice-0123456789")
+        assert first[:2] == [0, 0] and first[2] > 0, "a message has the prompt of a chat"
+        again = await cached(app, "sk-alice-0123456789")
+        assert min(again) > 0
+        assert await cached(app, "sk-bob-0123456789") == (again if shared else first)
+        assert await cached(app, "sk-bob-0123456789", cache_salt="user 1") == first
+        assert await cached(app, "sk-bob-0123456789", cache_salt="user 1") == again
+        assert (await cached(app, "sk-alice-0123456789", cache_salt="user 1")) == (
+            again if shared else first
+        )
+
+    options = {"host_memory": "64MiB", "context": 2048, "prefix_shared": shared}
+    with hmt.Engine(prefix_cache=True, **options) as engine:
+        run(work(app_on(engine.load_model(embedded_model()), keys=keys)))

@@ -34,7 +34,7 @@ def convert(
         typer.Option(help="Blocks to convert at a time; one per physical core when left out."),
     ] = None,
     disk_reader: Annotated[
-        str | None, typer.Option(help="direct (past the page cache), buffered, or mmap.")
+        str | None, typer.Option(help="direct (past the page cache), or buffered.")
     ] = None,
 ) -> None:
     """Make a pack: weights converted and laid out for reading, with checksums.

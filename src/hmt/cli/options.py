@@ -153,6 +153,14 @@ class EngineOptions:
         str | None,
         typer.Option(help="The most to take there; 4GiB when left out.", rich_help_panel=_KV),
     ] = None
+    prefix_shared: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-shared/--no-prefix-shared",
+            help="Let all API keys share the prefix cache; else each key has its own.",
+            rich_help_panel=_KV,
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -197,8 +205,8 @@ class EngineOptions:
     disk_reader: Annotated[
         str | None,
         typer.Option(
-            help="io_uring or direct (past the page cache), buffered, or mmap; the faster one of "
-            "the first two when left out.",
+            help="io_uring or direct (past the page cache), buffered or mmap (the same); the "
+            "faster one of the first two when left out.",
             rich_help_panel=_MEMORY,
         ),
     ] = None

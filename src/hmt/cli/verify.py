@@ -13,7 +13,7 @@ def verify(
     pack: Annotated[Path, typer.Argument(help="Folder of a pack.")],
     host_memory: Annotated[str | None, typer.Option(help="Memory to read into.")] = None,
     disk_reader: Annotated[
-        str | None, typer.Option(help="direct (past the page cache), buffered, or mmap.")
+        str | None, typer.Option(help="direct (past the page cache), or buffered.")
     ] = None,
 ) -> None:
     """Read all of a pack, compare every checksum, and say what is damaged.  Exit code 1 then."""

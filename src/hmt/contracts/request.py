@@ -69,7 +69,11 @@ class Request:
     ignore_eos       whether the model's own end tokens do not end the answer
     min_tokens       tokens before which neither end tokens are chosen nor stop strings looked for;
                      a grammar that allows nothing more still ends the answer
-    owner            whose it is: requests of different owners get equal shares of the engine
+    owner            whose it is: requests of different owners get equal shares of the engine and
+                     of the prefix cache, in which they do not share prompts unless the engine's
+                     prefix_shared says so.  A server makes it of the API key
+    cache_salt       requests share prompts in the prefix cache only with those of the same salt;
+                     for a program whose own users must not see each other's
     priority         higher ones are admitted first
     grammar          the form that the answer must have; it ends where nothing may follow
     timeout_s        the time from now until it fails if it has not ended; None: no limit
@@ -89,6 +93,7 @@ class Request:
     ignore_eos: bool = False
     min_tokens: int = 0
     owner: str = ""
+    cache_salt: str = ""
     priority: int = 0
     timeout_s: float | None = None
     grammar: Grammar | None = None

@@ -60,10 +60,12 @@ class EngineConfig:
     prefix_disk         folder to keep them in for later runs, too (made if need be); implies
                         prefix_cache
     prefix_disk_memory_bytes   the most to take of that drive
+    prefix_shared       let requests of all owners share them; else only those of one owner do
     disk_path           folder on a fast drive for weights that were quantised on load and do not
                         fit in memory, in a file without a name; None: HMT's cache folder
-    disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" or "mmap"; None: of the
-                        first two, the one that was measured to be faster on the model's drive
+    disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" (also called "mmap");
+                        None: of the first two, the one that was measured to be faster on the
+                        model's drive
     disk_depth          reads of disk_chunk_bytes at a time, and their size; None: as measured
     numa                (CPU node, memory node) to bind to; "auto": the GPU's, or without one memory
                         is spread over all nodes (see hmt.memory.numa.choose); None: no binding
@@ -106,6 +108,7 @@ class EngineConfig:
     prefix_cache: bool = False
     prefix_disk: Path | None = None
     prefix_disk_memory_bytes: int = 4 * GIB
+    prefix_shared: bool = False
     disk_path: Path | None = None
     disk_reader: str | None = None
     disk_depth: int | None = None
@@ -247,7 +250,7 @@ def _check(values: dict[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}")
     if values.get("disk_chunk_bytes", 4096) % 4096:
         raise ConfigError("disk_chunk must be a multiple of 4096 bytes, as O_DIRECT needs")
-    for name in ("check_weights", "guesses", "prefix_cache"):
+    for name in ("check_weights", "guesses", "prefix_cache", "prefix_shared"):
         if not isinstance(values.get(name, True), bool):
             raise ConfigError(f"{name}={values[name]!r} must be True or False")
     others = [

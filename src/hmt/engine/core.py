@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from hmt.base.errors import Cancelled, EmptyPromptError, HMTError, RequestError
-from hmt.base.log import logger
+from hmt.base.errors import Cancelled, EmptyPromptError, RequestError
 from hmt.base.trace import Tracer
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import Model
@@ -30,9 +29,9 @@ from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
 from hmt.engine.pieces import DecodingInPieces, can_be_pieces
 from hmt.engine.prefetch import read_ahead
-from hmt.engine.prefixes import salt_of, save_some
+from hmt.engine.prefixes import save_some, scope_of
 from hmt.engine.scheduler import Scheduled, Scheduler
-from hmt.engine.sequence import Sequence
+from hmt.engine.sequence import Sequence, told
 from hmt.engine.summary import Phase
 from hmt.engine.tiers import TieredDecoding
 from hmt.engine.trial import Verdict
@@ -62,7 +61,7 @@ class Core:
             prefill_chunk=prepared.plan.prefill_chunk,
             max_batch=config.max_batch,
             prefixes=memory.prefixes,
-            salt=lambda sequence: salt_of(sequence, prepared.source),
+            salt=lambda sequence: scope_of(sequence, prepared.source, shared=config.prefix_shared),
         )
         self._guesser: Guesser | None = None
         self._tracer = tracer
@@ -213,7 +212,7 @@ class Core:
         except Exception as error:
             self._weights.abandon()
             for sequence, _ in scheduled.advanced:
-                sequence.fail(_told(error))
+                sequence.fail(told(error))
         else:
             for sequence, count in scheduled.advanced:
                 sequence.computed += count
@@ -222,10 +221,10 @@ class Core:
             known = self._executor.surveys or (None,) * len(logits)
             for sequence, row, survey in zip(scheduled.sampled, logits, known, strict=True):
                 if sequence.computed == sequence.prompt_tokens:
-                    forked += (others := self.scheduler.fork(sequence))
+                    forked += (others := self.scheduler.fork(sequence, row, survey))
                     for other in others:
-                        _accept(other, row, survey)
-                _accept(sequence, row, survey)
+                        other.advance(row, survey)
+                sequence.advance(row, survey)
         for sequence in [*(sequence for sequence, _ in scheduled.advanced), *forked]:
             if sequence.finished:
                 self.scheduler.retire(sequence)
@@ -459,21 +458,3 @@ class _Viewing:
         for row, (sequence, position) in zip(hidden, owners, strict=True):
             if sequence.pool is not None:
                 sequence.pool.add(position, row)
-
-
-def _accept(sequence: Sequence, logits: torch.Tensor, known: ops.Survey | None) -> None:
-    """Let a sequence choose its next token, or fail."""
-    if sequence.finished:
-        return  # its prompt's logits were none
-    try:
-        sequence.accept(logits, known)
-    except Exception as error:
-        sequence.fail(_told(error))
-
-
-def _told(error: Exception) -> HMTError:
-    """What the owner of a request is told.  An error of our own making is also logged."""
-    if isinstance(error, HMTError):
-        return error
-    logger.error("a step failed for a reason that HMT does not know", exc_info=error)
-    return HMTError(f"internal error, please report it: {error!r}")

@@ -81,6 +81,19 @@ def save_some(prefixes: PrefixCache) -> bool:
         return False
 
 
+def scope_of(sequence: "Sequence", source: Source, *, shared: bool) -> str:
+    """What two requests must have in common, besides their tokens, to share keys and values.
+
+    The owner, unless prefixes are `shared`; the request's own salt; and what `salt_of` says.  No
+    two of these are written alike, and a request without any has the scope "".
+    """
+    request, salt = sequence.request, salt_of(sequence, source)
+    owner = "" if shared else request.owner
+    if not owner and not request.cache_salt:
+        return salt
+    return json.dumps([owner, request.cache_salt, salt])
+
+
 def salt_of(sequence: "Sequence", source: Source) -> str:
     """What two texts must have in common, besides their tokens, to have the same keys."""
     for name in ("rope_parameters", "rope_scaling"):

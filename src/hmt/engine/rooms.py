@@ -50,6 +50,14 @@ class Places(Protocol):
         """Give back what a sequence has reserved beyond its first `tokens` positions."""
         ...
 
+    def can_rewind(self) -> bool:
+        """Whether `rewind` is possible."""
+        ...
+
+    def rewind(self, sequence: int, tokens: int, /) -> None:
+        """Let a sequence hold no more than its first `tokens` positions."""
+        ...
+
     def can_park(self) -> bool:
         """Whether others can have the place of a sequence that is parked."""
         ...
@@ -123,14 +131,43 @@ class Rooms:
         return True
 
     def fork(self, leader: Sequence, sequence: Sequence, positions: int, spare: int) -> bool:
-        """Let a sequence begin with all that `leader` has computed, if `spare` others stay free."""
+        """Let a sequence begin with the prompt that `leader` holds, if `spare` others stay free."""
         assert leader.kv is not None
-        if not self._kv.can_fork(leader.kv, leader.computed, positions + spare):
+        prompt = sequence.prompt_tokens
+        if not self._kv.can_fork(leader.kv, prompt, positions + spare):
             return False
-        sequence.kv = self._kv.fork(leader.kv, leader.computed, positions)
-        sequence.computed = leader.computed
+        sequence.kv = self._kv.fork(leader.kv, prompt, positions)
+        sequence.computed = prompt
         sequence.room = round_up(positions, PAGE_TOKENS)
         return True
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether a sequence that has answered still holds all that its prompt left."""
+        return self._kv.can_rewind()
+
+    def copy_prompt(self, leader: Sequence, sequence: Sequence) -> bool:
+        """Let a sequence that waits hold the prompt of `leader`, if there is room."""
+        if not self.fork(leader, sequence, sequence.prompt_tokens, 0):
+            return False
+        assert sequence.kv is not None
+        self._kv.park(sequence.kv)
+        return True
+
+    def hand_over_prompt(self, leader: Sequence, sequence: Sequence) -> None:
+        """Take the prompt from `leader`, which has ended, for a sequence that waits.
+
+        Raises BudgetError or DiskReadError, changing no more than what `leader` can go on with.
+        """
+        assert leader.kv is not None
+        if leader.computed > sequence.prompt_tokens:
+            # Whole pages of it are left where that fails.
+            leader.computed = sequence.prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
+            self._kv.rewind(leader.kv, sequence.prompt_tokens)
+        self._kv.park(leader.kv)
+        sequence.kv, sequence.computed = leader.kv, sequence.prompt_tokens
+        sequence.room = round_up(sequence.prompt_tokens, PAGE_TOKENS)
+        leader.kv, leader.room = None, 0
 
     def grow(self, sequence: Sequence, positions: int) -> bool:
         """Let a sequence have so many positions, if there is room."""
@@ -172,7 +209,8 @@ class Rooms:
             self._kv.close(sequence.kv)
         else:
             computed = sequence.tokens[: sequence.computed]
-            self._prefixes.leave(sequence.kv, computed, self._salt(sequence))
+            salt, owner = self._salt(sequence), sequence.request.owner
+            self._prefixes.leave(sequence.kv, computed, salt, owner)
         sequence.kv, sequence.room, sequence.computed = None, 0, 0
 
     def close(self, sequence: Sequence) -> None:
@@ -183,7 +221,8 @@ class Rooms:
             self._kv.close(sequence.kv)
         else:
             computed = sequence.tokens[: sequence.computed]
-            self._prefixes.close(sequence.kv, computed, self._salt(sequence))
+            salt, owner = self._salt(sequence), sequence.request.owner
+            self._prefixes.close(sequence.kv, computed, salt, owner)
         sequence.kv, sequence.room = None, 0
 
     def shared(self, sequence: Sequence) -> int:

@@ -6,16 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from hmt.base.errors import ContextLengthError, DeadlineError, HMTError
+import torch
+
+from hmt.base.errors import ContextLengthError, DeadlineError, HMTError, RequestError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import FinishReason
 from hmt.contracts.step import Part, Step
+from hmt.engine.choices import Choices
 from hmt.engine.forecast import AnswerForecast
 from hmt.engine.pressure import BatchLimit, Pressure
 from hmt.engine.rooms import Places, Rooms
-from hmt.engine.sequence import Sequence
+from hmt.engine.sequence import PromptEnd, Sequence
 from hmt.engine.shares import share_out
 from hmt.engine.waiting import Taken, WaitingQueue
+from hmt.kernels import ops
 from hmt.kvcache.prefix import PrefixCache
 
 
@@ -78,9 +82,11 @@ class Scheduler:
     these the one that came last.  Answers do not depend on that.  Who was sent back twice is
     admitted with all that they may need, and is not sent back any more.
 
-    Several answers to one prompt: the others wait until the first has computed the prompt, share
-    it, and are on their own from then on; those that find no room compute it again.  Only for the
-    engine's thread.
+    Several answers to one prompt: the others wait until the first has computed the prompt, and
+    share it.  Those for which there is no place then begin with it later: who ends last leaves it
+    to one that waits.  It is computed again only where a sequence gave it up for others' room, and
+    where layers with a sliding window have forgotten it and there is no room for a copy.  Only for
+    the engine's thread.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class Scheduler:
         self._full = False  # since the last sequence came or ended
         self._waiting: WaitingQueue[Sequence] = WaitingQueue()
         self._running: list[Sequence] = []
+        self._choices = Choices(self._rooms, self._waiting, self._running)
         self._places: dict[int, Taken[Sequence]] = {}  # of those that run, by number
         self._timed: dict[int, Sequence] = {}  # that have a deadline, by number
         self._parked = self._dropped = 0
@@ -142,7 +149,13 @@ class Scheduler:
         return [*self._waiting, *self._running]
 
     def check(self, sequence: Sequence) -> None:
-        """Raise ContextLengthError where a request could never be admitted.  For any thread."""
+        """Raise ContextLengthError where a request could never be admitted.  For any thread.
+
+        Raises RequestError where it does not say whose it is in text.
+        """
+        owner, salt = sequence.request.owner, sequence.request.cache_salt
+        if not isinstance(owner, str) or not isinstance(salt, str):
+            raise RequestError(f"owner {owner!r} and cache_salt {salt!r} must be text")
         needed = -(-sequence.positions // PAGE_TOKENS) * PAGE_TOKENS
         if needed > self._rooms.capacity_tokens:
             raise ContextLengthError(
@@ -183,7 +196,9 @@ class Scheduler:
             scores, pools = sequence.shown_rows(first, count)
             scored += [(sequence, first + n) for n in range(scores)]
             pooled += [(sequence, first + count - pools + n) for n in range(pools)]
-            assert sequence.kv is not None and first + count <= sequence.room
+            assert sequence.kv is not None
+            if first + count > sequence.room:  # kernels would write beside its pages
+                raise AssertionError("a step has more positions than were reserved")
             tokens = sequence.tokens[first : first + count]
             reach = sequence.positions, sequence.room
             parts.append(Part(sequence.kv, first, tokens, wanted, *reach, scores, pools))
@@ -202,12 +217,27 @@ class Scheduler:
             tuple(pooled),
         )
 
-    def fork(self, leader: Sequence) -> list[Sequence]:
-        """Sequences that run from now on with the prompt that `leader` has just computed."""
-        forked = []
-        for sequence in [one for one in self._waiting if one.leader is leader]:
+    def fork(
+        self,
+        leader: Sequence,
+        logits: torch.Tensor | None = None,
+        known: ops.Survey | None = None,
+    ) -> list[Sequence]:
+        """Sequences that run from now on with the prompt that `leader` has just computed.
+
+        logits   f32 [vocab] that follow the prompt.  Of these the others keep a copy and begin
+                 with it, once there is a place for them; without logits they compute the prompt
+        known    see PromptEnd
+        """
+        waiting, forked = self._choices.followers(leader), list[Sequence]()
+        for sequence in waiting:
             sequence.leader = None
-            if leader.kv is None or len(self._running) >= self._limit.most:
+        places = self._limit.most - len(self._running)
+        source = None
+        if logits is not None and leader.kv is not None:
+            source = self._choices.source(leader, waiting, places)
+        for sequence in waiting:
+            if leader.kv is None or sequence is source or len(self._running) >= self._limit.most:
                 continue
             try:
                 positions, spare = self._expected(sequence), self._spare()
@@ -219,6 +249,13 @@ class Scheduler:
                 continue
             self._begin(sequence)
             forked.append(sequence)
+        late = [one for one in waiting if one.kv is None and not one.finished]
+        if logits is not None and source is not None and (late or source is not leader):
+            end = PromptEnd(logits.clone(), known)
+            for holder in (leader, *forked) if source is leader else (source,):
+                holder.prompt_end = end
+        for sequence in late if source is not None else late[1:]:
+            sequence.leader = late[0] if source is None else source
         return forked
 
     def retire(self, sequence: Sequence) -> None:
@@ -230,6 +267,7 @@ class Scheduler:
         self._timed.pop(sequence.number, None)
         self._places.pop(sequence.number, None)
         self._full = False
+        self._choices.release(sequence, ended=True)
         self._rooms.close(sequence)
         reason = sequence.finish_reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not _is_certain(sequence):
@@ -296,6 +334,7 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         """Take all keys and values from a sequence that waits."""
+        self._choices.release(sequence, ended=False)
         self._rooms.drop(sequence)
         sequence.given = len(sequence.tokens)
         self._dropped += 1
@@ -326,17 +365,43 @@ class Scheduler:
                     return
                 continue
             try:
-                entered = self._rooms.enter(sequence, self._expected(sequence), self._spare())
+                entered = self._enter(sequence)
             except HMTError as error:
                 sequence.fail(error)
                 self.retire(sequence)
                 continue
             if entered:
-                sequence.leader = None
                 self._begin(sequence)
+                self._begin_answer(sequence)
             elif not self._make_way(sequence):
                 self._full = True
                 return
+
+    def _enter(self, sequence: Sequence) -> bool:
+        """Take room for a sequence, and the prompt of its leader if that is there; if there is."""
+        leader, positions, spare = sequence.leader, self._expected(sequence), self._spare()
+        if leader is not None and leader.prompt_end is not None:
+            if not self._rooms.fork(leader, sequence, positions, spare):
+                return False
+            sequence.prompt_end = leader.prompt_end
+        elif not self._rooms.enter(sequence, positions, spare):
+            return False
+        elif leader is not None:  # it will compute the prompt, and the others wait for it
+            for other in self._choices.followers(leader):
+                other.leader = sequence
+        sequence.leader = None
+        return True
+
+    def _begin_answer(self, sequence: Sequence) -> None:
+        """The first token of a sequence whose prompt another has computed to the end."""
+        end = sequence.prompt_end
+        if end is None or sequence.computed < len(sequence.tokens):
+            return
+        if not self._rooms.can_rewind:
+            sequence.prompt_end = None  # what it appends next takes the prompt from it
+        sequence.advance(end.logits, end.known)
+        if sequence.finished:
+            self.retire(sequence)
 
     def _make_way(self, head: Sequence, *, crowded: bool = False) -> bool:
         """Let others give way to `head`, which cannot begin; whether one of them did.
@@ -372,8 +437,12 @@ class Scheduler:
         return sorted((one for one in lower if not _is_settled(one)), key=_rank, reverse=True)
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """False while another computes its prompt, which it will share."""
-        return sequence.leader is None or sequence.leader not in self._running
+        """False while another computes its prompt, or while others need what it keeps of it."""
+        leader = sequence.leader
+        if leader is not None:
+            return leader.prompt_end is not None or leader not in self._running
+        keeps = sequence.prompt_end is not None and not self._rooms.can_rewind
+        return not (keeps and self._choices.followers(sequence))
 
     def _begin(self, sequence: Sequence) -> None:
         self._places[sequence.number] = self._waiting.take(sequence)

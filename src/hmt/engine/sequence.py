@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from hmt.base.errors import HMTError, NumericsError, RequestError
+from hmt.base.log import logger
 from hmt.contracts.request import (
     FinishReason,
     PromptEvent,
@@ -37,6 +38,18 @@ class Listener(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PromptEnd:
+    """What is behind a prompt of which there are several answers: all of these begin with it.
+
+    logits   f32 [vocab], where the model computes
+    known    what `ops.survey` says of them, where that is known
+    """
+
+    logits: torch.Tensor
+    known: Survey | None
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """State of one request.  Only the engine's thread changes it.
@@ -51,6 +64,8 @@ class Sequence:
     room        positions that are reserved for it
     sent_back   times that it had begun and others needed its place or its room
     leader      another of the same prompt, whose keys and values are to be shared once computed
+    prompt_end  what `scheduler.fork` was told of the prompt that `kv` begins with, while others of
+                the same prompt can begin with it, too
     form        what holds the answer to the form that was asked for, or its reasoning to a length
     events      who is told of tokens and of the end
     scores      of the prompt's tokens from the second on, as far as computed; None: not wanted
@@ -77,6 +92,7 @@ class Sequence:
     room: int = 0
     sent_back: int = 0
     leader: "Sequence | None" = None
+    prompt_end: PromptEnd | None = None
     finish_reason: FinishReason | None = None
     scores: list[TokenLogprob] | None = None
     pool: Pool | None = None
@@ -143,6 +159,15 @@ class Sequence:
         self.finish_reason = reason
         self.events.put(PromptEvent(tuple(self.scores or ()), reason, embedding))
         self.scores = self.pool = None
+
+    def advance(self, logits: torch.Tensor, known: Survey | None = None) -> None:
+        """`accept`, where an error fails the sequence.  Does nothing where it has finished."""
+        if self.finished:
+            return  # its prompt's logits were none
+        try:
+            self.accept(logits, known)
+        except Exception as error:
+            self.fail(told(error))
 
     def accept(self, logits: torch.Tensor, known: Survey | None = None) -> None:
         """Choose the next token from f32 [vocab] logits and add its event.
@@ -254,3 +279,11 @@ def check_least(request: Request, longest: int) -> None:
             f"min_tokens is {least!r}; the answer has {longest} tokens at most: give an integer "
             f"from 0 to {longest}, or a larger max_new_tokens"
         )
+
+
+def told(error: Exception) -> HMTError:
+    """What the owner of a request is told.  An error of our own making is also logged."""
+    if isinstance(error, HMTError):
+        return error
+    logger.error("a step failed for a reason that HMT does not know", exc_info=error)
+    return HMTError(f"internal error, please report it: {error!r}")

@@ -166,6 +166,12 @@ class _CountedPages:
     def shrink(self, sequence: int, tokens: int) -> None:
         self._set(sequence, min(tokens, self._held[sequence]))
 
+    def can_rewind(self) -> bool:
+        return True
+
+    def rewind(self, sequence: int, tokens: int) -> None:
+        self.shrink(sequence, tokens)
+
     def can_park(self) -> bool:
         return True
 
@@ -185,7 +191,6 @@ class _CountedPages:
         rounded = round_up(tokens, PAGE_TOKENS)
         self.free_tokens -= rounded - self._held[sequence]
         self._held[sequence] = rounded
-        assert self.free_tokens >= 0
 
 
 @dataclass(slots=True)

@@ -108,6 +108,17 @@ class PagedKV:
         self._allocator.give_back(held.pages[kept:])
         self._set_pages(held, held.pages[:kept])
 
+    def can_rewind(self) -> bool:
+        """Whether `rewind` is possible: whether no layer has forgotten any position."""
+        return True
+
+    def rewind(self, sequence: int, tokens: int) -> None:
+        """Let a sequence hold no more than its first `tokens` positions, which it has filled.
+
+        Reserves nothing behind them; `grow` does.  Its last page must be nobody else's.
+        """
+        self.shrink(sequence, tokens)
+
     def can_park(self) -> bool:
         """Whether others can have the place of a sequence that is parked."""
         return True

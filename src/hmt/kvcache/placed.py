@@ -77,6 +77,15 @@ class PlacedKV:
         for cache in self._caches:
             cache.shrink(sequence, tokens)
 
+    def can_rewind(self) -> bool:
+        """See TieredKV."""
+        return all(cache.can_rewind() for cache in self._caches)
+
+    def rewind(self, sequence: int, tokens: int) -> None:
+        """See TieredKV."""
+        for cache in self._caches:
+            cache.rewind(sequence, tokens)
+
     def can_park(self) -> bool:
         """See TieredKV."""
         return all(cache.can_park() for cache in self._caches)

@@ -93,6 +93,7 @@ class TieredSequences:
         theirs = self._sequences[sequence].pages
         forked = self._open(theirs[:whole].copy(), pages_of(tokens) - whole)
         self._places.book.share(theirs[:whole])
+        self._sequences[forked].tokens = held
         for rings in self._windows:
             rings.copy(sequence, forked)
         try:
@@ -129,6 +130,31 @@ class TieredSequences:
         """
         held = self._sequences[sequence]
         held.unmade = max(0, held.unmade + min(0, self._missing(sequence, tokens)))
+
+    def can_rewind(self) -> bool:
+        """Whether `rewind` is possible: a ring has forgotten what was before its window."""
+        return not self._windows
+
+    def rewind(self, sequence: int, tokens: int) -> None:
+        """Let a sequence hold no more than its first `tokens` positions, which it has filled.
+
+        Reserves nothing behind them; `grow` does.  The last page, if it is not full, is copied to
+        where it can be appended to, wherever it lies.  Raises BudgetError or DiskReadError; then
+        the sequence can only be closed.
+        """
+        held, whole = self._sequences[sequence], tokens // PAGE_TOKENS
+        partial = held.pages[whole : pages_of(tokens)]
+        self._places.book.drop(held.pages[pages_of(tokens) :])
+        held.pages, held.unmade, held.tokens = held.pages[:whole], 0, tokens
+        try:
+            if len(partial):
+                if self._free_pages(_NONE) < 1:
+                    raise self._too_little(1)
+                held.unmade = 1
+                self._grow({sequence: 1})
+                self._places.copy(partial, held.pages[-1:])
+        finally:
+            self._places.book.drop(partial)
 
     def can_park(self) -> bool:
         """Whether others could have the place near of one that is parked: not that of its rings."""

@@ -31,7 +31,7 @@ from hmt.memory.probe import (
     usual_rate,
 )
 from hmt.memory.reader_kinds import READERS, open_reader
-from hmt.memory.readers import DiskReader, MmapReader, PreadReader
+from hmt.memory.readers import DiskReader, PreadReader
 from hmt.memory.schedule import DiskRead, Ticket
 from hmt.memory.size_classes import size_classes
 from hmt.memory.transfer import QueueCounters, ReadCounters, TransferQueue
@@ -50,7 +50,6 @@ __all__ = [
     "HostBuffer",
     "HostPool",
     "Ledger",
-    "MmapReader",
     "PoolStats",
     "PreadReader",
     "QueueCounters",

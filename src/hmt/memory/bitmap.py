@@ -34,7 +34,8 @@ class Bitmap:
         bits, count = 0, 0
         first = end = 0  # the run that is being gathered
         for number in numbers:
-            assert 0 <= number < self.count, f"{number} is none of {self.count}"
+            if not 0 <= number < self.count:
+                raise AssertionError(f"{number} is none of {self.count}")
             if number == end:
                 end += 1
             else:
@@ -51,7 +52,8 @@ class Bitmap:
 
     def _with(self, bits: int, first: int, end: int) -> int:
         run = ((1 << (end - first)) - 1) << first
-        assert not run & (self._bits | bits), f"one of {first} to {end - 1} was given back twice"
+        if run & (self._bits | bits):  # two would have one place: also under python -O
+            raise AssertionError(f"one of {first} to {end - 1} was given back twice")
         return bits | run
 
     def _run(self, wanted: int) -> tuple[int, int]:

@@ -73,7 +73,8 @@ class Buddy:
 
     def _insert(self, start: int, order: int) -> None:
         """A free block; joined with its buddy while that is free too."""
-        assert start not in self._free, f"page {start} was given back twice"
+        if start in self._free:
+            raise AssertionError(f"page {start} was given back twice")
         while self._free.get(start ^ (1 << order)) == order:
             del self._free[start ^ (1 << order)]
             start &= ~(1 << order)

@@ -157,7 +157,8 @@ class HostPool:
                 self._end(buffer)
             else:
                 held = self._held.pop(buffer.place, None)
-                assert held is buffer, f"{self.account.purpose}: a buffer was freed twice"
+                if held is not buffer:
+                    raise AssertionError(f"{self.account.purpose}: a buffer was freed twice")
                 self._arena.give_up(buffer)
                 waiting = self._slabs.get(buffer.nbytes // PAGE_BYTES)
                 if waiting is None:
@@ -207,7 +208,8 @@ class HostPool:
     def close(self) -> None:
         """Release all memory; the account stays open.  All buffers must have been freed."""
         with self._lock:
-            assert self._in_use == 0, f"{self.account.purpose}: {self._in_use} bytes still in use"
+            if self._in_use:
+                raise AssertionError(f"{self.account.purpose}: {self._in_use} bytes still in use")
             self._release_pin()
             self._discard_free()
             self._arena = Arena(self.account, self._pages, poison=self._poison)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hmt.base.errors import MachineError
 from hmt.base.trace import Tracer
 from hmt.base.units import KIB, MIB, round_down, round_up
 from hmt.memory import uring
@@ -91,10 +92,15 @@ def disk_rate(
     """Read `file` for about `seconds`, from its start and round again.
 
     The file must hold at least one block.  `buffer`: where to, `disk_buffer` if None; changed.
-    Raises DiskReadError.
+    Raises DiskReadError, MachineError for a shorter file.
     """
-    blocks = file.stat().st_size // block_bytes
-    assert blocks > 0, f"{file} is shorter than a block of {block_bytes} bytes"
+    nbytes = file.stat().st_size
+    blocks = nbytes // block_bytes
+    if not blocks:
+        raise MachineError(
+            f"{file} has {nbytes} bytes; reading blocks of {block_bytes} cannot be measured with "
+            "it: name a larger file"
+        )
     if buffer is None or buffer.nbytes < depth * block_bytes:
         buffer = disk_buffer(depth * block_bytes)
     # Reads go round in one buffer: what arrives is of no interest.

@@ -3,7 +3,7 @@
 from hmt.base.errors import ConfigError
 from hmt.base.log import warn_once
 from hmt.memory import uring
-from hmt.memory.readers import DiskReader, MmapReader, PreadReader
+from hmt.memory.readers import DiskReader, PreadReader
 
 READERS = ("io_uring", "direct", "buffered", "mmap")
 
@@ -11,11 +11,10 @@ READERS = ("io_uring", "direct", "buffered", "mmap")
 def open_reader(kind: str) -> DiskReader:
     """The reader named `kind` (one of READERS).  Raises ConfigError for another name.
 
-    Where io_uring cannot be used, says so once and returns the reader called "direct".
+    Where io_uring cannot be used, says so once and returns the reader called "direct".  "mmap" is
+    another name of "buffered": both copy from the page cache, a mapping page by page.
     """
-    if kind == "mmap":
-        return MmapReader()
-    if kind in ("direct", "buffered"):
+    if kind in ("direct", "buffered", "mmap"):
         return PreadReader(direct=kind == "direct")
     if kind != "io_uring":
         raise ConfigError(f"unknown disk reader {kind!r}; choose one of {', '.join(READERS)}")

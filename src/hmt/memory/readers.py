@@ -1,7 +1,10 @@
-"""Reading byte ranges of files: O_DIRECT, io_uring, buffered, and mmap, behind one interface.
+"""Reading byte ranges of files: O_DIRECT, io_uring, and buffered, behind one interface.
 
 Offsets, lengths and destinations are multiples of 4 KiB, which every local file system accepts for
 O_DIRECT.  Only a range that reaches past the end of the file may come back short.
+
+No reader touches a mapping of a file: one that becomes shorter meanwhile, or a disk that fails,
+would be a SIGBUS, which ends the process.  Through a descriptor it is an error of one read.
 """
 
 import errno
@@ -122,33 +125,3 @@ def _skip(views: list[memoryview], nbytes: int) -> None:
         nbytes -= len(views.pop(0))
     if nbytes:
         views[0] = views[0][nbytes:]
-
-
-class MmapReader:
-    """Copies out of memory-mapped files; the kernel's page cache decides what stays."""
-
-    def __init__(self) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._lock = threading.Lock()
-
-    def read_into(self, path: Path, offset: int, view: memoryview) -> int:
-        """See DiskReader.  A drive error under mmap is a SIGBUS: prefer the other readers."""
-        mapped = self._map(path)
-        got = max(0, min(len(view), len(mapped) - offset))
-        view[:got] = memoryview(mapped)[offset : offset + got]
-        return got
-
-    def close(self) -> None:
-        """See DiskReader."""
-        with self._lock:
-            self._maps.clear()
-
-    def _map(self, path: Path) -> mmap.mmap:
-        with self._lock:
-            if path not in self._maps:
-                try:
-                    with path.open("rb") as file:
-                        self._maps[path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-                except (OSError, ValueError) as error:
-                    raise DiskReadError(f"cannot map {path}: {error}") from error
-            return self._maps[path]

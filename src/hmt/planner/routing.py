@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hmt.base.errors import ConfigError
+
 # Of 2 to 8 texts through one cache of a third of the experts or less, on recorded and on synthetic
 # traces: misses are predicted 26% too few to 24% too many, 5% off in the middle.  As if all texts
 # had one working set (0) it was a tenth to all of them, 30% too few in the middle.
@@ -31,8 +33,12 @@ class HitCurve:
     apart: float = USUALLY_APART
 
     def __post_init__(self) -> None:
-        assert self.points[0] == (0.0, 0.0) and self.points[-1] == (1.0, 1.0)
-        assert all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.points))
+        ascend = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.points))
+        if not ascend or (self.points[0], self.points[-1]) != ((0.0, 0.0), (1.0, 1.0)):
+            raise ConfigError(
+                f"hit rates {self.points} of a cache must ascend from (0, 0) to (1, 1): measure "
+                "them again"
+            )
 
     def hits(self, residency: float) -> float:
         """At a residency of 0 to 1."""

@@ -45,7 +45,9 @@ class KeyRing:
         return bool(self.hashes)
 
     def owner(self, key: str) -> str | None:
-        """Who has `key`: the beginning of its hash; None for a wrong one.
+        """Who has `key`: the first half of its hash; None for a wrong one.
+
+        Less would not do: whoever finds a key with the same beginning would be taken for its owner.
 
         Takes the same time whichever key it is, or is like.
         """
@@ -53,7 +55,7 @@ class KeyRing:
         found = None
         for known in self.hashes:
             if hmac.compare_digest(known, hashed):
-                found = known.hex()[:12]
+                found = known.hex()[:32]
         return found
 
 

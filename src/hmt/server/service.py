@@ -35,6 +35,7 @@ class Asked:
     reasoning_tokens  likewise
     min_tokens        likewise
     stop_token_ids    likewise
+    cache_salt        likewise
     """
 
     owner: str
@@ -53,6 +54,7 @@ class Asked:
     reasoning_tokens: int | None = None
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -140,6 +142,7 @@ class Service:
             min_tokens=asked.min_tokens,
             stop_token_ids=asked.stop_token_ids,
             owner=asked.owner,
+            cache_salt=asked.cache_salt,
             priority=asked.priority,
             grammar=asked.grammar,
             prompt_logprobs=asked.prompt_logprobs,

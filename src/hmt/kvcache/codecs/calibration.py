@@ -1,12 +1,13 @@
 """Scales of keys and values that are found beforehand, from text that is like what will come."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from hmt.base.errors import ConfigError
@@ -61,11 +62,10 @@ def weights_of(file: Path) -> str | None:
 
     Raises ConfigError where the file is none.
     """
-    try:
-        with safe_open(file, "pt") as opened:
-            return (opened.metadata() or {}).get(_WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise _no_scales(file, error) from error
+    content, _ = _read(file)
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    weights: str | None = header.get("__metadata__", {}).get(_WEIGHTS)
+    return weights
 
 
 def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
@@ -73,10 +73,7 @@ def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
 
     Raises ConfigError where the file is none, or is not of `layers`.
     """
-    try:
-        found = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise _no_scales(file, error) from error
+    _, found = _read(file)
     wanted = {}
     for index, layer in layers.items():
         wanted[f"{index}.key"] = layer.heads, layer.key_dim
@@ -90,6 +87,15 @@ def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
                 "calibrate with this model"
             )
     return {name: static_scales(found[name]) for name in wanted}
+
+
+def _read(file: Path) -> tuple[bytes, dict[str, Tensor]]:
+    """What a file holds, and its tensors.  Not mapped: one that is cut short would be a SIGBUS."""
+    try:
+        content = file.read_bytes()
+        return content, load(content)
+    except (OSError, SafetensorError) as error:
+        raise _no_scales(file, error) from error
 
 
 def _no_scales(file: Path, error: Exception) -> ConfigError:

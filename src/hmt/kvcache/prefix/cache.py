@@ -30,14 +30,16 @@ class Opened:
 class PrefixCache:
     """Opens and closes sequences of a cache so that what one has computed others need not.
 
-    Without a store prefixes live as long as the cache.  Only for the engine's thread.
+    A prompt sees nothing of texts with another salt, neither their pages nor that there are any.
+    An owner evicts no pages of others that are within their share; see PrefixTree.  Without a store
+    prefixes live as long as the cache.  Only for the engine's thread.
     """
 
     kv: SharingKV | SharingPagedKV
     tree: PrefixTree
     store: PrefixStore | None = None
     extents: PageExtents | None = None
-    _unsaved: deque[tuple[Numbers, str]] = field(default_factory=deque)
+    _unsaved: dict[str, deque[tuple[Numbers, str]]] = field(default_factory=dict)  # by owner
 
     def shared(self, prompt: Tokens, salt: str = "") -> int:
         """Positions that memory has of a text that begins with `prompt`.  Counts for nothing."""
@@ -71,40 +73,44 @@ class PrefixCache:
             raise
         return Opened(sequence, held * PAGE_TOKENS)
 
-    def leave(self, sequence: int, tokens: Tokens, salt: str = "") -> None:
+    def leave(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
         """Close a sequence whose text will go on, and keep its pages in memory; see `close`."""
-        self.kv.keep(sequence, tokens, salt)
+        self.kv.keep(sequence, tokens, salt, owner)
         self.kv.close(sequence)
 
-    def close(self, sequence: int, tokens: Tokens, salt: str = "") -> None:
+    def close(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
         """Close a sequence, and keep its pages for others.
 
         tokens   all whose keys and values were appended for every layer, from the first on
+        owner    for whom they count
         """
-        self.leave(sequence, tokens, salt)
-        if self.store is not None and len(tokens) >= PAGE_TOKENS:
-            self._unsaved.append((np.asarray(tokens, dtype=np.int64), salt))
-            if len(self._unsaved) > _MOST_UNSAVED:
-                self._unsaved.popleft()
+        self.leave(sequence, tokens, salt, owner)
+        if self.store is None or len(tokens) < PAGE_TOKENS:
+            return
+        texts = self._unsaved.setdefault(owner, deque())
+        texts.append((np.asarray(tokens, dtype=np.int64), salt))
+        if sum(map(len, self._unsaved.values())) > _MOST_UNSAVED:
+            most = max(self._unsaved, key=lambda name: len(self._unsaved[name]))
+            self._unsaved[most].popleft()  # it has two at least, or there are 256 others
 
     def tend(self) -> bool:
         """Save one more file's worth of what ended; whether there may be more.
+
+        Owners take turns.
 
         For when there is nothing else to do.  Raises DiskReadError where pages of the cache that
         lie on the drive cannot be read.
         """
         if not self._unsaved or self.store is None or self.extents is None:
             return False
-        tokens, salt = self._unsaved[-1]
-        ids = self.tree.find(tokens, salt)
-        extents = self.extents
-
-        def export(first: int, memory: torch.Tensor) -> None:
-            self.kv.copy_out(ids[first : first + len(memory)], extents, memory)
-
-        keys = self.store.keys(tokens[: PAGE_TOKENS * len(ids)], salt)
-        if not self.store.save(keys, export):
-            self._unsaved.pop()
+        owner = next(iter(self._unsaved))
+        texts = self._unsaved.pop(owner)
+        try:
+            if texts and not self._save(*texts[-1], owner):
+                texts.pop()
+        finally:
+            if texts:
+                self._unsaved[owner] = texts
         return bool(self._unsaved)
 
     def finish(self) -> None:
@@ -121,6 +127,17 @@ class PrefixCache:
         if self.store is not None:
             counted |= {f"drive_{n}": getattr(self.store.counters, n) for n in _STORE_COUNTERS}
         return counted
+
+    def _save(self, tokens: Numbers, salt: str, owner: str) -> int:
+        """Save a file's worth of a text; how many pages, 0 where nothing is left to save."""
+        assert self.store is not None and self.extents is not None
+        ids, extents = self.tree.find(tokens, salt), self.extents
+
+        def export(first: int, memory: torch.Tensor) -> None:
+            self.kv.copy_out(ids[first : first + len(memory)], extents, memory)
+
+        keys = self.store.keys(tokens[: PAGE_TOKENS * len(ids)], salt)
+        return self.store.save(keys, export, owner)
 
     def _load(self, sequence: int, known: Tokens, salt: str, held: int) -> int:
         """Append what the drive has behind the first `held` pages; how many pages that is."""

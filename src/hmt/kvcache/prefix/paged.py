@@ -98,11 +98,11 @@ class SharingPagedKV(PagedKV):
         self._set_pages(held, [*ids.tolist(), *held.pages])
         return sequence
 
-    def keep(self, sequence: int, tokens: Tokens, salt: str = "") -> int:
+    def keep(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> int:
         """See SharingKV."""
         assert self._allocator.tree is not None
         ids = np.array(self._sequences[sequence].pages, dtype=np.int64)
-        return self._allocator.tree.insert(tokens, ids, salt)
+        return self._allocator.tree.insert(tokens, ids, salt, owner)
 
     def copy_out(self, ids: Numbers, extents: PageExtents, memory: torch.Tensor) -> None:
         """See SharingKV."""

@@ -27,7 +27,7 @@ SUFFIX = ".hmtkv"
 
 _MAGIC = b"HMTKV\x00\x001"
 _FIXED = struct.Struct("<8s16sQQQ")
-_NAME = re.compile(r"[0-9a-f]{32}-([0-9]{8})-[0-9a-f]{32}" + re.escape(SUFFIX))
+_NAME = re.compile(r"[0-9a-f]{32}-([0-9]{8})-[0-9a-f]{32}(?:-([0-9a-f]{16}))?" + re.escape(SUFFIX))
 _ALIGNED = 4096
 _MOST_PAGES = 1 << 24
 
@@ -44,6 +44,7 @@ class Segment:
     page_bytes   of one page of all layers
     first        number of the first page in the text
     keys, sums   of each page: its key, and the xxh3_64 of its bytes
+    owner        `owner_tag` of whom the file counts for; it stands in the file's name only
     """
 
     model: bytes
@@ -51,11 +52,13 @@ class Segment:
     first: int
     keys: tuple[bytes, ...]
     sums: tuple[int, ...]
+    owner: str = ""
 
     @property
     def name(self) -> str:
-        """Of its file: the same for the same pages, whoever writes it."""
-        return f"{self.model.hex()}-{self.first:08d}-{self.keys[-1].hex()}{SUFFIX}"
+        """Of its file: the same for the same pages of an owner, whichever process writes it."""
+        owner = f"-{self.owner}" if self.owner else ""
+        return f"{self.model.hex()}-{self.first:08d}-{self.keys[-1].hex()}{owner}{SUFFIX}"
 
     @property
     def header_bytes(self) -> int:
@@ -81,10 +84,21 @@ def segment_bytes(pages: int, page_bytes: int) -> int:
     return _header_bytes(pages) + pages * page_bytes
 
 
-def number_in(name: str) -> int | None:
-    """Number in its text of the first page in the file `name`; None where it is no segment's."""
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+def read_name(name: str) -> tuple[int, str] | None:
+    """Number of the first page in a segment's file, and its owner's tag; None for other files."""
+    parts = _NAME.fullmatch(name)
+    return (int(parts[1]), parts[2] or "") if parts else None
+
+
+def owner_tag(owner: str) -> str:
+    """What stands for an owner in the names of files: 16 hexadecimal digits, "" for no owner.
+
+    A keyed hash: the same in every process, and nobody reads the owner's name from it.
+    """
+    if not owner:
+        return ""
+    name = owner.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(name, digest_size=8, key=b"hmt prefix owner").hexdigest()
 
 
 def root_key(model: bytes, salt: str) -> bytes:
@@ -121,7 +135,8 @@ def read_header(path: Path) -> Segment:
         raise DamagedSegmentError(f"it has {nbytes} bytes")
     keys = tuple(rest[at : at + KEY_BYTES] for at in range(0, pages * KEY_BYTES, KEY_BYTES))
     sums = np.frombuffer(rest, "<u8", pages, pages * KEY_BYTES)
-    return Segment(model, page_bytes, first, keys, tuple(sums.tolist()))
+    _, owner = read_name(path.name) or (0, "")
+    return Segment(model, page_bytes, first, keys, tuple(sums.tolist()), owner)
 
 
 def page_sums(content: memoryview, page_bytes: int) -> list[int]:

@@ -64,13 +64,13 @@ class SharingKV(TieredKV):
         self._sequences[sequence].tokens = PAGE_TOKENS * len(ids)
         return sequence
 
-    def keep(self, sequence: int, tokens: Tokens, salt: str = "") -> int:
+    def keep(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> int:
         """Let the tree hold what a sequence has of `tokens`, its first ones, all appended.
 
         Whole pages only; how many are new.  As a rule just before the sequence is closed.
         """
         assert self._prefixes is not None
-        return self._prefixes.insert(tokens, self._sequences[sequence].pages, salt)
+        return self._prefixes.insert(tokens, self._sequences[sequence].pages, salt, owner)
 
     def copy_out(self, ids: Numbers, extents: PageExtents, memory: torch.Tensor) -> None:
         """Fill host memory [len(ids), page_bytes] with pages, wherever they lie.

@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,14 +18,16 @@ import torch
 from hmt.base.errors import ConfigError
 from hmt.base.log import logger, warn_once
 from hmt.base.units import MIB, format_bytes
+from hmt.kvcache.prefix.fairness import allowance
 from hmt.kvcache.prefix.segments import (
     KEY_BYTES,
     DamagedSegmentError,
     Segment,
-    number_in,
+    owner_tag,
     page_keys,
     page_sums,
     read_header,
+    read_name,
     root_key,
     segment_bytes,
 )
@@ -73,8 +75,10 @@ class PrefixStore:
     reader sees a whole file or none.  Each page has a checksum: what is damaged is removed, told
     in the log, and counts as never kept.  Nothing here raises because of the drive.
 
-    The least recently used files go when the folder is full, whoever's they are; in one text the
-    last pages first.  While a file is written the folder may have that much more.
+    When the folder is full, the owner whose files take most loses the least recently used of them,
+    whichever model they are of; in one text the last pages first.  So no owner evicts files of
+    another that are within its share (`fairness`).  While a file is written the folder may have
+    that much more.
     """
 
     def __init__(
@@ -163,24 +167,25 @@ class PrefixStore:
         self.counters.read_pages += loaded
         return loaded
 
-    def save(self, keys: Sequence[bytes], export: Export) -> int:
+    def save(self, keys: Sequence[bytes], export: Export, owner: str = "") -> int:
         """Write the pages behind those that are there, in one file; how many it has.
 
         0 if all are there, or they cannot be kept: a full drive is told once.  So to save a text is
         to call this until it returns 0, with other work in between, if there is any.
 
         export   fills uint8 [pages, page_bytes] with pages from a number on
+        owner    for whom the file counts
         """
         try:
             with self._locked():
                 held = self.held(keys)
                 names = {piece.name for piece in self._pieces(keys, 0)}
-                now = time.time_ns()
+                now, tag = time.time_ns(), owner_tag(owner)
                 self._touch(names, now)
-                count = min(len(keys) - held, self._segment_pages, self._room_beside(names))
+                count = min(len(keys) - held, self._segment_pages, self._room_beside(names, tag))
                 if count <= 0:
                     return 0
-                self._write(keys, held, count, export, now)
+                self._write(keys, held, count, export, now, tag)
         except OSError as error:
             self._tell(error)
             return 0
@@ -188,7 +193,7 @@ class PrefixStore:
         return count
 
     def _write(
-        self, keys: Sequence[bytes], first: int, count: int, export: Export, now_ns: int
+        self, keys: Sequence[bytes], first: int, count: int, export: Export, now_ns: int, tag: str
     ) -> None:
         unfinished = self.folder / _UNFINISHED
         nbytes = segment_bytes(count, self._page_bytes)
@@ -196,7 +201,7 @@ class PrefixStore:
         file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, nbytes)  # a full drive is found before anything goes
-            self._make_room(nbytes)
+            self._make_room(nbytes, tag)
             sums: list[int] = []
             for at in range(0, count, self._piece_pages):
                 memory = self._buffers[0][: min(self._piece_pages, count - at)]
@@ -205,7 +210,7 @@ class PrefixStore:
                 sums += page_sums(content, self._page_bytes)
                 _write_all(file, content, begin + at * self._page_bytes)
             chosen = tuple(keys[first : first + count])
-            segment = Segment(self._model, self._page_bytes, first, chosen, tuple(sums))
+            segment = Segment(self._model, self._page_bytes, first, chosen, tuple(sums), tag)
             _write_all(file, memoryview(segment.header()), 0)
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -275,7 +280,7 @@ class PrefixStore:
         """Learn of files that came, and forget those that went."""
         prefix = self._model.hex()
         there = os.listdir(self.folder)
-        names = {n for n in there if n.startswith(prefix) and number_in(n) is not None}
+        names = {n for n in there if n.startswith(prefix) and read_name(n) is not None}
         for name in self._files.keys() - names:
             self._forget(name)
         for name in sorted(names - self._files.keys() - self._unreadable):
@@ -316,32 +321,48 @@ class PrefixStore:
         except OSError as error:
             self._tell(error)
 
-    def _room_beside(self, names: set[str]) -> int:
-        """Pages that a file may have, if of the others only `names` stay."""
-        room = self._capacity_bytes - sum(self._files[name].nbytes for name in names)
+    def _room_beside(self, names: set[str], tag: str) -> int:
+        """Pages that a file of an owner may have, if of its other files only `names` stay."""
+        sizes: Counter[str] = Counter()
+        for _, _, owner, size in self._every_file():
+            sizes[owner] += size
+        stays = [segment for name, segment in self._files.items() if name in names]
+        room = allowance(sizes, tag, self._capacity_bytes, self._capacity_bytes)
+        room -= sum(segment.nbytes for segment in stays if segment.owner == tag)
+        room = min(room, self._capacity_bytes - sum(segment.nbytes for segment in stays))
         pages = max(0, room // self._page_bytes)
         while pages and segment_bytes(pages, self._page_bytes) > room:
             pages -= 1
         return pages
 
-    def _make_room(self, nbytes: int) -> None:
-        """Delete the least recently used files until `nbytes` more are within the bound."""
-        files = []
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                first = number_in(entry.name)
-                with contextlib.suppress(FileNotFoundError):  # it was damaged
-                    if first is not None:
-                        status = entry.stat()
-                        files.append(((status.st_mtime_ns, -first), entry.name, status.st_size))
-        total = sum(size for *_, size in files)
-        for _, name, size in sorted(files):
-            if total + nbytes <= self._capacity_bytes:
-                break
+    def _make_room(self, nbytes: int, tag: str) -> None:
+        """Delete files until `nbytes` more, of an owner, are within the bound."""
+        sizes, files = Counter({tag: nbytes}), dict[str, list[tuple[tuple[int, int], str, int]]]()
+        for age, name, owner, size in self._every_file():
+            files.setdefault(owner, []).append((age, name, size))
+            sizes[owner] += size
+        for theirs in files.values():
+            theirs.sort(reverse=True)
+        while files and sizes.total() > self._capacity_bytes:
+            owner = max(files, key=lambda tag: sizes[tag])
+            _, name, size = files[owner].pop()
+            if not files[owner]:
+                del files[owner]
             (self.folder / name).unlink(missing_ok=True)
             self._forget(name)
             self.counters.evicted += 1
-            total -= size
+            sizes[owner] -= size
+
+    def _every_file(self) -> Iterator[tuple[tuple[int, int], str, str, int]]:
+        """Of each model's segments: which goes first, its name, its owner's tag and its bytes."""
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                named = read_name(entry.name)
+                with contextlib.suppress(FileNotFoundError):  # it was damaged
+                    if named is not None:
+                        status = entry.stat()
+                        age = (status.st_mtime_ns, -named[0])
+                        yield age, entry.name, named[1], status.st_size
 
     def _touch(self, names: set[str], now_ns: int) -> None:
         for name in names:

@@ -2,15 +2,18 @@
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 
 import numpy as np
 
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kvcache.book import Numbers, PageBook
 from hmt.kvcache.policies import ORDERS
+from hmt.kvcache.prefix.fairness import allowance
 
 Tokens = Sequence[int] | Numbers
 
@@ -53,12 +56,15 @@ class _Run:
 class PrefixTree:
     """Maps the longest beginning of a text that is held to pages, and owns one share of each.
 
-    Only whole pages are held.  A text is int64 numbers, and a salt that says what else keys and
-    values depend on (the model, how they are encoded, an adapter).  Positions without a token, such
-    as those of images, stand as numbers made from a hash of their content.
+    Only whole pages are held.  A text is int64 numbers, and a salt: texts of different salts have
+    nothing in common.  It says what else keys and values depend on (how they are encoded, an
+    adapter), and who may share them.  Positions without a token, such as those of images, stand as
+    numbers made from a hash of their content.
 
-    Pages go by the policy's order, and none before all that continue it.  A page that somebody else
-    owns, too, stays with them: the tree only forgets it.  Only for the engine's thread.
+    Each page counts for the owner who inserted it.  The owner that holds most loses pages first, so
+    that no owner evicts what is within the share of another (`fairness`).  Of an owner pages go by
+    the policy's order, and none before all that continue it.  A page that a sequence uses, too,
+    stays with it: the tree only forgets it.  Only for the engine's thread.
     """
 
     def __init__(
@@ -81,6 +87,8 @@ class PrefixTree:
         self._max_age_s = max_age_s
         self._clock = clock
         self._held = np.zeros(book.count, dtype=np.bool_)
+        self._owner = np.full(book.count, "", dtype=np.object_)
+        self._holding: Counter[str] = Counter()  # pages by owner
         self._used_s = np.zeros(book.count)
         self._root = _Run(b"", _NONE.reshape(0, PAGE_TOKENS), _NONE, None)
 
@@ -116,22 +124,29 @@ class PrefixTree:
         self.counters.hit_tokens += PAGE_TOKENS * len(ids)
         self._use(ids)
 
-    def insert(self, tokens: Tokens, ids: Numbers, salt: str = "") -> int:
+    def held_by(self, owner: str) -> int:
+        """Pages that count for `owner`."""
+        return self._holding[owner]
+
+    def insert(self, tokens: Tokens, ids: Numbers, salt: str = "", owner: str = "") -> int:
         """Hold the whole pages of `tokens`, which lie in `ids`; how many are new.
 
         Where a beginning is held already, its pages stay and those of `ids` are not taken.  Others
-        go if there are too many; of a text that is larger than the tree its beginning is held.
+        go if there are too many; of a text that is larger than the share of `owner` its beginning
+        is held.
         """
         self.expire()
         rows = _rows(tokens)[: self.pages]
         assert len(rows) <= len(ids), "tokens of pages that are not there"
         path = self._path(rows, salt)
-        held = sum(matched for _, matched in path)
-        self._use(np.concatenate([_NONE, *[run.ids[:matched] for run, matched in path]]))
+        matched_ids = np.concatenate([_NONE, *[run.ids[:matched] for run, matched in path]])
+        held = len(matched_ids)
+        self._use(matched_ids)
+        rows = rows[: held + self._room_for(owner, len(rows) - held, matched_ids)]
         # Before it comes: a new page, which nobody has used again yet, would often go first.
-        if (over := self.held_pages + len(rows) - held - self.pages) > 0:
-            self._shed(over, freeing=False)
-            path = self._path(rows, salt)
+        while (over := self.held_pages + len(rows) - held - self.pages) > 0:
+            self._shed(over, freeing=False, incoming={owner: len(rows) - held})
+            path = self._path(rows, salt)  # some policies let go of what was used just now
             held = sum(matched for _, matched in path)
         new = ids[held : len(rows)].copy()
         if not len(new):
@@ -144,6 +159,8 @@ class PrefixTree:
         self._child(parent, rows[held].tobytes(), rows[held:].copy(), new)
         self._book.share(new)
         self._held[new] = True
+        self._owner[new] = owner
+        self._holding[owner] += len(new)
         now = self._clock()
         self._used_s[new] = now
         self._policy.added(new, now)
@@ -213,34 +230,63 @@ class PrefixTree:
         self._used_s[ids] = now
         self._policy.weighed(ids, np.ones(len(ids)), now)
 
-    def _shed(self, wanted: int, *, freeing: bool) -> int:
-        """Let go of pages until so many have gone, or are free; how many are free."""
+    def _room_for(self, owner: str, pages: int, path: Numbers) -> int:
+        """How many of `pages` new ones behind the pages `path` fit the share of `owner`."""
+        most = allowance(self._holding, owner, self._holding[owner] + pages, self.pages)
+        own = int((self._owner[path] == owner).sum())
+        return min(pages, max(0, most - own))
+
+    def _shed(
+        self, wanted: int, *, freeing: bool, incoming: Mapping[str, int] = MappingProxyType({})
+    ) -> int:
+        """Let go of pages until so many have gone, or are free; how many are free.
+
+        incoming   pages that are about to come, by owner
+        """
         ids = np.flatnonzero(self._held)
         alone = np.zeros(len(self._held), dtype=np.bool_)
         alone[ids] = self._book.alone(ids)
         worth = np.zeros(len(self._held))
         worth[ids] = self._policy.worth(ids, self._clock(), len(ids) / max(1, self.pages))
         left = min(wanted, int(alone.sum())) if freeing else wanted
+        holding = self._holding + Counter(incoming)
 
         def rank(run: _Run, end: int) -> tuple[bool, float]:
             last = run.ids[end - 1]
             return freeing and not alone[last], float(worth[last])
 
         order = count()
-        ends = [(rank(r, len(r.ids)), next(order), r) for r in self._runs() if not r.after]
-        heapq.heapify(ends)
+        ends: dict[str, list[tuple[tuple[bool, float], int, _Run]]] = {}
+        for run in self._runs():
+            if not run.after:
+                entry = rank(run, len(run.ids)), next(order), run
+                ends.setdefault(self._owner[run.ids[-1]], []).append(entry)
+        for heap in ends.values():
+            heapq.heapify(heap)
         gone: list[int] = []
         while left > 0:
-            _, _, run = heapq.heappop(ends)
+            owner = min(ends, key=lambda name: (ends[name][0][0][0], -holding[name]))
+            heap = ends[owner]
+            (in_use, _), _, run = heapq.heappop(heap)
+            most = max((holding[name] for name in ends if name != owner), default=0)
             end = len(run.ids)
-            while end and left > 0 and (not ends or rank(run, end) <= ends[0][0]):
+            while True:
                 end -= 1
                 gone.append(int(run.ids[end]))
+                holding[owner] -= 1
                 left -= int(alone[run.ids[end]]) if freeing else 1
+                if not end or left <= 0 or self._owner[run.ids[end - 1]] != owner:
+                    break
+                now = rank(run, end)
+                if holding[owner] < most or now[0] != in_use or (heap and now > heap[0][0]):
+                    break
             self._cut(run, end)
+            if not heap:
+                del ends[owner]
             rest = run if end else run.parent
             if rest is not None and len(rest.ids) and not rest.after:
-                heapq.heappush(ends, (rank(rest, len(rest.ids)), next(order), rest))
+                entry = rank(rest, len(rest.ids)), next(order), rest
+                heapq.heappush(ends.setdefault(self._owner[rest.ids[-1]], []), entry)
         return len(self._drop(np.array(gone, dtype=np.int64)))
 
     def _cut(self, run: _Run, pages: int) -> None:
@@ -252,6 +298,7 @@ class PrefixTree:
 
     def _drop(self, ids: Numbers) -> Numbers:
         self._held[ids] = False
+        self._holding -= Counter(self._owner[ids].tolist())  # without those that hold none
         self.counters.evicted += len(ids)
         return self._book.drop(ids)
 

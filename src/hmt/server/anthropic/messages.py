@@ -53,6 +53,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         reasoning_tokens=thought.limit,
         grammar=called or body.grammar,
         formed="tools" if called else "output_config",
+        cache_salt=body.cache_salt or "",
     )
     prompts: list[list[int]] = []
 

@@ -15,7 +15,7 @@ from hmt.server.anthropic.unused import (
     TURN_REFUSED,
 )
 from hmt.server.fields import Fields, unsupported, wrong
-from hmt.server.openai.schemas import MAX_STOPS, Stop
+from hmt.server.openai.schemas import MAX_STOPS, CacheSalt, Stop
 from hmt.server.openai.tools import MAX_TOOLS
 
 
@@ -287,7 +287,7 @@ class Counted(Fields):
 
 
 class MessagesBody(Counted):
-    """POST /v1/messages."""
+    """POST /v1/messages.  cache_salt is vLLM's."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
@@ -295,6 +295,7 @@ class MessagesBody(Counted):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def sampling(self) -> Sampling:

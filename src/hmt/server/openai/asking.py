@@ -29,6 +29,7 @@ def asked(
         timeout_s=body.timeout,
         grammar=body.grammar,
         formed="response_format" if body.structured_outputs is None else "structured_outputs",
+        cache_salt=body.cache_salt or "",
     )
 
 

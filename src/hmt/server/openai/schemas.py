@@ -32,11 +32,13 @@ MAX_INPUTS = 2048  # as OpenAI
 MAX_GRAMMAR = 65536  # characters
 MAX_CHOICES = 1024
 MAX_STOP_IDS = 1024
+MAX_SALT = 256  # characters
 MIN_TIMEOUT_S = 0.01  # less is over before a request is read
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = Annotated[str, Field(min_length=1)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -135,9 +137,9 @@ class Structured(Fields):
 class Choosing(Fields):
     """How tokens are chosen and answers end; the same for chats and completions.
 
-    top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids and structured_outputs
-    are vLLM's, repeat_penalty and repeat_last_n llama.cpp's; timeout is HMT's, in seconds.
-    service_tier "flex" lets all others go first.
+    top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids, structured_outputs and
+    cache_salt are vLLM's, repeat_penalty and repeat_last_n llama.cpp's; timeout is HMT's, in
+    seconds.  service_tier "flex" lets all others go first.
     """
 
     IGNORED = IGNORED
@@ -164,6 +166,7 @@ class Choosing(Fields):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    cache_salt: CacheSalt | None = None
     timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
     response_format: Format | None = None
     structured_outputs: Structured | None = None
