@@ -1,45 +1,46 @@
 """Chat templates: messages to the text that the model was trained on.
 
-Format: https://huggingface.co/docs/transformers/chat_templating (Jinja, run in a sandbox because
-templates come with checkpoints from strangers).
+Templates come with checkpoints from strangers: `hmt.sandbox.templates` renders them in a child
+process that the kernel holds to limits.
 """
 
-import json
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, Final
 
 from hmt.base.errors import CheckpointError, RequestError
-from hmt.text.json_file import read_object
+from hmt.sandbox import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker
+from hmt.text.small_file import read_object, read_text
+
+# A chat of a million tokens, some 5 MB, renders in 30 ms and with 40 MB.
+_LONGEST: Final = 32 << 20  # characters
+_LIMITS: Final = Limits(memory_bytes=192 << 20, cpu_s=3.0)
+_PREPARE: Final = Limits(memory_bytes=512 << 20, cpu_s=20.0)  # importing Jinja
 
 
 class ChatTemplate:
-    """A compiled chat template with the special tokens it may name, such as `bos_token`."""
+    """A compiled chat template with the special tokens it may name, such as `bos_token`.
+
+    Renders one chat at a time, in one child process.  Safe for use by several threads.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises CheckpointError where `source` is not a template."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationBlock, LoopControlExtension],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"the checkpoint's chat template is broken in line {error.lineno} "
-                f"({error.message}): download chat_template.jinja or tokenizer_config.json again"
-            ) from error
+        """Raises CheckpointError where `source` is not a template, or passes a limit."""
+        self._source = source
         self._special_tokens = dict(special_tokens)
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._sandbox = Sandbox(
+            "hmt.sandbox.templates:Templates",
+            {"longest": _LONGEST},
+            prepare=_PREPARE,
+            worker=_LIMITS,
+        )
+        weakref.finalize(self, self._sandbox.close)
+        with self._lock:
+            self._compiled()
 
     def render(
         self,
@@ -52,7 +53,8 @@ class ChatTemplate:
         tools    that may be called, in OpenAI's form
         effort   how long to reason; None: as the template says
 
-        Raises RequestError for messages without a role and for those the template refuses.
+        Raises RequestError for messages without a role, for those the template refuses, and where
+        rendering passes a limit of time, memory or length.
         """
         if not messages:
             raise RequestError("a chat needs at least one message; the list is empty")
@@ -63,21 +65,61 @@ class ChatTemplate:
                     'write it as {"role": "user", "content": "..."}'
                 )
         asked = {} if effort is None else {"reasoning_effort": effort}
+        values = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+            **asked,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-                **asked,
-            )
-        except Exception as error:  # a template may fail in any way that Python knows
-            roles = ", ".join(message["role"] for message in messages[:8])
-            raise RequestError(
-                f"the checkpoint's chat template cannot render these {len(messages)} messages "
-                f"({roles}): {error}; give the roles and the contents that this model expects"
+            reply = self._rendered(values)
+        except Refused as error:
+            raise self._not_rendered(messages, str(error)) from error
+        except Ended as error:
+            raise self._not_rendered(messages, f"{error}, which no chat template should") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self._not_rendered(messages, f"they are not JSON ({error})") from error
+        return reply.blob.decode("utf-8", "surrogatepass")
+
+    def _rendered(self, values: dict[str, Any]) -> Reply:
+        for again in (True, False):
+            with self._lock:
+                try:
+                    return self._compiled().call({"values": values})
+                except Lost:  # somebody has killed the process, or it was too large beside others
+                    if not again:
+                        raise Ended("its process was killed") from None
+        raise AssertionError
+
+    def _compiled(self) -> Worker:
+        """A worker that has the template."""
+        if self._worker is not None and not self._worker.ended:
+            return self._worker
+        try:
+            worker = self._sandbox.fork()
+            worker.call({"source": self._source})
+        except Refused as error:
+            line = error.more.get("line")
+            place = f" in line {line}" if line else ""
+            raise CheckpointError(
+                f"the checkpoint's chat template is broken{place} ({error}): download "
+                "chat_template.jinja or tokenizer_config.json again"
             ) from error
+        except (Ended, Lost) as error:
+            raise CheckpointError(
+                f"the checkpoint's chat template cannot be compiled: {error or 'it was closed'}"
+            ) from error
+        self._worker = worker
+        return worker
+
+    def _not_rendered(self, messages: Sequence[Mapping[str, Any]], why: str) -> RequestError:
+        roles = ", ".join(message["role"] for message in messages[:8])
+        return RequestError(
+            f"the checkpoint's chat template cannot render these {len(messages)} messages "
+            f"({roles}): {why}; give the roles and the contents that this model expects"
+        )
 
 
 def template_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -85,13 +127,9 @@ def template_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | 
 
     Raises CheckpointError where it cannot be read.
     """
-    file = folder / "chat_template.jinja"
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): download it again") from error
+    source: Any = read_text(folder / "chat_template.jinja")
+    if source is not None:
+        return source
     older = read_object(folder / "chat_template.json")
     source = older.get("chat_template") or tokenizer_config.get("chat_template")
     if isinstance(source, list):  # several by name; "default" is the one for plain chats
@@ -103,23 +141,3 @@ def template_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | 
             "tokenizer_config.json again"
         )
     return source
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the answer for training; here: its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _to_json(value: Any, **layout: Any) -> str:
-    """As transformers: Unicode is kept, and HTML is not escaped as Jinja's own filter would."""
-    return json.dumps(value, **{"ensure_ascii": False, **layout})
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)

@@ -23,7 +23,7 @@ from hmt.text.harmony import (
     harmony_tools,
     is_harmony,
 )
-from hmt.text.json_file import read_object
+from hmt.text.small_file import read_object
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
