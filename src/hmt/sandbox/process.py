@@ -265,7 +265,10 @@ class Worker:
         self, message: dict[str, Any], blob: bytes = b"", *, cpu_s: float | None = None
     ) -> Reply:
         """Ask and wait.  Raises as `begin` and what its future holds."""
-        future = self.begin(message, blob, cpu_s=cpu_s)
+        return self.wait(self.begin(message, blob, cpu_s=cpu_s))
+
+    def wait(self, future: "Future[Reply]") -> Reply:
+        """What `begin` has promised.  Raises what the future holds."""
         try:
             return future.result(_PATIENCE_S)
         except WaitedTooLong:
@@ -278,8 +281,9 @@ class Worker:
         Does nothing twice.
         """
         with self._lock:
-            if not self.ended:
-                self._given_up = self._given_up or why
+            if self.ended:
+                return
+            self.ended, self.used_bytes, self._given_up = True, 0, why
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)  # wakes `_listen`, which does the rest
 
@@ -287,9 +291,9 @@ class Worker:
         try:
             while True:
                 message, blob = receive(self._link)
-                self.used_bytes = int(message.get("bytes", 0))
                 with self._lock:
                     future = self._asked.popleft()
+                    self.used_bytes = 0 if self.ended else int(message.get("bytes", 0))
                 if "refused" in message:
                     future.set_exception(_refused(message, self._limits))
                 else:

@@ -155,7 +155,7 @@ class Tokenizer:
     @cached_property
     def grammars(self) -> Grammars:
         """What holds answers to a form."""
-        return Grammars(self._backend.to_str(), self.vocab_size, self.eos_ids)
+        return Grammars(self._backend.to_str, self.vocab_size, self.eos_ids)
 
     @property
     def has_chat_template(self) -> bool:
