@@ -26,7 +26,7 @@ from hmt.sandbox import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker
 # Schemas of published tools compile in 1 to 30 ms and hold 1 to 10 MiB.
 _MOST_SOURCE: Final = 1 << 20  # characters of a grammar
 _COMPILING_S: Final = 3.0  # processor time
-_TOKEN_S: Final = 0.5  # likewise; for a vocabulary of 256,000 tokens usual masks take up to 0.02
+_TOKEN_S: Final = 0.2  # likewise; usual masks take up to 0.02
 _COMPILED: Final = Limits(memory_bytes=128 << 20, cpu_s=_TOKEN_S)
 _ALL_BYTES: Final = 256 << 20  # of all compiled grammars
 _PREPARE: Final = Limits(memory_bytes=4 << 30, cpu_s=60.0)  # for vocabularies of any size
@@ -50,10 +50,10 @@ class _Compiled:
     closed: deque[int] = field(default_factory=deque)
     failure: str = ""
 
-    def ask(self, message: dict[str, object]) -> "Future[Reply]":
+    def ask(self, message: dict[str, object], cpu_s: float = _TOKEN_S) -> "Future[Reply]":
         closed = [self.closed.popleft() for _ in range(len(self.closed))]
         self.open.difference_update(closed)
-        return self.worker.begin(message | {"closed": closed})
+        return self.worker.begin(message | {"closed": closed}, cpu_s=cpu_s)
 
     @property
     def idle(self) -> bool:
@@ -151,7 +151,8 @@ class Constraint:
         self._compiled = compiled
         # Collected in the middle of anything: it may only leave a note.
         weakref.finalize(self, compiled.closed.append, number).atexit = False
-        return compiled.ask({"open": number, "tokens": self._pushed})
+        # The first mask of a large grammar builds much of its lexer, and no step waits for it.
+        return compiled.ask({"open": number, "tokens": self._pushed}, _COMPILING_S)
 
     def _again(self) -> "Future[Reply]":
         """Follow what has been pushed in another process, without waiting for it."""
