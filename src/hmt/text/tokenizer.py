@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from hmt.base.errors import CheckpointError, MissingFileError, RequestError
+from hmt.base.errors import CheckpointError, RequestError
 from hmt.text.channels import HarmonyReader
 from hmt.text.gguf import gguf_tokenizer
 from hmt.text.grammar import Grammars
@@ -27,6 +27,7 @@ from hmt.text.small_file import read_object
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
+from hmt.text.tokenizer_file import ConfinedEncoder, TokenizerFile, is_panic
 from hmt.text.tools import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
@@ -52,13 +53,17 @@ class Tokenizer:
         folder: Path,
         backend: tokenizers.Tokenizer,
         said: Mapping[str, Any] | None = None,
+        file: TokenizerFile | None = None,
     ) -> None:
         """Reads the other files in `folder`; changes `backend` to what they say.
 
+        file   that `backend` comes from
         said   what the tokenizer_config.json of a GGUF file would be, which stands for all of them
         """
         self._folder = folder
         self._backend = backend
+        self._json = backend.to_str if file is None else partial(file.whole, backend)
+        self._confined = ConfinedEncoder(self._json) if file and file.unknown else None
         self._in_one_file = said is not None
         if said is None:
             self._config = read_object(folder / "special_tokens_map.json") | read_object(
@@ -99,20 +104,8 @@ class Tokenizer:
         understood.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise MissingFileError(
-                f"{file} is missing: download it, or make it from the checkpoint's own tokenizer "
-                "files with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises nothing more special
-            raise CheckpointError(
-                f"{file} cannot be read by tokenizers {tokenizers.__version__} ({error}): "
-                "download it again, or upgrade that package"
-            ) from error
-        return cls(folder, backend)
+        file = TokenizerFile(folder / "tokenizer.json")
+        return cls(folder, file.backend, file=file)
 
     @classmethod
     def of_gguf(cls, file: Path, vocabulary: Mapping[str, Any]) -> "Tokenizer":
@@ -155,7 +148,7 @@ class Tokenizer:
     @cached_property
     def grammars(self) -> Grammars:
         """What holds answers to a form."""
-        return Grammars(self._backend.to_str, self.vocab_size, self.eos_ids)
+        return Grammars(self._json, self.vocab_size, self.eos_ids)
 
     @property
     def has_chat_template(self) -> bool:
@@ -234,7 +227,17 @@ class Tokenizer:
                 f"the text is not valid Unicode: character {error.start} of {len(text)} is the "
                 f"lone surrogate U+{ord(text[error.start]):04X}; remove it"
             ) from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self._confined is not None:
+            return self._confined.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if isinstance(error, Exception) or is_panic(error):
+                raise RequestError(
+                    f"the checkpoint's tokenizer cannot encode this text of {len(text)} "
+                    f"characters: {error}"
+                ) from error
+            raise
 
     def _piece_of(self, token_id: int) -> str | None:
         return None if token_id in self._special_ids else self._backend.id_to_token(token_id)
