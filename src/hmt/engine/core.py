@@ -24,8 +24,8 @@ from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecu
 from hmt.engine.expert_hits import HitKeeper
 from hmt.engine.expert_recorder import ExpertRecorder
 from hmt.engine.foreseen import Decoded
-from hmt.engine.forms import UnsettledForms
 from hmt.engine.foresight import RouterForesight
+from hmt.engine.forms import UnsettledForms
 from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer

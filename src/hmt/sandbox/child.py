@@ -111,7 +111,8 @@ def _serve(role: Role, link: socket.socket) -> None:
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, message.pop("cpu_s"))
-        answer, data = {}, b""
+        answer: dict[str, Any] = {}
+        data = b""
         try:
             answer, data = role.handle(message, blob)
         except BaseException as error:  # a panic of Rust's is no Exception

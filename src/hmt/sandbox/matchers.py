@@ -37,8 +37,8 @@ class Matchers:
 
         {"push", "token"}: the next token of an answer.  All but the first answer {"complete"}, and
         with the mask of tokens that may come next, a bit for each, from the lowest bit of the first
-        byte on; end tokens once complete.  "closed" in any of them are answers that have ended.  Raises
-        Refusal of kinds "grammar" and "token".
+        byte on; end tokens once complete.  "closed" in any of them are answers that have ended.
+        Raises Refusal of kinds "grammar" and "token".
         """
         for number in message.get("closed", ()):
             self._answers.pop(number, None)

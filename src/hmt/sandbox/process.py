@@ -157,10 +157,10 @@ class Sandbox:
         names = [name for name in _ENVIRONMENT if name in os.environ]
         path = [_ROOT, *(entry for entry in sys.path if entry and entry != _ROOT)]
         with theirs:
+            arguments = [json.dumps(path), str(theirs.fileno())]
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _BOOT]
-                    + [json.dumps(path), str(theirs.fileno())],
+                    [sys.executable, "-I", "-S", "-c", _BOOT, *arguments],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

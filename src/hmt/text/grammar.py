@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from hmt.base.errors import CheckpointError, HMTError, MachineError, RequestError
+from hmt.base.errors import BudgetError, CheckpointError, HMTError, MachineError, RequestError
 from hmt.base.units import format_bytes
 from hmt.contracts.request import Grammar
 from hmt.sandbox import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker
@@ -50,7 +50,7 @@ class _Compiled:
     closed: deque[int] = field(default_factory=deque)
     failure: str = ""
 
-    def ask(self, message: dict[str, object], cpu_s: float = _TOKEN_S) -> "Future[Reply]":
+    def ask(self, message: dict[str, object], cpu_s: float | None = None) -> "Future[Reply]":
         closed = [self.closed.popleft() for _ in range(len(self.closed))]
         self.open.difference_update(closed)
         return self.worker.begin(message | {"closed": closed}, cpu_s=cpu_s)
@@ -68,14 +68,13 @@ class Constraint:
     `complete` and `allowed` wait.
     """
 
-    def __init__(self, grammars: "Grammars", grammar: Grammar, compiled: _Compiled) -> None:
-        """Begins to follow an answer with `compiled`.  Raises RequestError."""
+    def __init__(self, grammars: "Grammars", grammar: Grammar) -> None:
+        """Begins to follow an answer.  Raises as `Grammars.open`."""
         self._grammars, self._grammar = grammars, grammar
         self._pushed: list[int] = []
         self._mask = np.zeros(0, np.uint8)
         self._complete = False
-        self._compiled = compiled
-        self._reply: Future[Reply] | None = self._begin(compiled)
+        self._reply: Future[Reply] | None = self._begin()
         self._know()
 
     @property
@@ -145,23 +144,22 @@ class Constraint:
             "or less ambiguous"
         )
 
-    def _begin(self, compiled: _Compiled) -> "Future[Reply]":
-        number = self._number = next(_numbers)
-        compiled.open.add(number)
-        self._compiled = compiled
+    def _begin(self) -> "Future[Reply]":
+        """Follow what has been pushed in a process that has the grammar."""
+        self._number = number = next(_numbers)
+        self._compiled = compiled = self._grammars.join(self._grammar, number)
         # Collected in the middle of anything: it may only leave a note.
         weakref.finalize(self, compiled.closed.append, number).atexit = False
         # The first mask of a large grammar builds much of its lexer, and no step waits for it.
         return compiled.ask({"open": number, "tokens": self._pushed}, _COMPILING_S)
 
     def _again(self) -> "Future[Reply]":
-        """Follow what has been pushed in another process, without waiting for it."""
+        """`_begin`, without waiting for it."""
         answer: Future[Reply] = Future()
 
         def work() -> None:
             try:
-                compiled = self._grammars.compiled(self._grammar)
-                answer.set_result(compiled.worker.wait(self._begin(compiled)))
+                answer.set_result(self._begin().result())
             except BaseException as error:
                 answer.set_exception(error)
 
@@ -191,14 +189,18 @@ class Grammars:
     def open(self, grammar: Grammar) -> Constraint:
         """For a new answer.
 
-        Raises RequestError for a grammar that is none or passes a limit, MachineError without
-        llguidance, CheckpointError for a tokenizer that llguidance cannot use.
+        Raises RequestError for a grammar that is none or passes a limit, BudgetError where those
+        that answers need leave too little, MachineError without llguidance, CheckpointError for a
+        tokenizer that llguidance cannot use.
         """
-        return Constraint(self, grammar, self.compiled(grammar))
+        return Constraint(self, grammar)
 
-    def compiled(self, grammar: Grammar) -> _Compiled:
-        """The grammar's process, a new one where there is none.  Raises as `open`."""
-        if (compiled := self._known(grammar)) is not None:
+    def join(self, grammar: Grammar, number: int) -> _Compiled:
+        """The grammar's process, a new one where there is none, for answer `number`.
+
+        Raises as `open`.
+        """
+        if (compiled := self._known(grammar, number)) is not None:
             return compiled
         if len(grammar.source) > _MOST_SOURCE:
             raise RequestError(
@@ -206,18 +208,20 @@ class Grammars:
                 "most that is compiled"
             )
         with self._compiling:
-            if (compiled := self._known(grammar)) is not None:
+            if (compiled := self._known(grammar, number)) is not None:
                 return compiled  # another thread was faster
-            compiled = _Compiled(grammar, self._compile(grammar))
+            compiled = _Compiled(grammar, self._compile(grammar), {number})
             with self._lock:
                 self._compiled[grammar] = compiled
-            self.hold_to_bound()
-            if compiled.failure:
-                raise RequestError(
-                    f"the {grammar.kind} cannot be used now: compiled grammars that answers "
-                    f"need have {format_bytes(self.used_bytes)} of {format_bytes(_ALL_BYTES)}; "
-                    "try again later"
-                )
+                self._end_idle()
+                if self.used_bytes > _ALL_BYTES:
+                    size, used = compiled.worker.used_bytes, self.used_bytes
+                    self._end(compiled)
+                    raise BudgetError(
+                        f"the {grammar.kind} takes {format_bytes(size)}, and with those that "
+                        f"answers need now {format_bytes(used)}; compiled grammars may have "
+                        f"{format_bytes(_ALL_BYTES)} together: try again later"
+                    )
             return compiled
 
     @property
@@ -229,16 +233,12 @@ class Grammars:
         """End processes until the others are within the bound of bytes.
 
         First those that no answer needs, the one that was not used for longest first, then the
-        largest one.
+        largest one, whose answers end with an error.
         """
         if self.used_bytes <= _ALL_BYTES:
             return
         with self._lock:
-            for compiled in list(self._compiled.values()):
-                if self.used_bytes <= _ALL_BYTES:
-                    return
-                if compiled.idle:
-                    self._end(compiled)
+            self._end_idle()
             while self._compiled and self.used_bytes > _ALL_BYTES:
                 largest = max(self._compiled.values(), key=lambda one: one.worker.used_bytes)
                 size, count = largest.worker.used_bytes, len(self._compiled)
@@ -248,16 +248,22 @@ class Grammars:
                 )
                 self._end(largest)
 
+    def _end_idle(self) -> None:
+        for compiled in list(self._compiled.values()):
+            if self.used_bytes > _ALL_BYTES and compiled.idle:
+                self._end(compiled)
+
     def _end(self, compiled: _Compiled) -> None:
         del self._compiled[compiled.grammar]
         compiled.worker.end()
 
-    def _known(self, grammar: Grammar) -> _Compiled | None:
+    def _known(self, grammar: Grammar, number: int) -> _Compiled | None:
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None or compiled.worker.ended:
                 return None
             self._compiled.move_to_end(grammar)
+            compiled.open.add(number)
             return compiled
 
     def _compile(self, grammar: Grammar) -> Worker:
@@ -270,9 +276,7 @@ class Grammars:
                 f"this tokenizer cannot be used for answers with a form: {error or 'it was closed'}"
             ) from error
         try:
-            worker.call(
-                {"kind": grammar.kind.value, "source": grammar.source}, cpu_s=_COMPILING_S
-            )
+            worker.call({"kind": grammar.kind.value, "source": grammar.source}, cpu_s=_COMPILING_S)
         except (Refused, Ended, Lost) as error:
             worker.end()
             said = " ".join(str(error).split())[:300]

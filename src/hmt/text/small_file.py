@@ -12,6 +12,9 @@ from hmt.base.units import format_bytes
 # The largest published tokenizer.json have 33 MB, configurations and templates below 2 MB.
 MAX_BYTES: Final = 256 << 20
 _SMALL_BYTES: Final = 32 << 20
+# The largest vocabularies have 260,000 tokens and 580,000 merges, each a list or an entry.  Python
+# takes 60 bytes for an empty list, which the file has in 3.
+_MOST_LISTS: Final = 4_000_000
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -19,6 +22,20 @@ def read_object(file: Path) -> dict[str, Any]:
     data = read_bytes(file)
     if data is None:
         return {}
+    return parse_object(file, data)
+
+
+def parse_object(file: Path, data: bytes) -> dict[str, Any]:
+    """The JSON object that `data` of `file` is, whose size in memory has a bound.
+
+    Raises CheckpointError.
+    """
+    lists = data.count(b"[") + data.count(b"{")
+    if lists > _MOST_LISTS:
+        raise CheckpointError(
+            f"{file} has {lists} lists and objects; {_MOST_LISTS} are the most that is read of "
+            "such a file: download it again"
+        )
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -23,11 +23,16 @@ from hmt.text.harmony import (
     harmony_tools,
     is_harmony,
 )
-from hmt.text.small_file import read_object
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
+from hmt.text.small_file import read_object
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
-from hmt.text.tokenizer_file import ConfinedEncoder, TokenizerFile, is_panic
+from hmt.text.tokenizer_file import (
+    LONGEST_TOKEN,
+    ConfinedEncoder,
+    TokenizerFile,
+    is_panic,
+)
 from hmt.text.tools import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
@@ -253,6 +258,8 @@ class Tokenizer:
         _forget_words(backend)
         stated = config.get("added_tokens_decoder", {})
         for _, token in sorted(stated.items(), key=lambda item: int(item[0])):
+            if len(token["content"]) > LONGEST_TOKEN:
+                raise ValueError(f"a token of {len(token['content'])} characters")
             if self._id_of(token["content"]) is None:
                 flags = {flag: token[flag] for flag in _TOKEN_FLAGS if flag in token}
                 backend.add_tokens([tokenizers.AddedToken(token["content"], **flags)])

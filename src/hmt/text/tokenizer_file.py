@@ -18,11 +18,9 @@ import tokenizers
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
 from hmt.sandbox import Ended, Limits, Lost, Refused, Sandbox, Worker
 from hmt.text.patterns import is_known
-from hmt.text.small_file import MAX_BYTES, read_bytes
+from hmt.text.small_file import MAX_BYTES, parse_object, read_bytes
 
-# The largest vocabularies have 260,000 tokens and 580,000 merges, each a list or an entry.
-_MOST_LISTS: Final = 4_000_000
-_LONGEST_TOKEN: Final = 4096  # characters; published ones have up to 512
+LONGEST_TOKEN: Final = 4096  # characters; published ones have up to 512
 _LONGEST_PART: Final = 16  # characters that a part puts in, such as "▁"
 _MOST_STEPS: Final = 8  # in a chain; a published one has up to 6
 _PREPARE: Final = Limits(memory_bytes=4 << 30, cpu_s=60.0)
@@ -54,7 +52,12 @@ class TokenizerFile:
                 f"{file} is missing: download it, or make it from the checkpoint's own tokenizer "
                 "files with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
-        content, self.unknown = _parsed(file, data)
+        content = parse_object(file, data)
+        try:
+            _check(content)
+            self.unknown = sorted(set(_unknown_parts(content)))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise _unreadable(file, error) from error
         self._parts = {name: content.get(name) for name in _ENCODES}
         if self.unknown:
             data = json.dumps(content | dict.fromkeys(_ENCODES)).encode()
@@ -63,10 +66,7 @@ class TokenizerFile:
             self.backend = tokenizers.Tokenizer.from_buffer(data)
         except BaseException as error:
             if isinstance(error, Exception) or is_panic(error):  # nothing more special is raised
-                raise CheckpointError(
-                    f"{file} cannot be read by tokenizers {tokenizers.__version__} ({error}): "
-                    "download it again, or upgrade that package"
-                ) from error
+                raise _unreadable(file, error) from error
             raise
 
     def whole(self, backend: tokenizers.Tokenizer) -> str:
@@ -119,29 +119,11 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _parsed(file: Path, data: bytes) -> tuple[dict[str, Any], list[str]]:
-    """The JSON object, whose size in memory has a bound, and its unknown parts.
-
-    Raises CheckpointError.
-    """
-    lists = data.count(b"[") + data.count(b"{")
-    if lists > _MOST_LISTS:
-        raise CheckpointError(
-            f"{file} has {lists} lists and objects; {_MOST_LISTS} are the most that is read of a "
-            "tokenizer: download it again"
-        )
-    try:
-        content = json.loads(data)
-        if not isinstance(content, dict):
-            raise ValueError(f"a JSON {type(content).__name__}")
-        _check(content)
-        unknown = sorted(set(_unknown_parts(content)))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read by tokenizers {tokenizers.__version__} ({error}): download it "
-            "again, or upgrade that package"
-        ) from error
-    return content, unknown
+def _unreadable(file: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{file} cannot be read by tokenizers {tokenizers.__version__} ({error}): download it "
+        "again, or upgrade that package"
+    )
 
 
 def _check(content: Mapping[str, Any]) -> None:
@@ -152,8 +134,8 @@ def _check(content: Mapping[str, Any]) -> None:
     added = (token["content"] for token in content.get("added_tokens") or ())
     for tokens in (pieces, added):
         longest = max(map(len, tokens), default=0)
-        if longest > _LONGEST_TOKEN:
-            raise ValueError(f"a token has {longest} characters, more than {_LONGEST_TOKEN}")
+        if longest > LONGEST_TOKEN:
+            raise ValueError(f"a token has {longest} characters, more than {LONGEST_TOKEN}")
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         if len(model.get(name) or "") > _LONGEST_PART:
             raise ValueError(f"{name} has {len(model[name])} characters, not {_LONGEST_PART}")
@@ -164,7 +146,7 @@ def _check(content: Mapping[str, Any]) -> None:
         pattern = step.get("pattern")
         text = pattern.get("String") if isinstance(pattern, dict) else "x"
         put = len(step.get("content") or "")
-        if not text or put > _LONGEST_PART or step.get("start", 0) > _LONGEST_TOKEN:
+        if not text or put > _LONGEST_PART or step.get("start", 0) > LONGEST_TOKEN:
             raise ValueError(f"it joins tokens with a {step.get('type')} that makes them too long")
 
 
