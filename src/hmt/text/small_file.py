@@ -70,19 +70,20 @@ def read_bytes(file: Path, most: int = _SMALL_BYTES) -> bytes | None:
         return None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error}): download it again") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{file} is no regular file but a {_kind(found.st_mode)}: download it again"
+        )
     with open(descriptor, "rb") as opened:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(
-                f"{file} is no regular file but a {_kind(found.st_mode)}: download it again"
-            )
         if found.st_size > most:
             raise CheckpointError(
                 f"{file} has {format_bytes(found.st_size)}; {format_bytes(most)} is the most that "
                 "is read of such a file: download it again"
             )
         try:
-            return opened.read(most)
+            return opened.read(found.st_size)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error}): download it again") from error
 
