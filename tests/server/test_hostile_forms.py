@@ -11,12 +11,20 @@ from serving import CHAT, app_on, asking, at_rest, http, run, tooled_model
 
 import hmt
 from hmt.engine import LoadedModel
+from hmt.sandbox import Limits
 
 RULES = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(4000)), 'r4000 ::= "a"'])
 REFS: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4000)}
 SCHEMA = {"$defs": REFS | {"d4000": {"type": "integer"}}, "$ref": "#/$defs/d0"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "b"'
+
+
+@pytest.fixture
+def impatient(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less time for a token than the usual 0.2 s, so that tests need not wait for it."""
+    sandbox = model.tokenizer.grammars._sandbox
+    monkeypatch.setattr(sandbox, "limits", Limits(sandbox.limits.memory_bytes, 0.03))
 
 
 def as_tool() -> dict[str, Any]:
@@ -71,6 +79,7 @@ def test_a_tool_that_would_end_the_process_is_a_400(tooled: FastAPI) -> None:
     run(work())
 
 
+@pytest.mark.usefixtures("impatient")
 def test_neighbours_do_not_wait_for_an_ambiguous_grammar(app: FastAPI, model: LoadedModel) -> None:
     """The oracle is the same answer alone; that it came first shows that it did not wait."""
     (end,) = model.tokenizer.eos_ids
@@ -100,6 +109,7 @@ def test_neighbours_do_not_wait_for_an_ambiguous_grammar(app: FastAPI, model: Lo
     run(work())
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_stream_is_told_of_a_grammar_that_costs_too_much(
     app: FastAPI, model: LoadedModel
 ) -> None:
@@ -109,7 +119,7 @@ def test_a_stream_is_told_of_a_grammar_that_costs_too_much(
         async with http(app) as client:
             body = asking(
                 stream=True, max_tokens=1500, logit_bias={str(end): -100},
-                structured_outputs={"grammar": AMBIGUOUS},
+                structured_outputs={"grammar": AMBIGUOUS + ' | "c"'},
             )  # fmt: skip
             async with client.stream("POST", CHAT, json=body) as answer:
                 lines = [line async for line in answer.aiter_lines() if line]

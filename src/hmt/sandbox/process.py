@@ -109,23 +109,24 @@ class Sandbox:
     def fork(self) -> "Worker":
         """A new worker.
 
-        Raises Refused or Ended where the child cannot prepare, Lost after `close`.
+        Raises Refused or Ended where the child cannot prepare, Lost after `close`, MachineError
+        where the system gives no process or socket.
         """
         with self._lock:
             for again in (True, False):
+                ours, theirs = _pair()
                 try:
                     self._wait_until_ready()
-                    ours, theirs = socket.socketpair()
                     memory_bytes = self.limits.memory_bytes + _HEADROOM_BYTES
-                    with theirs:
-                        try:
-                            ask = {"op": "fork", "memory_bytes": memory_bytes}
-                            answer = self._ask(ask, theirs.fileno())
-                        except BaseException:
-                            ours.close()
-                            raise
+                    ask = {"op": "fork", "memory_bytes": memory_bytes}
+                    answer = self._ask(ask, theirs.fileno())
+                    theirs.close()
                     return Worker(self, ours, answer["pid"])
-                except (EOFError, OSError):
+                except BaseException as error:
+                    ours.close()
+                    theirs.close()
+                    if not isinstance(error, (EOFError, OSError)):
+                        raise
                     if not again or self._closed:
                         raise Lost from None
                     self._stop()  # somebody has killed it
@@ -153,7 +154,7 @@ class Sandbox:
     def _start(self) -> None:
         if self._closed:
             raise Lost
-        ours, theirs = socket.socketpair()
+        ours, theirs = _pair()
         names = [name for name in _ENVIRONMENT if name in os.environ]
         path = [_ROOT, *(entry for entry in sys.path if entry and entry != _ROOT)]
         with theirs:
@@ -319,6 +320,16 @@ def end_all() -> None:
 
 _open: "weakref.WeakSet[Sandbox]" = weakref.WeakSet()
 atexit.register(end_all)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise MachineError(
+            f"no socket can be made for a limited child process ({error}): allow more open files "
+            "(ulimit -n)"
+        ) from error
 
 
 def _refused(answer: dict[str, Any], limits: Limits) -> Exception:
