@@ -24,6 +24,7 @@ from hmt.engine.expert_hits import HitKeeper
 from hmt.engine.expert_recorder import ExpertRecorder
 from hmt.engine.foreseen import Decoded
 from hmt.engine.foresight import RouterForesight
+from hmt.engine.forms import UnsettledForms
 from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
@@ -56,6 +57,7 @@ class Core:
         self._plan = prepared.plan
         self._vocab_size = prepared.model.spec.vocab_size
         self._layers = prepared.model.spec.layers
+        self._forms = UnsettledForms()
         self.scheduler = Scheduler(
             memory.kv,
             prefill_chunk=prepared.plan.prefill_chunk,
@@ -200,11 +202,14 @@ class Core:
 
         When nobody waits, some of what ended texts leave to others is saved.
         """
+        self._forms.settle(self._settled)
         begin = time.perf_counter()
         forked: list[Sequence] = []
         scheduled = self.scheduler.next_step()
         if scheduled is None:
             self.load = self.scheduler.load
+            if self._forms.idle():
+                return True
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
         viewer = _Viewing(scheduled) if scheduled.step.shows else None
         try:
@@ -228,6 +233,8 @@ class Core:
         for sequence in [*(sequence for sequence, _ in scheduled.advanced), *forked]:
             if sequence.finished:
                 self.scheduler.retire(sequence)
+            else:
+                self._forms.add(sequence)
         self.load = self.scheduler.load
         self.steps += 1
         now = time.perf_counter()
@@ -243,6 +250,12 @@ class Core:
             if self.decoded.steps % _STEPS_KEPT == 0:
                 self._keep_hits()  # a server may run for months
         return True
+
+    def _settled(self, sequence: Sequence, error: Exception | None) -> None:
+        """A sequence has ended by its form."""
+        if error is not None:
+            sequence.fail(told(error))
+        self.scheduler.retire(sequence)
 
     def add(self, sequences: Many[Sequence]) -> None:
         """Queue sequences that the scheduler has checked."""

@@ -176,18 +176,19 @@ class Scheduler:
         self._full = False
 
     def next_step(self) -> Scheduled | None:
-        """The next step, or None when nothing runs."""
+        """The next step, or None when nothing runs, or all wait for their forms."""
         self._expire()
         self._look(sent_back=self._grow())
         self._admit()
-        reading = [one for one in self._running if one.computed < one.given]
+        running = [one for one in self._running if one.unsettled is None]
+        reading = [one for one in running if one.computed < one.given]
         shares = share_out([(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk)
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         parts: list[Part] = []
         sampled, advanced = [], []
         scored: list[tuple[Sequence, int]] = []
         pooled: list[tuple[Sequence, int]] = []
-        for sequence in self._running:
+        for sequence in running:
             first, count = sequence.computed, counts.get(sequence.number, 1)
             if count == 0:
                 continue

@@ -70,6 +70,7 @@ class Sequence:
     events      who is told of tokens and of the end
     scores      of the prompt's tokens from the second on, as far as computed; None: not wanted
     pool        of its hidden states, likewise
+    unsettled   the last token's event, until `form` knows whether it ends the answer
     held        positions whose keys and values were there when it began to run
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
     deadline_s  time.monotonic() at which it fails if it has not ended; None: never
@@ -96,6 +97,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     scores: list[TokenLogprob] | None = None
     pool: Pool | None = None
+    unsettled: tuple[int, str, TokenLogprob | None] | None = None
     held: int = 0
     submitted_s: float = field(default_factory=time.perf_counter)
     admitted_s: float | None = None
@@ -174,8 +176,8 @@ class Sequence:
 
         known   what `ops.survey` says of them, where somebody has looked already
 
-        Raises NumericsError where the logits are not numbers, RequestError where the form that was
-        asked for allows nothing more.
+        With a form that event waits for `settle`.  Raises NumericsError where the logits are not
+        numbers, RequestError where the form that was asked for allows nothing more.
         """
         chosen = self.sampler.choose(logits, known, self._allowed(len(logits)))
         self.tokens.append(chosen.token_id)
@@ -191,14 +193,26 @@ class Sequence:
             text = self.stops.push(text)
         if self.stops.matched is not None:
             self._finish(chosen.token_id, text, logprob, FinishReason.STOP)
-        elif self.form is not None and self.form.complete:
-            rest = self.text.flush()
-            self._finish_text(chosen.token_id, logprob, FinishReason.STOP, rest, text)
-        elif len(self.tokens) == self.positions:
-            rest = self.text.flush()
-            self._finish_text(chosen.token_id, logprob, FinishReason.LENGTH, rest, text)
+            return
+        self.unsettled = chosen.token_id, text, logprob
+        if self.form is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add the last token's event; its form, if any, is asked whether it ends the answer.
+
+        Does nothing without one, and once finished.  Waits until the form is ready.  Raises
+        RequestError where the form does.
+        """
+        if self.unsettled is None or self.finished:
+            return
+        (token_id, text, logprob), self.unsettled = self.unsettled, None
+        complete = self.form is not None and self.form.complete
+        if complete or len(self.tokens) == self.positions:
+            reason = FinishReason.STOP if complete else FinishReason.LENGTH
+            self._finish_text(token_id, logprob, reason, self.text.flush(), text)
         else:
-            self.events.put(TokenEvent(chosen.token_id, text, logprob))
+            self.events.put(TokenEvent(token_id, text, logprob))
 
     @property
     def _answered(self) -> int:

@@ -78,6 +78,7 @@ class ThoughtLimit:
     """Ends one answer's reasoning after so many tokens: then the closing tag must follow."""
 
     complete: Final = False  # the answer goes on
+    ready: Final = True
 
     def __init__(
         self, reader: Thinking, text: TextStream, closing: Sequence[int], most: int
@@ -94,6 +95,10 @@ class ThoughtLimit:
         if not self._due and self._left <= 0 and self._reader.inside:
             self._due = self._closing.copy()
         return torch.tensor(self._due[:1]) if self._due else None
+
+    def wait(self, seconds: float) -> bool:
+        """As Constraint's: what may come next is always known."""
+        return True
 
     def push(self, token_id: int) -> None:
         """The next token."""

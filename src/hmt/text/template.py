@@ -1,23 +1,18 @@
 """Chat templates: messages to the text that the model was trained on.
 
-Format: https://huggingface.co/docs/transformers/chat_templating (Jinja, run in a sandbox because
-templates come with checkpoints from strangers).
+Templates come with checkpoints from strangers: `hmt.sandbox.templates` renders them in a child
+process that the kernel holds to limits.
 """
 
-import json
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NoReturn
-
-from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, Final
 
 from hmt.base.errors import CheckpointError, ConfigError, RequestError
-from hmt.text.json_file import read_object
+from hmt.sandbox import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker
+from hmt.text.small_file import read_object, read_text
 
 DEFAULT: Final = "default"  # the template of plain chats, where there are several
 TOOL_USE: Final = "tool_use"  # that of chats with tools
@@ -25,25 +20,37 @@ _FOLDER: Final = "additional_chat_templates"  # of templates beside chat_templat
 _GGUF: Final = "tokenizer.chat_template."  # and a name
 # Ends in white space, so that it shows whether the template cuts it off.
 _MARK: Final = "\U000f0c05CONTINUED\U000f0c05 "
+# A chat of a million tokens, some 5 MB, renders in 30 ms and with 40 MB.
+_LONGEST: Final = 32 << 20  # characters
+_LIMITS: Final = Limits(memory_bytes=192 << 20, cpu_s=3.0)
+_PREPARE: Final = Limits(memory_bytes=512 << 20, cpu_s=20.0)  # importing Jinja
 
 
 class ChatTemplate:
-    """A compiled chat template with the special tokens it may name, such as `bos_token`."""
+    """A compiled chat template with the special tokens it may name, such as `bos_token`.
+
+    Renders one chat at a time, in one child process.  Safe for use by several threads.
+
+    names   that the template reads and does not set itself
+    """
+
+    names: frozenset[str]
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises CheckpointError where `source` is not a template."""
-        environment = _environment()
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"the checkpoint's chat template is broken in line {error.lineno} "
-                f"({error.message}): download chat_template.jinja or tokenizer_config.json again"
-            ) from error
+        """Raises CheckpointError where `source` is not a template, or passes a limit."""
+        self._source = source
         self._special_tokens = dict(special_tokens)
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._sandbox = Sandbox(
+            "hmt.sandbox.templates:Templates",
+            {"longest": _LONGEST},
+            prepare=_PREPARE,
+            worker=_LIMITS,
+        )
+        weakref.finalize(self, self._sandbox.close)
+        with self._lock:
+            self._compiled()
 
     def render(
         self,
@@ -58,7 +65,8 @@ class ChatTemplate:
                     ...; they replace special tokens of that name, but neither messages nor tools.
                     Without `add_generation_prompt` it is true
 
-        Raises RequestError for messages without a role and for those the template refuses.
+        Raises RequestError for messages without a role, for those the template refuses, and where
+        rendering passes a limit of time, memory or length.
         """
         if not messages:
             raise RequestError("a chat needs at least one message; the list is empty")
@@ -68,18 +76,57 @@ class ChatTemplate:
                     f"message {number} of {len(messages)} has no role; "
                     'write it as {"role": "user", "content": "..."}'
                 )
-        names: dict[str, Any] = {"documents": None, "add_generation_prompt": True}
-        names |= self._special_tokens
-        names |= variables or {}
-        names |= {"messages": messages, "tools": tools}
+        values: dict[str, Any] = {"documents": None, "add_generation_prompt": True}
+        values |= self._special_tokens
+        values |= variables or {}
+        values |= {"messages": messages, "tools": tools}
         try:
-            return self._template.render(names)
-        except Exception as error:  # a template may fail in any way that Python knows
-            roles = ", ".join(message["role"] for message in messages[:8])
-            raise RequestError(
-                f"the checkpoint's chat template cannot render these {len(messages)} messages "
-                f"({roles}): {error}; give the roles and the contents that this model expects"
+            reply = self._rendered(values)
+        except Refused as error:
+            raise self._not_rendered(messages, str(error)) from error
+        except Ended as error:
+            raise self._not_rendered(messages, f"{error}, which no chat template should") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self._not_rendered(messages, f"they are not JSON ({error})") from error
+        return reply.blob.decode("utf-8", "surrogatepass")
+
+    def _rendered(self, values: dict[str, Any]) -> Reply:
+        for again in (True, False):
+            with self._lock:
+                try:
+                    return self._compiled().call({"values": values})
+                except Lost:  # somebody has killed the process, or it was too large beside others
+                    if not again:
+                        raise Ended("its process was killed") from None
+        raise AssertionError
+
+    def _compiled(self) -> Worker:
+        """A worker that has the template."""
+        if self._worker is not None and not self._worker.ended:
+            return self._worker
+        try:
+            worker = self._sandbox.fork()
+            names: list[str] = worker.call({"source": self._source}).message["names"]
+        except Refused as error:
+            line = error.more.get("line")
+            place = f" in line {line}" if line else ""
+            raise CheckpointError(
+                f"the checkpoint's chat template is broken{place} ({error}): download "
+                "chat_template.jinja or tokenizer_config.json again"
             ) from error
+        except (Ended, Lost) as error:
+            raise CheckpointError(
+                f"the checkpoint's chat template cannot be compiled: {error or 'it was closed'}"
+            ) from error
+        self._worker, self.names = worker, frozenset(names)
+        return worker
+
+    def _not_rendered(self, messages: Sequence[Mapping[str, Any]], why: str) -> RequestError:
+        roles = ", ".join(message["role"] for message in messages[:8])
+        return RequestError(
+            f"the checkpoint's chat template cannot render these {len(messages)} messages "
+            f"({roles}): {why}; give the roles and the contents that this model expects"
+        )
 
 
 def template_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -88,16 +135,10 @@ def template_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[
     From chat_template.jinja and additional_chat_templates/NAME.jinja, or from older places.
     Raises CheckpointError where they cannot be read.
     """
-    sources: dict[str, str] = {}
     files = {file.stem: file for file in sorted((folder / _FOLDER).glob("*.jinja"))}
-    for name, file in {**files, DEFAULT: folder / "chat_template.jinja"}.items():
-        try:
-            sources[name] = file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            pass
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}): download it again") from error
-    if sources:
+    files[DEFAULT] = folder / "chat_template.jinja"
+    texts = {name: read_text(file) for name, file in files.items()}
+    if sources := {name: text for name, text in texts.items() if text is not None}:
         return sources
     older = read_object(folder / "chat_template.json")
     stated = older.get("chat_template") or tokenizer_config.get("chat_template")
@@ -129,28 +170,16 @@ def gguf_template_sources(vocabulary: Mapping[str, Any]) -> dict[str, str]:
 def read_template(file: Path) -> str:
     """A chat template that the user wrote.  Raises ConfigError where it is none."""
     try:
-        source = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        source = read_text(file)
+        if source is None:
+            raise ConfigError(f"the chat template {file} does not exist: give a text file in Jinja")
+        ChatTemplate(source, {})
+    except CheckpointError as error:
         raise ConfigError(
-            f"the chat template {file} cannot be read ({error}): give a text file in Jinja"
-        ) from error
-    try:
-        _environment().parse(source)
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template {file} is broken in line {error.lineno} ({error.message}): "
-            "correct it, or leave it out to use the checkpoint's own"
+            f"the chat template {file} cannot be used ({error.__cause__ or error}): correct it, or "
+            "leave it out to use the checkpoint's own"
         ) from error
     return source
-
-
-@lru_cache(maxsize=16)
-def variables_of(source: str) -> frozenset[str]:
-    """Names that a template reads and does not set itself; none of one that is broken."""
-    try:
-        return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
-    except (TemplateError, RecursionError):
-        return frozenset()  # rendering says what is wrong
 
 
 def marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -172,31 +201,3 @@ def cut(text: str) -> str:
             "continued: end with a message of the user"
         )
     return before if after.startswith(" ") else before.rstrip()
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, LoopControlExtension],
-    )
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the answer for training; here: its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _to_json(value: Any, **layout: Any) -> str:
-    """As transformers: Unicode is kept, and HTML is not escaped as Jinja's own filter would."""
-    return json.dumps(value, **{"ensure_ascii": False, **layout})
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)

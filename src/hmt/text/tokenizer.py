@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from hmt.base.errors import CheckpointError, MissingFileError, RequestError
+from hmt.base.errors import CheckpointError, RequestError
 from hmt.text.channels import HarmonyReader
 from hmt.text.end_tokens import ends_of_turns
 from hmt.text.gguf import gguf_tokenizer
@@ -25,8 +25,8 @@ from hmt.text.harmony import (
     is_harmony,
 )
 from hmt.text.infill import Infill, infill_of, stated_ids, within_text
-from hmt.text.json_file import read_object
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
+from hmt.text.small_file import read_object
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import (
     DEFAULT,
@@ -36,7 +36,12 @@ from hmt.text.template import (
     gguf_template_sources,
     marked,
     template_sources,
-    variables_of,
+)
+from hmt.text.tokenizer_file import (
+    LONGEST_TOKEN,
+    ConfinedEncoder,
+    TokenizerFile,
+    is_panic,
 )
 from hmt.text.tools import ToolStyle
 
@@ -63,13 +68,17 @@ class Tokenizer:
         folder: Path,
         backend: tokenizers.Tokenizer,
         said: Mapping[str, Any] | None = None,
+        file: TokenizerFile | None = None,
     ) -> None:
         """Reads the other files in `folder`; changes `backend` to what they say.
 
+        file   that `backend` comes from
         said   what the tokenizer_config.json of a GGUF file would be, which stands for all of them
         """
         self._folder = folder
         self._backend = backend
+        self._json = backend.to_str if file is None else partial(file.whole, backend)
+        self._confined = ConfinedEncoder(self._json) if file and file.unknown else None
         self._in_one_file = said is not None
         self._literal: Mapping[int, str] = {} if said is None else said["literal_tokens"]
         if said is None:
@@ -114,20 +123,8 @@ class Tokenizer:
         understood.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise MissingFileError(
-                f"{file} is missing: download it, or make it from the checkpoint's own tokenizer "
-                "files with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises nothing more special
-            raise CheckpointError(
-                f"{file} cannot be read by tokenizers {tokenizers.__version__} ({error}): "
-                "download it again, or upgrade that package"
-            ) from error
-        return cls(folder, backend)
+        file = TokenizerFile(folder / "tokenizer.json")
+        return cls(folder, file.backend, file=file)
 
     @classmethod
     def of_gguf(cls, file: Path, vocabulary: Mapping[str, Any]) -> "Tokenizer":
@@ -181,7 +178,7 @@ class Tokenizer:
     @cached_property
     def grammars(self) -> Grammars:
         """What holds answers to a form."""
-        return Grammars(self._backend.to_str(), self.vocab_size, self.eos_ids)
+        return Grammars(self._json, self.vocab_size, self.eos_ids)
 
     @property
     def has_chat_template(self) -> bool:
@@ -236,7 +233,10 @@ class Tokenizer:
 
         tools   whether there are tools, which may have a template of their own
         """
-        return variables_of(self._source(tools=tools) or "")
+        try:
+            return self._template(tools=tools).names
+        except (CheckpointError, RequestError):
+            return frozenset()  # rendering says what is wrong
 
     def template_says(self, word: str, *, tools: bool) -> bool:
         """Whether the chat template has `word` in quotation marks, as something to compare with."""
@@ -321,7 +321,17 @@ class Tokenizer:
                 f"the text is not valid Unicode: character {error.start} of {len(text)} is the "
                 f"lone surrogate U+{ord(text[error.start]):04X}; remove it"
             ) from None
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self._confined is not None:
+            return self._confined.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if isinstance(error, Exception) or is_panic(error):
+                raise RequestError(
+                    f"the checkpoint's tokenizer cannot encode this text of {len(text)} "
+                    f"characters: {error}"
+                ) from error
+            raise
 
     @cached_property
     def _within(self) -> tokenizers.Tokenizer:
@@ -355,6 +365,8 @@ class Tokenizer:
         _forget_words(backend)
         stated = config.get("added_tokens_decoder", {})
         for _, token in sorted(stated.items(), key=lambda item: int(item[0])):
+            if len(token["content"]) > LONGEST_TOKEN:
+                raise ValueError(f"a token of {len(token['content'])} characters")
             if self._id_of(token["content"]) is None:
                 flags = {flag: token[flag] for flag in _TOKEN_FLAGS if flag in token}
                 backend.add_tokens([tokenizers.AddedToken(token["content"], **flags)])

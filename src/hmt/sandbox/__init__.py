@@ -1,0 +1,5 @@
+"""Limited child processes, in which what strangers wrote is compiled, rendered and encoded."""
+
+from hmt.sandbox.process import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker, end_all
+
+__all__ = ["Ended", "Limits", "Lost", "Refused", "Reply", "Sandbox", "Worker", "end_all"]
