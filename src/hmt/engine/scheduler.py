@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from hmt.base.errors import ContextLengthError, DeadlineError, HMTError
-from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.model import PAGE_TOKENS, RotaryBorder
 from hmt.contracts.request import FinishReason
 from hmt.contracts.step import Part, Step
 from hmt.engine.forecast import AnswerForecast
@@ -91,6 +91,7 @@ class Scheduler:
         max_batch: int,
         prefixes: PrefixCache | None = None,
         salt: Callable[[Sequence], str] = lambda sequence: "",
+        border: RotaryBorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         forecast: AnswerForecast | None = None,
         build: Callable[[list[Part]], Step] = Step.build,
@@ -98,12 +99,14 @@ class Scheduler:
         """A step holds `prefill_chunk` tokens of prompts at most, and one of each other request.
 
         prefixes   of `kv`: texts share what begins alike and has the same `salt`
+        border     of the model's rotary positions
         clock      by which deadlines are meant
         forecast   what is known of answers beforehand
         build      makes a step of its parts; where nothing computes it, any step will do
         """
         self._rooms = Rooms(kv, prefixes, salt)
         self._chunk = prefill_chunk
+        self._border = border
         self._clock = clock
         self._forecast = AnswerForecast() if forecast is None else forecast
         self._limit = BatchLimit(max_batch)
@@ -167,6 +170,8 @@ class Scheduler:
         self._expire()
         self._look(sent_back=self._grow())
         self._admit()
+        while self._cross():
+            self._admit()
         reading = [one for one in self._running if one.computed < one.given]
         shares = share_out([(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk)
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
@@ -186,7 +191,9 @@ class Scheduler:
             assert sequence.kv is not None and first + count <= sequence.room
             tokens = sequence.tokens[first : first + count]
             reach = sequence.positions, sequence.room
-            parts.append(Part(sequence.kv, first, tokens, wanted, *reach, scores, pools))
+            parts.append(
+                Part(sequence.kv, first, tokens, wanted, *reach, scores, pools, sequence.whole)
+            )
             advanced.append((sequence, count))
             if wanted:
                 sampled.append(sequence)
@@ -293,6 +300,33 @@ class Scheduler:
             self._parked += 1
         else:
             self._drop(sequence)
+
+    def _cross(self) -> bool:
+        """Let sequences whose next token is beyond the model's rotary border begin again.
+
+        See `RotaryBorder`.  Returns whether any of them has to wait for room to do so.
+        """
+        border, waits = self._border, False
+        if border is None or border.gradual:
+            return False
+        for sequence in list(self._running):
+            if not sequence.whole <= border.positions < len(sequence.tokens):
+                continue
+            room = min(sequence.room, sequence.positions)
+            self._rooms.drop(sequence)
+            sequence.given = sequence.whole = len(sequence.tokens)
+            try:
+                if self._rooms.enter(sequence, room, 0):
+                    continue
+            except HMTError as error:
+                sequence.fail(error)
+                self.retire(sequence)
+                continue
+            # Its pages stay with others that share them.
+            self._running.remove(sequence)
+            self._waiting.restore(self._places.pop(sequence.number))
+            self._full, waits = False, True
+        return waits
 
     def _drop(self, sequence: Sequence) -> None:
         """Take all keys and values from a sequence that waits."""
