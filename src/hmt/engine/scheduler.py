@@ -214,7 +214,9 @@ class Scheduler:
         forked = []
         for sequence in [one for one in self._waiting if one.leader is leader]:
             sequence.leader = None
-            if leader.kv is None or len(self._running) >= self._limit.most:
+            if leader.kv is None or leader.whole != sequence.whole:
+                continue
+            if len(self._running) >= self._limit.most:
                 continue
             try:
                 positions, spare = self._expected(sequence), self._spare()

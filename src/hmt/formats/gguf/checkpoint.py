@@ -9,7 +9,7 @@ import numpy as np
 
 from hmt.base.errors import CheckpointError, HeaderError, MissingFileError
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
-from hmt.formats.gguf.config import read_config
+from hmt.formats.gguf.config import FACTORED, read_config
 from hmt.formats.gguf.header import SPLIT, GgufHeader, read_gguf
 from hmt.formats.gguf.names import forms_of, names_of
 
@@ -55,7 +55,8 @@ def open_gguf(path: Path) -> Checkpoint:
                     "the files belongs to another model"
                 )
             records[name] = record
-    config = read_config(first.metadata, records, _factors(records), str(first.path))
+    factors = _factors(records)
+    config = read_config(first.metadata, records, factors, str(first.path))
     architecture = first.metadata["general.architecture"]
     names = names_of(architecture, first.metadata, _turned(architecture, config))
     heads = config["num_attention_heads"] if architecture == "deepseek2" else 0
@@ -64,9 +65,9 @@ def open_gguf(path: Path) -> Checkpoint:
         for key, value in first.metadata.items()
         if key.startswith("tokenizer.") or key == "general.architecture"
     }
-    return Checkpoint(
-        first.path, config, records, None, forms_of(records, names, heads), vocabulary
-    )
+    applied = frozenset(f"{name}.weight" for name in factors if architecture in FACTORED)
+    forms = forms_of(records, names, heads)
+    return Checkpoint(first.path, config, records, None, forms, vocabulary, spare=applied)
 
 
 def _turned(architecture: str, config: Mapping[str, Any]) -> int:
