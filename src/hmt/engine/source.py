@@ -13,7 +13,7 @@ from hmt.contracts.model import ModelSpec
 from hmt.formats import open_checkpoint
 from hmt.quant import Format, Scheme, Sensitive, parse_scheme, read_sensitive
 from hmt.text import Tokenizer
-from hmt.weights import BlockLayout, bind, lay_out, published_bytes
+from hmt.weights import BlockLayout, bind, lay_out, named, published_bytes
 from hmt.weights.layout import Target
 from hmt.weights.pack import Pack, looks_like_pack, open_pack
 
@@ -23,10 +23,12 @@ class Weights:
     """A source's blocks, laid out for loading.
 
     published_bytes   of the checkpoint's weights
+    headless          there is no output layer: see `hmt.weights.Named`
     """
 
     layouts: dict[BlockId, BlockLayout]
     published_bytes: int
+    headless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class Source:
         if self.pack is None:
             bound = bind(spec, self.checkpoint)
             layouts = lay_out(bound, target(asked or Scheme(), sensitive_of(self.path, spec)))
-            return Weights(layouts, published_bytes(bound))
+            headless = named(spec, self.checkpoint).headless
+            return Weights(layouts, published_bytes(bound), headless)
         manifest = self.pack.manifest
         held = parse_scheme(manifest.scheme)
         wanted = held if asked is None else asked

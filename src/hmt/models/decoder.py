@@ -17,6 +17,7 @@ from hmt.layers import ResidentLayers, RMSNorm, Rotary, Router, UsualLayer
 from hmt.models.config import Config, max_context, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
+_TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
 
 
@@ -48,8 +49,6 @@ class Decoder(ABC):
         self._router = router
         self._rotaries = rotaries(config)  # of all layer types, for `angles`
         ignored = (r"rotary_emb\.inv_freq$", *ignored)
-        if config.tie_word_embeddings:
-            ignored += (r"^lm_head\.weight$",)
         layers = config.num_hidden_layers
         self.spec = ModelSpec(
             architecture=config.architectures[0],
@@ -183,17 +182,20 @@ def head_chunk_rows(vocab_size: int, hidden_size: int) -> int:
 
 def _embedding(config: Config) -> BlockSpec:
     shape = (config.vocab_size, config.hidden_size)
-    table = ParamSpec("weight", shape, ("model.embed_tokens.weight",), Role.TABLE)
+    sources = (_TABLE, _OUTPUT) if config.tie_word_embeddings else (_TABLE,)
+    table = ParamSpec("weight", shape, sources, Role.TABLE)
     return BlockSpec(_EMBEDDING, (table,))
 
 
 def _head(config: Config, norm: RMSNorm) -> Iterator[BlockSpec]:
     vocab, hidden = config.vocab_size, config.hidden_size
-    source = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    # A head of its own in the file is the head, also where the configuration says that there is
+    # none, as in transformers.
+    sources = (_OUTPUT, _TABLE) if config.tie_word_embeddings else (_OUTPUT,)
     step = head_chunk_rows(vocab, hidden)
     for index, first in enumerate(range(0, vocab, step)):
         rows = (first, min(first + step, vocab))
-        weight = ParamSpec("weight", (rows[1] - first, hidden), (source,), rows=rows)
+        weight = ParamSpec("weight", (rows[1] - first, hidden), sources, rows=rows)
         params = (norm.param("norm", "model.norm.weight"), weight) if index == 0 else (weight,)
         yield BlockSpec(BlockId(TRUNK, BlockKind.HEAD, index), params)
 

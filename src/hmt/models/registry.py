@@ -52,9 +52,9 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     Raises UnknownArchitectureError for a family that HMT does not have, and CheckpointError for a
     configuration that is wrong or asks for something that its family does not compute here.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
     try:
+        name = _architecture(config)
+        config = {**config, "architectures": [name]}
         if not isinstance(name, str) or name not in _FAMILIES:
             return _open_other(config, name, dtype)
         model_type, family = _FAMILIES[name]
@@ -66,6 +66,23 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
             f"{path}/config.json describes no model of this architecture "
             f"({type(error).__name__}: {error!s:.300}): download it again"
         ) from error
+
+
+def _architecture(config: Mapping[str, Any]) -> Any:
+    """The entry of `architectures`; the causal language model of `model_type` where that is none.
+
+    Or where it names the bare model of that type, without an output layer.
+    """
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    model_type = config.get("model_type")
+    if name in _FAMILIES or not isinstance(model_type, str):
+        return name
+    from transformers.models.auto import modeling_auto  # names only, yet it takes a second
+
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
+    return causal if causal is not None and name in (None, bare) else name
 
 
 def _checked(model: Model) -> Model:

@@ -6,7 +6,6 @@ What is around the layers is run once per step without them, to learn what each 
 once behind them, for the norm and the output layer.  No forward pass is changed.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ class Fallback:
         maker = BlockMaker(self._tree, self._parts, opened.published, architecture)
         layers = len(self._parts.layers)
         blocks = (
-            *maker.trunk(),
+            *maker.trunk(opened.tied),
             *(block for i in range(layers) for block in maker.layer(i, sights.layers[i])),
             *maker.head(opened.tied),
         )
@@ -71,7 +70,7 @@ class Fallback:
             activation_width=max(_width(sight, text.hidden_size) for sight in sights.layers),
             attention_heads=max(sight.heads for sight in sights.layers),
             experts_per_token=max(sight.top_k for sight in sights.layers),
-            ignored=_ignored(self._tree, opened.tied),
+            ignored=_ignored(self._tree),
             capturable=False,
             together=False,
             remarks=(REMARK,),
@@ -299,10 +298,9 @@ def _width(sight: LayerSight, hidden_size: int) -> int:
     return 8 * hidden_size + 2 * max(sight.widths.values(), default=0)
 
 
-def _ignored(built: tree.Tree, tied: bool) -> tuple[str, ...]:
-    known = [re.escape("lm_head.weight") + "$"] if tied else []
+def _ignored(built: tree.Tree) -> tuple[str, ...]:
     unexpected = getattr(built.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return (*_IGNORED, *known, *unexpected)
+    return (*_IGNORED, *unexpected)
 
 
 def _after_attention(sight: LayerSight) -> list[str]:
