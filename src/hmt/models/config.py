@@ -71,7 +71,8 @@ def as_transformers_reads(config: Mapping[str, Any], model_type: str) -> Config:
     most = _MOST["num_hidden_layers"]
     for part in (config, *(one for one in config.values() if isinstance(one, Mapping))):
         for name, value in part.items():
-            counts = "layer" in str(name) or name == "num_labels"
+            # Not vocab_size_per_layer_input, which is of a table.
+            counts = ("layer" in str(name) and "size" not in str(name)) or name == "num_labels"
             if counts and isinstance(value, int | float) and value > most:
                 raise CheckpointError(f"{name} is {value}; it must be at most {most}")
     try:
@@ -118,6 +119,11 @@ def require(config: Config, name: str, *allowed: Any) -> None:
 def check_experts(config: Config, experts: int, groups: int = 1, kept_groups: int = 1) -> None:
     """Raise CheckpointError unless num_experts_per_tok experts can be chosen as described."""
     top_k = config.num_experts_per_tok
+    if not all(type(count) is int for count in (top_k, experts, groups, kept_groups)):
+        raise CheckpointError(
+            f"num_experts_per_tok is {top_k!r} of {experts!r} experts, in {kept_groups!r} of "
+            f"{groups!r} groups; all of these must be numbers"
+        )
     even = groups and kept_groups and experts % groups == 0 and 0 < kept_groups <= groups
     if not even or not 0 < top_k <= experts // groups * kept_groups:
         raise CheckpointError(

@@ -66,7 +66,8 @@ def take_apart(tree: Tree, architecture: str) -> Parts:
             del module.weight
             object.__setattr__(module, "weight", LazyTable.of(table, block))
         elif not name or any(True for _ in module.children()):
-            raise refused(architecture, f"{name or 'the model'} has parameters of its own ({own})")
+            named = f"{name or 'the model'} has parameters of its own ({', '.join(own)})"
+            raise refused(architecture, named)
         else:
             unit = Unit(_leaf(module), name)
             _put(tree.model, name, unit)

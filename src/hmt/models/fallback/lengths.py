@@ -109,6 +109,25 @@ def check_typed(parameters: Any) -> None:
         )
 
 
+def check_share(model: nn.Module, config: Config) -> None:
+    """Raise CheckpointError where a share of each head is asked for and whole heads are turned.
+
+    Rotary modules that do not read partial_rotary_factor leave it aside without a word.
+    """
+    shares = {p.get("partial_rotary_factor") for p in rotary_parameters(config)} - {None, 1}
+    dim = getattr(config, "head_dim", None)
+    if not shares or not isinstance(dim, int):
+        return
+    for module in model.modules():
+        frequencies = getattr(module, "inv_freq", None)
+        plain = getattr(module, "rope_type", None) == "default"
+        if plain and isinstance(frequencies, Tensor) and 2 * len(frequencies) == dim:
+            raise CheckpointError(
+                f"partial_rotary_factor is {min(shares)}, and transformers' "
+                f"{type(module).__name__} turns whole heads"
+            )
+
+
 def lengths_of(runs: Sequence[Run]) -> Tensor:
     """The length that the frequencies of each token go by: int64 [tokens]."""
     return torch.cat(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hmt.base.errors import CheckpointError
+from hmt.base.log import logger
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.model import ModelSpec
 from hmt.contracts.step import Run, Step
@@ -22,8 +23,9 @@ from hmt.contracts.store import KVCache, Weights
 from hmt.models.config import Config, max_context
 from hmt.models.fallback import names, tree
 from hmt.models.fallback.blocks import BlockMaker, Parts, take_apart, units
+from hmt.models.fallback.features import encoder, not_followed
 from hmt.models.fallback.interfaces import OneSequence
-from hmt.models.fallback.lengths import border_in, by_length, lengths_of
+from hmt.models.fallback.lengths import border_in, by_length, check_share, lengths_of
 from hmt.models.fallback.modules import Layer, Stage
 from hmt.models.fallback.places import CPU, Known, brought
 from hmt.models.fallback.sight import LayerSight, Sights, look, surroundings
@@ -88,6 +90,7 @@ class Fallback:
         self._prepared: tuple[Step | None, Tensor, list[dict[int, Call]]]
         self._prepared = (None, torch.empty(0), [])
         self._known: Known = {}  # what calls hold, where layers compute
+        self._try_behind()
 
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """See Model."""
@@ -160,6 +163,22 @@ class Fallback:
         nothing = torch.zeros(1, len(hidden), self._input_width, dtype=hidden.dtype)
         return self._tree.model(inputs_embeds=nothing, **options).logits
 
+    def _try_behind(self) -> None:
+        """Raise UnknownArchitectureError where what is behind the layers cannot be run alone.
+
+        Such as with embeddings that are looked up by tokens, of which `_behind` has none.
+        """
+        hidden = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype)
+        record = Sights(self.spec.layers, self.spec.hidden_size)
+        try:
+            work = Work(None, record=record, instead=hidden[None], stops=True)
+            with doing(work), suppress(StoppedError):
+                self._behind(hidden)
+        except Exception as error:
+            raise tree.refused(self.spec.architecture, not_followed(error)) from error
+        if work.seen is None:
+            raise tree.refused(self.spec.architecture, "its output layer is not reached")
+
     def _prepare(self, step: Step, weights: Weights) -> tuple[Tensor, list[dict[int, Call]]]:
         """Hidden states before the layers, and what these are called with: by run, by layer.
 
@@ -231,13 +250,18 @@ def _open(config: Config, architecture: str, dtype: torch.dtype) -> _Opened:
         except CheckpointError as error:
             problem = problem or error
         except Exception as error:  # of transformers' code, which is met in a way of our own
-            problem = problem or tree.refused(
-                architecture, f"it failed when tried ({error!r:.300})"
-            )
+            logger.debug("%s failed when it was tried", architecture, exc_info=error)
+            problem = problem or tree.refused(architecture, not_followed(error))
         else:
-            if opened is not None:
+            if opened is not None and encoder(config) is None:
                 return opened
-    raise problem or tree.refused(architecture, "its layers have no attention that keeps anything")
+    problem = problem or tree.refused(
+        architecture, "its layers have no attention that keeps anything"
+    )
+    if (why := encoder(config)) is not None:
+        also = str(problem).partition("either: ")[2]
+        raise tree.refused(architecture, f"{why}; besides, {also}" if also else why)
+    raise problem
 
 
 def _attempt(
@@ -246,6 +270,7 @@ def _attempt(
     """The same in one of both ways; None where the other one is wanted."""
     built = tree.build(config, architecture, dtype, by_name=by_name)
     border = border_in(config.get_text_config())
+    check_share(built.model, config.get_text_config())
     if border is not None:
         by_length(built.model, border)
     if by_name and not built.takes_positions:
