@@ -64,7 +64,7 @@ _MORE: dict[str, dict[str, Any]] = {
         for kind in ("full_attention", "sliding_attention")
     }},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "granite_swa": {"sliding_window": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -74,7 +74,6 @@ _MORE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "prophetnet": {"num_encoder_layers": LAYERS, "num_decoder_layers": LAYERS},
     "reformer": {"is_decoder": True},
 }  # fmt: skip
 # Of a type that publishes models of several kinds, one that its defaults are not.
@@ -118,6 +117,8 @@ def config_of(name: str) -> Any:
     model_type, variant = VARIANTS.get(name, (name, {}))
     kind, more = CONFIG_MAPPING[model_type], _MORE.get(model_type, {}) | variant
     fields = _small(kind()) | more
+    if model_type == "prophetnet":
+        del fields["num_hidden_layers"]  # it counts two kinds
     return kind(**fields)
 
 
@@ -131,12 +132,14 @@ def _small(base: Any) -> dict[str, Any]:
     for name, size in _SMALL.items():
         value = _field(base, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
-            fields[name] = size
+            given = getattr(type(base), name, None)
+            if not isinstance(given, property) or given.fset is not None:
+                fields[name] = size
     for name, token in _IDS.items():
         if isinstance(_field(base, name), int):
             fields[name] = token
-    if "qk_rope_head_dim" in fields or isinstance(getattr(type(base), "head_dim", None), property):
-        fields.pop("head_dim", None)  # is what is rotated, or computed
+    if "qk_rope_head_dim" in fields:
+        fields.pop("head_dim", None)  # is what is rotated
     if "qk_rope_head_dim" in fields and "num_key_value_heads" in fields:
         fields["num_key_value_heads"] = fields["num_attention_heads"]  # all latent
     return fields

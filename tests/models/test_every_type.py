@@ -3,6 +3,7 @@
 A subset; `scripts/fallback-table` runs all of them and writes docs/fallback.md.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ REFUSED = {
     "rembert": "an encoder",
     "roberta": "an encoder",
     "whisper": "a decoder that attends to sound",
-    "xlm": "HMT cannot follow what its XLM",
+    "mvp": "HMT cannot follow what its Mvp",
+    "xlm": "something is computed between its layers",
 }
 PYTHON = ("Error(", "Traceback", "NoneType", "object has no attribute")
 
@@ -39,8 +41,6 @@ def test_logits_are_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_names_what_is_not_computed(name: str, tmp_path: Path) -> None:
-    import re
-
     outcome = outcome_of(name, tmp_path / "model")
     assert outcome.kind == "refused", outcome
     assert re.search(REFUSED[name], outcome.reason), outcome.reason

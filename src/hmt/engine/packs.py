@@ -13,8 +13,7 @@ from hmt.base.units import MIB, format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading import transfer_queue
-from hmt.engine.source import sensitive_of, target
-from hmt.formats import open_checkpoint
+from hmt.engine.source import opened, sensitive_of, target
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import HostPool, Ledger
 from hmt.models import open_model
@@ -97,7 +96,7 @@ def verify(
 
 
 def _subject(path: Path, scheme: Scheme) -> Subject:
-    checkpoint = open_checkpoint(path)
+    checkpoint = opened(path)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
     bound = bind(model.spec, checkpoint)
     if named(model.spec, checkpoint).headless:

@@ -53,8 +53,8 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     configuration that is wrong or asks for something that its family does not compute here.
     """
     try:
-        name = _architecture(config)
-        config = {**config, "architectures": [name]}
+        names = config.get("architectures")
+        name = names[0] if isinstance(names, list) and names else None
         if not isinstance(name, str) or name not in _FAMILIES:
             return _open_other(config, name, dtype)
         model_type, family = _FAMILIES[name]
@@ -68,21 +68,23 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
         ) from error
 
 
-def _architecture(config: Mapping[str, Any]) -> Any:
-    """The entry of `architectures`; the causal language model of `model_type` where that is none.
+def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parsed config.json with an entry in `architectures` where `model_type` says which.
 
-    Or where it names the bare model of that type, without an output layer.
+    That is the type's causal language model, where there is no entry, or it names the bare model of
+    that type, without an output layer.
     """
-    names = config.get("architectures")
+    names, model_type = config.get("architectures"), config.get("model_type")
     name = names[0] if isinstance(names, list) and names else None
-    model_type = config.get("model_type")
     if name in _FAMILIES or not isinstance(model_type, str):
-        return name
+        return config
     from transformers.models.auto import modeling_auto  # names only, yet it takes a second
 
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
-    return causal if causal is not None and name in (None, bare) else name
+    if causal is None or name not in (None, bare):
+        return config
+    return {**config, "architectures": [causal]}
 
 
 def _checked(model: Model) -> Model:

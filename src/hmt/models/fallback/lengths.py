@@ -114,11 +114,14 @@ def check_share(model: nn.Module, config: Config) -> None:
 
     Rotary modules that do not read partial_rotary_factor leave it aside without a word.
     """
-    shares = {p.get("partial_rotary_factor") for p in rotary_parameters(config)} - {None, 1}
-    dim = getattr(config, "head_dim", None)
-    if not shares or not isinstance(dim, int):
+    shares = [p.get("partial_rotary_factor") or 1 for p in rotary_parameters(config)]
+    if all(share == 1 for share in shares):
         return
-    for module in model.modules():
+    try:
+        dim = getattr(config, "head_dim", None)
+    except RuntimeError:  # of configurations in which layers differ
+        return
+    for module in model.modules() if isinstance(dim, int) else ():
         frequencies = getattr(module, "inv_freq", None)
         plain = getattr(module, "rope_type", None) == "default"
         if plain and isinstance(frequencies, Tensor) and 2 * len(frequencies) == dim:
