@@ -10,6 +10,7 @@ from reference import MINI_DENSE, MINI_MOE
 
 import hmt
 from hmt.base.errors import ConfigError, RequestError
+from hmt.contracts.model import RotaryBorder
 from hmt.engine import LoadedModel
 from hmt.engine.prefixes import salt_of
 
@@ -183,8 +184,12 @@ def test_where_texts_cannot_share_that_is_said(options: dict[str, Any], told: st
 
 
 def test_positions_that_depend_on_a_texts_length_are_told_apart() -> None:
-    sequence: Any = SimpleNamespace(positions=640)
-    plain: Any = SimpleNamespace(config={"rope_parameters": {"rope_type": "yarn"}})
-    long: Any = SimpleNamespace(config={"rope_scaling": {"type": "longrope"}})
-    assert salt_of(sequence, plain) == ""
-    assert salt_of(sequence, long) == "640"
+    """By what a prompt has, and not by what its answer may have."""
+    short: Any = SimpleNamespace(whole=512, positions=640)
+    long, longer = (SimpleNamespace(whole=n, positions=2000) for n in (600, 700))
+    assert salt_of(short, None) == salt_of(long, None) == ""
+    for gradual in (False, True):
+        border = RotaryBorder(512, gradual=gradual)
+        assert salt_of(short, border) == ""
+        assert salt_of(long, border) != ""
+        assert (salt_of(long, border) == salt_of(longer, border)) is not gradual

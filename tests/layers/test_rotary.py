@@ -109,8 +109,8 @@ def test_unknown_type_is_refused_by_name() -> None:
         Rotary(64, {"rope_type": "spiral", "rope_theta": 1e4}, POSITIONS)
 
 
-def test_longrope_goes_by_what_a_sequence_may_reach() -> None:
-    """All keys of a sequence are rotated alike, however its prompt is cut into chunks."""
+def test_longrope_goes_by_what_is_there() -> None:
+    """A prompt is rotated as a whole, however it is cut; room for an answer changes nothing."""
     rotary = Rotary(
         8,
         {
@@ -122,9 +122,28 @@ def test_longrope_goes_by_what_a_sequence_may_reach() -> None:
         },
         128,
     )
-    whole = Step.build([Part(1, 0, [0] * 40, 1, 40)])
-    first = Step.build([Part(1, 0, [0] * 16, 0, 40)])
+    whole = Step.build([Part(1, 0, [0] * 40, 1, whole=40)])
+    first = Step.build([Part(1, 0, [0] * 16, 0, whole=40)])
     for table, start in zip(rotary.cos_sin(whole), rotary.cos_sin(first), strict=True):
         assert torch.equal(table[:16], start)
-    short = Step.build([Part(1, 0, [0] * 16, 0, 24)])
+    short = Step.build([Part(1, 0, [0] * 16, 0, whole=24)])
     assert not torch.equal(rotary.cos_sin(short)[0], rotary.cos_sin(first)[0])
+    room = Step.build([Part(1, 0, [0] * 16, 0, 4000, 4000, whole=24)])
+    assert torch.equal(rotary.cos_sin(short)[0], rotary.cos_sin(room)[0])
+
+
+@given(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_dynamic_goes_by_the_prompt_and_behind_it_by_each_position(
+    prompt: int, sizes: list[int]
+) -> None:
+    """Tokens that are computed again in chunks have the angles that they had one by one."""
+    found = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    rotary = Rotary(8, found, 16)
+    at, rows = 0, []
+    for size in sizes:
+        rows.append(rotary.cos_sin(Step.build([Part(1, at, [0] * size, 0, whole=prompt)]))[0])
+        at += size
+    for position, row in enumerate(torch.cat(rows)):
+        angles = position * rotary.frequencies(max(prompt, position + 1))
+        torch.testing.assert_close(row, angles.cos().repeat(2), atol=1e-5, rtol=0)

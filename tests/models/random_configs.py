@@ -237,3 +237,15 @@ def cases(*families: str) -> list[Case]:
             name = f"{family}-{variant}"
             found.append(Case(name, config, 100 * number + variant, first_chunk, options))
     return found
+
+
+def families() -> tuple[str, ...]:
+    """model_type of all families."""
+    return tuple(_FAMILIES)
+
+
+def first_fields(family: str) -> dict[str, Any]:
+    """Fields of a family's first variant, without rotary ones."""
+    fields = next(_FAMILIES[family](random.Random(1)))
+    rotary = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
+    return {name: value for name, value in fields.items() if name not in rotary}

@@ -65,6 +65,21 @@ class KVLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryBorder:
+    """Rotary frequencies of sequences longer than `positions` differ from those of shorter ones.
+
+    gradual   They differ with every length (dynamic NTK).  Keys stay as they were rotated, as in
+              transformers: a sequence that grows has each key by the length at its time.
+              Otherwise there are two sets (LongRoPE).  Keys of both kinds do not agree on how far
+              apart tokens are, so the keys of a sequence that crosses the border are computed
+              again, as transformers does for Phi-3: logits are those of a whole forward pass.
+    """
+
+    positions: int
+    gradual: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model's sizes.  Pure data, derived from the configuration alone.
 
@@ -91,6 +106,7 @@ class ModelSpec:
     together: bool = True
     remarks: tuple[str, ...] = ()  # what the user should know of how it runs
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
+    rotary_border: RotaryBorder | None = None
 
 
 class ResidentLayers(Protocol):

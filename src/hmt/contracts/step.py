@@ -15,10 +15,11 @@ class Run:
     start      position of the first token
     offset     index of the first token in the step's flat arrays
     length     number of tokens
-    reserved   positions that the sequence may reach; 0 where that is not known.  Rotary positions
-               that depend on the length go by this, so that all keys of a sequence agree.
+    reserved   positions that the sequence may reach; 0 where that is not known
     room       positions that the KV cache has pages for by now; 0: all that are reserved.  Runs
                that differ in nothing else are equal.
+    whole      positions that are rotated as one prompt: rotary frequencies that depend on a length
+               go by this many, and behind them by the positions up to each token.  0: `context`.
     """
 
     sequence: int
@@ -27,6 +28,7 @@ class Run:
     length: int
     reserved: int = 0
     room: int = field(default=0, compare=False)
+    whole: int = 0
 
     @property
     def context(self) -> int:
@@ -34,9 +36,9 @@ class Run:
         return self.start + self.length
 
     @property
-    def reach(self) -> int:
-        """Positions that the sequence may have in the end, as far as that is known."""
-        return max(self.context, self.reserved)
+    def rotated(self) -> int:
+        """The fewest positions that rotary frequencies of its tokens go by."""
+        return self.whole or self.context
 
     @property
     def tokens(self) -> slice:
@@ -50,6 +52,7 @@ class Part(NamedTuple):
     wanted   how many of the last tokens need logits: 0, 1, or all of them
     scored   how many of the first tokens have logits that are looked at and not kept
     pooled   how many of the last tokens have hidden states that are
+    whole    see Run
     """
 
     sequence: int
@@ -60,6 +63,7 @@ class Part(NamedTuple):
     room: int = 0
     scored: int = 0
     pooled: int = 0
+    whole: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,7 +102,8 @@ class Step:
         for part in (Part(*part) for part in parts):
             offset, length = len(ids), len(part.tokens)
             end = offset + length
-            runs.append(Run(part.sequence, part.start, offset, length, part.reserved, part.room))
+            limits = part.reserved, part.room, part.whole
+            runs.append(Run(part.sequence, part.start, offset, length, *limits))
             ids += part.tokens
             positions += range(part.start, part.start + length)
             rows += range(end - part.wanted, end)

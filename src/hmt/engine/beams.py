@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hmt.base.errors import BudgetError
-from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.model import PAGE_TOKENS, RotaryBorder
 from hmt.contracts.step import Part, Step
 from hmt.engine.sampler import not_finite
 from hmt.kvcache import AnyKV
@@ -58,10 +58,12 @@ class BeamSearch:
         eos_ids: Iterable[int],
         length_penalty: float,
         chunk: int,
+        border: RotaryBorder | None = None,
     ) -> None:
         """Reserves what all beams may take.
 
-        run   logits of a step, on any device; told whether it is of the prompt
+        run      logits of a step, on any device; told whether it is of the prompt
+        border   of the model's rotary positions
 
         Raises BudgetError where the cache has no room for all beams.
         """
@@ -72,6 +74,8 @@ class BeamSearch:
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.int64)
         self._penalty = length_penalty
         self._chunk = chunk
+        self._border = border
+        self._whole = len(self._prompt)
         self._positions = len(self._prompt) + new_tokens
         self._computed = 0
         self._found: list[Hypothesis] = []
@@ -128,17 +132,44 @@ class BeamSearch:
         first = self._computed
         tokens = list(self._prompt[first : first + count])
         last = first + count == len(self._prompt)
-        part = Part(self._beams[0].kv, first, tokens, int(last), self._positions)
-        logits = self._run(Step.build([part]), True)
+        logits = self._run(Step.build([self._part(self._beams[0].kv, first, tokens, last)]), True)
         self._computed += count
         return logits
 
     def _decode(self) -> torch.Tensor:
         first = len(self._prompt) + self._length - 1
-        parts = [
-            Part(beam.kv, first, [beam.tokens[-1]], 1, self._positions) for beam in self._beams
-        ]
+        border = self._border
+        if border is not None and not border.gradual and self._whole <= border.positions <= first:
+            return self._begin_again(first + 1)
+        parts = [self._part(beam.kv, first, [beam.tokens[-1]], last=True) for beam in self._beams]
         return self._run(Step.build(parts), False)
+
+    def _begin_again(self, whole: int) -> torch.Tensor:
+        """Compute prompt and beams anew for so many positions, beyond the rotary border.
+
+        Logits of the beams' last tokens.  Their pages are free meanwhile: nobody else takes any.
+        """
+        beams, count = self._beams, len(self._prompt)
+        while self._beams:
+            self._kv.close(self._beams[-1].kv)
+            self._beams = self._beams[:-1]
+        self._whole, self._computed = whole, 0
+        self._beams = [replace(beams[0], kv=self._kv.open(self._positions))]
+        while self._computed < count:
+            self._read_prompt(min(count - self._computed, self._chunk))
+        for beam in beams[1:]:
+            kv = self._kv.fork(self._beams[0].kv, count, self._positions)
+            self._beams = [*self._beams, replace(beam, kv=kv)]
+        step = max(1, self._chunk // len(beams))
+        for first in range(count, whole, step):
+            last = first + step >= whole
+            tokens = slice(first - count, first - count + step)
+            parts = [self._part(b.kv, first, list(b.tokens[tokens]), last) for b in self._beams]
+            logits = self._run(Step.build(parts), False)
+        return logits
+
+    def _part(self, kv: int, first: int, tokens: list[int], last: bool) -> Part:
+        return Part(kv, first, tokens, int(last), self._positions, whole=self._whole)
 
     def _likeliest(self, logits: torch.Tensor) -> list[tuple[int, int, float]]:
         """(beam, token, sum) of the best continuations, best first, by logits [beams, vocab]."""

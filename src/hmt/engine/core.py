@@ -58,12 +58,14 @@ class Core:
         self._vocab_size = prepared.model.spec.vocab_size
         self._layers = prepared.model.spec.layers
         self._forms = UnsettledForms()
+        self._border = prepared.model.spec.rotary_border
         self.scheduler = Scheduler(
             memory.kv,
             prefill_chunk=prepared.plan.prefill_chunk,
             max_batch=config.max_batch,
             prefixes=memory.prefixes,
-            salt=lambda sequence: scope_of(sequence, prepared.source, shared=config.prefix_shared),
+            salt=lambda sequence: scope_of(sequence, self._border, shared=config.prefix_shared),
+            border=self._border,
         )
         self._guesser: Guesser | None = None
         self._tracer = tracer
@@ -313,6 +315,7 @@ class Core:
             eos_ids=eos_ids,
             length_penalty=length_penalty,
             chunk=self._plan.prefill_chunk,
+            border=self._border,
         )
 
     def keys_and_values(
@@ -321,7 +324,7 @@ class Core:
         """See LoadedModel.keys_and_values."""
 
         def look(kv: int) -> None:
-            run = Run(kv, len(tokens) - 1, 0, 1, len(tokens))
+            run = Run(kv, len(tokens) - 1, 0, 1)
             for layer in range(self._layers):
                 see(layer, *self.memory.kv.read(layer, run))
 
@@ -338,7 +341,7 @@ class Core:
         kv = self.memory.kv.open(len(tokens))
         try:
             for start, stop in pairwise(starts):
-                run = Run(kv, start, 0, stop - start, len(tokens))
+                run = Run(kv, start, 0, stop - start, len(tokens), whole=len(tokens))
                 own = [row - start for row in rows if start <= row < stop]
                 phase = self.prompt if start < prefill else self.generation
                 parts.append(self._run_forced(run, tokens[start:stop], own, phase))

@@ -22,7 +22,7 @@ from hmt.kernels.which import kernel_name
 from hmt.kvcache import page_bytes
 from hmt.models import open_model
 from hmt.quant import Format, empty_weight
-from hmt.weights import BlockLayout
+from hmt.weights import BlockLayout, named
 from hmt.weights.binding import BoundParam
 
 _MATRIX = (128, 512)  # every group and tile in use divides it
@@ -224,7 +224,8 @@ def _kernel(form: Format) -> str:
 
 
 def _missing(spec: ModelSpec, source: Source) -> tuple[str, ...]:
-    there = {*source.checkpoint.records, *source.checkpoint.forms}
+    checkpoint = named(spec, source.checkpoint).checkpoint
+    there = {*checkpoint.records, *checkpoint.forms}
     return tuple(
         param.sources[0]
         for block in spec.blocks

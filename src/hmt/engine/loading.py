@@ -75,7 +75,8 @@ _DENSE = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 class Prepared:
     """A checkpoint or pack that was opened, checked and planned for; no weight has been loaded.
 
-    same   blocks that take no memory, each with the one whose memory it has
+    same       blocks that take no memory, each with the one whose memory it has
+    headless   it has no output layer, and can be asked for embeddings only
     """
 
     source: Source
@@ -86,6 +87,7 @@ class Prepared:
     machine: Machine
     plan: Plan
     same: Mapping[BlockId, BlockId] = field(default_factory=dict)
+    headless: bool = False
 
 
 @dataclass(slots=True)
@@ -195,7 +197,15 @@ def prepare(
     plan = without(plan, same, saved)
     _check_physical(plan)
     return Prepared(
-        source, model, weights.layouts, weights.published_bytes, demand, machine, plan, same
+        source,
+        model,
+        weights.layouts,
+        weights.published_bytes,
+        demand,
+        machine,
+        plan,
+        same,
+        weights.headless,
     )
 
 

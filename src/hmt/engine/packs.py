@@ -7,19 +7,18 @@ from pathlib import Path
 
 import torch
 
-from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.errors import BudgetError, CheckpointError, ConfigError
 from hmt.base.trace import Tracer
 from hmt.base.units import MIB, format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading import transfer_queue
-from hmt.engine.source import sensitive_of, target
-from hmt.formats import open_checkpoint
+from hmt.engine.source import opened, sensitive_of, target
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import HostPool, Ledger
 from hmt.models import open_model
 from hmt.quant import Scheme
-from hmt.weights import bind, published_bytes
+from hmt.weights import bind, named, published_bytes
 from hmt.weights.pack import (
     Buffers,
     Damage,
@@ -97,9 +96,14 @@ def verify(
 
 
 def _subject(path: Path, scheme: Scheme) -> Subject:
-    checkpoint = open_checkpoint(path)
+    checkpoint = opened(path)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
     bound = bind(model.spec, checkpoint)
+    if named(model.spec, checkpoint).headless:
+        raise CheckpointError(
+            f"{path} has no output layer (it is of a bare model, whose embedding is not tied): a "
+            "pack would not know that; load it as it is, for embeddings"
+        )
     wanted = target(scheme, sensitive_of(checkpoint.path, model.spec))
     layouts = lay_out_pack(bound, wanted)
     return Subject(

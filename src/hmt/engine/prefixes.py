@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hmt.base.errors import ConfigError, DiskReadError
 from hmt.base.log import logger
-from hmt.contracts.model import Model
+from hmt.contracts.model import Model, RotaryBorder
 from hmt.engine.config import EngineConfig
 from hmt.engine.source import Source
 from hmt.kvcache import AnyKV, encoding_of
@@ -23,9 +23,6 @@ from hmt.memory import HostPool
 
 if TYPE_CHECKING:
     from hmt.engine.sequence import Sequence
-
-# Rotary positions of these depend on how long a text may become.
-_BY_LENGTH = ("dynamic", "longrope")
 
 
 def prefix_bytes(model: Model, config: EngineConfig) -> int:
@@ -81,26 +78,27 @@ def save_some(prefixes: PrefixCache) -> bool:
         return False
 
 
-def scope_of(sequence: "Sequence", source: Source, *, shared: bool) -> str:
+def scope_of(sequence: "Sequence", border: RotaryBorder | None, *, shared: bool) -> str:
     """What two requests must have in common, besides their tokens, to share keys and values.
 
     The owner, unless prefixes are `shared`; the request's own salt; and what `salt_of` says.  No
     two of these are written alike, and a request without any has the scope "".
     """
-    request, salt = sequence.request, salt_of(sequence, source)
+    request, salt = sequence.request, salt_of(sequence, border)
     owner = "" if shared else request.owner
     if not owner and not request.cache_salt:
         return salt
     return json.dumps([owner, request.cache_salt, salt])
 
 
-def salt_of(sequence: "Sequence", source: Source) -> str:
-    """What two texts must have in common, besides their tokens, to have the same keys."""
-    for name in ("rope_parameters", "rope_scaling"):
-        parameters = source.config.get(name) or {}
-        if parameters.get("rope_type", parameters.get("type")) in _BY_LENGTH:
-            return str(sequence.positions)
-    return ""
+def salt_of(sequence: "Sequence", border: RotaryBorder | None) -> str:
+    """What two sequences must have in common, besides their tokens, to have the same keys.
+
+    Behind `whole` positions keys go by their own position, which is the same for all.
+    """
+    if border is None or sequence.whole <= border.positions:
+        return ""
+    return str(sequence.whole) if border.gradual else "long"
 
 
 def _extents(model: Model, near: str) -> PageExtents:

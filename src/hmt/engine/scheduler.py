@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from hmt.base.errors import ContextLengthError, DeadlineError, HMTError, RequestError
-from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.model import PAGE_TOKENS, RotaryBorder
 from hmt.contracts.request import FinishReason
 from hmt.contracts.step import Part, Step
 from hmt.engine.choices import Choices
@@ -97,6 +97,7 @@ class Scheduler:
         max_batch: int,
         prefixes: PrefixCache | None = None,
         salt: Callable[[Sequence], str] = lambda sequence: "",
+        border: RotaryBorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         forecast: AnswerForecast | None = None,
         build: Callable[[list[Part]], Step] = Step.build,
@@ -104,12 +105,14 @@ class Scheduler:
         """A step holds `prefill_chunk` tokens of prompts at most, and one of each other request.
 
         prefixes   of `kv`: texts share what begins alike and has the same `salt`
+        border     of the model's rotary positions
         clock      by which deadlines are meant
         forecast   what is known of answers beforehand
         build      makes a step of its parts; where nothing computes it, any step will do
         """
         self._rooms = Rooms(kv, prefixes, salt)
         self._chunk = prefill_chunk
+        self._border = border
         self._clock = clock
         self._forecast = AnswerForecast() if forecast is None else forecast
         self._limit = BatchLimit(max_batch)
@@ -180,6 +183,8 @@ class Scheduler:
         self._expire()
         self._look(sent_back=self._grow())
         self._admit()
+        while self._cross():
+            self._admit()
         running = [one for one in self._running if one.unsettled is None]
         reading = [one for one in running if one.computed < one.given]
         shares = share_out([(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk)
@@ -202,7 +207,9 @@ class Scheduler:
                 raise AssertionError("a step has more positions than were reserved")
             tokens = sequence.tokens[first : first + count]
             reach = sequence.positions, sequence.room
-            parts.append(Part(sequence.kv, first, tokens, wanted, *reach, scores, pools))
+            parts.append(
+                Part(sequence.kv, first, tokens, wanted, *reach, scores, pools, sequence.whole)
+            )
             advanced.append((sequence, count))
             if wanted:
                 sampled.append(sequence)
@@ -234,11 +241,13 @@ class Scheduler:
         for sequence in waiting:
             sequence.leader = None
         places = self._limit.most - len(self._running)
+        # Others begin with the keys of the prompt alone: see `RotaryBorder`.
+        shares = leader.kv is not None and leader.whole == leader.prompt_tokens
         source = None
-        if logits is not None and leader.kv is not None:
+        if logits is not None and shares:
             source = self._choices.source(leader, waiting, places)
         for sequence in waiting:
-            if leader.kv is None or sequence is source or len(self._running) >= self._limit.most:
+            if not shares or sequence is source or len(self._running) >= self._limit.most:
                 continue
             try:
                 positions, spare = self._expected(sequence), self._spare()
@@ -332,6 +341,34 @@ class Scheduler:
             self._parked += 1
         else:
             self._drop(sequence)
+
+    def _cross(self) -> bool:
+        """Let sequences whose next token is beyond the model's rotary border begin again.
+
+        See `RotaryBorder`.  Returns whether any of them has to wait for room to do so.
+        """
+        border, waits = self._border, False
+        if border is None or border.gradual:
+            return False
+        for sequence in list(self._running):
+            if not sequence.whole <= border.positions < len(sequence.tokens):
+                continue
+            room = min(sequence.room, sequence.positions)
+            self._choices.release(sequence, ended=False)
+            self._rooms.drop(sequence)
+            sequence.given = sequence.whole = len(sequence.tokens)
+            try:
+                if self._rooms.enter(sequence, room, 0):
+                    continue
+            except HMTError as error:
+                sequence.fail(error)
+                self.retire(sequence)
+                continue
+            # Its pages stay with others that share them.
+            self._running.remove(sequence)
+            self._waiting.restore(self._places.pop(sequence.number))
+            self._full, waits = False, True
+        return waits
 
     def _drop(self, sequence: Sequence) -> None:
         """Take all keys and values from a sequence that waits."""

@@ -60,6 +60,8 @@ class Sequence:
     given       tokens that are computed in chunks, like a prompt: that, and of a sequence that was
                 sent back and has to begin again what it had answered
     eos_ids     tokens that end the answer
+    whole       tokens whose rotary positions go by their number: the prompt, and of a sequence that
+                has crossed a `RotaryBorder` all that it had then
     kv          handle in the KV cache; None while it has nothing there
     room        positions that are reserved for it
     sent_back   times that it had begun and others needed its place or its room
@@ -89,6 +91,7 @@ class Sequence:
     number: int = field(default_factory=lambda: next(_numbers))
     computed: int = 0
     given: int = field(init=False)
+    whole: int = field(init=False)
     kv: int | None = None
     room: int = 0
     sent_back: int = 0
@@ -105,7 +108,7 @@ class Sequence:
     _others: torch.Tensor | None = None  # tokens that do not end the answer, int64 [n]
 
     def __post_init__(self) -> None:
-        self.given = self.prompt_tokens
+        self.given = self.whole = self.prompt_tokens
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,7 @@
 """What a model is loaded from: a published checkpoint, or a pack that was made of one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.encoding import Encoding, Packing
 from hmt.contracts.model import ModelSpec
 from hmt.formats import open_checkpoint
+from hmt.models import with_architecture
 from hmt.quant import Format, Scheme, Sensitive, parse_scheme, read_sensitive
 from hmt.text import Tokenizer
-from hmt.weights import BlockLayout, bind, lay_out, published_bytes
+from hmt.weights import BlockLayout, bind, lay_out, named, published_bytes
 from hmt.weights.layout import Target
 from hmt.weights.pack import Pack, looks_like_pack, open_pack
 
@@ -23,10 +24,12 @@ class Weights:
     """A source's blocks, laid out for loading.
 
     published_bytes   of the checkpoint's weights
+    headless          there is no output layer: see `hmt.weights.Named`
     """
 
     layouts: dict[BlockId, BlockLayout]
     published_bytes: int
+    headless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class Source:
         if self.pack is None:
             bound = bind(spec, self.checkpoint)
             layouts = lay_out(bound, target(asked or Scheme(), sensitive_of(self.path, spec)))
-            return Weights(layouts, published_bytes(bound))
+            headless = named(spec, self.checkpoint).headless
+            return Weights(layouts, published_bytes(bound), headless)
         manifest = self.pack.manifest
         held = parse_scheme(manifest.scheme)
         wanted = held if asked is None else asked
@@ -86,10 +90,17 @@ def open_source(path: Path) -> Source:
     """The checkpoint or pack in folder `path`.  Raises CheckpointError."""
     if looks_like_pack(path):
         pack = open_pack(path)
-        checkpoint = Checkpoint(path, pack.config, {}, vocabulary=pack.vocabulary)
+        config = with_architecture(pack.config)
+        checkpoint = Checkpoint(path, config, {}, vocabulary=pack.vocabulary)
         return Source(checkpoint, frozenset(pack.manifest.dtypes), pack)
-    checkpoint = open_checkpoint(path)
+    checkpoint = opened(path)
     return Source(checkpoint, frozenset(record.dtype for record in checkpoint.records.values()))
+
+
+def opened(path: Path) -> Checkpoint:
+    """The checkpoint in `path`, whose configuration names an architecture if it tells its type."""
+    checkpoint = open_checkpoint(path)
+    return replace(checkpoint, config=with_architecture(checkpoint.config))
 
 
 def sensitive_of(path: Path, spec: ModelSpec) -> Sensitive:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hmt.base.errors import CheckpointError
-from hmt.contracts.step import Step
+from hmt.contracts.model import RotaryBorder
+from hmt.contracts.step import Run, Step
 
 Parameters = Mapping[str, Any]
 
@@ -17,10 +18,10 @@ class Rotary:
     """Cosines and sines of rotary positions (arXiv 2104.09864) and their long-context variants.
 
     The variants agree with transformers' of the same name.  Frequencies of "dynamic" and "longrope"
-    depend on how long a sequence is.  transformers takes the longest sequence of the batch; here
-    each run counts for itself, so what runs beside it never changes a result; and by the positions
-    that its sequence may reach, because keys stay as they were rotated when they were appended, and
-    a sequence that crossed the limit on its way would hold keys of both kinds.
+    depend on how long a sequence is: on `Run.whole` or, of tokens behind it, on the positions up to
+    each of them.  transformers takes the longest sequence of the batch at each forward pass; here
+    each sequence counts for itself, and neither chunks nor what may come change a result.  What
+    becomes of keys when a sequence grows past a limit: see `RotaryBorder`.
     """
 
     def __init__(self, head_dim: int, parameters: Parameters, max_positions: int) -> None:
@@ -30,31 +31,36 @@ class Rotary:
         max_positions   the configuration's max_position_embeddings
         Raises CheckpointError for an unknown rope_type.
         """
-        self._type = parameters["rope_type"]
-        self._parameters = dict(parameters)
-        self._dim = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
-        self._max_positions = max_positions
-        try:
-            self._compute = _FREQUENCIES[self._type]
-        except KeyError:
+        self._type = parameters.get("rope_type") or "default"
+        if self._type not in _FREQUENCIES:
             raise CheckpointError(
                 f"rope_type {self._type!r} is not supported; HMT has {', '.join(_FREQUENCIES)}"
-            ) from None
+            )
+        self._parameters = dict(parameters)
+        partial = 1.0 if self._type == "proportional" else _share(parameters)
+        self._dim = int(head_dim * partial)
+        self._max_positions = max_positions
+        self._compute = _FREQUENCIES[self._type]
         self.attention_scaling = _attention_scaling(self._type, parameters, max_positions)
-        self.frequencies(max_positions)  # raises where parameters are missing
+        self.border = border_of(parameters, max_positions)
+        _check_length(self.frequencies(max_positions), self._dim)
         # Frequencies by kind, where positions have been.  None goes: captured steps read them.
-        self._kept: dict[tuple[torch.device, int], Tensor] = {}
+        self._kept: dict[tuple[torch.device, bool], Tensor] = {}
         self._last: dict[torch.device, tuple[Step, Tensor, Tensor]] = {}
 
     def frequencies(self, context: int) -> Tensor:
         """Radians per position for a sequence of `context` positions: f32 [dim / 2]."""
         return self._compute(self._parameters, self._dim, context, self._max_positions)
 
-    def kind(self, context: int) -> int:
-        """The same number for all contexts that have the same frequencies."""
-        if self._type == "longrope":
-            return int(context > self._parameters["original_max_position_embeddings"])
-        return max(context, self._max_positions) if self._type == "dynamic" else 0
+    def kind(self, run: Run) -> int:
+        """What the angles of a run depend on besides its tokens' positions; 0: on nothing."""
+        border = self.border
+        if border is None:
+            return 0
+        if border.gradual:
+            # Of a token that is the last of its sequence its own position says how many there are.
+            return run.rotated if run.rotated > max(border.positions, run.start + 1) else 0
+        return int(max(run.rotated, run.context) > border.positions)
 
     def cos_sin(self, step: Step) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the step's positions: f32 [tokens, dim], each angle twice.
@@ -73,21 +79,79 @@ class Rotary:
         return last[1:]
 
     def _step_frequencies(self, step: Step) -> Tensor:
-        """f32 [dim], each twice, or [tokens, dim] where runs differ."""
-        device = step.positions.device
-        kept = [self._kept_on(device, run.reach) for run in step.runs]
-        if all(one is kept[0] for one in kept):
-            return kept[0]
-        rows = [one.expand(run.length, -1) for one, run in zip(kept, step.runs, strict=True)]
+        """f32 [dim], each twice, or [tokens, dim] where tokens differ."""
+        border, device = self.border, step.positions.device
+        if border is None:
+            return self._kept_on(device, long=False)
+        if border.gradual:
+            return self._gradual(step, border.positions)
+        kinds = [bool(self.kind(run)) for run in step.runs]
+        if len(set(kinds)) == 1:
+            return self._kept_on(device, long=kinds[0])
+        rows = [
+            self._kept_on(device, long=long).expand(run.length, -1)
+            for long, run in zip(kinds, step.runs, strict=True)
+        ]
         return torch.cat(rows)
 
-    def _kept_on(self, device: torch.device, context: int) -> Tensor:
-        """Frequencies [dim], each twice."""
-        key = device, self.kind(context)
+    def _gradual(self, step: Step, border: int) -> Tensor:
+        """Frequencies of each token, of "dynamic": computed where positions are.
+
+        So that a captured step follows its positions past the border.
+        """
+        counts = torch.cat(
+            [(step.positions[run.tokens] + 1).clamp(min=self.kind(run)) for run in step.runs]
+        )[:, None]
+        stretched = _stretched(self._parameters, self._dim, counts, border)
+        usual = self._kept_on(step.positions.device, long=False)
+        return torch.where(counts > border, stretched.repeat(1, 2), usual)
+
+    def _kept_on(self, device: torch.device, *, long: bool) -> Tensor:
+        """Frequencies [dim], each twice, of sequences beyond the border or within it."""
+        key = device, long
         if key not in self._kept:
-            frequencies = self.frequencies(context)
+            limit = self._max_positions if self.border is None else self.border.positions
+            frequencies = self.frequencies(limit + long)
             self._kept[key] = torch.cat((frequencies, frequencies)).to(device)
         return self._kept[key]
+
+
+def border_of(parameters: Parameters, max_positions: int) -> RotaryBorder | None:
+    """Where frequencies begin to depend on a sequence's length; None: they never do."""
+    kind = parameters.get("rope_type")
+    if kind == "dynamic" and parameters.get("factor") != 1:
+        return RotaryBorder(max_positions, gradual=True)
+    if kind == "longrope" and parameters["short_factor"] != parameters["long_factor"]:
+        return RotaryBorder(int(parameters["original_max_position_embeddings"]), gradual=False)
+    return None
+
+
+def check_options(parameters: Parameters) -> None:
+    """Raise CheckpointError for an option that would be left aside unseen.
+
+    transformers ignores options that a type does not read; a file that has one means something by
+    it, which would silently not be computed.
+    """
+    kind = parameters.get("rope_type") or "default"
+    for name, value in parameters.items():
+        if name in _READ.get(kind, {name}) | _ANYWHERE or value in (None, _NEUTRAL.get(name)):
+            continue
+        raise CheckpointError(
+            f"{name} {value!r:.60} among the rotary parameters is not read where rope_type is "
+            f"{kind!r} or missing: remove it, or name the rope_type that it belongs to"
+        )
+
+
+def _share(parameters: Parameters) -> float:
+    return float(parameters.get("partial_rotary_factor") or 1.0)
+
+
+def _check_length(frequencies: Tensor, dim: int) -> None:
+    if len(frequencies) != (dim + 1) // 2:
+        raise CheckpointError(
+            f"there are {len(frequencies)} rotary frequencies for {dim} numbers of a head, which "
+            f"need {(dim + 1) // 2}"
+        )
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -138,9 +202,25 @@ def _linear(parameters: Parameters, dim: int, context: int, max_positions: int) 
 
 def _dynamic(parameters: Parameters, dim: int, context: int, max_positions: int) -> Tensor:
     """NTK-aware scaling of the base, once the context is longer than the model's own."""
+    counts = torch.tensor([max(context, max_positions)])
+    return _stretched(parameters, dim, counts, max_positions)
+
+
+def _stretched(parameters: Parameters, dim: int, counts: Tensor, max_positions: int) -> Tensor:
+    """The same for each of int64 counts [..., 1] of positions: f32 [..., dim / 2]."""
     factor = parameters["factor"]
-    stretch = factor * max(context, max_positions) / max_positions - (factor - 1)
-    return 1 / _periods(parameters["rope_theta"] * stretch ** (dim / (dim - 2)), dim)
+    stretch = factor * counts / max_positions - (factor - 1)
+    theta = parameters["rope_theta"] * stretch ** (dim / (dim - 2))
+    exponents = torch.arange(0, dim, 2, device=counts.device).float() / dim
+    return 1 / theta**exponents
+
+
+def _proportional(parameters: Parameters, dim: int, context: int, max_positions: int) -> Tensor:
+    """A share of the head's frequencies, spaced as for the whole head; the rest does not turn."""
+    turned = int(_share(parameters) * dim // 2)
+    frequencies = 1 / _periods(parameters["rope_theta"], dim)
+    frequencies[turned:] = 0
+    return frequencies / float(parameters.get("factor") or 1.0)
 
 
 def _llama3(parameters: Parameters, dim: int, context: int, max_positions: int) -> Tensor:
@@ -188,4 +268,32 @@ _FREQUENCIES: dict[str, Callable[[Parameters, int, int, int], Tensor]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
+# Options that each type reads, as transformers does.
+_LONGER = frozenset({"factor", "original_max_position_embeddings"})
+_READ: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": _LONGER | {"low_freq_factor", "high_freq_factor"},
+    "yarn": _LONGER
+    | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": _LONGER | {"attention_factor", "long_factor", "short_factor"},
+    "proportional": frozenset({"factor"}),
+}
+# What says nothing of numbers where a type does not read it; `mrope_section` divides dimensions
+# among axes that agree for text.
+_ANYWHERE = frozenset(
+    {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "mrope_section",
+        "mrope_interleaved",
+        "finetuned",
+    }
+)
+_NEUTRAL = {"factor": 1, "attention_factor": 1}

@@ -1,5 +1,5 @@
 """Model families: one readable file each, in forward order."""
 
-from hmt.models.registry import open_model, supported_architectures
+from hmt.models.registry import open_model, supported_architectures, with_architecture
 
-__all__ = ["open_model", "supported_architectures"]
+__all__ = ["open_model", "supported_architectures", "with_architecture"]

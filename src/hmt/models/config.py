@@ -7,7 +7,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from hmt.base.errors import CheckpointError
-from hmt.layers import Attention, GatedFFN, ResidualFFN, RMSNorm, Rotary
+from hmt.layers import Attention, GatedFFN, ResidualFFN, RMSNorm, Rotary, check_options
 
 Config = Any  # a configuration object of transformers; its fields differ by family
 
@@ -38,6 +38,7 @@ _COUNTS = (
     "v_head_dim",
     "vocab_size",
 )
+_PARTIAL = ("phi3",)  # families that read partial_rotary_factor
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _MOST = {"num_hidden_layers": 1 << 13, "vocab_size": 1 << 26, "max_position_embeddings": 1 << 40}
 _MOST |= {"sliding_window": 1 << 40}
@@ -70,7 +71,8 @@ def as_transformers_reads(config: Mapping[str, Any], model_type: str) -> Config:
     most = _MOST["num_hidden_layers"]
     for part in (config, *(one for one in config.values() if isinstance(one, Mapping))):
         for name, value in part.items():
-            counts = "layer" in str(name) or name == "num_labels"
+            # Not vocab_size_per_layer_input, which is of a table.
+            counts = ("layer" in str(name) and "size" not in str(name)) or name == "num_labels"
             if counts and isinstance(value, int | float) and value > most:
                 raise CheckpointError(f"{name} is {value}; it must be at most {most}")
     try:
@@ -117,6 +119,11 @@ def require(config: Config, name: str, *allowed: Any) -> None:
 def check_experts(config: Config, experts: int, groups: int = 1, kept_groups: int = 1) -> None:
     """Raise CheckpointError unless num_experts_per_tok experts can be chosen as described."""
     top_k = config.num_experts_per_tok
+    if not all(type(count) is int for count in (top_k, experts, groups, kept_groups)):
+        raise CheckpointError(
+            f"num_experts_per_tok is {top_k!r} of {experts!r} experts, in {kept_groups!r} of "
+            f"{groups!r} groups; all of these must be numbers"
+        )
     even = groups and kept_groups and experts % groups == 0 and 0 < kept_groups <= groups
     if not even or not 0 < top_k <= experts // groups * kept_groups:
         raise CheckpointError(
@@ -146,6 +153,13 @@ def rotary(config: Config, layer_type: str | None = None) -> Rotary:
     try:
         if layer_type is not None:
             parameters = parameters[layer_type]
+        elif "rope_type" not in parameters:
+            raise CheckpointError(
+                f"rope_parameters has a dictionary for each of {', '.join(sorted(parameters))}; "
+                "layers of this family all turn alike"
+            )
+        check_options(parameters)
+        _check_partial(config, parameters)
         return Rotary(head_dim(config), parameters, config.max_position_embeddings)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
@@ -153,11 +167,47 @@ def rotary(config: Config, layer_type: str | None = None) -> Rotary:
         ) from error
 
 
+def _check_partial(config: Config, parameters: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a share of the head where transformers' family has no use for it.
+
+    It leaves the factor aside with some types and cannot run with others.
+    """
+    share = parameters.get("partial_rotary_factor")
+    if share in (None, 1) or parameters.get("rope_type") == "proportional":
+        return
+    if config.model_type not in _PARTIAL:
+        raise CheckpointError(
+            f"partial_rotary_factor is {share}; models of type {config.model_type!r} turn whole "
+            f"heads, and of HMT's families only {', '.join(_PARTIAL)} turns a part"
+        )
+
+
 def rotaries(config: Config) -> list[Rotary]:
     """Rotary positions of all layer types."""
     if "rope_type" in config.rope_parameters:
         return [rotary(config)]
     return [rotary(config, layer_type) for layer_type in sorted(config.rope_parameters)]
+
+
+def max_context(config: Config) -> int:
+    """Positions that the model can tell apart.
+
+    With "dynamic" rotary positions the configuration's number is that of the unscaled model.
+    """
+    stretch = [
+        float(parameters["factor"])
+        for parameters in rotary_parameters(config)
+        if parameters.get("rope_type") == "dynamic"
+    ]
+    return int(config.max_position_embeddings * min(stretch, default=1.0))
+
+
+def rotary_parameters(config: Config) -> list[Mapping[str, Any]]:
+    """Rotary parameters of a configuration, of each layer type where they differ; none: none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        return [parameters]
+    return [each for each in parameters.values() if isinstance(each, Mapping)]
 
 
 def windows(config: Config) -> list[int]:

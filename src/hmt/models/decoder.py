@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hmt.base.errors import CheckpointError
 from hmt.base.units import MIB, round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.model import KVLayer, ModelSpec
+from hmt.contracts.model import KVLayer, ModelSpec, RotaryBorder
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Standing, Weights
 from hmt.kernels import fused_ops, ops
-from hmt.layers import ResidentLayers, RMSNorm, Router, UsualLayer
-from hmt.models.config import Config, rotaries
+from hmt.layers import ResidentLayers, RMSNorm, Rotary, Router, UsualLayer
+from hmt.models.config import Config, max_context, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
+_TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
 
 
@@ -47,15 +49,13 @@ class Decoder(ABC):
         self._router = router
         self._rotaries = rotaries(config)  # of all layer types, for `angles`
         ignored = (r"rotary_emb\.inv_freq$", *ignored)
-        if config.tie_word_embeddings:
-            ignored += (r"^lm_head\.weight$",)
         layers = config.num_hidden_layers
         self.spec = ModelSpec(
             architecture=config.architectures[0],
             layers=layers,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            max_context=_max_context(config),
+            max_context=max_context(config),
             blocks=(
                 _embedding(config),
                 *(block for index in range(layers) for block in self.layer_params(index)),
@@ -68,6 +68,7 @@ class Decoder(ABC):
             experts_per_token=0 if router is None else router.top_k,
             together=all(self.usual_layer(index) is not None for index in range(layers)),
             ignored=ignored,
+            rotary_border=_border(self._rotaries),
         )
         ids = [block.id for block in self.spec.blocks]
         self._head_chunks = [b for b in ids if b.kind is BlockKind.HEAD]
@@ -126,7 +127,7 @@ class Decoder(ABC):
 
     def angles(self, step: Step) -> tuple[int, ...]:
         """See Model."""
-        kinds = tuple(rotary.kind(run.reach) for rotary in self._rotaries for run in step.runs)
+        kinds = tuple(rotary.kind(run) for rotary in self._rotaries for run in step.runs)
         return kinds if any(kinds) else ()
 
     def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
@@ -181,26 +182,29 @@ def head_chunk_rows(vocab_size: int, hidden_size: int) -> int:
 
 def _embedding(config: Config) -> BlockSpec:
     shape = (config.vocab_size, config.hidden_size)
-    table = ParamSpec("weight", shape, ("model.embed_tokens.weight",), Role.TABLE)
+    sources = (_TABLE, _OUTPUT) if config.tie_word_embeddings else (_TABLE,)
+    table = ParamSpec("weight", shape, sources, Role.TABLE)
     return BlockSpec(_EMBEDDING, (table,))
 
 
 def _head(config: Config, norm: RMSNorm) -> Iterator[BlockSpec]:
     vocab, hidden = config.vocab_size, config.hidden_size
-    source = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    # A head of its own in the file is the head, also where the configuration says that there is
+    # none, as in transformers.
+    sources = (_OUTPUT, _TABLE) if config.tie_word_embeddings else (_OUTPUT,)
     step = head_chunk_rows(vocab, hidden)
     for index, first in enumerate(range(0, vocab, step)):
         rows = (first, min(first + step, vocab))
-        weight = ParamSpec("weight", (rows[1] - first, hidden), (source,), rows=rows)
+        weight = ParamSpec("weight", (rows[1] - first, hidden), sources, rows=rows)
         params = (norm.param("norm", "model.norm.weight"), weight) if index == 0 else (weight,)
         yield BlockSpec(BlockId(TRUNK, BlockKind.HEAD, index), params)
 
 
-def _max_context(config: Config) -> int:
-    """Positions that the model can tell apart.
-
-    With "dynamic" rotary positions the configuration's number is that of the unscaled model.
-    """
-    parameters = config.rope_parameters
-    stretch = parameters["factor"] if parameters.get("rope_type") == "dynamic" else 1
-    return int(config.max_position_embeddings * stretch)
+def _border(rotaries: Sequence[Rotary]) -> RotaryBorder | None:
+    borders = {rotary.border for rotary in rotaries} - {None}
+    if len(borders) > 1:
+        raise CheckpointError(
+            "its layer types have rotary positions that change at different lengths "
+            f"({', '.join(sorted(map(str, borders)))}), which HMT does not compute"
+        )
+    return next(iter(borders), None)

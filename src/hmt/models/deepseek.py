@@ -45,6 +45,7 @@ class DeepSeek(Decoder):
         mlp_bias: bool,
     ) -> None:
         require(config, "moe_layer_freq", 1)
+        require(config, "head_dim", config.qk_rope_head_dim)
         self.norm = norm(config)
         self.attention = LatentAttention(
             config.hidden_size,

@@ -52,9 +52,9 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     Raises UnknownArchitectureError for a family that HMT does not have, and CheckpointError for a
     configuration that is wrong or asks for something that its family does not compute here.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
     try:
+        names = config.get("architectures")
+        name = names[0] if isinstance(names, list) and names else None
         if not isinstance(name, str) or name not in _FAMILIES:
             return _open_other(config, name, dtype)
         model_type, family = _FAMILIES[name]
@@ -66,6 +66,25 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
             f"{path}/config.json describes no model of this architecture "
             f"({type(error).__name__}: {error!s:.300}): download it again"
         ) from error
+
+
+def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parsed config.json with an entry in `architectures` where `model_type` says which.
+
+    That is the type's causal language model, where there is no entry, or it names the bare model of
+    that type, without an output layer.
+    """
+    names, model_type = config.get("architectures"), config.get("model_type")
+    name = names[0] if isinstance(names, list) and names else None
+    if name in _FAMILIES or not isinstance(model_type, str):
+        return config
+    from transformers.models.auto import modeling_auto  # names only, yet it takes a second
+
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
+    if causal is None or name not in (None, bare):
+        return config
+    return {**config, "architectures": [causal]}
 
 
 def _checked(model: Model) -> Model:

@@ -4,6 +4,7 @@ from hmt.weights.binding import BoundBlock, BoundParam, BoundPart, bind, publish
 from hmt.weights.device_store import DeviceCounters, DeviceWeights, inner_homes
 from hmt.weights.expectations import GuessCounters, StoreCounters
 from hmt.weights.layout import BlockLayout, lay_out
+from hmt.weights.naming import Named, named
 from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings, open_policy
 from hmt.weights.rows import row_span_bytes
 from hmt.weights.spill import SpillFile
@@ -20,6 +21,7 @@ __all__ = [
     "DeviceWeights",
     "EvictionPolicy",
     "GuessCounters",
+    "Named",
     "SpillFile",
     "StoreCounters",
     "Surroundings",
@@ -28,6 +30,7 @@ __all__ = [
     "inner_homes",
     "laid_out_alike",
     "lay_out",
+    "named",
     "open_policy",
     "published_bytes",
     "row_span_bytes",

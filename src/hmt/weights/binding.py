@@ -13,6 +13,7 @@ from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import ModelSpec
 from hmt.quant import Format
 from hmt.quant.published import Form, InPlace, open_form
+from hmt.weights.naming import beginnings, named
 
 _ENCODINGS = {
     "F32": Encoding.F32,
@@ -74,6 +75,7 @@ def bind(spec: ModelSpec, checkpoint: Checkpoint) -> dict[BlockId, BoundBlock]:
     Raises MissingFileError for a tensor that is nowhere, ShapeError where shape or dtype contradict
     the configuration.  Tensors that nobody asked for are reported once through the log.
     """
+    checkpoint = named(spec, checkpoint).checkpoint
     bound = {block.id: _bind_block(block, checkpoint) for block in spec.blocks}
     used = {name for block in bound.values() for param in block.params for name in param.tensors}
     used |= checkpoint.spare
@@ -105,7 +107,8 @@ def _bind_param(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> Bou
     if source is None:
         raise MissingFileError(
             f"{block} needs tensor {' or '.join(param.sources)}, and none of the "
-            f"{len(records)} tensors in {checkpoint.path} is called that; "
+            f"{len(records)} tensors in {checkpoint.path} is called that, or begins otherwise and "
+            f"ends so; their names begin with {beginnings(checkpoint)}: "
             "a shard may be missing: download the checkpoint again"
         )
     found = forms.get(source) or records[source]

@@ -79,7 +79,7 @@ def open_gguf(path: Path) -> Checkpoint:
         None,
         forms_of(records, names, heads),
         vocabulary,
-        _in_config(config, factors),
+        spare=_in_config(config, factors),
     )
 
 

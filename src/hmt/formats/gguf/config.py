@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hmt.base.errors import CheckpointError, HeaderError, UnknownArchitectureError
+from hmt.base.errors import HeaderError, UnknownArchitectureError
 from hmt.contracts.checkpoint import TensorRecord
+from hmt.formats.gguf.keys import Keys
+from hmt.formats.gguf.rope import rope_parameters
 
 ARCHITECTURES: Final = (
     "deepseek2",
@@ -16,62 +18,13 @@ ARCHITECTURES: Final = (
     "qwen3",
     "qwen3moe",
 )
+# Those whose rotary factors in tensors are part of the configuration.
+FACTORED: Final = frozenset(ARCHITECTURES) - {"gemma3", "gpt-oss"}
 
 _GEMMA3_PATTERN: Final = 6  # every sixth layer sees everything, which llama.cpp takes for granted
 _GEMMA3_27B_LAYERS: Final = 62
 _NO_GROUPS, _V3_EXPERTS, _V3_GROUPS = (1, 1), 256, (8, 4)
 _SIGMOID: Final = 2  # expert_gating_func
-
-_REQUIRED: Final = object()
-
-
-class Keys:
-    """Metadata of one architecture, by keys without its name."""
-
-    def __init__(self, metadata: Mapping[str, Any], architecture: str, what: str) -> None:
-        self._metadata, self._at, self._what = metadata, f"{architecture}.", what
-
-    def __contains__(self, key: str) -> bool:
-        return self._at + key in self._metadata
-
-    def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A number; of an array whose items are equal, the item."""
-        value = self._metadata.get(self._at + key, default)
-        if value is _REQUIRED:
-            raise HeaderError(
-                f"{self._what} has no {self._at}{key}: convert it again with a current llama.cpp"
-            )
-        if isinstance(value, list):
-            if not value or any(item != value[0] for item in value):
-                raise CheckpointError(
-                    f"{self._what} has {self._at}{key} that differs by layer, which HMT does not "
-                    "compute"
-                )
-            value = value[0]
-        if value is not default and type(value) not in (int, float):
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no number")
-        return value
-
-    def count(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A whole number above 0."""
-        value = self.number(key, default)
-        if value is not default and (type(value) is not int or not 0 < value < 1 << 31):
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}; wanted is a count")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Whether something is so."""
-        value = self._metadata.get(self._at + key, default)
-        if not isinstance(value, bool):
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no truth")
-        return value
-
-    def text(self, key: str) -> str:
-        """Text, or nothing."""
-        value = self._metadata.get(self._at + key, "")
-        if not isinstance(value, str):
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no text")
-        return value
 
 
 def read_config(
@@ -100,7 +53,9 @@ def read_config(
     config = _common(keys, records, table.shape[0])
     config |= _FAMILIES[architecture](keys, config)
     if "rope_parameters" not in config:
-        config["rope_parameters"] = _rope(keys, config, factors)
+        dim, most = config["head_dim"], config["max_position_embeddings"]
+        partial = architecture == "phi3"
+        config["rope_parameters"] = rope_parameters(keys, dim, most, factors, partial=partial)
     ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
     for name, token_id in zip(("bos_token_id", "eos_token_id"), ids, strict=True):
         config[name] = token_id if type(token_id) is int and token_id >= 0 else None
@@ -167,9 +122,10 @@ def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     dim = keys.count("attention.key_length", 256)
     pattern = keys.count("attention.sliding_window_pattern", _GEMMA3_PATTERN)
-    full = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 1e6)}
-    if keys.text("rope.scaling.type") == "linear":
-        full |= {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
+    full = rope_parameters(keys, dim, config["max_position_embeddings"], {}, theta=1e6)
+    if "attention_factor" in full:
+        # llama.cpp scales by it in all layers, also in those that see a window.
+        raise keys.unread("rope.scaling.attn_factor")
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 1e4)}
     return {
         "architectures": ["Gemma3ForCausalLM"],
@@ -191,12 +147,10 @@ def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 150000.0)}
-    if keys.text("rope.scaling.type") == "yarn":
-        original = keys.count(
-            "rope.scaling.original_context_length", config["max_position_embeddings"]
-        )
-        rope |= _yarn(keys, original) | {"truncate": False}
+    most = config["max_position_embeddings"]
+    rope = rope_parameters(keys, config["head_dim"], most, {}, theta=150000.0)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -282,57 +236,3 @@ _FAMILIES: Final = {
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
 }
-
-
-def _rope(
-    keys: Keys, config: Mapping[str, Any], factors: Mapping[str, list[float]]
-) -> dict[str, Any]:
-    """Rotary positions as transformers describes them."""
-    found: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
-    }
-    turned, dim = keys.count("rope.dimension_count", config["head_dim"]), config["head_dim"]
-    if turned != dim:
-        found["partial_rotary_factor"] = turned / dim
-    original = keys.count("rope.scaling.original_context_length", config["max_position_embeddings"])
-    if "rope_factors_long" in factors:
-        return found | {
-            "rope_type": "longrope",
-            "long_factor": factors["rope_factors_long"],
-            "short_factor": factors.get("rope_factors_short", factors["rope_factors_long"]),
-            "original_max_position_embeddings": original,
-            "factor": config["max_position_embeddings"] / original,
-            "attention_factor": keys.number("rope.scaling.attn_factor", None),
-        }
-    if "rope_freqs" in factors:
-        # llama3's scaling comes as what each frequency is divided by, whatever it was made from.
-        return found | {
-            "rope_type": "longrope",
-            "long_factor": factors["rope_freqs"],
-            "short_factor": factors["rope_freqs"],
-            "original_max_position_embeddings": original,
-            "factor": 1.0,
-            "attention_factor": 1.0,
-        }
-    match keys.text("rope.scaling.type"):
-        case "linear":
-            return found | {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
-        case "yarn":
-            return found | _yarn(keys, original)
-    return found
-
-
-def _yarn(keys: Keys, original: int) -> dict[str, Any]:
-    found = {
-        "rope_type": "yarn",
-        "factor": keys.number("rope.scaling.factor"),
-        "original_max_position_embeddings": original,
-        "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
-    }
-    multiplier = keys.number("rope.scaling.yarn_log_multiplier", None)
-    if multiplier:
-        # A tenth of DeepSeek's mscale_all_dim, with which its mscale agrees.
-        found |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
-    return found

@@ -1,7 +1,7 @@
 """From a module tree to blocks: which parameters move together, and who reads them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -66,7 +66,8 @@ def take_apart(tree: Tree, architecture: str) -> Parts:
             del module.weight
             object.__setattr__(module, "weight", LazyTable.of(table, block))
         elif not name or any(True for _ in module.children()):
-            raise refused(architecture, f"{name or 'the model'} has parameters of its own ({own})")
+            named = f"{name or 'the model'} has parameters of its own ({', '.join(own)})"
+            raise refused(architecture, named)
         else:
             unit = Unit(_leaf(module), name)
             _put(tree.model, name, unit)
@@ -160,15 +161,24 @@ class BlockMaker:
         for module, name in sight.experts:
             yield from self._experts(index, module, by_name[name])
 
-    def trunk(self) -> Iterator[BlockSpec]:
+    def trunk(self, tied: bool) -> Iterator[BlockSpec]:
         """The blocks in front of the layers."""
-        for name, block in self._parts.tables:
-            yield BlockSpec(block, self._specs(f"{name}.weight", "weight", Role.TABLE))
+        for number, (name, block) in enumerate(self._parts.tables):
+            specs = self._specs(f"{name}.weight", "weight", Role.TABLE)
+            if tied and number == 0 and len(specs) == 1:
+                # transformers ties the embedding to the head where only that is in the file.
+                sources = (*specs[0].sources, f"{self._head_path()}.weight")
+                specs = (replace(specs[0], sources=sources),)
+            yield BlockSpec(block, specs)
+
+    def _head_path(self) -> str:
+        head = self._parts.head
+        return next(name for name, module in self._tree.model.named_modules() if module is head)
 
     def head(self, tied: bool) -> Iterator[BlockSpec]:
         """The blocks behind the layers."""
         head = self._parts.head
-        path = next(n for n, m in self._tree.model.named_modules() if m is head)
+        path = self._head_path()
         table = f"{self._parts.tables[0][0]}.weight"
         weight, bias = f"{path}.weight", f"{path}.bias"
         own = weight if not tied else table
@@ -178,6 +188,9 @@ class BlockMaker:
             rows = (first, min(first + step, head.out_features))
             block = HEAD._replace(index=number)
             specs = [*self._specs(own, "weight", Role.LINEAR, rows)]
+            if tied and len(specs) == 1:
+                # A head of its own in the file is the head, as in transformers.
+                specs = [replace(specs[0], sources=(weight, *specs[0].sources))]
             if head.biased:
                 specs += self._specs(bias, "bias", Role.VECTOR, rows)
             if number == 0:

@@ -6,7 +6,6 @@ What is around the layers is run once per step without them, to learn what each 
 once behind them, for the norm and the output layer.  No forward pass is changed.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,14 +15,17 @@ import torch
 from torch import Tensor
 
 from hmt.base.errors import CheckpointError
+from hmt.base.log import logger
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.model import ModelSpec
 from hmt.contracts.step import Run, Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.models.config import Config
+from hmt.models.config import Config, max_context
 from hmt.models.fallback import names, tree
 from hmt.models.fallback.blocks import BlockMaker, Parts, take_apart, units
+from hmt.models.fallback.features import encoder, not_followed
 from hmt.models.fallback.interfaces import OneSequence
+from hmt.models.fallback.lengths import border_in, by_length, check_share, lengths_of
 from hmt.models.fallback.modules import Layer, Stage
 from hmt.models.fallback.places import CPU, Known, brought
 from hmt.models.fallback.sight import LayerSight, Sights, look, surroundings
@@ -33,8 +35,6 @@ REMARK = "runs through transformers' modules, which is slower than a family of H
 
 # Buffers that old checkpoints have and that are computed.
 _IGNORED = (r"\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
-# Their angles depend on how long a sequence is: each sequence has to be alone in its call.
-_LENGTHS = ("dynamic", "longrope")
 
 
 class Fallback:
@@ -50,12 +50,13 @@ class Fallback:
         self.dtype = dtype
         read = tree.read(config)
         tree.refuse_others(read)
+        self._border = border_in(read.get_text_config())
         opened = _open(read, architecture, dtype)
         self._tree, self._parts, sights = opened.tree, opened.parts, opened.sights
         maker = BlockMaker(self._tree, self._parts, opened.published, architecture)
         layers = len(self._parts.layers)
         blocks = (
-            *maker.trunk(),
+            *maker.trunk(opened.tied),
             *(block for i in range(layers) for block in maker.layer(i, sights.layers[i])),
             *maker.head(opened.tied),
         )
@@ -71,10 +72,11 @@ class Fallback:
             activation_width=max(_width(sight, text.hidden_size) for sight in sights.layers),
             attention_heads=max(sight.heads for sight in sights.layers),
             experts_per_token=max(sight.top_k for sight in sights.layers),
-            ignored=_ignored(self._tree, opened.tied),
+            ignored=_ignored(self._tree),
             capturable=False,
             together=False,
             remarks=(REMARK,),
+            rotary_border=self._border,
         )
         self._after = [_after_attention(sight) for sight in sights.layers]
         self._layer_blocks: list[list[BlockId]] = [[] for _ in range(layers)]
@@ -88,6 +90,7 @@ class Fallback:
         self._prepared: tuple[Step | None, Tensor, list[dict[int, Call]]]
         self._prepared = (None, torch.empty(0), [])
         self._known: Known = {}  # what calls hold, where layers compute
+        self._try_behind()
 
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """See Model."""
@@ -99,14 +102,16 @@ class Fallback:
         """See Model."""
         calls = self._prepare(step, weights)[1]
         layer = self._parts.layers[index]
+        lengths = self._lengths(step.runs)
         if not self._tree.own_attention:
-            with doing(Work(weights, step=step, kv=kv, layer=index)):
+            with doing(Work(weights, step=step, kv=kv, layer=index, lengths=lengths)):
                 return _called(layer, calls[0][index], hidden, self._known)
         work = Work(weights, step=step, kv=kv, layer=index)
         out = torch.empty_like(hidden)
         with doing(work):
             for run, call in zip(step.runs, calls, strict=True):
                 work.run = run
+                work.lengths = None if lengths is None else lengths[run.tokens]
                 out[run.tokens] = _called(layer, call[index], hidden[run.tokens], self._known)
         key, value = (torch.cat(rows).contiguous() for rows in zip(*work.new, strict=True))
         kv.append(index, step, key, value)
@@ -158,6 +163,22 @@ class Fallback:
         nothing = torch.zeros(1, len(hidden), self._input_width, dtype=hidden.dtype)
         return self._tree.model(inputs_embeds=nothing, **options).logits
 
+    def _try_behind(self) -> None:
+        """Raise UnknownArchitectureError where what is behind the layers cannot be run alone.
+
+        Such as with embeddings that are looked up by tokens, of which `_behind` has none.
+        """
+        hidden = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype)
+        record = Sights(self.spec.layers, self.spec.hidden_size)
+        try:
+            work = Work(None, record=record, instead=hidden[None], stops=True)
+            with doing(work), suppress(StoppedError):
+                self._behind(hidden)
+        except Exception as error:
+            raise tree.refused(self.spec.architecture, not_followed(error)) from error
+        if work.seen is None:
+            raise tree.refused(self.spec.architecture, "its output layer is not reached")
+
     def _prepare(self, step: Step, weights: Weights) -> tuple[Tensor, list[dict[int, Call]]]:
         """Hidden states before the layers, and what these are called with: by run, by layer.
 
@@ -172,20 +193,35 @@ class Fallback:
         runs = step.runs if self._tree.own_attention else (None,)
         for run in runs:
             own = slice(None) if run is None else run.tokens
-            parts.append(self._around(ids[own], positions[own], run, weights))
+            alone = step.runs if run is None else (run,)
+            parts.append(self._around(ids[own], positions[own], run, alone, weights))
             calls.append(parts[-1].calls)
         first = [call[0] for call in calls]
         hidden = torch.cat([args[0] if args else kw["hidden_states"] for args, kw in first], dim=1)
         self._prepared, self._known = (step, hidden[0], calls), {}
         return hidden[0], calls
 
-    def _around(self, ids: Tensor, positions: Tensor, run: Run | None, weights: Weights) -> Work:
-        """Run what is around the layers, for some tokens."""
+    def _lengths(self, runs: tuple[Run, ...]) -> Tensor | None:
+        return None if self._border is None else lengths_of(runs)
+
+    def _around(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        run: Run | None,
+        runs: tuple[Run, ...],
+        weights: Weights,
+    ) -> Work:
+        """Run what is around the layers, for the tokens of `runs`.
+
+        run   the only one, where the model's own code computes attention
+        """
         cache = None
         if self._tree.own_attention:
             cache = OneSequence(run, len(self._parts.layers))
         options = surroundings(self._tree, positions, cache)
-        work = Work(weights, ends=len(self._parts.layers) - 1)
+        lengths = self._lengths(runs)
+        work = Work(weights, ends=len(self._parts.layers) - 1, lengths=lengths)
         with doing(work), suppress(StoppedError):
             self._tree.base(input_ids=ids[None], **options)
         return work
@@ -208,19 +244,24 @@ class _Opened:
 def _open(config: Config, architecture: str, dtype: torch.dtype) -> _Opened:
     """Build, take apart and look; with the model's own attention where that is needed."""
     problem: CheckpointError | None = None
-    for by_name in [False] if _depends_on_length(config) else [True, False]:
+    for by_name in (True, False):
         try:
             opened = _attempt(config, architecture, dtype, by_name=by_name)
         except CheckpointError as error:
             problem = problem or error
         except Exception as error:  # of transformers' code, which is met in a way of our own
-            problem = problem or tree.refused(
-                architecture, f"it failed when tried ({error!r:.300})"
-            )
+            logger.debug("%s failed when it was tried", architecture, exc_info=error)
+            problem = problem or tree.refused(architecture, not_followed(error))
         else:
-            if opened is not None:
+            if opened is not None and encoder(config) is None:
                 return opened
-    raise problem or tree.refused(architecture, "its layers have no attention that keeps anything")
+    problem = problem or tree.refused(
+        architecture, "its layers have no attention that keeps anything"
+    )
+    if (why := encoder(config)) is not None:
+        also = str(problem).partition("either: ")[2]
+        raise tree.refused(architecture, f"{why}; besides, {also}" if also else why)
+    raise problem
 
 
 def _attempt(
@@ -228,6 +269,10 @@ def _attempt(
 ) -> _Opened | None:
     """The same in one of both ways; None where the other one is wanted."""
     built = tree.build(config, architecture, dtype, by_name=by_name)
+    border = border_in(config.get_text_config())
+    check_share(built.model, config.get_text_config())
+    if border is not None:
+        by_length(built.model, border)
     if by_name and not built.takes_positions:
         return None
     output = built.model.get_output_embeddings()
@@ -240,12 +285,6 @@ def _attempt(
     if sights.problem:
         raise tree.refused(architecture, sights.problem)
     return _Opened(built, parts, sights, published, tied) if sights.layers[0].kv else None
-
-
-def _depends_on_length(config: Config) -> bool:
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    each = parameters.values() if "rope_type" not in parameters else [parameters]
-    return any(isinstance(one, Mapping) and one.get("rope_type") in _LENGTHS for one in each)
 
 
 def _called(layer: Layer, call: Call, hidden: Tensor, known: Known) -> Tensor:
@@ -267,7 +306,9 @@ def _answering(count: int) -> Callable[[Tensor], Any]:
 
 
 def _max_context(config: Config) -> int:
-    for name in ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions"):
+    if getattr(config, "max_position_embeddings", None):
+        return max_context(config)
+    for name in ("seq_length", "max_seq_len", "n_positions"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             return value
@@ -282,10 +323,9 @@ def _width(sight: LayerSight, hidden_size: int) -> int:
     return 8 * hidden_size + 2 * max(sight.widths.values(), default=0)
 
 
-def _ignored(built: tree.Tree, tied: bool) -> tuple[str, ...]:
-    known = [re.escape("lm_head.weight") + "$"] if tied else []
+def _ignored(built: tree.Tree) -> tuple[str, ...]:
     unexpected = getattr(built.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return (*_IGNORED, *known, *unexpected)
+    return (*_IGNORED, *unexpected)
 
 
 def _after_attention(sight: LayerSight) -> list[str]:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hmt.base.log import logger
 from hmt.contracts.model import KVKind, KVLayer
+from hmt.models.fallback.features import not_followed
 from hmt.models.fallback.interfaces import Mask, OneSequence
 from hmt.models.fallback.tree import Tree, refused
 from hmt.models.fallback.work import Work, doing
@@ -132,6 +134,8 @@ class Sights:
                 self._complain("its masks are neither causal nor windows")
         elif mask is not None:
             self._complain("it makes masks of its own")
+        else:
+            self._complain("it has no mask: its tokens see those behind them")
         if options.get("is_causal", getattr(module, "is_causal", True)) is False:
             self._complain("its attention is not causal")
         self._keep(query.shape[1], key, value, window)
@@ -199,8 +203,8 @@ def _run(
             options = surroundings(tree, torch.arange(_TOKENS), cache)
             tree.model(input_ids=torch.tensor([tokens]), **options)
     except Exception as error:
-        problem = sights.problem or f"it failed when it was tried ({error!r:.300})"
-        raise refused(architecture, problem) from error
+        logger.debug("%s failed when it was tried", architecture, exc_info=error)
+        raise refused(architecture, sights.problem or not_followed(error)) from error
     finally:
         for index, layer in enumerate(layers):
             tree.layers[index] = layer

@@ -15,9 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.models.config import Config, as_transformers_reads, check_counts, first_line
 from hmt.models.fallback import interfaces
-
-_RECURRENT = ("mamba", "ssm", "linear_attention", "recurrent", "conv", "rwkv", "xlstm")
-_OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "image_config")
+from hmt.models.fallback.features import uncomputed
 
 
 @dataclass(frozen=True)
@@ -57,23 +55,18 @@ def read(config: Mapping[str, Any]) -> Config:
         )
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != architecture:
         raise CheckpointError(f"model_type {model_type!r} is not that of a {architecture}")
-    found = as_transformers_reads(config, model_type)
-    check_counts(found.get_text_config(), no_window=0)
-    return found
+    return as_transformers_reads(config, model_type)
 
 
 def refuse_others(config: Config) -> None:
-    """Raise UnknownArchitectureError for models that are not text after text, token by token."""
-    architecture = config.architectures[0]
-    if getattr(config, "is_encoder_decoder", False):
-        raise refused(architecture, "it has an encoder beside its decoder")
-    inputs = [name for name in _OTHER_INPUTS if getattr(config, name, None) is not None]
-    if inputs:
-        raise refused(architecture, f"it also takes images or sound ({inputs[0]})")
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    odd = sorted({str(k) for k in kinds if any(word in str(k).lower() for word in _RECURRENT)})
-    if odd:
-        raise refused(architecture, f"it has layers of {', '.join(odd)}, which HMT does not keep")
+    """Raise UnknownArchitectureError for models that are not text after text, token by token.
+
+    And CheckpointError for sizes that no model has.
+    """
+    why = uncomputed(config)
+    if why is not None:
+        raise refused(config.architectures[0], why)
+    check_counts(config.get_text_config(), no_window=0)
 
 
 def build(config: Config, architecture: str, dtype: torch.dtype, *, by_name: bool) -> Tree:

@@ -29,6 +29,7 @@ class Work:
     step, kv   of `layer`
     layer      its index
     run        the one sequence that is computed, where the model's own code does attention
+    lengths    that rotary frequencies of its tokens go by, int64 [tokens]; None: by positions
     new        of that sequence: keys and values that attention has seen, [tokens, heads, dim]
     residual   what came into the first module behind attention: [1, tokens, hidden_size]
     guessing   stop when experts are chosen, which `chosen` then are
@@ -44,6 +45,7 @@ class Work:
     kv: KVCache | None = None
     layer: int = -1
     run: Run | None = None
+    lengths: Tensor | None = None
     new: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     residual: Tensor | None = None
     guessing: bool = False

@@ -1,0 +1,282 @@
+"""Every rope type of transformers in every family: its logits, or a refusal that names the option.
+
+Prompts of two lengths, one beyond the limit at which LongRoPE and dynamic NTK change: whole, in
+chunks, token by token and beside each other.
+"""
+
+import copy
+import random
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_memory import Bench, published, random_reference
+from random_configs import families, first_fields
+from transformers import CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import hmt
+from hmt.base.errors import CheckpointError
+from hmt.contracts.step import Part, Step
+from hmt.models import open_model
+
+TOLERANCE = 1e-4
+BORDER, SHORT, LONG = 20, 15, 41
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.5},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 12},
+    "longrope": {"original_max_position_embeddings": BORDER},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
+}
+# Without a file here: attention by name with a rotary module beside the layers; a scale that
+# changes with the factors; latent attention.
+OTHERS: dict[str, dict[str, Any]] = {
+    "granite": {"attention_multiplier": 0.2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "minicpm3": {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 16, "v_head_dim": 12, "head_dim": 16,
+    },
+}  # fmt: skip
+SIZES = {
+    "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def config_of(family: str, kind: str, **more: Any) -> Any:
+    """A small configuration with rotary positions of a kind; `more` are options of it."""
+    fields: dict[str, Any] = dict(
+        SIZES | OTHERS[family] if family in OTHERS else first_fields(family)
+    )
+    for name in ("original_max_position_embeddings", "sliding_window_pattern"):
+        fields.pop(name, None)
+    fields["max_position_embeddings"] = BORDER if kind == "dynamic" else 96
+    config = CONFIG_MAPPING[family](**fields)
+    dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+    dim = dim or config.hidden_size // config.num_attention_heads
+    fields["head_dim"] = dim  # transformers' Mixtral needs it with some types
+    rope = {"rope_type": kind, "rope_theta": 5000.0, **copy.deepcopy(OPTIONS[kind]), **more}
+    if kind == "longrope":
+        rng, turned = random.Random(dim), int(dim * more.get("partial_rotary_factor", 1.0)) // 2
+        rope |= {
+            "long_factor": [1 + 8 * rng.random() for _ in range(turned)],
+            "short_factor": [1 + rng.random() for _ in range(turned)],
+        }
+        if family == "phi3":
+            fields["original_max_position_embeddings"] = BORDER
+        if family == "phimoe":
+            rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
+    if family == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": 700.0}
+        return CONFIG_MAPPING[family](
+            **fields, rope_parameters={"full_attention": rope, "sliding_attention": local}
+        )
+    return CONFIG_MAPPING[family](**fields, rope_parameters=rope)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(250) for _ in range(count)] for count in (SHORT, LONG)]
+
+
+def logits_of(config: Any, tokens: list[int]) -> torch.Tensor:
+    """Of a model that has seen nothing yet: transformers' keep frequencies from call to call."""
+    with torch.inference_mode():
+        logits: torch.Tensor = random_reference(config, 3)(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+class Steps(Bench):
+    """Runs steps whose sequences have a length beyond what the step holds of them."""
+
+    @torch.inference_mode()
+    def of(self, *parts: tuple[int, int, list[int], int]) -> torch.Tensor:
+        step = Step.build([Part(n, at, t, len(t), whole=whole) for n, at, t, whole in parts])
+        hidden = self.model.embed(step, self.weights)
+        for index in range(self.model.spec.layers):
+            hidden = self.model.layer(index, hidden, step, self.weights, self.kv)
+        return self.model.head(hidden[step.logit_rows], self.weights)
+
+
+MATRIX = [
+    (family, kind)
+    for family in (*families(), *OTHERS)
+    for kind in OPTIONS
+    # transformers itself knows no others in these.
+    if not (family == "phi3" and kind not in ("default", "longrope"))
+    and not (family == "phimoe" and kind not in ("default", "longrope"))
+]
+
+
+def test_all_types_of_transformers_are_here() -> None:
+    assert {"default", *ROPE_INIT_FUNCTIONS} == OPTIONS.keys()
+
+
+@pytest.mark.parametrize(("family", "kind"), MATRIX)
+def test_logits_are_transformers(family: str, kind: str, tmp_path: Path) -> None:
+    config, texts = config_of(family, kind), prompts()
+    wanted = [logits_of(config, text) for text in texts]
+    fields, tensors = published(random_reference(config, 3), tmp_path)
+    bench = Steps(open_model(fields, tmp_path, torch.float32), tensors)
+    number = 0
+    for text, rows in zip(texts, wanted, strict=True):
+        for size in (len(text), 7, 1):
+            number += 1
+            for at in range(0, len(text), size):
+                piece = text[at : at + size]
+                found = bench.of((number, at, piece, len(text)))
+                torch.testing.assert_close(found, rows[at : at + size], atol=TOLERANCE, rtol=0)
+    beside = bench.of((101, 0, texts[1], LONG), (100, 0, texts[0], SHORT))
+    torch.testing.assert_close(beside, torch.cat(wanted[::-1]), atol=TOLERANCE, rtol=0)
+
+
+NATIVE = [family for family in families() if family != "phi3"]
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_a_share_of_the_head_is_refused_where_no_module_reads_it(
+    family: str, tmp_path: Path
+) -> None:
+    config = config_of(family, "linear", partial_rotary_factor=0.5).to_dict()
+    config["architectures"] = [type_of(family)]
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor is 0\.5"):
+        open_model(config, tmp_path, torch.float32)
+
+
+def type_of(family: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"factor": 2.0}, "factor 2.0"),
+        ({"rope_type": "default", "factor": 2.0}, "factor 2.0"),
+        ({"type": "linear", "factor": 2.0, "attention_factor": 0.5}, "attention_factor 0.5"),
+        ({"rope_type": "linear", "factor": 2.0, "alpha": 1000}, "alpha 1000"),
+        ({"rope_type": "default", "llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta 0.1"),
+        ({"rope_type": "axial"}, "rope_type 'axial' is not supported"),
+        ({"rope_type": "longrope", "factor": 2.0}, "short_factor"),
+        ({"rope_type": "yarn"}, "factor"),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_options_that_nothing_reads_are_refused(
+    rope: dict[str, Any], named: str, spelling: str, tmp_path: Path
+) -> None:
+    config = config_of("llama", "default").to_dict()
+    del config["rope_parameters"]
+    config |= {"architectures": ["LlamaForCausalLM"], "rope_theta": 5000.0, spelling: rope}
+    with pytest.raises(CheckpointError, match=named):
+        open_model(config, tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"type": "linear", "factor": 2.0},
+        {"type": "linear", "rope_type": "linear", "factor": 2.0, "attention_factor": None},
+    ],
+)
+def test_old_spellings_are_the_same_model(rope: dict[str, Any], tmp_path: Path) -> None:
+    new = config_of("llama", "linear", factor=2.0).to_dict() | {
+        "architectures": ["LlamaForCausalLM"]
+    }
+    old = {name: value for name, value in new.items() if name != "rope_parameters"}
+    old |= {"rope_theta": 5000.0, "rope_scaling": rope}
+    step = Step.build([(1, 30, [0, 0], 0)])
+    tables = []
+    for config in (new, old):
+        model: Any = open_model(config, tmp_path, torch.float32)
+        tables.append(model.attention.rotary.cos_sin(step)[0])
+    assert torch.equal(*tables)
+
+
+def publish(reference: Any, folder: Path) -> None:
+    published(reference, folder)
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+
+
+def greedy(config: Any, prompt: list[int], count: int, *, cached: bool) -> list[int]:
+    reference = random_reference(config, 3)
+    out = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        use_cache=cached,
+    )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+# transformers' Phi-3 begins again at the border by itself; others mix keys of both kinds, which
+# HMT does not: their answers are those without a cache.  With dynamic NTK it keeps keys, too.
+ACROSS = {
+    ("phi3", "longrope"): True,
+    ("granite", "longrope"): False,
+    ("llama", "dynamic"): True,
+    ("granite", "dynamic"): True,
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), ACROSS)
+def test_answers_cross_the_border_as_transformers_do(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    """Whatever the chunk, the answer's limit, who runs beside, and what prompts share."""
+    config, (prompt, long) = config_of(family, kind), prompts()
+    wanted = greedy(config, prompt, 14, cached=ACROSS[family, kind])
+    beside = greedy(config, long, 4, cached=True)
+    publish(random_reference(config, 3), tmp_path)
+    options = {"host_memory": "128MiB", "dtype": "float32", "context": 48, "max_batch": 3}
+    for chunk, prefixes in ((None, False), (4, True)):
+        with hmt.Engine(**options, prefill_chunk=chunk, prefix_cache=prefixes, threads=1) as engine:
+            model = engine.load_model(tmp_path)
+
+            def answers(*asked: tuple[list[int], int], model: Any = model) -> list[list[int]]:
+                requests = [hmt.Request(t, n, ignore_eos=True) for t, n in asked]
+                return [list(answer.token_ids) for answer in model.infer_batch(requests)]
+
+            assert answers((prompt, 2)) == [wanted[:2]]
+            assert answers((prompt, 14), (long, 4), (prompt, 9)) == [wanted, beside, wanted[:9]]
+            turn = prompt + wanted[:9] + [5] * 3
+            second = greedy(config, turn, 3, cached=True)
+            assert answers((turn, 3), (prompt, 14)) == [second, wanted]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("phi3", "longrope"), ("llama", "dynamic")])
+def test_beams_cross_the_border_as_transformers_do(family: str, kind: str, tmp_path: Path) -> None:
+    wide = {"factor": 6.0} if kind == "dynamic" else {}
+    config, (prompt, _) = config_of(family, kind, **wide), prompts()
+    reference = random_reference(config, 3)
+    publish(reference, tmp_path)
+    out = reference.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, SHORT, dtype=torch.long),
+        max_new_tokens=12, min_new_tokens=12, num_beams=3, do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    with hmt.Engine(host_memory="128MiB", dtype="float32", context=96, max_batch=3) as engine:
+        model = engine.load_model(tmp_path)
+        [best, *_] = model.beam_search(hmt.Request(prompt, 12), 3)
+    assert list(best.token_ids) == out[0, SHORT:].tolist()
