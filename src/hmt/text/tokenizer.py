@@ -9,7 +9,12 @@ from typing import Any, Final
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from hmt.base.errors import CheckpointError, MissingFileError, RequestError
+from hmt.base.errors import (
+    CheckpointError,
+    ContextLengthError,
+    MissingFileError,
+    RequestError,
+)
 from hmt.text.channels import HarmonyReader
 from hmt.text.gguf import gguf_tokenizer
 from hmt.text.grammar import Grammars
@@ -24,12 +29,14 @@ from hmt.text.harmony import (
     is_harmony,
 )
 from hmt.text.json_file import read_object
+from hmt.text.pieces import PIECE_CHARACTERS, Coverage, Divider
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
 from hmt.text.tools import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+_MOST_UNDIVIDED: Final = 1 << 20  # bytes; tokenizing them takes 150 to 250 MB
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -119,13 +126,17 @@ class Tokenizer:
         """The tokenizer that a GGUF file describes.  Raises as `gguf_tokenizer` does."""
         return cls(file, *gguf_tokenizer(vocabulary, str(file)))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of plain text, with the start tokens that the checkpoint puts before it.
 
+        most   tokens that there is room for: longer texts may be refused before all of their
+               tokens are known
+
         A text that begins with the BOS token already gets no second one.  Raises RequestError for
-        text that is not valid Unicode.
+        text that is not valid Unicode or has a megabyte without a place where it can be divided,
+        ContextLengthError for what `most` cannot hold.
         """
-        ids = self._encode(text, add_special_tokens=True)
+        ids = self._encode(text, add_special_tokens=True, most=most)
         twice = len(ids) > 1 and ids[0] == ids[1] == self._bos_id
         return ids[1:] if twice else ids
 
@@ -209,12 +220,14 @@ class Tokenizer:
         *,
         effort: str | None = None,
         formed: bool = False,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
 
         tools    that may be called, in OpenAI's form
         effort   how long to reason, in the template's words
         formed   whether the answer has a form, and no room for anything before it
+        most     see `encode`
 
         The checkpoint's template writes all special tokens; none is added.  Raises RequestError
         for messages that the template refuses and where the checkpoint has no template,
@@ -224,17 +237,72 @@ class Tokenizer:
             messages, tools = harmony_messages(messages), tools and harmony_tools(tools)
         text = self._template.render(messages, tools, effort)
         text += FINAL if formed and self._harmony else ""
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False, most=most)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"the text is not valid Unicode: character {error.start} of {len(text)} is the "
                 f"lone surrogate U+{ord(text[error.start]):04X}; remove it"
             ) from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Each token stands for a byte at least: shorter texts are not looked at for this.
+        if most is not None and size > most and self._coverage is not None:
+            least = self._coverage.least_tokens(text)
+            if least > most:
+                raise ContextLengthError(
+                    f"the text has {size} bytes, which are {least} tokens or more (this "
+                    f"tokenizer's stand for {self._coverage.token_bytes} bytes at most); the "
+                    f"context has room for {most}: shorten it"
+                )
+        around = self._around if len(text) > PIECE_CHARACTERS and self._divider else None
+        if around is None:
+            return self._ids(text, add_special_tokens=add_special_tokens)
+        before, after = around if add_special_tokens else ([], [])
+        return [*before, *self._divided(text, most), *after]
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a text at once.  `encode` would hold the GIL: 12 s for 2 MB of digits."""
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
+
+    def _divided(self, text: str, most: int | None) -> list[int]:
+        """The same ids, a piece at a time."""
+        ids: list[int] = []
+        for piece in [] if self._divider is None else self._divider.pieces(text):
+            size = len(piece.encode())
+            if size > _MOST_UNDIVIDED:
+                raise RequestError(
+                    f"the text has {size} bytes without a place where it can be divided, and "
+                    f"{_MOST_UNDIVIDED} are tokenized at most: give it spaces or line breaks "
+                    "between words"
+                )
+            ids += self._ids(piece, add_special_tokens=False)
+            if most is not None and len(ids) > most:
+                raise ContextLengthError(
+                    f"the text has more than {len(ids)} tokens; the context has room for {most}: "
+                    "shorten it"
+                )
+        return ids
+
+    @cached_property
+    def _coverage(self) -> Coverage | None:
+        return Coverage.of(self._backend)
+
+    @cached_property
+    def _divider(self) -> Divider | None:
+        return Divider.of(self._backend)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens before and behind every text; None where they cannot be told."""
+        bare = self._ids("a", add_special_tokens=False)
+        whole = self._ids("a", add_special_tokens=True)
+        for begin in range(len(whole) - len(bare) + 1):
+            if whole[begin : begin + len(bare)] == bare:
+                return whole[:begin], whole[begin + len(bare) :]
+        return None
 
     def _piece_of(self, token_id: int) -> str | None:
         return None if token_id in self._special_ids else self._backend.id_to_token(token_id)

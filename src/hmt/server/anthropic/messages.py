@@ -53,7 +53,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     prompts: list[list[int]] = []
 
     def encode() -> list[list[int]]:
-        prompts.append(tokenizer.chat_prompt(chat, tools or None))
+        prompts.append(tokenizer.chat_prompt(chat, tools or None, most=service.max_positions))
         return prompts
 
     generation = await service.begin(asked, encode, 1, "messages")

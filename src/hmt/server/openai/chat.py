@@ -49,7 +49,11 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     def encode() -> list[list[int]]:
         prompts.append(
             tokenizer.chat_prompt(
-                messages, tools or None, effort=body.reasoning_effort, formed=bare
+                messages,
+                tools or None,
+                effort=body.reasoning_effort,
+                formed=bare,
+                most=service.max_positions,
             )
         )
         return prompts

@@ -42,7 +42,10 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     encoded: list[list[int]] = []
 
     def prompts() -> list[list[int]]:
-        encoded.extend(tokenizer.encode(one) if isinstance(one, str) else one for one in given)
+        most = service.max_positions
+        encoded.extend(
+            tokenizer.encode(one, most=most) if isinstance(one, str) else one for one in given
+        )
         return encoded
 
     generation = await service.begin(wanted, prompts, len(given), "prompt")

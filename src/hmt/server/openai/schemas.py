@@ -9,12 +9,20 @@ refused.
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes
 from hmt.contracts.request import Grammar, GrammarKind, Sampling
+from hmt.server.json_shape import fail_fast
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
@@ -36,6 +44,15 @@ class Strict(BaseModel):
     """Nothing is converted, and nothing is left unread."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """See fail_fast."""
+        schema = handler(source)
+        fail_fast(schema)
+        return schema
 
 
 class Ignored(Strict):
