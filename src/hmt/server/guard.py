@@ -25,6 +25,8 @@ OPEN_PATHS: Final = frozenset(("/health", "/ready", *DOCUMENTS))
 _BODIES_BYTES: Final = 24 * MIB
 _SMALL_BODY: Final = 32 * KIB
 
+_VERSIONS: Final = ("1.0", "1.1", "2", "3")  # the last two by a proxy or another ASGI server
+
 _LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
@@ -68,7 +70,7 @@ class Guard:
         try:
             self._check_host(headers)
             scope["state"]["owner"] = self._owner(scope, headers)
-            _check_length(headers)
+            _check_protocol(scope, headers)
             body = await self._body(scope, headers, receive, held)
         except ApiError as error:
             scope["state"]["code"] = error.code
@@ -168,7 +170,7 @@ class Guard:
                 f"they may have {most}: try again soon",
                 kind="server_error",
                 code="overloaded",
-                headers={"Retry-After": "2", "Connection": "close"},
+                headers={"Retry-After": "2"},
             )
         held.bytes += more
         self._bodies_bytes += more
@@ -181,8 +183,18 @@ class _Held:
     bytes: int = 0
 
 
-def _check_length(headers: Headers) -> None:
-    """Refuse a body with two lengths, of which a proxy in between may have believed the other."""
+def _check_protocol(scope: Scope, headers: Headers) -> None:
+    """Refuse versions that are not known.
+
+    And a body with two lengths, of which a proxy in between may have believed the other.
+    """
+    if scope["http_version"] not in _VERSIONS:
+        raise ApiError(
+            505,
+            f"the request is HTTP/{scope['http_version']}; this server speaks 1.0 and 1.1",
+            code="http_version",
+            headers={"Connection": "close"},
+        )
     if "transfer-encoding" in headers and "content-length" in headers:
         raise ApiError(
             400,
@@ -202,5 +214,4 @@ def _too_large(most: int) -> ApiError:
         413,
         f"the body is larger than the {most} bytes that this server takes",
         code="body_too_large",
-        headers={"Connection": "close"},
     )

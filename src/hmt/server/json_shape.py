@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from hmt.server.errors import ApiError
 
-MOST_PARTS: Final = 1 << 16  # objects, lists, texts and names; 9000 messages have so many
+MOST_PARTS: Final = 1 << 15  # objects, lists, texts and names; 4600 messages have so many
 MOST_NUMBERS: Final = 1 << 20  # and other values, such as tokens
 _FIRST_BYTES: Final = 1 << 18
 
@@ -38,7 +38,7 @@ def check_shape(body: bytearray) -> None:
                     400,
                     f"the first {min(size, len(body))} bytes of the body have {found} {what}, "
                     f"and {most} are read at most: send less at once",
-                    code="too_many_values",
+                    code="invalid_json",
                 )
 
 

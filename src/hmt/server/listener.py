@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from hmt.base.errors import os_reason
 from hmt.base.log import logger
 from hmt.server.connection import Connection
 from hmt.server.errors import ApiError
@@ -149,7 +150,7 @@ class Listener:
         if not self._told:
             logger.warning(
                 "no connection can be accepted (%s) with %d open: raise the limit of open files "
-                "(ulimit -n)", error.strerror, len(self._open),
+                "(ulimit -n)", os_reason(error), len(self._open),
             )  # fmt: skip
         self._told = True
         if self._spare is not None:  # whoever waits first is told, instead of hanging

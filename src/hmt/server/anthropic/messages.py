@@ -1,6 +1,5 @@
 """POST /v1/messages, and what a message would have in tokens."""
 
-import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from hmt.base.errors import HMTError
 from hmt.contracts.request import FinishReason, TokenEvent
 from hmt.server.anthropic.schemas import Counted, MessagesBody
+from hmt.server.client import off_loop
 from hmt.server.errors import told
 from hmt.server.generation import Generation
 from hmt.server.openai.reading import AnswerReader, Reading, Said, style_of
@@ -84,8 +84,8 @@ async def count_tokens(body: Counted, request: Request) -> dict[str, int]:
     """How long a prompt is."""
     service = service_of(request, body.model)
     try:
-        tokens = await asyncio.to_thread(
-            service.model.tokenizer.chat_prompt, body.chat, body.callable or None
+        tokens = await off_loop(
+            lambda: service.model.tokenizer.chat_prompt(body.chat, body.callable or None)
         )
     except HMTError as error:
         raise told(error, "messages") from error

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from hmt.contracts.request import TokenEvent, TokenLogprob
 from hmt.server.generation import Generation
-from hmt.server.openai.answers import Gathered, Heading, gather, spoken, usage
+from hmt.server.openai.answers import Gathered, Heading, gather, rendered, spoken, usage
 from hmt.server.openai.asking import asked
 from hmt.server.openai.schemas import CompletionBody
 from hmt.server.service import service_of
@@ -68,9 +67,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
                 for one in (mine * body.choices)[: body.choices]:
                     yield teller.whole(next(index), generation, one, answers[one])
 
-        # The log-probabilities of long prompts take their time; the loop is for everybody.
-        told = await asyncio.to_thread(lambda: list(choices()))
-        return JSONResponse(heading.of(told, usage=usage(generation)))
+        return await rendered(heading, choices(), usage(generation))
 
 
 @dataclass(slots=True)

@@ -1,18 +1,22 @@
 """GET /v1/models, and tokens: /tokenize and /detokenize."""
 
-import asyncio
-from typing import Any
+import json
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from hmt.base.errors import HMTError
 from hmt.engine import check_tokens
+from hmt.server.client import off_loop
 from hmt.server.errors import told
 from hmt.server.openai.schemas import DetokenizeBody, LoadBody, TokenizeBody, UnloadBody
 from hmt.server.service import service_of
 from hmt.server.shelf import described, shelf_of
 
 router = APIRouter()
+
+_AT_ONCE: Final = 1 << 16  # tokens that are written as text
 
 
 @router.get("/v1/models")
@@ -47,21 +51,28 @@ async def unload(body: UnloadBody, request: Request) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a chat as the model will read it."""
     service = service_of(request, body.model)
     tokenizer, messages = service.model.tokenizer, body.messages
 
-    def encode() -> list[int]:
-        if messages is not None:
-            return tokenizer.chat_prompt([message.plain() for message in messages])
-        return tokenizer.encode(body.prompt or "")
+    def encode() -> bytes:
+        if messages is None:
+            tokens = tokenizer.encode(body.prompt or "")
+        else:
+            tokens = tokenizer.chat_prompt([message.plain() for message in messages])
+        heading = {"count": len(tokens), "max_model_len": service.max_positions, "tokens": []}
+        # A piece at a time: the GIL is held meanwhile.
+        pieces = (
+            str(tokens[begin : begin + _AT_ONCE])[1:-1] for begin in range(0, len(tokens), _AT_ONCE)
+        )
+        return json.dumps(heading).encode()[:-2] + ",".join(pieces).encode() + b"]}"
 
     try:
-        tokens = await asyncio.to_thread(encode)
+        content = await off_loop(encode)
     except HMTError as error:
         raise told(error, "messages" if messages else "prompt") from error
-    return {"count": len(tokens), "max_model_len": service.max_positions, "tokens": tokens}
+    return Response(content, media_type="application/json")
 
 
 @router.post("/detokenize")
@@ -72,4 +83,4 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
         check_tokens(body.tokens, service.model.prepared.model.spec.vocab_size)
     except HMTError as error:
         raise told(error, "tokens") from error
-    return {"prompt": await asyncio.to_thread(service.model.tokenizer.decode, body.tokens)}
+    return {"prompt": await off_loop(lambda: service.model.tokenizer.decode(body.tokens))}
