@@ -68,9 +68,9 @@ class Guard:
 
         held = _Held()
         try:
+            _check_protocol(scope, headers)
             self._check_host(headers)
             scope["state"]["owner"] = self._owner(scope, headers)
-            _check_protocol(scope, headers)
             body = await self._body(scope, headers, receive, held)
         except ApiError as error:
             scope["state"]["code"] = error.code

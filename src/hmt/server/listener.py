@@ -96,6 +96,8 @@ class Listener:
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
+            if len(self._open) >= self._most and self._tasks:
+                return  # those that were just let in can only give way once they are connected
             try:
                 accepted, address = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -46,7 +46,10 @@ def main() -> int:
     guardian = Guardian(target, given.most_mib and given.most_mib * MIB)
     failed = 0
     try:
-        for attack in (attack for room in ROOMS for attack in room.ATTACKS):
+        for attack in (
+            *(one for room in ROOMS for one in room.ATTACKS),
+            *on_forms.TEMPLATE_ATTACKS,
+        ):
             if given.only and attack.__name__ not in given.only:
                 continue
             begin = time.monotonic()

@@ -90,7 +90,9 @@ def no_http(target: Target) -> None:
         for _ in range(3):
             with contextlib.suppress(OSError):  # it may be reset while it is sent
                 status = target.status_of(sent)
-                require(status in (0, 400, 403, 404, 431, 501, 505), f"{sent[:40]!r}: {status}")
+                require(
+                    status in (0, 400, 401, 403, 404, 431, 501, 505), f"{sent[:40]!r}: {status}"
+                )
 
 
 def many_at_once(target: Target) -> None:

@@ -105,12 +105,13 @@ def _still_serves(target: Target) -> None:
     )  # fmt: skip
 
 
+# Not of constants alone: Jinja computes those when it compiles, for whatever message.
 # What the template of the attacked server does when the last message is one of these words.
 TEMPLATE = (
     "{% set word = messages[-1].content %}"
     "{% if word == 'LOOP' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
     "{% endfor %}"
-    "{% elif word == 'GROW' %}{{ 'x' * 4000000000 }}"
+    "{% elif word == 'GROW' %}{{ 'x' * (4000000000 * messages | length) }}"
     "{% elif word == 'DOUBLE' %}{% set n = namespace(t='xxxxxxxxxxxxxxxx') %}"
     "{% for a in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}"
     "{% elif word == 'CLASS' %}{{ ''.__class__.__mro__[1].__subclasses__() }}"

@@ -98,7 +98,7 @@ def weak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     template = model / "chat_template.jinja"
     text = template.read_text(encoding="utf-8")
     template.write_text(on_forms.TEMPLATE + text, encoding="utf-8")
-    victim = Victim(folder, "--shutdown-timeout", "20", model=model, files=160)
+    victim = Victim(folder, "--shutdown-timeout", "70", model=model, files=160)
     yield victim
     victim.end()
 
@@ -163,7 +163,7 @@ def test_answers_end_after_a_signal_and_nothing_outlives_a_second_one(weak: Vict
         thread.start()
     time.sleep(0.5)
     weak.process.send_signal(signal.SIGTERM)
-    threads[0].join(60)
+    threads[0].join(80)
     require(bool(answers), "an answer did not end after SIGTERM")
     assert answers[0].status == 200, answers[0].text
     assert answers[0].json["usage"]["completion_tokens"] == 300
