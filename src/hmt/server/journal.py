@@ -5,7 +5,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from starlette.routing import Match
+from starlette.routing import Route
 from starlette.types import Scope
 
 
@@ -31,10 +31,8 @@ def write(scope: Scope, status: int, seconds: float, to: TextIO | None = None) -
 
 def _served(scope: Scope) -> str | None:
     """The pattern of what is asked for, also where a request came no further than the guard."""
-    route = scope.get("route")
-    for other in () if route is not None else scope["app"].routes:
-        if other.matches(scope)[0] is not Match.NONE:
-            route = other
-            break
-    path: str | None = getattr(route, "path", None)
-    return path
+    path: str | None = getattr(scope.get("route"), "path", None)
+    if path is not None:
+        return path
+    served: list[Route] = scope["app"].state.served
+    return next((one.path for one in served if one.path_regex.match(scope["path"])), None)

@@ -62,19 +62,29 @@ def _cached(target: Target, prompt: str, key: int, **others: object) -> int:
     return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def caches_prompts(target: Target) -> bool:
+    """Whether a prompt is found again by its own key: whether there is a prefix cache."""
+    prompt = f"{os.urandom(8).hex()} is asked twice by the same key, one after the other. " * 4
+    _cached(target, prompt, 0)
+    return _cached(target, prompt, 0) > 0
+
+
 def prompts_of_others(target: Target) -> None:
     """Whether another key can tell by the prefix cache what was asked."""
     if target.keys is None:
         return
+    if not caches_prompts(target):
+        return
     secret = f"{os.urandom(8).hex()} is my password, and mauve the colour that I love. " * 6
     _cached(target, secret, 0)
-    require(_cached(target, secret, 0) > 0, "a prompt is not found again by its own key")
     require(_cached(target, secret, 1) == 0, "a key learns what another one has asked")
 
 
 def flood_of_prompts(target: Target) -> None:
     """One key fills the prefix cache: another one's prompt is still there."""
     if target.keys is None:
+        return
+    if not caches_prompts(target):
         return
     own = f"{os.urandom(8).hex()} is what the other key asks again and again. " * 6
     _cached(target, own, 1)

@@ -78,7 +78,7 @@ class Victim:
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    victim = Victim(tmp_path_factory.mktemp("victim"), "--timeout", "60")
+    victim = Victim(tmp_path_factory.mktemp("victim"), "--prefix-cache")
     yield victim
     victim.end()
 
@@ -180,6 +180,10 @@ def inside(target: Target) -> int:
     """Answers under way."""
     state = target.get("/v1/hmt/state").json
     return int(state["requests"]["inside"])
+
+
+def test_the_prefix_cache_is_there_to_be_attacked(victim: Victim) -> None:
+    assert on_keys.caches_prompts(victim.target)
 
 
 def test_the_same_attacks_are_a_command(victim: Victim) -> None:
