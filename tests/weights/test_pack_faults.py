@@ -208,6 +208,23 @@ def test_too_small_a_drive_is_refused_before_anything_is_read(
         write_pack(checkpoint, tmp_path / "pack")
 
 
+@pytest.mark.parametrize("place", ["pack.partial", "pack.partial/pack", "pack.partial/old"])
+@pytest.mark.parametrize("dangling", [True, False])
+def test_links_in_the_place_of_a_draft_are_refused(
+    checkpoint: Path, tmp_path: Path, place: str, dangling: bool
+) -> None:
+    """Python's shutil refuses to delete them, without saying which error that is."""
+    there = tmp_path / "elsewhere"
+    if not dangling:
+        there.mkdir()
+        (there / "mine").touch()
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).symlink_to(there)
+    with pytest.raises(ConfigError, match=rf"{place} .*symbolic link to .*elsewhere: remove"):
+        write_pack(checkpoint, tmp_path / "pack", **OPTIONS)
+    assert dangling or (there / "mine").exists()
+
+
 def changed_sources(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     shard = next(folder.glob("*.safetensors"))
     yield shard.name, lambda: os.utime(shard, ns=(0, 0))

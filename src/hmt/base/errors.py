@@ -104,3 +104,11 @@ class MachineError(HMTError):
 
 class Cancelled(HMTError):
     """The request was cancelled before it finished."""
+
+
+def os_reason(error: OSError) -> str:
+    """Why the system, or a library that raises its errors, could not do something.
+
+    `strerror` alone is None where only a text was given, as by shutil for symbolic links.
+    """
+    return error.strerror or str(error) or type(error).__name__

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hmt.base.errors import ConfigError
+from hmt.base.errors import ConfigError, os_reason
 from hmt.base.units import format_bytes
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, expand
@@ -59,7 +59,7 @@ def traces(
     try:
         prose = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = os_reason(error) if isinstance(error, OSError) else error
         raise ConfigError(
             f"the prose {file} cannot be read ({why}): give a text with --text"
         ) from error

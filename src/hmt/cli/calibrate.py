@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hmt.base.errors import ConfigError
+from hmt.base.errors import ConfigError, os_reason
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
 from hmt.cli.written import file_to_write
@@ -63,7 +63,7 @@ def kv(
                 found.scales.write(file, identity(loaded.prepared.source))
             except OSError as error:
                 raise ConfigError(
-                    f"{file} cannot be written ({error.strerror}): name another with --out, and "
+                    f"{file} cannot be written ({os_reason(error)}): name another with --out, and "
                     "use it with --kv-quant exact,int8-static@FILE"
                 ) from error
     _print(found, file)

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from hmt.base.errors import HMTError
+from hmt.base.errors import HMTError, os_reason
 from hmt.base.units import format_bytes, format_rate
 
 GOOD, POOR, BROKEN = "ok", "could be better", "broken"
@@ -202,7 +202,7 @@ def _direct_reads(path: Path) -> Finding:
         finally:
             os.close(descriptor)
     except OSError as error:
-        found = f"refused in {folder} ({error.strerror}); reads go through the page cache"
+        found = f"refused in {folder} ({os_reason(error)}); reads go through the page cache"
         return Finding("O_DIRECT", POOR, found)
     return Finding("O_DIRECT", GOOD, f"works in {folder}")
 

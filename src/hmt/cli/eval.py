@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hmt.base.errors import ConfigError
+from hmt.base.errors import ConfigError, os_reason
 from hmt.cli.console import notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
 from hmt.cli.written import file_to_write, write_text
@@ -79,7 +79,7 @@ def held_out_text(text: Path | None) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = os_reason(error) if isinstance(error, OSError) else error
         raise ConfigError(
             f"the held-out text {file} cannot be read ({why}): give one with --text"
         ) from error

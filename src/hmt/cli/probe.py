@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hmt.base.errors import ConfigError, MissingFileError
+from hmt.base.errors import ConfigError, MissingFileError, os_reason
 from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _write(file: Path, text: str | None) -> None:
             output.write(text or "")
     except OSError as error:
         raise ConfigError(
-            f"the machine cannot be written to {file} ({error.strerror}): name another file"
+            f"the machine cannot be written to {file} ({os_reason(error)}): name another file"
         ) from None
 
 

@@ -115,6 +115,14 @@ class ServerOptions:
         ),
     ] = 600.0
 
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that answers have to end once the server is told to stop (Ctrl-C, "
+            "SIGTERM); a second signal ends it at once.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 30.0
     log_requests: Annotated[
         bool,
         typer.Option(
@@ -151,6 +159,7 @@ class ServerOptions:
             max_waiting=self.max_waiting,
             default_new_tokens=self.max_tokens,
             timeout_s=self.timeout,
+            shutdown_s=self.shutdown_timeout,
             max_body_bytes=parse_bytes(self.max_body),
             origins=tuple(self.origin or ()),
             log_requests=self.log_requests,

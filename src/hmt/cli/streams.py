@@ -11,6 +11,8 @@ import sys
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
+from hmt.base.errors import os_reason
+
 _FAILED = 1
 _NOBODY_READS = 141  # 128 + SIGPIPE, as a shell reports programs which that signal ends
 
@@ -19,7 +21,7 @@ class UnwrittenError(Exception):
     """Stdout takes no more; not an OSError, which Typer, Rich and commands treat in other ways."""
 
     def __init__(self, cause: OSError) -> None:
-        super().__init__(cause.strerror)
+        super().__init__(os_reason(cause))
         self.nobody_reads = cause.errno == errno.EPIPE
 
 

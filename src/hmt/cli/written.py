@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from hmt.base.errors import ConfigError, DiskWriteError
+from hmt.base.errors import ConfigError, DiskWriteError, os_reason
 
 
 def file_to_write(text: str) -> Any:
@@ -43,7 +43,7 @@ def write_text(file: Path, content: str) -> None:
         file.write_text(content, encoding="utf-8")
     except OSError as error:
         raise DiskWriteError(
-            f"{file} could not be written ({error.strerror}): make room, or name another file"
+            f"{file} could not be written ({os_reason(error)}): make room, or name another file"
         ) from error
 
 
@@ -65,5 +65,5 @@ def _refused(parameter: typer.CallbackParam, path: Path, wanted: str) -> Iterato
         yield
     except (OSError, ValueError) as error:
         name = f"--{parameter.name}" if parameter.param_type_name == "option" else "the folder"
-        why = error.strerror if isinstance(error, OSError) else error
+        why = os_reason(error) if isinstance(error, OSError) else error
         raise ConfigError(f"{name} {path} cannot be used ({why}): name a {wanted}") from None

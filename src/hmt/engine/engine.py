@@ -17,7 +17,6 @@ import torch
 from hmt.base.errors import (
     BudgetError,
     ClosedError,
-    ContextLengthError,
     EmptyPromptError,
     RequestError,
 )
@@ -32,6 +31,7 @@ from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
 from hmt.engine.expert_hits import HitKeeper
 from hmt.engine.foreseen import Foreseer
+from hmt.engine.limits import LengthLimit
 from hmt.engine.loading import Prepared, allocate_on, prepare
 from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
@@ -48,8 +48,6 @@ from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
 from hmt.memory.numa import Binding, bytes_by_node, choose, verify
 from hmt.text import Constraint, StopStrings, ThoughtLimit
-
-_DEFAULT_NEW_TOKENS = 256
 
 
 class Engine:
@@ -433,31 +431,20 @@ class LoadedModel:
 
     def _new_tokens(self, request: Request, prompt: int) -> int:
         """How many tokens a request may generate.  Raises ContextLengthError, RequestError."""
-        longest, asked = self.prepared.model.spec.max_context, request.max_new_tokens
-        if request.context_size is not None and not 0 < request.context_size <= longest:
-            raise ContextLengthError(
-                f"context_size {request.context_size} was asked for; this model was made for "
-                f"1 to {longest}"
-            )
-        shows = request.prompt_logprobs is not None or request.embedding is not None
-        fewest = 0 if shows else 1
+        asked = request.max_new_tokens
         if request.embedding is None:
             self._check_head()
         if request.embedding is not None and asked != 0:
             raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
-        if asked is not None and (type(asked) is not int or asked < fewest):
-            raise RequestError(f"max_new_tokens is {asked!r}; it must be at least {fewest}")
-        least = 1 if asked is None else asked
-        limit = request.context_size or longest
-        if asked is None:
-            limit = min(limit, self.plan.kv_tokens)
-        if prompt + least > limit:
-            raise ContextLengthError(
-                f"{prompt} prompt tokens and {least} new ones are more than the context of "
-                f"{limit}; shorten the prompt, lower max_new_tokens, or load the model with a "
-                "larger context"
-            )
-        return min(_DEFAULT_NEW_TOKENS, limit - prompt) if asked is None else asked
+        longest = self.prepared.model.spec.max_context
+        limit = LengthLimit.of(longest, self.load.capacity_tokens, request.context_size)
+        shows = request.prompt_logprobs is not None or request.embedding is not None
+        return limit.new_tokens(prompt, asked, fewest=0 if shows else 1)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest that prompt and answer may be together."""
+        return min(self.prepared.model.spec.max_context, self.load.capacity_tokens)
 
     def _check_head(self) -> None:
         """Raise RequestError where the model has no output layer, and something needs it."""
@@ -476,9 +463,9 @@ class LoadedModel:
         if not request.input:
             raise EmptyPromptError("the prompt is empty; give text, messages or token ids")
         if isinstance(request.input, str):
-            tokens = self.tokenizer.encode(request.input)
+            tokens = self.tokenizer.encode(request.input, most=self.max_positions)
         elif isinstance(request.input[0], dict):
-            tokens = self.tokenizer.chat_prompt(request.input)
+            tokens = self.tokenizer.chat_prompt(request.input, most=self.max_positions)
         else:
             tokens = list(request.input)
         check_tokens(tokens, self.prepared.model.spec.vocab_size)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TextIO, cast
 
 import torch
 
-from hmt.base.errors import ConfigError
+from hmt.base.errors import ConfigError, os_reason
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.engine.own_file import open_own_file
 
@@ -176,7 +176,9 @@ class TraceFile:
                 return cast(TextIO, gzip.open(self.path, "rt", encoding="utf-8"))
             return self.path.open(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"the trace {self.path} cannot be read ({error.strerror})") from error
+            raise ConfigError(
+                f"the trace {self.path} cannot be read ({os_reason(error)})"
+            ) from error
 
     def _not_a_trace(self, number: int, error: Exception) -> ConfigError:
         return ConfigError(

@@ -427,7 +427,11 @@ def _spill_file(prepared: Prepared, config: EngineConfig) -> SpillFile | None:
             folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if free < 2 * wanted:  # half of what is free is not ours to take
-            raise MachineError(f"{folder} has {format_bytes(free)} free")
+            raise MachineError(
+                f"{folder} has {format_bytes(free)} free, and {format_bytes(2 * wanted)} are "
+                f"wanted, of which {format_bytes(wanted)} would be used: half of what is free is "
+                "left to others"
+            )
         return SpillFile(folder, streamed)
     except (OSError, MachineError) as error:
         if config.disk_path is not None and isinstance(error, MachineError):

@@ -4,7 +4,7 @@ import fcntl
 from pathlib import Path
 from typing import BinaryIO
 
-from hmt.base.errors import ConfigError
+from hmt.base.errors import ConfigError, os_reason
 
 
 def open_own_file(path: Path, what: str) -> BinaryIO:
@@ -23,7 +23,7 @@ def open_own_file(path: Path, what: str) -> BinaryIO:
             raise
     except OSError as error:
         raise ConfigError(
-            f"{what} cannot be written to {path} ({error.strerror}): name a file that is yours and "
-            "that no other model writes"
+            f"{what} cannot be written to {path} ({os_reason(error)}): name a file that is yours "
+            "and that no other model writes"
         ) from error
     return file

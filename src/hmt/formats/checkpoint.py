@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from hmt.base.errors import CheckpointError, HeaderError, MissingFileError
+from hmt.base.errors import CheckpointError, HeaderError, MissingFileError, os_reason
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.formats.gguf import is_gguf, open_gguf
 from hmt.formats.quantized import find_forms
@@ -77,7 +77,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}): check its permissions and the drive"
+            f"{file} cannot be read ({os_reason(error)}): check its permissions and the drive"
         ) from error
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{file} is not valid JSON ({error}): download it again") from None

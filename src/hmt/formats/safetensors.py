@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from hmt.base.errors import CheckpointError, HeaderError, MissingFileError
+from hmt.base.errors import CheckpointError, HeaderError, MissingFileError, os_reason
 from hmt.base.units import format_bytes
 from hmt.contracts.checkpoint import TensorRecord
 
@@ -80,7 +80,7 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
         raise MissingFileError(f"{path} does not exist: download this shard") from None
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): check its permissions and the drive"
+            f"{path} cannot be read ({os_reason(error)}): check its permissions and the drive"
         ) from error
     if len(raw) < length:
         raise _damaged(path, f"the header ends after {len(raw)} of {length} bytes")

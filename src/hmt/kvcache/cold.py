@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hmt.base.errors import DiskReadError, HMTError, MachineError
+from hmt.base.errors import DiskReadError, HMTError, MachineError, os_reason
 from hmt.base.units import format_bytes
 from hmt.contracts.kv import COLD_BUFFERS, GROUP_PAGES
 from hmt.contracts.model import KVLayer
@@ -167,7 +167,7 @@ class ColdPages:
                 view, offset = view[written:], offset + written
         except OSError as error:
             raise DiskReadError(
-                f"keys and values could not be written to the drive: {error.strerror}; "
+                f"keys and values could not be written to the drive: {os_reason(error)}; "
                 "name another folder with --kv-disk"
             ) from error
 
@@ -364,7 +364,7 @@ def _own_file(folder: Path, nbytes: int) -> tuple[int, Path]:
         file, name = tempfile.mkstemp(prefix="hmt-kv-", dir=folder)
     except OSError as error:
         raise MachineError(
-            f"cannot write in {folder}: {error.strerror}; name a folder that exists and is yours "
+            f"cannot write in {folder}: {os_reason(error)}; name a folder that exists and is yours "
             "with --kv-disk"
         ) from error
     os.unlink(name)  # it vanishes with the process, however that ends
@@ -374,7 +374,7 @@ def _own_file(folder: Path, nbytes: int) -> tuple[int, Path]:
         os.close(file)
         raise MachineError(
             f"{folder} has no room for {format_bytes(nbytes)} of keys and values: "
-            f"{error.strerror}; lower --kv-disk-memory"
+            f"{os_reason(error)}; lower --kv-disk-memory"
         ) from error
     path = Path(f"/proc/{os.getpid()}/fd/{file}")
     try:

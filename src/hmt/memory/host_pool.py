@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from hmt.base.errors import BudgetError
+from hmt.base.errors import BudgetError, os_reason
 from hmt.base.units import format_bytes
 from hmt.memory.arena import PAGE_BYTES, POISON, Arena, HostBuffer
 from hmt.memory.buddy import Buddy
@@ -130,7 +130,7 @@ class HostPool:
             except OSError as error:
                 raise BudgetError(
                     f"{self.account.purpose}: the system has no {format_bytes(nbytes)} left "
-                    f"({error.strerror}); lower --host-memory"
+                    f"({os_reason(error)}); lower --host-memory"
                 ) from error
             buffer.asked_bytes = nbytes
             self._in_use += buffer.nbytes

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from hmt.base.errors import DiskReadError
+from hmt.base.errors import DiskReadError, os_reason
 from hmt.base.log import warn_once
 
 
@@ -69,7 +69,7 @@ class OpenFiles:
                     f"{path.parent} refuses O_DIRECT; reading through the page cache instead",
                 )
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
-            raise DiskReadError(f"cannot open {path}: {error.strerror}") from error
+            raise DiskReadError(f"cannot open {path}: {os_reason(error)}") from error
 
     def close(self) -> None:
         """Close them all."""
@@ -82,7 +82,7 @@ class OpenFiles:
 def read_failed(path: Path, offset: int, nbytes: int, error: OSError) -> DiskReadError:
     """What to say when the system could not read."""
     return DiskReadError(
-        f"reading {nbytes} bytes at {offset} of {path} failed: {error.strerror}; "
+        f"reading {nbytes} bytes at {offset} of {path} failed: {os_reason(error)}; "
         "check the drive (dmesg, smartctl)"
     )
 

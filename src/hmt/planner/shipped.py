@@ -3,7 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-from hmt.base.errors import MissingFileError
+from hmt.base.errors import MissingFileError, os_reason
 
 
 def shipped_names(folder: str, ending: str) -> list[str]:
@@ -25,7 +25,7 @@ def text_of(source: str, folder: str, ending: str, what: str) -> str:
         try:
             return path.read_text(encoding="utf-8-sig")  # some editors mark UTF-8
         except OSError as error:
-            raise MissingFileError(f"{path} cannot be read ({error.strerror})") from None
+            raise MissingFileError(f"{path} cannot be read ({os_reason(error)})") from None
     if source in (names := shipped_names(folder, ending)):
         name = f"{source}{ending}"
         return (files("hmt.planner") / folder / name).read_text(encoding="utf-8")

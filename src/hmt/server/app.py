@@ -72,16 +72,18 @@ def create_app(
     async def _gone(request: Request, error: ClientGone) -> Response:
         return Unsent()
 
-    for routes in (
+    routers = (
         chat.router,
         completions.router,
         embeddings.router,
         models.router,
         messages.router,
         page.router,
-    ):
-        app.include_router(routes)
+    )
     _add_watching(app, metrics)
+    app.state.served = [route for each in (app, *routers) for route in each.routes]
+    for router in routers:
+        app.include_router(router)
     return app
 
 

@@ -1,11 +1,14 @@
 """What a server is told, checked once."""
 
 import ipaddress
+import math
 from dataclasses import dataclass, field
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import MIB
 from hmt.server.keys import KeyRing
+
+MOST_SHUTDOWN_S = 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,9 @@ class ServerConfig:
     timeout_s          time that an answer may take, its wait included
     max_body_bytes     of a request
     body_timeout_s     in which a request's body must have come
+    header_timeout_s   in which a request's header must have come
+    idle_timeout_s     that a connection may wait for its next request
+    write_timeout_s    after which a client that reads nothing of its answer is left
     shutdown_s         that answers under way have to end once the server is told to stop
     origins            of web pages that may use it (CORS); none when empty
     log_requests       write a line of JSON to stderr for each response, without what was said
@@ -40,6 +46,9 @@ class ServerConfig:
     timeout_s: float = 600.0
     max_body_bytes: int = 4 * MIB
     body_timeout_s: float = 30.0
+    header_timeout_s: float = 10.0
+    idle_timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
     shutdown_s: float = 30.0
     origins: tuple[str, ...] = ()
     log_requests: bool = False
@@ -55,8 +64,16 @@ class ServerConfig:
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
-        if self.timeout_s <= 0 or self.body_timeout_s <= 0:
-            raise ConfigError("a timeout must be more than 0 seconds")
+        for name in ("timeout_s", "body_timeout_s", "header_timeout_s", "idle_timeout_s",
+                     "write_timeout_s"):  # fmt: skip
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; a timeout must be more than 0 seconds"
+                )
+        if not 0 <= self.shutdown_s <= MOST_SHUTDOWN_S:
+            raise ConfigError(
+                f"shutdown_s is {self.shutdown_s}; give 0 to {MOST_SHUTDOWN_S} seconds"
+            )
         if not self.is_local and not self.keys and not self.public:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and there is no API key: give "

@@ -130,24 +130,29 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def _own(request: Request, error: ApiError) -> Response:
-        return error.response(request.url.path)
+        return _answer(request, error)
 
     @app.exception_handler(HMTError)
     async def _engines(request: Request, error: HMTError) -> Response:
-        return told(error).response(request.url.path)
+        return _answer(request, told(error))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return _not_valid(error).response(request.url.path)
+        return _answer(request, _not_valid(error))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
-        return _of_http(request, error).response(request.url.path)
+        return _answer(request, _of_http(request, error))
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
         logger.error("the server failed for a reason that it does not know", exc_info=error)
-        return ApiError.internal().response(request.url.path)
+        return _answer(request, ApiError.internal())
+
+
+def _answer(request: Request, error: ApiError) -> Response:
+    request.state.code = error.code  # for the journal
+    return error.response(request.url.path)
 
 
 def _not_valid(error: RequestValidationError) -> ApiError:

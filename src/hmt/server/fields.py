@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Final, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from hmt.base.log import logger
+from hmt.server.json_shape import fail_fast
 
 _MOST_UNKNOWN: Final = 32  # in one object: each is compared with all known names
 _MOST_LOGGED: Final = 100  # clients choose the names, and the log must stay small
@@ -54,6 +55,15 @@ class Fields(BaseModel):
             _check(type(self), self.__pydantic_extra__)
             self.__pydantic_extra__.clear()
         return self
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """The same, with lists that end at their first wrong item: see `fail_fast`."""
+        schema = handler(source)
+        fail_fast(schema)
+        return schema
 
     @classmethod
     def accepted(cls) -> list[str]:

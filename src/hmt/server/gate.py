@@ -1,11 +1,64 @@
 """How many answers may be under way: those beyond are refused at once, with a time to come back."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
+from hmt.base.errors import Cancelled, HMTError
+from hmt.base.units import MIB
 from hmt.server.errors import ApiError
 
 _WEIGHT = 0.2  # of the latest answer in the mean of how long answers take
+
+# A token takes 0.4 to 3 kB until it is read.  A client that reads 20 thousand tokens late is cut
+# off, and earlier only where all clients together are late.
+_OF_ONE_BYTES: Final = 16 * MIB
+_OF_ALL_BYTES: Final = 64 * MIB
+
+
+class Behind(Protocol):
+    """Who has not read all that was written for it."""
+
+    def cut_off(self, error: HMTError) -> None:
+        """End it, and say why."""
+        ...
+
+
+@dataclass(slots=True)
+class Unread:
+    """What was written for clients and waits to be read, on the event loop.
+
+    Bounded by ending the answers of who is furthest behind.
+    """
+
+    of_one_bytes: int = _OF_ONE_BYTES
+    of_all_bytes: int = _OF_ALL_BYTES
+    total_bytes: int = 0
+    _by_reader: dict[Behind, int] = field(default_factory=dict)
+
+    def add(self, reader: Behind, size: int) -> None:
+        """So many bytes more wait for `reader`."""
+        waiting = self._by_reader[reader] = self._by_reader.get(reader, 0) + size
+        self.total_bytes += size
+        if self.total_bytes > self.of_all_bytes:
+            reader, waiting = max(self._by_reader.items(), key=lambda item: item[1])
+        elif waiting <= self.of_one_bytes:
+            return
+        reader.cut_off(
+            Cancelled(
+                f"the answer was read too slowly: {waiting} bytes of it waited, and "
+                f"{self.of_one_bytes} may, {self.of_all_bytes} for all clients together"
+            )
+        )
+
+    def read(self, reader: Behind, size: int) -> None:
+        """`reader` has read so many bytes."""
+        self._by_reader[reader] -= size
+        self.total_bytes -= size
+
+    def drop(self, reader: Behind) -> None:
+        """Nothing waits for `reader` any more."""
+        self.total_bytes -= self._by_reader.pop(reader, 0)
 
 
 @dataclass(slots=True)
@@ -20,6 +73,7 @@ class Gate:
     waiting: int
     inside: int = 0
     mean_s: float = 1.0  # that an answer takes
+    unread: "Unread" = field(default_factory=lambda: Unread())
 
     def enter(self, answers: int) -> None:
         """Let so many in.  Raises ApiError 429 where there is no room for all of them."""

@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Final, Self
 
-from hmt.base.errors import Cancelled, HMTError
+from hmt.base.errors import Cancelled, DeadlineError, HMTError
 from hmt.contracts.request import (
     FinishReason,
     PromptEvent,
@@ -14,11 +14,15 @@ from hmt.contracts.request import (
     TokenEvent,
 )
 from hmt.engine import LoadedModel, Ticket
+from hmt.server.client import CLIENT, off_loop
 from hmt.server.errors import told
 from hmt.server.gate import Gate
 from hmt.server.observer import Observer
 
 Told = TokenEvent | PromptEvent | HMTError | None
+
+_LATE_S: Final = 2.0  # that the engine has to tell itself that a request's time is over
+_TO_READ_S: Final = 5.0  # that a client then has to read the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,12 @@ class _Ear:
 
     number: int
     loop: asyncio.AbstractEventLoop
-    heard: "asyncio.Queue[tuple[int, Told]]"
+    hear: Callable[[int, Told], None]
 
     def put(self, event: Told, /) -> None:
         """See hmt.engine.Listener."""
         try:
-            self.loop.call_soon_threadsafe(self.heard.put_nowait, (self.number, event))
+            self.loop.call_soon_threadsafe(self.hear, self.number, event)
         except RuntimeError:
             return  # the loop has ended, and with it whoever would have listened
 
@@ -58,12 +62,15 @@ class Course:
         return self.failed or self.finish_reason is not None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Generation:
     """All answers that one HTTP request asked for: for each prompt as many as there are choices.
 
     Use as a context: leaving it cancels what has not ended, so that its pages come back at once.
     Answers are numbered by prompt, then by choice.
+
+    Its places at the gate are free once the engine has written all, whether or not the client
+    reads; what waits to be read is bounded by `gate.unread`.
     """
 
     gate: Gate
@@ -73,41 +80,94 @@ class Generation:
     prompts: list[Ticket] = field(default_factory=list)  # the first answer of each
     _heard: "asyncio.Queue[tuple[int, Told]]" = field(default_factory=asyncio.Queue)
     _answers: int = 0
+    _writing: int = 0  # answers of which the engine has not told the end
+    _took_s: float | None = None  # the longest answer that ended by itself
+    _begun_s: float = 0.0
+    _inside: bool = False
     _closed: bool = False
+    _over: HMTError | None = None  # why it ends before the engine says so
+    _timer: asyncio.TimerHandle | None = None
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def begin(
-        self, model: LoadedModel, requests: Callable[[], Sequence[Request]], answers: int
+        self,
+        model: LoadedModel,
+        requests: Callable[[], Sequence[Request]],
+        answers: int,
+        timeout_s: float,
     ) -> None:
         """Have the engine begin so many answers in all, to what `requests` makes on a thread.
 
         Raises ApiError: 429 at once where there is no room, 400 for requests that cannot be.
         """
         self.gate.enter(answers)
-        self._answers = answers
-        loop = asyncio.get_running_loop()
-        ears = [_Ear(number, loop, self._heard) for number in range(answers)]
+        self._answers = self._writing = answers
+        self._inside, self._begun_s = True, time.perf_counter()
+        loop, client = asyncio.get_running_loop(), CLIENT.get()
+        # Beside the engine, whose word waits behind what a client does not read.
+        self._timer = loop.call_later(timeout_s + _LATE_S, self._expire, timeout_s, client.cut)
+        ears = [_Ear(number, loop, self._hear) for number in range(answers)]
 
         def submit() -> None:
+            if self._stopped:
+                return
             made = requests()
             choices = answers // len(made)
             for number, request in enumerate(made):
-                if self._closed:
+                if self._stopped:
                     return
                 tickets = model.begin(request, ears[number * choices : (number + 1) * choices])
                 self.prompts.append(tickets[0])
                 self.courses += map(Course, tickets)
 
         # Long texts take their time to become tokens; the loop is for everybody.
-        submitting = asyncio.create_task(asyncio.to_thread(submit))
+        submitting = asyncio.create_task(off_loop(submit))
+        ended = asyncio.create_task(self._ended.wait())
         try:
-            await asyncio.shield(submitting)
-        except HMTError as error:
-            self.close()
-            raise told(error, self.param) from error
-        except BaseException:
-            self.close()  # the thread goes on: what it begins is cancelled at its end
+            await asyncio.wait({submitting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self._over is not None:
+                raise self._over
+            submitting.result()
+        except BaseException as error:
+            self.close()  # the thread may go on: what it begins is cancelled at its end
             submitting.add_done_callback(self._cancel_late)
+            if isinstance(error, HMTError):
+                raise told(error, self.param) from error
             raise
+        finally:
+            ended.cancel()
+
+    @property
+    def _stopped(self) -> bool:
+        return self._closed or self._over is not None
+
+    def _hear(self, number: int, event: Told) -> None:
+        """What the engine tells, on the event loop."""
+        if self._stopped:
+            return
+        ends = not isinstance(event, TokenEvent | PromptEvent)
+        if isinstance(event, TokenEvent | PromptEvent) and event.finish_reason is not None:
+            ends, self._took_s = True, time.perf_counter() - self._begun_s
+        self._writing -= ends
+        if not self._writing:
+            self._leave_gate()
+        self._heard.put_nowait((number, event))
+        if isinstance(event, TokenEvent):
+            self.gate.unread.add(self, _size_of(event))
+
+    def cut_off(self, error: HMTError) -> None:
+        """End all answers; whoever reads them is told `error`."""
+        if not self._closed and self._over is None:
+            self._over = error
+            self._cancel()
+            self._leave_gate()
+            self._drop_unread()
+            self._heard.put_nowait((0, error))
+            self._ended.set()
+
+    def _expire(self, timeout_s: float, cut: Callable[[], None]) -> None:
+        self.cut_off(DeadlineError(f"the answer took longer than {timeout_s:g} s"))
+        self._timer = asyncio.get_running_loop().call_later(_TO_READ_S, cut)
 
     async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
         """(answer, token) as they come, until all have ended.  Raises ApiError.
@@ -117,6 +177,8 @@ class Generation:
         left = sum(not course.ended for course in self.courses)
         while left:
             number, event = await self._heard.get()
+            if self._over is not None:
+                raise told(self._over, self.param) from self._over
             course = self.courses[number]
             if isinstance(event, PromptEvent):
                 course.prompt, course.finish_reason = event, event.finish_reason
@@ -127,6 +189,7 @@ class Generation:
                 course.failed = True
                 error = event or Cancelled("the request was cancelled")
                 raise told(error, self.param) from error
+            self.gate.unread.read(self, _size_of(event))
             course.last_s = time.perf_counter()
             course.first_s = course.first_s or course.last_s
             course.tokens += 1
@@ -160,13 +223,23 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._cancel()
-        took = [
-            c.last_s - c.ticket.submitted_s for c in self.courses if c.finish_reason and c.last_s
-        ]
-        self.gate.leave(self._answers, max(took, default=None))
+        self._leave_gate()
+        self._drop_unread()
         for course in self.courses:
             self.observer.ended(course)
+
+    def _leave_gate(self) -> None:
+        if self._inside:
+            self._inside = False
+            self.gate.leave(self._answers, self._took_s)
+
+    def _drop_unread(self) -> None:
+        self.gate.unread.drop(self)
+        while not self._heard.empty():
+            self._heard.get_nowait()
 
     def _cancel_late(self, submitted: "asyncio.Task[None]") -> None:
         if not submitted.cancelled():
@@ -177,3 +250,8 @@ class Generation:
         for course in self.courses:
             if not course.ended:
                 course.ticket.cancel()
+
+
+def _size_of(event: TokenEvent) -> int:
+    """Bytes of memory that it takes, about: measured with and without log-probabilities."""
+    return 400 + 2 * len(event.text) + (130 * len(event.logprob.top) if event.logprob else 0)

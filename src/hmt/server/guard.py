@@ -5,17 +5,27 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hmt.base.units import KIB, MIB
+from hmt.server.client import CLIENT, Client
 from hmt.server.config import ServerConfig
 from hmt.server.errors import ApiError
+from hmt.server.json_shape import check_shape
 from hmt.server.page.documents import DOCUMENTS
 
 # For those who watch whether it lives, and the page that asks people for their key.
 OPEN_PATHS: Final = frozenset(("/health", "/ready", *DOCUMENTS))
+
+# What bodies may take together, those of answers under way among them; small ones always may come.
+_BODIES_BYTES: Final = 24 * MIB
+_SMALL_BODY: Final = 32 * KIB
+
+_VERSIONS: Final = ("1.0", "1.1", "2", "3")  # the last two by a proxy or another ASGI server
 
 _LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -36,6 +46,7 @@ class Guard:
         self._app = app
         self._config = config
         self._seen = seen
+        self._bodies_bytes = 0  # held at the moment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -55,15 +66,20 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        held = _Held()
         try:
+            _check_protocol(scope, headers)
             self._check_host(headers)
             scope["state"]["owner"] = self._owner(scope, headers)
-            body = await self._body(scope, headers, receive)
+            body = await self._body(scope, headers, receive, held)
         except ApiError as error:
+            scope["state"]["code"] = error.code
             await error.response(scope["path"])(scope, receive, identified)
         else:
+            CLIENT.set(Client(held.bytes, scope["state"].get("cut", lambda: None)))
             await self._app(scope, body, identified)
         finally:
+            self._bodies_bytes -= held.bytes
             self._seen(scope, status, time.perf_counter() - begin)
 
     def _check_host(self, headers: Headers) -> None:
@@ -97,7 +113,9 @@ class Guard:
             raise ApiError(401, message, code="invalid_api_key", headers=wants)
         return owner
 
-    async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
+    async def _body(
+        self, scope: Scope, headers: Headers, receive: Receive, held: "_Held"
+    ) -> Receive:
         """What gives the application the whole body, and then whatever comes."""
         most = self._config.max_body_bytes
         if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
@@ -120,10 +138,12 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         break
-                    body += message.get("body", b"")
+                    came = message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > most:
+                    if len(body) + len(came) > most:
                         raise _too_large(most)
+                    self._hold(held, len(came))
+                    body += came
         except TimeoutError:
             raise ApiError(
                 408,
@@ -131,12 +151,57 @@ class Guard:
                 code="body_timeout",
                 headers={"Connection": "close"},
             ) from None
+        check_shape(body)
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        body.clear()
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
         return replay
+
+    def _hold(self, held: "_Held", more: int) -> None:
+        """Count so many bytes more of one body.  Raises ApiError where all have too many."""
+        most = max(_BODIES_BYTES, 2 * self._config.max_body_bytes)
+        if held.bytes + more > _SMALL_BODY and self._bodies_bytes + more > most:
+            raise ApiError(
+                503,
+                f"the bodies of requests under way have {self._bodies_bytes} bytes, and together "
+                f"they may have {most}: try again soon",
+                kind="server_error",
+                code="overloaded",
+                headers={"Retry-After": "2"},
+            )
+        held.bytes += more
+        self._bodies_bytes += more
+
+
+@dataclass(slots=True)
+class _Held:
+    """Bytes of one request's body that are in memory."""
+
+    bytes: int = 0
+
+
+def _check_protocol(scope: Scope, headers: Headers) -> None:
+    """Refuse versions that are not known.
+
+    And a body with two lengths, of which a proxy in between may have believed the other.
+    """
+    if scope["http_version"] not in _VERSIONS:
+        raise ApiError(
+            505,
+            f"the request is HTTP/{scope['http_version']}; this server speaks 1.0 and 1.1",
+            code="http_version",
+            headers={"Connection": "close"},
+        )
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise ApiError(
+            400,
+            "the request has both Transfer-Encoding and Content-Length: send one of them",
+            code="ambiguous_length",
+            headers={"Connection": "close"},
+        )
 
 
 def _is_preflight(scope: Scope, headers: Headers) -> bool:
@@ -149,5 +214,4 @@ def _too_large(most: int) -> ApiError:
         413,
         f"the body is larger than the {most} bytes that this server takes",
         code="body_too_large",
-        headers={"Connection": "close"},
     )

@@ -2,13 +2,16 @@
 
 import hashlib
 import hmac
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hmt.base.errors import ConfigError
+from hmt.base.log import logger
 
 _HASHED = "sha256:"
+_FOR_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 _LEAST = 8  # characters; shorter ones can be guessed
 
 
@@ -35,6 +38,7 @@ class KeyRing:
                 lines = file.read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"the file of API keys {file} cannot be read: {error}") from error
+            _warn_of_readers(file)
             found = [line.strip() for line in lines if line.strip() and line.strip()[0] != "#"]
             if not found:
                 raise ConfigError(f"the file of API keys {file} has none: write one on each line")
@@ -57,6 +61,19 @@ class KeyRing:
             if hmac.compare_digest(known, hashed):
                 found = known.hex()[:32]
         return found
+
+
+def _warn_of_readers(file: Path) -> None:
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & _FOR_OTHERS:
+        logger.warning(
+            "the file of API keys %s has mode %04o, so that other users of this machine can %s it: "
+            "chmod 600 %s",
+            file,
+            mode,
+            "read" if mode & stat.S_IROTH else "change",
+            file,
+        )
 
 
 def _hash(key: str) -> bytes:

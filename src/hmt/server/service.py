@@ -72,7 +72,7 @@ class Service:
     @property
     def max_positions(self) -> int:
         """The longest that prompt and answer may be together."""
-        return min(self.model.prepared.model.spec.max_context, self.model.load.capacity_tokens)
+        return self.model.max_positions
 
     async def begin(
         self, asked: Asked, prompts: Callable[[], list[list[int]]], count: int, param: str
@@ -107,7 +107,7 @@ class Service:
             self._check_form(asked)
             return [self._request(asked, tokens) for tokens in prompts()]
 
-        await generation.begin(self.model, requests, count * asked.answers)
+        await generation.begin(self.model, requests, count * asked.answers, self._timeout_s(asked))
         return generation
 
     def _check_form(self, asked: Asked) -> None:
@@ -117,6 +117,10 @@ class Service:
                 self.model.tokenizer.grammars.open(asked.grammar)
             except HMTError as error:
                 raise told(error, asked.formed) from error
+
+    def _timeout_s(self, asked: Asked) -> float:
+        most = self.config.timeout_s
+        return most if asked.timeout_s is None else min(most, asked.timeout_s)
 
     def _request(self, asked: Asked, tokens: list[int]) -> Request:
         longest, room = asked.longest, max(1, self.max_positions - len(tokens))
@@ -132,7 +136,6 @@ class Service:
                 param="min_tokens",
                 code="invalid_value",
             )
-        most = self.config.timeout_s
         return Request(
             tokens,
             longest,
@@ -148,7 +151,7 @@ class Service:
             prompt_logprobs=asked.prompt_logprobs,
             embedding=asked.embedding,
             reasoning_tokens=asked.reasoning_tokens,
-            timeout_s=most if asked.timeout_s is None else min(most, asked.timeout_s),
+            timeout_s=self._timeout_s(asked),
         )
 
 

@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hmt.base.errors import CheckpointError, RequestError
 from hmt.text.channels import HarmonyReader
+from hmt.text.encoder import Encoder
 from hmt.text.end_tokens import ends_of_turns
 from hmt.text.gguf import gguf_tokenizer
 from hmt.text.grammar import Grammars
@@ -41,7 +42,6 @@ from hmt.text.tokenizer_file import (
     LONGEST_TOKEN,
     ConfinedEncoder,
     TokenizerFile,
-    is_panic,
 )
 from hmt.text.tools import ToolStyle
 
@@ -79,6 +79,7 @@ class Tokenizer:
         self._backend = backend
         self._json = backend.to_str if file is None else partial(file.whole, backend)
         self._confined = ConfinedEncoder(self._json) if file and file.unknown else None
+        self._encoder = Encoder(backend, self._confined)
         self._in_one_file = said is not None
         self._literal: Mapping[int, str] = {} if said is None else said["literal_tokens"]
         if said is None:
@@ -142,13 +143,17 @@ class Tokenizer:
         self._template_source, self._tool_source = source, None
         self._look_for_channels()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of plain text, with the start tokens that the checkpoint puts before it.
 
+        most   tokens that there is room for: longer texts may be refused before all of their
+               tokens are known
+
         A text that begins with the BOS token already gets no second one.  Raises RequestError for
-        text that is not valid Unicode.
+        text that is not valid Unicode or has a megabyte without a place where it can be divided,
+        ContextLengthError for what `most` cannot hold.
         """
-        ids = self._encode(text, add_special_tokens=True)
+        ids = self._encode(text, add_special_tokens=True, most=most)
         twice = self._adds_bos and ids[:2] == [self._bos_id, self._bos_id]
         return ids[1:] if twice else ids
 
@@ -264,9 +269,11 @@ class Tokenizer:
             )
         return marks
 
-    def infill_prompt(self, before: str, after: str) -> list[int]:
-        """Token ids of a prompt for what stands between two texts.  Raises as `infill`."""
-        ids = [self._ids_of(self._within, text) for text in (before, after)]
+    def infill_prompt(self, before: str, after: str, most: int | None = None) -> list[int]:
+        """Token ids of a prompt for what stands between.  Raises as `infill` and `encode`."""
+        ids = [
+            self._within.ids(text, add_special_tokens=False, most=most) for text in (before, after)
+        ]
         bos = self._encode("", add_special_tokens=True)[:1]
         return (bos if bos == [self._bos_id] else []) + self.infill.prompt(*ids)
 
@@ -278,6 +285,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         goes_on: bool = False,
         formed: bool = False,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
 
@@ -285,6 +293,7 @@ class Tokenizer:
         variables   what the template may read besides: see `ChatTemplate.render`
         goes_on     whether the answer continues the last message, and begins no new one
         formed      whether the answer has a form, and no room for anything before it
+        most        see `encode`
 
         The checkpoint's template writes all special tokens; none is added, but for BOS where a GGUF
         file wants it and its template leaves it out.  Raises RequestError
@@ -301,41 +310,20 @@ class Tokenizer:
         text += FINAL if formed and self._harmony and not goes_on else ""
         if self._in_one_file and self._config["add_bos_token"] is True:
             # llama.cpp puts BOS before a chat whether its template writes it or not.
-            return self.encode(text.removeprefix(self._named.get("bos_token", "")))
-        return self._encode(text, add_special_tokens=False)
+            return self.encode(text.removeprefix(self._named.get("bos_token", "")), most)
+        return self._encode(text, add_special_tokens=False, most=most)
 
     def encode_bare(self, text: str) -> list[int]:
         """Token ids of plain text without start tokens.  Raises RequestError as `encode`."""
         return self._encode(text, add_special_tokens=False)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self._ids_of(self._backend, text, add_special_tokens=add_special_tokens)
-
-    def _ids_of(
-        self, backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
-    ) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text is not valid Unicode: character {error.start} of {len(text)} is the "
-                f"lone surrogate U+{ord(text[error.start]):04X}; remove it"
-            ) from None
-        if self._confined is not None:
-            return self._confined.encode(text, add_special_tokens=add_special_tokens)
-        try:
-            return backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except BaseException as error:
-            if isinstance(error, Exception) or is_panic(error):
-                raise RequestError(
-                    f"the checkpoint's tokenizer cannot encode this text of {len(text)} "
-                    f"characters: {error}"
-                ) from error
-            raise
+    def _encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        return self._encoder.ids(text, add_special_tokens=add_special_tokens, most=most)
 
     @cached_property
-    def _within(self) -> tokenizers.Tokenizer:
-        return within_text(self._backend)
+    def _within(self) -> Encoder:
+        """Encodes what stands within a text."""
+        return Encoder(within_text(self._backend), self._confined)
 
     @property
     def _writes_thoughts(self) -> bool:

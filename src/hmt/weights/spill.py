@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from hmt.base.errors import MachineError
+from hmt.base.errors import MachineError, os_reason
 from hmt.base.log import warn_once
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.checkpoint import FileRange
@@ -33,7 +33,7 @@ class SpillFile:
             self._file, name = tempfile.mkstemp(prefix="hmt-spill-", dir=folder)
         except OSError as error:
             raise MachineError(
-                f"cannot write in the disk path {folder}: {error.strerror}; "
+                f"cannot write in the disk path {folder}: {os_reason(error)}; "
                 "choose a folder that exists and is yours, on the fastest drive"
             ) from error
         # Without a name the file vanishes with the process, however that ends.
@@ -60,7 +60,7 @@ class SpillFile:
             self._full = True
             warn_once(
                 f"spill {self._folder}",
-                f"cannot keep converted weights in {self._folder} ({error.strerror}); "
+                f"cannot keep converted weights in {self._folder} ({os_reason(error)}); "
                 "they are converted again whenever they are read",
             )
             return layout

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from hmt.base.errors import CheckpointError, HeaderError, MissingFileError
+from hmt.base.errors import CheckpointError, HeaderError, MissingFileError, os_reason
 from hmt.base.units import format_bytes
 from hmt.contracts.checkpoint import TensorRecord
 
@@ -71,7 +71,7 @@ def read_gguf(path: Path) -> GgufHeader:
         raise MissingFileError(f"{path} does not exist: download it") from None
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): check its permissions and the drive"
+            f"{path} cannot be read ({os_reason(error)}): check its permissions and the drive"
         ) from error
 
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from hmt.base.errors import CheckpointError
+from hmt.base.errors import CheckpointError, os_reason
 from hmt.contracts.checkpoint import TensorRecord
 from hmt.formats.quantized.found import Quantized, by_rows, whole
 
@@ -77,6 +77,6 @@ def _state(record: TensorRecord, found: Quantized) -> dict[str, Any]:
             "download it again"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{record.file} cannot be read ({error.strerror})") from error
+        raise CheckpointError(f"{record.file} cannot be read ({os_reason(error)})") from error
     checked: dict[str, Any] = state
     return checked

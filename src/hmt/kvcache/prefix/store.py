@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hmt.base.errors import ConfigError
+from hmt.base.errors import ConfigError, os_reason
 from hmt.base.log import logger, warn_once
 from hmt.base.units import MIB, format_bytes
 from hmt.kvcache.prefix.fairness import allowance
@@ -382,8 +382,8 @@ class PrefixStore:
                 (self.folder / _UNFINISHED).unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"prefixes cannot be kept in {self.folder} ({error.strerror}): name a folder that "
-                "is yours"
+                f"prefixes cannot be kept in {self.folder} ({os_reason(error)}): name a folder "
+                "that is yours"
             ) from error
 
     @contextlib.contextmanager
@@ -400,7 +400,7 @@ class PrefixStore:
     def _tell(self, error: OSError) -> None:
         warn_once(
             f"prefixes {self.folder} {error.errno}",
-            f"prefixes in {self.folder} cannot be kept or used: {error.strerror}; what is not "
+            f"prefixes in {self.folder} cannot be kept or used: {os_reason(error)}; what is not "
             "there is computed, and what is there stays",
         )
 

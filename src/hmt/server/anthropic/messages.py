@@ -1,6 +1,5 @@
 """POST /v1/messages, and what a message would have in tokens."""
 
-import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from hmt.base.errors import HMTError
 from hmt.contracts.request import FinishReason, TokenEvent
 from hmt.server.anthropic.schemas import Counted, MessagesBody
+from hmt.server.client import off_loop
 from hmt.server.errors import told
 from hmt.server.generation import Generation
 from hmt.server.openai.reading import AnswerReader, Reading, Said, style_of
@@ -58,9 +58,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     prompts: list[list[int]] = []
 
     def encode() -> list[list[int]]:
-        prompts.append(
-            _prompt(tokenizer, body, formed=called is None and asked.grammar is not None)
-        )
+        formed = called is None and asked.grammar is not None
+        prompts.append(_prompt(tokenizer, body, formed=formed, most=service.max_positions))
         return prompts
 
     generation = await service.begin(asked, encode, 1, "messages")
@@ -91,7 +90,7 @@ async def count_tokens(body: Counted, request: Request) -> dict[str, int]:
     """How long a prompt is."""
     service = service_of(request, body.model)
     try:
-        tokens = await asyncio.to_thread(_prompt, service.model.tokenizer, body)
+        tokens = await off_loop(lambda: _prompt(service.model.tokenizer, body))
     except HMTError as error:
         raise told(error, "messages") from error
     return {"input_tokens": len(tokens)}
@@ -108,13 +107,16 @@ def _thinking(tokenizer: Tokenizer, body: Counted) -> Thinking:
     )
 
 
-def _prompt(tokenizer: Tokenizer, body: Counted, *, formed: bool = False) -> list[int]:
+def _prompt(
+    tokenizer: Tokenizer, body: Counted, *, formed: bool = False, most: int | None = None
+) -> list[int]:
     return tokenizer.chat_prompt(
         body.chat,
         body.callable or None,
         variables=_thinking(tokenizer, body).variables,
         goes_on=body.goes_on,
         formed=formed,
+        most=most,
     )
 
 

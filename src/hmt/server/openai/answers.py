@@ -1,9 +1,14 @@
 """Answers in OpenAI's words: what chats and completions have in common."""
 
+import asyncio
+import json
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.responses import Response
 
 from hmt.contracts.request import TokenEvent, TokenLogprob
 from hmt.server.generation import Generation
@@ -67,6 +72,22 @@ async def gather(generation: Generation) -> list[Gathered]:
     async for number, event in generation.events():
         answers[number].add(event)
     return answers
+
+
+async def rendered(
+    heading: Heading, choices: Iterable[dict[str, Any]], counted: dict[str, Any]
+) -> Response:
+    """A whole response, written by a thread, a choice at a time: the loop is for everybody.
+
+    Log-probabilities of 20 tokens in the place of each make it 2 kB per token.
+    """
+
+    def write() -> bytes:
+        texts = [json.dumps(choice, ensure_ascii=False).encode() for choice in choices]
+        before, _, after = json.dumps(heading.of([], usage=counted)).partition('"choices": []')
+        return before.encode() + b'"choices": [' + b",".join(texts) + b"]" + after.encode()
+
+    return Response(await asyncio.to_thread(write), media_type="application/json")
 
 
 def usage(generation: Generation) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from hmt.contracts.request import FinishReason, TokenEvent, TokenLogprob
 from hmt.server.generation import Generation
-from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
+from hmt.server.openai.answers import Gathered, Heading, gather, rendered, said, spoken, usage
 from hmt.server.openai.asking import Counting, asked
 from hmt.server.openai.reading import AnswerReader, Reading, style_of
 from hmt.server.openai.schemas import ChatBody
@@ -52,6 +51,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
                 variables=thought.variables | body.variables,
                 goes_on=bool(body.continue_final_message),
                 formed=bare,
+                most=service.max_positions,
             )
         )
         return prompts
@@ -69,8 +69,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     async with generation:
         answers = await unless_gone(request.receive, gather(generation))
         heading = Heading("chat.completion", service.name, "chatcmpl")
-        choices = [_choice(n, answer, reading) for n, answer in enumerate(answers)]
-        return JSONResponse(heading.of(choices, usage=usage(generation)))
+        choices = (_choice(n, answer, reading) for n, answer in enumerate(answers))
+        return await rendered(heading, choices, usage(generation))
 
 
 def _choice(number: int, answer: Gathered, reading: Reading) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from hmt.base.errors import HMTError
 from hmt.contracts.request import TokenEvent, TokenLogprob
 from hmt.server.errors import told
 from hmt.server.generation import Generation
-from hmt.server.openai.answers import Gathered, Heading, gather, spoken, usage
+from hmt.server.openai.answers import Gathered, Heading, gather, rendered, spoken, usage
 from hmt.server.openai.asking import Counting, asked
 from hmt.server.openai.schemas import CompletionBody
 from hmt.server.service import service_of
@@ -50,7 +49,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     encoded: list[list[int]] = []
 
     def prompts() -> list[list[int]]:
-        encoded.extend(_ids(tokenizer, prompt, body.suffix) for prompt in given)
+        most = service.max_positions
+        encoded.extend(_ids(tokenizer, prompt, body.suffix, most) for prompt in given)
         return encoded
 
     generation = await service.begin(wanted, prompts, len(given), "prompt")
@@ -72,16 +72,16 @@ async def completions(body: CompletionBody, request: Request) -> Response:
                 for one in (mine * body.choices)[: body.choices]:
                     yield teller.whole(next(index), generation, one, answers[one])
 
-        # The log-probabilities of long prompts take their time; the loop is for everybody.
-        shown = await asyncio.to_thread(lambda: list(choices()))
-        return JSONResponse(heading.of(shown, usage=usage(generation)))
+        return await rendered(heading, choices(), usage(generation))
 
 
-def _ids(tokenizer: Tokenizer, prompt: str | list[int], suffix: str | None) -> list[int]:
+def _ids(tokenizer: Tokenizer, prompt: str | list[int], suffix: str | None, most: int) -> list[int]:
     """A prompt's tokens; with a suffix those that ask for what stands between."""
     if not isinstance(prompt, str):
         return prompt
-    return tokenizer.infill_prompt(prompt, suffix) if suffix else tokenizer.encode(prompt)
+    if suffix:
+        return tokenizer.infill_prompt(prompt, suffix, most=most)
+    return tokenizer.encode(prompt, most=most)
 
 
 @dataclass(slots=True)

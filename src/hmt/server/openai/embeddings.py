@@ -60,7 +60,10 @@ async def _embed(
         some = texts[first : first + service.gate.running]
 
         def prompts(some: list[str | list[int]] = some) -> list[list[int]]:
-            return [tokenizer.encode(one) if isinstance(one, str) else one for one in some]
+            most = service.max_positions
+            return [
+                tokenizer.encode(one, most=most) if isinstance(one, str) else one for one in some
+            ]
 
         generation = await service.begin(asked, prompts, len(some), "input")
         async with generation:

@@ -1,12 +1,14 @@
 """GET /v1/models, and tokens: /tokenize and /detokenize."""
 
-import asyncio
-from typing import Any
+import json
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from hmt.base.errors import HMTError
 from hmt.engine import check_tokens
+from hmt.server.client import off_loop
 from hmt.server.errors import told
 from hmt.server.openai.answers import spoken
 from hmt.server.openai.schemas import DetokenizeBody, LoadBody, TokenizeBody, UnloadBody
@@ -15,6 +17,8 @@ from hmt.server.service import service_of
 from hmt.server.shelf import described, shelf_of
 
 router = APIRouter()
+
+_AT_ONCE: Final = 1 << 16  # tokens that are written as text
 
 
 @router.get("/v1/models")
@@ -49,34 +53,39 @@ async def unload(body: UnloadBody, request: Request) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a chat as the model will read it."""
     service = service_of(request, body.model)
     tokenizer, messages = service.model.tokenizer, body.messages
 
-    def encode() -> list[int]:
+    def encode() -> bytes:
         if messages is not None:
-            return tokenizer.chat_prompt(
+            tokens = tokenizer.chat_prompt(
                 [message.plain() for message in messages],
                 plain_tools(body.tools or ()) or None,
                 variables=body.variables,
                 goes_on=bool(body.continue_final_message),
             )
-        if body.add_special_tokens is False:
-            return tokenizer.encode_bare(body.prompt or "")
-        return tokenizer.encode(body.prompt or "")
+        elif body.add_special_tokens is False:
+            tokens = tokenizer.encode_bare(body.prompt or "")
+        else:
+            tokens = tokenizer.encode(body.prompt or "")
+        heading: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_positions}
+        heading["token_strs"] = None
+        if body.return_token_strs:
+            heading["token_strs"] = [spoken(tokenizer, token) for token in tokens]
+        heading["tokens"] = []
+        # A piece at a time: the GIL is held meanwhile.
+        pieces = (
+            str(tokens[begin : begin + _AT_ONCE])[1:-1] for begin in range(0, len(tokens), _AT_ONCE)
+        )
+        return json.dumps(heading).encode()[:-2] + ",".join(pieces).encode() + b"]}"
 
     try:
-        tokens = await asyncio.to_thread(encode)
+        content = await off_loop(encode)
     except HMTError as error:
         raise told(error, "messages" if messages else "prompt") from error
-    texts = [spoken(tokenizer, token) for token in tokens] if body.return_token_strs else None
-    return {
-        "count": len(tokens),
-        "max_model_len": service.max_positions,
-        "tokens": tokens,
-        "token_strs": texts,
-    }
+    return Response(content, media_type="application/json")
 
 
 @router.get("/tokenizer_info")
@@ -93,4 +102,4 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
         check_tokens(body.tokens, service.model.prepared.model.spec.vocab_size)
     except HMTError as error:
         raise told(error, "tokens") from error
-    return {"prompt": await asyncio.to_thread(service.model.tokenizer.decode, body.tokens)}
+    return {"prompt": await off_loop(lambda: service.model.tokenizer.decode(body.tokens))}

@@ -5,6 +5,7 @@ has: `hmt.server.fields`.
 """
 
 import json
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -34,6 +35,8 @@ MAX_CHOICES = 1024
 MAX_STOP_IDS = 1024
 MAX_SALT = 256  # characters
 MIN_TIMEOUT_S = 0.01  # less is over before a request is read
+
+_TOKEN = re.compile("[0-9]{1,18}")  # int() refuses more than 4300 digits
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -187,7 +190,7 @@ class Choosing(Fields):
         biases = self.logit_bias or {}
         if len(biases) > MAX_BIASES:
             raise wrong("logit_bias", f"it has {len(biases)} tokens; at most {MAX_BIASES} can be")
-        if not all(token.isascii() and token.isdecimal() for token in biases):
+        if not all(_TOKEN.fullmatch(token) for token in biases):
             raise wrong("logit_bias", 'its names must be token ids, such as {"50256": -100}')
         return self
 

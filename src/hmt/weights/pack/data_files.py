@@ -5,7 +5,7 @@ import errno
 import os
 from pathlib import Path
 
-from hmt.base.errors import DiskWriteError
+from hmt.base.errors import DiskWriteError, os_reason
 from hmt.base.units import format_bytes
 from hmt.weights.pack.extents import file_name
 
@@ -91,13 +91,13 @@ class DataFiles:
         path = self._folder / file_name(number)
         if error.errno not in _FULL:
             return DiskWriteError(
-                f"writing {path} failed: {error.strerror}; check the drive (dmesg, smartctl)"
+                f"writing {path} failed: {os_reason(error)}; check the drive (dmesg, smartctl)"
             )
         free = "little"
         with contextlib.suppress(OSError):
             room = os.statvfs(self._folder)
             free = format_bytes(room.f_bavail * room.f_frsize)
         return DiskWriteError(
-            f"writing {path} failed: {error.strerror} ({free} free); make room and run the same "
+            f"writing {path} failed: {os_reason(error)} ({free} free); make room and run the same "
             "command again: it goes on where it stopped"
         )

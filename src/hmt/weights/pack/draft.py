@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from hmt.base.errors import ConfigError, DiskWriteError
+from hmt.base.errors import ConfigError, DiskWriteError, os_reason
 from hmt.base.units import format_bytes
 from hmt.weights.pack.journal import Journal
 from hmt.weights.pack.manifest import MANIFEST, Manifest, encode
@@ -98,8 +98,8 @@ def _writing(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskWriteError(
-            f"{what} failed: {error.strerror}; see to that and run the same command again: it goes "
-            "on where it stopped"
+            f"{what} failed: {os_reason(error)}; see to that and run the same command again: it "
+            "goes on where it stopped"
         ) from error
 
 
@@ -117,6 +117,12 @@ def _check_place(out: Path, force: bool) -> None:
 
 def _check_ours(folder: Path) -> None:
     """The folder is deleted at the end: it must hold nothing but what a draft does."""
+    for place in (folder, folder / "pack", folder / "old"):
+        if place.is_symlink():  # what it leads to is not ours to delete
+            raise ConfigError(
+                f"{place} would hold the unfinished pack, and is a symbolic link to "
+                f"{os.readlink(place)}: remove the link, or choose another place for the pack"
+            )
     if not folder.exists():
         return
     if not folder.is_dir() or {entry.name for entry in folder.iterdir()} - {JOURNAL, "pack", "old"}:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hmt.base.errors import ConfigError, DiskWriteError
+from hmt.base.errors import ConfigError, DiskWriteError, os_reason
 from hmt.weights.checksum import as_text, checksum
 
 
@@ -63,7 +63,7 @@ class Journal:
             os.ftruncate(self._file, self._end + done)
             os.fdatasync(self._file)
         except OSError as error:
-            raise DiskWriteError(f"writing {self.path} failed: {error.strerror}") from error
+            raise DiskWriteError(f"writing {self.path} failed: {os_reason(error)}") from error
         self._end += len(content)
 
     def _read(self) -> int:

@@ -13,7 +13,13 @@ from typing import Any, Final
 
 import torch
 
-from hmt.base.errors import CheckpointError, DamagedPackError, MissingFileError, PackError
+from hmt.base.errors import (
+    CheckpointError,
+    DamagedPackError,
+    MissingFileError,
+    PackError,
+    os_reason,
+)
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import PACKING_VERSION, Activations, Encoding
 from hmt.quant import Format
@@ -175,7 +181,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}): check its permissions and the drive"
+            f"{file} cannot be read ({os_reason(error)}): check its permissions and the drive"
         ) from error
     return decode(raw, file)
 

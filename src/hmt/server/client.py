@@ -1,0 +1,36 @@
+"""The client of a request, for what works on it: how much it sent, and how to be rid of it."""
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+_LARGE: Final = 64 * 1024  # bytes of a body whose text takes tens of milliseconds to tokenize
+_one_large: Final = ThreadPoolExecutor(1, thread_name_prefix="hmt-large")
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """body_bytes: of its request; cut: ends its connection at once."""
+
+    body_bytes: int = 0
+    cut: Callable[[], None] = lambda: None
+
+
+CLIENT: Final[ContextVar[Client]] = ContextVar("client", default=Client())  # noqa: B039
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """The result of `work`, which a thread computes: the loop is for everybody.
+
+    Of large requests one at a time: each may take 200 MB for a while, and all cores are needed.
+    """
+    if CLIENT.get().body_bytes <= _LARGE:
+        return await asyncio.to_thread(work)
+    context, loop = contextvars.copy_context(), asyncio.get_running_loop()
+    return await loop.run_in_executor(_one_large, lambda: context.run(work))
