@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hmt.engine.cpu_pace import CpuPace
 
 from hmt.bench.predictions import meanwhile, process
 from hmt.bench.predictions.meanwhile import Meanwhile
-from hmt.engine.cpu_pace import CpuPace
 
 LOOKING_S = 0.02
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hmt.engine.cached_rates import InSteps
+from hmt.engine.product_rates import ProductRates
+from hmt.engine.step_rates import StepRates
 
 from hmt.bench.random_model import write_random_llama
 from hmt.cli import doctor
 from hmt.cli.options import EngineOptions, embedded_model
 from hmt.contracts.machine import Machine
 from hmt.engine import EngineConfig, cpu_step_rates, machine, probe_models
-from hmt.engine.cached_rates import InSteps
-from hmt.engine.product_rates import ProductRates
-from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
 from hmt.planner.machine_file import read_machine
 

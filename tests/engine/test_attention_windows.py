@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import astuple
 
 import pytest
+from hmt.engine.attention_windows import AttentionWindows
+from hmt.engine.cpu_pace import CpuPace, Yardstick
 
 from hmt.engine import attention_windows
 from hmt.engine.attention_rates import AttentionRates
-from hmt.engine.attention_windows import AttentionWindows
-from hmt.engine.cpu_pace import CpuPace, Yardstick
 
 PACE = CpuPace(3e-4, 1e-3, 1e-2)
 AS_EVER = [3e-4, 5e-4, 5e-4, 1e-2]  # of Python, two products that read, and one that computes

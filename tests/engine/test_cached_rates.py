@@ -4,19 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hmt.engine.cached_rates import InSteps, held_rates
+from hmt.engine.cpu_pace import CpuPace, Held
+from hmt.engine.cpu_step_rates import Decoded
+from hmt.engine.product_rates import ProductRates
+from hmt.planner.caches import Caches
+from hmt.planner.products import Products
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hmt.base.units import MIB
 from hmt.contracts.machine import Machine
 from hmt.engine import cached_rates
-from hmt.engine.cached_rates import InSteps, held_rates
-from hmt.engine.cpu_pace import CpuPace, Held
-from hmt.engine.cpu_step_rates import Decoded
 from hmt.engine.probe_models import FEW, MANY, NARROW
-from hmt.engine.product_rates import ProductRates
-from hmt.planner.caches import Caches
-from hmt.planner.products import Products
 
 PRODUCTS = ProductRates(
     {"bf16": 30e9}, {"bf16": 4e11}, {"bf16@1": 3e-8, "bf16": 1e-10}, {"bf16": 90e9}, {"bf16": 1e-8}

@@ -3,13 +3,13 @@
 from dataclasses import astuple, fields, replace
 
 import pytest
+from hmt.engine.cpu_pace import CpuPace, PaceProcess, Yardstick, at_cpu_pace, usual_pace
+from hmt.engine.product_rates import ProductRates
 
 from hmt.contracts.machine import Machine
 from hmt.engine import by_turns as turns
 from hmt.engine import cpu_pace
 from hmt.engine.by_turns import by_turns, middle_half
-from hmt.engine.cpu_pace import CpuPace, PaceProcess, Yardstick, at_cpu_pace, usual_pace
-from hmt.engine.product_rates import ProductRates
 
 MACHINE = Machine(
     "m", 2, 1 << 34, 30e9, 3e9,

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hmt.engine.cpu_pace import CpuPace
+from hmt.engine.step_rates import LONG, SHORT, TWO_PIECES, process_bytes
 
 from hmt.contracts.machine import Machine
 from hmt.engine import cpu_step_rates as rates
 from hmt.engine import probe_models as models
-from hmt.engine.cpu_pace import CpuPace
 from hmt.engine.probe_models import FEW, MANY
-from hmt.engine.step_rates import LONG, SHORT, TWO_PIECES, process_bytes
 
 MACHINE = Machine("a machine", 2, 1 << 34, 30e9, 3e9, cache_bytes=1 << 28)
 STEP_S, ROW_S, LAYER_S = 4e-4, 6e-5, 3e-6

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hmt.engine.device_models import dense_model, expert_model
 
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
 from hmt.contracts.request import Request
 from hmt.engine import device_prompts
-from hmt.engine.device_models import dense_model, expert_model
 
 GPU = {"gpu_id": "pretended", "host_memory": "512MiB", "quantization": "w4a16:32"}
 

@@ -6,20 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hmt.engine.expert_hits import keep_sighting, routing_of, seen_hits, with_point
+from hmt.engine.foreseen import Decoded, Foreseer
+from hmt.planner.observed import SeenPoint, Sighting
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import MINI_MOE
 
 import hmt
 from hmt.engine import EngineConfig, core, expert_hits, prepare
-from hmt.engine.expert_hits import keep_sighting, routing_of, seen_hits, with_point
-from hmt.engine.foreseen import Decoded, Foreseer
 from hmt.engine.machine import cache_file, machine_for
 from hmt.engine.outlooks import outlook_on
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 from hmt.planner.machine_file import read_machine
-from hmt.planner.observed import SeenPoint, Sighting
 from hmt.planner.outlook import Setting
 from hmt.planner.routing import UNIFORM
 

@@ -8,10 +8,10 @@ from math import inf, nan
 from pathlib import Path
 
 import pytest
+from hmt.engine.foreseen import Decoded
 
 import hmt
 from hmt.engine import history, machine
-from hmt.engine.foreseen import Decoded
 from hmt.engine.machine import machine_for
 
 MODEL = Path(str(files("hmt") / "embedded" / "mini-dense"))

@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from hmt.engine.cached_rates import InSteps
+from hmt.engine.cpu_pace import CpuPace
+from hmt.engine.device_steps import DeviceSteps
+from hmt.engine.product_rates import Product, ProductRates, product_rates, rates_in
+from hmt.engine.step_rates import StepRates
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.encoding import Encoding
@@ -26,11 +31,8 @@ from hmt.engine import (
     pace,
 )
 from hmt.engine.attention_rates import AttentionRates
-from hmt.engine.cached_rates import InSteps
-from hmt.engine.cpu_pace import CpuPace
 from hmt.engine.device_loading import device_budget
 from hmt.engine.device_rates import DeviceRates
-from hmt.engine.device_steps import DeviceSteps
 from hmt.engine.link_rates import LinkRates
 from hmt.engine.machine import (
     Rates,
@@ -40,8 +42,6 @@ from hmt.engine.machine import (
     measure_drive_again,
     remembered,
 )
-from hmt.engine.product_rates import Product, ProductRates, product_rates, rates_in
-from hmt.engine.step_rates import StepRates
 from hmt.memory import DiskRate
 from hmt.memory.device import PretendedDevice
 from hmt.quant import Format

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from hmt.planner.caches import Caches
 from hypothesis import given
 from hypothesis import strategies as st
 from models import machine_with, small_model
 
 from hmt.base.units import MIB
-from hmt.planner.caches import Caches
 from hmt.planner.routing import FEW, PUBLISHED, UNIFORM, HitCurve, working_set
 
 BARE = machine_with(small_model())

@@ -4,10 +4,10 @@ import random
 from dataclasses import MISSING, fields, replace
 
 import pytest
+from hmt.planner.calibration import PARTS, StepRun, beyond, calibrated, errors, fitted
 from models import machine_with, outlook, setting, small_model
 
 from hmt.contracts.machine import Machine
-from hmt.planner.calibration import PARTS, StepRun, beyond, calibrated, errors, fitted
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
 

@@ -4,6 +4,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from hmt.planner.overlap import Overlap
+from hmt.planner.products import Times
 from models import machine_with, outlook, random_machine, random_model, setting, small_model
 
 from hmt.base.errors import BudgetError
@@ -14,8 +16,6 @@ from hmt.contracts.model import KVKind
 from hmt.contracts.plan import Tier
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
-from hmt.planner.overlap import Overlap
-from hmt.planner.products import Times
 from hmt.planner.routing import PUBLISHED, UNIFORM, measured_curve, needed_experts, usual_curve
 
 NETWORKS = 8 * (20 + 60) + 2 * 30  # units of 256 KiB in a small model, its embedding aside

@@ -5,10 +5,10 @@ from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
+from hmt.planner.observed import SeenPoint, Sighting, seen_curve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hmt.planner.observed import SeenPoint, Sighting, seen_curve
 from hmt.planner.routing import (
     PUBLISHED,
     UNIFORM,

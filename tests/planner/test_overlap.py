@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from hmt.planner.overlap import Overlap, overlap_of
 from hypothesis import given
 from hypothesis import strategies as st
 from models import machine_with, outlook, setting, small_model
 
 from hmt.planner.cost import CostModel
 from hmt.planner.loads import loads_of
-from hmt.planner.overlap import Overlap, overlap_of
 
 LAYER = 80 << 18  # bytes of small_model's
 ROUNDS = 50

@@ -1,7 +1,6 @@
 """Times of products: what was measured, straight lines between, never less for more tokens."""
 
 import pytest
-
 from hmt.planner.products import Products, operations_rate, times_in_layers
 
 RATES = {"w4a8": 1e9}

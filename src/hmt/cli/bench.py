@@ -65,7 +65,7 @@ def decode(
     """
     with notes().status("starting") as status, _checkpoint(model) as folder:
         from hmt.bench.decode import run
-        from hmt.engine.machine import measure
+        from hmt.engine.probe import measure
 
         status.update("measuring memory and drive")
         machine = measure(folder, quick=False)

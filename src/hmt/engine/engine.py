@@ -30,11 +30,10 @@ from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
-from hmt.engine.expert_hits import HitKeeper
-from hmt.engine.foreseen import Foreseer
 from hmt.engine.loading import Prepared, allocate_on, prepare
 from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
+from hmt.engine.prediction import Predictor
 from hmt.engine.sampler import SamplerState, check_logprobs
 from hmt.engine.scheduler import Load
 from hmt.engine.sequence import Listener, Sequence
@@ -47,6 +46,7 @@ from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
 from hmt.memory.numa import Binding, bytes_by_node, choose, verify
+from hmt.planner.predicted import plan_kind
 from hmt.text import Constraint, StopStrings, ThoughtLimit
 
 _DEFAULT_NEW_TOKENS = 256
@@ -170,9 +170,10 @@ class LoadedModel:
                 self._loop, prepared, config, ledger, self.tracer, progress, device
             )
             self._onlooker = Onlooker(prepared, memory.weights)
-            self._foreseer = Foreseer(prepared.demand, prepared.plan, prepared.machine)
+            plan, name = prepared.plan, prepared.source.path.name
+            factors = history.factors_of(name).get(plan_kind(plan))
+            self._predictor = Predictor(prepared.demand, plan, prepared.machine, factors)
             self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
-            self._core.hits = HitKeeper(self._foreseer, prepared.source.config)
             stack.pop_all()
         self._loop.drive(self._core.advance)
         self.closed = False
@@ -334,7 +335,7 @@ class LoadedModel:
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
-            foreseen=self._foreseer.foreseen(core.decoded),
+            predicted=self._predictor.decoding(core.decoded),
         )
 
     def reset_summary(self) -> None:
@@ -346,8 +347,8 @@ class LoadedModel:
         first, self.closed = not self.closed, True
         self._loop.stop(self._core.close)
         if first:
-            decoded, name = self._core.decoded, self.prepared.source.path.name
-            history.keep(self._foreseer.foreseen(decoded), decoded, name)
+            core, name = self._core, self.prepared.source.path.name
+            history.keep(self._predictor, self.plan, name, core.decoded, core.prefilled)
         if self._timeline is not None:
             self._timeline.write(self.tracer.events())
             self._timeline.close()

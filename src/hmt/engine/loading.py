@@ -24,7 +24,6 @@ from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice, load_on_device
-from hmt.engine.expert_hits import with_hits
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
@@ -175,7 +174,6 @@ def prepare(
     demand = demand_of(model, weights.layouts, config, kv_quant)
     same = {} if expert_layers is None else same_experts(weights.layouts, expert_layers)
     saved = saved_bytes(same, weights.layouts)
-    demand = with_hits(demand, source.config)
     options = PlanOptions(
         (config.host_memory_bytes if host_bytes is None else host_bytes) + saved,
         config.context,
