@@ -22,7 +22,7 @@ from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
 from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.engine.kept_file import number_of, of_kind, replace_file
-from hmt.engine.link_rates import link_rates
+from hmt.engine.link_rates import LinkRates, link_rates
 from hmt.engine.numa_rates import NumaRates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
@@ -88,7 +88,7 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
 
     `form` is that of most weights which the CPU may compute with meanwhile.
     """
-    rates = link_rates(device, form)
+    rates = _links.get(device.name) or link_rates(device, form)
     found = replace(
         remembered_device(device.name),
         name=device.name,
@@ -97,6 +97,9 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
         shared_cpu_rate=rates.shared_cpu,
     )
     return replace(machine, devices=(found,))
+
+
+_links: dict[str, LinkRates] = {}  # by device, where they need not be measured
 
 
 def measure_drive_again(path: Path, seconds: float) -> float:

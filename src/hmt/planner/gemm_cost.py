@@ -1,7 +1,8 @@
 """How long products with weights take, from rates measured at a few numbers of tokens.
 
 A product with one token is bound by reading the weights, one with hundreds by arithmetic.  Between
-the numbers of tokens that were measured, the time of a weight is on the straight line.
+the numbers of tokens that were measured, the time of a weight is on the straight line; where none
+was measured between, the longer of both counts.
 """
 
 from bisect import bisect_left
@@ -10,6 +11,7 @@ from functools import cached_property
 
 _FLOATS = "bf16"
 _AT = "@"  # "w4a8@16": with 16 tokens
+_MOST_SKINNY = 64  # tokens of kernels between those of one token and those of hundreds
 
 
 class GemmCost:
@@ -49,6 +51,8 @@ class GemmCost:
             last, last_s = points[-1]
             return max(one_s, last_s * tokens / last if last > 1 else one_s)
         (few, few_s), (many, many_s) = points[above - 1], points[above]
+        if few == 1 and many > _MOST_SKINNY:  # nothing is known between: a roofline
+            return max(one_s, many_s * tokens / many)
         share = (tokens - few) / (many - few)
         return max(one_s, few_s + (many_s - few_s) * share)
 

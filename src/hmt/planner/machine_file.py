@@ -117,7 +117,8 @@ def _lines(values: Machine | ComputeRates | DeviceRates, table: str) -> list[str
             if value:
                 lines.append(f"{entry.name} = {[list(row) for row in value]!r}")
         elif value or entry.default is MISSING:
-            lines.append(f"{entry.name} = {_text(value) if isinstance(value, str) else value!r}")
+            shown = _text(value) if isinstance(value, str) else repr(value)
+            lines.append(f"{entry.name} = {shown}")
     return lines + tables
 
 
