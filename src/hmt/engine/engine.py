@@ -87,12 +87,10 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         *,
         host_memory: int | None = None,
-        expert_layers: int | None = None,
     ) -> "LoadedModel":
         """Plan and load the checkpoint or pack in folder `path`, in what is left of the budget.
 
         `host_memory`: the most that it may take of it, in bytes, so that others have room.
-        `expert_layers`: for measuring; so many have experts of their own, which the others share.
         `progress(bytes done, bytes in all)` is called while resident weights are read, on another
         thread.  Raises CheckpointError, BudgetError, DiskReadError or NumericsError; nothing stays
         allocated then.
@@ -101,7 +99,7 @@ class Engine:
         left = left if host_memory is None else min(left, host_memory)
         room = self._device_left()
         try:
-            prepared = prepare(located(path), self.config, left, self._device, room, expert_layers)
+            prepared = prepare(located(path), self.config, left, self._device, room)
         except BudgetError as error:
             taken = self._ledger.reserved_bytes(Tier.HOST)
             if not taken:
