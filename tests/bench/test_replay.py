@@ -13,7 +13,7 @@ import hmt
 from hmt.bench.replay import Cache, Sizes, best, replay
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.engine.expert_trace import Routed, TraceFile
-from hmt.weights.policies import LRU, POLICIES, EvictionPolicy, LayerFloors, Surroundings
+from hmt.weights.policies import LRU, POLICIES, EvictionPolicy, Surroundings
 
 MINI_MOE = Path(__file__).parents[2] / "assets" / "mini-moe"
 LAYERS, EXPERTS = 3, 4
@@ -45,10 +45,10 @@ def traces(draw: st.DrawFn, most_steps: int = 12) -> list[Routed]:
     return trace
 
 
-@given(traces(), st.integers(1, len(BLOCKS)), st.booleans(), st.integers(0, 3), st.data())
+@given(traces(), st.integers(1, len(BLOCKS)), st.booleans(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_nothing_beats_the_best(
-    trace: list[Routed], slots: int, equal: bool, floor: int, data: st.DataObject
+    trace: list[Routed], slots: int, equal: bool, data: st.DataObject
 ) -> None:
     size = st.just(7) if equal else st.integers(1, 9)
     sizes = {block: data.draw(size) for block in BLOCKS}
@@ -59,7 +59,7 @@ def test_nothing_beats_the_best(
         for guesses in (False, True):
 
             def make(pressure: Callable[[], float], name: str = name) -> EvictionPolicy:
-                return LayerFloors(maker(name, sizes)(pressure), floor)
+                return maker(name, sizes)(pressure)
 
             found = replay(trace, sizes, capacity, make, guesses=guesses, skip=skip)
             assert found.needed_bytes == bound.needed_bytes and found.reads == bound.reads

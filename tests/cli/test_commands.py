@@ -11,11 +11,9 @@ import torch
 from hmt.bench.random_model import write_random_llama
 from hmt.cli import doctor
 from hmt.cli.options import EngineOptions, embedded_model
-from hmt.contracts.machine import Machine
-from hmt.engine import EngineConfig, cpu_step_rates, machine, probe_models
-from hmt.engine.cached_rates import InSteps
-from hmt.engine.product_rates import ProductRates
-from hmt.engine.step_rates import StepRates
+from hmt.contracts.machine import ComputeRates, Machine
+from hmt.engine import EngineConfig, machine, probe, step_overheads
+from hmt.engine.machine import ProcessBytes
 from hmt.memory import DiskRate
 from hmt.planner.machine_file import read_machine
 
@@ -186,17 +184,14 @@ def measured(monkeypatch):
                 progress(rate)
         return rates[1]
 
-    monkeypatch.setattr(machine, "_measure_ram", lambda quick: 4e10)
-    monkeypatch.setattr(machine, "_measure_disk", measure_disk)
-    products = ProductRates({"w4a8": 2e10}, {"w4a8": 5e11})
-    monkeypatch.setattr(machine, "product_rates", lambda *given: (products, []))
-    monkeypatch.setattr(machine, "_FULL_S", 0.05)
-    # Models that no cache holds are written and read for some seconds each.
-    monkeypatch.setattr(probe_models, "_WIDE", 256)
-    monkeypatch.setattr(probe_models, "_WIDE_NETWORK", 512)
-    # Seven processes, half of a minute; one is measured in test_cpu_step_rates.
-    grown = dict.fromkeys(("process_bytes", "streaming_bytes", "converting_bytes"), 1 << 20)
-    monkeypatch.setattr(cpu_step_rates, "_memory", lambda: grown)
+    monkeypatch.setattr(probe, "measured_ram", lambda quick: 4e10)
+    monkeypatch.setattr(probe, "measured_disk", measure_disk)
+    monkeypatch.setattr(probe, "cpu_gemm_rates", lambda seconds: {"w4a8@1": 2e10, "w4a8@512": 5e11})
+    monkeypatch.setattr(probe, "FULL_S", 0.05)
+    monkeypatch.setattr(step_overheads, "_STEPS", 20)
+    # Processes of half a minute; one is measured in test_step_overheads.
+    grown = ProcessBytes(1 << 20, 1 << 20, 1 << 20)
+    monkeypatch.setattr(probe, "measured_process_bytes", lambda: grown)
 
 
 def test_the_gpu_is_not_measured_where_there_is_none(hmt):
@@ -222,8 +217,8 @@ def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypa
     assert machine.machine_for(tmp_path).disk_read_rate == 3e9
     assert "saved in" in done.out
     monkeypatch.setenv("HMT_CACHE", str(written))
-    monkeypatch.setattr(machine, "cpu_step_rates", lambda *given, **whole: StepRates())
-    monkeypatch.setattr(machine, "cached_rates", lambda *given: InSteps())
+    monkeypatch.setattr(probe, "cpu_overheads", lambda known: known.cpu)
+    monkeypatch.setattr(probe, "disk_block_overhead_s", lambda known: 0.0)
     assert "not saved" in hmt("probe", tmp_path, "--quick").out
     for wrong in (("--toml", tmp_path), ("--toml", "/no/such"), ("--gpu-id", "first")):
         done = hmt("probe", tmp_path, *wrong)
@@ -232,9 +227,9 @@ def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypa
 
 def test_the_probe_says_when_there_is_nothing_to_read(hmt, tmp_path, monkeypatch):
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "_measure_ram", lambda quick: 0.0)
-    monkeypatch.setattr(machine, "_measure_disk", lambda path, quick, progress: None)
-    monkeypatch.setattr(machine, "product_rates", lambda *given: (ProductRates(), []))
+    monkeypatch.setattr(probe, "measured_ram", lambda quick: 0.0)
+    monkeypatch.setattr(probe, "measured_disk", lambda path, quick, progress: None)
+    monkeypatch.setattr(probe, "cpu_gemm_rates", lambda seconds: {})
     done = hmt("probe", tmp_path, "--quick")
     assert done.code == 0 and "not measured" in done.out
     missing = hmt("probe", tmp_path / "missing")
@@ -290,8 +285,8 @@ def test_the_decode_benchmark_reports_every_case(hmt, tmp_path, monkeypatch):
     write_random_llama(
         model, layers=12, hidden_size=256, intermediate_size=512, heads=4, kv_heads=2
     )
-    known = Machine("a machine", 2, 1 << 34, 4e10, 2e9)
-    monkeypatch.setattr(machine, "measure", lambda path, quick: known)
+    known = Machine("a machine", 2, 1 << 34, 2e9, ComputeRates(4e10))
+    monkeypatch.setattr(probe, "measure", lambda path, quick: known)
     file = tmp_path / "results" / "decode.json"
     done = hmt("bench", "decode", "--model", model, "--tokens", "2", "--threads", "1",
                "--json", file)  # fmt: skip

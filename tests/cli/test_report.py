@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from hmt.cli.report import summary_json, summary_view
-from hmt.contracts.machine import Machine
-from hmt.engine import DeviceAccount, ExpertAccount, Foreseen, Phase, RunSummary, Verdict
+from hmt.contracts.machine import ComputeRates, Machine
+from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, StepPrediction, Verdict
 
 MIB = 1 << 20
 STREAMED = RunSummary(
@@ -39,7 +39,7 @@ STREAMED = RunSummary(
         pending=30,
         misses=20,
     ),
-    machine=Machine("a machine", 2, 1 << 34, 4e10, 2e8),
+    machine=Machine("a machine", 2, 1 << 34, 2e8, ComputeRates(4e10)),
     published_bytes=14 * MIB,
     budget_bytes=4 * MIB,
     used_bytes={"resident": 1 * MIB, "slots": 2 * MIB, "kv": 0},
@@ -75,15 +75,15 @@ def test_a_run_with_a_gpu_says_who_computed_its_experts() -> None:
     assert "brought" not in shown(replace(STREAMED, device=replace(device, experts=nothing)))
 
 
-def test_a_run_says_what_was_foreseen() -> None:
-    foreseen = Foreseen(2, 100.0, 0.08, 0.1, 2e6, 1e6, 1e6, 3 * MIB)
-    text = " ".join(shown(replace(STREAMED, foreseen=foreseen)).split())
+def test_a_run_says_what_was_predicted() -> None:
+    predicted = StepPrediction(2, 100.0, 0.08, 0.1, 2e6, 1e6, 1e6, 3 * MIB)
+    text = " ".join(shown(replace(STREAMED, predicted=predicted)).split())
     assert "25.0 tokens/s for 2 users with 100 positions" in text
     assert "a step took 125% of that time" in text
-    content = summary_json(replace(STREAMED, foreseen=foreseen))["foreseen"]
+    content = summary_json(replace(STREAMED, predicted=predicted))["predicted"]
     assert abs(content["error"] - 0.25) < 1e-9 and content["used_bytes"] == 3 * MIB
-    assert replace(foreseen, actual_s=0.0).error is None, "nothing was decoded"
-    assert "foreseen" not in shown(replace(STREAMED, foreseen=replace(foreseen, step_s=0.0)))
+    assert replace(predicted, actual_s=0.0).error is None, "nothing was decoded"
+    assert "predicted" not in shown(replace(STREAMED, predicted=replace(predicted, step_s=0.0)))
 
 
 def test_a_run_that_waited_for_conversions_says_so():
@@ -143,8 +143,8 @@ def test_a_resident_run_names_memory_or_computation():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"machine": Machine("", 1, 1, 0.0, 0.0)}, "run hmt probe"),
-        ({"machine": Machine("", 1, 1, 1e10, 5e7)}, "above its measured 50.0 MB/s"),
+        ({"machine": Machine("", 1, 1, 0.0)}, "run hmt probe"),
+        ({"machine": Machine("", 1, 1, 5e7, ComputeRates(1e10))}, "above its measured 50.0 MB/s"),
         ({"generation": Phase()}, "not a word said"),
         ({"generation": Phase(), "prompt": Phase()}, "not a word said"),
         ({"streamed_bytes": 0}, "went on a diet"),

@@ -11,7 +11,6 @@ import pytest
 
 import hmt
 from hmt.engine import history, machine
-from hmt.engine.foreseen import Decoded
 from hmt.engine.machine import machine_for
 
 MODEL = Path(str(files("hmt") / "embedded" / "mini-dense"))
@@ -25,58 +24,66 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_a_run_is_kept_and_the_next_one_is_predicted_as_it_was(cache: Path) -> None:
-    with hmt.Engine(host_memory="64MiB", context=512, max_batch=2) as engine:
-        model = engine.load_model(MODEL)
-        model.infer(hmt.Request(input="A", max_new_tokens=4, ignore_eos=True))
-        assert model.summary().foreseen.actual_s > 0
-        model.reset_summary()
-        requests = [hmt.Request(input="Once", max_new_tokens=40, ignore_eos=True)] * 2
-        model.infer_batch(requests)
-        found = model.summary().foreseen
-        model.close()
-        model.close()
-    assert found.users == 2 and 20 < found.context < 46 and found.tokens_per_s > 0
-    (line,) = (cache / "runs.jsonl").read_text().splitlines()
-    record = json.loads(line)
-    assert (record["model"], record["users"], record["steps"]) == ("mini-dense", 2, 39)
-    assert record["actual_s"] == pytest.approx(found.actual_s)
+def keep(cache: Path, ratios: list[float], **changes: object) -> None:
+    """Write runs whose steps took so many times what was predicted."""
+    record = {"machine": machine.fingerprint(), "probed": machine.probed(), "model": "a model"}
+    record |= {"plan": "host", **changes}  # type: ignore[dict-item]
+    lines = [json.dumps(record | {"decode": [0.01, 0.01 * ratio]}) for ratio in ratios]
+    (cache / "runs.jsonl").write_text("\n".join(lines) + "\n")
 
-    (run,), before, after = history.recalibrate()
-    assert before == {} and machine.factors() == after
-    assert abs(run.error(after)) < abs(run.error({})) or abs(run.error({})) < 0.02
-    rate = machine.remembered(MODEL).ram_read_rate
-    assert machine_for(MODEL).ram_read_rate == pytest.approx(rate / after["CPU"])
-    # Parts are kept as they would be without factors, so calibrating again finds the same.
-    history.keep(found, Decoded(steps=history._LEAST_STEPS), "again")
-    assert len(history.runs()) == 2
+
+def test_the_next_run_is_predicted_as_the_last_one_was_measured(cache: Path) -> None:
+    predicted = []
+    for _ in range(2):
+        with hmt.Engine(host_memory="64MiB", context=512, max_batch=2) as engine:
+            model = engine.load_model(MODEL)
+            requests = [hmt.Request(input="Once", max_new_tokens=40, ignore_eos=True)] * 2
+            model.infer_batch(requests)
+            summary = model.summary().predicted
+            assert summary is not None and summary.actual_s > 0
+            assert summary.users == 2 and 20 < summary.context < 46 and summary.tokens_per_s > 0
+            predicted.append(summary)
+            model.close()
+            model.close()
+        lines = (cache / "runs.jsonl").read_text().splitlines()
+        assert len(lines) == len(predicted), "closing twice keeps a run once"
+    record = json.loads(lines[0])
+    assert (record["model"], record["plan"]) == ("mini-dense", "host")
+    assert record["decode"] == pytest.approx([predicted[0].step_s, predicted[0].actual_s])
+    # The second prediction is the first one times what the first run has shown.
+    assert predicted[1].step_s == pytest.approx(predicted[0].actual_s, rel=0.15)
+
+
+def test_later_runs_count_more_and_other_models_and_plans_nothing(cache: Path) -> None:
+    keep(cache, [2.0])
+    assert history.factors_of("a model")["host"].decode == pytest.approx(2)
+    assert history.factors_of("a model")["host"].prefill == 1
+    assert history.factors_of("another") == {} == history.factors_of("")
+    keep(cache, [1.0, 1.0, 4.0])
+    assert history.factors_of("a model")["host"].decode == pytest.approx(2), "half of it in logs"
+    keep(cache, [1000.0])
+    assert history.factors_of("a model")["host"].decode == pytest.approx(history._MOST)
+    keep(cache, [3.0], plan="host+disk")
+    assert set(history.factors_of("a model")) == {"host+disk"}
     # What another probe finds, these runs say nothing of.
-    content = json.loads((cache / "machine.json").read_text())
-    content["machines"][machine.fingerprint()]["ram_read_rate"] = 1e9
-    (cache / "machine.json").write_text(json.dumps(content))
-    assert history.runs() == []
+    keep(cache, [3.0], probed="another")
+    assert history.factors_of("a model") == {}
 
 
 def test_the_file_is_bounded_and_damage_is_passed_over(cache: Path) -> None:
-    with hmt.Engine(host_memory="64MiB", context=256) as engine:
-        model = engine.load_model(MODEL)
-        model.infer(hmt.Request(input="Once", max_new_tokens=20, ignore_eos=True))
-        found, decoded = model.summary().foreseen, Decoded(steps=history._LEAST_STEPS)
-    assert found is not None
     file = cache / "runs.jsonl"
     file.write_text("no json\n[]\n" * history._KEPT)
-    assert history.runs() == []
-    history.keep(found, decoded, "a run")
-    good = json.loads(file.read_text().splitlines()[-1])
-    for name in ("at_once", "actual_s"):
-        for wrong in (nan, inf, 10**400, "1", None):
-            file.write_text(json.dumps(good | {name: wrong}))
-            assert history.runs() == [], (name, wrong)
+    assert history.factors_of("a model") == {}
+    for wrong in (nan, inf, 10**400, "1", None, 0.0, -1.0):
+        keep(cache, [], decode=[0.01, wrong])
+        record = {"machine": machine.fingerprint(), "probed": machine.probed(), "plan": "host"}
+        file.write_text(json.dumps(record | {"model": "a model", "decode": [0.01, wrong]}))
+        assert history.factors_of("a model") == {}, wrong
     file.write_text("no json\n[]\n" * history._KEPT)
-    history.keep(found, Decoded(steps=history._LEAST_STEPS - 1), "short")
-    assert history.runs() == []
-    for _ in range(3):
-        history.keep(found, decoded, "a run")
-    assert len(history.runs()) == 3 and len(file.read_text().splitlines()) == history._KEPT
+    for _ in range(2):
+        with hmt.Engine(host_memory="64MiB", context=256) as engine:
+            model = engine.load_model(MODEL)
+            model.infer(hmt.Request(input="Once", max_new_tokens=history._LEAST_STEPS + 2))
+    assert len(file.read_text().splitlines()) == history._KEPT
     (cache / "machine.json").write_text("damaged")
-    assert machine.factors() == {} and history.runs() == []
+    assert history.factors_of("mini-dense") == {}

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from hmt.contracts.encoding import Activations, Encoding
-from hmt.contracts.machine import Machine
+from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.engine import link_rates, machine
 from hmt.memory.device import PretendedDevice
 from hmt.planner.device import copied_share
 from hmt.quant import Format
 
-MACHINE = Machine("a machine", 4, 1 << 34, 100e9, 1e9)
+MACHINE = Machine("a machine", 4, 1 << 34, 1e9, ComputeRates(100e9))
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +38,22 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_format_has_rates(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine.with_device(MACHINE, PretendedDevice(), form)
-    assert found.device_name == "a pretended device"
-    assert found.link_rate > 0 and found.shared_cpu_rate > 0
+    (gpu,) = found.devices
+    assert gpu.name == "a pretended device"
+    assert gpu.link_rate > 0 and gpu.shared_cpu_rate > 0
     monkeypatch.setattr(link_rates, "_measure", None)  # not again
     assert machine.with_device(MACHINE, PretendedDevice(), form) == found
 
 
 def test_a_model_without_networks_needs_only_the_link() -> None:
     found = machine.with_device(MACHINE, PretendedDevice())
-    assert found.link_rate > 0 and found.shared_cpu_rate == found.shared_link_rate == 0
+    (gpu,) = found.devices
+    assert gpu.link_rate > 0 and gpu.shared_cpu_rate == gpu.shared_link_rate == 0
 
 
 def test_the_plan_divides_by_the_rates_at_once() -> None:
-    assert copied_share(replace(MACHINE, link_rate=50e9)) == pytest.approx(1 / 3)
-    both = replace(MACHINE, link_rate=50e9, shared_link_rate=40e9, shared_cpu_rate=40e9)
-    assert copied_share(both) == pytest.approx(0.5)
+    alone = DeviceRates("a GPU", 1 << 30, link_rate=50e9)
+    assert copied_share(replace(MACHINE, devices=(alone,))) == pytest.approx(1 / 3)
+    both = replace(alone, shared_link_rate=40e9, shared_cpu_rate=40e9)
+    assert copied_share(replace(MACHINE, devices=(both,))) == pytest.approx(0.5)
     assert copied_share(MACHINE) == 0.0

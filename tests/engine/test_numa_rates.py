@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hmt.cli.probe import _node_lines
-from hmt.contracts.machine import Machine
+from hmt.contracts.machine import ComputeRates, Machine
 from hmt.engine import numa_rates as module
 from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
 from hmt.memory import Binding
@@ -58,10 +58,10 @@ def test_nodes_that_are_as_far_count_as_alike(tmp_path: Path) -> None:
 
 
 def test_the_probe_shows_nodes_where_there_are_several() -> None:
-    machine = Machine("m", 8, 1 << 36, 1e11, 1e9)
+    machine = Machine("m", 8, 1 << 36, 1e9, ComputeRates(1e11))
     assert _node_lines(machine) == []
     two = Machine(
-        "m", 8, 1 << 36, 1e11, 1e9, numa_nodes=2, numa_distances=((10, 21), (21, 10)),
+        "m", 8, 1 << 36, 1e9, numa_nodes=2, numa_distances=((10, 21), (21, 10)),
         remote_share=0.55,
     )  # fmt: skip
     first, second = _node_lines(two)

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSize
-from hmt.contracts.machine import Machine
+from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.contracts.model import KVKind, KVLayer, ModelSpec
 from hmt.planner import Demand
 from hmt.planner.outlook import Outlook, Setting
@@ -56,35 +56,52 @@ def random_model(chance: random.Random) -> Demand:
 
 def machine_with(demand: Demand, ram: float = 1.5, device: float = 0.0) -> Machine:
     """One that has so many times the model's bytes in its memories; no GPU where 0."""
-    machine = Machine(
-        "a machine", 8, int(demand.weight_bytes * ram) + (64 << 20), 100e9, 5e9,
-        cpu_ops={"bf16": 1e12}, step_s=1e-4, layer_s=1e-5,
-    )  # fmt: skip
+    cpu = ComputeRates(100e9, {"bf16@512": 1e12}, step_overhead_s=1e-4, layer_overhead_s=1e-5)
+    machine = Machine("a machine", 8, int(demand.weight_bytes * ram) + (64 << 20), 5e9, cpu)
     if not device:
         return machine
-    return replace(
-        machine,
-        device_name="a GPU",
-        device_bytes=int(demand.weight_bytes * device) + (16 << 20),
-        device_read_rate=1e12,
-        device_ops={"bf16": 1e14},
+    gpu = DeviceRates(
+        "a GPU",
+        int(demand.weight_bytes * device) + (16 << 20),
         link_rate=25e9,
+        compute=ComputeRates(1e12, {"bf16@512": 1e14}, layer_overhead_s=1e-5),
         shared_link_rate=22e9,
         shared_cpu_rate=80e9,
-        launch_s=1e-5,
-        sync_s=2e-5,
+        sync_overhead_s=2e-5,
     )
+    return replace(machine, devices=(gpu,))
+
+
+def with_cpu(machine: Machine, **rates: object) -> Machine:
+    """The machine with other rates of its CPU."""
+    return replace(machine, cpu=replace(machine.cpu, **rates))  # type: ignore[arg-type]
+
+
+def with_gpu(machine: Machine, **rates: object) -> Machine:
+    """The machine with other rates of its GPU, or of its link."""
+    gpu = machine.devices[0]
+    own = {name: value for name, value in rates.items() if hasattr(gpu, name)}
+    compute = {name: value for name, value in rates.items() if name not in own}
+    gpu = replace(gpu, **own, compute=replace(gpu.compute, **compute))  # type: ignore[arg-type]
+    return replace(machine, devices=(gpu,))
 
 
 def random_machine(chance: random.Random, demand: Demand) -> Machine:
     """Any rates, and memories from far too small to more than enough."""
     machine = machine_with(demand, chance.uniform(0.05, 1.6), chance.choice([0, 0.1, 0.4, 1.2]))
-    names = (
-        *("ram_read_rate", "disk_read_rate", "device_read_rate", "link_rate"),
-        *("step_s", "layer_s", "launch_s", "sync_s", "shared_link_rate", "shared_cpu_rate"),
-    )
-    changes = {name: getattr(machine, name) * chance.uniform(0.2, 5) for name in names}
-    return replace(machine, **changes)
+
+    def changed(rates: object, names: tuple[str, ...]) -> dict[str, float]:
+        return {name: getattr(rates, name) * chance.uniform(0.2, 5) for name in names}
+
+    machine = replace(machine, **changed(machine, ("disk_read_rate",)))  # type: ignore[arg-type]
+    overheads = ("step_overhead_s", "layer_overhead_s")
+    machine = with_cpu(machine, **changed(machine.cpu, ("read_rate", *overheads)))
+    if machine.devices:
+        gpu = machine.devices[0]
+        links = ("link_rate", "shared_link_rate", "shared_cpu_rate", "sync_overhead_s")
+        computing = changed(gpu.compute, ("read_rate", "layer_overhead_s"))
+        machine = with_gpu(machine, **changed(gpu, links), **computing)
+    return machine
 
 
 def outlook(demand: Demand) -> Outlook:

@@ -31,7 +31,7 @@ from hmt.planner.routing import PUBLISHED, UNIFORM
 from hmt.quant import Format
 
 LEAST = {
-    "name": 'a "new" one\n', "cores": 4, "ram_bytes": "8GiB", "ram_read_rate": "40GB/s",
+    "name": 'a "new" one\n', "cores": 4, "ram_bytes": "8GiB", "cpu": {"read_rate": "40GB/s"},
     "disk_read_rate": 2e9,
 }  # fmt: skip
 
@@ -42,45 +42,50 @@ def test_shipped_machines_are_read_and_written_alike(name: str, tmp_path: Path) 
     file = tmp_path / "machine.toml"
     file.write_text(machine_toml(machine))
     assert read_machine(str(file)) == machine
-    assert machine.note and machine.ram_read_rate and machine.cpu_ops
+    assert machine.note and machine.cpu.read_rate and machine.cpu.gemm
 
 
 def test_sizes_and_rates_are_read_as_people_write_them() -> None:
-    layers = {"bf16": 0.0, "w4a16@8": 1e-5, "w4a16 experts": 1e-5, "w4a16 experts@32": 1e-5}
-    given = {"cpu_rates": {"w4a8": "30GB/s"}, "cpu_ops": {"w4a8@8": 1e9}, "device_layers": layers}
-    machine = machine_of(LEAST | given, "here")
-    assert (machine.ram_bytes, machine.ram_read_rate) == (8 << 30, 40e9)
-    assert machine.cpu_rates == {"w4a8": 30e9} and machine.device_layers == layers
+    gpu = {"name": "a GPU", "memory_bytes": "8GiB", "link_rate": "25GB/s"}
+    compute = {"read_rate": 1e12, "gemm": {"bf16@512": 1e14}, "layer_overhead_s": 1e-5}
+    cpu = {"read_rate": "40GB/s", "gemm": {"w4a8@1": "30GB/s", "w4a8@512": 1e12}}
+    machine = machine_of(LEAST | {"cpu": cpu, "devices": [gpu | {"compute": compute}, gpu]}, "here")
+    assert (machine.ram_bytes, machine.cpu.read_rate) == (8 << 30, 40e9)
+    assert machine.cpu.gemm == {"w4a8@1": 30e9, "w4a8@512": 1e12}
+    first, second = machine.devices
+    assert machine.device is first and machine.device_bytes == 8 << 30
+    assert first.compute.gemm == {"bf16@512": 1e14} and second.compute.read_rate == 0
     assert machine_of(tomllib.loads(machine_toml(machine)), "again") == machine
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ram_rate": 1}, "did you mean ram_read_rate"),
+        ({"ram_byte": 1}, "did you mean ram_bytes"),
+        ({"ram_read_rate": 1}, r"it is now read_rate in \[cpu\]"),
+        ({"device_name": "a GPU"}, r"it is now name in \[\[devices\]\]"),
+        ({"cpu": {"read_rates": 1}}, "did you mean cpu.read_rate"),
         ({"cores": 0}, "whole number"),
         ({"cores": True}, "number"),
-        ({"ram_read_rate": "fast"}, "55GB/s"),
+        ({"cpu": {"read_rate": "fast"}}, "cpu.read_rate = 'fast': .*55GB/s"),
+        ({"cpu": 3}, "cpu must be a table"),
         ({"disk_read_rate": -1}, "at least 0"),
         ({"ram_bytes": []}, "cannot read"),
-        ({"cpu_ops": 3}, "table"),
+        ({"cpu": {"gemm": 3}}, "table"),
         ({"name": 3}, "text"),
         ({"remote_share": 1.5}, "share"),
-        ({"device_name": "a GPU"}, "device_bytes"),
-        ({"device_bytes": "8GiB", "link_rate": 1e9}, "device_name"),
+        ({"devices": {"name": "a GPU"}}, r"as \[\[devices\]\]"),
+        ({"devices": [{"name": "a GPU"}]}, "devices.memory_bytes is missing"),
+        ({"devices": [{"name": "", "memory_bytes": "8GiB", "link_rate": 1}]}, "a GPU needs name"),
         ({"ram_bytes": 0}, "more than 0"),
         ({"disk_read_rate": float("nan")}, "at least 0"),
         ({"disk_read_rate": 10**400}, "at least 0"),
         ({"ram_bytes": 10**400}, "any machine"),
         ({"ram_bytes": "9" * 400 + "GiB"}, "any machine"),
-        ({"cpu_rates": {"int4": 1e9}}, "'int4' is unknown; known: f32"),
-        ({"cpu_rates": {"w4a8@8": 1e9}}, "unknown"),
-        ({"cpu_ops": {"w4a8@x": 1e9}}, "as in w4a8@8"),
-        ({"device_ops": {"w4a8@0": 1e9}}, "as in w4a8@8"),
-        ({"device_layers": {"w4a8 expert": 1e-5}}, "w4a8 experts"),
-        ({"cold_calls": {"64MiB": 0.5}}, "1 time as long, or more"),
-        ({"cold_calls": {"much": 2}}, "cannot read"),
-        ({"cached_rates": {"0MiB": 1e9}}, "more than 0"),
+        ({"cpu": {"gemm": {"int4@1": 1e9}}}, "'int4@1' is unknown; write ENCODING@TOKENS"),
+        ({"cpu": {"gemm": {"w4a8": 1e9}}}, "ENCODING@TOKENS"),
+        ({"cpu": {"gemm": {"w4a8@x": 1e9}}}, "ENCODING@TOKENS"),
+        ({"cpu": {"gemm": {"w4a8@0": 1e9}}}, "ENCODING@TOKENS"),
     ],
 )
 def test_a_wrong_description_is_refused_by_key(change: dict[str, object], message: str) -> None:
@@ -189,7 +194,8 @@ def test_one_node_of_several_has_its_share() -> None:
     assert on_its_nodes(machine, None, 1 << 30) == machine == on_its_nodes(machine, (0, 1), 1 << 30)
     one = on_its_nodes(machine, (1, 1), 1 << 30)
     assert (one.cores, one.ram_bytes) == (machine.cores // 2, machine.ram_bytes // 2)
-    assert one.ram_read_rate == machine.ram_read_rate / 2 and one.link_rate == machine.link_rate
+    assert one.cpu.read_rate == machine.cpu.read_rate / 2
+    assert one.devices[0].link_rate == machine.devices[0].link_rate
     assert on_its_nodes(machine, "auto", 1 << 30) == one
     assert on_its_nodes(machine, "auto", machine.ram_bytes) == machine, "it does not fit one"
     assert on_its_nodes(one, "auto", 1 << 30) == one
@@ -198,7 +204,7 @@ def test_one_node_of_several_has_its_share() -> None:
     four = replace(machine, numa_nodes=4, numa_distances=rows)
     socket = on_its_nodes(four, "auto", 1 << 30)
     assert socket.numa_nodes == 2 and socket.numa_distances == ((10, 12), (12, 10))
-    assert socket.ram_read_rate == machine.ram_read_rate / 2 and socket.cores == machine.cores // 2
+    assert socket.cpu.read_rate == machine.cpu.read_rate / 2 and socket.cores == machine.cores // 2
     assert on_its_nodes(four, (1, 1), 1 << 30).cores == machine.cores // 4
     assert on_its_nodes(four, "auto", machine.ram_bytes * 6 // 10) == four
     assert on_its_nodes(socket, "auto", 1 << 30) == socket

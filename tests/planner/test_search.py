@@ -5,7 +5,16 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from models import machine_with, outlook, random_machine, random_model, setting, small_model
+from models import (
+    machine_with,
+    outlook,
+    random_machine,
+    random_model,
+    setting,
+    small_model,
+    with_cpu,
+    with_gpu,
+)  # fmt: skip
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.blocks import BlockKind
@@ -124,34 +133,38 @@ def test_so_it_does_for_models_and_machines_that_there_are(model: str, machine: 
     assert all(found <= weight(planned) for planned in by_hand(asked, demand, plans))
 
 
-MEMORIES = {"RAM": ("ram_bytes",), "GPU memory": ("device_bytes",)}
-RATES = {
-    "memory": ("ram_read_rate", "core_read_rate", "shared_cpu_rate"),
-    "link": ("link_rate", "shared_link_rate"),
-    "drive": ("disk_read_rate",),
-    "GPU": ("device_read_rate",),
-    "CPU arithmetic": ("cpu_ops",),
-    "GPU arithmetic": ("device_ops",),
-}
+RESOURCES = ("RAM", "GPU memory", "memory", "link", "drive", "GPU", "arithmetic")
 
 
 def more_of(resource: str, machine: Machine) -> Machine:
     """Half as much again of one thing."""
-    changes: dict[str, object] = {}
-    for name in (MEMORIES | RATES)[resource]:
-        value = getattr(machine, name)
-        if isinstance(value, dict):
-            changes[name] = {key: 1.5 * rate for key, rate in value.items()}
-        else:
-            changes[name] = type(value)(1.5 * value)
-    return replace(machine, **changes)  # type: ignore[arg-type]
+    cpu = machine.cpu
+    if resource == "RAM":
+        return replace(machine, ram_bytes=machine.ram_bytes * 3 // 2)
+    if resource == "GPU memory":
+        return machine.with_device_bytes(machine.device_bytes * 3 // 2)
+    if resource == "drive":
+        return replace(machine, disk_read_rate=1.5 * machine.disk_read_rate)
+    if resource == "arithmetic":
+        return with_cpu(machine, gemm={name: 1.5 * rate for name, rate in cpu.gemm.items()})
+    if resource == "memory":
+        machine = with_cpu(machine, read_rate=1.5 * cpu.read_rate)
+    if not machine.devices:
+        return machine
+    gpu = machine.devices[0]
+    if resource == "memory":
+        return with_gpu(machine, shared_cpu_rate=1.5 * gpu.shared_cpu_rate)
+    if resource == "link":
+        shared = 1.5 * gpu.shared_link_rate
+        return with_gpu(machine, link_rate=1.5 * gpu.link_rate, shared_link_rate=shared)
+    return with_gpu(machine, read_rate=1.5 * gpu.compute.read_rate)
 
 
 def test_searched_plans_fit_are_repeatable_and_no_worse_with_more() -> None:
     chance, compared = random.Random(3), 0
     while compared < 6:
         demand = random_model(chance)
-        machine = replace(random_machine(chance, demand), device_name="a GPU")
+        machine = random_machine(chance, demand)
         asked = setting(machine, prefill_chunk=64, users=chance.choice([1, 4]))
         try:
             found = plan_for_goal(outlook(demand), asked, "balanced")
@@ -166,7 +179,7 @@ def test_searched_plans_fit_are_repeatable_and_no_worse_with_more() -> None:
         before = seconds_for("balanced", found.prediction)
         if usual is not None:
             assert before <= seconds_for("balanced", usual.prediction)
-        for name in (*MEMORIES, *RATES):
+        for name in RESOURCES:
             richer = plan_for_goal(
                 outlook(demand), replace(asked, machine=more_of(name, machine)), "balanced"
             )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import machine_with, outlook, setting, small_model
+from models import machine_with, outlook, setting, small_model, with_cpu, with_gpu
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.machine import Machine
@@ -98,9 +98,15 @@ def test_more_bandwidth_is_never_slower(device: float, experts: int, ram: float)
     machine, loads = small(device, experts, ram)
     traffic = mixture(40, 3)
     before = answered(traffic, (machine, loads))
-    for rate in ("ram_read_rate", "disk_read_rate", "device_read_rate", "link_rate"):
-        faster = replace(machine, **{rate: getattr(machine, rate) * 1.5})
-        assert answered(traffic, (faster, loads)).wall_s <= before.wall_s * (1 + 1e-9), rate
+    faster = [
+        with_cpu(machine, read_rate=1.5 * machine.cpu.read_rate),
+        replace(machine, disk_read_rate=1.5 * machine.disk_read_rate),
+    ]
+    for gpu in machine.devices:
+        faster.append(with_gpu(machine, read_rate=1.5 * gpu.compute.read_rate))
+        faster.append(with_gpu(machine, link_rate=1.5 * gpu.link_rate))
+    for other in faster:
+        assert answered(traffic, (other, loads)).wall_s <= before.wall_s * (1 + 1e-9), other
 
 
 def test_a_full_batch_decodes_at_the_predicted_rate() -> None:
@@ -162,4 +168,4 @@ def test_traffic_without_end_and_without_a_request_is_refused() -> None:
 def test_a_machine_of_unknown_rates_is_refused() -> None:
     machine, loads = small()
     with pytest.raises(ConfigError, match="not known"):
-        answered(mixture(1, 1), (replace(machine, ram_read_rate=0.0), loads))
+        answered(mixture(1, 1), (with_cpu(machine, read_rate=0.0), loads))

@@ -1,7 +1,6 @@
 """Cache policies: each in the order of a plain model that keeps every use and sorts."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +21,6 @@ from hmt.weights.policies import (
     DenseByScan,
     EvictionPolicy,
     Heat,
-    LayerFloors,
     Surroundings,
     WeightAwareLRU,
     open_policy,
@@ -254,37 +252,6 @@ def test_the_smaller_of_two_blocks_stays() -> None:
     assert list(policy.coldest_first()) == [large, small]
 
 
-@given(
-    order=st.permutations(BLOCKS),
-    floor=st.integers(0, EXPERTS),
-    dense=st.sets(st.integers(0, LAYERS - 1)),
-    count=st.integers(0, len(BLOCKS)),
-)
-@settings(max_examples=60, deadline=None)
-def test_floors_hold_over_any_order(
-    order: list[BlockId], floor: int, dense: set[int], count: int
-) -> None:
-    policy = LayerFloors(LRU(), floor)
-    extra = [BlockId(layer, BlockKind.ATTENTION) for layer in dense]
-    for block in [*order[:count], *extra]:
-        policy.cached(block)
-        policy.used(block)
-    left = Counter(block.layer for block in order[:count])
-    going = list(policy.coldest_first())
-    assert sorted(going) == sorted([*order[:count], *extra])
-    for place, block in enumerate(going):
-        if block.kind is not BlockKind.EXPERT:
-            continue
-        if left[block.layer] <= floor:
-            rest = [b for b in going[place:] if b.kind is BlockKind.EXPERT]
-            assert all(left[b.layer] <= floor for b in rest), "above its floor, but not gone"
-            break
-        left[block.layer] -= 1
-    for block in going:
-        policy.removed(block)
-    assert list(policy.coldest_first()) == []
-
-
 @pytest.mark.parametrize("capacity", [2, 5, 10, 15, 19])
 def test_dense_blocks_that_go_around_keep_a_part_of_them(capacity: int) -> None:
     """Of a loop of 20 blocks, as many stay as there are slots but one; LRU never hits."""
@@ -325,7 +292,7 @@ def test_experts_go_before_dense_blocks() -> None:
 
 def test_policies_by_name() -> None:
     for name in POLICIES:
-        policy = open_policy(name, Surroundings(SIZES), floor=1)
+        policy = open_policy(name, Surroundings(SIZES))
         policy.cached(BLOCKS[0])
         policy.used(BLOCKS[0])
         assert list(policy.coldest_first()) == [BLOCKS[0]]

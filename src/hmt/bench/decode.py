@@ -130,7 +130,7 @@ def _result(case: Case, summaries: list[RunSummary], machine: Machine) -> Result
         return median(figure(summary) for summary in summaries)
 
     link = "disk" if summaries[0].streamed_bytes else "memory"
-    ceiling = machine.disk_read_rate if link == "disk" else machine.ram_read_rate
+    ceiling = machine.disk_read_rate if link == "disk" else machine.cpu.read_rate
 
     def rate_of(summary: RunSummary) -> float:
         phase = summary.generation

@@ -18,7 +18,8 @@ def describe(machine: Machine) -> dict[str, Any]:
     native = extension.load()
     return {
         **asdict(machine),
-        "numa_distances": [list(row) for row in machine.numa_distances],  # as JSON has them
+        "devices": [asdict(device) for device in machine.devices],  # as JSON has them
+        "numa_distances": [list(row) for row in machine.numa_distances],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -2,11 +2,6 @@
 
 The model is a tiled pack; keys and values of earlier positions are random numbers, so that a long
 context costs no prompt.
-
-Where host memory holds the experts of some layers only, the others take turns in those: layer by
-layer a step reads, copies and computes as many bytes as with experts of their own, and a GPU caches
-each layer's as its own.  The processor's caches gain nothing as long as those few are many times
-larger than they are: between two uses of an expert lies a whole turn of all the others.
 """
 
 import time
@@ -192,7 +187,6 @@ def run(
     *,
     quantization: str = "w4a8:32",
     host_memory: str = "100GiB",
-    expert_layers: int | None = None,
     gpu: str = "0",
     traces: Sequence[Path] = (),
     progress: Callable[[str], None] = lambda what: None,
@@ -201,9 +195,8 @@ def run(
     """Measure `shape`; the content of a benchmark file.
 
     The pack is made in `folder` unless it is there.  Its routers choose all experts alike; with
-    `traces` steps are measured once more, with experts chosen as often as there.  `expert_layers`
-    have experts of their own (None: all that have any).  `found` gets what is known after each
-    case.  Raises MachineError without a GPU, and what loading raises.
+    `traces` steps are measured once more, with experts chosen as often as there.  `found` gets
+    what is known after each case.  Raises MachineError without a GPU, and what loading raises.
     """
     device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
     progress("measuring memories and the link")
@@ -227,7 +220,7 @@ def run(
         )
         assert engine._device is not None
         watch = stack.enter_context(GpuWatch(engine._device, "loading"))
-        model = engine.load_model(pack, expert_layers=expert_layers)
+        model = engine.load_model(pack)
         loaded_s = time.perf_counter() - begin
         fill_context(model)
         watch.next("between")
@@ -251,7 +244,8 @@ def run(
             "host_reserved": dict(model.plan.reserved),
             "steps": [],
             "prompt": None,
-        } | _shared(model, shape)
+            "sparse_layers": shape.layers - shape.dense_layers,
+        }
         found(content)
         measure = _Measure(model, task, rates, watch, progress, content, found)
         measure.steps("uniform")
@@ -261,24 +255,6 @@ def run(
         if task.prompt:
             measure.prompt()
     return content
-
-
-def _shared(model: LoadedModel, shape: DeepSeekShape) -> dict[str, int]:
-    """How many layers have experts, how many of them their own, and what the others would take.
-
-    shared_bytes     of host memory
-    unmapped_bytes   of the GPU's page tables for it, which the plan counts
-    """
-    layouts, same = model.prepared.layouts, model.prepared.same
-    shared = sum(layouts[block].slot_bytes for block in same)
-    resident, tables = model.plan.reserved["resident"], model.plan.device.reserved["mapping"]
-    layers = shape.layers - shape.dense_layers
-    return {
-        "sparse_layers": layers,
-        "expert_layers": layers - len({block.layer for block in same}),
-        "shared_bytes": shared,
-        "unmapped_bytes": tables * shared // (shared + resident),
-    }
 
 
 def pack_of(

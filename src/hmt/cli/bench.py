@@ -65,7 +65,7 @@ def decode(
     """
     with notes().status("starting") as status, _checkpoint(model) as folder:
         from hmt.bench.decode import run
-        from hmt.engine.machine import measure
+        from hmt.engine.probe import measure
 
         status.update("measuring memory and drive")
         machine = measure(folder, quick=False)
@@ -240,7 +240,8 @@ def _print(content: dict[str, Any]) -> None:
         f"{format_bytes(model['published_bytes'])} of weights on {machine['name']}, "
         f"{machine['threads']} threads, {machine['instructions'] or machine['kernels']} "
         f"kernels; memory "
-        f"{format_rate(machine['ram_read_rate'])}, drive {format_rate(machine['disk_read_rate'])}"
+        f"{format_rate(machine['cpu']['read_rate'])}, drive "
+        f"{format_rate(machine['disk_read_rate'])}"
     )
     table = _table(title, "case", "tokens/s", "from RAM", "from disk", "waiting", "rate", "share")
     for result in content["results"]:

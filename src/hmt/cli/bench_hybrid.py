@@ -22,14 +22,6 @@ def hybrid(
     memory: Annotated[str, typer.Option(help="Memory of the GPU to use.")] = "9GiB",
     quant: Annotated[str, typer.Option(help="Encoding of the weights.")] = "w4a8:32",
     host_memory: Annotated[str, typer.Option(help="Host memory to use.")] = "100GiB",
-    expert_layers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Layers with experts of their own in memory, which the others share by turns: for "
-            "models that host memory cannot hold.  Default: all.",
-        ),
-    ] = None,
     batches: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1,4,16",
     contexts: Annotated[
         str, typer.Option(help="Positions before them; all but the first with one sequence.")
@@ -83,7 +75,6 @@ def hybrid(
             task,
             quantization=quant,
             host_memory=host_memory,
-            expert_layers=expert_layers,
             gpu=gpu_id,
             traces=traces or (),
             progress=status.update,
@@ -122,18 +113,13 @@ class _Report:
         """The most GPU memory, and when that was."""
         most: dict[str, int] = self._content["gpu_most_bytes"]
         when = max(most, key=lambda what: most[what])
-        text = f"  {format_bytes(most[when])} of GPU memory used at most, by {when}"
-        if unmapped := self._content["unmapped_bytes"]:
-            text += f", and {format_bytes(unmapped)} less of page tables than for all experts"
-        self._console.print(text)
+        self._console.print(f"  {format_bytes(most[when])} of GPU memory used at most, by {when}")
 
 
 def _setting(content: dict[str, Any]) -> str:
     rates = content["rates"]
-    own, layers = content["expert_layers"], content["sparse_layers"]
-    shared = f" ({own} of {layers} layers' experts in host memory)" if own < layers else ""
     return (
-        f"{content['shape']['layers']} layers{shared}, {content['gpu_memory']} of "
+        f"{content['shape']['layers']} layers, {content['gpu_memory']} of "
         f"{content['gpu']}: {content['expert_slots']} experts cached per layer; at once link "
         f"{format_rate(rates['shared_link'])} and CPU {format_rate(rates['shared_cpu'])}"
     )

@@ -48,7 +48,8 @@ def bigger_than_ram(
     """Models larger than RAM: HMT beside memory maps and accelerate, under one hard limit."""
     from hmt.bench.bigger_than_ram import SHAPES, contenders, drive_rate, prepare, run
     from hmt.cli.bench import write_json
-    from hmt.engine.machine import measure, remembered
+    from hmt.engine.machine import remembered
+    from hmt.engine.probe import measure
 
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: choose {' or '.join(SHAPES)}")

@@ -240,9 +240,9 @@ def _rates(path: Path) -> Finding:
     from hmt.engine.machine import remembered
 
     rates, what = remembered(path), "measured rates"
-    if not rates.ram_read_rate:
+    if not rates.cpu.read_rate:
         return Finding(what, POOR, "none; run `hmt probe` on the drive that holds your models")
-    found = f"memory {format_rate(rates.ram_read_rate)}"
+    found = f"memory {format_rate(rates.cpu.read_rate)}"
     if rates.disk is None:
         return Finding(
             what, POOR, f"{found}; the drive of {path} was not measured: run `hmt probe`"

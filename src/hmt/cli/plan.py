@@ -1,7 +1,6 @@
 """`hmt plan`: where everything would live, and how fast it would be, without loading it."""
 
 import json as json_format
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,27 +48,17 @@ def plan(
     plot: Annotated[bool, typer.Option("--plot", help="Draw what goes where.")] = False,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="First fit predictions to this machine's runs."),
+        typer.Option("--calibrate", hidden=True),  # runs calibrate by themselves
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
-    if calibrate and _calibrated(json) and model is None:
-        return
     asked = Asked(model, machine, users, prompt, routing)
     planned, outlook, notes = planned_for(engine, asked)
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
     else:
         print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
-
-
-def _calibrated(aside: bool) -> bool:
-    """Fit predictions to this machine's runs, and say so, `aside` on stderr."""
-    from hmt.cli.plan_view import calibration_lines
-
-    print("\n".join(calibration_lines()), file=sys.stderr if aside else None)
-    return True
 
 
 def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) -> list[str]:

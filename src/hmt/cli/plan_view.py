@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from hmt.planner.outlook import Change, Planned
     from hmt.planner.predicted import StepCost
 
-_NAMES = {"handing over": "fixed"}  # of parts, where what the others are called will not do
 NO_WEIGHTS = "no weights are there to be read: planned as a pack of them (hmt convert)"
 _SHOWN = 5  # of what would help
 _RESIDENCIES = (0.06, 0.25, 0.5)
@@ -106,45 +105,12 @@ def _parts(step: "StepCost") -> str:
         if seconds:
             nbytes = step.nbytes.get(name, 0.0)
             what = f" ({format_bytes(nbytes)})" if nbytes else ""
-            parts.append(f"{part_name(name)} {format_seconds(seconds)}{what}")
+            parts.append(f"{name} {format_seconds(seconds)}{what}")
     return ", ".join(parts)
-
-
-def part_name(part: str) -> str:
-    """What a step is made of, for people."""
-    return _NAMES.get(part, part)
 
 
 def _users(count: int) -> str:
     return f"{count} user{'s' if count > 1 else ''}"
-
-
-def calibration_lines() -> list[str]:
-    """Fit predictions to the runs that were kept, and say what came of it."""
-    from hmt.engine.history import recalibrate
-    from hmt.planner.calibration import beyond, errors
-
-    runs, before, after = recalibrate()
-    if not runs:
-        return [
-            "no runs to calibrate with: each that decodes some dozens of tokens is kept, and "
-            "hmt probe begins anew"
-        ]
-    lines = [f"calibrated with {len(runs)} run{'s' if len(runs) > 1 else ''} on this machine"]
-    for text, factors in (("before", before), ("after", after)):
-        middle, mean, worst = errors(runs, factors)
-        lines.append(
-            f"  {text:<7} steps were predicted with a median error of {middle:.1%}, {mean:.1%} on "
-            f"average, {worst:.1%} at worst"
-        )
-    moved = [f"{part} {factor:.2f}" for part, factor in after.items() if factor != 1.0]
-    lines.append(f"  times are multiplied: {', '.join(moved) or 'by nothing'}")
-    if far := beyond(after):
-        lines.append(
-            f"  {' and '.join(far)}: no factor explains these runs; something else made them slow, "
-            "such as models too small for what was probed.  hmt probe begins anew"
-        )
-    return lines
 
 
 def _number(rate: float) -> str:

@@ -208,7 +208,7 @@ def _setting_here(
 
     return setting_of(
         config,
-        replace(machine, device_bytes=room),
+        machine.with_device_bytes(room),
         prompt_tokens=prompt,
         host_bytes=config.host_memory_bytes,
         device_bytes=room,

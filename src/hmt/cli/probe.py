@@ -12,7 +12,7 @@ from hmt.base.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hmt.contracts.machine import Machine
+    from hmt.contracts.machine import ComputeRates, Machine
     from hmt.memory import DiskRate
 
 
@@ -40,7 +40,8 @@ def probe(
 
     from hmt.cli.console import notes
     from hmt.engine import EngineConfig
-    from hmt.engine.machine import measure, measure_device, probed
+    from hmt.engine.machine import probed
+    from hmt.engine.probe import measure, measure_device
     from hmt.memory.device import open_device
     from hmt.planner.machine_file import machine_toml
 
@@ -81,7 +82,7 @@ def _lines(
     from hmt.memory import best_of
 
     yield f"{machine.name}, {machine.cores} cores, {format_bytes(machine.ram_bytes)} of RAM"
-    rate = format_rate(machine.ram_read_rate) if machine.ram_read_rate else "not measured"
+    rate = format_rate(machine.cpu.read_rate) if machine.cpu.read_rate else "not measured"
     yield f"memory, all cores reading:  [bold]{rate}[/]"
     yield from _node_lines(machine)
     if not results:
@@ -98,17 +99,17 @@ def _lines(
         if not quick:
             for reader in dict.fromkeys(result.reader for result in results):
                 yield _table([r for r in results if r.reader == reader], best)
-    yield from [*_rate_lines(machine, ""), *_step_lines(machine)]
-    if machine.device_name:
-        yield f"[bold]{machine.device_name}[/]"
-        yield from _rate_lines(machine, "device_")
+    yield from [*_rate_lines(machine.cpu), *_step_lines(machine)]
+    for device in machine.devices:
+        yield f"[bold]{device.name}[/]"
+        yield from _rate_lines(device.compute)
 
 
 def _saved_line(machine: "Machine", *, changed: bool) -> str:
     """Whether later runs will know it; `changed` says whether the cache file has."""
     from hmt.engine.machine import cache_file
 
-    if not machine.ram_read_rate:
+    if not machine.cpu.read_rate:
         return "[yellow]not saved[/]: that needs the rate of memory at least"
     if changed:
         return f"[dim]saved in {cache_file()}[/]"
@@ -143,36 +144,34 @@ def _node_lines(machine: "Machine") -> list[str]:
     ]
 
 
-def _rate_lines(machine: "Machine", side: str) -> list[str]:
-    """Products and attention of the CPU (""), or of the GPU ("device_")."""
-    rates = machine.device_rates if side else machine.cpu_rates
-    operations = machine.device_ops if side else machine.cpu_ops
+def _rate_lines(rates: "ComputeRates") -> list[str]:
+    """Products and attention of a processor."""
     lines = [
-        f"products with {kernel}: [bold]{format_rate(read)}[/] for one token, "
-        f"{operations[kernel] / 1e9:.0f} G operations/s for many"
-        for kernel, read in rates.items()
+        f"products with {key.removesuffix('@1')}: [bold]{format_rate(read_rate)}[/] for one token, "
+        f"{rates.gemm.get(key.removesuffix('@1') + '@512', 0) / 1e9:.0f} G operations/s for 512"
+        for key, read_rate in rates.gemm.items()
+        if key.endswith("@1")
     ]
-    read = machine.device_attention_rate if side else machine.cpu_attention_rate
-    many = machine.device_attention_ops if side else machine.cpu_attention_ops
-    if read:
+    if rates.attention_read_rate:
         lines.append(
-            f"attention: [bold]{format_rate(read)}[/] for one token, {many / 1e9:.0f} G "
-            "operations/s for many"
+            f"attention: [bold]{format_rate(rates.attention_read_rate)}[/] for one token, "
+            f"{rates.attention_ops / 1e9:.0f} G operations/s for many"
         )
     return lines
 
 
 def _step_lines(machine: "Machine") -> list[str]:
-    """What is paid whatever is read."""
-    if not machine.step_s:
+    """Overheads that depend on no bytes."""
+    cpu = machine.cpu
+    if not cpu.step_overhead_s:
         return []
     process = ""
     if machine.process_bytes:
         process = f"; a process with a model grows by {format_bytes(machine.process_bytes)}"
     return [
-        f"a step: [bold]{format_seconds(machine.step_s)}[/] beyond what it reads and computes, "
-        f"{format_seconds(machine.row_s)} for each user, {format_seconds(machine.layer_s)} for "
-        f"each layer{process}"
+        f"a step: [bold]{format_seconds(cpu.step_overhead_s)}[/] beyond what it reads and "
+        f"computes, {format_seconds(cpu.sequence_overhead_s)} for each sequence, "
+        f"{format_seconds(cpu.layer_overhead_s)} for each layer{process}"
     ]
 
 

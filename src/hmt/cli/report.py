@@ -11,7 +11,7 @@ from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from hmt.contracts.kv import KVAccount
-    from hmt.engine import DeviceAccount, ExpertAccount, Foreseen, Phase, RunSummary, Verdict
+    from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, StepPrediction, Verdict
 
 _BAR_CELLS = 16
 _LEVELS = {"near": "near", "host": "in host memory", "drive": "on the drive"}
@@ -37,8 +37,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     if summary.prefixes is not None:
         table.add_row("prefixes", _prefixes(summary.prefixes))
     table.add_row("per token", _traffic(phase))
-    if (foreseen := summary.foreseen) is not None and foreseen.step_s:
-        table.add_row("foreseen", _foreseen(foreseen))
+    if (predicted := summary.predicted) is not None and predicted.step_s:
+        table.add_row("predicted", _predicted(predicted))
     if phase.guesses or summary.guessing is not None:
         table.add_row("guesses", _guesses(phase, summary.guessing))
     table.add_row("time", _time(phase))
@@ -66,8 +66,8 @@ def summary_json(summary: "RunSummary") -> dict[str, Any]:
             "guess_hit_rate": phase.guess_hit_rate,
             "host_s": phase.host_s,
         }
-    if summary.foreseen is not None:
-        content["foreseen"]["error"] = summary.foreseen.error
+    if summary.predicted is not None:
+        content["predicted"]["error"] = summary.predicted.error
     if (limit := summary.bottleneck) is not None:
         content["bottleneck"] = asdict(limit) | {"share": limit.share}
     return content
@@ -163,14 +163,14 @@ def _traffic(phase: "Phase") -> str:
     return text if hit_rate is None else f"{text}; {hit_rate:.0%} of it in time"
 
 
-def _foreseen(foreseen: "Foreseen") -> str:
-    for_whom = "one user" if foreseen.users == 1 else f"{foreseen.users:.0f} users"
+def _predicted(predicted: "StepPrediction") -> str:
+    for_whom = "one user" if predicted.users == 1 else f"{predicted.users:.0f} users"
     text = (
-        f"{foreseen.tokens_per_s:.1f} tokens/s for {for_whom} with {foreseen.context:.0f} "
-        f"positions, {format_bytes(foreseen.host_bytes)} from memory, "
-        f"{format_bytes(foreseen.disk_bytes)} from disk"
+        f"{predicted.tokens_per_s:.1f} tokens/s for {for_whom} with {predicted.context:.0f} "
+        f"positions, {format_bytes(predicted.host_bytes)} from memory, "
+        f"{format_bytes(predicted.disk_bytes)} from disk"
     )
-    error = foreseen.error
+    error = predicted.error
     return text if error is None else f"{text}; a step took {1 + error:.0%} of that time"
 
 

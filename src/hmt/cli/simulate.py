@@ -118,7 +118,6 @@ def _traffic(
 
 
 def _lines(planned: "Planned", summary: dict[str, Any]) -> list[str]:
-    from hmt.cli.plan_view import part_name
     from hmt.planner.explain import LIMITS
 
     setting, batch, queue = planned.setting, summary["batch"], summary["queue"]
@@ -154,7 +153,7 @@ def _lines(planned: "Planned", summary: dict[str, Any]) -> list[str]:
         nbytes, rate = summary["bytes"].get(part, 0.0), summary["bytes_per_s"].get(part, 0.0)
         if share or nbytes:
             read = f"{format_bytes(nbytes):>14}{format_bytes(rate) + '/s':>16}" if nbytes else ""
-            lines.append(f"{part_name(part):22}{share:>12.1%}{read}")
+            lines.append(f"{part:22}{share:>12.1%}{read}")
     lines.append(f"{'nothing to do':22}{summary['idle']:>12.1%}")
     bound = summary["bound_by"][summary["bottleneck"]]
     lines.append(f"bound by {LIMITS[summary['bottleneck']]} {bound:.0%} of the time")

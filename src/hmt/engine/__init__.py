@@ -3,9 +3,9 @@
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import check_tokens
 from hmt.engine.engine import Engine, LoadedModel
-from hmt.engine.foreseen import Decoded, Foreseen
 from hmt.engine.loading import Prepared, prepare
 from hmt.engine.look import ExpertMap, Fill, Look, Place
+from hmt.engine.prediction import StepPrediction, StepTotals
 from hmt.engine.scheduler import Load
 from hmt.engine.streams import Ticket
 from hmt.engine.summary import (
@@ -20,14 +20,12 @@ from hmt.engine.trial import Verdict
 
 __all__ = [
     "Bottleneck",
-    "Decoded",
     "DeviceAccount",
     "Engine",
     "EngineConfig",
     "ExpertAccount",
     "ExpertMap",
     "Fill",
-    "Foreseen",
     "Load",
     "LoadedModel",
     "Look",
@@ -35,6 +33,8 @@ __all__ = [
     "Place",
     "Prepared",
     "RunSummary",
+    "StepPrediction",
+    "StepTotals",
     "Ticket",
     "Verdict",
     "bottleneck",

@@ -20,15 +20,14 @@ from hmt.engine.captured import CapturedDecoding
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice
 from hmt.engine.executor import Executor, OverlappedExecutor, Places, PlainExecutor
-from hmt.engine.expert_hits import HitKeeper
 from hmt.engine.expert_recorder import ExpertRecorder
-from hmt.engine.foreseen import Decoded
 from hmt.engine.foresight import RouterForesight
 from hmt.engine.forms import UnsettledForms
 from hmt.engine.guesser import Guesser
 from hmt.engine.loading import Memory, Prepared
 from hmt.engine.observers import ObservedModel, ObservedWeights, Observer
 from hmt.engine.pieces import DecodingInPieces, can_be_pieces
+from hmt.engine.prediction import StepTotals
 from hmt.engine.prefetch import read_ahead
 from hmt.engine.prefixes import save_some, scope_of
 from hmt.engine.scheduler import Scheduled, Scheduler
@@ -44,7 +43,6 @@ from hmt.weights import DeviceCounters
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MOST_ASKED = 32
-_STEPS_KEPT = 4096  # of decoding, after which what was seen of experts is kept
 
 
 class Core:
@@ -75,7 +73,6 @@ class Core:
         self._meter = _Meter(memory, tracer, self._guesser)
         self.load = self.scheduler.load  # as of the last step; others may read it
         self.steps = 0  # until now
-        self.hits: HitKeeper | None = None  # who is told what caches of experts did, if anybody
         self._warm_up()
         self.reset_account()
 
@@ -196,7 +193,8 @@ class Core:
 
     def reset_account(self) -> None:
         """Count from zero."""
-        self.prompt, self.generation, self.decoded = Phase(), Phase(), Decoded()
+        self.prompt, self.generation = Phase(), Phase()
+        self.decoded, self.prefilled = StepTotals(), StepTotals()
         self._meter.lap(0.0)
 
     def advance(self) -> bool:
@@ -246,11 +244,8 @@ class Core:
         # Tokens of one step share its reads and its time.
         self.prompt.add(cost, prompt, tokens)
         self.generation.add(cost, tokens - prompt, tokens)
-        if not prompt:
-            experts = cost.experts, cost.expert_reads
-            self.decoded.add(scheduled.step, cost.seconds, cost.disk_bytes, experts)
-            if self.decoded.steps % _STEPS_KEPT == 0:
-                self._keep_hits()  # a server may run for months
+        totals = self.prefilled if prompt else self.decoded
+        totals.add(scheduled.step, cost.seconds, cost.disk_bytes)
         return True
 
     def _settled(self, sequence: Sequence, error: Exception | None) -> None:
@@ -279,14 +274,7 @@ class Core:
         if self.memory.prefixes is not None:
             while save_some(self.memory.prefixes):
                 pass
-        try:
-            self._keep_hits()
-        finally:
-            self.memory.close()
-
-    def _keep_hits(self) -> None:
-        if self.hits is not None:
-            self.hits.keep(self.decoded, self.memory.shared_experts())
+        self.memory.close()
 
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""

@@ -13,7 +13,7 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.machine import context_bytes
+from hmt.engine.machine import driver_bytes
 from hmt.memory import Account, HostPool, Ledger
 from hmt.memory.device import Device, DevicePool, open_device
 from hmt.weights import BlockLayout, DeviceWeights, WeightStore
@@ -38,7 +38,7 @@ def device_budget(device: Device, config: EngineConfig) -> int:
     device.trim()  # of what others in this process have computed
     used, free = device.used_bytes(), device.free_bytes()
     # The driver loads kernels when they are first called: 200 MiB of an H200 come after this.
-    more = max(0, context_bytes(device.name) - (used - device.kept_bytes()))
+    more = max(0, driver_bytes(device.name) - (used - device.kept_bytes()))
     taken, free = used + more, free - more
     if limit_bytes is None:
         return int(free * _SHARE_OF_FREE)

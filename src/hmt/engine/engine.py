@@ -29,12 +29,11 @@ from hmt.engine.beams import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.core import Core, check_tokens
 from hmt.engine.device_loading import device_budget, device_for
-from hmt.engine.expert_hits import HitKeeper
-from hmt.engine.foreseen import Foreseer
 from hmt.engine.limits import LengthLimit
 from hmt.engine.loading import Prepared, allocate_on, prepare
 from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
+from hmt.engine.prediction import Predictor
 from hmt.engine.sampler import SamplerState, check_logprobs
 from hmt.engine.scheduler import Load
 from hmt.engine.sequence import Listener, Sequence, check_least, end_tokens
@@ -47,6 +46,7 @@ from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
 from hmt.memory.numa import Binding, bytes_by_node, choose, verify
+from hmt.planner.predicted import plan_kind
 from hmt.text import Constraint, StopStrings, ThoughtLimit
 
 
@@ -85,12 +85,10 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         *,
         host_memory: int | None = None,
-        expert_layers: int | None = None,
     ) -> "LoadedModel":
         """Plan and load the checkpoint or pack in folder `path`, in what is left of the budget.
 
         `host_memory`: the most that it may take of it, in bytes, so that others have room.
-        `expert_layers`: for measuring; so many have experts of their own, which the others share.
         `progress(bytes done, bytes in all)` is called while resident weights are read, on another
         thread.  Raises CheckpointError, BudgetError, DiskReadError or NumericsError; nothing stays
         allocated then.
@@ -99,7 +97,7 @@ class Engine:
         left = left if host_memory is None else min(left, host_memory)
         room = self._device_left()
         try:
-            prepared = prepare(located(path), self.config, left, self._device, room, expert_layers)
+            prepared = prepare(located(path), self.config, left, self._device, room)
         except BudgetError as error:
             taken = self._ledger.reserved_bytes(Tier.HOST)
             if not taken:
@@ -168,9 +166,10 @@ class LoadedModel:
                 self._loop, prepared, config, ledger, self.tracer, progress, device
             )
             self._onlooker = Onlooker(prepared, memory.weights)
-            self._foreseer = Foreseer(prepared.demand, prepared.plan, prepared.machine)
+            plan, name = prepared.plan, prepared.source.path.name
+            factors = history.factors_of(name).get(plan_kind(plan))
+            self._predictor = Predictor(prepared.demand, plan, prepared.machine, factors)
             self._core = self._loop.call(lambda: Core(prepared, config, memory, self.tracer))
-            self._core.hits = HitKeeper(self._foreseer, prepared.source.config)
             stack.pop_all()
         self._loop.drive(self._core.advance)
         self.closed = False
@@ -333,7 +332,7 @@ class LoadedModel:
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
-            foreseen=self._foreseer.foreseen(core.decoded),
+            predicted=self._predictor.decoding(core.decoded),
         )
 
     def reset_summary(self) -> None:
@@ -345,8 +344,8 @@ class LoadedModel:
         first, self.closed = not self.closed, True
         self._loop.stop(self._core.close)
         if first:
-            decoded, name = self._core.decoded, self.prepared.source.path.name
-            history.keep(self._foreseer.foreseen(decoded), decoded, name)
+            core, name = self._core, self.prepared.source.path.name
+            history.keep(self._predictor, self.plan, name, core.decoded, core.prefilled)
         if self._timeline is not None:
             self._timeline.write(self.tracer.events())
             self._timeline.close()

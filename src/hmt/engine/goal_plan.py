@@ -22,9 +22,8 @@ def searched_plan(
     setting = Setting(
         # Budgets are the user's: what is physically there is looked at for the plan that is found.
         replace(
-            machine,
+            machine.with_device_bytes(max(machine.device_bytes, options.device_bytes)),
             ram_bytes=max(machine.ram_bytes, options.host_bytes),
-            device_bytes=max(machine.device_bytes, options.device_bytes),
         ),
         users=users,
         context=None if options.context is None else -(-options.context // users),

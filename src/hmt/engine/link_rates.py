@@ -12,7 +12,7 @@ import torch
 
 from hmt.base.units import MIB, round_down, round_up
 from hmt.contracts.encoding import WeightTensor
-from hmt.engine.product_rates import weights_in
+from hmt.engine.gemm_rates import weights_in
 from hmt.kernels import ops
 from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
 from hmt.memory.device import Device, Link, link_rate, rates_at_once

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.device_loading import OnDevice, load_on_device
-from hmt.engine.expert_hits import with_hits
 from hmt.engine.expert_recorder import open_trace
 from hmt.engine.expert_trace import TraceWriter
 from hmt.engine.foresight import Transitions, expert_count
@@ -34,7 +33,6 @@ from hmt.engine.kv_scales import with_scales
 from hmt.engine.loop import StepLoop
 from hmt.engine.machine import cache_folder, machine_for, remembered, with_device
 from hmt.engine.prefixes import open_prefixes, prefix_bytes
-from hmt.engine.shared_experts import same_experts, saved_bytes, without
 from hmt.engine.source import Source, open_source
 from hmt.engine.summary import DeviceAccount, ExpertAccount
 from hmt.kernels import ops
@@ -75,7 +73,6 @@ _DENSE = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 class Prepared:
     """A checkpoint or pack that was opened, checked and planned for; no weight has been loaded.
 
-    same       blocks that take no memory, each with the one whose memory it has
     headless   it has no output layer, and can be asked for embeddings only
     """
 
@@ -86,7 +83,6 @@ class Prepared:
     demand: Demand
     machine: Machine
     plan: Plan
-    same: Mapping[BlockId, BlockId] = field(default_factory=dict)
     headless: bool = False
 
 
@@ -134,14 +130,6 @@ class Memory:
             experts=self._expert_account(),
         )
 
-    def shared_experts(self) -> tuple[int, int] | None:
-        """Experts that were needed where a GPU has some, and those that it had not, since the load.
-
-        None where none are shared out.  Waits for the device.
-        """
-        experts = None if self.on_device is None else self._expert_account()
-        return None if experts is None else (experts.needed, experts.needed - experts.found)
-
     def _expert_account(self) -> ExpertAccount | None:
         assert self.on_device is not None
         teams = self.on_device.weights.teams
@@ -162,24 +150,19 @@ def prepare(
     host_bytes: int | None = None,
     device: Device | None = None,
     device_bytes: int = 0,
-    expert_layers: int | None = None,
 ) -> Prepared:
     """Read headers and configuration of a checkpoint or pack, and decide where everything goes.
 
     `host_bytes` and `device_bytes` are what is left of the budgets for this model; None: all of the
-    host's.  `expert_layers` have experts of their own, which others share: see shared_experts.
-    Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
+    host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source = open_source(path)
     model = open_model(source.config, source.path, dtype_for(config, source))
     weights = source.weights(model.spec, config.quantization)
     kv_quant = with_scales(config.kv_quant, source)
     demand = demand_of(model, weights.layouts, config, kv_quant)
-    same = {} if expert_layers is None else same_experts(weights.layouts, expert_layers)
-    saved = saved_bytes(same, weights.layouts)
-    demand = with_hits(demand, source.config)
     options = PlanOptions(
-        (config.host_memory_bytes if host_bytes is None else host_bytes) + saved,
+        config.host_memory_bytes if host_bytes is None else host_bytes,
         config.context,
         config.prefill_chunk,
         0 if config.executor == "plain" else config.prefetch_distance,
@@ -194,7 +177,6 @@ def prepare(
         plan = solve(demand, options, machine)
     else:
         plan = searched_plan(demand, options, machine, config)
-    plan = without(plan, same, saved)
     _check_physical(plan)
     return Prepared(
         source,
@@ -204,7 +186,6 @@ def prepare(
         demand,
         machine,
         plan,
-        same,
         weights.headless,
     )
 
@@ -294,7 +275,6 @@ def allocate(
             spill=spill,
             check=config.check_weights,
             verify=config.verify_reads,
-            same=prepared.same,
         )
         stack.callback(weights.close)
         weights.load_residents(progress)

@@ -1,13 +1,16 @@
-"""What this machine can do: measured once, and remembered in the user's cache folder."""
+"""What this machine can do: measured once, and remembered in the user's cache folder.
+
+What needs no engine is measured here, quickly, when a model is loaded first: memory and the drive.
+`hmt probe` measures everything (engine/probe.py).
+"""
 
 import contextlib
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +20,10 @@ import torch
 from hmt.base import flags
 from hmt.base.errors import HMTError
 from hmt.base.units import GIB, MIB, round_down
-from hmt.contracts.machine import Machine
-from hmt.engine.attention_rates import AttentionRates
-from hmt.engine.attention_windows import AttentionWindows
-from hmt.engine.cached_rates import InSteps, cached_rates, held_rates
-from hmt.engine.cpu_pace import CpuPace, Yardstick
-from hmt.engine.cpu_step_rates import cpu_step_rates
-from hmt.engine.device_rates import FORMATS, QUICK_FORMATS, DeviceRates, device_rates
-from hmt.engine.device_steps import DeviceSteps
-from hmt.engine.kept_file import number_of, of_kind, replace_file, sizes_of
+from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
+from hmt.engine.kept_file import number_of, of_kind, replace_file
 from hmt.engine.link_rates import LinkRates, link_rates
-from hmt.engine.numa_rates import NumaRates, measured_apart, numa_rates
-from hmt.engine.pace import at_pace, pace_s
-from hmt.engine.probe_models import shelf
-from hmt.engine.product_rates import FULL_TOKENS, QUICK_TOKENS, ProductRates, product_rates
-from hmt.engine.step_rates import StepRates, completed
+from hmt.engine.numa_rates import NumaRates
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
@@ -48,32 +40,32 @@ from hmt.memory import (
     sweep,
 )
 from hmt.memory.device import Device
-from hmt.planner.calibration import PARTS, calibrated
 from hmt.quant import Format
 
-_QUICK_S = 0.1  # per rate
-_FULL_S = 0.5
+QUICK_S, FULL_S = 0.1, 0.5  # per rate
 _FULL_DISK_S = 0.12
-_PRODUCTS_S = 2 * _FULL_S  # of each encoding, with eight numbers of tokens and two widths
-_PACE_S, _QUICK_PACE_S = 0.05, 0.02
-_LOOKS = 5  # at attention
-_HELD_ROUNDS = 64
 _QUICK_BUFFER_BYTES = 256 * MIB
 _FULL_BUFFER_BYTES = GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Measured rates of the memory and of one drive; 0 and None where nothing was measured."""
+class ProcessBytes:
+    """See Machine; 0: not measured."""
 
-    ram_read_rate: float = 0.0
+    process_bytes: int = 0
+    streaming_bytes: int = 0
+    converting_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostRates:
+    """What is remembered of a machine without its GPUs; 0 and None where nothing was measured."""
+
+    cpu: ComputeRates = field(default_factory=ComputeRates)
     disk: DiskRate | None = None
-    products: ProductRates = field(default_factory=ProductRates)
-    attention: AttentionRates = field(default_factory=AttentionRates)
-    steps: StepRates = field(default_factory=StepRates)
-    cached_rates: dict[str, float] = field(default_factory=dict)  # see Machine
+    disk_block_overhead_s: float = 0.0
     numa: NumaRates = field(default_factory=NumaRates)
-    pace: CpuPace = field(default_factory=CpuPace)
+    process: ProcessBytes = field(default_factory=ProcessBytes)
 
 
 def machine_for(path: Path) -> Machine:
@@ -83,15 +75,12 @@ def machine_for(path: Path) -> Machine:
     Never fails for what cannot be measured: that rate is 0.
     """
     known = remembered(path)
-    if known.ram_read_rate and known.disk is not None:
-        return _machine(known)
-    found = replace(
-        known,
-        ram_read_rate=known.ram_read_rate or _measure_ram(quick=True),
-        disk=known.disk or _measure_disk(path, quick=True, progress=None),
-    )
-    _remember(path, found)
-    return _machine(found)
+    if not known.cpu.read_rate or known.disk is None:
+        read_rate = known.cpu.read_rate or measured_ram(quick=True)
+        disk = known.disk or measured_disk(path, quick=True, progress=None)
+        known = replace(known, cpu=replace(known.cpu, read_rate=read_rate), disk=disk)
+        remember(path, known)
+    return machine_of(known)
 
 
 def with_device(machine: Machine, device: Device, form: Format | None = None) -> Machine:
@@ -100,54 +89,17 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
     `form` is that of most weights which the CPU may compute with meanwhile.
     """
     rates = _links.get(device.name) or link_rates(device, form)
-    known = _remembered_device(device.name)
-    found = factors()
-    machine = replace(
-        known.slower(found.get("fixed", 1.0)).of(machine),
-        device_name=device.name,
+    found = replace(
+        remembered_device(device.name),
+        name=device.name,
         link_rate=rates.link,
         shared_link_rate=rates.shared_link,
-        shared_cpu_rate=rates.shared_cpu / found.get("CPU", 1.0),
+        shared_cpu_rate=rates.shared_cpu,
     )
-    if machine.pace:
-        machine = at_pace(machine, pace_s())
-    return calibrated(machine, {part: found.get(part, 1.0) for part in ("GPU", "link")})
+    return replace(machine, devices=(found,))
 
 
 _links: dict[str, LinkRates] = {}  # by device, where they need not be measured
-
-
-def measure(
-    path: Path, *, quick: bool, progress: Callable[[DiskRate], None] | None = None
-) -> Machine:
-    """Measure anew and remember.  Unless `quick`, try many ways to read the drive (about 20 s).
-
-    `progress` is told each result of the drive.
-    """
-    before, each_s = remembered(path), _QUICK_S if quick else _FULL_S
-    with Yardstick() as yardstick, shelf.open():
-        attention = AttentionWindows(yardstick, each_s, most=1 if quick else _LOOKS)
-        attention.look()
-        found = Rates(_measure_ram(quick=quick))
-        attention.look()
-        found = replace(found, disk=_measure_disk(path, quick=quick, progress=progress))
-        attention.look()
-        numa = before.numa if quick else numa_rates(measured_apart(_FULL_S))
-        found = replace(found, numa=numa, **_measure_kernels(yardstick, attention, quick=quick))
-        found = _with_cached(found, yardstick, before if quick else Rates())
-        _remember(path, found)  # a step's engine asks for it
-        with contextlib.suppress(HMTError):
-            pace, held = partial(yardstick.measured, _QUICK_PACE_S if quick else _PACE_S), InSteps()
-            if not quick:
-                held = cached_rates(_machine(found), each_s, pace)
-                found = replace(found, cached_rates=held.rates)
-                _remember(path, found)
-            steps = cpu_step_rates(
-                _machine(found), each_s, whole=not quick, pace=pace, calls_s=held.calls_s
-            )
-            found = replace(found, steps=completed(steps, before.steps))
-    _remember(path, found)
-    return _machine(found)
 
 
 def measure_drive_again(path: Path, seconds: float) -> float:
@@ -165,71 +117,66 @@ def measure_drive_again(path: Path, seconds: float) -> float:
             found = disk_rate(file, way.reader, way.block_bytes, way.depth, seconds)
     except (OSError, HMTError):
         return 0.0
-    _remember(path, replace(known, disk=found))
+    remember(path, replace(known, disk=found))
     return found.rate
 
 
-def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> Machine:
-    """Measure a GPU anew, and remember it; the rest is as remembered.
-
-    If `quick`, what steps cost is kept as it was measured before, if it was.
-
-    Compiles kernels that were not used before, which may take a minute.
-    """
-    machine = with_device(machine_for(path), device)
-    formats = QUICK_FORMATS if quick else FORMATS
-    before = _remembered_device(device.name).steps
-    found = device_rates(
-        device, machine, _QUICK_S if quick else _FULL_S, gpu_id=gpu_id, formats=formats,
-        whole=not quick, known=before if quick and before.device_layers else None,
-    )  # fmt: skip
-    found = replace(found, steps=found.steps.completed(before))
-    content, known = _load(), _own_entry()
-    devices = known.get("devices")
-    known["devices"] = devices if isinstance(devices, dict) else {}
-    known["devices"][device.name] = asdict(found)
-    known.pop("factors", None)  # of what was measured before
-    content["machines"][fingerprint()] = known
-    _write(content)
-    return with_device(machine_for(path), device)
-
-
-def context_bytes(name: str) -> int:
+def driver_bytes(name: str) -> int:
     """What the driver and libraries take of the GPU of this `name`; 0: not known."""
-    return _remembered_device(name).steps.context_bytes
+    return remembered_device(name).driver_bytes
 
 
-def _remembered_device(name: str) -> DeviceRates:
+def remembered_device(name: str) -> DeviceRates:
+    """Rates of the GPU of this `name` that were measured before."""
     try:
-        found = _load()["machines"][fingerprint()]["devices"][name]
-        return DeviceRates(
-            number_of(found["read_rate"]),
-            number_of(found["sync_s"]),
-            of_kind(ProductRates, found["products"]),
-            of_kind(AttentionRates, found["attention"]),
-            of_kind(DeviceSteps, found["steps"]),
-        )
+        found = dict(_own_entry()["devices"][name])
+        compute = _compute_of(found.pop("compute"))
+        return replace(of_kind(DeviceRates, found | {"name": name}), compute=compute)
     except (KeyError, TypeError, ValueError, AttributeError):
-        return DeviceRates()
+        return DeviceRates(name, 0)
 
 
-def remembered(path: Path) -> Rates:
+def remembered(path: Path) -> HostRates:
     """Rates that were measured before, for this machine and the drive that holds `path`."""
     try:
-        machine = _load()["machines"][fingerprint()]
-        drive = machine["drives"].get(_drive(path))
-        return Rates(
-            number_of(machine["ram_read_rate"]),
+        known = _own_entry()
+        drive = known["drives"].get(_drive(path))
+        return HostRates(
+            _compute_of(known["cpu"]),
             of_kind(DiskRate, drive) if drive else None,
-            of_kind(ProductRates, machine.get("products", {})),
-            of_kind(AttentionRates, machine.get("attention", {})),
-            of_kind(StepRates, machine.get("steps", {})),
-            sizes_of(machine.get("cached_rates", {})),
-            numa=of_kind(NumaRates, machine.get("numa", {})),
-            pace=of_kind(CpuPace, machine.get("pace", {})),
+            number_of(known.get("disk_block_overhead_s", 0.0)),
+            of_kind(NumaRates, known.get("numa", {})),
+            of_kind(ProcessBytes, known.get("process", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
-        return Rates()  # nothing yet, or a file that something else has written
+        return HostRates()  # nothing yet, or a file that something else has written
+
+
+def remember_device(rates: DeviceRates) -> None:
+    """Keep what was measured of a GPU, if it can be."""
+    content, known = _load(), _own_entry()
+    devices = known.get("devices")
+    entry = asdict(rates)
+    known["devices"] = {**(devices if isinstance(devices, dict) else {}), entry.pop("name"): entry}
+    content["machines"][fingerprint()] = known
+    _write(content)
+
+
+def machine_of(rates: HostRates) -> Machine:
+    """This machine, with `rates`."""
+    read_rate = rates.numa.together or rates.cpu.read_rate
+    return Machine(
+        name=cpu_name(),
+        cores=usable_threads(),
+        ram_bytes=int(psutil.virtual_memory().total),
+        cpu=replace(rates.cpu, read_rate=read_rate),
+        disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
+        disk_block_overhead_s=rates.disk_block_overhead_s,
+        numa_nodes=len(numa_nodes()),
+        numa_distances=node_distances(),
+        remote_share=rates.numa.remote_share,
+        **asdict(rates.process),
+    )
 
 
 def cache_folder() -> Path:
@@ -255,63 +202,14 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _machine(rates: Rates) -> Machine:
-    machine = Machine(
-        name=cpu_name(),
-        cores=usable_threads(),
-        ram_bytes=int(psutil.virtual_memory().total),
-        ram_read_rate=rates.numa.together or rates.ram_read_rate,
-        disk_read_rate=0.0 if rates.disk is None else rates.disk.rate,
-        disk_flight_bytes=0 if rates.disk is None else rates.disk.in_flight_bytes,
-        cpu_rates=rates.products.bytes_per_s,
-        cpu_ops=rates.products.operations_per_s,
-        cpu_row_s=rates.products.row_s,
-        cache_bytes=cache_bytes(),
-        cached_rates=rates.cached_rates,
-        cpu_cached_rates=rates.products.cached_per_s,
-        cpu_cached_row_s=rates.products.cached_row_s,
-        cpu_attention_rate=rates.attention.bytes_per_s,
-        cpu_cached_attention_rate=rates.attention.cached_per_s,
-        cpu_attention_cold_s=rates.attention.cold_s,
-        cpu_attention_short_rate=rates.attention.short_bytes_per_s,
-        cpu_cached_attention_short_rate=rates.attention.short_cached_per_s,
-        cpu_attention_ops=rates.attention.operations_per_s,
-        cpu_attention_short_ops=rates.attention.short_operations_per_s,
-        **asdict(rates.steps),
-        pace=rates.pace.calls_s,
-        reading_pace=rates.pace.reading_s,
-        arithmetic_pace=rates.pace.arithmetic_s,
-        cached_pace=rates.pace.cached_s,
-        numa_nodes=len(numa_nodes()),
-        numa_distances=node_distances(),
-        remote_share=rates.numa.remote_share,
-    )
-    return calibrated(machine, factors())
-
-
-def factors() -> dict[str, float]:
-    """What runs have shown the times of each kind to be, over what is measured; often none."""
-    try:
-        found = _load()["machines"][fingerprint()]["factors"]
-        known = {part: number_of(found[part]) for part in PARTS}
-        return known if all(known.values()) else {}
-    except (KeyError, TypeError, ValueError):
-        return {}
-
-
 def probed() -> str:
     """Tells what predictions are made from; changes with each probe."""
-    rates = {
-        name: value for name, value in _own_entry().items() if name not in ("factors", "drives")
-    }
+    rates = {name: value for name, value in _own_entry().items() if name != "drives"}
     return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def keep_factors(found: Mapping[str, float]) -> None:
-    """Let all later predictions be made with them; none: with none."""
-    content = _load()
-    content["machines"][fingerprint()] = {**_own_entry(), "factors": dict(found)}
-    _write(content)
+def _compute_of(content: dict[str, Any]) -> ComputeRates:
+    return of_kind(ComputeRates, content)
 
 
 def _own_entry() -> dict[str, Any]:
@@ -320,7 +218,7 @@ def _own_entry() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _measure_ram(*, quick: bool) -> float:
+def measured_ram(*, quick: bool) -> float:
     """The rate at which all cores together read memory that no cache holds; 0 when unknown."""
     # Caches keep a part of what is read again and again: with a buffer of four times their size
     # the rate came out 10 to 30% too high, with eight times it agreed with much larger ones.
@@ -334,33 +232,11 @@ def _measure_ram(*, quick: bool) -> float:
         return 0.0  # the rate of the cache would be all that shows
     read, restore = reader()
     try:
-        return ram_read_rate(read, round_down(most, PAGE_BYTES), _QUICK_S if quick else _FULL_S)
+        return ram_read_rate(read, round_down(most, PAGE_BYTES), QUICK_S if quick else FULL_S)
     except OSError:
         return 0.0
     finally:
         restore()
-
-
-def _measure_kernels(
-    yardstick: Yardstick, attention: AttentionWindows, *, quick: bool
-) -> dict[str, Any]:
-    """Products, attention, and the pace that the CPU had when products were measured."""
-    seconds, tokens = (_QUICK_S, QUICK_TOKENS) if quick else (_PRODUCTS_S, FULL_TOKENS)
-    attention.look()
-    products, products_s = product_rates(seconds, tokens, yardstick.calls())
-    attention.look()
-    pace = yardstick.with_rates(yardstick.pace(products_s), products)
-    return {"products": products, "attention": attention.rates(pace), "pace": pace}
-
-
-def _with_cached(found: Rates, yardstick: Yardstick, before: Rates) -> Rates:
-    """With rates of weights that caches hold, and the pace they go with: as `before`, if known."""
-    if before.cached_rates and before.pace.cached_s:
-        rates, cached_s = before.cached_rates, before.pace.cached_s
-    else:
-        held = partial(yardstick.held, rounds=_HELD_ROUNDS)
-        rates, cached_s = held_rates(held, found.products, found.ram_read_rate)
-    return replace(found, cached_rates=rates, pace=replace(found.pace, cached_s=cached_s))
 
 
 def reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
@@ -381,7 +257,7 @@ def reader() -> tuple[Callable[[torch.Tensor], object], Callable[[], None]]:
     )
 
 
-def _measure_disk(
+def measured_disk(
     path: Path, *, quick: bool, progress: Callable[[DiskRate], None] | None
 ) -> DiskRate | None:
     """The drive that holds `path`; None when there is nothing to read, or reading fails."""
@@ -390,35 +266,28 @@ def _measure_disk(
             if file is None:
                 return None
             if quick:
-                return quick_rate(file, _QUICK_S, progress)
+                return quick_rate(file, QUICK_S, progress)
             return sweep(file, _FULL_DISK_S, progress)
     except (OSError, HMTError):
         return None
 
 
-def _remember(path: Path, rates: Rates) -> None:
+def remember(path: Path, rates: HostRates) -> None:
     """Add `rates` to the cache file, which is replaced as a whole, if it can be."""
-    if not rates.ram_read_rate:
+    if not rates.cpu.read_rate:
         return  # half a measurement would be taken for a whole one
-    content = _load()
-    known = content["machines"].get(fingerprint())
-    drives = known.get("drives") if isinstance(known, dict) else None
+    content, known = _load(), _own_entry()
+    drives, devices = known.get("drives"), known.get("devices")
     drives = drives if isinstance(drives, dict) else {}
     if rates.disk is not None:
         drives[_drive(path)] = asdict(rates.disk)
-    devices = known.get("devices") if isinstance(known, dict) else None
-    # A probe may be stopped before it comes to them.
-    steps = rates.steps if rates.steps != StepRates() else remembered(path).steps
     content["machines"][fingerprint()] = {
         "name": cpu_name(),
         "cores": usable_threads(),
-        "ram_read_rate": rates.ram_read_rate,
-        "products": asdict(rates.products),
-        "attention": asdict(rates.attention),
-        "steps": asdict(steps),
-        "cached_rates": rates.cached_rates,
+        "cpu": asdict(rates.cpu),
+        "disk_block_overhead_s": rates.disk_block_overhead_s,
         "numa": asdict(rates.numa),
-        "pace": asdict(rates.pace),
+        "process": asdict(rates.process),
         "drives": drives,
         "devices": devices if isinstance(devices, dict) else {},
     }

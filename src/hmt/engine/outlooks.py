@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hmt.contracts.machine import Machine
 from hmt.engine.config import EngineConfig
-from hmt.engine.expert_hits import with_hits
 from hmt.engine.kv_scales import with_scales
 from hmt.engine.loading import demand_of, dtype_for, kv_budgets
 from hmt.engine.shapes import read_shape, shape_demand
@@ -26,7 +25,7 @@ def outlook_on(model: str, config: EngineConfig, hits: HitCurve | None = None) -
 
     model   see `has_weights`; or without weights a folder, a config.json, or a name of
             `shape_names`
-    hits    of caches of experts, where a trace tells them; None: as runs have, or as usual
+    hits    of caches of experts, where a trace tells them; None: as usual
     """
     path = Path(model).expanduser()
     if has_weights(path):
@@ -71,7 +70,7 @@ def _from_shape(
     @cache
     def demand(scheme: str | None) -> Demand:
         found = shape_demand(shape, _in_scheme(config, scheme), folder)
-        return with_hits(found, shape) if hits is None else replace(found, hits=hits)
+        return found if hits is None else replace(found, hits=hits)
 
     return lambda scheme, users: replace(demand(scheme), batch=users)
 
@@ -85,7 +84,7 @@ def _from_weights(path: Path, config: EngineConfig, hits: HitCurve | None) -> De
         wanted = _in_scheme(config, scheme)
         layouts = source.weights(model.spec, wanted.quantization).layouts
         found = demand_of(model, layouts, wanted, with_scales(config.kv_quant, source))
-        return with_hits(found, source.config) if hits is None else replace(found, hits=hits)
+        return found if hits is None else replace(found, hits=hits)
 
     return lambda scheme, users: replace(demand(scheme), batch=users)
 

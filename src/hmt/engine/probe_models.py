@@ -1,15 +1,13 @@
-"""Models that steps are measured with: one that is trained, and others of random weights.
+"""Models that probes run: layers of the trained embedded model, and others of random weights.
 
-Small ones of dense layers, of a few experts, and of latent attention, and a wider one whose steps
-read more than most caches hold.
+Random ones have the shapes of common families, so that kernels and Python do what they do there.
 """
 
 import json
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -17,56 +15,31 @@ from typing import Any
 import torch
 
 FEW, MANY = 2, 8  # layers
-_EXPERTS, CHOSEN = 32, 4
-WIDTH, _EXPERT_WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = 256, 64, 4, 2, 64
-_WIDE, _WIDE_NETWORK, _WIDE_HEADS, _WIDE_HEAD_DIM = 1024, 4096, 8, 128  # 30 MiB a layer
-NARROW = 1536  # numbers of a network, of layers of 15 MiB
-# Of latent attention, numbers kept, and with positions: long prompts make keys and values of them.
-_LATENT, _ROTATED = 128, 32
-LATENT_NUMBERS = _HEADS * (2 * _HEAD_DIM + _ROTATED)  # of all heads' queries and values
-EXPERT_BYTES = 3 * WIDTH * _EXPERT_WIDTH * 2
 _DEVIATION = 0.02
 _WEIGHTS = "model.safetensors"
 _SOURCE = "mini-dense"
 
 
-class _Shelf:
-    """Models that stay for others who want the same: large ones take seconds to write."""
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of a model's layers; `experts` 0: dense, with a network of `between` numbers."""
 
-    def __init__(self) -> None:
-        self._stack: ExitStack | None = None
-        self._models: dict[tuple[object, ...], Path] = {}
-        self._lock = threading.Lock()  # some are wanted side by side
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Until the end of this nothing is written twice."""
-        with ExitStack() as self._stack:
-            try:
-                yield
-            finally:
-                self._stack = None
-                self._models.clear()
-
-    def keeps(
-        self, write: Callable[..., AbstractContextManager[Path]]
-    ) -> Callable[..., AbstractContextManager[Path]]:
-        """`write`, or what it has written."""
-
-        @contextmanager
-        @wraps(write)
-        def model(*asked: int) -> Iterator[Path]:
-            with self._lock:
-                if self._stack is not None and (write, *asked) not in self._models:
-                    self._models[write, *asked] = self._stack.enter_context(write(*asked))
-                known = self._models.get((write, *asked))
-            with nullcontext(known) if known is not None else write(*asked) as folder:
-                yield folder
-
-        return model
+    hidden: int
+    between: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int = 0
+    chosen: int = 0
+    vocabulary: int = 0  # 0: as many tokens as the embedded model's tokenizer knows
 
 
-shelf = _Shelf()
+# Layers of 30 and 28 MiB: what streams them passes more than most caches hold.
+_WIDE = _Shape(1024, 4096, 8, 4, 128)
+_WIDE_EXPERTS = _Shape(1024, 512, 4, 2, 64, experts=8, chosen=4)
+# Small for a GPU, with heads, vocabulary and expert counts of large models.
+_DENSE = _Shape(512, 1024, 4, 2, 128, vocabulary=1 << 15)
+_EXPERTS = _Shape(512, 128, 4, 2, 128, experts=64, chosen=8, vocabulary=1 << 15)
 
 
 @contextmanager
@@ -80,172 +53,119 @@ def small_model(layers: int) -> Iterator[Path]:
     ):
         config = json.loads((source / "config.json").read_text())
         beyond = tuple(f"model.layers.{n}." for n in range(layers, config["num_hidden_layers"]))
-        held = load_file(source / _WEIGHTS)
-        save_file({k: v for k, v in held.items() if not k.startswith(beyond)}, folder / _WEIGHTS)
-        yield folder
-
-
-@shelf.keeps
-@contextmanager
-def wide_model(layers: int, network: int = _WIDE_NETWORK) -> Iterator[Path]:
-    """Dense layers of random weights, of Llama's family, 30 MiB each; and a head of 8."""
-    kv = _WIDE_HEADS // 2 * _WIDE_HEAD_DIM
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": _WIDE,
-        "intermediate_size": network,
-        "num_attention_heads": _WIDE_HEADS,
-        "num_key_value_heads": _WIDE_HEADS // 2,
-        "head_dim": _WIDE_HEAD_DIM,
-    }
-    shapes = {
-        "self_attn.q_proj": (_WIDE_HEADS * _WIDE_HEAD_DIM, _WIDE),
-        "self_attn.k_proj": (kv, _WIDE),
-        "self_attn.v_proj": (kv, _WIDE),
-        "self_attn.o_proj": (_WIDE, _WIDE_HEADS * _WIDE_HEAD_DIM),
-        **_gated("mlp.", _WIDE, network),
-    }
-    with random_model(layers, config, shapes, _WIDE) as folder:
+        weights = load_file(source / _WEIGHTS)
+        save_file({k: v for k, v in weights.items() if not k.startswith(beyond)}, folder / _WEIGHTS)
         yield folder
 
 
 @contextmanager
-def small_experts(layers: int) -> Iterator[Path]:
-    """A mixture of experts with random weights, of Qwen3's family, with a head of its own.
-
-    So its embedding may stay on the drive.
-    """
-    with _experts(layers, _EXPERTS, WIDTH, _EXPERT_WIDTH, tied=False) as folder:
+def wide_model(layers: int) -> Iterator[Path]:
+    """Dense layers of random weights, of Llama's family, 30 MiB each."""
+    with _random_model(layers, _WIDE) as folder:
         yield folder
 
 
-@shelf.keeps
 @contextmanager
 def wide_experts(layers: int) -> Iterator[Path]:
-    """The same of larger and fewer experts: 28 MiB a layer."""
-    with _experts(layers, CHOSEN * 2, _WIDE, _WIDE // 2) as folder:
+    """A mixture of 8 experts with random weights, of Qwen3's family, 28 MiB a layer."""
+    with _random_model(layers, _WIDE_EXPERTS) as folder:
         yield folder
 
 
 @contextmanager
-def _experts(
-    layers: int, experts: int, width: int, between: int, tied: bool = True
-) -> Iterator[Path]:
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": width,
-        "moe_intermediate_size": between,
-        "num_experts": experts,
-        "num_experts_per_tok": CHOSEN,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": tied,
-        "num_key_value_heads": _KV_HEADS,
-        "head_dim": _HEAD_DIM,
-    }
-    shapes = {
-        "self_attn.q_norm": (_HEAD_DIM,),
-        "self_attn.k_norm": (_HEAD_DIM,),
-        "self_attn.q_proj": (_HEADS * _HEAD_DIM, width),
-        "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, width),
-        "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, width),
-        "self_attn.o_proj": (width, _HEADS * _HEAD_DIM),
-        "mlp.gate": (experts, width),
-    }
-    for expert in range(experts):
-        shapes |= _gated(f"mlp.experts.{expert}.", width, between)
-    with random_model(layers, config, shapes, width) as folder:
+def dense_model(layers: int) -> Iterator[Path]:
+    """For a GPU: as `wide_model`, smaller."""
+    with _random_model(layers, _DENSE) as folder:
         yield folder
 
 
 @contextmanager
-def small_latent(layers: int) -> Iterator[Path]:
-    """Latent attention and dense networks with random weights, of DeepSeek-V3's family."""
-    config = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "first_k_dense_replace": layers,
-        "num_key_value_heads": _HEADS,
-        "q_lora_rank": _LATENT,
-        "kv_lora_rank": _LATENT,
-        "qk_nope_head_dim": _HEAD_DIM,
-        "qk_rope_head_dim": _ROTATED,
-        "v_head_dim": _HEAD_DIM,
-        "n_routed_experts": _EXPERTS,
-        "num_experts_per_tok": CHOSEN,
-        "moe_intermediate_size": _EXPERT_WIDTH,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_nextn_predict_layers": 0,
-    }
-    shapes = {
-        "self_attn.q_a_proj": (_LATENT, WIDTH),
-        "self_attn.q_a_layernorm": (_LATENT,),
-        "self_attn.q_b_proj": (_HEADS * (_HEAD_DIM + _ROTATED), _LATENT),
-        "self_attn.kv_a_proj_with_mqa": (_LATENT + _ROTATED, WIDTH),
-        "self_attn.kv_a_layernorm": (_LATENT,),
-        "self_attn.kv_b_proj": (_HEADS * 2 * _HEAD_DIM, _LATENT),
-        "self_attn.o_proj": (WIDTH, _HEADS * _HEAD_DIM),
-        **_gated("mlp."),
-    }
-    with random_model(layers, config, shapes) as folder:
+def expert_model(layers: int) -> Iterator[Path]:
+    """For a GPU: 64 experts, 8 of them chosen."""
+    with _random_model(layers, _EXPERTS) as folder:
         yield folder
 
 
-def _gated(at: str, width: int = WIDTH, between: int = _EXPERT_WIDTH) -> dict[str, tuple[int, ...]]:
-    """A gated network, usually a small one."""
-    wide, narrow = (between, width), (width, between)
-    return {f"{at}gate_proj": wide, f"{at}up_proj": wide, f"{at}down_proj": narrow}
-
-
 @contextmanager
-def random_model(
-    layers: int,
-    config: dict[str, Any],
-    shapes: dict[str, tuple[int, ...]],
-    width: int = WIDTH,
-    vocabulary: int = 0,
-) -> Iterator[Path]:
-    """Alike layers with weights of `shapes` and two norms, in a folder that goes away.
-
-    vocabulary   0: as many tokens as the tokenizer knows
-    """
+def _random_model(layers: int, shape: _Shape) -> Iterator[Path]:
+    """Alike layers of random weights, with a tied head, in a folder that goes away."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
-    norms = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
 
-    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16)
-        return (torch.randn(shape, generator=generator) * _DEVIATION).bfloat16()
+    def drawn(of_shape: tuple[int, ...]) -> torch.Tensor:
+        if len(of_shape) == 1:
+            return torch.ones(of_shape, dtype=torch.bfloat16)
+        return (torch.randn(of_shape, generator=generator) * _DEVIATION).bfloat16()
 
     with as_file(files("hmt") / "embedded" / _SOURCE) as source:
         known = json.loads((source / "config.json").read_text())
-        vocabulary = vocabulary or known["vocab_size"]
-        known = {
-            "num_hidden_layers": layers,
-            "hidden_size": width,
-            "intermediate_size": _EXPERT_WIDTH,
-            "num_attention_heads": _HEADS,
-            "vocab_size": vocabulary,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
+        vocabulary = shape.vocabulary or known["vocab_size"]
+        config = _config(layers, shape, vocabulary)
+        weights = {
+            "model.embed_tokens.weight": drawn((vocabulary, shape.hidden)),
+            "model.norm.weight": drawn((shape.hidden,)),
         }
-        all_shapes = {"model.embed_tokens": (vocabulary, width), "model.norm": (width,)}
-        if not config.get("tie_word_embeddings", True):
-            all_shapes["lm_head"] = vocabulary, width
-        weights = {f"{name}.weight": drawn(shape) for name, shape in all_shapes.items()}
-        for name, shape in (norms | shapes).items():
-            weight = drawn(shape)
+        for name, of_shape in _layer_shapes(shape).items():
+            weight = drawn(of_shape)
             for layer in range(layers):
                 weights[f"model.layers.{layer}.{name}.weight"] = weight.clone()
-        with _folder_beside(source, known | config, anew=True) as folder:
+        with _folder_beside(source, config, anew=True) as folder:
             save_file(weights, folder / _WEIGHTS)
             yield folder
+
+
+def _config(layers: int, shape: _Shape, vocabulary: int) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.between,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+    if not shape.experts:
+        return config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    return config | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": shape.between,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
+
+
+def _layer_shapes(shape: _Shape) -> dict[str, tuple[int, ...]]:
+    """Of one layer's weights, by name."""
+    query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (shape.hidden,),
+        "post_attention_layernorm": (shape.hidden,),
+        "self_attn.q_proj": (query, shape.hidden),
+        "self_attn.k_proj": (kv, shape.hidden),
+        "self_attn.v_proj": (kv, shape.hidden),
+        "self_attn.o_proj": (shape.hidden, query),
+    }
+    networks = ["mlp."]
+    if shape.experts:
+        networks = [f"mlp.experts.{expert}." for expert in range(shape.experts)]
+        shapes |= {
+            "self_attn.q_norm": (shape.head_dim,),
+            "self_attn.k_norm": (shape.head_dim,),
+            "mlp.gate": (shape.experts, shape.hidden),
+        }
+    for network in networks:
+        shapes |= {
+            f"{network}gate_proj": (shape.between, shape.hidden),
+            f"{network}up_proj": (shape.between, shape.hidden),
+            f"{network}down_proj": (shape.hidden, shape.between),
+        }
+    return shapes
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hmt.base.units import format_rate
 from hmt.contracts.kv import KVAccount
 from hmt.contracts.machine import Machine
-from hmt.engine.foreseen import Foreseen
+from hmt.engine.prediction import StepPrediction
 from hmt.engine.trial import Verdict
 from hmt.memory import PoolStats
 
@@ -170,8 +170,8 @@ def bottleneck(phase: Phase, machine: Machine) -> Bottleneck | None:
         return Bottleneck(link, phase.disk_bytes / phase.seconds, machine.disk_read_rate)
     busy = phase.seconds - phase.waited_s
     rate = phase.host_bytes / busy
-    near = machine.ram_read_rate and rate >= 0.5 * machine.ram_read_rate
-    return Bottleneck("memory" if near else "computation", rate, machine.ram_read_rate)
+    near = machine.cpu.read_rate and rate >= 0.5 * machine.cpu.read_rate
+    return Bottleneck("memory" if near else "computation", rate, machine.cpu.read_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class RunSummary:
     prefixes          what texts had in common with earlier ones, as hmt.kvcache.prefix counts it;
                       None without a prefix cache
     kv                keys and values at several levels; None where they all lie near
-    foreseen          what the plan predicted of the steps that were computed
+    predicted         what the plan predicted of the steps that were computed
     """
 
     prompt: Phase
@@ -249,7 +249,7 @@ class RunSummary:
     device: DeviceAccount | None = None
     kv: KVAccount | None = None
     prefixes: dict[str, int] | None = None
-    foreseen: Foreseen | None = None
+    predicted: StepPrediction | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

@@ -354,8 +354,11 @@ def _layer_kv(demand: Demand) -> list[int]:
 def copied_share(machine: Machine) -> float:
     """Of the bytes that do not stay on the device, those that are copied there in every step."""
     # It is not faster beside the CPU than alone, whatever was measured.
-    link = min(machine.shared_link_rate or machine.link_rate, machine.link_rate)
-    memory = machine.shared_cpu_rate or machine.ram_read_rate
+    device = machine.device
+    if device is None:
+        return 0.0
+    link = min(device.shared_link_rate or device.link_rate, device.link_rate)
+    memory = device.shared_cpu_rate or machine.cpu.read_rate
     return link / (link + memory) if link and memory else 0.0
 
 

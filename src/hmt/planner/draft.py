@@ -99,10 +99,14 @@ class Draft:
         head = LayerLoad()
         _put(head.few, self._head, Place(asked.head, False, self.layers in read and not asked.head))
         return Loads(
-            layers, head, 0, self._demand.spec.experts_per_token,
-            self._link_share if choice.staging_slots else 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, self._chunk,
-            self._demand.spec.hidden_size, self._hits, guesses=bool(self._demand.guess_bytes),
-        )  # fmt: skip
+            layers=layers,
+            head=head,
+            chosen=self._demand.spec.experts_per_token,
+            link_share=self._link_share if choice.staging_slots else 0.0,
+            chunk=self._chunk,
+            hits=self._hits,
+            guesses=bool(self._demand.guess_bytes),
+        )
 
     def _kinds(self) -> list[int]:
         """For each layer the number of the first that has as much of everything."""

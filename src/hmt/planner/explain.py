@@ -28,7 +28,7 @@ LIMITS = {
     "CPU": "the CPU and its memory",
     "link": "the link to the GPU",
     "disk": "the drive",
-    "handing over": "what steps cost whatever they read",
+    "overhead": "overheads that depend on no bytes",
 }
 """What bounds a step, for people: by the parts of a StepCost."""
 
@@ -67,7 +67,8 @@ def _device_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str | No
     device = plan.device
     if not device.stages:
         return []
-    lines: list[str | None] = [f"{machine.device_name}, {format_bytes(plan.budgets[Tier.DEVICE])}:"]
+    name = machine.device.name if machine.device is not None else "GPU"
+    lines: list[str | None] = [f"{name}, {format_bytes(plan.budgets[Tier.DEVICE])}:"]
     for purpose, nbytes in device.reserved.items():
         if nbytes:
             lines.append(f"  {_MEANING[purpose]:<26}{format_bytes(nbytes):>10}")
@@ -110,7 +111,7 @@ def _cost_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str]:
     if plan.predicted_token_s:
         limit = CostModel(loads_of(demand, plan), machine).decode(1, 0).limit
         text = f"{1 / plan.predicted_token_s:.1f} tokens/s for one user, bound by {LIMITS[limit]}"
-        if machine.step_s:
+        if machine.cpu.step_overhead_s:
             lines.append(f"that allows {text}, before there is any context")
         else:
             lines.append(f"the links allow {text}; small models stay far below that")

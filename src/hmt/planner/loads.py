@@ -13,7 +13,6 @@ from hmt.contracts.kv import GROUP_PAGES
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.footprint import Demand
-from hmt.planner.overlap import Overlap, overlap_of
 from hmt.planner.routing import HitCurve
 
 _BYTES_PER_NUMBER = 2  # where nothing is known of a block but its bytes
@@ -36,7 +35,6 @@ class Place(NamedTuple):
 class Weights:
     """Weights of one encoding, summed up.
 
-    rows         of their matrices
     blocks       how many there are
     read_bytes   what the drive would read of them
     """
@@ -44,7 +42,6 @@ class Weights:
     nbytes: float = 0
     numbers: float = 0
     read_bytes: float = 0
-    rows: float = 0
     blocks: float = 0
 
     def add(self, block: BlockSize) -> None:
@@ -53,7 +50,6 @@ class Weights:
         self.nbytes += block.slot_bytes
         self.numbers += block.slot_bytes / _BYTES_PER_NUMBER if numbers is None else numbers
         self.read_bytes += block.read_bytes
-        self.rows += block.rows
         self.blocks += 1
 
     def plus(self, other: "Weights") -> "Weights":
@@ -62,7 +58,6 @@ class Weights:
             self.nbytes + other.nbytes,
             self.numbers + other.numbers,
             self.read_bytes + other.read_bytes,
-            self.rows + other.rows,
             self.blocks + other.blocks,
         )
 
@@ -72,7 +67,6 @@ class Weights:
             self.nbytes * factor,
             self.numbers * factor,
             self.read_bytes * factor,
-            self.rows * factor,
             self.blocks * factor,
         )
 
@@ -113,7 +107,6 @@ class LayerLoad:
                     values of: of a token's attention to a position, of making one position's, and
                     how many tokens of a text more than which do (inf: never); 0: no latents
     window          positions that are seen at most; 0: all
-    latent          whether attention keeps one row for all heads
     """
 
     few: Sums = field(default_factory=dict)
@@ -127,19 +120,6 @@ class LayerLoad:
     expanding_operations: float = 0.0
     expanded_from: float = 0.0
     window: int = 0
-    latent: bool = False
-
-    def encoding(self, *, many: bool = False) -> str:
-        """Of most of its weights; "" where there are none."""
-        found: dict[str, float] = {}
-        for (_, encoding), weights in (self.many if many else self.few).items():
-            found[encoding] = found.get(encoding, 0.0) + weights.nbytes
-        if self.experts is not None:
-            encoding = self.experts.encoding
-            found[encoding] = (
-                found.get(encoding, 0.0) + self.experts.count * self.experts.each.nbytes
-            )
-        return max(found, key=lambda name: found[name], default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,42 +127,33 @@ class Loads:
     """A model under a plan.
 
     head         of the rows whose logits are wanted
-    row_bytes    read from the drive for each token's embedding
     chosen       experts of a token in each layer
-    link_share   of experts that are nowhere near the device, those that are brought
+    link_share   of experts that are not cached on the device, those that are copied there
+    chunk        prompt tokens per step
+    hits         of caches of experts
+    row_bytes    read from the drive for each token's embedding
     near, warm, cold   of attention's positions: where layers compute, in host memory beside a
                  device, and on the drive
-    cold_ratio   bytes of a position there, over those near
-    chunk        prompt tokens per step
-    width        numbers of a hidden state
-    vocabulary   logits of a row
-    hits         of caches of experts
-    apart        whether the CPU computes layers one by one, also with few tokens
+    cold_ratio   bytes of a position there, over those where layers compute
     guesses      whether experts are read from the drive on a guess
-    overlap      of the drive with what layers compute
     """
 
     layers: list[LayerLoad]
     head: LayerLoad
-    row_bytes: int
     chosen: int
     link_share: float
-    near: float
-    warm: float
-    cold: float
-    warm_ratio: float
-    cold_ratio: float
     chunk: int
-    width: int
     hits: HitCurve
-    vocabulary: int = 0
-    apart: bool = False
+    row_bytes: int = 0
+    near: float = 1.0
+    warm: float = 0.0
+    cold: float = 0.0
+    cold_ratio: float = 1.0
     guesses: bool = False
-    overlap: Overlap = field(default_factory=Overlap)
 
     @property
     def read_blocks(self) -> float:
-        """Dense blocks that come from the drive in every step of few tokens."""
+        """Dense blocks that come from the drive in every decode step."""
         sums = (load.few.items() for load in (*self.layers, self.head))
         return sum(w.blocks for each in sums for (place, _), w in each if place.read)
 
@@ -219,22 +190,21 @@ def loads_of(demand: Demand, plan: Plan) -> Loads:
     for group in away:
         group.in_memory = min(1.0, share) * group.count
     add_attention(layers, demand, device.stages)
-    near, warm, cold, warm_ratio, cold_ratio = _levels(demand, plan)
+    near, warm, cold, cold_ratio = _levels(demand, plan)
     return Loads(
-        layers, head, row_bytes, spec.experts_per_token, device.link_share, near, warm, cold,
-        warm_ratio, cold_ratio, plan.prefill_chunk, spec.hidden_size, demand.hit_curve,
-        spec.vocab_size, _apart(demand, plan), bool(demand.guess_bytes), overlap_of(demand, plan),
-    )  # fmt: skip
-
-
-def _apart(demand: Demand, plan: Plan) -> bool:
-    """Whether something keeps the CPU from computing all layers in one call."""
-    if plan.device.stages:
-        return False  # what is handed over then has rates of its own
-    moving = (
-        plan.homes[block.id] is Tier.DISK for block in demand.blocks if block.id.layer != TRUNK
+        layers=layers,
+        head=head,
+        chosen=spec.experts_per_token,
+        link_share=device.link_share,
+        chunk=plan.prefill_chunk,
+        hits=demand.hit_curve,
+        row_bytes=row_bytes,
+        near=near,
+        warm=warm,
+        cold=cold,
+        cold_ratio=cold_ratio,
+        guesses=bool(demand.guess_bytes),
     )
-    return not demand.spec.together or any(moving)
 
 
 def _place(block: BlockSize, home: Tier, computing: Collection[object]) -> Place:
@@ -289,8 +259,7 @@ def add_attention(layers: list[LayerLoad], demand: Demand, stages: Collection[in
             load.kv_bytes = demand.kv_token_bytes * kv[index].row_width / widths
             load.kv_operations = 2.0 * heads * (kv[index].key_dim + kv[index].value_dim)
             load.window = kv[index].window
-            load.latent = kv[index].kind is KVKind.LATENT
-            if load.latent and kv[index].expanded_dim:
+            if kv[index].kind is KVKind.LATENT and kv[index].expanded_dim:
                 _expand(load, kv[index], heads)
         else:
             load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
@@ -303,12 +272,12 @@ def _expand(load: LayerLoad, kv: KVLayer, heads: int) -> None:
     load.expanded_from = kv.longest_absorbed
 
 
-def _levels(demand: Demand, plan: Plan) -> tuple[float, float, float, float, float]:
+def _levels(demand: Demand, plan: Plan) -> tuple[float, float, float, float]:
+    """Shares of positions where layers compute, in host memory, on the drive; and cold_ratio."""
     levels, sizes = plan.kv_levels, demand.kv_sizes
     if levels is None or sizes is None or not levels.pages or not sizes.hot_page:
-        return 1.0, 0.0, 0.0, 1.0, 1.0
+        return 1.0, 0.0, 0.0, 1.0
     warm = levels.warm_pages / levels.pages
     cold = levels.cold_groups * GROUP_PAGES / levels.pages
-    warm_ratio = sizes.warm_page / sizes.hot_page
     cold_ratio = sizes.cold_group / (GROUP_PAGES * sizes.hot_page)
-    return 1.0 - warm - cold, warm, cold, warm_ratio, cold_ratio
+    return 1.0 - warm - cold, warm, cold, cold_ratio

@@ -2,10 +2,18 @@
 
 name = "desktop"
 ram_bytes = "64GiB"
-ram_read_rate = "68GB/s"
+disk_read_rate = "6GB/s"
 
-[cpu_ops]
-bf16 = 1.6e12
+[cpu]
+read_rate = "68GB/s"
+
+[cpu.gemm]
+"bf16@512" = 1.6e12
+
+[[devices]]
+name = "RTX 4090"
+memory_bytes = "23.5GiB"
+link_rate = "25GB/s"
 """
 
 import difflib
@@ -13,12 +21,12 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes, parse_rate
-from hmt.contracts.machine import Machine
+from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.planner.shipped import shipped_names, text_of
 
 KERNELS = (
@@ -27,23 +35,30 @@ KERNELS = (
 )
 """What rates are known by: see hmt.quant.Format.kernel."""
 
-_TOKENS = "@[1-9][0-9]{0,5}"  # "w4a8@8": with so many tokens or users
-# By table: what its keys may have behind an encoding.  None: they are sizes.
-_MAPS: Mapping[str, str | None] = {
-    "cpu_rates": "",
-    "cpu_ops": f"({_TOKENS})?",
-    "cpu_in_layers": f"({_TOKENS})?",
-    "cpu_row_s": f"({_TOKENS})?",
-    "cached_rates": None,
-    "cold_calls": None,
-    "cpu_cached_rates": "",
-    "device_rates": "",
-    "device_ops": f"({_TOKENS})?",
-    "device_layers": f"( experts)?({_TOKENS})?",
-    "device_launches": f"( experts)?({_TOKENS})?",
-}
-_TEXTS = ("name", "device_name", "note")
+T = TypeVar("T", ComputeRates, DeviceRates, Machine)
+
+_GEMM_KEY = re.compile(f"({'|'.join(KERNELS)})@[1-9][0-9]{{0,5}}")
+_TEXTS = ("name", "note")
 _COUNTS = ("cores", "numa_nodes")
+# Keys of machine files before 0.2, and where their values went.
+_MOVED = {
+    "ram_read_rate": "read_rate in [cpu]",
+    "cpu_rates": '[cpu.gemm], as "w4a8@1"',
+    "cpu_ops": '[cpu.gemm], as "w4a8@512"',
+    "step_s": "step_overhead_s in [cpu]",
+    "row_s": "sequence_overhead_s in [cpu]",
+    "layer_s": "layer_overhead_s in [cpu]",
+    "launch_s": "layer_overhead_s in [devices.compute]",
+    "sync_s": "sync_overhead_s in [[devices]]",
+    "device_name": "name in [[devices]]",
+    "device_bytes": "memory_bytes in [[devices]]",
+    "device_read_rate": "read_rate in [devices.compute]",
+    "device_ops": '[devices.compute.gemm], as "bf16@512"',
+    "device_rates": '[devices.compute.gemm], as "w4a16@1"',
+    "link_rate": "link_rate in [[devices]]",
+    "shared_link_rate": "shared_link_rate in [[devices]]",
+    "shared_cpu_rate": "shared_cpu_rate in [[devices]]",
+}
 
 
 def machine_names() -> list[str]:
@@ -65,85 +80,112 @@ def read_machine(source: str) -> Machine:
 
 def machine_of(content: Mapping[str, Any], source: str) -> Machine:
     """The machine of a parsed file; `source` is its name, for messages.  Raises ConfigError."""
-    known = {entry.name: entry for entry in fields(Machine)}
-    for key in content:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{source}: {key} is unknown; {hint}")
-    for name, entry in known.items():
-        needed = entry.default is MISSING and entry.default_factory is MISSING
-        if needed and name not in content:
-            raise ConfigError(f"{source}: {name} is missing")
-    values = {name: _value(name, given, source) for name, given in content.items()}
-    machine = Machine(**values)
-    if machine.device_name and not (machine.device_bytes and machine.link_rate):
-        raise ConfigError(f"{source}: a GPU needs device_bytes and link_rate")
-    if machine.device_bytes and not machine.device_name:
-        raise ConfigError(f"{source}: a GPU needs device_name, too, which is what plans call it")
-    if machine.numa_distances and len(machine.numa_distances) != machine.numa_nodes:
-        raise ConfigError(f"{source}: numa_distances needs a row for each of numa_nodes")
+    machine = _of_kind(Machine, content, source, "")
     if not machine.cores or not machine.ram_bytes:
         raise ConfigError(f"{source}: cores and ram_bytes must be more than 0")
+    for device in machine.devices:
+        if not (device.name and device.memory_bytes and device.link_rate):
+            raise ConfigError(f"{source}: a GPU needs name, memory_bytes and link_rate")
+    if machine.numa_distances and len(machine.numa_distances) != machine.numa_nodes:
+        raise ConfigError(f"{source}: numa_distances needs a row for each of numa_nodes")
     return machine
 
 
 def machine_toml(machine: Machine) -> str:
     """The file of `machine`; reading it gives an equal one."""
-    lines, tables = [], []
-    for entry in fields(Machine):
-        value = getattr(machine, entry.name)
-        if isinstance(value, Mapping):
+    return "\n".join([*_lines(machine, ""), ""])
+
+
+def _lines(values: Machine | ComputeRates | DeviceRates, table: str) -> list[str]:
+    """Of one table and those inside of it, which TOML wants last."""
+    lines: list[str] = []
+    tables: list[str] = []
+    for entry in fields(values):
+        value = getattr(values, entry.name)
+        inner = f"{table}{entry.name}"
+        if isinstance(value, ComputeRates):
+            if rates := _lines(value, f"{inner}."):
+                tables += ["", f"[{inner}]", *rates]
+        elif isinstance(value, Mapping):
             if value:
-                tables.append(f"\n[{entry.name}]")
+                tables += ["", f"[{inner}]"]
                 tables += [f"{_text(key)} = {number!r}" for key, number in value.items()]
+        elif entry.name == "devices":
+            for device in value:
+                tables += ["", f"[[{inner}]]", *_lines(device, f"{inner}.")]
         elif isinstance(value, tuple):
             if value:
                 lines.append(f"{entry.name} = {[list(row) for row in value]!r}")
         elif value or entry.default is MISSING:
             shown = _text(value) if isinstance(value, str) else repr(value)
             lines.append(f"{entry.name} = {shown}")
-    return "\n".join([*lines, *tables]) + "\n"
+    return lines + tables
 
 
-def _value(name: str, given: Any, source: str) -> Any:
+def _of_kind(kind: type[T], content: object, source: str, table: str) -> T:
+    """A dataclass of numbers, texts and tables, from a table of a parsed file."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{source}: {table.rstrip('.')} must be a table, not {content!r:.80}")
+    known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
+    for key in content:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {table}{near[0]}?" if near else f"known: {', '.join(known)}"
+            if not table and key in _MOVED:
+                hint = f"it is now {_MOVED[key]}"
+            raise ConfigError(f"{source}: {table}{key} is unknown; {hint}")
+    for name, entry in known.items():
+        needed = entry.default is MISSING and entry.default_factory is MISSING
+        if needed and name not in content:
+            raise ConfigError(f"{source}: {table}{name} is missing")
+    values = {name: _value(name, given, source, table) for name, given in content.items()}
+    return kind(**values)
+
+
+def _value(name: str, given: Any, source: str, table: str) -> Any:
+    inner = f"{table}{name}."
+    if name in ("cpu", "compute"):
+        return _of_kind(ComputeRates, given, source, inner)
+    if name == "devices":
+        if not isinstance(given, list):
+            raise ConfigError(f"{source}: write each GPU as [[devices]]")
+        return tuple(_of_kind(DeviceRates, each, source, inner) for each in given)
     try:
-        if name in _MAPS:
-            if not isinstance(given, dict):
-                raise ConfigError("must be a table, from encodings to rates")
-            for key in given:
-                _check_key(key, _MAPS[name])
-            numbers = {key: _number(value) for key, value in given.items()}
-            if name == "cold_calls" and any(number < 1 for number in numbers.values()):
-                raise ConfigError("calls take 1 time as long, or more")
-            return numbers
-        if name in _TEXTS:
-            if not isinstance(given, str):
-                raise ConfigError("must be text")
-            return given
-        if name == "numa_distances":
-            return _distances(given)
-        if name.endswith("_bytes"):
-            return parse_bytes(given)
-        number = _number(given)
-        if name in _COUNTS and (number < 1 or number != int(number)):
-            raise ConfigError("must be a whole number of at least 1")
-        if name == "remote_share" and number > 1:
-            raise ConfigError("is a share of at most 1")
-        return int(number) if name in _COUNTS else number
+        return _plain_value(name, given)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {name} = {given!r:.200}: {error}") from None
+        raise ConfigError(f"{source}: {table}{name} = {given!r:.200}: {error}") from None
 
 
-def _check_key(key: str, behind: str | None) -> None:
-    """Of a table: what is unknown would count for nothing, and nobody would see it."""
-    if behind is None:
-        if not parse_bytes(key):
-            raise ConfigError("sizes are more than 0")
-    elif not re.fullmatch(f"({'|'.join(KERNELS)}){behind}", key):
-        more = ", also with so many tokens or users as in w4a8@8" if "@" in behind else ""
-        more += ", and w4a8 experts" if "experts" in behind else ""
-        raise ConfigError(f"{key!r} is unknown; known: {', '.join(KERNELS)}{more}")
+def _plain_value(name: str, given: Any) -> Any:
+    if name == "gemm":
+        return _gemm_rates(given)
+    if name in _TEXTS:
+        if not isinstance(given, str):
+            raise ConfigError("must be text")
+        return given
+    if name == "numa_distances":
+        return _distances(given)
+    if name.endswith("_bytes"):
+        return parse_bytes(given)
+    number = _number(given)
+    if name in _COUNTS and (number < 1 or number != int(number)):
+        raise ConfigError("must be a whole number of at least 1")
+    if name == "remote_share" and number > 1:
+        raise ConfigError("is a share of at most 1")
+    return int(number) if name in _COUNTS else number
+
+
+def _gemm_rates(given: Any) -> dict[str, float]:
+    """What is unknown would count for nothing, and would not be noticed."""
+    if not isinstance(given, dict):
+        raise ConfigError("must be a table, from encodings and tokens to rates")
+    for key in given:
+        if not _GEMM_KEY.fullmatch(key):
+            raise ConfigError(
+                f"{key!r} is unknown; write ENCODING@TOKENS, such as w4a8@1, with one of "
+                f"{', '.join(KERNELS)}"
+            )
+    return {key: _number(value) for key, value in given.items()}
 
 
 def _distances(given: Any) -> tuple[tuple[int, ...], ...]:
@@ -152,7 +194,7 @@ def _distances(given: Any) -> tuple[tuple[int, ...], ...]:
     for row in rows:
         if not isinstance(row, list) or len(row) != len(rows):
             raise ConfigError("must be a list of rows, one per node, with as many distances each")
-        if any(type(far) is not int or far < 1 for far in row):
+        if any(type(distance) is not int or distance < 1 for distance in row):
             raise ConfigError("distances must be whole numbers of at least 1")
     return tuple(map(tuple, rows))
 

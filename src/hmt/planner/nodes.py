@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hmt.contracts.machine import Machine
+from hmt.contracts.machine import ComputeRates, Machine
 
 _OURS = 0.9  # of a node's memory, as hmt.memory.numa says
 _APART = 20  # from this distance on a node is behind another socket, as it says, too
@@ -17,7 +17,7 @@ def on_its_nodes(machine: Machine, numa: tuple[int, int] | str | None, host_byte
     if numa == "auto":
         had = _beside(machine)
         fits = host_bytes <= _OURS * machine.ram_bytes * had / nodes
-        bound = bool(machine.device_name) and fits
+        bound = bool(machine.devices) and fits
     else:
         bound = numa is not None and numa[0] == numa[1]
     if had >= nodes or not bound:
@@ -27,13 +27,25 @@ def on_its_nodes(machine: Machine, numa: tuple[int, int] | str | None, host_byte
         machine,
         cores=max(1, int(machine.cores * share)),
         ram_bytes=int(machine.ram_bytes * share),
-        ram_read_rate=machine.ram_read_rate * share,
-        cpu_rates={name: rate * share for name, rate in machine.cpu_rates.items()},
-        cpu_ops={name: rate * share for name, rate in machine.cpu_ops.items()},
-        shared_cpu_rate=machine.shared_cpu_rate * share,
+        cpu=faster(machine.cpu, share),
+        devices=tuple(
+            replace(device, shared_cpu_rate=device.shared_cpu_rate * share)
+            for device in machine.devices
+        ),
         numa_nodes=had,
         numa_distances=tuple(row[:had] for row in machine.numa_distances[:had]),
         remote_share=machine.remote_share if had == 1 else 1.0,  # that of the socket itself
+    )
+
+
+def faster(rates: ComputeRates, times: float) -> ComputeRates:
+    """The processor with so many times the memory and arithmetic rates."""
+    return replace(
+        rates,
+        read_rate=rates.read_rate * times,
+        gemm={name: rate * times for name, rate in rates.gemm.items()},
+        attention_read_rate=rates.attention_read_rate * times,
+        attention_ops=rates.attention_ops * times,
     )
 
 

@@ -4,12 +4,12 @@ Nothing here reads or measures anything.  A `Setting` is everything that a plan 
 answer is found by planning, and every change that is proposed has been planned, too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import GIB, format_bytes, round_down, round_up, shown_at_least
-from hmt.contracts.machine import Machine
+from hmt.contracts.machine import ComputeRates, Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan
 from hmt.planner.cost import CostModel
@@ -17,7 +17,8 @@ from hmt.planner.device import DeviceChoice
 from hmt.planner.footprint import Demand, default_chunk
 from hmt.planner.levels import KVBudgets
 from hmt.planner.loads import loads_of
-from hmt.planner.predicted import Prediction
+from hmt.planner.nodes import faster
+from hmt.planner.predicted import Prediction, RunFactors, plan_kind
 from hmt.planner.solver import PlanOptions, solve
 
 _OURS = 0.9  # of a described machine's memories; the rest is the system's and the driver's
@@ -44,6 +45,7 @@ class Setting:
     host_bytes, device_bytes   budgets; None: 90% of the machine's
     kv             keys and values that do not all lie where layers compute
     device         what a GPU gets; None: as much as fits, attention first
+    factors        what runs of the model took over what is predicted, by kind of plan
     """
 
     machine: Machine
@@ -57,6 +59,7 @@ class Setting:
     device_bytes: int | None = None
     kv: KVBudgets | None = None
     device: DeviceChoice | None = None
+    factors: Mapping[str, RunFactors] = field(default_factory=dict)
 
     def host_budget(self) -> int:
         """Host memory that a plan may use."""
@@ -140,7 +143,9 @@ class Outlook:
         """What a plan for the setting would reach."""
         context = setting.context or plan.kv_tokens // setting.users
         prompt = context if setting.prompt_tokens is None else setting.prompt_tokens
-        costs = CostModel(loads_of(demand, plan), setting.machine)
+        costs = CostModel(
+            loads_of(demand, plan), setting.machine, setting.factors.get(plan_kind(plan))
+        )
         return costs.predict(setting.users, context, prompt)
 
     def fits(self, setting: Setting) -> Planned | None:
@@ -215,14 +220,13 @@ class Outlook:
 
         def device(nbytes: int) -> Setting:
             most = max(machine.device_bytes, int(nbytes / _OURS) + 1)
-            return replace(
-                setting, device_bytes=nbytes, machine=replace(machine, device_bytes=most)
-            )
+            larger = machine.with_device_bytes(most)
+            return replace(setting, device_bytes=nbytes, machine=larger)
 
         if (more := self._least(host, setting.host_budget())) is not None:
             size = more / max(1, setting.host_budget()) - 1
             yield from change(f"{format_bytes(more)} of host memory", host(more), size)
-        if machine.device_name:
+        if machine.devices:
             if (more := self._least(device, setting.device_budget())) is not None:
                 size = more / max(1, setting.device_budget()) - 1
                 yield from change(f"{format_bytes(more)} of GPU memory", device(more), size)
@@ -323,35 +327,44 @@ def _richer(setting: Setting) -> Iterator[tuple[str, Setting]]:
     yield with_machine("a drive twice as fast", disk_read_rate=2 * machine.disk_read_rate)
     yield with_machine(
         "memory twice as fast (more channels)",
-        ram_read_rate=2 * machine.ram_read_rate,
-        core_read_rate=2 * machine.core_read_rate,
-        shared_cpu_rate=2 * machine.shared_cpu_rate,
-        cpu_rates={name: 2 * rate for name, rate in machine.cpu_rates.items()},
+        cpu=_twice_the_reading(machine.cpu),
+        devices=tuple(
+            replace(each, shared_cpu_rate=2 * each.shared_cpu_rate) for each in machine.devices
+        ),
     )
-    if machine.device_name:
+    if (device := machine.device) is not None:
+
+        def with_device(text: str, **values: object) -> tuple[str, Setting]:
+            richer = replace(device, **values)  # type: ignore[arg-type]
+            return with_machine(text, devices=(richer, *machine.devices[1:]))
+
         if setting.device_bytes is None:
             for more in (8 * GIB, machine.device_bytes):
-                yield with_machine(
+                yield with_device(
                     f"{format_bytes(more)} more GPU memory",
-                    device_bytes=machine.device_bytes + more,
+                    memory_bytes=device.memory_bytes + more,
                 )
         elif setting.device_bytes:
             more = shown_at_least(2 * setting.device_budget())
-            most = max(machine.device_bytes, more)
-            larger = replace(
-                setting, device_bytes=more, machine=replace(machine, device_bytes=most)
-            )
-            yield f"{format_bytes(more)} of GPU memory", larger
-        yield with_machine(
+            text = f"{format_bytes(more)} of GPU memory"
+            _, larger = with_device(text, memory_bytes=max(device.memory_bytes, more))
+            yield text, replace(larger, device_bytes=more)
+        yield with_device(
             "a link twice as fast",
-            link_rate=2 * machine.link_rate,
-            shared_link_rate=2 * machine.shared_link_rate,
+            link_rate=2 * device.link_rate,
+            shared_link_rate=2 * device.shared_link_rate,
         )
-        yield with_machine(
-            "a GPU twice as fast",
-            device_read_rate=2 * machine.device_read_rate,
-            device_ops={name: 2 * rate for name, rate in machine.device_ops.items()},
-        )
+        yield with_device("a GPU twice as fast", compute=faster(device.compute, 2))
     for scheme in ("w8a8", "w4a8"):
         if scheme != setting.scheme:
             yield f"weights in {scheme}", replace(setting, scheme=scheme)
+
+
+def _twice_the_reading(rates: ComputeRates) -> ComputeRates:
+    """The processor with memory that is twice as fast: products of one token are bound by it."""
+    return replace(
+        rates,
+        read_rate=2 * rates.read_rate,
+        gemm={n: 2 * rate if n.endswith("@1") else rate for n, rate in rates.gemm.items()},
+        attention_read_rate=2 * rates.attention_read_rate,
+    )

@@ -16,10 +16,10 @@ def reasons(plan: Plan, demand: Demand, machine: Machine) -> list[str]:
 
 
 def _on_device(plan: Plan, demand: Demand, machine: Machine) -> list[str]:
-    layers, device = demand.spec.layers, plan.device
-    if not machine.device_bytes:
+    layers, share, device = demand.spec.layers, plan.device, machine.device
+    if device is None or not device.memory_bytes:
         return []
-    count = sum(stage < layers for stage in device.stages)
+    count = sum(stage < layers for stage in share.stages)
     if not count:
         return [
             "the GPU computes nothing: it has no room for a layer's attention with its keys and "
@@ -37,14 +37,14 @@ def _on_device(plan: Plan, demand: Demand, machine: Machine) -> list[str]:
             "weights, keys and values stay in host memory, where the CPU computes them"
         )
     networks = [block.id for block in demand.of_kind(BlockKind.FFN)]
-    beside = [b for b in networks if plan.homes[b] is not Tier.DEVICE and b.layer in device.stages]
-    copied = [b for b in beside if b in device.computes]
+    beside = [b for b in networks if plan.homes[b] is not Tier.DEVICE and b.layer in share.stages]
+    copied = [b for b in beside if b in share.computes]
     if beside:
         found.append(
             f"{len(networks) - len(beside)} of {len(networks)} networks are there, too, which fills"
             f" it; of the others {len(copied)} are copied to it in every step and the CPU computes "
-            f"{len(beside) - len(copied)}: the link gives {format_rate(machine.link_rate)}, memory "
-            f"{format_rate(machine.ram_read_rate)}"
+            f"{len(beside) - len(copied)}: the link gives {format_rate(device.link_rate)}, memory "
+            f"{format_rate(machine.cpu.read_rate)}"
         )
     return found
 

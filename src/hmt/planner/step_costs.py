@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hmt.base.errors import ConfigError
 from hmt.planner.cost import CostModel
 
-PARTS = ("GPU", "CPU", "link", "disk", "handing over")
+PARTS = ("GPU", "CPU", "link", "disk", "overhead")
 MEMORIES = ("GPU", "CPU", "link", "disk")
 
 _FIRST = 64  # positions: below, the grid has one distance

@@ -49,12 +49,6 @@ class Entry:
 def entries_of(
     layouts: Mapping[BlockId, BlockLayout],
     homes: Mapping[BlockId, Tier],
-    same: Mapping[BlockId, BlockId],
 ) -> dict[BlockId, Entry]:
-    """An entry for each block.
-
-    same   blocks that take no memory, each with the one whose memory it has: whoever leases it
-           leases that
-    """
-    own = {b: Entry(layout, homes[b]) for b, layout in layouts.items() if b not in same}
-    return {block: own[same.get(block, block)] for block in layouts}
+    """An entry for each block."""
+    return {block: Entry(layout, homes[block]) for block, layout in layouts.items()}

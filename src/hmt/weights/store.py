@@ -59,10 +59,9 @@ class WeightStore:
         spill: SpillFile | None = None,
         check: bool = True,
         verify: Verify = Verify.FIRST,
-        same: Mapping[BlockId, BlockId] | None = None,
     ) -> None:
-        """`check` looks for NaN at the first read, `verify` does for packs; `same`: see Entry."""
-        self._entries = entries_of(layouts, plan.homes, same or {})
+        """`check` looks for NaN at the first read, `verify` does for packs."""
+        self._entries = entries_of(layouts, plan.homes)
         self._queue = queue
         self._tracer = tracer
         self._slots = {Tier.HOST: Slots(resident), Tier.DISK: Slots(slots, plan.slot_counts)}
@@ -86,8 +85,8 @@ class WeightStore:
 
         Raises DiskReadError or NumericsError of the first block that fails.
         """
-        own = (entry for block, entry in self._entries.items() if entry.layout.id == block)
-        residents = [entry for entry in own if entry.home is Tier.HOST and entry.layout.placed]
+        entries = self._entries.values()
+        residents = [entry for entry in entries if entry.home is Tier.HOST and entry.layout.placed]
         total = sum(entry.layout.read_bytes for entry in residents)
         self._resident.back_all(lambda: progress(0, total) if progress else None)
         ahead = done = 0

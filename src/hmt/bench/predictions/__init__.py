@@ -1,8 +1,7 @@
 """Runs, what was predicted of them, and how far that was from what they were."""
 
 from hmt.bench.predictions.cases import Case, cpu_cases, gpu_cases
-from hmt.bench.predictions.chart import scatter_svg, table
-from hmt.bench.predictions.compare import content_of, error, middle, runs_of, summed_up
+from hmt.bench.predictions.compare import content_of, error, runs_of, summed_up, table
 
 __all__ = [
     "Case",
@@ -10,9 +9,7 @@ __all__ = [
     "cpu_cases",
     "error",
     "gpu_cases",
-    "middle",
     "runs_of",
-    "scatter_svg",
     "summed_up",
     "table",
 ]

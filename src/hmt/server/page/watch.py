@@ -90,12 +90,11 @@ class Watch:
         # Steps that end in a window may have begun before it.
         share = min(1.0, seconds * per) / seconds if seconds else 0.0
         machine = summary.machine
+        gpu = "" if machine.device is None else machine.device.name
         return state.Engine(
             age_s=time.perf_counter() - now.at_s,
             window_s=window_s,
-            machine=state.Machine(
-                machine.name, machine.cores, machine.device_name, summary.peak_rss_bytes
-            ),
+            machine=state.Machine(machine.name, machine.cores, gpu, summary.peak_rss_bytes),
             tokens=state.Tokens(
                 summary.prompt.tokens,
                 summary.generation.tokens,
@@ -148,9 +147,9 @@ def _links(now: Look, prompt: Phase, generation: Phase, per: float) -> list[stat
         return state.Link(source, target, total, moved * per, ceiling)
 
     links = [link("disk", "host", "disk", machine.disk_read_rate)] if Tier.DISK in now.fills else []
-    links.append(link("host", "cpu", "host", machine.ram_read_rate))
-    if summary.device is not None:
-        links.append(link("host", "device", "link", machine.link_rate))
+    links.append(link("host", "cpu", "host", machine.cpu.read_rate))
+    if summary.device is not None and machine.device is not None:
+        links.append(link("host", "device", "link", machine.device.link_rate))
     return links
 
 

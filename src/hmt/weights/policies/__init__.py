@@ -2,7 +2,6 @@
 
 from hmt.weights.policies.choice import POLICIES, open_policy
 from hmt.weights.policies.decayed import DecayedScore
-from hmt.weights.policies.floors import LayerFloors
 from hmt.weights.policies.heat import Heat
 from hmt.weights.policies.interface import EvictionPolicy, Surroundings
 from hmt.weights.policies.lfu import LFU
@@ -20,7 +19,6 @@ __all__ = [
     "DenseByScan",
     "EvictionPolicy",
     "Heat",
-    "LayerFloors",
     "Surroundings",
     "WeightAwareLRU",
     "open_policy",

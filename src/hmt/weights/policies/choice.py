@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 
 from hmt.base.errors import ConfigError
 from hmt.weights.policies.decayed import DecayedScore
-from hmt.weights.policies.floors import LayerFloors
 from hmt.weights.policies.heat import Heat
 from hmt.weights.policies.interface import EvictionPolicy, Surroundings
 from hmt.weights.policies.lfu import LFU
@@ -25,12 +24,11 @@ POLICIES: Mapping[str, Callable[[Surroundings], EvictionPolicy]] = {
 }
 
 
-def open_policy(name: str, around: Surroundings, floor: int = 0) -> EvictionPolicy:
+def open_policy(name: str, around: Surroundings) -> EvictionPolicy:
     """The policy `name` for experts, and a scan for dense blocks.
 
-    `floor` experts of each layer go last.  Raises ConfigError for a name that is not in POLICIES.
+    Raises ConfigError for a name that is not in POLICIES.
     """
     if name not in POLICIES:
         raise ConfigError(f"cache policy {name!r} is not one of {', '.join(POLICIES)}")
-    experts = POLICIES[name](around)
-    return DenseByScan(LayerFloors(experts, floor) if floor else experts)
+    return DenseByScan(POLICIES[name](around))

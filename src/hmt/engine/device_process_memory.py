@@ -1,4 +1,4 @@
-"""What the driver and libraries take of a GPU: `python -m hmt.engine.own_device_memory OPTIONS`.
+"""What the driver and libraries take of a GPU: `python -m MODULE OPTIONS`, in its own process.
 
 OPTIONS are an engine's, as JSON.  In a process of its own small models run on the GPU one after
 the other, in each of the usual encodings: the driver keeps every kernel that was ever called, and
@@ -22,9 +22,9 @@ _PROMPT, _TOKENS = 512, 4
 _SECONDS = 180  # at most
 
 
-def driver_bytes(options: dict[str, Any]) -> int:
+def measured_driver_bytes(options: dict[str, Any]) -> int:
     """What the module prints for `options`; 0 where it fails."""
-    command = [sys.executable, "-m", "hmt.engine.own_device_memory", json.dumps(options)]
+    command = [sys.executable, "-m", "hmt.engine.device_process_memory", json.dumps(options)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
         return int(done.stdout)
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _measured(options: dict[str, Any]) -> int:
-    from hmt.engine.device_models import dense_model, expert_model
+    from hmt.engine.probe_models import dense_model, expert_model
 
     found = 0
     for small, schemes in ((dense_model, _SCHEMES), (expert_model, _SCHEMES[:2])):
