@@ -6,7 +6,7 @@ from hmt.engine.engine import Engine, LoadedModel
 from hmt.engine.loading import Prepared, prepare
 from hmt.engine.look import ExpertMap, Fill, Look, Place
 from hmt.engine.prediction import StepPrediction, StepTotals
-from hmt.engine.scheduler import Load
+from hmt.engine.scheduled import Load
 from hmt.engine.streams import Ticket
 from hmt.engine.summary import (
     Bottleneck,

@@ -30,7 +30,8 @@ from hmt.engine.pieces import DecodingInPieces, can_be_pieces
 from hmt.engine.prediction import StepTotals
 from hmt.engine.prefetch import read_ahead
 from hmt.engine.prefixes import save_some, scope_of
-from hmt.engine.scheduler import Scheduled, Scheduler
+from hmt.engine.scheduled import Scheduled
+from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence, told
 from hmt.engine.summary import Phase
 from hmt.engine.tiers import TieredDecoding

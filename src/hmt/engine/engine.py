@@ -35,7 +35,7 @@ from hmt.engine.look import Look, Onlooker
 from hmt.engine.loop import StepLoop
 from hmt.engine.prediction import Predictor
 from hmt.engine.sampler import SamplerState, check_logprobs
-from hmt.engine.scheduler import Load
+from hmt.engine.scheduled import Load
 from hmt.engine.sequence import Listener, Sequence, check_least, end_tokens
 from hmt.engine.shown import Pool
 from hmt.engine.streams import Ticket, TokenStream, Told, completions, nth

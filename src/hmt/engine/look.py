@@ -13,7 +13,7 @@ from hmt.contracts.plan import Tier
 from hmt.engine.core import Core
 from hmt.engine.foresight import expert_count, expert_layers
 from hmt.engine.loading import Prepared
-from hmt.engine.scheduler import Load
+from hmt.engine.scheduled import Load
 from hmt.engine.summary import RunSummary
 from hmt.kernels.reference import SCORE_DECAY
 from hmt.weights import WeightStore

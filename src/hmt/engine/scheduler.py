@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -14,62 +13,19 @@ from hmt.contracts.request import FinishReason
 from hmt.contracts.step import Part, Step
 from hmt.engine.choices import Choices
 from hmt.engine.forecast import AnswerForecast
-from hmt.engine.pressure import BatchLimit, Pressure
+from hmt.engine.pressure import BatchLimit
 from hmt.engine.rooms import Places, Rooms
+from hmt.engine.scheduled import Load, Scheduled
 from hmt.engine.sequence import PromptEnd, Sequence
 from hmt.engine.shares import share_out
 from hmt.engine.waiting import Taken, WaitingQueue
 from hmt.kernels import ops
 from hmt.kvcache.prefix import PrefixCache
 
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A step, and whom its logits belong to.
-
-    sampled         sequences in the order of the step's logit rows
-    advanced        (sequence, tokens of it in this step)
-    prompt_tokens   tokens in this step that belong to prompts
-    scored          (sequence, position) of the step's scored rows, which tell of the token behind
-    pooled          (sequence, position) of its pooled rows
-    """
-
-    step: Step
-    sampled: tuple[Sequence, ...]
-    advanced: tuple[tuple[Sequence, int], ...]
-    prompt_tokens: int
-    scored: tuple[tuple[Sequence, int], ...] = ()
-    pooled: tuple[tuple[Sequence, int], ...] = ()
-
-
 # Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
 # stays: so all end.
 _MOST_SENT_BACK = 2
 _AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by where there are enough
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests that wait and that run, and positions of keys and values: all, and unreserved.
-
-    pressure      how scarce these are, and `used` the share that is in use
-    most          requests that may run at once for now
-    parked        times that one gave way to others and its keys and values stayed, where there is
-                  a lower tier in that
-    dropped       times that they did not, and are computed again
-    batches       steps by how many requests had tokens in them
-    """
-
-    waiting: int
-    running: int
-    capacity_tokens: int
-    free_tokens: int
-    pressure: Pressure
-    used: float
-    most: int
-    parked: int
-    dropped: int
-    batches: dict[int, int]
 
 
 class Scheduler:

@@ -16,7 +16,8 @@ from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import FinishReason, Request
 from hmt.contracts.step import Part, Step
-from hmt.engine.scheduler import Scheduled, Scheduler
+from hmt.engine.scheduled import Scheduled
+from hmt.engine.scheduler import Scheduler
 from hmt.engine.sequence import Sequence
 from hmt.planner.step_costs import MEMORIES, PARTS, StepCosts
 from hmt.planner.traffic import Asked, Traffic
