@@ -17,7 +17,7 @@ from hmt.bench.random_model import Shape, write_random_model
 from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.contracts.machine import Machine
+from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine import EngineConfig, loading, machine, pieces
 from hmt.engine.captured import CapturedDecoding
@@ -65,10 +65,9 @@ def test_a_plan_for_a_goal_gives_the_same_tokens(
     kind, _, tokens = on_cpu
 
     def described(here: Machine, device: object, form: object) -> Machine:
-        return replace(
-            here, device_name="pretended", link_rate=link, ram_read_rate=1e10,
-            cpu_ops={"bf16": 1e11}, device_read_rate=1e12, device_ops={"bf16": 1e14},
-        )  # fmt: skip
+        compute = ComputeRates(1e12, {"bf16@512": 1e14})
+        gpu = DeviceRates("pretended", 1 << 30, link_rate=link, compute=compute)
+        return replace(here, devices=(gpu,), cpu=ComputeRates(1e10, {"bf16@512": 1e11}))
 
     monkeypatch.setattr(loading, "with_device", described)
     size = sum(file.stat().st_size for file in MODELS[kind].glob("*.safetensors"))

@@ -87,14 +87,17 @@ def test_known_shapes_have_the_sizes_that_they_are_known_for() -> None:
 def measured_machine(result: dict[str, Any]) -> Machine:
     """The described H200 with the rates that this run measured."""
     rates, known = result["rates"], read_machine("h200-16-cores")
-    return replace(
-        known,
+    (gpu,) = known.devices
+    encoding = rates["encoding"].split(":")[0]
+    gpu = replace(
+        gpu,
         link_rate=rates["link"],
         shared_link_rate=rates["shared_link"],
         shared_cpu_rate=rates["shared_cpu"],
-        device_read_rate=rates["device"],
-        cpu_rates={rates["encoding"].split(":")[0]: rates["cpu"]},
+        compute=replace(gpu.compute, read_rate=rates["device"]),
     )
+    gemm = {**known.cpu.gemm, f"{encoding}@1": rates["cpu"]}
+    return replace(known, devices=(gpu,), cpu=replace(known.cpu, gemm=gemm))
 
 
 @pytest.mark.parametrize(
