@@ -24,6 +24,7 @@ class Server:
     def __init__(self, folder: Path, *arguments: str) -> None:
         keys = folder / "keys"
         keys.write_text(KEY, encoding="utf-8")
+        keys.chmod(0o600)  # or it is warned of
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hmt", "serve", "--port", "0", "--api-key-file", str(keys),
              "--host-memory", "64MiB", "--context", "2048", "--threads", "1", *arguments],

@@ -207,7 +207,14 @@ def _meant(found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         for place, complaints in members.items()
         if not (tuple(complaints[0]["loc"]) == place and _is_of_type(complaints[0]["type"]))
     ]
-    return min(fitting or list(members.values()), key=len)[0]
+
+    def told(complaints: list[Mapping[str, Any]]) -> tuple[int, bool, int]:
+        """Least is best; of lists, which end at their first fault, what was read furthest."""
+        first = complaints[0]
+        read = next((part for part in first["loc"][1:] if isinstance(part, int)), 0)
+        return len(complaints), _is_of_type(first["type"]), -read
+
+    return min(fitting or list(members.values()), key=told)[0]
 
 
 def _is_of_type(kind: str) -> bool:
