@@ -14,6 +14,7 @@ import torch
 
 from hmt.base.errors import MachineError, RequestError
 from hmt.contracts.request import Grammar, GrammarKind
+from hmt.text.json_schema import prepared
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -103,8 +104,7 @@ def _source(grammar: Grammar, matcher: "type[LLMatcher]") -> str:
     """In llguidance's own form.  Raises ValueError."""
     kind, text = grammar.kind, grammar.source
     if kind is GrammarKind.JSON_SCHEMA:
-        # A schema may say itself how it is laid out.
-        return matcher.grammar_from_json_schema(text, None if '"x-guidance"' in text else _JSON)
+        return matcher.grammar_from_json_schema(prepared(text, _JSON))
     if kind is GrammarKind.REGEX:
         return matcher.grammar_from_regex(text)
     if kind is GrammarKind.CHOICE:
