@@ -1,11 +1,12 @@
 """Tokenizer, chat templates, and text as it becomes printable."""
 
+from hmt.text.calls import CallReader, ToolCall, whole_calls
 from hmt.text.channels import HarmonyReader
 from hmt.text.grammar import Constraint, Grammars
 from hmt.text.reasoning import ReasoningReader, ThoughtLimit
 from hmt.text.stream import StopStrings, TextStream
 from hmt.text.tokenizer import Tokenizer
-from hmt.text.tools import CallReader, ToolCall, ToolStyle
+from hmt.text.tools import ToolStyle
 
 __all__ = [
     "CallReader",
@@ -19,4 +20,5 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "ToolStyle",
+    "whole_calls",
 ]

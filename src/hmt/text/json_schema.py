@@ -47,12 +47,16 @@ def prepared(source: str, layout: Mapping[str, Any], name: str = "json_schema") 
 
 
 def prepare(
-    schema: Any, layout: Mapping[str, Any] | None = None, name: str = "json_schema"
+    schema: Any,
+    layout: Mapping[str, Any] | None = None,
+    name: str = "json_schema",
+    prefix: str = "d",
 ) -> dict[str, Any]:
     """What llguidance can hold an answer to, of `schema`, which is not changed.
 
     layout   what llguidance is told of white space, unless the schema says so itself
     name     what errors call it
+    prefix   that names in the result's `$defs` begin with
 
     The result stands alone: it has what it refers to in its own `$defs`, and nothing else.
     Annotations are left out, unknown formats among them.  Assertions that cannot be held to are
@@ -65,7 +69,7 @@ def prepare(
     """
     if not isinstance(schema, dict | bool):
         raise RequestError(f"the {name} must be an object, not {type(schema).__name__}")
-    document = _Document(schema, name)
+    document = _Document(schema, name, prefix)
     root = document.convert(schema, 0)
     document.convert_targets()
     possible = _Possible(document.targets, name)
@@ -91,8 +95,8 @@ def prepare(
 class _Document:
     """One schema, and those in it that are referred to, by the names they have in the result."""
 
-    def __init__(self, root: Any, name: str) -> None:
-        self._root, self._name = root, name
+    def __init__(self, root: Any, name: str, prefix: str) -> None:
+        self._root, self._name, self._prefix = root, name, prefix
         self._count = 0
         self._known: dict[int, str] = {}  # names by the identity of what is referred to
         self._pending: list[tuple[str, Any]] = []
@@ -226,7 +230,7 @@ class _Document:
             target = self._target(target["$ref"])
         name = self._known.get(id(target))
         if name is None:
-            name = self._known[id(target)] = f"d{len(self._known)}"
+            name = self._known[id(target)] = f"{self._prefix}{len(self._known)}"
             self._pending.append((name, target))
             self.references[name] = reference
         return f"#/$defs/{name}"

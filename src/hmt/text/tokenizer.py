@@ -27,6 +27,7 @@ from hmt.text.json_file import read_object
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
 from hmt.text.stream import TextStream, joiner_for
 from hmt.text.template import ChatTemplate, template_source
+from hmt.text.tools import MARKS as CALL_MARKS
 from hmt.text.tools import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
@@ -40,10 +41,12 @@ class Tokenizer:
     the same ids and takes a second longer to import.  Special tokens that occur in a text count
     as such, as in transformers.  Safe for use by several threads.
 
+    call_marks   special tokens that mark calls of tools, by their text; shown as no others are
     eos_ids      tokens that end an answer, by any of the checkpoint's configurations
     vocab_size   ids are below this, added tokens included
     """
 
+    call_marks: dict[str, int]
     eos_ids: frozenset[int]
     vocab_size: int
 
@@ -84,6 +87,12 @@ class Tokenizer:
         if self._harmony:  # marks tell what an answer's parts are
             self._special_ids -= {id_ for id_, token in added.items() if token.content in MARKS}
             eos_ids |= {id_ for id_, token in added.items() if token.content in ENDINGS}
+        self.call_marks = {
+            token.content: id_
+            for id_, token in added.items()
+            if id_ in self._special_ids and token.content in CALL_MARKS and self.tool_style
+        }
+        self._special_ids -= frozenset(self.call_marks.values())
         decoder = backend.decoder
         self._new_joiner = joiner_for(decoder and json.loads(decoder.__getstate__()))
         self._bos_id = self._id_of(self._named.get("bos_token"))
@@ -132,9 +141,9 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; U+FFFD stands for bytes without a meaning.
 
-        The marks between gpt-oss's messages are no special tokens here.
+        The marks between gpt-oss's messages, and those of calls, are no special tokens here.
         """
-        if self._harmony:
+        if self._harmony or self.call_marks:
             stream = self.stream()
             return "".join([*map(stream.push, ids), stream.flush()])
         return self._backend.decode(list(ids), skip_special_tokens=True)

@@ -13,7 +13,7 @@ from hmt.server.errors import ApiError
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, said, spoken, usage
 from hmt.server.openai.asking import asked
-from hmt.server.openai.reading import AnswerReader, Reading, style_of
+from hmt.server.openai.reading import AnswerReader, Reading, form_of_calls, style_of
 from hmt.server.openai.schemas import ChatBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
@@ -33,7 +33,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     messages, tools = [message.plain() for message in body.messages], body.callable
     style = style_of(tokenizer) if tools else None
     if style is not None and body.must_call:
-        form, formed = style.grammar(body.forced), "tools"
+        form, formed = form_of_calls(style, body.forced, tokenizer), "tools"
         wanted = replace(wanted, grammar=form, formed=formed)
     if body.reasoning_effort is not None and not tokenizer.takes_effort:
         raise ApiError(
@@ -58,7 +58,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     names = [tool["function"]["name"] for tool in tools]
     reading = Reading(
         tokenizer, prompts[0], style, names, wanted.grammar is not None,
-        several=body.parallel_tool_calls is not False,
+        several=body.parallel_tool_calls is not False, tools=tools,
     )  # fmt: skip
     if body.stream:
         heading = Heading("chat.completion.chunk", service.name, "chatcmpl")
@@ -107,10 +107,13 @@ class _Stream:
         if said.text or (logprobs and logprobs["content"]):
             yield _part(self.number, {"content": said.text}, logprobs)
         for call in said.calls:
-            yield _part(
-                self.number, {"tool_calls": [{"index": self.calls, **_called(call, self.reading)}]}
+            self.calls += bool(call.name)
+            part = (
+                _called(call, self.reading)
+                if call.name
+                else {"function": {"arguments": call.arguments}}
             )
-            self.calls += 1
+            yield _part(self.number, {"tool_calls": [{"index": self.calls - 1, **part}]})
         if reason is not None:
             stopped = self.calls and reason is FinishReason.STOP
             yield _part(self.number, {}, None, "tool_calls" if stopped else reason.value)
@@ -122,7 +125,7 @@ async def _chunks(
     """A stream: who speaks, then what is said, then how it ended."""
     none = {"usage": None} if with_usage else {}
     numbers = range(len(generation.courses))
-    streams = [_Stream(n, reading, reading.reader()) for n in numbers]
+    streams = [_Stream(n, reading, reading.reader(early=True)) for n in numbers]
     for number in numbers:
         yield heading.of([_part(number, {"role": "assistant", "content": ""})], **none)
     async for number, event in generation.events():
