@@ -114,7 +114,8 @@ HELD = [
      "required": ["a"]},
     {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "additionalProperties": INT,
      "maxProperties": 1},
-    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [INT, {"const": "x"}], "additionalItems": False, "minItems": 2},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
+     "items": [INT, {"const": "x"}], "additionalItems": False, "minItems": 2},
     {"type": "string", "pattern": r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{4,9}$"},
     {"type": "string", "pattern": r"^(?!\.)(?!.*\.\.)[a-c.]{2,5}$"},
     {"type": "string", "pattern": r"^(?!0)\d{2}$"},
@@ -131,7 +132,8 @@ HELD = [
     {"$defs": {"E": obj(e={"$ref": "#/$defs/E"})},
      "type": "object", "properties": {"e": {"$ref": "#/$defs/E"}, "b": INT}, "required": ["b"],
      "additionalProperties": False},
-    {"$defs": {"E": obj(e={"$ref": "#/$defs/E"})}, **obj(a={"anyOf": [{"$ref": "#/$defs/E"}, INT]})},
+    {"$defs": {"E": obj(e={"$ref": "#/$defs/E"})},
+     **obj(a={"anyOf": [{"$ref": "#/$defs/E"}, INT]})},
     {"$defs": {"E": obj(e={"$ref": "#/$defs/E"})},
      **obj(a={"type": "array", "items": {"$ref": "#/$defs/E"}})},
     {"$defs": {"E": {**obj(e={"$ref": "#/$defs/E"}), "type": ["object", "null"]}},
@@ -264,8 +266,10 @@ KEYWORDS = st.sampled_from(
      "additionalProperties", "$id", "x-guidance", "if", "patternProperties"]
 )  # fmt: skip
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 9) | st.sampled_from(["#", "#/$defs/a", "a", "object", "(?=", "[", "array"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS | st.sampled_from("ab"), inner, max_size=4),
+    st.none() | st.booleans() | st.integers(-3, 9)
+    | st.sampled_from(["#", "#/$defs/a", "a", "object", "(?=", "[", "array"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(KEYWORDS | st.sampled_from("ab"), inner, max_size=4),
     max_leaves=12,
 )  # fmt: skip
 

@@ -190,6 +190,15 @@ class TextReader:
             if not (yield from self.more()):
                 return ""
 
+    def pass_over(self, mark: str) -> Generator[None, None, None]:
+        """Leave out `mark`, or what came of it, where it follows."""
+        mark = (yield from self.ahead(mark)) or (self.text if self.is_begun(mark) else "")
+        self.use(len(mark))
+
+    def is_begun(self, *marks: str, at: int = 0) -> bool:
+        """Whether what is there from `at` is the beginning of a mark."""
+        return any(mark.startswith(self.text[at:]) for mark in marks)
+
     def find(self, mark: str) -> Generator[None, None, int]:
         """Where `mark` is, within HEAD_LENGTH; -1 where it is not."""
         while (place := self.text.find(mark, 0, HEAD_LENGTH)) < 0:
@@ -351,7 +360,7 @@ class TaggedReader(TextReader):
         """What follows a call up to the end tag, which may be missing; all of it if it was none."""
         if called:
             yield from self.skip(_JUNK)
-            self.use(len((yield from self.ahead(self.tags[1]))))
+            yield from self.pass_over(self.tags[1])
         elif (yield from self.drop_until(self.tags[1])):
             self.use(len(self.tags[1]))
         self.settle(called)

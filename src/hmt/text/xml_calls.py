@@ -27,6 +27,11 @@ PARAMETER_END: Final = "</parameter>"
 class XmlReader(TaggedReader):
     """Reads them, with <tool_call> around or without, and what Hermes writes there."""
 
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """What may end a value."""
+        return PARAMETER_END, FUNCTION_END, PARAMETER, self.tags[1]
+
     def parse(self) -> Generator[None, None, None]:
         """See TextReader."""
         while mark := (yield from self.show_until(self.tags[0], FUNCTION)):
@@ -58,12 +63,14 @@ class XmlReader(TaggedReader):
         while (yield from self.skip()) and (yield from self.ahead(PARAMETER)):
             key = yield from self._tag(PARAMETER)
             if not key:
+                self.use(len(self.text))
                 return True
             self.call("", f"{between}{as_json(key)}: ")
             between = ", "
             if not (yield from self._value_of(key, parameters)):
                 return True  # cut off: JSON that does not end says so
-        self.use(len((yield from self.ahead(FUNCTION_END))))
+        self.use(len(self.text) if self.is_begun(PARAMETER) else 0)
+        yield from self.pass_over(FUNCTION_END)
         self.call("", "}")
         return True
 
@@ -82,6 +89,7 @@ class XmlReader(TaggedReader):
                 self.use(end)
                 break
             if not (yield from self.more()):
+                self.use(len(self.text))
                 return False
         self.call("", '"' if is_text else as_json(parameters.typed(key, "".join(said))))
         return True
@@ -94,16 +102,19 @@ class XmlReader(TaggedReader):
         at = 0
         while (at := self.text.find("<", at)) >= 0:
             end = yield from self._end_at(at, parameters)
+            before = at - (self.text[:at].endswith("\n"))
             if end >= 0:
-                before = at - (self.text[:at].endswith("\n"))
                 return before, end - before
+            in_name = self.text.startswith(PARAMETER, at) and self.text[at:].isprintable()
+            if self.is_begun(*self._ends, at=at) or (in_name and ">" not in self.text[at:]):
+                return before, -1  # the answer was cut off within a tag
             at += 1
         # A line break may be the one before the end.
         return len(self.text) - self.text.endswith("\n"), -1
 
     def _end_at(self, at: int, parameters: Parameters) -> Generator[None, None, int]:
         """Behind the tag at `at`, if that ends the value and belongs to it; -1 if not."""
-        tag = yield from self.ahead(PARAMETER_END, FUNCTION_END, PARAMETER, self.tags[1], at=at)
+        tag = yield from self.ahead(*self._ends, at=at)
         if tag == PARAMETER:  # where an end was forgotten
             close = self.text.find(">", at)
             while close < 0 and "\n" not in self.text[at:]:
@@ -121,6 +132,10 @@ class XmlReader(TaggedReader):
         if following is None:
             return -1
         place = yield from self.place(at + len(tag))
-        if place >= 0 and not (yield from self.ahead(*following, at=place)):
+        if (
+            place >= 0
+            and not (yield from self.ahead(*following, at=place))
+            and not self.is_begun(*following, at=place)
+        ):
             return -1
         return at + (len(tag) if tag == PARAMETER_END else 0)
