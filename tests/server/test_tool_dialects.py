@@ -35,8 +35,9 @@ CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]},
         "required": ["city", "n"], "additionalProperties": False}  # fmt: skip
 ASK = {"model": "tools", "messages": [{"role": "user", "content": "What now?"}], "max_tokens": 300}
 DEFINED = Root.model_json_schema()
-OLDER = {"definitions": {"I": CITY}, "type": "object", "properties": {
-    "i": {"$ref": "#/definitions/I"}}, "required": ["i"], "additionalProperties": False}  # fmt: skip
+OLDER = {"definitions": {"I": CITY}, "type": "object", "required": ["i"],
+         "properties": {"i": {"$ref": "#/definitions/I"}},
+         "additionalProperties": False}  # fmt: skip
 ENDLESS = {"$defs": {"N": {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}},
                            "required": ["n"]}}, "$ref": "#/$defs/N"}  # fmt: skip
 WAYS = {

@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import UUID4, BaseModel, Field, conset
+from pydantic import UUID4, BaseModel, Field
 
 from hmt.base.errors import RequestError
 from hmt.cli.options import embedded_model
@@ -73,7 +73,6 @@ class Everything(BaseModel):
     several: Annotated[list[Inner], Field(max_length=2)]
     either: Annotated[Inner | Tree, Field(description="one of them")]
     by_name: Annotated[dict[str, int], Field(max_length=2)]
-    unique: conset(Literal[1, 2, 3], max_length=1)  # type: ignore[valid-type]
     exact: Annotated[Decimal, Field(max_digits=5, decimal_places=2)]
     id: UUID4
     path: Path
@@ -104,6 +103,11 @@ HELD = [
     obj(a={"enum": ["a", "b", 1, True], "not": {"enum": [1, "b"]}}),
     obj(a={"enum": [1, 2, 3], "not": {"anyOf": [{"const": 1}, {"const": 3}]}}),
     obj(a={"not": {"not": {"enum": [1, 2]}}}),
+    {"pattern": "^(?=a)(?!.*b)", "maxLength": 3, "minimum": 5, "maximum": 6, "maxItems": 0,
+     "maxProperties": 0},
+    {"type": "object", "propertyNames": {"type": "string"}, "properties": {"a": INT},
+     "additionalProperties": False},
+    {"type": "array", "uniqueItems": False, "maxItems": 1},
     {**NODE, "$defs": {"N": INT}, "not": {"required": ["n"]}},
     obj(a={"anyOf": [{"not": {}}, {"enum": [1, 2]}]}),  # zod's optional
     {"type": "object", "properties": {"a": {"not": {}}, "b": INT}, "required": ["b"],
@@ -171,26 +175,36 @@ def test_known_formats_are_known(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "keyword"),
     [
-        {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2},
-        {"type": "array", "contains": INT, "maxItems": 1},
-        {"type": "object", "dependentRequired": {"a": ["b"]}, "maxProperties": 1},
-        {"type": "integer", "if": {"minimum": 3}, "then": {"multipleOf": 2}},
-        {"type": "integer", "not": {"multipleOf": 2}},
-        {"type": "string", "pattern": r"^[a-c]+(?=x)x?$"},
-        {"type": "string", "pattern": r"^([ab])\1$", "maxLength": 4},
+        ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": INT}, "contains"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "integer", "if": {"minimum": 3}, "then": {"multipleOf": 2}}, "if"),
+        ({"type": "integer", "not": {"multipleOf": 2}}, "not"),
+        ({"type": "string", "not": {"const": "a"}}, "not"),
+        ({"type": "number", "not": {"type": "integer"}}, "not"),
+        ({"propertyNames": {"maxLength": 3}}, "propertyNames"),
+        ({"propertyNames": {"pattern": "^a"}, "properties": {"b": INT}}, "propertyNames"),
+        (obj(a={"anyOf": [INT, {"unevaluatedProperties": False}]}), "unevaluatedProperties"),
     ],
     ids=str,
 )
-def test_what_cannot_be_held_to_is_told_in_the_log(
-    schema: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_what_answers_cannot_be_held_to_is_refused(schema: Any, keyword: str) -> None:
+    with pytest.raises(RequestError, match=f"has '{keyword}'"):
+        prepare(schema)
+
+
+@pytest.mark.parametrize("pattern", [r"^[a-c]+(?=x)x?$", r"^([ab])\1$", r"^a\b.{0,3}$"])
+def test_what_patterns_lose_is_told_in_the_log(
+    pattern: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hmt.base.log._warned", set())
+    schema = {"type": "string", "pattern": pattern, "maxLength": 9}
     answer(schema, 1)
     prepare(schema)
-    told = [record.message for record in caplog.records]
-    assert told and len(set(told)) == len(told) and all("not held to" in one for one in told)
+    (record,) = caplog.records
+    assert "not held to" in record.message and pattern[:20] in record.message.replace("\\\\", "\\")
 
 
 ENDLESS = obj(n={"$ref": "#/$defs/N"})

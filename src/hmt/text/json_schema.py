@@ -30,7 +30,7 @@ _VERBATIM: Final = frozenset({
 _ONE: Final = frozenset({"items", "additionalProperties", "additionalItems"})
 _LIST: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _MAP: Final = frozenset({"properties", "patternProperties"})
-_LOOSENED: Final = frozenset({
+_UNHELD: Final = frozenset({
     "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems",
     "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
     "unevaluatedItems", "$dynamicRef", "$recursiveRef",
@@ -59,13 +59,13 @@ def prepare(
     prefix   that names in the result's `$defs` begin with
 
     The result stands alone: it has what it refers to in its own `$defs`, and nothing else.
-    Annotations are left out, unknown formats among them.  Assertions that cannot be held to are
-    left out with a warning, once for each keyword; `not` is where it forbids types, values,
-    properties or everything.  What cannot be met is left out of alternatives and of properties
-    that may be missing.
+    Annotations are left out, unknown formats among them, and with a warning what grammars lack of
+    patterns.  `oneOf` is held to as `anyOf` is where its alternatives overlap.  `not` may forbid
+    types, values of an enum, a property, or everything.  What cannot be met is left out of
+    alternatives and of properties that may be missing.
 
-    Raises RequestError for a schema that no answer can meet, for references to what is not in it,
-    and above MAX_DEPTH or MAX_SCHEMAS.
+    Raises RequestError for a schema that no answer can meet, for keywords that answers cannot be
+    held to, for references to what is not in it, and above MAX_DEPTH or MAX_SCHEMAS.
     """
     if not isinstance(schema, dict | bool):
         raise RequestError(f"the {name} must be an object, not {type(schema).__name__}")
@@ -159,18 +159,22 @@ class _Document:
             self._pattern(made, value)
         elif key == "pattern":
             made[key] = value
-        elif key in _LOOSENED and value is not False:
-            _loosen(key)
+        elif key in _UNHELD and not (key == "uniqueItems" and value is False):
+            raise self._unheld(key)
 
     def _pattern(self, made: dict[str, Any], pattern: str) -> None:
         patterns, exact = without_lookaround(pattern)
         if not exact:
-            _loosen("pattern", "look-around, borders of words and references to groups")
+            warn_once(
+                "patterns of schemas",
+                f"the pattern {pattern[:100]!r} has look-around, borders of words or references to "
+                "groups, which answers are not held to: check it where they are used",
+            )
         for number, one in enumerate(patterns):
             if number == len(patterns) - 1:
                 made["pattern"] = one
             else:
-                made["allOf"] = [*made.get("allOf", ()), {"type": "string", "pattern": one}]
+                made["allOf"] = [*_listed(made, "allOf"), {"pattern": one}]
 
     def _exclude(self, made: dict[str, Any], excluded: Any, depth: int) -> bool:
         """Forbid what is `excluded`, as far as that can be said; False: all of it is."""
@@ -179,12 +183,17 @@ class _Document:
         said = [] if not isinstance(excluded, dict) else list(filter(_asserts, excluded))
         match {key: excluded[key] for key in said} if len(said) == 1 else excluded:
             case {"type": types} if len(said) == 1:
-                return _exclude_types(made, types if isinstance(types, list) else [types])
-            case {"const": value} if len(said) == 1:
+                gone = types if isinstance(types, list) else [types]
+                if "integer" in gone and "number" not in gone:
+                    raise self._unheld("not")  # there are no numbers that are no integers
+                return _exclude_types(made, gone)
+            case {"const": value} if len(said) == 1 and _is_finite(made):
                 return _exclude_values(made, [value])
-            case {"enum": list() as values} if len(said) == 1:
+            case {"enum": list() as values} if len(said) == 1 and _is_finite(made):
                 return _exclude_values(made, values)
             case {"required": [str() as name]} if len(said) == 1:
+                if "object" not in _types(made):
+                    return False
                 made["type"] = "object"
                 properties = made.get("properties")
                 made["properties"] = {
@@ -198,25 +207,25 @@ class _Document:
             case False:
                 pass
             case _:
-                _loosen("not")
+                raise self._unheld("not")
         return True
 
     def _name_properties(self, made: dict[str, Any], names: Any) -> None:
         """What properties may be called: as zod says it of records."""
-        if not isinstance(names, dict) or "properties" in made or "patternProperties" in made:
-            if not _allows_all(names):
-                _loosen("propertyNames")
+        said = {key for key in names if _asserts(key)} if isinstance(names, dict) else set()
+        if names is True or (isinstance(names, dict) and not said - {"type"}):
             return
+        if made.keys() & _MAP or not isinstance(names, dict):
+            raise self._unheld("propertyNames")
         values, pattern = names.get("enum"), names.get("pattern")
         others = made.get("additionalProperties", True)
-        if isinstance(values, list) and all(isinstance(one, str) for one in values):
-            made["properties"] = dict.fromkeys(values, others)
-            made["additionalProperties"] = False
-        elif isinstance(pattern, str) and without_lookaround(pattern) == ([pattern], True):
+        if said <= {"type", "enum"} and isinstance(values, list):
+            made["properties"] = {one: others for one in values if isinstance(one, str)}
+        elif said <= {"type", "pattern"} and without_lookaround(str(pattern)) == ([pattern], True):
             made["patternProperties"] = {pattern: others}
-            made["additionalProperties"] = False
-        elif any(key != "type" and _asserts(key) for key in names):
-            _loosen("propertyNames")
+        else:
+            raise self._unheld("propertyNames")
+        made["additionalProperties"] = False
 
     def _refer(self, reference: Any) -> Any:
         """A reference to the same in the result."""
@@ -256,6 +265,12 @@ class _Document:
         if not isinstance(schema, dict | bool):
             raise self._unknown(reference)
         return schema
+
+    def _unheld(self, keyword: str) -> RequestError:
+        return RequestError(
+            f"the {self._name} has {keyword!r} in a way that answers cannot be held to: leave it "
+            "out, and check it where the answer is used"
+        )
 
     def _unknown(self, reference: Any) -> RequestError:
         return RequestError(
@@ -363,20 +378,20 @@ def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 def _exclude_types(made: dict[str, Any], types: list[Any]) -> bool:
     """Take types from those that are allowed; False: none is left."""
-    if "integer" in types and "number" not in types:
-        _loosen("not")  # grammars have no numbers that are no integers
     gone = [*types, "integer"] if "number" in types else types
     made["type"] = [one for one in _types(made) if one not in gone]
     return bool(made["type"])
+
+
+def _is_finite(schema: Mapping[str, Any]) -> bool:
+    """Whether it allows certain values by name."""
+    return "const" in schema or isinstance(schema.get("enum"), list)
 
 
 def _exclude_values(made: dict[str, Any], values: list[Any]) -> bool:
     """Take `values` from those that are allowed by name; False: none is left."""
     if "const" in made:
         return not any(_same(made["const"], one) for one in values)
-    if not isinstance(made.get("enum"), list):
-        _loosen("not")
-        return True
     made["enum"] = [one for one in made["enum"] if not any(_same(one, other) for other in values)]
     return bool(made["enum"])
 
@@ -392,7 +407,7 @@ def _allows_all(schema: Any) -> bool:
 
 def _asserts(key: str) -> bool:
     """Whether a keyword says what is allowed, and is no annotation."""
-    return key in _VERBATIM | _ONE | _LIST | _MAP | _LOOSENED or key in (
+    return key in _VERBATIM | _ONE | _LIST | _MAP | _UNHELD or key in (
         "$ref",
         "not",
         "format",
@@ -415,11 +430,3 @@ def _places(root: Any) -> dict[str, Any]:
         elif isinstance(schema, list):
             pending += schema
     return places
-
-
-def _loosen(keyword: str, what: str = "") -> None:
-    warn_once(
-        f"json_schema {keyword}",
-        f"answers are not held to {what or 'everything that schemas say'} "
-        f"{'in' if what else 'by'} {keyword!r}: check it where they are used",
-    )
