@@ -14,7 +14,9 @@ import torch
 
 # What tests share asserts, too: so it does under python -O, and says what was compared.
 _SHARED = (file.stem for file in Path(__file__).parent.rglob("*.py"))
-pytest.register_assert_rewrite(*(n for n in _SHARED if not n.startswith(("test_", "conftest", "__"))))
+pytest.register_assert_rewrite(
+    *(n for n in _SHARED if not n.startswith(("test_", "conftest", "__")))
+)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

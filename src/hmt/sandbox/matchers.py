@@ -6,15 +6,12 @@ whatever it is given, and some grammars overflow its stack, while they are compi
 """
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from hmt.sandbox.refusal import Refusal
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-# A small model may write white space for ever: so much of it is enough for any layout.
-_JSON: Final[Any] = {"whitespace_pattern": r"[ \n]{1,32}"}
 
 
 class Matchers:
@@ -79,8 +76,7 @@ def _source(kind: str, text: str) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if kind == "json_schema":
-        # A schema may say itself how it is laid out.
-        return LLMatcher.grammar_from_json_schema(text, None if '"x-guidance"' in text else _JSON)
+        return LLMatcher.grammar_from_json_schema(text)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":

@@ -1,12 +1,13 @@
 """Tokenizer, chat templates, and text as it becomes printable."""
 
+from hmt.text.calls import CallReader, ToolCall, whole_calls
 from hmt.text.channels import HarmonyReader
 from hmt.text.grammar import Constraint, Grammars
 from hmt.text.reasoning import ReasoningReader, ThoughtLimit
 from hmt.text.stream import StopStrings, TextStream
 from hmt.text.template import read_template
 from hmt.text.tokenizer import Tokenizer
-from hmt.text.tools import CallReader, ToolCall, ToolStyle
+from hmt.text.tools import ToolStyle
 
 __all__ = [
     "CallReader",
@@ -21,4 +22,5 @@ __all__ = [
     "ToolCall",
     "ToolStyle",
     "read_template",
+    "whole_calls",
 ]

@@ -20,8 +20,9 @@ import torch
 
 from hmt.base.errors import BudgetError, CheckpointError, HMTError, MachineError, RequestError
 from hmt.base.units import format_bytes
-from hmt.contracts.request import Grammar
+from hmt.contracts.request import Grammar, GrammarKind
 from hmt.sandbox import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker
+from hmt.text.json_schema import prepared
 
 # Schemas of published tools compile in 1 to 30 ms and hold 1 to 10 MiB.
 _MOST_SOURCE: Final = 1 << 20  # characters of a grammar
@@ -31,6 +32,8 @@ _COMPILED: Final = Limits(memory_bytes=128 << 20, cpu_s=_TOKEN_S)
 _ALL_BYTES: Final = 256 << 20  # of all compiled grammars
 _PREPARE: Final = Limits(memory_bytes=4 << 30, cpu_s=60.0)  # for vocabularies of any size
 _AT_ONCE: Final = 2  # grammars that are compiled
+# A small model may write white space for ever: so much of it is enough for any layout.
+_JSON: Final[dict[str, object]] = {"whitespace_pattern": r"[ \n]{1,32}"}
 
 _numbers = itertools.count(1)
 
@@ -267,6 +270,9 @@ class Grammars:
             return compiled
 
     def _compile(self, grammar: Grammar) -> Worker:
+        source = grammar.source
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            source = prepared(source, _JSON)
         try:
             worker = self._sandbox.fork()
         except Refused as error:
@@ -276,11 +282,10 @@ class Grammars:
                 f"this tokenizer cannot be used for answers with a form: {error or 'it was closed'}"
             ) from error
         try:
-            worker.call({"kind": grammar.kind.value, "source": grammar.source}, cpu_s=_COMPILING_S)
+            worker.call({"kind": grammar.kind.value, "source": source}, cpu_s=_COMPILING_S)
         except (Refused, Ended, Lost) as error:
             worker.end()
-            said = " ".join(str(error).split())[:300]
-            raise RequestError(f"the {grammar.kind} cannot be used as a grammar: {said}") from error
+            raise _wrong(grammar, error) from error
         return worker
 
 
@@ -288,3 +293,8 @@ def _unprepared(error: Refused) -> HMTError:
     if error.kind == "missing":
         return MachineError("answers with a form need llguidance: pip install 'hmt[serve]'")
     return CheckpointError(f"this tokenizer cannot be used for answers with a form: {error}")
+
+
+def _wrong(grammar: Grammar, problem: Exception) -> RequestError:
+    said = " ".join(str(problem).split())[:300]
+    return RequestError(f"the {grammar.kind} cannot be used as a grammar: {said}")

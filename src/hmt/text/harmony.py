@@ -28,15 +28,14 @@ def is_harmony(template: str) -> bool:
     return all(mark in template for mark in (START, CHANNEL, MESSAGE))
 
 
-def harmony_rules(functions: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> str:
+def harmony_rules(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """A grammar of one call of one of `functions`; marks are tokens, not text.
 
-    layout   of arguments, as llguidance takes it
+    functions   names, and schemas of arguments as llguidance takes them
     """
     rules = []
-    for number, function in enumerate(functions):
-        recipient = json.dumps(f"commentary to=functions.{function['name']} ")
-        schema = {"x-guidance": layout, **(function.get("parameters") or {"type": "object"})}
+    for number, (name, schema) in enumerate(functions):
+        recipient = json.dumps(f"commentary to=functions.{name} ")
         rules.append(
             f'call{number}: {CHANNEL} {recipient} {CONSTRAIN} "json" {MESSAGE} args{number}'
         )

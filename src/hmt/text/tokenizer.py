@@ -43,6 +43,7 @@ from hmt.text.tokenizer_file import (
     ConfinedEncoder,
     TokenizerFile,
 )
+from hmt.text.tools import MARKS as CALL_MARKS
 from hmt.text.tools import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
@@ -56,10 +57,12 @@ class Tokenizer:
     the same ids and takes a second longer to import.  Special tokens that occur in a text count
     as such, as in transformers.  Safe for use by several threads.
 
+    call_marks   special tokens that mark calls of tools, by their text; shown as no others are
     eos_ids      tokens that end an answer, by any of the checkpoint's configurations
     vocab_size   ids are below this, added tokens included
     """
 
+    call_marks: dict[str, int]
     eos_ids: frozenset[int]
     vocab_size: int
 
@@ -113,7 +116,7 @@ class Tokenizer:
         self._adds_bos = self._encode("", add_special_tokens=True)[:1] == [self._bos_id]
         eos_id = self._id_of(self._named.get("eos_token"))
         self.eos_ids = eos_ids if eos_id is None else eos_ids | {eos_id}
-        self._look_for_channels()
+        self._look_for_marks()
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -141,7 +144,7 @@ class Tokenizer:
         Before the first chat: it is not for use beside other threads.
         """
         self._template_source, self._tool_source = source, None
-        self._look_for_channels()
+        self._look_for_marks()
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of plain text, with the start tokens that the checkpoint puts before it.
@@ -160,9 +163,9 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; U+FFFD stands for bytes without a meaning.
 
-        The marks between gpt-oss's messages are no special tokens here.
+        The marks between gpt-oss's messages, and those of calls, are no special tokens here.
         """
-        if self._harmony or self._in_one_file:
+        if self._harmony or self._in_one_file or self.call_marks:
             stream = self.stream()
             return "".join([*map(stream.push, ids), stream.flush()])
         return self._backend.decode(list(ids), skip_special_tokens=True)
@@ -329,8 +332,8 @@ class Tokenizer:
     def _writes_thoughts(self) -> bool:
         return CLOSE in (self._template_source or "") + (self._tool_source or "")
 
-    def _look_for_channels(self) -> None:
-        """Find out whether the template has channels, whose marks are part of the text then."""
+    def _look_for_marks(self) -> None:
+        """Find the marks of channels and of calls that the template writes: parts of the text."""
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._harmony = is_harmony(self._template_source or "")
@@ -338,6 +341,12 @@ class Tokenizer:
         if self._harmony:  # marks tell what an answer's parts are
             self._special_ids -= {id_ for id_, token in added.items() if token.content in MARKS}
             self.eos_ids |= {id_ for id_, token in added.items() if token.content in ENDINGS}
+        self.call_marks = {
+            token.content: id_
+            for id_, token in added.items()
+            if id_ in self._special_ids and token.content in CALL_MARKS and self.tool_style
+        }
+        self._special_ids -= frozenset(self.call_marks.values())
 
     def _piece_of(self, token_id: int) -> str | None:
         return None if token_id in self._special_ids else self._backend.id_to_token(token_id)

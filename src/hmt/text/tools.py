@@ -1,59 +1,57 @@
-"""Calls of tools: how models write them, and how what they write is read."""
+"""How models write calls of tools, by their chat templates."""
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from hmt.contracts.request import Grammar, GrammarKind
+from hmt.text.call_grammars import (
+    Rules,
+    arguments_of,
+    named_calls,
+    object_schema,
+    python_calls,
+    xml_calls,
+)
+from hmt.text.call_readers import TaggedReader, UntaggedReader
+from hmt.text.calls import CallReader, ToolCall
 from hmt.text.harmony import harmony_rules, is_harmony
+from hmt.text.parameters import Parameters
 from hmt.text.stream import StopStrings
+from hmt.text.xml_calls import FUNCTION, PARAMETER, XmlReader
 
-_OPEN: Final = "<tool_call>"
-_CLOSE: Final = "</tool_call>"
+_TAGS: Final = ("<tool_call>", "</tool_call>")
+_LFM: Final = ("<|tool_call_start|>", "<|tool_call_end|>")
 _DEEPSEEK: Final = "<\uff5ctool\u2581{}\uff5c>"  # tags that its tokenizers have as ordinary tokens
 _CALLS: Final = tuple(_DEEPSEEK.format(f"calls\u2581{end}") for end in ("begin", "end"))
 _CALL: Final = tuple(_DEEPSEEK.format(f"call\u2581{end}") for end in ("begin", "end"))
 _SEPARATOR: Final = _DEEPSEEK.format("sep")
 _FENCE: Final = "```json\n", "\n```"
 _MISTRAL: Final = "[TOOL_CALLS]"
-# What nobody reads needs no layout.
-_COMPACT: Final = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool's name, its arguments as JSON, and what the model calls the call, if anything."""
-
-    name: str
-    arguments: str
-    id: str | None = None
-
-
-class CallReader(Protocol):
-    """Takes calls out of one answer's text as it comes.  What is no call stays text."""
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text that is certain to be none of a call, and the calls that are complete."""
-        ...
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        """The same at the end."""
-        ...
+# Templates of Llama 3.2 and 4 show it so: [func_name1(params_name1=params_value1, ...), ...]
+_PYTHON: Final = re.compile(r"\[\s*\w+\((?:\w+\s*=|params)")
+# Special tokens of tokenizers, by which calls are told.
+MARKS: Final = (*_TAGS, *_LFM, _MISTRAL, "[ARGS]", "[CALL_ID]")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
     """How a model writes calls, as its chat template shows.
 
-    tagged      each between <tool_call> and </tool_call> (Hermes, Qwen); otherwise the whole answer
-                is an object, or a list of them (Llama 3, Mistral)
+    tagged      each between `tags` (Hermes, Qwen); otherwise the whole answer is an object, or a
+                list of them (Llama 3, Mistral)
     arguments   what they are called in the object
     harmony     gpt-oss's messages instead, which `HarmonyReader` reads
     fenced      DeepSeek's tags instead: True where the arguments stand in a block of code behind
                 the word "function" (V3, R1), False where they do not (V3.1); None: not DeepSeek's
     id_length   of calls' ids where the template demands one (Mistral); else they may be any
+    xml         Qwen3-Coder's: arguments in tags of their own
+    python      Llama 3.2's and 4's, LFM2's: [f(x="y")]
+    named       Mistral's newer: [TOOL_CALLS]f[ARGS]{...}
+    mark        what Mistral's calls begin with
     """
 
     tagged: bool
@@ -61,6 +59,11 @@ class ToolStyle:
     fenced: bool | None = None
     id_length: int | None = None
     harmony: bool = False
+    xml: bool = False
+    python: bool = False
+    named: bool = False
+    tags: tuple[str, str] = _TAGS
+    mark: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, template: str) -> "ToolStyle":
@@ -69,51 +72,76 @@ class ToolStyle:
             return cls(tagged=False, harmony=True)
         if _CALLS[0] in template:
             return cls(tagged=True, fenced="```json" in template)
-        if _OPEN in template:
+        if FUNCTION in template and PARAMETER in template:
+            return cls(tagged=True, xml=True)
+        if _LFM[0] in template:
+            return cls(tagged=True, python=True, tags=_LFM)
+        if _TAGS[0] in template:
             return cls(tagged=True)
+        if _MISTRAL in template:
+            length = 9 if "length" in template else None
+            return cls(False, id_length=length, named="[ARGS]" in template, mark=_MISTRAL)
         parameters = '"parameters": ' in template or "'parameters'" in template
         return cls(
             tagged=False,
             arguments="parameters" if parameters else "arguments",
-            id_length=9 if _MISTRAL in template and "length" in template else None,
+            python=_PYTHON.search(template) is not None,
         )
 
-    def reader(self, names: Iterable[str]) -> CallReader:
-        """For one answer, to a request with tools of these names."""
+    def reader(
+        self,
+        names: Iterable[str],
+        tools: Iterable[Mapping[str, Any]] = (),
+        *,
+        early: bool = False,
+        hidden: Iterable[str] = (),
+    ) -> CallReader:
+        """For one answer, to a request with tools of these names.
+
+        tools   the same in OpenAI's form, for ways to write calls that leave types to the schema
+        early   results have calls as far as they have come, where they can be passed on in pieces
+        hidden  marks that are special tokens, and are not shown where there is no call
+        """
         known = frozenset(names)
         if self.fenced is not None:
             return _TaggedReader(_CALLS[0], _CALLS[1], lambda body: _deepseek_calls(body, known))
-        if self.tagged:
-            return _TaggedReader(_OPEN, _CLOSE, lambda body: _calls(body, known))
-        return _WholeReader(known)
+        functions = [tool["function"] for tool in tools]
+        parameters = {one["name"]: Parameters(one.get("parameters")) for one in functions}
+        kind = XmlReader if self.xml else TaggedReader if self.tagged else UntaggedReader
+        return kind(known, parameters, self.tags, early=early, hidden=hidden)
 
     def new_id(self) -> str:
         """For a call that has none."""
         name = uuid.uuid4().hex
         return f"call_{name[:24]}" if self.id_length is None else name[: self.id_length]
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]]) -> Grammar:
-        """Of answers that are a call of one of `tools`, in OpenAI's form."""
+    def grammar(
+        self, tools: Sequence[Mapping[str, Any]], marks: Mapping[str, int] | None = None
+    ) -> Grammar:
+        """Of answers that are a call of one of `tools`, in OpenAI's form.
+
+        marks   special tokens of the tokenizer, by their text
+
+        Raises RequestError for a tool whose schema no arguments can meet.
+        """
         functions = [tool["function"] for tool in tools]
+        rules = Rules(marks or {})
         if self.harmony:
-            return Grammar(GrammarKind.GRAMMAR, harmony_rules(functions, _COMPACT))
+            schemas = [(one["name"], arguments_of(one)) for one in functions]
+            return Grammar(GrammarKind.GRAMMAR, harmony_rules(schemas))
         if self.fenced is not None:
             return Grammar(GrammarKind.GRAMMAR, _deepseek_rules(functions, fenced=self.fenced))
-        calls = [self._call(function) for function in functions]
-        schema = {"x-guidance": _COMPACT, **(calls[0] if len(calls) == 1 else {"anyOf": calls})}
+        if self.xml:
+            return xml_calls(functions, self.tags, rules)
+        if self.python:
+            return python_calls(functions, self.tags if self.tagged else ("", ""), rules)
+        if self.named:
+            return named_calls(functions, self.mark, "[ARGS]", rules)
+        schema = object_schema(functions, self.arguments)
         if not self.tagged:
             return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-        rule = f'start: "{_OPEN}\\n" call "\\n{_CLOSE}"\ncall: %json {json.dumps(schema)}'
-        return Grammar(GrammarKind.GRAMMAR, rule)
-
-    def _call(self, function: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = function.get("parameters") or {"type": "object"}
-        return {
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, self.arguments: parameters},
-            "required": ["name", self.arguments],
-            "additionalProperties": False,
-        }
+        begin, end = self.tags
+        return rules.grammar(rules.text(begin + "\n"), rules.json(schema), rules.text("\n" + end))
 
 
 class _TaggedReader:
@@ -151,58 +179,6 @@ class _TaggedReader:
         return ("" if calls else self._begin + self._inside), calls
 
 
-@dataclass(slots=True)
-class _WholeReader:
-    known: frozenset[str]
-    _held: str = ""
-    _is_text: bool = False
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        if self._is_text:
-            return text, []
-        self._held += text
-        begin = self._held.lstrip()
-        if begin and begin[0] not in "[{":
-            self._is_text = True
-            held, self._held = self._held, ""
-            return held, []
-        return "", []
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        calls = _calls(held, self.known)
-        return ("" if calls else held), calls
-
-
-def _calls(text: str, known: frozenset[str]) -> list[ToolCall]:
-    """The calls that `text` consists of: objects or lists of them, with ; between; else none."""
-    decoder, calls, place = json.JSONDecoder(), list[ToolCall](), 0
-    text = text.strip()
-    while place < len(text):
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (json.JSONDecodeError, RecursionError):
-            return []
-        for one in value if isinstance(value, list) else [value]:
-            call = _call(one, known)
-            if call is None:
-                return []
-            calls.append(call)
-        while place < len(text) and text[place] in "; \n":
-            place += 1
-    return calls
-
-
-def _call(value: Any, known: frozenset[str]) -> ToolCall | None:
-    if not isinstance(value, dict) or value.get("name") not in known:
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    name = value.get("id")
-    return ToolCall(value["name"], arguments, name if isinstance(name, str) and name else None)
-
-
 def _deepseek_calls(text: str, known: frozenset[str]) -> list[ToolCall]:
     """The calls that `text` between DeepSeek's outer tags consists of; else none."""
     calls = []
@@ -230,9 +206,8 @@ def _deepseek_rules(functions: Sequence[Mapping[str, Any]], *, fenced: bool) -> 
         between, end = ("\n" + _FENCE[0], _FENCE[1]) if fenced else (_SEPARATOR, "")
         before = json.dumps(begin + function["name"] + between, ensure_ascii=False)
         after = json.dumps(end, ensure_ascii=False) if end else ""
-        schema = {"x-guidance": _COMPACT, **(function.get("parameters") or {"type": "object"})}
         rules.append(f"call{number}: {before} args{number} {after}")
-        rules.append(f"args{number}: %json {json.dumps(schema)}")
+        rules.append(f"args{number}: %json {json.dumps(arguments_of(function))}")
     choices = " | ".join(f"call{number}" for number in range(len(functions)))
     opening = json.dumps(_CALLS[0] + _CALL[0], ensure_ascii=False)
     closing = json.dumps(_CALL[1] + _CALLS[1], ensure_ascii=False)

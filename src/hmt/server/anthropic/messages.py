@@ -15,7 +15,13 @@ from hmt.server.anthropic.schemas import Counted, MessagesBody
 from hmt.server.client import off_loop
 from hmt.server.errors import told
 from hmt.server.generation import Generation
-from hmt.server.openai.reading import AnswerReader, Reading, Said, style_of
+from hmt.server.openai.reading import (
+    AnswerReader,
+    Reading,
+    Said,
+    form_of_calls,
+    style_of,
+)
 from hmt.server.service import Asked, service_of
 from hmt.server.stream import EventStream, Voice, unless_gone
 from hmt.server.thinking import Thinking, thinking
@@ -43,7 +49,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     tokenizer, tools = service.model.tokenizer, body.callable
     style = style_of(tokenizer) if tools else None
     thought = _thinking(tokenizer, body)
-    called = style.grammar(body.forced) if style is not None and body.forced else None
+    called = form_of_calls(style, body.forced, tokenizer) if style and body.forced else None
     asked = Asked(
         owner=request.state.owner,
         sampling=body.sampling,
@@ -65,7 +71,9 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     generation = await service.begin(asked, encode, 1, "messages")
     names = [tool["function"]["name"] for tool in tools]
     formed = asked.grammar is not None
-    reading = Reading(tokenizer, prompts[0], style, names, formed, several=body.several)
+    reading = Reading(
+        tokenizer, prompts[0], style, names, formed, several=body.several, tools=tools
+    )
     heading = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -73,7 +81,9 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "model": service.name,
     }
     if body.stream:
-        return EventStream(generation, _events(generation, heading, reading.reader()), VOICE)
+        return EventStream(
+            generation, _events(generation, heading, reading.reader(early=True)), VOICE
+        )
     async with generation:
         events = await unless_gone(request.receive, _gather(generation))
         said = reading.reader().read("".join(event.text for event in events), last=True)
@@ -139,7 +149,7 @@ async def _events(
         if last and not (kind or blocks):
             blocks = [({"type": "text_delta", "text": ""}, {"type": "text", "text": ""})]
         for delta, block in blocks:
-            if kind != block["type"] or kind == "tool_use":
+            if block and (kind != block["type"] or kind == "tool_use"):
                 if kind:
                     yield {"type": "content_block_stop", "index": index}
                     index += 1
@@ -164,7 +174,10 @@ _EMPTY: Final[dict[str, dict[str, Any]]] = {
 
 
 def _blocks(said: Said) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What was said, each as the delta of a stream and as a block of its own."""
+    """What was said, each as the delta of a stream and as a block of its own.
+
+    The block is empty for more arguments of a call that has one.
+    """
     if said.reasoning:
         thought = {"thinking": said.reasoning}
         yield (
@@ -176,7 +189,7 @@ def _blocks(said: Said) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for call in said.calls:
         block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        yield delta, block | {"input": _object(call.arguments)}
+        yield delta, block | {"input": _object(call.arguments)} if call.name else {}
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hmt.contracts.request import FinishReason, TokenEvent, TokenLogprob
 from hmt.server.generation import Generation
 from hmt.server.openai.answers import Gathered, Heading, gather, rendered, said, spoken, usage
 from hmt.server.openai.asking import Counting, asked
-from hmt.server.openai.reading import AnswerReader, Reading, style_of
+from hmt.server.openai.reading import AnswerReader, Reading, form_of_calls, style_of
 from hmt.server.openai.schemas import ChatBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
@@ -38,7 +38,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     wanted = replace(wanted, reasoning_tokens=thought.limit)
     style = style_of(tokenizer) if tools else None
     if style is not None and body.must_call:
-        form, formed = style.grammar(body.forced), "tools"
+        form, formed = form_of_calls(style, body.forced, tokenizer), "tools"
         wanted = replace(wanted, grammar=form, formed=formed)
     bare = wanted.grammar is not None and not body.must_call
     prompts: list[list[int]] = []
@@ -60,7 +60,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     names = [tool["function"]["name"] for tool in tools]
     reading = Reading(
         tokenizer, prompts[0], style, names, wanted.grammar is not None,
-        several=body.parallel_tool_calls is not False,
+        several=body.parallel_tool_calls is not False, tools=tools,
     )  # fmt: skip
     if body.stream:
         heading = Heading("chat.completion.chunk", service.name, "chatcmpl")
@@ -110,10 +110,13 @@ class _Stream:
         if said.text or (logprobs and logprobs["content"]):
             yield _part(self.number, {"content": said.text}, logprobs)
         for call in said.calls:
-            yield _part(
-                self.number, {"tool_calls": [{"index": self.calls, **_called(call, self.reading)}]}
+            self.calls += bool(call.name)
+            part = (
+                _called(call, self.reading)
+                if call.name
+                else {"function": {"arguments": call.arguments}}
             )
-            self.calls += 1
+            yield _part(self.number, {"tool_calls": [{"index": self.calls - 1, **part}]})
         if reason is not None:
             stopped = self.calls and reason is FinishReason.STOP
             yield _part(self.number, {}, None, "tool_calls" if stopped else reason.value)
@@ -124,7 +127,7 @@ async def _chunks(
 ) -> AsyncIterator[dict[str, Any]]:
     """A stream: who speaks, then what is said, then how it ended."""
     numbers = range(len(generation.courses))
-    streams = [_Stream(n, reading, reading.reader()) for n in numbers]
+    streams = [_Stream(n, reading, reading.reader(early=True)) for n in numbers]
     for number in numbers:
         begin = _part(number, {"role": "assistant", "content": ""})
         yield heading.of([begin], **counting.beside(generation))

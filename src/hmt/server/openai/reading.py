@@ -1,8 +1,12 @@
 """What an answer's text consists of: reasoning, the answer itself, calls of tools."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from hmt.server.errors import ApiError
+from hmt.base.errors import HMTError
+from hmt.contracts.request import Grammar
+from hmt.server.errors import ApiError, told
 from hmt.text import (
     CallReader,
     HarmonyReader,
@@ -30,7 +34,7 @@ class AnswerReader:
     reasoning: ReasoningReader | None = None
     calls: CallReader | None = None
     several: bool = True
-    _called: bool = False
+    _called: int = 0
 
     def read(self, text: str, *, last: bool) -> Said:
         """What `text` adds; all that was held back with the last."""
@@ -50,10 +54,16 @@ class AnswerReader:
             if last:
                 rest, calls = self.calls.flush()
                 said.text, said.calls = said.text + rest, said.calls + calls
+        if self.several:
+            return said
         if self._called:
-            return Said()
-        if said.calls and not self.several:
-            self._called, said.calls = True, said.calls[:1]
+            said.reasoning = said.text = ""
+        first = list[ToolCall]()
+        for call in said.calls:
+            self._called += bool(call.name)
+            if self._called <= 1:
+                first.append(call)
+        said.calls = first
         return said
 
 
@@ -65,6 +75,7 @@ class Reading:
     formed   whether answers are held to a form: then they have no room for reasoning, but for
              that of models with channels, which are part of it
     several  whether one answer may have several calls; if not, it ends with the first
+    tools    the same as `names`, in OpenAI's form
     """
 
     tokenizer: Tokenizer
@@ -73,6 +84,7 @@ class Reading:
     names: list[str]
     formed: bool
     several: bool = True
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def id_of(self, call: ToolCall) -> str:
         """What a call is known by: what the model called it, or a new one."""
@@ -82,13 +94,18 @@ class Reading:
             return call.id
         return self.style.new_id()
 
-    def reader(self) -> AnswerReader:
-        """For one answer."""
+    def reader(self, *, early: bool = False) -> AnswerReader:
+        """For one answer.  early: calls are passed on as they come."""
         channels = self.tokenizer.channels(self.prompt, self.names)
         if channels is not None:
             return AnswerReader(channels, several=self.several)
         reasoning = None if self.formed else self.tokenizer.reasoning(self.prompt)
-        calls = None if self.style is None else self.style.reader(self.names)
+        marks, style = self.tokenizer.call_marks, self.style
+        if style is None and marks:
+            style = self.tokenizer.tool_style  # which leaves them out
+        calls = None
+        if style is not None:
+            calls = style.reader(self.names, self.tools, early=early, hidden=marks)
         return AnswerReader(None, reasoning, calls, self.several)
 
 
@@ -104,3 +121,13 @@ def style_of(tokenizer: Tokenizer) -> ToolStyle:
             code="unsupported",
         )
     return style
+
+
+def form_of_calls(
+    style: ToolStyle, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> Grammar:
+    """The form of an answer that has to be a call of one of `tools`.  Raises ApiError."""
+    try:
+        return style.grammar(tools, tokenizer.call_marks)
+    except HMTError as error:
+        raise told(error, "tools") from error

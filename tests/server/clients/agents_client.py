@@ -1,0 +1,43 @@
+"""https://openai.github.io/openai-agents-python, with the chat completions API."""
+
+import asyncio
+
+from agents import (
+    Agent,
+    OpenAIChatCompletionsModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from given import ANSWER, ARGUMENTS, FORECAST, MODEL, QUESTION, WEATHER, Weather
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+called: list = []
+
+
+@function_tool
+def get_weather(city: str, days: int) -> str:
+    """Tells the weather.
+
+    Args:
+        city: where
+        days: how many
+    """
+    called.append({"city": city, "days": days})
+    return "sunny"
+
+
+async def main() -> None:
+    model = OpenAIChatCompletionsModel(model=MODEL, openai_client=AsyncOpenAI(max_retries=0))
+    agent = Agent(name="A", instructions="Be brief.", model=model, tools=[get_weather])
+    assert (await Runner.run(agent, QUESTION)).final_output == ANSWER
+    result = Runner.run_streamed(agent, QUESTION)
+    kinds = {event.type async for event in result.stream_events()}
+    assert result.final_output == ANSWER and "raw_response_event" in kinds
+    assert called == [ARGUMENTS] * 2
+    formed = Agent(name="B", model=model, output_type=Weather)
+    assert (await Runner.run(formed, FORECAST)).final_output == WEATHER
+
+
+asyncio.run(main())

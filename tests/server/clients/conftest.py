@@ -1,0 +1,51 @@
+"""A server on a socket, and what its clients find around them."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from answering import Served, replying, said_to
+from serving import app_on, tooled_model
+
+import hmt
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tooled_model(tmp_path_factory.mktemp("models") / "tools", "<tool_call>")
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with hmt.Engine(host_memory="96MiB", context=4096, max_batch=4) as engine:
+        model = engine.load_model(folder)
+        config = uvicorn.Config(app_on(model, max_waiting=64), log_level="warning", ws="none")
+        server = uvicorn.Server(config)
+        with replying(model, said_to):
+            thread = threading.Thread(target=server.run, args=([listening],))
+            thread.start()
+            try:
+                while not server.started and thread.is_alive():
+                    time.sleep(0.02)
+                yield Served(url, "tools", str(folder))
+            finally:
+                server.should_exit = True
+                thread.join(30)
+                listening.close()
+
+
+@pytest.fixture(scope="session")
+def surroundings() -> dict[str, str]:
+    """Environment of a client: it finds this server, and nothing beyond this machine."""
+    nowhere = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+    nowhere |= {name.lower(): value for name, value in nowhere.items()}
+    local = "127.0.0.1,localhost"
+    return os.environ | nowhere | {
+        "NO_PROXY": local, "no_proxy": local, "HF_HUB_OFFLINE": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "LANGSMITH_TRACING": "false", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "AI_SDK_LOG_WARNINGS": "false", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
