@@ -283,8 +283,7 @@ class LoadedModel:
         tokens, rows or a prefill that cannot be, BudgetError where the KV does not fit.
         """
         end = len(tokens) if prefill is None else prefill
-        if rows:
-            self._check_head()
+        self.prepared.check_head(needed=bool(rows))
         return self._loop.call(lambda: self._core.logits(tokens, rows, end))
 
     def keys_and_values(
@@ -438,10 +437,8 @@ class LoadedModel:
                 f"context_size {request.context_size} was asked for; this model was made for "
                 f"1 to {longest}"
             )
-        shows = request.prompt_logprobs is not None or request.embedding is not None
-        fewest = 0 if shows else 1
-        if request.embedding is None:
-            self._check_head()
+        fewest = int(request.prompt_logprobs is None and request.embedding is None)
+        self.prepared.check_head(needed=request.embedding is None)
         if request.embedding is not None and asked != 0:
             raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
         if asked is not None and (type(asked) is not int or asked < fewest):
@@ -457,15 +454,6 @@ class LoadedModel:
                 "larger context"
             )
         return min(_DEFAULT_NEW_TOKENS, limit - prompt) if asked is None else asked
-
-    def _check_head(self) -> None:
-        """Raise RequestError where the model has no output layer, and something needs it."""
-        if self.prepared.headless:
-            raise RequestError(
-                f"{self.prepared.source.path} has no output layer: it holds the bare model, and "
-                "its configuration does not tie a head to the embedding; only embeddings can be "
-                "asked of it"
-            )
 
     def _prompt_tokens(self, request: Request) -> list[int]:
         if not isinstance(request.input, (str, list, tuple)):
