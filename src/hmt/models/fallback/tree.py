@@ -104,10 +104,12 @@ def build(config: Config, architecture: str, dtype: torch.dtype, *, by_name: boo
 def _find_layers(model: PreTrainedModel, architecture: str) -> tuple[str, nn.ModuleList]:
     text = model.config.get_text_config()
     count = getattr(text, "num_hidden_layers", 0)
+    if not count:
+        raise refused(architecture, "its configuration has no number of layers")
     found = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and count
+        if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if not found:
         raise refused(architecture, f"its {count} layers are not in one list")
