@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hmt
 from hmt.base.errors import HMTError
+from hmt.models import open_model
 from hmt.models.registry import supported_architectures
 
 TOKENS, STEPS, CHUNK = 27, 3, 8
@@ -135,6 +136,9 @@ def _small(base: Any) -> dict[str, Any]:
             given = getattr(type(base), name, None)
             if not isinstance(given, property) or given.fset is not None:
                 fields[name] = size
+    for name, value in vars(base).items():
+        if name.endswith("_token_id") and isinstance(value, int) and value >= _SMALL["vocab_size"]:
+            fields[name] = 3
     for name, token in _IDS.items():
         if isinstance(_field(base, name), int):
             fields[name] = token
@@ -168,8 +172,9 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
         rng = random.Random(7)
         tokens = [rng.randrange(8, 250) for _ in range(TOKENS)]
         published(reference, folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)  # of tokens beyond these
     except Exception as error:
-        return Outcome(model_type, name, "unbuilt", repr(error)[:300])
+        return _of_defaults(model_type, name, error)
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
     options = {"host_memory": "256MiB", "dtype": "float32", "context": 64, "max_batch": 2}
     with hmt.Engine(**options, prefill_chunk=CHUNK, threads=1) as engine:
@@ -196,6 +201,19 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
     if not apart <= allowed or [answer[0] for answer in answers] != firsts:
         return Outcome(model_type, name, "wrong", f"{apart:.1e} apart, {allowed:.1e} allowed")
     return Outcome(model_type, name, "family" if name in supported_architectures() else "equal")
+
+
+def _of_defaults(model_type: str, name: str, error: Exception) -> Outcome:
+    """What becomes of a type's own defaults, where it is not built so small."""
+    try:
+        config = CONFIG_MAPPING[VARIANTS.get(model_type, (model_type,))[0]]().to_dict()
+        config |= {"model_type": model_type, "architectures": [name]}
+        open_model(config, Path("defaults"), torch.float32)
+    except HMTError as refusal:
+        return Outcome(model_type, name, "refused", str(refusal).split("config.json: ")[-1])
+    except Exception as other:
+        return Outcome(model_type, name, "unbuilt", repr(other)[:300])
+    return Outcome(model_type, name, "unbuilt", repr(error)[:300])
 
 
 def _own_difference(reference: Any, tokens: list[int], wanted: torch.Tensor) -> float:

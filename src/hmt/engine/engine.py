@@ -279,8 +279,7 @@ class LoadedModel:
         tokens, rows or a prefill that cannot be, BudgetError where the KV does not fit.
         """
         end = len(tokens) if prefill is None else prefill
-        if rows:
-            self._check_head()
+        self.prepared.check_head(needed=bool(rows))
         return self._loop.call(lambda: self._core.logits(tokens, rows, end))
 
     def keys_and_values(
@@ -431,8 +430,7 @@ class LoadedModel:
     def _new_tokens(self, request: Request, prompt: int) -> int:
         """How many tokens a request may generate.  Raises ContextLengthError, RequestError."""
         asked = request.max_new_tokens
-        if request.embedding is None:
-            self._check_head()
+        self.prepared.check_head(needed=request.embedding is None)
         if request.embedding is not None and asked != 0:
             raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
         longest = self.prepared.model.spec.max_context
@@ -444,15 +442,6 @@ class LoadedModel:
     def max_positions(self) -> int:
         """The longest that prompt and answer may be together."""
         return min(self.prepared.model.spec.max_context, self.load.capacity_tokens)
-
-    def _check_head(self) -> None:
-        """Raise RequestError where the model has no output layer, and something needs it."""
-        if self.prepared.headless:
-            raise RequestError(
-                f"{self.prepared.source.path} has no output layer: it holds the bare model, and "
-                "its configuration does not tie a head to the embedding; only embeddings can be "
-                "asked of it"
-            )
 
     def _prompt_tokens(self, request: Request) -> list[int]:
         if not isinstance(request.input, (str, list, tuple)):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hmt.base import flags
-from hmt.base.errors import BudgetError, Cancelled, MachineError
+from hmt.base.errors import BudgetError, Cancelled, MachineError, RequestError
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
@@ -84,6 +84,15 @@ class Prepared:
     machine: Machine
     plan: Plan
     headless: bool = False
+
+    def check_head(self, *, needed: bool) -> None:
+        """Raise RequestError where an output layer is needed and there is none."""
+        if needed and self.headless:
+            raise RequestError(
+                f"{self.source.path} has no output layer: it holds the bare model, and its "
+                "configuration does not tie a head to the embedding; only embeddings can be asked "
+                "of it"
+            )
 
 
 @dataclass(slots=True)
@@ -178,16 +187,8 @@ def prepare(
     else:
         plan = searched_plan(demand, options, machine, config)
     _check_physical(plan)
-    return Prepared(
-        source,
-        model,
-        weights.layouts,
-        weights.published_bytes,
-        demand,
-        machine,
-        plan,
-        weights.headless,
-    )
+    sizes = weights.layouts, weights.published_bytes
+    return Prepared(source, model, *sizes, demand, machine, plan, weights.headless)
 
 
 def kv_budgets(config: EngineConfig) -> KVBudgets | None:

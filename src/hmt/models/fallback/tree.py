@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
+from hmt.base.log import logger
 from hmt.models.config import Config, as_transformers_reads, check_counts, first_line
 from hmt.models.fallback import interfaces
 from hmt.models.fallback.features import uncomputed
@@ -86,9 +87,11 @@ def build(config: Config, architecture: str, dtype: torch.dtype, *, by_name: boo
                 experts_implementation=interfaces.NAME,
             )
     except Exception as error:
-        raise CheckpointError(
-            f"transformers cannot make a {architecture} of it: {first_line(error)}"
-        ) from error
+        logger.debug("%s cannot be made", architecture, exc_info=error)
+        said = first_line(error)
+        if isinstance(error, AttributeError | LookupError | TypeError):
+            said = f"version {transformers.__version__} fails at a field that it lacks or misreads"
+        raise CheckpointError(f"transformers cannot make a {architecture} of it: {said}") from error
     model.eval()
     model.requires_grad_(False)
     _fill_buffers(model, architecture)
@@ -101,10 +104,12 @@ def build(config: Config, architecture: str, dtype: torch.dtype, *, by_name: boo
 def _find_layers(model: PreTrainedModel, architecture: str) -> tuple[str, nn.ModuleList]:
     text = model.config.get_text_config()
     count = getattr(text, "num_hidden_layers", 0)
+    if not count:
+        raise refused(architecture, "its configuration has no number of layers")
     found = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and count
+        if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if not found:
         raise refused(architecture, f"its {count} layers are not in one list")
