@@ -41,6 +41,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "prefix_cache": True,
         "prefix_disk": tmp_path,
         "prefix_disk_memory": "1GiB",
+        "prefix_shared": True,
         "disk_path": tmp_path,
         "disk_reader": "mmap",
         "verify_reads": "always",

@@ -150,11 +150,12 @@ def test_an_error_within_a_stream_is_one(
     app: FastAPI, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hmt.base.errors import DiskReadError
-    from hmt.engine import core
+    from hmt.engine.sequence import Sequence
 
-    monkeypatch.setattr(
-        core, "_accept", lambda one, *_: one.fail(DiskReadError("the drive said no"))
-    )
+    def faulty(*given: Any) -> None:
+        raise DiskReadError("the drive said no")
+
+    monkeypatch.setattr(Sequence, "accept", faulty)
 
     async def work() -> None:
         async with client_of(app) as client:

@@ -14,8 +14,13 @@ from hmt.engine import LoadedModel
 from hmt.sandbox import Limits
 
 RULES = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(4000)), 'r4000 ::= "a"'])
-REFS: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4000)}
-SCHEMA = {"$defs": REFS | {"d4000": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+REFS: dict[str, Any] = {
+    f"d{i}": {
+        "type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]
+    }
+    for i in range(2500)
+}  # fmt: skip
+SCHEMA = {"$defs": REFS | {"d2500": {"type": "integer"}}, "$ref": "#/$defs/d0"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "b"'
 

@@ -153,17 +153,16 @@ def test_an_answer_that_fails_is_told_and_others_go_on(
     app: FastAPI, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hmt.base.errors import DiskReadError
-    from hmt.engine import core
+    from hmt.engine.sequence import Sequence
 
-    accept = core._accept
+    accept = Sequence.accept
 
-    def faulty(sequence: Any, *others: Any) -> None:
+    def faulty(sequence: Sequence, *others: Any) -> None:
         if sequence.request.ignore_eos:
-            sequence.fail(DiskReadError("the drive said no"))
-        else:
-            accept(sequence, *others)
+            raise DiskReadError("the drive said no")
+        accept(sequence, *others)
 
-    monkeypatch.setattr(core, "_accept", faulty)
+    monkeypatch.setattr(Sequence, "accept", faulty)
 
     async def work() -> None:
         async with http(app) as client:

@@ -158,7 +158,7 @@ def test_the_users_own_template_replaces_all(folder: Path, tmp_path: Path) -> No
             read_template(file)
     with pytest.raises(ConfigError, match="no regular file but a folder"):
         read_template(tmp_path)
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="missing cannot be read"):
         read_template(tmp_path / "missing")
 
 

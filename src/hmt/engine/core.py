@@ -65,6 +65,7 @@ class Core:
             prefixes=memory.prefixes,
             salt=lambda sequence: scope_of(sequence, self._border, shared=config.prefix_shared),
             border=self._border,
+            begun=self._forms.add,
         )
         self._guesser: Guesser | None = None
         self._tracer = tracer

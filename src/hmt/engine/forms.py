@@ -50,6 +50,7 @@ class UnsettledForms:
 
     def idle(self) -> bool:
         """Wait a moment, if for anybody, as there is nothing else to do; whether for anybody."""
-        if self._late and self._late[0].form is not None:
-            self._late[0].form.wait(_IDLE_S)
-        return bool(self._late)
+        waiting = [*self._late, *self._new]
+        if waiting and waiting[0].form is not None:
+            waiting[0].form.wait(_IDLE_S)
+        return bool(waiting)

@@ -57,6 +57,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         forecast: AnswerForecast | None = None,
         build: Callable[[list[Part]], Step] = Step.build,
+        begun: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         """A step holds `prefill_chunk` tokens of prompts at most, and one of each other request.
 
@@ -65,6 +66,7 @@ class Scheduler:
         clock      by which deadlines are meant
         forecast   what is known of answers beforehand
         build      makes a step of its parts; where nothing computes it, any step will do
+        begun      is told of a sequence whose first token was chosen without a step of its own
         """
         self._rooms = Rooms(kv, prefixes, salt)
         self._chunk = prefill_chunk
@@ -73,6 +75,7 @@ class Scheduler:
         self._forecast = AnswerForecast() if forecast is None else forecast
         self._limit = BatchLimit(max_batch)
         self._build = build
+        self._begun = begun
         self._full = False  # since the last sequence came or ended
         self._waiting: WaitingQueue[Sequence] = WaitingQueue()
         self._running: list[Sequence] = []
@@ -396,6 +399,8 @@ class Scheduler:
         sequence.advance(end.logits, end.known)
         if sequence.finished:
             self.retire(sequence)
+        else:
+            self._begun(sequence)
 
     def _make_way(self, head: Sequence, *, crowded: bool = False) -> bool:
         """Let others give way to `head`, which cannot begin; whether one of them did.

@@ -172,7 +172,10 @@ def read_template(file: Path) -> str:
     try:
         source = read_text(file)
         if source is None:
-            raise ConfigError(f"the chat template {file} does not exist: give a text file in Jinja")
+            raise ConfigError(
+                f"the chat template {file} cannot be read (it does not exist): give a text file in "
+                "Jinja"
+            )
         ChatTemplate(source, {})
     except CheckpointError as error:
         raise ConfigError(

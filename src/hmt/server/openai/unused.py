@@ -162,7 +162,10 @@ TEXT_REFUSED: Final[Mapping[str, Refusal]] = {
     "input_prefix": Refusal("write prompt and suffix"),
     "input_suffix": Refusal("write prompt and suffix"),
     "input_extra": Refusal("write it in the prompt"),
-    "prompt_embeds": Refusal("only text and token ids are served"),
+    **dict.fromkeys(
+        ("prompt_embeds", "input_embeds", "inputs_embeds"),
+        Refusal("only text and token ids are served"),
+    ),
     "add_special_tokens": Refusal("send token ids for a prompt without start token", (True,)),
     "add_bos_token": Refusal("send token ids for a prompt without start token", (True,)),
     "raw": Refusal("a prompt is always taken as it is", (True,)),
