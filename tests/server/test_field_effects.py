@@ -324,6 +324,13 @@ def test_the_clients_own_answers_come_back(app: FastAPI) -> None:
                 model=NAME, max_tokens=2, messages=[USER, back, USER]
             )
             assert again.content
+            # No thread is held.  The client reads this code, and sends its conversation whole.
+            with pytest.raises(anthropic.NotFoundError, match="send all messages") as none:
+                await client.beta.messages.create(
+                    model=NAME, max_tokens=2, messages=[USER],
+                    thread={"type": "continue", "previous_message_id": first.id},
+                )  # fmt: skip
+            assert none.value.error_code == "thread_not_found"
 
     run(work())
 

@@ -275,8 +275,6 @@ REFUSED: list[tuple[type[Fields], dict[str, Any], str]] = [
     (ChatBody, {"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
     (ChatBody, {"response_format": {"type": "json_object", "schema": {}}}, "schema"),
     (MessagesBody, {"max_tokens": 5, "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-    (MessagesBody, {"max_tokens": 5, "thread": {"type": "continue", "previous_message_id": "x"}},
-     "type"),
     (MessagesBody, {"max_tokens": 5, "compaction": {}}, "compaction"),
     (MessagesBody, {"max_tokens": 5, "tools": [{"name": "f", "input_schema": {},
      "allowed_callers": ["code_execution_20250825"]}]}, "allowed_callers"),

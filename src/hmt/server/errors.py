@@ -34,7 +34,12 @@ _CODES: Final = {
     "unknown_parameter": "unknown_parameter",
     "unsupported": "unsupported",
     "json_invalid": "invalid_json",
+    "thread_not_found": "thread_not_found",
 }
+
+# Those that Anthropic's client reads in `error.details.error_code`: after this one it sends its
+# conversation whole.
+_ANTHROPIC_CODES: Final = ("thread_not_found",)
 
 _BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _ANTHROPIC_PATH: Final = "/v1/messages"
@@ -99,7 +104,10 @@ class ApiError(Exception):
         message = (
             self.message if self.message.startswith(f"'{self.param}") else where + self.message
         )
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if self.code in _ANTHROPIC_CODES:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error}
 
     def response(self, path: str) -> Response:
         """As a response of its own to a request to `path`."""
@@ -171,7 +179,8 @@ def _not_valid(error: RequestValidationError) -> ApiError:
         return ApiError(400, "the body must be a JSON object", code="invalid_type")
     message = f"{param!r} is missing" if kind == "missing" else f"{param!r}: {_plain(meant)}"
     otherwise = "invalid_type" if _is_of_type(kind) else "invalid_value"
-    return ApiError(400, message, param=param, code=_CODES.get(kind, otherwise))
+    status = 404 if kind == "thread_not_found" else 400
+    return ApiError(status, message, param=param, code=_CODES.get(kind, otherwise))
 
 
 def _without_tags(place: list[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from hmt.contracts.request import Grammar, GrammarKind, Sampling
 from hmt.server.anthropic.unused import (
@@ -203,7 +204,8 @@ class Thread(Fields):
     @model_validator(mode="after")
     def _new(self) -> Self:
         if self.type == "continue":
-            raise unsupported("type", "the server holds no conversations: send all messages")
+            why = "the server holds no conversations: send all messages"
+            raise PydanticCustomError("thread_not_found", "{why}", {"param": "type", "why": why})
         return self
 
 
