@@ -190,7 +190,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(probe, "cpu_gemm_rates", lambda seconds: {"w4a8@1": 2e10, "w4a8@512": 5e11})
     monkeypatch.setattr(probe, "FULL_S", 0.05)
     monkeypatch.setattr(step_overheads, "_STEPS", 20)
-    # Processes of half a minute; one is measured in test_step_overheads.
+    # Processes of half a minute; one is measured in tests/engine/test_machine.py.
     grown = ProcessBytes(1 << 20, 1 << 20, 1 << 20)
     monkeypatch.setattr(probe, "measured_process_bytes", lambda: grown)
 

@@ -1,6 +1,6 @@
 """Files that are truncated, replaced or deleted while a model reads them, for every reader.
 
-In processes of their own: with a mapping a file that becomes shorter was a SIGBUS, which no error
+In separate processes: with a mapping a file that becomes shorter was a SIGBUS, which no error
 handling survives.  The logits before are the oracle of those after.
 """
 

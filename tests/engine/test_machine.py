@@ -2,6 +2,7 @@
 
 import errno
 import json
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,10 +37,11 @@ from hmt.engine.machine import (
     remember_device,
     remembered,
 )
-from hmt.engine.probe import measure
+from hmt.engine.probe import measure, measure_device
 from hmt.engine.process_memory import process_bytes
 from hmt.memory import DiskRate
 from hmt.memory.device import PretendedDevice
+from hmt.planner.machine_file import machine_of, machine_toml
 from hmt.quant import Format
 
 DISK = DiskRate("direct", 2 << 20, 8, 3e9)
@@ -356,3 +358,25 @@ def test_what_a_driver_will_take_is_part_of_the_limit(
     monkeypatch.setattr(PretendedDevice, "kept_bytes", lambda device: device.used_bytes() - 5)
     given = {"gpu_id": "pretended", "gpu_memory": "256MiB", "host_memory": "256MiB"}
     assert device_process_memory._measured({**given, "context": 1024}) == 5
+
+
+def test_a_probed_gpu_is_written_as_a_machine_that_plans_read(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Probe())
+    machine_for(tmp_path)
+    device = PretendedDevice()
+    monkeypatch.setitem(machine._links, device.name, LinkRates(25e9))
+    monkeypatch.setattr(probe, "device_rates", lambda *given: (ComputeRates(1e12), 2e-5))
+    overheads = ComputeRates(1e12, layer_overhead_s=1e-5)
+    monkeypatch.setattr(probe, "device_overheads", lambda known, options: overheads)
+    monkeypatch.setattr(probe, "measured_driver_bytes", lambda options: 1 << 29)
+    monkeypatch.setattr(probe, "process_bytes", lambda *given: 1 << 20)
+    held = device.allocate(1 << 20)  # what this process has there can be used, too
+    found = measure_device(tmp_path, device, "0", quick=False)
+    (gpu,) = found.devices
+    assert gpu.memory_bytes == device.used_bytes() + device.free_bytes() == 1 << 40
+    assert (gpu.compute, gpu.sync_overhead_s, gpu.driver_bytes) == (overheads, 2e-5, 1 << 29)
+    assert machine_of(tomllib.loads(machine_toml(found)), "the probe's file") == found
+    assert measure_device(tmp_path, device, "0", quick=True).devices[0].driver_bytes == 1 << 29
+    assert machine.remembered_device(device.name).memory_bytes == 0 < held.nbytes

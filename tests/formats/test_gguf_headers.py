@@ -208,18 +208,16 @@ def test_files_that_cannot_be_told_apart_or_are_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [1, 5, 6, 40])
 def test_a_file_without_tensors_is_no_model(tmp_path: Path, words: int) -> None:
     """Vocabularies alone, and the first of split files without the others; of any length."""
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("x" * words)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    content = (tmp_path / "m.gguf").read_bytes()
-    (tmp_path / "m.gguf").write_bytes(
-        content.rstrip(b"\0")
-    )  # without what fills up to the alignment
-    assert read_gguf(tmp_path / "m.gguf").metadata["general.name"] == "x" * words
+    path.write_bytes(path.read_bytes().rstrip(b"\0"))  # without what fills up to the alignment
+    assert read_gguf(path).metadata["general.name"] == "x" * words
     with pytest.raises(CheckpointError, match="2 entries of metadata and no tensor"):
-        open_checkpoint(tmp_path / "m.gguf")
+        open_checkpoint(path)
 
 
 def test_20000_mutations_are_read_or_refused(tmp_path: Path) -> None:

@@ -186,8 +186,8 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
             return Outcome(model_type, name, "died", repr(error)[:300])
         try:
             found = model.logits(tokens, range(TOKENS), prefill=TOKENS - STEPS)
-            texts = [tokens[:11], tokens]
-            asked = [hmt.Request(text, 3, ignore_eos=True) for text in texts]
+            prompts = [tokens[:11], tokens]
+            asked = [hmt.Request(prompt, 3, ignore_eos=True) for prompt in prompts]
             answers = [list(answer.token_ids) for answer in model.infer_batch(asked)]
         except Exception as error:
             return Outcome(model_type, name, "died", repr(error)[:300])
@@ -197,7 +197,7 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
         return Outcome(model_type, name, "unbuilt", repr(error)[:300])
     allowed = max(1e-4 * float(wanted.std()), 4 * _own_difference(reference, tokens, wanted))
     apart = float((found - wanted).abs().max())
-    firsts = [int(_logits(reference, text)[-1].argmax()) for text in texts]
+    firsts = [int(_logits(reference, prompt)[-1].argmax()) for prompt in prompts]
     if not apart <= allowed or [answer[0] for answer in answers] != firsts:
         return Outcome(model_type, name, "wrong", f"{apart:.1e} apart, {allowed:.1e} allowed")
     return Outcome(model_type, name, "family" if name in supported_architectures() else "equal")
@@ -228,8 +228,8 @@ def _own_difference(reference: Any, tokens: list[int], wanted: torch.Tensor) -> 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """What became of each type, in Markdown."""
-    families = ", ".join(f"{o.model_type}" for o in outcomes if o.kind == "family")
-    equal = ", ".join(f"{o.model_type}" for o in outcomes if o.kind == "equal")
+    families = ", ".join(o.model_type for o in outcomes if o.kind == "family")
+    equal = ", ".join(o.model_type for o in outcomes if o.kind == "equal")
     rows = [
         f"| {o.model_type} | {o.architecture} | {_clause(o)} |"
         for o in outcomes
@@ -240,7 +240,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         [
             f"With transformers {transformers.__version__}, by `model_type`.",
             "",
-            f"**In families of HMT's own** ({counts['family']}): {families}.",
+            f"**Families that HMT implements** ({counts['family']}): {families}.",
             "",
             f"**Equal to transformers** ({counts['equal']}): {equal}.",
             "",

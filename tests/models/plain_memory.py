@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.model import Model, ModelSpec
-from hmt.contracts.step import Run, Step
+from hmt.contracts.step import Part, Run, Step
 from hmt.contracts.store import LeasedGroup, Priority
 from hmt.kernels import ops
 from hmt.models import open_model
@@ -164,10 +164,14 @@ class Bench:
         self.weights = ResidentWeights(model.spec, tensors, tile)
         self.kv = PlainKV(model.spec)
 
-    @torch.inference_mode()
     def run(self, *parts: tuple[int, int, list[int]]) -> torch.Tensor:
         """Logits of all tokens of one step; parts are (sequence, start, token ids)."""
-        step = Step.build([(*part, len(part[2])) for part in parts])
+        return self.compute(*(Part(*part, len(part[2])) for part in parts))
+
+    @torch.inference_mode()
+    def compute(self, *parts: Part) -> torch.Tensor:
+        """Logits of the rows that the parts of one step ask for: f32 [rows, vocab]."""
+        step = Step.build(parts)
         hidden = self.model.embed(step, self.weights)
         for index in range(self.model.spec.layers):
             hidden = self.model.layer(index, hidden, step, self.weights, self.kv)

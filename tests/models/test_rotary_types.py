@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain_memory import Bench, published, random_reference
+from plain_memory import bench_of, published, random_reference
 from random_configs import families, first_fields
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hmt
@@ -50,9 +50,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SIZES = {
-    "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None,
-    "eos_token_id": None,
+    "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 
 
@@ -68,6 +67,7 @@ def config_of(family: str, kind: str, **more: Any) -> Any:
     )
     for name in ("original_max_position_embeddings", "sliding_window_pattern"):
         fields.pop(name, None)
+    fields["num_hidden_layers"] = 2
     fields["max_position_embeddings"] = BORDER if kind == "dynamic" else 96
     config = CONFIG_MAPPING[family](**fields)
     dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
@@ -86,9 +86,8 @@ def config_of(family: str, kind: str, **more: Any) -> Any:
             rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
     if family == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": 700.0}
-        return CONFIG_MAPPING[family](
-            **fields, rope_parameters={"full_attention": rope, "sliding_attention": local}
-        )
+        fields["layer_types"] = ["sliding_attention", "full_attention"]
+        rope = {"full_attention": rope, "sliding_attention": local}
     return CONFIG_MAPPING[family](**fields, rope_parameters=rope)
 
 
@@ -97,23 +96,15 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(250) for _ in range(count)] for count in (SHORT, LONG)]
 
 
-def logits_of(config: Any, tokens: list[int]) -> torch.Tensor:
-    """Of a model that has seen nothing yet: transformers' keep frequencies from call to call."""
-    with torch.inference_mode():
-        logits: torch.Tensor = random_reference(config, 3)(torch.tensor([tokens])).logits[0]
+@torch.inference_mode()
+def logits_of(reference: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
     return logits
 
 
-class Steps(Bench):
-    """Runs steps whose sequences have a length beyond what the step holds of them."""
-
-    @torch.inference_mode()
-    def of(self, *parts: tuple[int, int, list[int], int]) -> torch.Tensor:
-        step = Step.build([Part(n, at, t, len(t), whole=whole) for n, at, t, whole in parts])
-        hidden = self.model.embed(step, self.weights)
-        for index in range(self.model.spec.layers):
-            hidden = self.model.layer(index, hidden, step, self.weights, self.kv)
-        return self.model.head(hidden[step.logit_rows], self.weights)
+def part(sequence: int, start: int, tokens: list[int], whole: int) -> Part:
+    """Tokens of a prompt of `whole` tokens, of which the logits of each are wanted."""
+    return Part(sequence, start, tokens, len(tokens), whole=whole)
 
 
 MATRIX = [
@@ -132,19 +123,20 @@ def test_all_types_of_transformers_are_here() -> None:
 
 @pytest.mark.parametrize(("family", "kind"), MATRIX)
 def test_logits_are_transformers(family: str, kind: str, tmp_path: Path) -> None:
-    config, texts = config_of(family, kind), prompts()
-    wanted = [logits_of(config, text) for text in texts]
-    fields, tensors = published(random_reference(config, 3), tmp_path)
-    bench = Steps(open_model(fields, tmp_path, torch.float32), tensors)
+    reference, (short, long) = random_reference(config_of(family, kind), 3), prompts()
+    # The shorter first: transformers' modules keep the frequencies of the longest call.
+    wanted = [logits_of(reference, prompt) for prompt in (short, long)]
+    bench = bench_of(reference, tmp_path)
     number = 0
-    for text, rows in zip(texts, wanted, strict=True):
-        for size in (len(text), 7, 1):
+    for prompt, rows in zip((short, long), wanted, strict=True):
+        for size in (len(prompt), 7, 1):
             number += 1
-            for at in range(0, len(text), size):
-                piece = text[at : at + size]
-                found = bench.of((number, at, piece, len(text)))
-                torch.testing.assert_close(found, rows[at : at + size], atol=TOLERANCE, rtol=0)
-    beside = bench.of((101, 0, texts[1], LONG), (100, 0, texts[0], SHORT))
+            found = [
+                bench.compute(part(number, at, prompt[at : at + size], len(prompt)))
+                for at in range(0, len(prompt), size)
+            ]
+            torch.testing.assert_close(torch.cat(found), rows, atol=TOLERANCE, rtol=0)
+    beside = bench.compute(part(101, 0, long, LONG), part(100, 0, short, SHORT))
     torch.testing.assert_close(beside, torch.cat(wanted[::-1]), atol=TOLERANCE, rtol=0)
 
 
@@ -217,9 +209,9 @@ def publish(reference: Any, folder: Path) -> None:
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
 
 
-def greedy(config: Any, prompt: list[int], count: int, *, cached: bool) -> list[int]:
-    reference = random_reference(config, 3)
-    out = reference.generate(
+def greedy(reference: PreTrainedModel, prompt: list[int], count: int, *, cached: bool) -> list[int]:
+    # By a copy that has seen nothing yet: modules keep frequencies from call to call.
+    out = copy.deepcopy(reference).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=count,
@@ -245,11 +237,13 @@ ACROSS = {
 def test_answers_cross_the_border_as_transformers_do(
     family: str, kind: str, tmp_path: Path
 ) -> None:
-    """Whatever the chunk, the answer's limit, who runs beside, and what prompts share."""
-    config, (prompt, long) = config_of(family, kind), prompts()
-    wanted = greedy(config, prompt, 14, cached=ACROSS[family, kind])
-    beside = greedy(config, long, 4, cached=True)
-    publish(random_reference(config, 3), tmp_path)
+    """Whatever the chunk, the answer's limit, what runs beside, and what prompts share."""
+    reference, (prompt, long) = random_reference(config_of(family, kind), 3), prompts()
+    wanted = greedy(reference, prompt, 14, cached=ACROSS[family, kind])
+    beside = greedy(reference, long, 4, cached=True)
+    publish(reference, tmp_path)
+    turn = prompt + wanted[:9] + [5] * 3
+    second = greedy(reference, turn, 3, cached=True)
     options = {"host_memory": "128MiB", "dtype": "float32", "context": 48, "max_batch": 3}
     for chunk, prefixes in ((None, False), (4, True)):
         with hmt.Engine(**options, prefill_chunk=chunk, prefix_cache=prefixes, threads=1) as engine:
@@ -261,16 +255,13 @@ def test_answers_cross_the_border_as_transformers_do(
 
             assert answers((prompt, 2)) == [wanted[:2]]
             assert answers((prompt, 14), (long, 4), (prompt, 9)) == [wanted, beside, wanted[:9]]
-            turn = prompt + wanted[:9] + [5] * 3
-            second = greedy(config, turn, 3, cached=True)
             assert answers((turn, 3), (prompt, 14)) == [second, wanted]
 
 
 @pytest.mark.parametrize(("family", "kind"), [("phi3", "longrope"), ("llama", "dynamic")])
 def test_beams_cross_the_border_as_transformers_do(family: str, kind: str, tmp_path: Path) -> None:
     wide = {"factor": 6.0} if kind == "dynamic" else {}
-    config, (prompt, _) = config_of(family, kind, **wide), prompts()
-    reference = random_reference(config, 3)
+    reference, (prompt, _) = random_reference(config_of(family, kind, **wide), 3), prompts()
     publish(reference, tmp_path)
     out = reference.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, SHORT, dtype=torch.long),

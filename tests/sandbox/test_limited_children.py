@@ -1,4 +1,4 @@
-"""Limited children: the kernel is the oracle of how they end, and that nobody else does."""
+"""Limited children: the kernel is the oracle of how they end, and that no other process does."""
 
 import os
 import signal
@@ -102,9 +102,7 @@ def test_what_a_role_raises_is_told(make: Callable[..., Sandbox], what: str, kin
 
 
 @pytest.mark.parametrize("what", ["loop", "overflow", "allocate", "exit"])
-def test_what_cannot_be_prepared_is_not_tried_again(
-    make: Callable[..., Sandbox], what: str
-) -> None:
+def test_what_cannot_be_prepared_is_not_tried_again(what: str) -> None:
     sandbox = Sandbox(ROLE, {"prepare": what}, prepare=Limits(256 << 20, 0.5), worker=LIMITS)
     reasons = []
     for _ in range(2):

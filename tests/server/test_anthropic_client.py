@@ -153,13 +153,13 @@ def test_an_error_within_a_stream_is_one(
     from hmt.engine.sequence import Sequence
 
     def faulty(*given: Any) -> None:
-        raise DiskReadError("the drive said no")
+        raise DiskReadError("the disk said no")
 
     monkeypatch.setattr(Sequence, "accept", faulty)
 
     async def work() -> None:
         async with client_of(app) as client:
-            with pytest.raises(anthropic.APIStatusError, match="the drive said no"):
+            with pytest.raises(anthropic.APIStatusError, match="the disk said no"):
                 async with client.messages.stream(**GREEDY, messages=QUESTION) as events:
                     await events.get_final_message()
 

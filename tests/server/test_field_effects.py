@@ -152,15 +152,12 @@ def test_as_long_as_the_context_goes(model: LoadedModel) -> None:
     app = app_on(model, default_new_tokens=3)
     asked = asking(ignore_eos=True, logit_bias={"1": -100})
     assert post(app, CHAT, asked).json()["usage"]["completion_tokens"] == 3
+    filler = "a " * 1980
+    messages = [{"role": "user", "content": filler}]
     for path, body in (
-        (CHAT, asked | {"max_completion_tokens": -1}),
-        (TEXT, {"model": NAME, "prompt": "Hello", "max_tokens": -1, "ignore_eos": True}),
+        (CHAT, asked | {"messages": messages, "max_completion_tokens": -1}),
+        (TEXT, {"model": NAME, "prompt": filler, "max_tokens": -1, "ignore_eos": True}),
     ):
-        filler = "a " * 1980
-        if path == CHAT:
-            body = body | {"messages": [{"role": "user", "content": filler}]}
-        else:
-            body = body | {"prompt": filler}
         used = post(app, path, body).json()["usage"]
         assert used["total_tokens"] == 2048
 

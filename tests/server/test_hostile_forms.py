@@ -32,10 +32,6 @@ def impatient(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "limits", Limits(sandbox.limits.memory_bytes, 0.03))
 
 
-def as_tool() -> dict[str, Any]:
-    return {"tools": [TOOL], "tool_choice": "required"}
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -75,7 +71,7 @@ def test_a_form_that_would_end_the_process_is_a_400(
 def test_a_tool_that_would_end_the_process_is_a_400(tooled: FastAPI) -> None:
     async def work() -> None:
         async with http(tooled) as client:
-            body = asking(max_tokens=4, model="tools") | as_tool()
+            body = asking(max_tokens=4, model="tools", tools=[TOOL], tool_choice="required")
             done = await client.post(CHAT, json=body)
             assert done.status_code == 400, done.text
             again = await client.post(CHAT, json=asking(max_tokens=4, model="tools"))

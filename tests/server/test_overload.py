@@ -159,7 +159,7 @@ def test_an_answer_that_fails_is_told_and_others_go_on(
 
     def faulty(sequence: Sequence, *others: Any) -> None:
         if sequence.request.ignore_eos:
-            raise DiskReadError("the drive said no")
+            raise DiskReadError("the disk said no")
         accept(sequence, *others)
 
     monkeypatch.setattr(Sequence, "accept", faulty)
@@ -173,7 +173,7 @@ def test_an_answer_that_fails_is_told_and_others_go_on(
             )
         assert (bad.status_code, bad.json()["error"]["code"]) == (500, "engine_failed")
         assert good.status_code == 200
-        assert events_of(stream.text)[-1]["error"]["message"] == "the drive said no"
+        assert events_of(stream.text)[-1]["error"]["message"] == "the disk said no"
         assert at_rest(model)
 
     run(work())

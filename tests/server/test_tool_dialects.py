@@ -146,7 +146,7 @@ def test_calls_are_read_and_forced(spoken: tuple[FastAPI, Any, str]) -> None:
                     (call,) = answer.message.tool_calls
                     assert answer.finish_reason == "tool_calls" and not answer.message.content
                     assert json.loads(call.function.arguments) == {"city": "Rome", "n": 2}
-            with saying(ids):  # nobody offered tools: marks that are special tokens are not shown
+            with saying(ids):  # no tools are offered: marks that are special tokens are not shown
                 done = await client.chat.completions.create(**ASK)
             said = done.choices[0].message.content
             assert "[TOOL_CALLS]" not in said and "look" in said

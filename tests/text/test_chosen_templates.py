@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hmt.base.errors import CheckpointError, ConfigError, RequestError
+from hmt.cli.options import embedded_model
 from hmt.text import Tokenizer, read_template
 from hmt.text.template import ChatTemplate, gguf_template_sources
 
-MINI_DENSE = Path(str(files("hmt") / "embedded" / "mini-dense"))
+MINI_DENSE = embedded_model()
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "f", "description": "Does.", "parameters": {}}}
 THINKING = """\

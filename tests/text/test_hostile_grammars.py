@@ -6,17 +6,16 @@ Oracles: the kernel, which ends a process that passes its limits, and Python's `
 import json
 import re
 import threading
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
 from limited_program import run_limited
 
 from hmt.base.errors import BudgetError, RequestError
+from hmt.cli.options import embedded_model
 from hmt.contracts.request import Grammar, GrammarKind
 from hmt.text import Constraint, Tokenizer, grammar
 
-MINI = Path(str(files("hmt") / "embedded" / "mini-dense"))
+MINI = embedded_model()
 N = 4000
 JSON, REGEX, RULES, CHOICE = (
     GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.GRAMMAR, GrammarKind.CHOICE

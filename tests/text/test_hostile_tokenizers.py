@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import tokenizers
 from limited_program import run_limited
 
 from hmt.base.errors import CheckpointError, RequestError
+from hmt.cli.options import embedded_model
 from hmt.text import Tokenizer
-from hmt.text.patterns import is_known
+from hmt.text.patterns import _KNOWN, is_known
 
-MINI = Path(str(files("hmt") / "embedded" / "mini-dense"))
+MINI = embedded_model()
 PLAIN: dict[str, Any] = json.loads((MINI / "tokenizer.json").read_text())
 
 
@@ -177,8 +177,6 @@ def test_a_panic_is_the_requests_error(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.parametrize("text", ["a" * 100_000, " " * 100_000, "1" * 100_000, " \n" * 50_000,
                                   "'" * 100_000, "\u0301" * 100_000, "aB" * 50_000])  # fmt: skip
 def test_known_patterns_take_time_in_proportion(text: str) -> None:
-    from hmt.text.patterns import _KNOWN
-
     for pattern in (*_KNOWN, r"\s?\p{L}+", r"\p{N}{1,3}", " {2,}", r"[^\s\p{L}]+"):
         assert is_known({"Regex": pattern}), pattern
         rule = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")

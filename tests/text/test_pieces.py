@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from hmt.base.errors import ContextLengthError, RequestError
 from hmt.cli.options import embedded_model
 from hmt.text import Tokenizer
-from hmt.text.pieces import _CL100K, _GPT2, _O200K, PIECE_CHARACTERS, Coverage, Divider
+from hmt.text.patterns import GPT2, O200K, cl100k
+from hmt.text.pieces import PIECE_CHARACTERS, Coverage, Divider
 
 SCRAPS = (
     "the", "don't", "I'LL", "x's", "'s", "Grüße", "naïve", "e\u0301", "\u212b", "слово",
@@ -22,9 +23,8 @@ SCRAPS = (
     "\U0001f600", "\u200d", "/", "//\n", "A", "ABC", "aB", "\x00", "\x1c", "`", "\u1fef", "{", "}",
 )  # fmt: skip
 PATTERNS = {
-    "gpt2": _GPT2, "o200k": _O200K, "qwen": _CL100K.replace("NUMBER", r"\p{N}"),
-    "llama3": _CL100K.replace("NUMBER", r"\p{N}{1,3}"),
-    "cl100k": _CL100K.replace("NUMBER", r"\p{N}+"),
+    "gpt2": GPT2, "o200k": O200K, "qwen": cl100k(r"\p{N}"), "llama3": cl100k(r"\p{N}{1,3}"),
+    "cl100k": cl100k(r"\p{N}+"),
 }  # fmt: skip
 
 
@@ -104,8 +104,8 @@ def test_what_is_not_known_to_be_divisible_is_not_divided() -> None:
     )
     for steps in (prefixed, strange, removed, pre_tokenizers.Metaspace()):
         assert Divider.of(byte_level(steps)) is None
-    assert Divider.of(byte_level(split_by(_GPT2), normalizers.NFKC())) is None
-    random_merges = byte_level(split_by(_GPT2))
+    assert Divider.of(byte_level(split_by(GPT2), normalizers.NFKC())) is None
+    random_merges = byte_level(split_by(GPT2))
     random_merges.model.dropout = 0.1
     assert Divider.of(random_merges) is None
 
@@ -140,7 +140,7 @@ def test_there_is_no_bound_where_text_may_be_left_out() -> None:
     assert Coverage.of(byte_level(removed)) is None
     for normalizer in (normalizers.Strip(), normalizers.Replace("a", ""), normalizers.NFKC(),
                        normalizers.Replace(Regex(" +"), " "), normalizers.NFKD()):  # fmt: skip
-        assert Coverage.of(byte_level(split_by(_GPT2), normalizer)) is None
+        assert Coverage.of(byte_level(split_by(GPT2), normalizer)) is None
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     assert Coverage.of(words) is None
     assert Coverage.of(tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))) is None
@@ -158,7 +158,7 @@ def test_sentencepiece_with_bytes_has_a_bound() -> None:
         assert len(backend.encode(text).ids) >= coverage.least_tokens(text)
 
 
-def folder_of(path: Path, change: object = None) -> Path:
+def folder_of(path: Path) -> Path:
     """The embedded tokenizer with a post-processor that adds tokens on both sides."""
     backend = tokenizers.Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(

@@ -88,7 +88,7 @@ def test_an_end_that_the_template_writes_counts_beside_the_stated_ones(folder: P
 
 
 def test_channels_of_others_end_no_answer(folder: Path) -> None:
-    """<|end|> ends a part of an answer where calls and returns have marks of their own."""
+    """<|end|> ends a part of an answer where calls and returns have separate marks."""
     configure(folder, eos_token="<|begin|>")
     configure(folder, "config.json", eos_token_id=0)
     configure(folder, "generation_config.json", eos_token_id=0)

@@ -11,7 +11,7 @@ class ComputeRates:
     read_rate            of its memory, bytes per second
     gemm                 products with weights, by encoding and number of tokens: "w4a8@1" is weight
                          bytes per second; "w4a8@16" and "w4a8@512" are operations per second
-    attention_read_rate  bytes of keys and values per second with one query token
+    attention_read_rate  bytes of KV cache per second with one query token
     attention_ops        operations per second of prefill attention
     step_overhead_s      scheduling, sampling and Python, once per step; of a GPU what it takes
                          itself
@@ -60,8 +60,8 @@ class Machine:
 
     cores              that may compute
     cpu                rates of all of them together; memory is read each node by its own cores
-    disk_read_rate     of the drive that holds the model
-    disk_block_overhead_s   of each block read from the drive, beyond its bytes
+    disk_bytes, disk_read_rate   of the disk that holds the model; its size, 0: not known
+    disk_block_overhead_s   of each block read from the disk, beyond its bytes
     devices            GPUs, in the order of their ids
     numa_nodes         of the memory that a model is spread over
     numa_distances     of memory from each node, a row per node: 10 for its own; not known: empty

@@ -1,4 +1,4 @@
-"""What attention over pages gives: bytes of keys and values with one token, and arithmetic.
+"""What attention over pages gives: bytes of KV pages with one token, and arithmetic.
 
 The shape is that of most models of today: four query heads share a head of 128 numbers, and there
 are eight of these.
@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import torch
 
-from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine.by_turns import by_turns
+from hmt.engine.gemm_rates import Timed, memory_for_all_cores
 from hmt.kernels import ops
-from hmt.kernels.cpu.threads import usable_threads
-from hmt.memory import PAGE_BYTES, HostBuffer, available_host_bytes, cache_bytes
+from hmt.memory import available_host_bytes, cache_bytes
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _GROUP = _HEADS // _KV_HEADS
@@ -23,8 +22,6 @@ _LAYERS = 8  # at least
 # at 30 GB/s beside caches of 480 MiB, and four times as many at 21.5.
 _CACHES = 2
 _TOKENS = 256  # of a prompt
-
-Timed = Callable[[list[Callable[[int], object]]], list[float]]
 
 
 def page_layout(*, rows: bool = False) -> ops.PageLayout:
@@ -39,17 +36,9 @@ def cpu_attention_rates(seconds: float) -> tuple[float, float]:
     nbytes = pages * layers * layout.page_bytes
     if nbytes > available_host_bytes() // 4:
         return 0.0, 0.0
-    threads = torch.get_num_threads()
-    buffer = HostBuffer(round_up(nbytes, PAGE_BYTES))
-    try:
-        buffer.tensor.fill_(0)
-        torch.set_num_threads(usable_threads())
-        memory = buffer.tensor[:nbytes].view(pages, layers, -1)
-        with torch.inference_mode():
-            return attention_rates(memory, layout, lambda calls: by_turns(calls, seconds))
-    finally:
-        torch.set_num_threads(threads)
-        buffer.discard()
+    with memory_for_all_cores(nbytes, 0) as buffer:
+        memory = buffer[:nbytes].view(pages, layers, -1)
+        return attention_rates(memory, layout, lambda calls: by_turns(calls, seconds))
 
 
 def attention_rates(

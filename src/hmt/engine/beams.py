@@ -147,7 +147,8 @@ class BeamSearch:
     def _begin_again(self, whole: int) -> torch.Tensor:
         """Compute prompt and beams anew for so many positions, beyond the rotary border.
 
-        Logits of the beams' last tokens.  Their pages are free meanwhile: nobody else takes any.
+        Logits of the beams' last tokens.  Their pages are free meanwhile, and no other sequence
+        takes any.
         """
         beams, count = self._beams, len(self._prompt)
         while self._beams:

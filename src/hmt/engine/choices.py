@@ -1,4 +1,4 @@
-"""Several answers to one prompt: who holds it for those that cannot begin yet."""
+"""Several answers to one prompt: which sequence holds its KV for those that cannot begin yet."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
@@ -9,11 +9,10 @@ from hmt.engine.sequence import Sequence
 
 
 class Choices:
-    """Finds for each sequence whose `leader` has computed the prompt somebody who still has it.
+    """Finds for sequences whose `leader` has computed the prompt one that still holds its KV.
 
-    Every sequence with a `prompt_end` holds the prompt's keys and values.  Where caches can rewind,
-    those are all that run; else, since these forget it, one that waits and has a copy.  Only for
-    the engine's thread.
+    Every sequence with a `prompt_end` does.  Where caches can rewind, those are all that run; else,
+    since these forget it, one that waits and has a copy.  Only for the engine's thread.
     """
 
     def __init__(
@@ -28,7 +27,7 @@ class Choices:
         return [one for one in self._waiting if one.leader is leader]
 
     def source(self, leader: Sequence, waiting: Many[Sequence], places: int) -> Sequence | None:
-        """Who holds the prompt for those of `waiting` that get no place; None: nobody can.
+        """Which sequence holds the prompt for those of `waiting` that get no place; None: none can.
 
         places   for sequences to run; there may be room for fewer
         """
@@ -36,16 +35,16 @@ class Choices:
             return leader
         if len(waiting) <= places:
             return None
-        try:  # the last has all others before it, so nobody lacks the copy when it begins
+        try:  # the last has all others before it, so all have copied it when that begins
             return waiting[-1] if self._rooms.copy_prompt(leader, waiting[-1]) else None
         except HMTError:
             return None
 
     def release(self, sequence: Sequence, *, ended: bool) -> None:
-        """Before a sequence gives up its keys and values: let its followers have the prompt.
+        """Before a sequence gives up its KV pages: let its followers have the prompt.
 
         Of another that holds it; else, if it has `ended`, the first follower takes it over.  Where
-        nobody holds it, whoever begins next computes it.
+        none holds it, the sequence that begins next computes it.
         """
         end, sequence.prompt_end = sequence.prompt_end, None
         followers = self.followers(sequence)

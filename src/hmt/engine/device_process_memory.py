@@ -1,9 +1,9 @@
-"""What the driver and libraries take of a GPU: `python -m MODULE OPTIONS`, in its own process.
+"""What the driver and libraries take of a GPU, measured in a separate process.
 
-OPTIONS are an engine's, as JSON.  In a process of its own small models run on the GPU one after
-the other, in each of the usual encodings: the driver keeps every kernel that was ever called, and
-every step that was captured.  Prints the bytes of the GPU's memory that the process has then beside
-what torch took for tensors.
+`python -m hmt.engine.device_process_memory OPTIONS`: OPTIONS are an engine's, as JSON.  Small
+models run on the GPU one after the other, in each of the usual encodings: the driver keeps every
+kernel that was ever called, and every step that was captured.  Prints the bytes of the GPU's memory
+that the process has then beside what torch took for tensors.
 """
 
 import json
@@ -19,21 +19,23 @@ _SCHEMES = (None, "w4a16:32", "w8a8")
 _LAYERS = 8
 _USERS = 8
 _PROMPT, _TOKENS = 512, 4
-_SECONDS = 180  # at most
+_TIMEOUT_S = 180
 
 
 def measured_driver_bytes(options: dict[str, Any]) -> int:
     """What the module prints for `options`; 0 where it fails."""
-    command = [sys.executable, "-m", "hmt.engine.device_process_memory", json.dumps(options)]
+    command = [sys.executable, "-m", __name__, json.dumps(options)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
         return int(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return 0
 
 
 def main() -> None:
-    """See the module's text."""
+    """Measure, as the module's docstring says."""
     print(_measured(json.loads(sys.argv[1])), flush=True)
     os._exit(0)  # nothing is left to be done
 

@@ -1,4 +1,4 @@
-"""What a GPU gives: weights, keys and values that it reads, arithmetic, and what steps cost.
+"""What a GPU gives: weights and KV pages that it reads, arithmetic, and what steps cost.
 
 Kernels are measured as steps call them, from CUDA graphs.
 """

@@ -7,7 +7,7 @@ from typing import Final
 from hmt.engine.sequence import Sequence
 
 # A step waits so long in all for forms that have just been asked: usual ones need 0.2 ms, and so
-# take part in the next step.  Who is later is left out of steps until it is known.
+# take part in the next step.  Sequences whose forms are later are left out of steps until then.
 _GRACE_S: Final = 0.005
 _IDLE_S: Final = 0.02  # waited at a time where nothing else is to be done
 
@@ -49,7 +49,7 @@ class UnsettledForms:
                     ended(sequence, None)
 
     def idle(self) -> bool:
-        """Wait a moment, if for anybody, as there is nothing else to do; whether for anybody."""
+        """Whether any sequence waits for its form.  Waits a moment for the first of them."""
         waiting = [*self._late, *self._new]
         if waiting and waiting[0].form is not None:
             waiting[0].form.wait(_IDLE_S)

@@ -5,8 +5,8 @@ as memory gives it; with hundreds it is bound by arithmetic, and between them ot
 over.  Kernels are what is measured, not instructions: a peak says little of what a product reaches.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from math import prod
 from statistics import fmean
@@ -48,18 +48,25 @@ def cpu_gemm_rates(seconds: float, tokens: Sequence[int] = TOKENS) -> dict[str, 
     size = max(_LEAST_BYTES, _CACHES * cache_bytes())
     if size > available_host_bytes() // 4:
         return {}
+    with memory_for_all_cores(size, _NUMBERS) as memory:
+        return gemm_rates(
+            memory, CPU_FORMATS, tokens, lambda calls: by_turns(calls, len(CPU_FORMATS) * seconds)
+        )
+
+
+@contextmanager
+def memory_for_all_cores(nbytes: int, value: int) -> Iterator[torch.Tensor]:
+    """Memory, uint8 [nbytes or a little more], each byte `value`; torch uses all cores meanwhile.
+
+    No gradients are kept.
+    """
     threads = torch.get_num_threads()
-    buffer = HostBuffer(round_up(size, PAGE_BYTES))
+    buffer = HostBuffer(round_up(nbytes, PAGE_BYTES))
     try:
-        buffer.tensor.fill_(_NUMBERS)
+        buffer.tensor.fill_(value)
         torch.set_num_threads(usable_threads())
         with torch.inference_mode():
-            return gemm_rates(
-                buffer.tensor,
-                CPU_FORMATS,
-                tokens,
-                lambda calls: by_turns(calls, len(CPU_FORMATS) * seconds),
-            )
+            yield buffer.tensor
     finally:
         torch.set_num_threads(threads)
         buffer.discard()
@@ -97,22 +104,6 @@ def _product(weights: list[WeightTensor], tokens: int) -> Callable[[int], object
     return lambda number: ops.linear(x, weights[number % len(weights)])
 
 
-def usual_s(call: Callable[[int], object], seconds: float) -> float:
-    """Seconds of a `call(number)`: the mean of the faster half of those made within `seconds`.
-
-    In the slower ones other processes may have had a part of the machine.  The first call, which
-    sets things up, is not counted.
-    """
-    call(-1)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        begin = time.perf_counter()
-        call(len(times))
-        times.append(time.perf_counter() - begin)
-    return faster_half(times)
-
-
 def faster_half(times: Sequence[float]) -> float:
-    """The mean of the shorter half."""
+    """The mean of the shorter half: in longer ones other processes may have had a part."""
     return fmean(sorted(times)[: (len(times) + 1) // 2])

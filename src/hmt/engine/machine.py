@@ -1,6 +1,6 @@
 """What this machine can do: measured once, and remembered in the user's cache folder.
 
-What needs no engine is measured here, quickly, when a model is loaded first: memory and the drive.
+What needs no engine is measured here, quickly, when a model is loaded first: memory and the disk.
 `hmt probe` measures everything (engine/probe.py).
 """
 
@@ -91,7 +91,6 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
     rates = _links.get(device.name) or link_rates(device, form)
     found = replace(
         remembered_device(device.name),
-        name=device.name,
         link_rate=rates.link,
         shared_link_rate=rates.shared_link,
         shared_cpu_rate=rates.shared_cpu,
@@ -130,7 +129,7 @@ def remembered_device(name: str) -> DeviceRates:
     """Rates of the GPU of this `name` that were measured before."""
     try:
         found = dict(_own_entry()["devices"][name])
-        compute = _compute_of(found.pop("compute"))
+        compute = of_kind(ComputeRates, found.pop("compute"))
         return replace(of_kind(DeviceRates, found | {"name": name}), compute=compute)
     except (KeyError, TypeError, ValueError, AttributeError):
         return DeviceRates(name, 0)
@@ -142,7 +141,7 @@ def remembered(path: Path) -> HostRates:
         known = _own_entry()
         drive = known["drives"].get(_drive(path))
         return HostRates(
-            _compute_of(known["cpu"]),
+            of_kind(ComputeRates, known["cpu"]),
             of_kind(DiskRate, drive) if drive else None,
             number_of(known.get("disk_block_overhead_s", 0.0)),
             of_kind(NumaRates, known.get("numa", {})),
@@ -206,10 +205,6 @@ def probed() -> str:
     """Tells what predictions are made from; changes with each probe."""
     rates = {name: value for name, value in _own_entry().items() if name != "drives"}
     return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _compute_of(content: dict[str, Any]) -> ComputeRates:
-    return of_kind(ComputeRates, content)
 
 
 def _own_entry() -> dict[str, Any]:

@@ -79,7 +79,7 @@ def save_some(prefixes: PrefixCache) -> bool:
 
 
 def scope_of(sequence: "Sequence", border: RotaryBorder | None, *, shared: bool) -> str:
-    """What two requests must have in common, besides their tokens, to share keys and values.
+    """What two requests must have in common, besides their tokens, to share KV pages.
 
     The owner, unless prefixes are `shared`; the request's own salt; and what `salt_of` says.  No
     two of these are written alike, and a request without any has the scope "".

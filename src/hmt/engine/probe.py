@@ -15,6 +15,7 @@ from hmt.engine.machine import (
     FULL_S,
     QUICK_S,
     HostRates,
+    driver_bytes,
     machine_for,
     machine_of,
     measured_disk,
@@ -22,7 +23,6 @@ from hmt.engine.machine import (
     remember,
     remember_device,
     remembered,
-    remembered_device,
     with_device,
 )
 from hmt.engine.numa_rates import measured_apart, numa_rates
@@ -36,10 +36,10 @@ from hmt.memory.device import Device
 def measure(
     path: Path, *, quick: bool, progress: Callable[[DiskRate], None] | None = None
 ) -> Machine:
-    """Measure CPU, memory and the drive that holds `path`, and remember it.
+    """Measure CPU, memory and the disk that holds `path`, and remember it.
 
-    quick      below 10 s: fewer ways to read the drive, shorter, and memory of processes as it was
-    progress   is told each result of the drive
+    quick      below 10 s: fewer ways to read the disk, shorter, and memory of processes as it was
+    progress   is told each result of the disk
     """
     before, each_s = remembered(path), QUICK_S if quick else FULL_S
     attention_read_rate, attention_ops = cpu_attention_rates(each_s)
@@ -69,17 +69,18 @@ def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> M
 
     quick   fewer encodings; memory of processes and of the driver as it was
 
-    Compiles kernels that were not used before, which may take a minute.
+    Its memory is what this process has there and what is free.  Compiles kernels that were not used
+    before, which may take a minute.
     """
-    before = remembered_device(device.name)
+    known_driver_bytes = driver_bytes(device.name)
     formats = QUICK_FORMATS if quick else FORMATS
     compute, sync_s = device_rates(device, QUICK_S if quick else FULL_S, formats)
     rates = DeviceRates(
         device.name,
-        before.memory_bytes,
+        0,  # not remembered: what other processes take changes
         compute=compute,
         sync_overhead_s=sync_s,
-        driver_bytes=before.driver_bytes,
+        driver_bytes=known_driver_bytes,
     )
     remember_device(rates)
     options = {"gpu_id": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
@@ -92,4 +93,5 @@ def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> M
         grown = max(known.process.process_bytes, beside)
         remember(path, replace(known, process=replace(known.process, process_bytes=grown)))
     remember_device(rates)
-    return with_device(machine_for(path), device)
+    machine = with_device(machine_for(path), device)
+    return machine.with_device_bytes(device.used_bytes() + device.free_bytes())

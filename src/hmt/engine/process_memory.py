@@ -1,4 +1,4 @@
-"""Memory of processes that run a model, beside what plans reserve: each measured in one of its own.
+"""Memory of processes that run a model, beside what plans reserve: each measured in a separate one.
 
 `python -m hmt.engine.process_memory FOLDER OPTIONS TOKENS`: OPTIONS are an engine's, as JSON;
 prompts have so many TOKENS.  Prints by how many bytes the process grew behind its plan, less the
@@ -21,7 +21,7 @@ from hmt.base.errors import HMTError
 from hmt.base.units import MIB
 from hmt.engine.machine import ProcessBytes
 from hmt.engine.probe_models import FEW, MANY, small_model, wide_experts, wide_model
-from hmt.engine.step_overheads import OPTIONS, memory_for
+from hmt.engine.step_overheads import OPTIONS, memory_for, prompt_tokens
 
 _PROMPTS = 3
 _PROMPT, _ANSWER = 24, 24  # tokens
@@ -81,7 +81,7 @@ def process_bytes(
 
 
 def main() -> None:
-    """Measure, as the module's text says."""
+    """Measure, as the module's docstring says."""
     from hmt.contracts.request import Request
     from hmt.engine.engine import Engine
     from hmt.engine.loading import prepare
@@ -90,13 +90,14 @@ def main() -> None:
     folder, options, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
     with Engine(**json.loads(options)) as engine:
         prepare(Path(folder), engine.config, None, engine._device, engine._device_left())
-        # What its configuration imports is there.  Measuring the link took 860 MiB for a moment.
+        # What a configuration imports is loaded by now.  Measuring the link took 860 MiB for a
+        # moment.
         forget_peak()
         before = resident_bytes()
         model = engine.load_model(folder)
         for first in range(_PROMPTS):
-            numbers = [20 + (first + at) % 500 for at in range(tokens)]
-            model.infer(Request(input=numbers, max_new_tokens=_ANSWER, ignore_eos=True))
+            prompt = prompt_tokens(tokens, first)
+            model.infer(Request(input=prompt, max_new_tokens=_ANSWER, ignore_eos=True))
         grown, reserved = peak_resident_bytes() - before, model.plan.reserved
         weights = sum(reserved[name] for name in ("resident", "slots", "staging"))
         print(grown - weights, grown - sum(reserved.values()), flush=True)

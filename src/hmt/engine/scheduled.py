@@ -1,4 +1,4 @@
-"""What the scheduler tells: the next step and whom it is for, and how much there is to do."""
+"""What the scheduler reports: the next step with its sequences, and how much there is to do."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from hmt.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A step, and whom its logits belong to.
+    """A step, and the sequences that its logits belong to.
 
     sampled         sequences in the order of the step's logit rows
     advanced        (sequence, tokens of it in this step)
@@ -28,12 +28,12 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that wait and that run, and positions of keys and values: all, and unreserved.
+    """Requests that wait and that run, and positions of the KV cache: all, and unreserved.
 
     pressure      how scarce these are, and `used` the share that is in use
     most          requests that may run at once for now
-    parked        times that one gave way to others and its keys and values stayed, where there is
-                  a lower tier in that
+    parked        times that one gave way to others and its KV pages stayed, where there is a lower
+                  tier in that
     dropped       times that they did not, and are computed again
     batches       steps by how many requests had tokens in them
     """

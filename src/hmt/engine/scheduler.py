@@ -39,10 +39,10 @@ class Scheduler:
     admitted with all that they may need, and is not sent back any more.
 
     Several answers to one prompt: the others wait until the first has computed the prompt, and
-    share it.  Those for which there is no place then begin with it later: who ends last leaves it
-    to one that waits.  It is computed again only where a sequence gave it up for others' room, and
-    where layers with a sliding window have forgotten it and there is no room for a copy.  Only for
-    the engine's thread.
+    share it.  Those for which there is no place then begin with it later: the last one to end
+    leaves it to one that waits.  It is computed again only where a sequence gave it up for others'
+    room, and where layers with a sliding window have forgotten it and there is no room for a copy.
+    Only for the engine's thread.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Scheduler:
     ) -> None:
         """A step holds `prefill_chunk` tokens of prompts at most, and one of each other request.
 
-        prefixes   of `kv`: texts share what begins alike and has the same `salt`
+        prefixes   of `kv`: sequences share what begins alike and has the same `salt`
         border     of the model's rotary positions
         clock      by which deadlines are meant
         forecast   what is known of answers beforehand
         build      makes a step of its parts; where nothing computes it, any step will do
-        begun      is told of a sequence whose first token was chosen without a step of its own
+        begun      is told of a sequence whose first token was chosen from another's logits
         """
         self._rooms = Rooms(kv, prefixes, salt)
         self._chunk = prefill_chunk
@@ -113,7 +113,7 @@ class Scheduler:
     def check(self, sequence: Sequence) -> None:
         """Raise ContextLengthError where a request could never be admitted.  For any thread.
 
-        Raises RequestError where it does not say whose it is in text.
+        Raises RequestError where its owner or cache_salt is not a string.
         """
         owner, salt = sequence.request.owner, sequence.request.cache_salt
         if not isinstance(owner, str) or not isinstance(salt, str):
@@ -375,7 +375,7 @@ class Scheduler:
                 return
 
     def _enter(self, sequence: Sequence) -> bool:
-        """Take room for a sequence, and the prompt of its leader if that is there; if there is."""
+        """Take room for a sequence, and its leader's prompt if that is held; whether there was."""
         leader, positions, spare = sequence.leader, self._expected(sequence), self._spare()
         if leader is not None and leader.prompt_end is not None:
             if not self._rooms.fork(leader, sequence, positions, spare):
@@ -477,4 +477,5 @@ def _is_settled(sequence: Sequence) -> bool:
 def _is_certain(sequence: Sequence) -> bool:
     """Whether the answer will be as long as it may: nothing ends it before."""
     request = sequence.request
-    return request.ignore_eos and not request.stop and request.grammar is None
+    ends = request.stop or request.stop_token_ids
+    return request.ignore_eos and not ends and request.grammar is None

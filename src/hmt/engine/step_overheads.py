@@ -6,7 +6,7 @@ tell a sequence's; what is left is the step's: scheduling, sampling and Python.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -75,7 +75,7 @@ def device_overheads(machine: Machine, options: Mapping[str, Any]) -> ComputeRat
 
 
 def disk_block_overhead_s(machine: Machine) -> float:
-    """Seconds of a block that is read from the drive, beyond its bytes; `machine` knows the rest.
+    """Seconds of a block that is read from the disk, beyond its bytes; `machine` knows the rest.
 
     Raises what loading a model raises.
     """
@@ -122,7 +122,7 @@ def _without_overheads(rates: ComputeRates) -> ComputeRates:
 
 @contextmanager
 def opened(folder: Path, options: Mapping[str, Any]) -> "Iterator[LoadedModel]":
-    """The model in `folder`, in an engine of its own.  Raises what loading it raises."""
+    """The model in `folder`, in a new engine.  Raises what loading it raises."""
     # Not above: an engine asks for its machine.
     from hmt.engine.engine import Engine
 
@@ -132,7 +132,9 @@ def opened(folder: Path, options: Mapping[str, Any]) -> "Iterator[LoadedModel]":
 
 @contextmanager
 def _loaded(
-    model: "Callable[[int], Any]", layers: int, options: Mapping[str, Any] | None = None
+    model: Callable[[int], AbstractContextManager[Path]],
+    layers: int,
+    options: Mapping[str, Any] | None = None,
 ) -> "Iterator[LoadedModel]":
     with model(layers) as folder, opened(folder, options or {}) as loaded:
         yield loaded

@@ -77,7 +77,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read ({os_reason(error)}): check its permissions and the drive"
+            f"{file} cannot be read ({os_reason(error)}): check its permissions and the disk"
         ) from error
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{file} is not valid JSON ({error}): download it again") from None

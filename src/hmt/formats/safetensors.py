@@ -80,7 +80,7 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
         raise MissingFileError(f"{path} does not exist: download this shard") from None
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({os_reason(error)}): check its permissions and the drive"
+            f"{path} cannot be read ({os_reason(error)}): check its permissions and the disk"
         ) from error
     if len(raw) < length:
         raise _damaged(path, f"the header ends after {len(raw)} of {length} bytes")

@@ -115,7 +115,7 @@ class PagedKV:
     def rewind(self, sequence: int, tokens: int) -> None:
         """Let a sequence hold no more than its first `tokens` positions, which it has filled.
 
-        Reserves nothing behind them; `grow` does.  Its last page must be nobody else's.
+        Reserves nothing behind them; `grow` does.  No other sequence may use its last page.
         """
         self.shrink(sequence, tokens)
 

@@ -167,7 +167,7 @@ class ColdPages:
                 view, offset = view[written:], offset + written
         except OSError as error:
             raise DiskReadError(
-                f"keys and values could not be written to the drive: {os_reason(error)}; "
+                f"KV pages could not be written to the disk: {os_reason(error)}; "
                 "name another folder with --kv-disk"
             ) from error
 

@@ -16,7 +16,7 @@ from hmt.layers.moe import (
     router_inputs,
 )
 from hmt.layers.norm import RMSNorm
-from hmt.layers.rope import Rotary, border_of, check_options, yarn_mscale
+from hmt.layers.rope import Rotary, border_of, check_options, common_border, yarn_mscale
 from hmt.layers.stack import Experts, ResidentLayers, UsualLayer
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "add_routed_experts",
     "border_of",
     "check_options",
+    "common_border",
     "linear_params",
     "project",
     "request_experts",

@@ -1,7 +1,7 @@
 """Rotary positions: the angles that queries and keys are turned by."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -124,6 +124,17 @@ def border_of(parameters: Parameters, max_positions: int) -> RotaryBorder | None
     if kind == "longrope" and parameters["short_factor"] != parameters["long_factor"]:
         return RotaryBorder(int(parameters["original_max_position_embeddings"]), gradual=False)
     return None
+
+
+def common_border(borders: Iterable[RotaryBorder | None]) -> RotaryBorder | None:
+    """The only border of a model's layer types.  Raises CheckpointError where they differ."""
+    distinct = {border for border in borders if border is not None}
+    if len(distinct) > 1:
+        raise CheckpointError(
+            "its layer types have rotary positions that change at different lengths "
+            f"({', '.join(sorted(map(str, distinct)))}), which HMT does not compute"
+        )
+    return next(iter(distinct), None)
 
 
 def check_options(parameters: Parameters) -> None:

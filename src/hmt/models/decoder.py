@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hmt.base.errors import CheckpointError
 from hmt.base.units import MIB, round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.model import KVLayer, ModelSpec, RotaryBorder
+from hmt.contracts.model import KVLayer, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Standing, Weights
 from hmt.kernels import fused_ops, ops
-from hmt.layers import ResidentLayers, RMSNorm, Rotary, Router, UsualLayer
+from hmt.layers import ResidentLayers, RMSNorm, Router, UsualLayer, common_border
 from hmt.models.config import Config, max_context, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -68,7 +67,7 @@ class Decoder(ABC):
             experts_per_token=0 if router is None else router.top_k,
             together=all(self.usual_layer(index) is not None for index in range(layers)),
             ignored=ignored,
-            rotary_border=_border(self._rotaries),
+            rotary_border=common_border(rotary.border for rotary in self._rotaries),
         )
         ids = [block.id for block in self.spec.blocks]
         self._head_chunks = [b for b in ids if b.kind is BlockKind.HEAD]
@@ -189,8 +188,8 @@ def _embedding(config: Config) -> BlockSpec:
 
 def _head(config: Config, norm: RMSNorm) -> Iterator[BlockSpec]:
     vocab, hidden = config.vocab_size, config.hidden_size
-    # A head of its own in the file is the head, also where the configuration says that there is
-    # none, as in transformers.
+    # A head in the file is the head, also where the configuration ties it to the embedding, as in
+    # transformers.
     sources = (_OUTPUT, _TABLE) if config.tie_word_embeddings else (_OUTPUT,)
     step = head_chunk_rows(vocab, hidden)
     for index, first in enumerate(range(0, vocab, step)):
@@ -198,13 +197,3 @@ def _head(config: Config, norm: RMSNorm) -> Iterator[BlockSpec]:
         weight = ParamSpec("weight", (rows[1] - first, hidden), sources, rows=rows)
         params = (norm.param("norm", "model.norm.weight"), weight) if index == 0 else (weight,)
         yield BlockSpec(BlockId(TRUNK, BlockKind.HEAD, index), params)
-
-
-def _border(rotaries: Sequence[Rotary]) -> RotaryBorder | None:
-    borders = {rotary.border for rotary in rotaries} - {None}
-    if len(borders) > 1:
-        raise CheckpointError(
-            "its layer types have rotary positions that change at different lengths "
-            f"({', '.join(sorted(map(str, borders)))}), which HMT does not compute"
-        )
-    return next(iter(borders), None)

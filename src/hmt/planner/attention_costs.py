@@ -1,6 +1,6 @@
 """What attention costs: how much there is to read and to compute, and how long that takes.
 
-A chunk of a prompt makes keys and values of latents where that is less to compute, as layers/mla
+A chunk of a prompt expands latents to keys and values where that is less to compute, as layers/mla
 does: that costs products for each position, and saves operations for each pair of positions.
 """
 

@@ -3,13 +3,13 @@
 A roofline.  A layer waits for the one before it, and within a layer the GPU's attention and the
 CPU's network follow each other: their times add up.  A layer's experts are split between GPU, CPU
 and link, which work at once: the longest counts.  Dense blocks are copied or read ahead through the
-whole step, so the link and the drive bound the step as a whole:
+whole step, so the link and the disk bound the step as a whole:
 
     step = max(sum over layers of (GPU + CPU + longest share of experts + overheads),
                link bytes / link rate, disk bytes / disk rate)
 
 While link and CPU both read host memory, each has the rate that was measured for both at once.  A
-rate that is not known costs nothing; but without the rates of memory, and of the drive where it is
+rate that is not known costs nothing; but without the rates of memory, and of the disk where it is
 read, nothing is predicted, and no prefill without those of arithmetic.
 
 The error before the first run on a machine is within about 25%; `factors` of earlier runs of the
@@ -167,7 +167,7 @@ class _Step:
         if head:
             self._dense(work, self.loads.head.few, self.sequences)
             on_device = any(place.on_device for place, _ in self.loads.head.few)
-            if self.device.name and self.loads.layers[-1:]:
+            if self.device.name and self.loads.layers:
                 crosses = on_device != self.loads.layers[-1].attends_on_device
                 work.overhead_s += crosses * self.device.sync_overhead_s
         if self.loads.row_bytes:
@@ -291,7 +291,7 @@ class _Step:
             work.link_ahead_bytes += copied * each.nbytes
             work.disk_ahead_bytes += read * each.read_bytes
         else:
-            # What the drive brings is waited for behind what is in memory already.
+            # What the disk brings is waited for behind what is in memory already.
             work.experts_s = max(gpu_s, cpu_s, link_s) + disk_s
             work.link_experts_s, work.disk_experts_s = link_s, disk_s
         work.overhead_s += read * self.machine.disk_block_overhead_s

@@ -23,7 +23,6 @@ class GemmCost:
 
     def __init__(self, rates: Mapping[str, float], read_rate: float) -> None:
         self._rates, self._read_rate = rates, read_rate
-        self._curves: dict[str, tuple[str, list[tuple[int, float]]]] = {}
 
     @cached_property
     def knows_prefill(self) -> bool:
@@ -58,28 +57,28 @@ class GemmCost:
 
     def _curve(self, encoding: str) -> list[tuple[int, float]]:
         """Seconds of each weight by numbers of tokens above 1, both ascending."""
-        name = nearest(self._rates, encoding)
-        found = sorted(
-            (int(tokens), rate)
-            for kind, _, tokens in (key.partition(_AT) for key in self._rates)
-            if kind == name and tokens != "1" and (rate := self._rates[f"{kind}{_AT}{tokens}"])
-        )
         curve, longest = [], 0.0
-        for tokens, rate in found:
+        for tokens, rate in _arithmetic(self._rates, encoding):
             longest = max(longest, 2 * tokens / rate)
             curve.append((tokens, longest))
         return curve
 
 
-def arithmetic_rate(rates: Mapping[str, float], encoding: str = _FLOATS) -> float:
-    """Operations per second at the most tokens that were measured; 0: not known."""
+def arithmetic_rate(rates: Mapping[str, float]) -> float:
+    """Operations per second of bf16, or what is `nearest`, at the most tokens; 0: not known."""
+    measured = _arithmetic(rates, _FLOATS)
+    return measured[-1][1] if measured else 0.0
+
+
+def _arithmetic(rates: Mapping[str, float], encoding: str) -> list[tuple[int, float]]:
+    """Numbers of tokens above 1, ascending, and operations per second with so many."""
     name = nearest(rates, encoding)
-    measured = [
+    return sorted(
         (int(tokens), rate)
-        for kind, _, tokens in (key.partition(_AT) for key in rates)
-        if kind == name and tokens != "1" and (rate := rates[f"{kind}{_AT}{tokens}"])
-    ]
-    return max(measured)[1] if measured else 0.0
+        for key, rate in rates.items()
+        for kind, _, tokens in (key.partition(_AT),)
+        if kind == name and tokens != "1" and rate
+    )
 
 
 def nearest(rates: Mapping[str, float], encoding: str) -> str:

@@ -131,9 +131,9 @@ class Loads:
     link_share   of experts that are not cached on the device, those that are copied there
     chunk        prompt tokens per step
     hits         of caches of experts
-    row_bytes    read from the drive for each token's embedding
+    row_bytes    read from the disk for each token's embedding
     near, warm, cold   of attention's positions: where layers compute, in host memory beside a
-                 device, and on the drive
+                 device, and on the disk
     cold_ratio   bytes of a position there, over those where layers compute
     guesses      whether experts are read from the drive on a guess
     """
@@ -153,7 +153,7 @@ class Loads:
 
     @property
     def read_blocks(self) -> float:
-        """Dense blocks that come from the drive in every decode step."""
+        """Dense blocks that come from the disk in every decode step."""
         sums = (load.few.items() for load in (*self.layers, self.head))
         return sum(w.blocks for each in sums for (place, _), w in each if place.read)
 
@@ -273,7 +273,7 @@ def _expand(load: LayerLoad, kv: KVLayer, heads: int) -> None:
 
 
 def _levels(demand: Demand, plan: Plan) -> tuple[float, float, float, float]:
-    """Shares of positions where layers compute, in host memory, on the drive; and cold_ratio."""
+    """Shares of positions where layers compute, in host memory, on the disk; and cold_ratio."""
     levels, sizes = plan.kv_levels, demand.kv_sizes
     if levels is None or sizes is None or not levels.pages or not sizes.hot_page:
         return 1.0, 0.0, 0.0, 1.0

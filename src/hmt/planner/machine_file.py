@@ -123,7 +123,7 @@ def _lines(values: Machine | ComputeRates | DeviceRates, table: str) -> list[str
 
 
 def _of_kind(kind: type[T], content: object, source: str, table: str) -> T:
-    """A dataclass of numbers, texts and tables, from a table of a parsed file."""
+    """A dataclass of numbers, strings and tables, from a table of a parsed file."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"{source}: {table.rstrip('.')} must be a table, not {content!r:.80}")
     known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}

@@ -1,8 +1,8 @@
 """What runs in the child process: prepare once, then fork a worker whenever one is asked for.
 
 The first process has one thread and never handles a stranger's request, so that forking it is safe
-and it always answers.  Workers share with it whatever it has prepared, and each has limits of its
-own that the kernel enforces:
+and it always answers.  Workers share with it whatever it has prepared, and the kernel enforces
+limits on each of them:
 
     memory   RLIMIT_AS, which malloc sees: Python raises MemoryError, Rust aborts the worker
     time     a timer of processor time (ITIMER_PROF) around each request, whose signal ends the

@@ -11,6 +11,7 @@ class Encoders:
 
     def __init__(self, settings: dict[str, Any], blob: bytes) -> None:
         self._backend = tokenizers.Tokenizer.from_str(blob.decode())
+        # Merged words are not kept, as in HMT's own process: see `hmt.text.tokenizer`.
         resize = getattr(self._backend.model, "_resize_cache", None)
         if resize is not None:
             resize(0)

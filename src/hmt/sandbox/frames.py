@@ -1,8 +1,8 @@
 """Messages between HMT and its limited child processes, over a stream socket.
 
 A frame is two big-endian uint32, the lengths of a JSON object and of raw bytes, and then both.
-JSON and not pickle: whoever reads a frame of a child that a stranger's template has taken over must
-not run what it says.
+JSON and not pickle: a stranger's template may have taken over the child that sends a frame, and HMT
+must not run what the frame says.
 """
 
 import json
@@ -20,7 +20,8 @@ def send(
 ) -> None:
     """Send one frame, with open `files` that the receiver gets too.
 
-    Raises OSError where nobody reads, ValueError or RecursionError where JSON cannot say it.
+    Raises OSError where the receiver has closed its end, ValueError or RecursionError where
+    `message` cannot be JSON.
     """
     text = json.dumps(message).encode()
     if max(len(text), len(blob)) > MAX_BYTES:

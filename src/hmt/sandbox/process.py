@@ -97,14 +97,8 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = False
-        self._failure: Exception | None = None  # why it cannot prepare, whoever asks
+        self._failure: Exception | None = None  # why it cannot prepare: the same for every call
         _open.add(self)
-
-    def start(self) -> None:
-        """Begin to prepare, without waiting."""
-        with self._lock:
-            if self._process is None:
-                self._start()
 
     def fork(self) -> "Worker":
         """A new worker.
@@ -129,7 +123,7 @@ class Sandbox:
                         raise
                     if not again or self._closed:
                         raise Lost from None
-                    self._stop()  # somebody has killed it
+                    self._stop()  # it was killed from outside
             raise AssertionError
 
     def end(self, pid: int) -> int | None:
@@ -143,7 +137,7 @@ class Sandbox:
     def close(self) -> None:
         """Kill the child and its workers.  Requests that they had end with Ended or Lost."""
         self._closed = True
-        # Without the lock: whoever has it may be waiting for the child.
+        # Without the lock: the thread that has it may be waiting for the child.
         process = self._process
         if process is not None:
             with contextlib.suppress(OSError):
@@ -178,7 +172,7 @@ class Sandbox:
         self._control, self._ready = ours, False
         message = {"role": self._role, "settings": self._settings}
         limits = {"memory_bytes": self._prepare.memory_bytes, "cpu_s": self._prepare.cpu_s}
-        with contextlib.suppress(OSError):  # it ended: whoever waits for it will see
+        with contextlib.suppress(OSError):  # it ended: `_wait_until_ready` will see
             send(ours, message | limits, self._blob())
 
     def _wait_until_ready(self) -> None:
@@ -199,7 +193,7 @@ class Sandbox:
             self._process.kill()
             status = self._process.wait()
             self._stop()
-            if killed or status == -signal.SIGKILL:  # by us, or by somebody
+            if killed or status == -signal.SIGKILL:  # by us, or from outside
                 raise
             self._failure = Ended(_reason(status, self._prepare))
             raise self._failure from None
@@ -313,7 +307,7 @@ class Worker:
 
 
 def end_all() -> None:
-    """Kill every child, so that nobody waits for one: the process is about to end."""
+    """Kill every child, so that no thread waits for one: the process is about to end."""
     for sandbox in list(_open):
         sandbox.close()
 

@@ -1,4 +1,4 @@
-"""The client of a request, for what works on it: how much it sent, and how to be rid of it."""
+"""The client of a request, for what works on it: how much it sent, and how to cut it off."""
 
 import asyncio
 import contextvars
@@ -8,9 +8,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from hmt.base.units import KIB
+
 T = TypeVar("T")
 
-_LARGE: Final = 64 * 1024  # bytes of a body whose text takes tens of milliseconds to tokenize
+_LARGE: Final = 64 * KIB  # bytes of a body whose text takes tens of milliseconds to tokenize
 _one_large: Final = ThreadPoolExecutor(1, thread_name_prefix="hmt-large")
 
 
@@ -26,7 +28,7 @@ CLIENT: Final[ContextVar[Client]] = ContextVar("client", default=Client())  # no
 
 
 async def off_loop(work: Callable[[], T]) -> T:
-    """The result of `work`, which a thread computes: the loop is for everybody.
+    """The result of `work`, which a thread computes: the event loop serves all clients.
 
     Of large requests one at a time: each may take 200 MB for a while, and all cores are needed.
     """

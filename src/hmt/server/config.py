@@ -8,7 +8,7 @@ from hmt.base.errors import ConfigError
 from hmt.base.units import MIB
 from hmt.server.keys import KeyRing
 
-MOST_SHUTDOWN_S = 86400
+MOST_SHUTDOWN_S = 86400  # a day
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ServerConfig:
     body_timeout_s     in which a request's body must have come
     header_timeout_s   in which a request's header must have come
     idle_timeout_s     that a connection may wait for its next request
-    write_timeout_s    after which a client that reads nothing of its answer is left
+    write_timeout_s    after which a client that reads nothing of its answer is cut off
     shutdown_s         that answers under way have to end once the server is told to stop
     origins            of web pages that may use it (CORS); none when empty
     log_requests       write a line of JSON to stderr for each response, without what was said
@@ -68,7 +68,8 @@ class ServerConfig:
                      "write_timeout_s"):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}; a timeout must be more than 0 seconds"
+                    f"{name} is {getattr(self, name)}; a timeout must be more than 0 seconds, "
+                    "and finite"
                 )
         if not 0 <= self.shutdown_s <= MOST_SHUTDOWN_S:
             raise ConfigError(

@@ -61,7 +61,7 @@ class Connection(H11Protocol):
     """uvicorn's, which ends when its client keeps it waiting.
 
     uvicorn has a time limit only between two requests, and a byte ends that: a client that sends
-    no header, half of one, or nothing but a part of a body that nobody wants, would hold its
+    no header, half of one, or nothing but a part of a body that no handler reads, would hold its
     connection for ever, and so would one that does not read.
     """
 
@@ -130,7 +130,7 @@ class Connection(H11Protocol):
             self._linger.start(_LINGER_S, self.cut)
 
     def send_400_response(self, msg: str) -> None:
-        """Tell in JSON, like all errors, that this is not HTTP.  Does not log what anybody sent."""
+        """Tell in JSON, like all errors, that this is not HTTP.  Logs none of its bytes."""
         error = ApiError(400, "the request is not HTTP/1.1 that can be read", code="invalid_http")
         content = error.response("").body
         headers = [

@@ -217,13 +217,13 @@ def _meant(found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         if not (tuple(complaints[0]["loc"]) == place and _is_of_type(complaints[0]["type"]))
     ]
 
-    def told(complaints: list[Mapping[str, Any]]) -> tuple[int, bool, int]:
+    def rank(complaints: list[Mapping[str, Any]]) -> tuple[int, bool, int]:
         """Least is best; of lists, which end at their first fault, what was read furthest."""
         first = complaints[0]
         read = next((part for part in first["loc"][1:] if isinstance(part, int)), 0)
         return len(complaints), _is_of_type(first["type"]), -read
 
-    return min(fitting or list(members.values()), key=told)[0]
+    return min(fitting or list(members.values()), key=rank)[0]
 
 
 def _is_of_type(kind: str) -> bool:

@@ -86,13 +86,15 @@ def unsupported(param: str, why: str) -> PydanticCustomError:
 
 def _check(kind: type[Fields], others: Mapping[str, Any]) -> None:
     """Raise PydanticCustomError where one of the `others` must not be left aside."""
-    unknown = [name for name in others if name not in kind.IGNORED]
-    for name in list(unknown):
+    unknown = []
+    for name, value in others.items():
+        if name in kind.IGNORED:
+            continue
         refusal = kind.REFUSED.get(name)
-        if refusal is not None:
-            unknown.remove(name)
-            if refusal.concerns(others[name]):
-                raise unsupported(name, refusal.why)
+        if refusal is None:
+            unknown.append(name)
+        elif refusal.concerns(value):
+            raise unsupported(name, refusal.why)
     if len(unknown) > _MOST_UNKNOWN:
         raise wrong(
             "", f"{len(unknown)} fields of it are unknown; at most {_MOST_UNKNOWN} are accepted"

@@ -17,7 +17,7 @@ _OF_ALL_BYTES: Final = 64 * MIB
 
 
 class Behind(Protocol):
-    """Who has not read all that was written for it."""
+    """A client that has not read all that was written for it."""
 
     def cut_off(self, error: HMTError) -> None:
         """End it, and say why."""
@@ -28,7 +28,7 @@ class Behind(Protocol):
 class Unread:
     """What was written for clients and waits to be read, on the event loop.
 
-    Bounded by ending the answers of who is furthest behind.
+    Bounded by ending the answers of the client that is furthest behind.
     """
 
     of_one_bytes: int = _OF_ONE_BYTES
@@ -73,7 +73,7 @@ class Gate:
     waiting: int
     inside: int = 0
     mean_s: float = 1.0  # that an answer takes
-    unread: "Unread" = field(default_factory=lambda: Unread())
+    unread: Unread = field(default_factory=Unread)
 
     def enter(self, answers: int) -> None:
         """Let so many in.  Raises ApiError 429 where there is no room for all of them."""

@@ -156,7 +156,7 @@ class Generation:
             self.gate.unread.add(self, _size_of(event))
 
     def cut_off(self, error: HMTError) -> None:
-        """End all answers; whoever reads them is told `error`."""
+        """End all answers: `begin` or `events` raises `error`, as an ApiError."""
         if not self._closed and self._over is None:
             self._over = error
             self._cancel()

@@ -1,6 +1,6 @@
 """How much JSON a body may have, found without reading it: many small things cost more than text.
 
-Of 4 MiB of `[],` Python makes 90 MB of lists, and whatever checks them complains of each.
+Of 4 MiB of `[],` Python makes 90 MB of lists, and pydantic complains of each.
 """
 
 import re
@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from hmt.server.errors import ApiError
 
-MOST_PARTS: Final = 1 << 15  # objects, lists, texts and names; 4600 messages have so many
+MOST_PARTS: Final = 1 << 15  # objects, lists, strings and names; 4600 messages have so many
 MOST_NUMBERS: Final = 1 << 20  # and other values, such as tokens
 _FIRST_BYTES: Final = 1 << 18
 
-# Possessive, and to the end where a text does not end: so each byte is looked at once.
+# Possessive, and to the end where a string does not end: so each byte is looked at once.
 _TEXT: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 
 
@@ -24,13 +24,13 @@ def check_shape(body: bytearray) -> None:
     if len(body) <= MOST_PARTS:
         return
     if _parts(body) <= MOST_PARTS and body.count(b",") <= MOST_NUMBERS:
-        return  # even if all of it were outside of texts
+        return  # even if all of it were outside of strings
     size = 0
     while size < len(body):  # what is too much shows soon, and costs most
         size = 4 * size or _FIRST_BYTES
         bare = _TEXT.sub(b'"', body[:size])
         for found, most, what in (
-            (_parts(bare), MOST_PARTS, "objects, lists, names and texts"),
+            (_parts(bare), MOST_PARTS, "objects, lists, names and strings"),
             (bare.count(b","), MOST_NUMBERS, "values"),
         ):
             if found > most:

@@ -51,7 +51,7 @@ class KeyRing:
     def owner(self, key: str) -> str | None:
         """Who has `key`: the first half of its hash; None for a wrong one.
 
-        Less would not do: whoever finds a key with the same beginning would be taken for its owner.
+        Less would not do: a client with another key whose hash begins alike would be taken for it.
 
         Takes the same time whichever key it is, or is like.
         """

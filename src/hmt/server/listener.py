@@ -23,10 +23,11 @@ _SERVER_FULL: Final = ApiError(
     503, "all connections of this server are in use: try again soon", kind="server_error",
     code="too_many_connections",
 )  # fmt: skip
+_REFUSAL_BODY: Final = json.dumps(_SERVER_FULL.body).encode()
 _REFUSAL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
     b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
-    % (len(json.dumps(_SERVER_FULL.body)), json.dumps(_SERVER_FULL.body).encode())
+    % (len(_REFUSAL_BODY), _REFUSAL_BODY)
 )
 
 
@@ -47,7 +48,7 @@ def most_connections(wanted: int) -> int:
             most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(1, min(wanted, wanted - (needed - soft)))
+    return max(1, min(wanted, soft - used - _DESCRIPTORS))
 
 
 class Listener:
@@ -57,8 +58,8 @@ class Listener:
     descriptors, and logs each time.  Here it waits, and says so once.
 
     Where all connections are in use, one that waits for its client makes room for a new one: the
-    one that has been quiet longest, of the address that has most.  So whoever only holds
-    connections keeps nobody out.  Where all are at work, new ones are refused.
+    one that has been quiet longest, of the address that has most.  So a client that only holds
+    connections keeps no other client out.  Where all are at work, new ones are refused.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Listener:
                 "(ulimit -n)", os_reason(error), len(self._open),
             )  # fmt: skip
         self._told = True
-        if self._spare is not None:  # whoever waits first is told, instead of hanging
+        if self._spare is not None:  # the client that waits first is told, not left to hang
             os.close(self._spare)
             self._spare = None
             with contextlib.suppress(OSError):

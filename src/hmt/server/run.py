@@ -73,7 +73,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with connections, an end and a beginning of our own."""
+    """uvicorn's, with HMT's own connections, start and shutdown."""
 
     when_started: Callable[[], None] = staticmethod(lambda: None)
 
@@ -119,7 +119,7 @@ class _Server(uvicorn.Server):
                 while connections or tasks:
                     await asyncio.sleep(0.02)
         for connection in list(connections):
-            cast(Connection, connection).cut()  # whoever answers it hears that its client is gone
+            cast(Connection, connection).cut()  # its handler hears that the client is gone
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 while tasks:

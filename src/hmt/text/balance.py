@@ -11,7 +11,7 @@ _CONTROL: Final = {code: f"\\u{code:04x}" for code in range(32)} | {
 
 
 class Balance:
-    """Counts brackets that are no part of text, over a value that comes in pieces.
+    """Counts brackets outside quoted strings, over a value that comes in pieces.
 
     done      the value has ended
     stopped   so has a part of it, by what `end` was told
@@ -28,7 +28,7 @@ class Balance:
         """Behind the end of the value, or of `text`, which goes on from `at`.
 
         stop   a character that ends a part, where only one bracket is open
-        said   gets what was passed, with JSON's escapes for control characters in texts
+        said   gets what was passed, with JSON's escapes for control characters in strings
         """
         begin = at
         while at < len(text) and not self.done and not self.stopped:

@@ -7,7 +7,7 @@ from typing import Any, Final
 from hmt.contracts.request import Grammar, GrammarKind
 from hmt.text.json_schema import prepare
 
-# What nobody reads needs no layout.
+# Arguments are parsed and not shown: they need no layout.
 COMPACT: Final = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 _ANY: Final = r"/(.|\n)*/"
 
@@ -28,7 +28,7 @@ def arguments_of(function: Function, prefix: str = "d") -> dict[str, Any]:
 
 
 def object_schema(functions: Sequence[Function], key: str) -> dict[str, Any]:
-    """Of {"name": ..., key: ...}: each function's `$defs` have names of their own in it."""
+    """Of {"name": ..., key: ...}: `$defs` of each function have another prefix in it."""
     calls, shared = list[dict[str, Any]](), dict[str, Any]()
     for number, function in enumerate(functions):
         arguments = arguments_of(function, f"t{number}d")
@@ -114,7 +114,7 @@ def python_calls(functions: Sequence[Function], tags: tuple[str, str], rules: Ru
 
 
 def xml_calls(functions: Sequence[Function], tags: tuple[str, str], rules: Rules) -> Grammar:
-    """Qwen3-Coder's: a parameter in tags of its own, as text or in JSON."""
+    """Qwen3-Coder's: each parameter between its own tags, as text or in JSON."""
     calls = []
     for function in functions:
         parts = [rules.text(f"<function={function['name']}>\n")]

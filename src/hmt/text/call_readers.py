@@ -5,6 +5,7 @@ does not depend on how the text was cut.  Arguments are passed on as they come.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Final
 
@@ -32,11 +33,11 @@ _WORD: Final = re.compile(r"[\w.-]{0,64}")
 _FENCE: Final = "```"
 _JUNK: Final = " \n\t\r}]`"  # which small models write behind calls
 _LANGUAGES: Final = ("json", "python", "tool_call")
-_CALLS, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"  # special tokens of Mistral
 _IPYTHON: Final = "<|python_tag|>"
 
 
-class TextReader:
+class TextReader(ABC):
     """What all readers do: hold text that may belong to a call, and show the rest.
 
     White space is shown with what follows it: before and after calls it is left out.
@@ -75,9 +76,9 @@ class TextReader:
         self._passing = False  # whether its beginning has been passed on
         self._running = self.parse()
 
+    @abstractmethod
     def parse(self) -> Generator[None, None, None]:
-        """Reads all of the answer."""
-        raise NotImplementedError
+        """Read all of the answer; yields where more of it has to come."""
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """See CallReader."""
@@ -157,12 +158,6 @@ class TextReader:
             yield
         return len(self.text) > length
 
-    def show_rest(self) -> Generator[None, None, None]:
-        """Show all that follows."""
-        self.show(self.use(len(self.text)))
-        while (yield from self.more()):
-            self.show(self.use(len(self.text)))
-
     def place(self, at: int, blank: str = " \n\t\r") -> Generator[None, None, int]:
         """Of the first character from `at` that is none of `blank`; -1 where there is none."""
         while True:
@@ -196,7 +191,7 @@ class TextReader:
         self.use(len(mark))
 
     def is_begun(self, *marks: str, at: int = 0) -> bool:
-        """Whether what is there from `at` is the beginning of a mark."""
+        """Whether the text from `at` on is a mark, or the beginning of one."""
         return any(mark.startswith(self.text[at:]) for mark in marks)
 
     def find(self, mark: str) -> Generator[None, None, int]:
@@ -241,7 +236,7 @@ class TextReader:
                 self.use(len(_FENCE))
                 self.use(len((yield from self.ahead(*_LANGUAGES))))
                 continue
-            if self.text[0] not in "{[" or (not end and (yield from self.ahead(_CALLS))):
+            if self.text[0] not in "{[" or (not end and (yield from self.ahead(TOOL_CALLS))):
                 return called
             if (yield from self._is_python()):
                 yield from self._python()
@@ -374,13 +369,13 @@ class UntaggedReader(TextReader):
         self.begin()
         if (yield from self.skip()):
             self.use(len((yield from self.ahead(_IPYTHON))))
-            named = not (yield from self.ahead(_CALLS)) and (yield from self._named(bare=True))
+            named = not (yield from self.ahead(TOOL_CALLS)) and (yield from self._named(bare=True))
             self.settle(named or (yield from self.values()))
         else:
             self.settle(False)
-        while (yield from self.show_until(_CALLS)):
+        while (yield from self.show_until(TOOL_CALLS)):
             self.begin()
-            self.use(len(_CALLS))
+            self.use(len(TOOL_CALLS))
             called = yield from self.skip()
             if called and self.text[0] in "[{":
                 # The id that Mistral's templates demand stands behind the arguments.
@@ -399,20 +394,20 @@ class UntaggedReader(TextReader):
                 return False
         if word is None or word[0] not in self.known:
             return False
-        marks = (_ARGUMENTS, _ID) if bare else (_ARGUMENTS, _ID, "{")
+        marks = (ARGS, CALL_ID) if bare else (ARGS, CALL_ID, "{")
         mark = yield from self.ahead(*marks, at=word.end())
-        name = ""
-        if mark == _ID:
-            place = yield from self.find(_ARGUMENTS)
+        call_id = ""
+        if mark == CALL_ID:
+            place = yield from self.find(ARGS)
             if place < 0:
                 return False
-            name = self.text[word.end() + len(_ID) : place].strip()
-            self.use(place + len(_ARGUMENTS))
+            call_id = self.text[word.end() + len(CALL_ID) : place].strip()
+            self.use(place + len(ARGS))
         elif mark:
-            self.use(word.end() + (len(_ARGUMENTS) if mark == _ARGUMENTS else 0))
+            self.use(word.end() + (len(ARGS) if mark == ARGS else 0))
         else:
             return False
-        self.call(word[0], "", name or None)
+        self.call(word[0], "", call_id or None)
         if (yield from self.skip()) and self.text[0] == "{":
             yield from self.arguments()
         else:
@@ -441,8 +436,9 @@ def _call(value: Any, known: frozenset[str]) -> ToolCall | None:
     arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(arguments, str):
         arguments = as_json({} if arguments is None else arguments)
-    name = value.get("id")
-    return ToolCall(value["name"], arguments, name if isinstance(name, str) and name else None)
+    call_id = value.get("id")
+    call_id = call_id if isinstance(call_id, str) and call_id else None
+    return ToolCall(value["name"], arguments, call_id)
 
 
 def _begun(text: str, marks: Iterable[str]) -> int:

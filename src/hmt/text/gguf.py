@@ -29,6 +29,8 @@ _MOST_CHARACTERS: Final = 16 << 20
 _MOST_SEARCHED: Final = 4 << 20
 # Of Phi-3's marks those that keep the spaces behind them.
 _PHI3_PLAIN: Final = ("<unk>", "<s>", "<|endoftext|>")
+# BOS begins their texts whatever the file says, as in llama.cpp.
+_ALWAYS_BOS: Final = ("gemma4", "granite-embed-multi-311m")
 
 
 def gguf_tokenizer(
@@ -188,9 +190,6 @@ def _tokenizer_config(
     stated = metadata.get(f"{_AT}add_bos_token", adds_bos)
     forced = vocabulary.model == "gemma4" or metadata.get(f"{_AT}pre") in _ALWAYS_BOS
     config["add_bos_token"] = bool(stated) or forced
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        config["chat_template"] = template
     config["eos_token_ids"] = sorted(vocabulary.ends)
     config["literal_tokens"] = {
         number: token
@@ -200,7 +199,3 @@ def _tokenizer_config(
         if kind == USER_DEFINED
     }
     return config
-
-
-# Whatever the file says, as in llama.cpp.
-_ALWAYS_BOS: Final = ("gemma4", "granite-embed-multi-311m")

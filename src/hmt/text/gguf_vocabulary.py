@@ -46,7 +46,7 @@ class GgufVocabulary:
 
     model    one of MODELS
     tokens   by id; all differ
-    types    by id, after what texts alone tell
+    types    by id, corrected where a token's text alone tells its type
     scores   by id; the larger, the earlier a piece is merged
     merges   pairs of tokens whose text together is a token, the first first
     named    ids by "bos", "eos", "unk", "pad"

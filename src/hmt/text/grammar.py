@@ -40,7 +40,7 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False, slots=True)
 class _Compiled:
-    """A grammar in a process of its own.
+    """A grammar in a separate process.
 
     open     answers that are followed, by number
     closed   of them, those that have ended, which it has not been told yet

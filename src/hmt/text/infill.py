@@ -1,7 +1,7 @@
 """Filling in the middle: prompts for what stands between two texts.
 
 Bavarian et al., Efficient Training of Language Models to Fill in the Middle (2022).  A model that
-was trained for it has tokens of its own that stand before the prefix, the suffix and the middle.
+was trained for it has special tokens that stand before the prefix, the suffix and the middle.
 Most read them in this order (PSM); Codestral and Seed-Coder want the suffix first (SPM).
 """
 

@@ -1,6 +1,6 @@
 """Patterns of JSON schemas without look-around, which grammars do not have.
 
-A look-ahead at the beginning is a condition on the whole string, which a pattern of its own can
+A look-ahead at the beginning is a condition on the whole string, which a separate pattern can
 say: `^(?=A)B` is `^A` and `^B`, `^(?![ab])B` is `^(?:[^ab]|$)` and `^B`.  pydantic's Decimal and
 zod's e-mail addresses have such patterns, and so have rules for passwords.
 """
@@ -72,7 +72,7 @@ def _complement(atom: str) -> str:
 
 
 def _group_end(text: str, begin: int) -> int:
-    """Behind the group that begins at `begin`; the end of the text where it is not closed."""
+    """Behind the group that begins at `begin`; one behind the text where it is not closed."""
     depth, at = 0, begin
     while at < len(text):
         character = text[at]

@@ -155,10 +155,11 @@ class _Document:
             known = re.sub(r"^uuid[1-8]$", "uuid", str(value))
             if known in FORMATS:
                 made[key] = known
-        elif key == "pattern" and isinstance(value, str):
-            self._pattern(made, value)
         elif key == "pattern":
-            made[key] = value
+            if isinstance(value, str):
+                self._pattern(made, value)
+            else:
+                made[key] = value
         elif key in _UNHELD and not (key == "uniqueItems" and value is False):
             raise self._unheld(key)
 

@@ -93,7 +93,7 @@ class Parameters:
 
 
 def read_json(text: str) -> Any:
-    """A value in JSON; line breaks in texts are taken as they are.  Raises ValueError."""
+    """A value in JSON; line breaks in strings are taken as they are.  Raises ValueError."""
 
     def refuse(word: str) -> Any:
         raise ValueError(f"JSON has no {word}")

@@ -19,24 +19,30 @@ def _tiktoken(words: str, digits: str, marks: str) -> str:
     return f"{words}|{digits}|{marks}|{_BLANKS}"
 
 
+def cl100k(digits: str) -> str:
+    """GPT-4's pattern, with `digits` for the part that matches numbers."""
+    words = rf"{_CONTRACTED}|{_BEFORE}\p{{L}}+"
+    return _tiktoken(words, digits, r" ?[^\s\p{L}\p{N}]+[\r\n]*")
+
+
 def _cased(contracted: str, digits: str) -> str:
     words = f"{_BEFORE}{_UPPER}*{_LOWER}+{contracted}|{_BEFORE}{_UPPER}+{_LOWER}*{contracted}"
     return _tiktoken(words, digits, r" ?[^\s\p{L}\p{N}]+[\r\n/]*")
 
 
-_PLAIN_WORDS: Final = rf"{_CONTRACTED}|{_BEFORE}\p{{L}}+"
+GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+O200K: Final = _cased(f"{_CONTRACTED}?", r"\p{N}{1,3}")  # GPT-4o's
 _MARKED_WORDS: Final = rf"{_CONTRACTED}|{_BEFORE}[\p{{L}}\p{{M}}]+"
-_MARKS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _KNOWN: Final = frozenset({
     # GPT-2, also written with a group.
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    GPT2,
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     # Llama 3, GPT-4, GLM 4; Qwen 2 and 3; Qwen 3.5.
-    _tiktoken(_PLAIN_WORDS, r"\p{N}{1,3}", _MARKS),
-    _tiktoken(_PLAIN_WORDS, r"\p{N}", _MARKS),
+    cl100k(r"\p{N}{1,3}"),
+    cl100k(r"\p{N}"),
     _tiktoken(_MARKED_WORDS, r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
     # GPT-4o and gpt-oss; Mistral's Tekken; Llama 4.
-    _cased(f"{_CONTRACTED}?", r"\p{N}{1,3}"),
+    O200K,
     _cased("", r"\p{N}"),
     _cased("", r"\p{N}{1,3}"),
     # DeepSeek V3 and R1.

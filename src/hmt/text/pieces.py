@@ -14,31 +14,16 @@ from typing import Any, Final
 
 import tokenizers
 
+from hmt.text.patterns import GPT2, O200K, cl100k
+
 PIECE_CHARACTERS: Final = 1 << 16  # encoding one takes 10 MB and 0.1 s
 _LOOK_BACK: Final = 1 << 12  # characters in which a place is looked for before a piece is longer
 
 # Pre-tokenizers whose matches never reach from a letter, or a digit, across what `_PLACES` says
 # comes behind it, and which look ahead only behind white space.  So text behind such a place is
 # split as if the text began there, and text before it as if it ended there.
-_GPT2: Final = (
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as ByteLevel
-)
-_CL100K: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBER|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_O200K: Final = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN: Final = _CL100K.replace("NUMBER", r"\p{N}")  # digits by themselves
-_DIVIDING: Final = frozenset(
-    (_GPT2, _O200K, _QWEN, _CL100K.replace("NUMBER", r"\p{N}{1,3}"),
-     _CL100K.replace("NUMBER", r"\p{N}+"))
-)  # fmt: skip
+_QWEN: Final = cl100k(r"\p{N}")  # digits by themselves
+_DIVIDING: Final = frozenset({GPT2, O200K, _QWEN, cl100k(r"\p{N}{1,3}"), cl100k(r"\p{N}+")})
 
 # Letters of scripts without marks that join them to what follows; digits; and what is neither a
 # letter, a mark nor a number, apart from the apostrophe, which some patterns take with a word.

@@ -44,12 +44,12 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     if depth > MAX_DEPTH:
         raise ValueError(f"values are more than {MAX_DEPTH} deep")
     begin = text[at : at + 1]
-    if begin in _STRING and begin:
+    if begin in _STRING:
         return _string(text, at)
     if begin == "{":
         pairs, at = _items(text, at + 1, "}", lambda place: _pair(text, place, depth))
         return dict(pairs), at
-    if begin in ("[", "(") and begin:
+    if begin in ("[", "("):
         return _items(
             text, at + 1, "]" if begin == "[" else ")", lambda place: _value(text, place, depth + 1)
         )

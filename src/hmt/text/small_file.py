@@ -64,7 +64,7 @@ def read_bytes(file: Path, most: int = _SMALL_BYTES) -> bytes | None:
     file: a device or a pipe may be read for ever.
     """
     try:
-        # Without waiting for whoever might write to a pipe.
+        # O_NONBLOCK: opening a pipe would wait for a process that writes to it.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None

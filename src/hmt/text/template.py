@@ -95,7 +95,7 @@ class ChatTemplate:
             with self._lock:
                 try:
                     return self._compiled().call({"values": values})
-                except Lost:  # somebody has killed the process, or it was too large beside others
+                except Lost:  # the process was killed from outside
                     if not again:
                         raise Ended("its process was killed") from None
         raise AssertionError

@@ -239,7 +239,7 @@ class Tokenizer:
     def template_reads(self, *, tools: bool) -> frozenset[str]:
         """Names that the chat template reads: `enable_thinking`, `reasoning_effort`, ...
 
-        tools   whether there are tools, which may have a template of their own
+        tools   whether there are tools, which may have a separate template
         """
         try:
             return self._template(tools=tools).names
@@ -254,7 +254,7 @@ class Tokenizer:
     @property
     def about(self) -> dict[str, Any]:
         """What tokenizer_config.json says, with special tokens and the chat template as text."""
-        ours = ("chat_templates", "eos_token_ids", "infill")  # of a GGUF file
+        ours = ("chat_templates", "eos_token_ids", "infill", "literal_tokens")  # of a GGUF file
         stated = {name: value for name, value in self._config.items() if name not in ours}
         stated.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         return stated | self._named | {"chat_template": self._template_source}
@@ -277,8 +277,8 @@ class Tokenizer:
         ids = [
             self._within.ids(text, add_special_tokens=False, most=most) for text in (before, after)
         ]
-        bos = self._encode("", add_special_tokens=True)[:1]
-        return (bos if bos == [self._bos_id] else []) + self.infill.prompt(*ids)
+        bos = [self._bos_id] if self._adds_bos and self._bos_id is not None else []
+        return bos + self.infill.prompt(*ids)
 
     def chat_prompt(
         self,
@@ -292,7 +292,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
 
-        tools       that may be called, in OpenAI's form; they may have a template of their own
+        tools       that may be called, in OpenAI's form; they may have a separate template
         variables   what the template may read besides: see `ChatTemplate.render`
         goes_on     whether the answer continues the last message, and begins no new one
         formed      whether the answer has a form, and no room for anything before it

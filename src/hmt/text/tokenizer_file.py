@@ -7,6 +7,7 @@ child process encodes, which the kernel holds to limits.
 """
 
 import json
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -85,6 +86,7 @@ class ConfinedEncoder:
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
         self._worker: Worker | None = None
+        self._forking = threading.Lock()  # two workers at once would leave one unused
         self._sandbox = Sandbox(
             "hmt.sandbox.encoders:Encoders",
             {},
@@ -97,9 +99,10 @@ class ConfinedEncoder:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids.  Raises RequestError where that passes a limit, CheckpointError."""
         try:
-            worker = self._worker
-            if worker is None or worker.ended:
-                worker = self._worker = self._sandbox.fork()
+            with self._forking:
+                worker = self._worker
+                if worker is None or worker.ended:
+                    worker = self._worker = self._sandbox.fork()
         except (Refused, Ended, Lost) as error:
             raise CheckpointError(
                 f"tokenizer.json cannot be used ({error or 'it was closed'}): download it again"

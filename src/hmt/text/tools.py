@@ -3,8 +3,8 @@
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from hmt.contracts.request import Grammar, GrammarKind
@@ -16,10 +16,10 @@ from hmt.text.call_grammars import (
     python_calls,
     xml_calls,
 )
-from hmt.text.call_readers import TaggedReader, UntaggedReader
+from hmt.text.call_readers import ARGS, CALL_ID, TOOL_CALLS, TaggedReader, UntaggedReader
 from hmt.text.calls import CallReader, ToolCall
 from hmt.text.harmony import harmony_rules, is_harmony
-from hmt.text.parameters import Parameters
+from hmt.text.parameters import Parameters, as_json
 from hmt.text.stream import StopStrings
 from hmt.text.xml_calls import FUNCTION, PARAMETER, XmlReader
 
@@ -30,11 +30,10 @@ _CALLS: Final = tuple(_DEEPSEEK.format(f"calls\u2581{end}") for end in ("begin",
 _CALL: Final = tuple(_DEEPSEEK.format(f"call\u2581{end}") for end in ("begin", "end"))
 _SEPARATOR: Final = _DEEPSEEK.format("sep")
 _FENCE: Final = "```json\n", "\n```"
-_MISTRAL: Final = "[TOOL_CALLS]"
 # Templates of Llama 3.2 and 4 show it so: [func_name1(params_name1=params_value1, ...), ...]
 _PYTHON: Final = re.compile(r"\[\s*\w+\((?:\w+\s*=|params)")
 # Special tokens of tokenizers, by which calls are told.
-MARKS: Final = (*_TAGS, *_LFM, _MISTRAL, "[ARGS]", "[CALL_ID]")
+MARKS: Final = (*_TAGS, *_LFM, TOOL_CALLS, ARGS, CALL_ID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,9 @@ class ToolStyle:
     fenced      DeepSeek's tags instead: True where the arguments stand in a block of code behind
                 the word "function" (V3, R1), False where they do not (V3.1); None: not DeepSeek's
     id_length   of calls' ids where the template demands one (Mistral); else they may be any
-    xml         Qwen3-Coder's: arguments in tags of their own
+    xml         Qwen3-Coder's: each argument between its own tags
     python      Llama 3.2's and 4's, LFM2's: [f(x="y")]
     named       Mistral's newer: [TOOL_CALLS]f[ARGS]{...}
-    mark        what Mistral's calls begin with
     """
 
     tagged: bool
@@ -63,7 +61,6 @@ class ToolStyle:
     python: bool = False
     named: bool = False
     tags: tuple[str, str] = _TAGS
-    mark: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, template: str) -> "ToolStyle":
@@ -78,9 +75,9 @@ class ToolStyle:
             return cls(tagged=True, python=True, tags=_LFM)
         if _TAGS[0] in template:
             return cls(tagged=True)
-        if _MISTRAL in template:
+        if TOOL_CALLS in template:
             length = 9 if "length" in template else None
-            return cls(False, id_length=length, named="[ARGS]" in template, mark=_MISTRAL)
+            return cls(False, id_length=length, named=ARGS in template)
         parameters = '"parameters": ' in template or "'parameters'" in template
         return cls(
             tagged=False,
@@ -104,7 +101,7 @@ class ToolStyle:
         """
         known = frozenset(names)
         if self.fenced is not None:
-            return _TaggedReader(_CALLS[0], _CALLS[1], lambda body: _deepseek_calls(body, known))
+            return _DeepSeekReader(known)
         functions = [tool["function"] for tool in tools]
         parameters = {one["name"]: Parameters(one.get("parameters")) for one in functions}
         kind = XmlReader if self.xml else TaggedReader if self.tagged else UntaggedReader
@@ -136,7 +133,7 @@ class ToolStyle:
         if self.python:
             return python_calls(functions, self.tags if self.tagged else ("", ""), rules)
         if self.named:
-            return named_calls(functions, self.mark, "[ARGS]", rules)
+            return named_calls(functions, TOOL_CALLS, ARGS, rules)
         schema = object_schema(functions, self.arguments)
         if not self.tagged:
             return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
@@ -144,10 +141,14 @@ class ToolStyle:
         return rules.grammar(rules.text(begin + "\n"), rules.json(schema), rules.text("\n" + end))
 
 
-class _TaggedReader:
-    def __init__(self, begin: str, end: str, parse: Callable[[str], list[ToolCall]]) -> None:
-        self._begin, self._end, self._parse = begin, end, parse
-        self._outside = StopStrings([begin])
+class _DeepSeekReader:
+    """Calls between DeepSeek's outer tags, each passed on when the end tag has come."""
+
+    def __init__(self, known: frozenset[str]) -> None:
+        """known: names of tools that may be called."""
+        self._known = known
+        self._begin, self._end = _CALLS
+        self._outside = StopStrings([self._begin])
         self._inside: str | None = None  # what came since a call began; None outside of calls
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -166,7 +167,7 @@ class _TaggedReader:
             body, closed, text = self._inside.partition(self._end)
             if not closed:
                 break
-            found = self._parse(body)
+            found = _deepseek_calls(body, self._known)
             calls += found
             shown += "" if found else self._begin + body + self._end
             self._inside = None
@@ -175,7 +176,7 @@ class _TaggedReader:
     def flush(self) -> tuple[str, list[ToolCall]]:
         if self._inside is None:
             return self._outside.flush(), []
-        calls = self._parse(self._inside)  # the end tag may be an end token
+        calls = _deepseek_calls(self._inside, self._known)  # the end tag may be an end token
         return ("" if calls else self._begin + self._inside), calls
 
 
@@ -195,7 +196,7 @@ def _deepseek_calls(text: str, known: frozenset[str]) -> list[ToolCall]:
         if not parted or name.strip() not in known or not isinstance(value, dict):
             return []
         name = name.strip()
-        calls.append(ToolCall(name, json.dumps(value, ensure_ascii=False)))
+        calls.append(ToolCall(name, as_json(value)))
     return calls
 
 

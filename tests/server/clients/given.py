@@ -30,7 +30,7 @@ class Place(BaseModel):
 
 
 class Weather(BaseModel):
-    """The weather of a place, which is a model of its own: `$defs` in its schema."""
+    """The weather of a place, which is a nested model: `$defs` in its schema."""
 
     place: Place
     days: int

@@ -1,8 +1,7 @@
 """The clients that people use, each as its own documentation shows, with tools and streams.
 
-Each is a program of its own, which tests/server/clients has beside this file.  Those that
-scripts/clients installs have versions of their own: what they need does not agree with what the
-other tests need.
+Each runs as a separate program, whose file stands beside this one.  Those that scripts/clients
+installs have their own versions: what they need does not agree with what the other tests need.
 """
 
 import json
@@ -25,7 +24,7 @@ needs_clients = pytest.mark.skipif(
 )
 needs_node = pytest.mark.skipif(
     shutil.which("node") is None or not (NODE / "node_modules").is_dir(),
-    reason="needs node, and what scripts/clients installs where npm is there",
+    reason="needs node, and what scripts/clients installs where there is npm",
 )
 
 

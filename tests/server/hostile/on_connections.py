@@ -15,7 +15,7 @@ def half_open_connections(target: Target) -> None:
             try:
                 stack.enter_context(target.raw(b"" if number % 2 else b"GET /health HTT"))
             except OSError:
-                break  # no descriptors, or nobody accepts so many at once
+                break  # no descriptors, or the server does not accept so many at once
         for _ in range(3):
             require(target.get("/health").status == 200, "half-open connections keep others out")
 
@@ -35,7 +35,7 @@ def bodies_that_stop(target: Target) -> None:
 
 
 def clients_that_never_read(target: Target) -> None:
-    """Five streams of 16 answers which nobody reads: their places become free."""
+    """Five streams of 16 answers whose clients read nothing: their places become free."""
     body = target.chat("hi", n=16, max_tokens=60, ignore_eos=True, stream=True)
     body |= {"logprobs": True, "top_logprobs": 20}
     with contextlib.ExitStack() as stack:
@@ -43,7 +43,7 @@ def clients_that_never_read(target: Target) -> None:
             stack.enter_context(target.raw(target.request(CHAT, body), receive_buffer=2048))
         eventually(
             lambda: target.post(CHAT, target.chat(max_tokens=1)).status == 200, 60,
-            "clients that read nothing keep everybody's place",
+            "clients that read nothing keep all places",
         )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def templates_that_reach_out(target: Target) -> None:
 def _still_serves(target: Target) -> None:
     eventually(
         lambda: target.post(CHAT, target.chat(max_tokens=1)).status == 200, 30,
-        "nobody is served after a bad template",
+        "no client is served after a bad template",
     )  # fmt: skip
 
 

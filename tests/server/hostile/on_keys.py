@@ -27,7 +27,7 @@ def without_a_key(target: Target) -> None:
 
 
 def names_that_lead_here(target: Target) -> None:
-    """A page of another origin, and a name of its own for this address (DNS rebinding)."""
+    """A page of another origin, and its own name for this address (DNS rebinding)."""
     for host in (
         "evil.example",
         "localhost.evil.example",
@@ -69,11 +69,14 @@ def caches_prompts(target: Target) -> bool:
     return _cached(target, prompt, 0) > 0
 
 
+def _has_cache_of_keys(target: Target) -> bool:
+    """Whether there are keys, and a prefix cache that one could use to learn of another."""
+    return target.keys is not None and caches_prompts(target)
+
+
 def prompts_of_others(target: Target) -> None:
     """Whether another key can tell by the prefix cache what was asked."""
-    if target.keys is None:
-        return
-    if not caches_prompts(target):
+    if not _has_cache_of_keys(target):
         return
     secret = f"{os.urandom(8).hex()} is my password, and mauve the colour that I love. " * 6
     _cached(target, secret, 0)
@@ -82,9 +85,7 @@ def prompts_of_others(target: Target) -> None:
 
 def flood_of_prompts(target: Target) -> None:
     """One key fills the prefix cache: another one's prompt is still there."""
-    if target.keys is None:
-        return
-    if not caches_prompts(target):
+    if not _has_cache_of_keys(target):
         return
     own = f"{os.urandom(8).hex()} is what the other key asks again and again. " * 6
     _cached(target, own, 1)

@@ -62,7 +62,7 @@ class Target:
         self, method: str, path: str, body: Any = None, *, key: int | None = 0,
         timeout_s: float = 60, **headers: str,
     ) -> Answer:  # fmt: skip
-        """One request on a connection of its own.  `body`: bytes as they are, others as JSON."""
+        """One request on a new connection.  `body`: bytes as they are, others as JSON."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         if self.keys is not None and key is not None:
             named.setdefault("authorization", f"Bearer {self.keys[key]}")

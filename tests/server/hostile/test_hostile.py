@@ -38,7 +38,7 @@ def params(attacks: tuple[Attack, ...]) -> list[object]:
 
 
 class Victim:
-    """A server of its own process."""
+    """A server in a separate process."""
 
     def __init__(
         self, folder: Path, *arguments: str, model: Path | None = None, files: int = 0
@@ -156,8 +156,7 @@ def test_answers_end_after_a_signal_and_nothing_outlives_a_second_one(weak: Vict
 
     threads = [threading.Thread(target=ask)]
     threads += [threading.Thread(target=endure, args=(work,)) for work in busy]
-    for thread in threads[:1]:
-        thread.start()
+    threads[0].start()
     eventually(lambda: inside(target) >= 1, 30, "nothing is under way")
     for thread in threads[1:]:
         thread.start()

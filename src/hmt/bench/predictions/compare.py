@@ -32,12 +32,12 @@ _MODULE = "hmt.bench.predictions.process"
 def runs_of(
     cases: Sequence[Case], folder: Path, progress: Callable[[str], None] = lambda what: None
 ) -> Iterator[dict[str, Any]]:
-    """Runs all cases twice, each run in a process of its own; what `process.run` says of each.
+    """Runs all cases twice, each run in a separate process; what `process.run` says of each.
 
     Models are written into `folder`.  Raises HMTError where a process fails.
     """
     for case in cases:
-        # Runs of a cache folder of their own: earlier ones on this machine tell them nothing.
+        # Each case has its own cache folder: earlier runs on this machine tell it nothing.
         with tempfile.TemporaryDirectory() as cache:
             if cache_file().exists():
                 copyfile(cache_file(), Path(cache) / cache_file().name)

@@ -48,8 +48,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 def _options(case: Case, path: Path) -> dict[str, Any]:
     """What the engine is told; of host memory, what keeps the case's share of the weights."""
-    ahead = 2 * case.users * -(-case.prompt // _CHUNK)  # tokens of those whose prompt came first
-    each = round_up(case.prompt + case.tokens + ahead, PAGE_TOKENS)
+    each = round_up(case.prompt + case.tokens + _ahead(case), PAGE_TOKENS)
     options: dict[str, Any] = {
         "quantization": None if case.model in GPU_SHAPES else case.scheme,
         "context": each * case.users,
@@ -69,6 +68,11 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
     least = smallest_budget(demand, PlanOptions(0, config.context))
     room = _ROOM_BYTES if case.kept == 1 else 0
     return options | {"host_memory": int(least + case.kept * demand.weight_bytes + room)}
+
+
+def _ahead(case: Case) -> int:
+    """Tokens that users may have decoded before the last prompt is through, two for each chunk."""
+    return 2 * case.users * -(-case.prompt // _CHUNK)
 
 
 def _predicted(case: Case, prepared: Prepared, taken_bytes: int) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def _measured(case: Case, model: LoadedModel) -> dict[str, Any]:
 
 def _answer(case: Case, model: LoadedModel, tokens: int) -> None:
     """Let all users decode, and those whose prompts came first until the last one has as much."""
-    ahead = 2 * case.users * -(-case.prompt // _CHUNK) if case.users > 1 else 0
+    ahead = _ahead(case) if case.users > 1 else 0
     requests = [
         Request(
             input=_tokens(case.prompt, user),

@@ -18,8 +18,6 @@ ARCHITECTURES: Final = (
     "qwen3",
     "qwen3moe",
 )
-# Those whose rotary factors in tensors are part of the configuration.
-FACTORED: Final = frozenset(ARCHITECTURES) - {"gemma3", "gpt-oss"}
 
 _GEMMA3_PATTERN: Final = 6  # every sixth layer sees everything, which llama.cpp takes for granted
 _GEMMA3_27B_LAYERS: Final = 62

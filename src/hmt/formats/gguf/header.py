@@ -71,7 +71,7 @@ def read_gguf(path: Path) -> GgufHeader:
         raise MissingFileError(f"{path} does not exist: download it") from None
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({os_reason(error)}): check its permissions and the drive"
+            f"{path} cannot be read ({os_reason(error)}): check its permissions and the disk"
         ) from error
 
 

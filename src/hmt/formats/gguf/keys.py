@@ -18,7 +18,11 @@ class Keys:
         return self._at + key in self._metadata
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A number; of an array whose items are equal, the item."""
+        """A number; of an array whose items are equal, the item.
+
+        Raises HeaderError for what is no number and without a default, CheckpointError for an array
+        of different items.
+        """
         value = self._metadata.get(self._at + key, default)
         if value is _REQUIRED:
             raise HeaderError(
@@ -36,21 +40,21 @@ class Keys:
         return value
 
     def count(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A whole number above 0."""
+        """A whole number above 0.  Raises as `number`."""
         value = self.number(key, default)
         if value is not default and (type(value) is not int or not 0 < value < 1 << 31):
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}; wanted is a count")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Whether something is so."""
+        """Whether something is so.  Raises HeaderError."""
         value = self._metadata.get(self._at + key, default)
         if not isinstance(value, bool):
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no truth")
         return value
 
     def text(self, key: str) -> str:
-        """Text, or nothing."""
+        """Text, empty where the file has none.  Raises HeaderError."""
         value = self._metadata.get(self._at + key, "")
         if not isinstance(value, str):
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no text")

@@ -11,25 +11,25 @@ What the keys mean is what llama.cpp makes of them (`llama_model::load_hparams`,
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from hmt.formats.gguf.keys import Keys
 
-_FACTOR, _OLD_FACTOR = "rope.scaling.factor", "rope.scale_linear"
-_TYPE, _ATTENTION = "rope.scaling.type", "rope.scaling.attn_factor"
-_OWN_FACTORS = ("rope_factors_long", "rope_freqs")
+_FACTOR: Final = "rope.scaling.factor"
+_OLD_FACTOR: Final = "rope.scale_linear"
+_TYPE: Final = "rope.scaling.type"
+_ATTENTION: Final = "rope.scaling.attn_factor"
+_OWN_FACTORS: Final = ("rope_factors_long", "rope_freqs")
 # Keys below "rope." that are read here or by an architecture, or say nothing of numbers: sections
 # are of axes that agree for text.
-_KNOWN = frozenset(
-    {
-        "dimension_count", "dimension_sections", "freq_base", "freq_base_swa", "scale_linear",
-        "scaling.type", "scaling.factor", "scaling.attn_factor", "scaling.finetuned",
-        "scaling.original_context_length", "scaling.yarn_log_multiplier",
-        "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
-    }
-)  # fmt: skip
+_KNOWN: Final = frozenset({
+    "dimension_count", "dimension_sections", "freq_base", "freq_base_swa", "scale_linear",
+    "scaling.type", "scaling.factor", "scaling.attn_factor", "scaling.finetuned",
+    "scaling.original_context_length", "scaling.yarn_log_multiplier",
+    "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
+})  # fmt: skip
 # Values with which other keys change nothing.
-_NEUTRAL = {"scaling.yarn_ext_factor": (-1, 1), "scaling.yarn_attn_factor": (-1, 1)}
+_NEUTRAL: Final = {"scaling.yarn_ext_factor": (-1, 1), "scaling.yarn_attn_factor": (-1, 1)}
 
 
 def rope_parameters(
@@ -59,7 +59,9 @@ def rope_parameters(
             raise keys.unread("rope.dimension_count", f"and heads have {dim} numbers")
         found["partial_rotary_factor"] = turned / dim
     original = keys.count("rope.scaling.original_context_length", max_positions)
-    kind, scale, attention = _kind(keys), _scale(keys), _positive(keys, _ATTENTION, 1.0)
+    kind = _kind(keys)
+    scale = 1.0 if kind == "none" else _scale(keys)
+    attention = _attention(keys)
     own = next((name for name in _OWN_FACTORS if name in factors), None)
     if kind == "yarn":
         if own is not None:
@@ -89,23 +91,22 @@ def _kind(keys: Keys) -> str:
 
 def _scale(keys: Keys) -> float:
     """What frequencies are divided by; 1 where nothing is said of it."""
-    if _kind(keys) == "none":
-        return 1.0
     # In llama.cpp a factor of 0 stands for none.
     return float(keys.number(_FACTOR, 0) or keys.number(_OLD_FACTOR, 0) or 1.0)
 
 
-def _positive(keys: Keys, key: str, default: float) -> float:
-    value = float(keys.number(key, default))
+def _attention(keys: Keys) -> float:
+    """What cosines and sines are multiplied with; 1 where the file does not say."""
+    value = float(keys.number(_ATTENTION, 1.0))
     if not 0 < value < math.inf:
-        raise keys.unread(key, "wanted is a number above 0")
+        raise keys.unread(_ATTENTION, "wanted is a number above 0")
     return value
 
 
 def _divided(
     long: list[float], short: list[float] | None, attention: float, original: int
 ) -> dict[str, Any]:
-    """Each frequency divided by a number of its own, which is what LongRoPE does."""
+    """Each frequency divided by its own number, which is what LongRoPE does."""
     return {
         "rope_type": "longrope",
         "long_factor": long,

@@ -30,7 +30,7 @@ class Opened:
 class PrefixCache:
     """Opens and closes sequences of a cache so that what one has computed others need not.
 
-    A prompt sees nothing of texts with another salt, neither their pages nor that there are any.
+    A prompt sees nothing of sequences with another salt, neither their pages nor that any exist.
     An owner evicts no pages of others that are within their share; see PrefixTree.  Without a store
     prefixes live as long as the cache.  Only for the engine's thread.
     """
@@ -82,21 +82,21 @@ class PrefixCache:
         """Close a sequence, and keep its pages for others.
 
         tokens   all whose keys and values were appended for every layer, from the first on
-        owner    for whom they count
+        owner    the one that they count for
         """
         self.leave(sequence, tokens, salt, owner)
         if self.store is None or len(tokens) < PAGE_TOKENS:
             return
-        texts = self._unsaved.setdefault(owner, deque())
-        texts.append((np.asarray(tokens, dtype=np.int64), salt))
+        ended = self._unsaved.setdefault(owner, deque())
+        ended.append((np.asarray(tokens, dtype=np.int64), salt))
         if sum(map(len, self._unsaved.values())) > _MOST_UNSAVED:
             most = max(self._unsaved, key=lambda name: len(self._unsaved[name]))
-            self._unsaved[most].popleft()  # it has two at least, or there are 256 others
+            self._unsaved[most].popleft()
+            if not self._unsaved[most]:  # there are 256 other owners
+                del self._unsaved[most]
 
     def tend(self) -> bool:
-        """Save one more file's worth of what ended; whether there may be more.
-
-        Owners take turns.
+        """Save one more file's worth of what ended, of each owner in turn; whether more is left.
 
         For when there is nothing else to do.  Raises DiskReadError where pages of the cache that
         lie on the drive cannot be read.
@@ -104,13 +104,13 @@ class PrefixCache:
         if not self._unsaved or self.store is None or self.extents is None:
             return False
         owner = next(iter(self._unsaved))
-        texts = self._unsaved.pop(owner)
+        ended = self._unsaved.pop(owner)
         try:
-            if texts and not self._save(*texts[-1], owner):
-                texts.pop()
+            if not self._save(*ended[-1], owner):
+                ended.pop()
         finally:
-            if texts:
-                self._unsaved[owner] = texts
+            if ended:
+                self._unsaved[owner] = ended
         return bool(self._unsaved)
 
     def finish(self) -> None:
@@ -129,7 +129,7 @@ class PrefixCache:
         return counted
 
     def _save(self, tokens: Numbers, salt: str, owner: str) -> int:
-        """Save a file's worth of a text; how many pages, 0 where nothing is left to save."""
+        """Save a file's worth of a sequence; how many pages, 0 where nothing is left to save."""
         assert self.store is not None and self.extents is not None
         ids, extents = self.tree.find(tokens, salt), self.extents
 

@@ -1,8 +1,8 @@
 """How owners of prefixes share a cache that is full: max-min fairness, counted in pages or bytes.
 
 The level is the one at which all demands, each cut to it, fill the cache (Bertsekas and Gallager,
-Data Networks, 6.5.2).  Whoever holds more than the level evicts own pages; whoever holds less loses
-none to others.
+Data Networks, 6.5.2).  An owner that holds more than the level evicts its own pages; one that holds
+less loses none to others.
 """
 
 from collections.abc import Mapping

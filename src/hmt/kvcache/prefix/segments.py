@@ -44,7 +44,7 @@ class Segment:
     page_bytes   of one page of all layers
     first        number of the first page in the text
     keys, sums   of each page: its key, and the xxh3_64 of its bytes
-    owner        `owner_tag` of whom the file counts for; it stands in the file's name only
+    owner        `owner_tag` of the owner it counts for; it stands in the file's name only
     """
 
     model: bytes
@@ -93,7 +93,7 @@ def read_name(name: str) -> tuple[int, str] | None:
 def owner_tag(owner: str) -> str:
     """What stands for an owner in the names of files: 16 hexadecimal digits, "" for no owner.
 
-    A keyed hash: the same in every process, and nobody reads the owner's name from it.
+    A keyed hash: the same in every process, and the owner's name cannot be read from it.
     """
     if not owner:
         return ""

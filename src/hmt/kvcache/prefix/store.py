@@ -76,7 +76,7 @@ class PrefixStore:
     in the log, and counts as never kept.  Nothing here raises because of the drive.
 
     When the folder is full, the owner whose files take most loses the least recently used of them,
-    whichever model they are of; in one text the last pages first.  So no owner evicts files of
+    whichever model they are of; of one sequence the last pages first.  So no owner evicts files of
     another that are within its share (`fairness`).  While a file is written the folder may have
     that much more.
     """
@@ -174,7 +174,7 @@ class PrefixStore:
         to call this until it returns 0, with other work in between, if there is any.
 
         export   fills uint8 [pages, page_bytes] with pages from a number on
-        owner    for whom the file counts
+        owner    the one that the file counts for
         """
         try:
             with self._locked():
@@ -344,7 +344,7 @@ class PrefixStore:
         for theirs in files.values():
             theirs.sort(reverse=True)
         while files and sizes.total() > self._capacity_bytes:
-            owner = max(files, key=lambda tag: sizes[tag])
+            owner = max(files, key=lambda name: sizes[name])
             _, name, size = files[owner].pop()
             if not files[owner]:
                 del files[owner]

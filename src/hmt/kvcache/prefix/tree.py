@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from types import MappingProxyType
 
 import numpy as np
 
@@ -56,9 +55,9 @@ class _Run:
 class PrefixTree:
     """Maps the longest beginning of a text that is held to pages, and owns one share of each.
 
-    Only whole pages are held.  A text is int64 numbers, and a salt: texts of different salts have
-    nothing in common.  It says what else keys and values depend on (how they are encoded, an
-    adapter), and who may share them.  Positions without a token, such as those of images, stand as
+    Only whole pages are held.  A sequence is int64 numbers, and a salt: those of different salts
+    have nothing in common.  It says what else the KV depends on (how it is encoded, an adapter),
+    and which requests may share it.  Positions without a token, such as those of images, stand as
     numbers made from a hash of their content.
 
     Each page counts for the owner who inserted it.  The owner that holds most loses pages first, so
@@ -132,8 +131,8 @@ class PrefixTree:
         """Hold the whole pages of `tokens`, which lie in `ids`; how many are new.
 
         Where a beginning is held already, its pages stay and those of `ids` are not taken.  Others
-        go if there are too many; of a text that is larger than the share of `owner` its beginning
-        is held.
+        go if there are too many; of a sequence that is larger than the share of `owner` its
+        beginning is held.
         """
         self.expire()
         rows = _rows(tokens)[: self.pages]
@@ -237,7 +236,7 @@ class PrefixTree:
         return min(pages, max(0, most - own))
 
     def _shed(
-        self, wanted: int, *, freeing: bool, incoming: Mapping[str, int] = MappingProxyType({})
+        self, wanted: int, *, freeing: bool, incoming: Mapping[str, int] | None = None
     ) -> int:
         """Let go of pages until so many have gone, or are free; how many are free.
 

@@ -66,7 +66,7 @@ def take_apart(tree: Tree, architecture: str) -> Parts:
             del module.weight
             object.__setattr__(module, "weight", LazyTable.of(table, block))
         elif not name or any(True for _ in module.children()):
-            named = f"{name or 'the model'} has parameters of its own ({', '.join(own)})"
+            named = f"{name or 'the model'} has its own parameters ({', '.join(own)})"
             raise refused(architecture, named)
         else:
             unit = Unit(_leaf(module), name)
@@ -189,7 +189,7 @@ class BlockMaker:
             block = HEAD._replace(index=number)
             specs = [*self._specs(own, "weight", Role.LINEAR, rows)]
             if tied and len(specs) == 1:
-                # A head of its own in the file is the head, as in transformers.
+                # A head in the file is the head, as in transformers.
                 specs = [replace(specs[0], sources=(weight, *specs[0].sources))]
             if head.biased:
                 specs += self._specs(bias, "bias", Role.VECTOR, rows)

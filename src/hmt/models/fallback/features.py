@@ -18,8 +18,8 @@ _INPUTS = ("vision_config", "audio_config", "speech_config", "image_config")
 
 # A field that is set, and what that is; {} stands for its value.
 _FIELDS = {
-    "hidden_size_per_layer_input": "an embedding of its own for each layer ({} numbers per token)",
-    "num_kv_shared_layers": "{} layers that share the keys and values of earlier ones",
+    "hidden_size_per_layer_input": "a separate embedding for each layer ({} numbers per token)",
+    "num_kv_shared_layers": "{} layers that share the KV cache of earlier ones",
     "altup_num_inputs": "{} hidden states per token, which its layers predict and correct (AltUp)",
     "index_topk": "attention to {} keys that an indexer selects",
     "compress_ratios": "attention to keys that are compressed, by {}",

@@ -1,7 +1,7 @@
 """Rotary positions of transformers' modules whose frequencies depend on a sequence's length.
 
 Their modules take the length from the largest position of a call, so that the angles of a prompt
-would depend on how it is cut into chunks, and on who else is in the step.
+would depend on how it is cut into chunks, and on what else is in the step.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hmt.base.errors import CheckpointError
 from hmt.contracts.model import RotaryBorder
 from hmt.contracts.step import Run
-from hmt.layers import border_of
+from hmt.layers import border_of, common_border
 from hmt.models.config import Config, rotary_parameters
 from hmt.models.fallback.work import current
 
@@ -81,23 +81,17 @@ def by_length(model: nn.Module, border: RotaryBorder) -> None:
 
 def border_in(config: Config) -> RotaryBorder | None:
     """Where a configuration's frequencies begin to depend on a length.  Raises CheckpointError."""
-    borders = set()
+    borders = []
     for parameters in rotary_parameters(config):
         if parameters.get("rope_type", "default") == "default":
             check_typed(parameters)
         try:
-            borders.add(border_of(parameters, config.max_position_embeddings))
+            borders.append(border_of(parameters, config.max_position_embeddings))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"rope_parameters {parameters} cannot be used: {type(error).__name__} {error}"
             ) from error
-    borders.discard(None)
-    if len(borders) > 1:
-        raise CheckpointError(
-            "its layer types have rotary positions that change at different lengths "
-            f"({', '.join(sorted(map(str, borders)))}), which HMT does not compute"
-        )
-    return next(iter(borders), None)
+    return common_border(borders)
 
 
 def check_typed(parameters: Any) -> None:

@@ -133,7 +133,7 @@ class Sights:
             if not mask.usual:
                 self._complain("its masks are neither causal nor windows")
         elif mask is not None:
-            self._complain("it makes masks of its own")
+            self._complain("it makes its own masks")
         else:
             self._complain("it has no mask: its tokens see those behind them")
         if options.get("is_causal", getattr(module, "is_causal", True)) is False:

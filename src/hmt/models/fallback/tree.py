@@ -48,7 +48,7 @@ def read(config: Mapping[str, Any]) -> Config:
     """transformers' configuration of a parsed config.json.  Raises CheckpointError."""
     model_type, architecture = str(config.get("model_type")), config["architectures"][0]
     if getattr(getattr(transformers, architecture), "_is_stateful", False):
-        raise refused(architecture, "it has a state besides keys and values")
+        raise refused(architecture, "it has a state besides the KV cache")
     if model_type not in CONFIG_MAPPING:
         raise UnknownArchitectureError(
             f"model_type is {model_type!r}, which transformers {transformers.__version__} does not "

@@ -15,13 +15,7 @@ from hmt.server.anthropic.schemas import Counted, MessagesBody
 from hmt.server.client import off_loop
 from hmt.server.errors import told
 from hmt.server.generation import Generation
-from hmt.server.openai.reading import (
-    AnswerReader,
-    Reading,
-    Said,
-    form_of_calls,
-    style_of,
-)
+from hmt.server.openai.reading import AnswerReader, Reading, Said, form_of_calls, style_of
 from hmt.server.service import Asked, service_of
 from hmt.server.stream import EventStream, Voice, unless_gone
 from hmt.server.thinking import Thinking, thinking
@@ -65,14 +59,12 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 
     def encode() -> list[list[int]]:
         formed = called is None and asked.grammar is not None
-        prompts.append(_prompt(tokenizer, body, formed=formed, most=service.max_positions))
+        prompts.append(_prompt(tokenizer, body, thought, formed=formed, most=service.max_positions))
         return prompts
 
     generation = await service.begin(asked, encode, 1, "messages")
-    names = [tool["function"]["name"] for tool in tools]
-    formed = asked.grammar is not None
     reading = Reading(
-        tokenizer, prompts[0], style, names, formed, several=body.several, tools=tools
+        tokenizer, prompts[0], style, tools, asked.grammar is not None, several=body.several
     )
     heading = {
         "id": f"msg_{uuid.uuid4().hex}",
@@ -98,9 +90,9 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: Counted, request: Request) -> dict[str, int]:
     """How long a prompt is."""
-    service = service_of(request, body.model)
+    tokenizer = service_of(request, body.model).model.tokenizer
     try:
-        tokens = await off_loop(lambda: _prompt(service.model.tokenizer, body))
+        tokens = await off_loop(lambda: _prompt(tokenizer, body, _thinking(tokenizer, body)))
     except HMTError as error:
         raise told(error, "messages") from error
     return {"input_tokens": len(tokens)}
@@ -118,12 +110,17 @@ def _thinking(tokenizer: Tokenizer, body: Counted) -> Thinking:
 
 
 def _prompt(
-    tokenizer: Tokenizer, body: Counted, *, formed: bool = False, most: int | None = None
+    tokenizer: Tokenizer,
+    body: Counted,
+    thought: Thinking,
+    *,
+    formed: bool = False,
+    most: int | None = None,
 ) -> list[int]:
     return tokenizer.chat_prompt(
         body.chat,
         body.callable or None,
-        variables=_thinking(tokenizer, body).variables,
+        variables=thought.variables,
         goes_on=body.goes_on,
         formed=formed,
         most=most,
@@ -174,7 +171,7 @@ _EMPTY: Final[dict[str, dict[str, Any]]] = {
 
 
 def _blocks(said: Said) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What was said, each as the delta of a stream and as a block of its own.
+    """What was said, each as the delta of a stream and as a whole block.
 
     The block is empty for more arguments of a call that has one.
     """

@@ -8,8 +8,8 @@ from typing import Final
 
 from hmt.server.fields import Refusal, reasons
 
-_CACHED: Final = reasons("prompts are cached as --prefix-cache says", ("cache_control",))
-_SERVERS: Final = "the server runs no tools of its own: offer tools that the client runs"
+_CACHED: Final = {"cache_control": "prompts are cached as --prefix-cache says"}
+_SERVERS: Final = "the server itself runs no tools: offer tools that the client runs"
 
 # Of messages, and of what a message would have in tokens.
 IGNORED: Final[Mapping[str, str]] = {
@@ -22,10 +22,10 @@ IGNORED: Final[Mapping[str, str]] = {
         "chooses among Anthropic's models and places",
         ("inference_geo", "speed", "fallbacks", "service_tier"),
     ),
-    **reasons("the prefix cache is in /metrics", ("diagnostics",)),
-    **reasons("what the client sends is the prompt: nothing is cleared", ("context_management",)),
+    "diagnostics": "the prefix cache is in /metrics",
+    "context_management": "what the client sends is the prompt: nothing is cleared",
     **reasons("the header anthropic-beta has no effect either", ("betas", "anthropic_beta")),
-    **reasons("is in the header", ("anthropic_version",)),
+    "anthropic_version": "is in the header",
 }
 
 REFUSED: Final[Mapping[str, Refusal]] = {

@@ -77,9 +77,10 @@ async def gather(generation: Generation) -> list[Gathered]:
 async def rendered(
     heading: Heading, choices: Iterable[dict[str, Any]], counted: dict[str, Any]
 ) -> Response:
-    """A whole response, written by a thread, a choice at a time: the loop is for everybody.
+    """A whole response, written by a thread, a choice at a time.
 
-    Log-probabilities of 20 tokens in the place of each make it 2 kB per token.
+    On the event loop it would keep all clients waiting: log-probabilities of 20 tokens in the
+    place of each make it 2 kB per token.
     """
 
     def write() -> bytes:

@@ -57,10 +57,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return prompts
 
     generation = await service.begin(wanted, encode, 1, "messages")
-    names = [tool["function"]["name"] for tool in tools]
     reading = Reading(
-        tokenizer, prompts[0], style, names, wanted.grammar is not None,
-        several=body.parallel_tool_calls is not False, tools=tools,
+        tokenizer, prompts[0], style, tools, wanted.grammar is not None,
+        several=body.parallel_tool_calls is not False,
     )  # fmt: skip
     if body.stream:
         heading = Heading("chat.completion.chunk", service.name, "chatcmpl")

@@ -143,7 +143,7 @@ class Templated(Fields):
     @model_validator(mode="after")
     def _continuable(self) -> Self:
         for name in RESERVED.intersection(self.chat_template_kwargs or ()):
-            raise wrong("chat_template_kwargs", f"{name} has a field of its own")
+            raise wrong("chat_template_kwargs", f"{name} has its own field")
         if self.continue_final_message and self.add_generation_prompt:
             raise wrong(
                 "add_generation_prompt", "continue_final_message begins no new message: set false"

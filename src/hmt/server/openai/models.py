@@ -70,11 +70,11 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             tokens = tokenizer.encode_bare(body.prompt or "")
         else:
             tokens = tokenizer.encode(body.prompt or "")
-        heading: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_positions}
-        heading["token_strs"] = None
+        strings = None
         if body.return_token_strs:
-            heading["token_strs"] = [spoken(tokenizer, token) for token in tokens]
-        heading["tokens"] = []
+            strings = [spoken(tokenizer, token) for token in tokens]
+        heading = {"count": len(tokens), "max_model_len": service.max_positions,
+                   "token_strs": strings, "tokens": []}  # fmt: skip
         # A piece at a time: the GIL is held meanwhile.
         pieces = (
             str(tokens[begin : begin + _AT_ONCE])[1:-1] for begin in range(0, len(tokens), _AT_ONCE)

@@ -58,7 +58,7 @@ class AnswerReader:
             return said
         if self._called:
             said.reasoning = said.text = ""
-        first = list[ToolCall]()
+        first: list[ToolCall] = []
         for call in said.calls:
             self._called += bool(call.name)
             if self._called <= 1:
@@ -71,20 +71,19 @@ class AnswerReader:
 class Reading:
     """How the answers to one prompt are read.
 
-    style    of calls of tools, and `names` those that may be called; None: none may
+    style    of calls of tools; None: none may be called
+    tools    those that may be called, in OpenAI's form
     formed   whether answers are held to a form: then they have no room for reasoning, but for
              that of models with channels, which are part of it
     several  whether one answer may have several calls; if not, it ends with the first
-    tools    the same as `names`, in OpenAI's form
     """
 
     tokenizer: Tokenizer
     prompt: list[int]
     style: ToolStyle | None
-    names: list[str]
+    tools: Sequence[Mapping[str, Any]]
     formed: bool
     several: bool = True
-    tools: Sequence[Mapping[str, Any]] = ()
 
     def id_of(self, call: ToolCall) -> str:
         """What a call is known by: what the model called it, or a new one."""
@@ -96,7 +95,8 @@ class Reading:
 
     def reader(self, *, early: bool = False) -> AnswerReader:
         """For one answer.  early: calls are passed on as they come."""
-        channels = self.tokenizer.channels(self.prompt, self.names)
+        names = [tool["function"]["name"] for tool in self.tools]
+        channels = self.tokenizer.channels(self.prompt, names)
         if channels is not None:
             return AnswerReader(channels, several=self.several)
         reasoning = None if self.formed else self.tokenizer.reasoning(self.prompt)
@@ -105,7 +105,7 @@ class Reading:
             style = self.tokenizer.tool_style  # which leaves them out
         calls = None
         if style is not None:
-            calls = style.reader(self.names, self.tools, early=early, hidden=marks)
+            calls = style.reader(names, self.tools, early=early, hidden=marks)
         return AnswerReader(None, reasoning, calls, self.several)
 
 

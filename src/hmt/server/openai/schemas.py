@@ -419,7 +419,7 @@ class TokenizeBody(Templated):
 
 
 class Order(BaseModel):
-    """What only HMT has: nobody else's client sends it, so that unknown fields are mistakes."""
+    """What only HMT has: clients of other APIs do not send it, so unknown fields are mistakes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

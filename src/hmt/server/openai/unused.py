@@ -22,7 +22,7 @@ IGNORED: Final[Mapping[str, str]] = {
         ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_prompt",
          "n_keep", "id_slot", "slot_id", "keep_alive", "cache_control"),
     ),
-    **reasons("a prediction only saves OpenAI time", ("prediction",)),
+    "prediction": "a prediction only saves OpenAI time",
     **reasons(
         "chooses among OpenRouter's providers",
         ("models", "route", "provider", "usage", "session_id"),
@@ -201,7 +201,7 @@ MESSAGE_IGNORED: Final[Mapping[str, str]] = {
          "provider_specific_fields", "reasoning_details", "thinking_blocks", "signature",
          "context"),
     ),
-    **reasons("prompts are cached as --prefix-cache says", ("cache_control",)),
+    "cache_control": "prompts are cached as --prefix-cache says",
 }  # fmt: skip
 
 _CONTINUE: Final = "write continue_final_message beside the messages"

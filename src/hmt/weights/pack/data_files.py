@@ -91,7 +91,7 @@ class DataFiles:
         path = self._folder / file_name(number)
         if error.errno not in _FULL:
             return DiskWriteError(
-                f"writing {path} failed: {os_reason(error)}; check the drive (dmesg, smartctl)"
+                f"writing {path} failed: {os_reason(error)}; check the disk (dmesg, smartctl)"
             )
         free = "little"
         with contextlib.suppress(OSError):

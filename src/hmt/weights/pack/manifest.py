@@ -181,7 +181,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read ({os_reason(error)}): check its permissions and the drive"
+            f"{file} cannot be read ({os_reason(error)}): check its permissions and the disk"
         ) from error
     return decode(raw, file)
 

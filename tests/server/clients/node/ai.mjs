@@ -2,23 +2,13 @@
 import assert from "node:assert/strict";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
-import { ANSWER, ARGUMENTS, FORECAST, MODEL, OPENAI, QUESTION, WEATHER, Parameters, Weather }
+import { ANSWER, ARGUMENTS, FORECAST, MODEL, OPENAI, QUESTION, WEATHER, Weather }
   from "./given.mjs";
+import { called, tools } from "./given_tools.mjs";
 
 const provider = createOpenAICompatible({
   name: "hmt", baseURL: OPENAI, apiKey: "none", supportsStructuredOutputs: true, includeUsage: true,
 });
-const called = [];
-const tools = {
-  get_weather: tool({
-    description: "Tells the weather.",
-    inputSchema: Parameters,
-    execute: async (given) => {
-      called.push(given);
-      return "sunny";
-    },
-  }),
-};
 const asked = { model: provider(MODEL), maxRetries: 0, prompt: QUESTION, tools, stopWhen: stepCountIs(3) };
 const done = await generateText(asked);
 assert.equal(done.text, ANSWER);

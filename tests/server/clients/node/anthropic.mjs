@@ -2,21 +2,11 @@
 import assert from "node:assert/strict";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { generateText, stepCountIs, streamText, tool } from "ai";
-import { ANSWER, ARGUMENTS, FORECAST, MODEL, OPENAI, QUESTION, WEATHER, Parameters, Weather }
+import { ANSWER, ARGUMENTS, FORECAST, MODEL, OPENAI, QUESTION, WEATHER, Weather }
   from "./given.mjs";
+import { called, tools } from "./given_tools.mjs";
 
 const provider = createAnthropic({ baseURL: OPENAI, apiKey: "none" });
-const called = [];
-const tools = {
-  get_weather: tool({
-    description: "Tells the weather.",
-    inputSchema: Parameters,
-    execute: async (given) => {
-      called.push(given);
-      return "sunny";
-    },
-  }),
-};
 const asked = {
   model: provider(MODEL), maxRetries: 0, maxOutputTokens: 200, prompt: QUESTION, tools,
   stopWhen: stepCountIs(3),
