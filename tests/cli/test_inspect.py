@@ -78,7 +78,7 @@ def test_what_cannot_be_run_is_described_all_the_same(hmt, damaged):
     config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
     (damaged / "config.json").write_text(json.dumps(config))
     found = inspected(hmt, damaged)
-    assert "state besides keys and values" in found["problem"]
+    assert "a state besides the KV cache" in found["problem"]
     assert found["stored"][0]["kind"] == "tensors"
     assert "it cannot be run" in hmt("inspect", damaged).out
     assert hmt("inspect", damaged / "none").code == 1

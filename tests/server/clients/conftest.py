@@ -14,7 +14,7 @@ from serving import app_on, tooled_model
 import hmt
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: it replaces every sampler of this process
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tooled_model(tmp_path_factory.mktemp("models") / "tools", "<tool_call>")
     listening = socket.socket()
