@@ -219,7 +219,8 @@ def _measured(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Scores and sizes of one form, and the machine."""
     from hmt.bench.environment import describe
     from hmt.bench.quality import Extent, evaluate
-    from hmt.engine import Engine, inspection
+    from hmt.engine import Engine
+    from hmt.engine.loading import inspection
 
     found = inspection.inspect(path)
     options: dict[str, Any] = {"context": _LENGTH, "max_batch": 1, "dtype": "bfloat16"}

@@ -124,7 +124,7 @@ def gpu_kernels() -> list[str]:
 def larger() -> list[str]:
     """Models larger than RAM, under one hard limit."""
     lines = [
-        "| tokens/s in 2 GiB | HMT | 8 at once | llama.cpp, mmap | accelerate | HMT of the drive |",
+        "| tokens/s in 2 GiB | HMT | 8 at once | llama.cpp, mmap | accelerate | HMT of the disk |",
         "|---|---|---|---|---|---|",
     ]
     for model, name in _LARGER.items():
@@ -150,12 +150,12 @@ def keys_and_values() -> list[str]:
     """What a prefix that was kept saves, and what pages waste."""
     prefix, pages = _load(_PREFIX), _load(_PAGES)
     first = {result["case"]: result["first_token_s"] for result in prefix["results"]}
-    read, computed = first["from the drive"], first["computed"]
+    read, computed = first["from the disk"], first["computed"]
     wasted = {result["tokens"]: result["wasted"] for result in pages["results"]}
     lengths = pages["lengths"]
     return [
         f"A prompt of {prefix['tokens']} tokens that an earlier process computed has its first "
-        f"token after {read:.2f} s from the drive, and after {computed:.0f} s computed anew "
+        f"token after {read:.2f} s from the disk, and after {computed:.0f} s computed anew "
         f"(small dense model, two Xeon cores): {computed / read:.0f} times sooner. Pages of 16 "
         f"tokens waste {wasted[16]:.1%} of their room where texts have {lengths['mean']:.0f} "
         f"tokens on average, and one page of 4096 for each text {wasted[4096]:.0%}.",

@@ -52,8 +52,8 @@ def _no_warming_up() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    from hmt.engine import core
+    from hmt.engine import engine_core
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "is_slow_at_first", lambda where: False)
+        patch.setattr(engine_core, "is_slow_at_first", lambda where: False)
         yield

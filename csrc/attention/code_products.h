@@ -11,7 +11,7 @@
 #include "attention/kernels.h"
 #include "attention/lanes.h"
 #include "attention/products.h"
-#include "attention/work.h"
+#include "attention/workspace.h"
 
 #if defined(HMT_AVX512)
 

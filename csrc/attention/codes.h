@@ -7,7 +7,7 @@
 #pragma once
 
 #include "attention/code_products.h"
-#include "attention/work.h"
+#include "attention/workspace.h"
 
 #if defined(HMT_AVX512)
 

@@ -2,10 +2,10 @@
 #include <math.h>
 
 #include "attention/codes.h"
-#include "attention/forms.h"
+#include "attention/operand_formats.h"
 #include "attention/kernels.h"
 #include "attention/lanes.h"
-#include "attention/work.h"
+#include "attention/workspace.h"
 
 namespace hmt::HMT_ISA {
 namespace {

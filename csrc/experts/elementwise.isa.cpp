@@ -1,7 +1,7 @@
 // Activations of experts, and the sum of their outputs.
 #include "experts/kernels.h"
 #include "fused/activations.h"
-#include "fused/numbers.h"
+#include "fused/float_convert.h"
 
 namespace hmt::HMT_ISA {
 namespace {

@@ -1,7 +1,7 @@
 #include "fused/gated.h"
 
 #include "fused/activations.h"
-#include "fused/numbers.h"
+#include "fused/float_convert.h"
 
 namespace hmt::HMT_ISA {
 namespace {

@@ -1,6 +1,6 @@
 #include "fused/rotary.h"
 
-#include "fused/numbers.h"
+#include "fused/float_convert.h"
 
 namespace hmt::HMT_ISA {
 namespace {

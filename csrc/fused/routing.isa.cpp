@@ -1,7 +1,7 @@
 #include "fused/routing.h"
 
 #include "fused/activations.h"
-#include "fused/numbers.h"
+#include "fused/float_convert.h"
 #include "fused/ranks.h"
 
 namespace hmt::HMT_ISA {

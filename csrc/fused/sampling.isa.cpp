@@ -1,7 +1,7 @@
 #include "fused/sampling.h"
 
 #include "fused/activations.h"
-#include "fused/numbers.h"
+#include "fused/float_convert.h"
 
 namespace hmt::HMT_ISA {
 namespace {

@@ -15,7 +15,7 @@ enum class Ggml : int {
 };
 
 // Rows that are unpacked, and where to: all of a Weight in the format that Python's
-// quant/published/gguf.py has for the type.
+// quant/importers/gguf.py has for the type.
 struct GgmlRows {
   const uint8_t* blocks;  // [rows, bytes of a row]
   size_t rows, columns;

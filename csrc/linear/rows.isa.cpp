@@ -1,9 +1,9 @@
 // Weights that lie row-major: bf16, f16, f32, fp8 tiles, int8 per row or per group.
 #include "linear/kernels.h"
-#include "linear/rows_few.h"
-#include "linear/rows_many.h"
+#include "linear/gemv_rows.h"
+#include "linear/gemm_rows.h"
 #include "linear/rows_minima.h"
-#include "linear/rows_numbers.h"
+#include "linear/rows_decode.h"
 
 namespace hmt::HMT_ISA {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "linear/kernels.h"
-#include "linear/rows_numbers.h"
+#include "linear/rows_decode.h"
 
 namespace hmt::HMT_ISA {
 namespace {

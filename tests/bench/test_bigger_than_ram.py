@@ -13,14 +13,14 @@ from hmt.base.errors import MachineError
 from hmt.base.units import MIB
 from hmt.bench.bigger_than_ram import (
     PROCESS_BYTES,
-    Contender,
+    Competitor,
     Run,
-    contenders,
+    competitors,
     read_run,
     result,
     run_once,
 )
-from hmt.bench.limited import Watched, forget_pages, memory_group, run_limited
+from hmt.bench.cgroup_run import WatchedRun, forget_pages, memory_group, run_in_cgroup
 from hmt.cli.options import embedded_model
 
 ENOUGH = 256 * MIB
@@ -37,8 +37,8 @@ def limits() -> Iterator[None]:
     yield
 
 
-def run_python(code: str, limit: int = ENOUGH, timeout: float = 60) -> Watched:
-    return run_limited([*PYTHON, code], limit, timeout, os.environ)
+def run_python(code: str, limit: int = ENOUGH, timeout: float = 60) -> WatchedRun:
+    return run_in_cgroup([*PYTHON, code], limit, timeout, os.environ)
 
 
 def test_lines_come_with_their_time_and_the_peak_is_the_programs_own(limits: None) -> None:
@@ -81,12 +81,12 @@ def test_pages_are_forgotten(tmp_path: Path) -> None:
 def test_hmt_decodes_in_a_process_of_its_own(limits: None, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(embedded_model(), model)
-    options = {"host_memory": 4 * MIB, "context": 64, "prefill_chunk": 16, "threads": 1}
-    rival = Contender("hmt", "hmt", model, 2, options)
+    options = {"host_memory": 4 * MIB, "context": 64, "max_prefill_tokens": 16, "threads": 1}
+    rival = Competitor("hmt", "hmt", model, 2, options)
     found = run_once(rival, 2 * PROCESS_BYTES, 3, 120)
     assert found.failure == "" and found.finished and found.steps == 3
     assert found.account["disk_bytes"] > 0 and found.account["used_bytes"] <= 4 * MIB
-    summed = result(rival, [replace(found, drive_rate=1e9)], 120)
+    summed = result(rival, [replace(found, disk_read_rate=1e9)], 120)
     assert summed.tokens_per_s == pytest.approx(2 / found.step_s)
     assert summed.read_share == pytest.approx(summed.disk_rate / 1e9)
     assert 0 <= summed.waiting_share <= 1 and summed.at_most_tokens_per_s is None
@@ -94,17 +94,17 @@ def test_hmt_decodes_in_a_process_of_its_own(limits: None, tmp_path: Path) -> No
 
 def test_an_unfinished_run_counts_with_what_it_did() -> None:
     lines = ((1.0, "ready"), (2.0, "token 0"), (6.0, "token 1"), (10.0, "token 2"))
-    run = read_run(Watched(lines, None, "", 5, 6), 16)
+    run = read_run(WatchedRun(lines, None, "", 5, 6), 16)
     assert (run.steps, run.step_s, run.finished, run.ready_s) == (2, 4.0, False, 1.0)
     assert run.failure == ""
-    rival = Contender("other", "other", Path("x"))
+    rival = Competitor("other", "other", Path("x"))
     assert result(rival, [run], 30).tokens_per_s == 0.25
 
 
 def test_a_run_without_a_second_step_gives_a_bound_and_a_failure_is_told() -> None:
-    stopped = read_run(Watched(((2.0, "token 0"),), None, "", 1, 1), 16)
-    failed = read_run(Watched((), 1, "Traceback: no memory\n", 1, 1), 16)
-    rival = Contender("other", "other", Path("x"), 8)
+    stopped = read_run(WatchedRun(((2.0, "token 0"),), None, "", 1, 1), 16)
+    failed = read_run(WatchedRun((), 1, "Traceback: no memory\n", 1, 1), 16)
+    rival = Competitor("other", "other", Path("x"), 8)
     summed = result(rival, [stopped, failed], 40)
     assert summed.tokens_per_s is None and summed.at_most_tokens_per_s == 0.2
     assert summed.failures == ("exit code 1: Traceback: no memory",)
@@ -113,8 +113,8 @@ def test_a_run_without_a_second_step_gives_a_bound_and_a_failure_is_told() -> No
 
 def test_less_memory_than_python_takes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="give more memory"):
-        contenders(tmp_path, PROCESS_BYTES, gguf=None, checkpoint=None, context=64)
+        competitors(tmp_path, PROCESS_BYTES, gguf=None, checkpoint=None, context=64)
     names = [
-        one.name for one in contenders(tmp_path, 2 << 30, gguf=None, checkpoint=None, context=64)
+        one.name for one in competitors(tmp_path, 2 << 30, gguf=None, checkpoint=None, context=64)
     ]
     assert names == ["hmt", "hmt, batch 8", "hmt, mmap"]

@@ -24,7 +24,7 @@ from hmt.bench.hit_chart import hit_curves_svg
 from hmt.bench.replay import replay
 from hmt.bench.synthetic_trace import synthetic_trace
 from hmt.engine import EngineConfig
-from hmt.weights.policies import LRU, POLICIES
+from hmt.weights.eviction import LRU, POLICIES
 
 TRACES = sorted((Path(__file__).parents[2] / "benchmarks" / "traces").glob("*.jsonl.gz"))
 LRU_AS_PUBLISHED = {0.0625: 0.37, 0.1875: 0.74, 0.25: 0.81, 0.375: 0.89, 0.64: 0.96}
@@ -72,7 +72,7 @@ def test_the_default_policy_is_the_best_of_all_on_recorded_traces() -> None:
     joined = load_traces(TRACES)[-1]
     residencies = (0.25, 0.5, 0.75)
     curves = {name: curve(joined, name, residencies).rates for name in POLICIES}
-    assert EngineConfig.resolve(host_memory="1GiB").cache_policy == DEFAULT
+    assert EngineConfig.resolve(host_memory="1GiB").expert_cache_policy == DEFAULT
     for name, rates in curves.items():
         assert all(np.array(curves[DEFAULT]) >= np.array(rates)), name
 

@@ -1,4 +1,4 @@
-"""`hmt bench gpu` without a GPU: the task on a pretended device, and peers on the CPU."""
+"""`hmt bench gpu` without a GPU: the task on a fake device, and peers on the CPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,10 @@ from hmt.bench.offloaded_peer import resident_layers
 from hmt.bench.random_model import Shape
 from hmt.bench.torch_llama import TorchLlama, Weights, random_weights
 from hmt.cli import bench_gpu
-from hmt.engine import Phase, machine
-from hmt.engine.link_rates import LinkRates
-from hmt.memory.device import PretendedDevice
+from hmt.engine import Phase
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
+from hmt.memory.device import FakeDevice
 
 RATES = Rates(4e12, 50e9, 150e9, 40e9, 120e9, "w4a8:32")
 SHAPE = Shape(3, 64, 96, 8, 2, vocab_size=128)
@@ -44,7 +45,7 @@ def test_a_run_adds_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "measure_rates", lambda device, encoding: RATES)
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     peers = []
 
     def peer(shape: Shape, gpu_bytes: int, fits: bool) -> FakePeer:
@@ -56,7 +57,7 @@ def test_a_run_adds_up(
         *(tmp_path, "small", ("64MiB", "2MiB"), TASK),
         quantization="w4a8:32",
         host_memory="64MiB",
-        gpu="pretended",
+        gpu="fake",
         peer=peer,
     )
     fits, away = content["results"]
@@ -90,7 +91,7 @@ def test_rates_are_measured_alone_and_at_once(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {**sizes, "_LEAST_WEIGHTS_BYTES": 1, "_MOST_WEIGHTS_BYTES": 1 << 16}.items():
         monkeypatch.setattr(gpu_rates, name, value)
     monkeypatch.setattr(gpu_rates, "device_read_rate", lambda: 4e12)
-    device = PretendedDevice()
+    device = FakeDevice()
     with pytest.raises(MachineError, match="--gpu-id"):
         gpu_rates.measure_rates(device, "w4a8:32")
     monkeypatch.setattr(device, "where", SimpleNamespace(type="cuda"))

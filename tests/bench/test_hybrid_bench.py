@@ -1,4 +1,4 @@
-"""`hmt bench hybrid` without a GPU: the task on a pretended device."""
+"""`hmt bench hybrid` without a GPU: the task on a fake device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +10,8 @@ from hmt.bench import hybrid
 from hmt.bench.gpu_rates import Rates
 from hmt.bench.skew import recorded_frequencies, router_biases
 from hmt.cli import bench_hybrid
-from hmt.engine import machine
-from hmt.engine.link_rates import LinkRates
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
 from hmt.kernels import ops
 
 RATES = Rates(4e12, 50e9, 150e9, 40e9, 120e9, "w4a8:32")
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9, 30e9, 90e9))
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9, 30e9, 90e9))
 
 
 def test_a_run_adds_up(
@@ -41,7 +41,7 @@ def test_a_run_adds_up(
     traces = sorted((Path(__file__).parents[2] / "benchmarks" / "traces").glob("*.jsonl.gz"))
     report = bench_hybrid._Report()
     content = hybrid.run(
-        folder, SHAPE, "4800KiB", task, host_memory="96MiB", gpu="pretended", traces=traces[:2],
+        folder, SHAPE, "4800KiB", task, host_memory="96MiB", gpu="fake", traces=traces[:2],
         found=report.tell,
     )  # fmt: skip
     report.end()

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from hmt.base.errors import ConfigError, MachineError
 from hmt.bench import ceilings, gpu_kernels, kernels
 from hmt.bench.ceilings import Peaks, ReadRate, computing_with
-from hmt.bench.contenders import (
-    Contender,
-    attention_contenders,
+from hmt.bench.competitors import (
+    Competitor,
+    attention_competitors,
     formats,
-    linear_contenders,
+    linear_competitors,
     random_weight,
 )
 from hmt.cli import bench
@@ -27,8 +27,8 @@ from hmt.quant import parse_scheme
 needs_native = pytest.mark.skipif(extension.load() is None, reason="needs the compiled kernels")
 
 
-def contender(calls: tuple[Callable[[], object], ...]) -> Contender:
-    return Contender("hmt", "x", calls, nbytes=100, operations=1000, peak="int8")
+def contender(calls: tuple[Callable[[], object], ...]) -> Competitor:
+    return Competitor("hmt", "x", calls, nbytes=100, operations=1000, peak="int8")
 
 
 @pytest.mark.parametrize("name", formats())
@@ -52,7 +52,7 @@ def test_names_are_those_of_schemes() -> None:
 
 
 def test_every_copy_is_computed_and_none_is_shared() -> None:
-    found = list(linear_contenders(32, 128, 2, memory_bytes=18000))
+    found = list(linear_competitors(32, 128, 2, memory_bytes=18000))
     ours = [c for c in found if c.engine == "hmt"]
     assert [c.name for c in ours] == list(formats())
     assert [c.name for c in found if c.engine == "torch"] == ["bf16", "int8 x int8", "w4a16:64"]
@@ -65,7 +65,7 @@ def test_every_copy_is_computed_and_none_is_shared() -> None:
 
 
 def test_names_choose() -> None:
-    found = list(linear_contenders(32, 64, 1, 0, {"w4a8:32", "bf16"}))
+    found = list(linear_competitors(32, 64, 1, 0, {"w4a8:32", "bf16"}))
     assert [(c.engine, c.name) for c in found] == [
         ("hmt", "bf16"),
         ("hmt", "w4a8:32"),
@@ -74,7 +74,7 @@ def test_names_choose() -> None:
 
 
 def test_attention_reads_all_pages_of_all_layers() -> None:
-    found = list(attention_contenders(2, 40, memory_bytes=1 << 20))
+    found = list(attention_competitors(2, 40, memory_bytes=1 << 20))
     assert [(c.engine, c.name) for c in found] == [
         ("hmt", "kv bf16"),
         ("hmt", "kv int8"),
@@ -96,7 +96,7 @@ def test_all_kernels_of_a_gpu_are_compiled_before_they_are_timed(
     monkeypatch.setattr(gpu_kernels, "_page", lambda layout: torch.tensor(0, dtype=torch.uint8))
     parts = gpu_kernels._tasks(None)
     named = [
-        *linear_contenders(32, 128, 1, 0),
+        *linear_competitors(32, 128, 1, 0),
         *gpu_kernels._attention(2, 32, None, 0),
         *gpu_kernels._latent(2, 32, None, 0),
         *gpu_kernels._between(1, None),

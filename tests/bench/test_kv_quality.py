@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hmt.base.errors import ConfigError
-from hmt.bench.kv_quality import SETTINGS, KVMemory, Setting, Sizes, prompt_piece, run
-from hmt.contracts.kv import Stay, least_hot_pages
+from hmt.bench.kv_quality import SETTINGS, KVMemory, Setting, Sizes, prompt_slice, run
+from hmt.contracts.kv import PinnedPages, min_device_pages
 from hmt.engine import Engine, EngineConfig
-from hmt.engine.loading import prepare
+from hmt.engine.loading.prepare import prepare
 from hmt.kvcache.codecs import STATIC, Int8PerToken, Residual
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +38,8 @@ def test_settings_are_read():
 
 @pytest.mark.parametrize("length", [1024, 2048, 8192, 32768])
 def test_a_prompt_is_read_in_pieces_that_leave_room_for_the_share(length):
-    chunk = prompt_piece(length, 0.12)
-    assert least_hot_pages(chunk, 1, Stay()) <= max(length / 16 * 0.12, 25)
+    chunk = prompt_slice(length, 0.12)
+    assert min_device_pages(chunk, 1, PinnedPages()) <= max(length / 16 * 0.12, 25)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`hmt bench kv-speed` without a GPU: on the CPU alone, on a pretended device, and peers."""
+"""`hmt bench kv-speed` without a GPU: on the CPU alone, on a fake device, and peers."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from hmt.bench.ceilings import ReadRate
 from hmt.bench.gpu import SHAPES
 from hmt.bench.random_model import Shape
 from hmt.cli.main import app
-from hmt.engine import machine
-from hmt.engine.link_rates import LinkRates
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
 
 TASK = kv_speed.Task(contexts=(1024, 2048), steps=3)
 WAYS = [kv_speed.Way(), kv_speed.Way("6MiB"), kv_speed.Way("6MiB", "int8")]
@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
-@pytest.mark.parametrize("gpu", [None, "pretended"])
+@pytest.mark.parametrize("gpu", [None, "fake"])
 def test_a_run_adds_up(gpu: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     content = kv_speed.run(
         folder, "small", WAYS, TASK, gpu=gpu, gpu_memory="64MiB", host_memory="512MiB"
     )
@@ -48,7 +48,7 @@ def test_a_run_adds_up(gpu: str | None, folder: Path, monkeypatch: pytest.Monkey
             assert case["tokens_per_s"] == pytest.approx(1 / case["step_s"])
             spent = case["attended_s"] + case["waited_s"] + case["rest_s"]
             assert spent == pytest.approx(case["step_s"])
-            pages = case["near_pages"] + case["host_pages"]
+            pages = case["device_pages"] + case["host_pages"]
             assert pages == -(-case["context"] // 16), "each page is somewhere"
             assert bool(case["host_bytes"]) is bool(case["attended_s"]) is bool(case["host_pages"])
         read[result["host"] + str(result["near"])] = case["host_bytes"] + case["fetched_bytes"]
@@ -65,7 +65,7 @@ def test_a_run_adds_up(gpu: str | None, folder: Path, monkeypatch: pytest.Monkey
 def test_what_does_not_fit_is_told(folder: Path) -> None:
     ways = [kv_speed.Way("64KiB")]
     content = kv_speed.run(folder, "small", ways, TASK, gpu=None, host_memory="512MiB")
-    assert "--kv-device-memory" in content["results"][0]["failure"]
+    assert "--kv-gpu-memory" in content["results"][0]["failure"]
 
 
 def test_peers_decode_after_as_many_positions(folder: Path) -> None:

@@ -289,7 +289,7 @@ async def hangs_up(body, write):
 
 
 async def tells_an_error(body, write):
-    await write(HEAD + "\r\n" + event("a") + event(error={"message": "the drive failed"}))
+    await write(HEAD + "\r\n" + event("a") + event(error={"message": "the disk failed"}))
 
 
 async def says_nonsense(body, write):
@@ -308,7 +308,7 @@ async def stalls(body, write):
         (breaks_off, "disconnected", "middle of the answer"),
         (breaks_off_in_a_chunk, "disconnected", "RemoteProtocolError"),
         (hangs_up, "unreachable", "RemoteProtocolError"),
-        (tells_an_error, "error", "the drive failed"),
+        (tells_an_error, "error", "the disk failed"),
         (says_nonsense, "error", "<html>"),
     ],
 )

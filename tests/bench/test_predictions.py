@@ -22,7 +22,7 @@ from hmt.bench.predictions import (
     table,
 )
 from hmt.bench.random_model import Shape
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 
 TINY = Shape(2, 64, 128, 4, 2, experts=4, experts_per_token=2)
 

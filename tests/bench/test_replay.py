@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import hmt
 from hmt.bench.replay import Cache, Sizes, best, replay
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.engine.expert_trace import Routed, TraceFile
-from hmt.weights.policies import LRU, POLICIES, EvictionPolicy, Surroundings
+from hmt.engine.experts.trace import Routed, TraceFile
+from hmt.weights.eviction import LRU, POLICIES, EvictionPolicy, PolicyContext
 
 MINI_MOE = Path(__file__).parents[2] / "assets" / "mini-moe"
 LAYERS, EXPERTS = 3, 4
@@ -24,7 +24,7 @@ Maker = Callable[[Callable[[], float]], EvictionPolicy]
 
 
 def maker(name: str, sizes: Sizes) -> Maker:
-    return lambda pressure: POLICIES[name](Surroundings(sizes, pressure=pressure))
+    return lambda pressure: POLICIES[name](PolicyContext(sizes, pressure=pressure))
 
 
 experts = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3, unique=True)
@@ -106,7 +106,7 @@ def test_a_cache_holds_what_fits(trace: list[Routed], slots: int) -> None:
             if block not in used.blocks:
                 assert used.admit(block, blocks)
             assert used.used_bytes == sum(sizes[b] for b in used.blocks) <= 4 * slots
-            assert sorted(used.policy.coldest_first()) == sorted(used.blocks)
+            assert sorted(used.policy.eviction_order()) == sorted(used.blocks)
 
 
 def test_what_is_needed_together_stays_together() -> None:
@@ -117,13 +117,13 @@ def test_what_is_needed_together_stays_together() -> None:
     assert found.missed_bytes == 3
 
 
-# The age of LFU rises as blocks go, and when they go before a use depends on the drive.
+# The age of LFU rises as blocks go, and when they go before a use depends on the disk.
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"lfu"}))
 def test_a_replay_reads_what_the_engine_read(tmp_path: Path, policy: str) -> None:
     file = tmp_path / "trace.jsonl"
     tokens = list(range(200, 290))
-    options: dict[str, Any] = {"context": 256, "cache_policy": policy, "guesses": False}
-    with hmt.Engine(host_memory="12.5MiB", trace_experts=file, **options) as engine:
+    options: dict[str, Any] = {"context": 256, "expert_cache_policy": policy, "guesses": False}
+    with hmt.Engine(host_memory="12.5MiB", expert_trace=file, **options) as engine:
         model = engine.load_model(MINI_MOE)
         model.logits(tokens, [], prefill=0)
         phase = model.summary().generation
@@ -133,7 +133,7 @@ def test_a_replay_reads_what_the_engine_read(tmp_path: Path, policy: str) -> Non
     assert all(layout.slot_bytes == sizes[b] for b, layout in layouts.items() if b in EXPERT_IDS)
 
     def make(pressure: Callable[[], float]) -> EvictionPolicy:
-        return POLICIES[policy](Surroundings(sizes, pressure=pressure))
+        return POLICIES[policy](PolicyContext(sizes, pressure=pressure))
 
     expected = replay(list(TraceFile(file)), sizes, slots, make)
     others = phase.disk_bytes - expected.missed_bytes

@@ -9,7 +9,7 @@ from hmt.base.errors import ConfigError
 from hmt.bench.random_model import Shape
 from hmt.bench.routed_model import FIRST_TOKEN, write_routed_model
 from hmt.bench.synthetic_trace import synthetic_trace
-from hmt.engine.expert_trace import Routed, TraceFile
+from hmt.engine.experts.trace import Routed, TraceFile
 
 SHAPE = Shape(3, 64, 32, 4, 2, 32, vocab_size=96, experts=16, experts_per_token=4)
 STEPS = 24
@@ -30,7 +30,7 @@ def test_greedy_decoding_follows_the_trace(
         8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors")
     )
     file = tmp_path / "trace.jsonl"
-    options = {"quantization": quantization, "context": 128, "trace_experts": file}
+    options = {"quantization": quantization, "context": 128, "expert_trace": file}
     with hmt.Engine(host_memory="8MiB", **options) as engine:
         model = engine.load_model(folder)
         request = hmt.Request(input=[FIRST_TOKEN + 1], max_new_tokens=50, ignore_eos=True)

@@ -10,8 +10,8 @@ import torch
 from hmt.bench import traced_curve as traced_curves
 from hmt.bench.cache import load_traces
 from hmt.bench.traced_curve import RESIDENCIES, DeviceCache, traced_curve
-from hmt.engine.expert_trace import TraceHeader, TraceWriter
-from hmt.planner.routing import HitCurve, needed_experts
+from hmt.engine.experts.trace import TraceHeader, TraceWriter
+from hmt.planner.cost.expert_hit_rate import HitCurve, needed_experts
 
 EXPERTS, CHOSEN, LAYERS, STEPS = 32, 4, (1, 2), 120
 
@@ -42,7 +42,7 @@ def test_caches_that_hold_what_texts_choose_find_everything(
     file = trace_of(tmp_path / "trace", texts, 8)
     curve = traced_curve(file, DeviceCache(8, 0.5) if on_device else None)
     assert curve.hits(8 / EXPERTS) > 0.99, "of each text by itself"
-    assert 0 <= curve.apart <= 1 and str(file) in curve.origin
+    assert 0 <= curve.independence <= 1 and str(file) in curve.origin
 
 
 def test_a_devices_cache_is_replayed_by_its_own_rules(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hmt.base.errors import ConfigError
 from hmt.bench.random_model import Shape
 from hmt.bench.widened_trace import widened_trace
-from hmt.engine.expert_trace import TraceFile
+from hmt.engine.experts.trace import TraceFile
 
 TRACES = sorted((Path(__file__).parents[2] / "benchmarks" / "traces").glob("*.gz"))
 SHAPE = Shape(6, 2048, 768, 32, 4, 128, experts=128, experts_per_token=8)

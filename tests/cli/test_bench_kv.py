@@ -5,7 +5,7 @@ import json
 import pytest
 
 
-@pytest.mark.parametrize("gpu", [[], ["--gpu-memory", "128MiB", "--gpu-id", "pretended"]])
+@pytest.mark.parametrize("gpu", [[], ["--gpu-memory", "128MiB", "--gpu-id", "fake"]])
 def test_scores_are_shown_and_written(hmt, tmp_path, gpu):
     file = tmp_path / "new" / "kv.json"
     extent = ["--retrieval", "512x1", "--tasks", "1", "--windows", "0"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hmt.bench.soak.rest import Rest, judged
+from hmt.bench.soak.idle_check import IdleState, judge_growth
 
 
 def test_a_short_soak(hmt, tmp_path):
@@ -26,7 +26,7 @@ def test_a_short_soak(hmt, tmp_path):
 
 
 def at(rss_mib, threads=9, descriptors=11, pages=0, inside=0):
-    return Rest(0.0, 0, rss_mib << 20, threads, descriptors, pages, inside)
+    return IdleState(0.0, 0, rss_mib << 20, threads, descriptors, pages, inside)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def at(rss_mib, threads=9, descriptors=11, pages=0, inside=0):
     ],
 )
 def test_what_grew_is_told(name, rests):
-    verdict = judged(rests)
+    verdict = judge_growth(rests)
     figures = verdict.pop("figures")
     assert [one for one, fine in verdict.items() if not fine] == ([name] if name else [])
     assert len(figures["rests"]) == len(rests)

@@ -23,7 +23,7 @@ def test_scales_are_written_beside_the_weights_and_used(hmt, model, tmp_path):
     done = hmt("calibrate", "kv", model, "--text", prose, "--text", chats, "--length", "256")
     assert done.code == 0, done.err
     assert "held out" in done.out and str(model / "kv-scales.hmt") in done.out
-    levels = ["--kv-device-memory", "4MiB", "--kv-disk", tmp_path, "--context", "1024"]
+    levels = ["--kv-gpu-memory", "4MiB", "--kv-offload-dir", tmp_path, "--context", "1024"]
     options = [*levels, "--kv-quant", "exact,int8-static", "--no-summary"]
     done = hmt("run", model, "What is 12 + 34?", *options)
     assert done.out.strip() == "46"
@@ -50,6 +50,6 @@ def test_texts_that_are_none_are_told(hmt, model, tmp_path, line, told):
 
 
 def test_without_scales_a_run_says_how_to_make_them(hmt, model, tmp_path):
-    options = ["--kv-device-memory", "4MiB", "--kv-disk", tmp_path, "--context", "1024"]
+    options = ["--kv-gpu-memory", "4MiB", "--kv-offload-dir", tmp_path, "--context", "1024"]
     done = hmt("run", model, "Hello", *options, "--kv-quant", "exact,int8-static")
     assert done.code == 2 and "hmt calibrate kv" in done.err

@@ -12,47 +12,49 @@ from hmt.bench.random_model import write_random_llama
 from hmt.cli import doctor
 from hmt.cli.options import EngineOptions, embedded_model
 from hmt.contracts.machine import ComputeRates, Machine
-from hmt.engine import EngineConfig, machine, probe, step_overheads
-from hmt.engine.machine import ProcessBytes
+from hmt.engine import EngineConfig
+from hmt.hardware import machine
+from hmt.hardware.machine import ProcessBytes
+from hmt.hardware.machine_file import read_machine
 from hmt.memory import DiskRate
-from hmt.planner.machine_file import read_machine
+from hmt.profiling import probe, step_overheads
 
 
 def test_every_engine_option_is_one_of_the_engines(tmp_path):
     values = {
         "host_memory": "8MiB",
         "gpu_memory": "1GiB",
-        "gpu_id": "pretended",
+        "gpu_id": "fake",
         "quant": "w4a8",
         "context": 512,
         "dtype": "float32",
         "executor": "plain",
         "prefetch_distance": 2,
-        "prefill_chunk": 32,
-        "kv_device_memory": "4MiB",
+        "max_prefill_tokens": 32,
+        "kv_gpu_memory": "4MiB",
         "kv_host_memory": "1MiB",
-        "kv_disk": tmp_path,
-        "kv_disk_memory": "1GiB",
+        "kv_offload_dir": tmp_path,
+        "kv_offload_disk_memory": "1GiB",
         "kv_quant": "int8,int4",
-        "kv_order": "lru",
+        "kv_eviction": "lru",
         "kv_policy": "select",
         "kv_share": 0.25,
         "kv_select": "order",
         "prefix_cache": True,
-        "prefix_disk": tmp_path,
-        "prefix_disk_memory": "1GiB",
+        "prefix_cache_dir": tmp_path,
+        "prefix_cache_disk_memory": "1GiB",
         "prefix_shared": True,
-        "disk_path": tmp_path,
+        "spill_dir": tmp_path,
         "disk_reader": "mmap",
         "verify_reads": "always",
         "threads": 1,
         "numa": "0",
-        "cache_policy": "lfu",
-        "guesses": False,
+        "expert_cache_policy": "lfu",
+        "expert_prefetch": False,
         "goal": "latency",
         "profile": None,  # not with a goal
         "trace": tmp_path / "timeline.json",
-        "trace_experts": tmp_path / "trace.jsonl",
+        "expert_trace": tmp_path / "trace.jsonl",
     }
     assert set(values) == {field.name for field in fields(EngineOptions)}
     config = EngineConfig.resolve(**EngineOptions(**values).arguments())
@@ -70,10 +72,15 @@ def test_a_plan_is_printed_without_loading(hmt):
 
 def test_a_plan_with_a_gpu_says_what_goes_there(hmt):
     moe = Path(__file__).parents[2] / "assets" / "mini-moe"
-    gpu = ["--gpu-id", "pretended", "--gpu-memory", "10MiB", "--quant", "w4a16:32"]
+    gpu = ["--gpu-id", "fake", "--gpu-memory", "10MiB", "--quant", "w4a16:32"]
     done = hmt("plan", moe, *gpu, "--context", "512")
     assert done.code == 0, done.err
-    for word in ("experts, cached or brought", "page tables", "a prompt copies", "--prefill-chunk"):
+    for word in (
+        "experts, cached or brought",
+        "page tables",
+        "a prompt copies",
+        "--max-prefill-tokens",
+    ):
         assert word in done.out
 
 
@@ -190,7 +197,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(probe, "cpu_gemm_rates", lambda seconds: {"w4a8@1": 2e10, "w4a8@512": 5e11})
     monkeypatch.setattr(probe, "FULL_S", 0.05)
     monkeypatch.setattr(step_overheads, "_STEPS", 20)
-    # Processes of half a minute; one is measured in tests/engine/test_machine.py.
+    # Processes of half a minute; one is measured in tests/hardware/test_machine.py.
     grown = ProcessBytes(1 << 20, 1 << 20, 1 << 20)
     monkeypatch.setattr(probe, "measured_process_bytes", lambda: grown)
 
@@ -200,7 +207,7 @@ def test_the_gpu_is_not_measured_where_there_is_none(hmt):
     assert done.code == 2 and "8b or 70b" in done.err
     done = hmt("bench", "gpu", "--batches", "1,x")
     assert done.code == 2 and "such as 1,32" in done.err
-    done = hmt("bench", "gpu", "--gpu-id", "pretended")
+    done = hmt("bench", "gpu", "--gpu-id", "fake")
     assert done.code == 1 and "has no rates" in done.err
     if not torch.cuda.is_available():
         done = hmt("bench", "gpu", "--shape", "small")
@@ -214,7 +221,7 @@ def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypa
     assert done.code == 0 and read_machine(str(written)) == machine.machine_for(tmp_path)
     assert "40.0 GB/s" in done.out and "3.00 GB/s" in done.out and "1.00 GB/s" in done.out
     doctor_says = hmt("doctor", tmp_path).out
-    assert "drive 3.00 GB/s" in " ".join(doctor_says.split())
+    assert "disk 3.00 GB/s" in " ".join(doctor_says.split())
     assert machine.machine_for(tmp_path).disk_read_rate == 3e9
     assert "saved in" in done.out
     monkeypatch.setenv("HMT_CACHE", str(written))
@@ -334,12 +341,12 @@ def test_traces_are_recorded_and_replayed(hmt, tmp_path):
 def test_a_run_can_be_traced_and_what_is_no_trace_is_named(hmt, tmp_path):
     moe = Path(__file__).parents[2] / "assets" / "mini-moe"
     file = tmp_path / "run.jsonl"
-    options = ("--max-new-tokens", "4", "--host-memory", "12MiB", "--no-guesses")
-    assert hmt("run", moe, "Hello", "--trace-experts", file, *options).code == 0
+    options = ("--max-new-tokens", "4", "--host-memory", "12MiB", "--no-expert-prefetch")
+    assert hmt("run", moe, "Hello", "--expert-trace", file, *options).code == 0
     assert len(file.read_text().splitlines()) > 4
     done = hmt("bench", "cache", Path(__file__))
     assert done.code != 0 and "is not a trace of experts" in done.err
-    done = hmt("run", "Hello", "--trace-experts", file, *options)
+    done = hmt("run", "Hello", "--expert-trace", file, *options)
     assert done.code != 0 and "has no experts to trace" in done.err
-    done = hmt("run", moe, "Hello", "--cache-policy", "random", *options)
+    done = hmt("run", moe, "Hello", "--expert-cache-policy", "random", *options)
     assert done.code != 0 and "heat" in done.err

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hmt.cli import console
 from hmt.cli.options import embedded_model
-from hmt.engine import packs
+from hmt.engine.loading import packs
 from hmt.weights.pack import read_manifest
 
 

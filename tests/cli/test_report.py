@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hmt.cli.report import summary_json, summary_view
 from hmt.contracts.machine import ComputeRates, Machine
-from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, StepPrediction, Verdict
+from hmt.engine import ABResult, DeviceAccount, ExpertAccount, Phase, RunSummary, StepPrediction
 
 MIB = 1 << 20
 STREAMED = RunSummary(
@@ -30,7 +30,7 @@ STREAMED = RunSummary(
         tokens=100,
         seconds=10.0,
         waited_s=6.0,
-        drive_s=9.0,
+        disk_s=9.0,
         kernel_s=3.8,
         disk_bytes=1000 * MIB,
         useful_bytes=990 * MIB,
@@ -98,7 +98,7 @@ def test_a_run_that_streamed_names_the_drive():
     assert "14.0 MiB from memory, 10.0 MiB from disk; 50% of it in time" in text
     assert "40% computing, 60% waiting for disk" in text
     assert "Python  2.00 ms per token, 2% of the time" in text
-    assert "the drive, at 105 MB/s: 52% of its measured 200 MB/s" in text
+    assert "the disk, at 105 MB/s: 52% of its measured 200 MB/s" in text
     assert "A model 3.5 times the size of its memory" in text
 
 
@@ -106,20 +106,20 @@ def test_guesses_are_told_only_where_there_were_some():
     assert "guesses" not in shown(STREAMED)
     guessed = replace(
         STREAMED.generation,
-        guesses=1200,
-        guess_hits=900,
-        guess_unneeded_bytes=30 * MIB,
-        guess_saved_s=0.25,
+        expert_prefetches=1200,
+        expert_prefetch_hits=900,
+        expert_prefetch_wasted_bytes=30 * MIB,
+        expert_prefetch_saved_s=0.25,
     )
     untried = replace(STREAMED, generation=guessed)
     assert "75% of 1200 needed; 30.0 MiB in vain" in shown(untried)
-    tried = replace(untried, guessing=Verdict(True, 0.0975, 0.1, 0.001))
+    tried = replace(untried, expert_prefetch_gain=ABResult(True, 0.0975, 0.1, 0.001))
     assert "75% of 1200 needed; saved 2.50 ms per token; 30.0 MiB in vain" in shown(tried)
-    slower = replace(STREAMED, guessing=Verdict(False, 0.12, 0.1, 0.001))
+    slower = replace(STREAMED, expert_prefetch_gain=ABResult(False, 0.12, 0.1, 0.001))
     assert "off: steps took 120 ms with them, 100 ms without" in shown(slower)
-    assert summary_json(slower)["guessing"]["with_s"] == 0.12
+    assert summary_json(slower)["expert_prefetch_gain"]["with_s"] == 0.12
     content = summary_json(replace(STREAMED, generation=guessed))
-    assert content["generation"]["guess_hit_rate"] == 0.75
+    assert content["generation"]["expert_prefetch_hit_rate"] == 0.75
 
 
 def test_a_resident_run_names_memory_or_computation():

@@ -28,7 +28,8 @@ from hmt.base.errors import (
     UnknownArchitectureError,
 )
 from hmt.contracts.request import FinishReason
-from hmt.engine import LoadedModel, loading
+from hmt.engine import LoadedModel
+from hmt.engine.loading import prepare
 
 CHAT = [{"role": "user", "content": "What is 12 + 30?"}]
 
@@ -121,7 +122,7 @@ def test_a_budget_too_small_names_one_that_works(folder: Path) -> None:
 def test_a_plan_that_the_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generous budget is fine as long as the plan does not use what is not there."""
     assert load_and_answer(MINI_DENSE, host_memory="900TiB", context=512) == "42"
-    monkeypatch.setattr(loading, "physical_host_bytes", lambda: 10 << 20)
+    monkeypatch.setattr(prepare, "physical_host_bytes", lambda: 10 << 20)
     with pytest.raises(BudgetError, match=r"can have 10\.0 MiB at most"):
         load_and_answer(MINI_DENSE, host_memory="64MiB", context=512)
 
@@ -176,7 +177,7 @@ def test_a_bad_request_fails_alone(
         ({"check_weights": "no"}, "True or False"),
         ({"dtype": "int3"}, "bfloat16"),
         ({"executor": "magic"}, "overlapped, plain"),
-        ({"disk_path": "/nonexistent"}, "folder"),
+        ({"spill_dir": "/nonexistent"}, "folder"),
         ({"max_batch": 0}, "at least 1"),
         ({"numa": 7}, "pair"),
         ({"context": 200_000, "max_batch": 1}, "131072"),
@@ -198,10 +199,10 @@ def test_a_read_error_in_the_middle_fails_the_request_and_the_engine_lives(
         next(events)
 
     def broken(path: Path, offset: int, view: memoryview) -> int:
-        raise DiskReadError("injected: the drive went away")
+        raise DiskReadError("injected: the disk went away")
 
     reader.read_into = broken  # type: ignore[method-assign]
-    with pytest.raises(DiskReadError, match="drive went away"):
+    with pytest.raises(DiskReadError, match="disk went away"):
         for _ in events:
             pass
     reader.read_into = original  # type: ignore[method-assign]

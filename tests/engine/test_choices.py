@@ -10,17 +10,17 @@ from reference import MINI_DENSE, MINI_MOE
 import hmt
 from hmt.base.errors import ContextLengthError, RequestError
 from hmt.engine import LoadedModel
-from hmt.kvcache import PlacedKV
+from hmt.kvcache import SplitKVCache
 
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "dtype": "float32", "max_batch": 4}
 WAYS: dict[str, dict[str, Any]] = {
     "near": {"context": 2048},
-    "levels": {"context": 2048, "kv_device_memory": "7MiB", "prefill_chunk": 32},
-    "gpu": {"context": 2048, "gpu_id": "pretended", "gpu_memory": "96MiB"},
-    "both": {"context": 2048, "gpu_id": "pretended", "gpu_memory": "12MiB"},
+    "levels": {"context": 2048, "kv_gpu_memory": "7MiB", "max_prefill_tokens": 32},
+    "gpu": {"context": 2048, "gpu_id": "fake", "gpu_memory": "96MiB"},
+    "both": {"context": 2048, "gpu_id": "fake", "gpu_memory": "12MiB"},
     "prefixes": {"context": 2048, "prefix_cache": True},
     "levels and prefixes": {
-        "context": 2048, "kv_device_memory": "7MiB", "prefill_chunk": 32, "prefix_cache": True,
+        "context": 2048, "kv_gpu_memory": "7MiB", "max_prefill_tokens": 32, "prefix_cache": True,
     },
 }  # fmt: skip
 
@@ -42,7 +42,7 @@ def is_free(model: LoadedModel) -> bool:
 def test_answers_are_those_of_separate_requests(way: str, path: Any) -> None:
     with hmt.Engine(**WAYS[way], **OPTIONS) as engine:
         model = engine.load_model(path)
-        assert isinstance(model._core.memory.kv, PlacedKV) == (way == "both")
+        assert isinstance(model._core.memory.kv, SplitKVCache) == (way == "both")
         for tokens in (151, 160):  # 16 tokens are a page
             apart = [model.infer(request(tokens, seed)).token_ids for seed in (7, 8, 9)]
             before = model.summary().prompt.tokens

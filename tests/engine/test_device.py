@@ -1,4 +1,4 @@
-"""The GPU tier on a pretended device: placing, copying and slots never change a result."""
+"""The GPU tier on a fake device: placing, copying and slots never change a result."""
 
 import gc
 import random
@@ -19,25 +19,28 @@ from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.contracts.plan import Plan, Tier
-from hmt.engine import EngineConfig, loading, machine, pieces
-from hmt.engine.captured import CapturedDecoding
-from hmt.engine.link_rates import LinkRates
-from hmt.engine.look import Place
-from hmt.engine.pieces import DecodingInPieces
-from hmt.kernels import expert_teams, ops
-from hmt.memory.device import PretendedDevice
-from hmt.weights import device_store
+from hmt.engine import EngineConfig
+from hmt.engine.execution.graphs import piecewise
+from hmt.engine.execution.graphs.full import GraphDecoding
+from hmt.engine.execution.graphs.piecewise import PiecewiseGraphDecoding
+from hmt.engine.loading import prepare
+from hmt.engine.snapshot import ExpertTier
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
+from hmt.kernels import host_experts, ops
+from hmt.memory.device import FakeDevice
+from hmt.weights.store import device_store
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 60))
-GPU = {"gpu_id": "pretended"}
+GPU = {"gpu_id": "fake"}
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HMT_POISON", "on")
     # Beside what the memory gives: so that some layers are copied, and some compute on the CPU.
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     yield
 
 
@@ -66,13 +69,13 @@ def test_a_plan_for_a_goal_gives_the_same_tokens(
 
     def described(here: Machine, device: object, form: object) -> Machine:
         compute = ComputeRates(1e12, {"bf16@512": 1e14})
-        gpu = DeviceRates("pretended", 1 << 30, link_rate=link, compute=compute)
+        gpu = DeviceRates("fake", 1 << 30, link_rate=link, compute=compute)
         return replace(here, devices=(gpu,), cpu=ComputeRates(1e10, {"bf16@512": 1e11}))
 
-    monkeypatch.setattr(loading, "with_device", described)
+    monkeypatch.setattr(prepare, "with_device", described)
     size = sum(file.stat().st_size for file in MODELS[kind].glob("*.safetensors"))
     options = {"gpu_memory": size // 2 + (6 << 20), "host_memory": "64MiB", **GPU}
-    _, answer, plan = run(kind, goal="latency", max_batch=1, prefill_chunk=32, **options)
+    _, answer, plan = run(kind, goal="latency", max_batch=1, max_prefill_tokens=32, **options)
     assert answer == tokens
     assert sum(plan.device.reserved.values()) <= plan.budgets.get(Tier.DEVICE, 0)
     alone = run(kind, goal="latency", max_batch=1, gpu_memory=0, host_memory="64MiB")
@@ -116,7 +119,7 @@ def test_every_split_gives_the_same_logits(
 @pytest.fixture
 def steady_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a busy machine may leave nothing to the CPU."""
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9, 30e9, 90e9))
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9, 30e9, 90e9))
 
 
 @pytest.mark.usefixtures("steady_rates")
@@ -170,20 +173,20 @@ def test_experts_are_cached_brought_and_left(monkeypatch: pytest.MonkeyPatch) ->
             # The first ones are there from the beginning.
             missing = len(experts) - layers * share.expert_slots
             ahead = sum(map(len, weights._free_slots.values()))
-            copied = weights.counters.copied_bytes // weights.teams.nbytes
+            copied = weights.counters.copied_bytes // weights.moe_backends.nbytes
             assert missing <= copied <= missing + ahead
-            counts = weights.teams.counts()
+            counts = weights.moe_backends.counts()
             *whole, cut = counts
             assert all(whole) and not cut and sum(whole) == 16 * layers * spec.experts_per_token
             account = model.summary().device.experts
             assert [account.found, account.brought, account.left] == whole
             _watch_shared_slots(model, monkeypatch)
-            seen = model.begin_look().result().experts
-            for layer, team in weights.teams.by_layer.items():
+            seen = model.begin_snapshot().result().experts
+            for layer, team in weights.moe_backends.by_layer.items():
                 held = team.slots.holders[team.slots.holders >= 0]
                 assert len(set(held.tolist())) == len(held) <= share.expert_slots
                 row = seen.layers.index(layer)
-                there = (seen.places[row] == Place.DEVICE).nonzero()[0]
+                there = (seen.places[row] == ExpertTier.DEVICE).nonzero()[0]
                 assert there.tolist() == sorted(held.tolist()) and seen.counted[row]
                 heat = team.slots.scores * 0.03  # as a share of steps
                 assert torch.allclose(torch.from_numpy(seen.heat[row]), heat)
@@ -206,14 +209,14 @@ def test_prompts_compute_cached_experts_where_they_are(
         weights, seen = model._core.memory.on_device.weights, set()
         count = sum(block.kind is BlockKind.EXPERT for block in model.plan.homes)
         for text, its in zip(texts, wanted, strict=True):
-            cached, before = weights.teams.cached(), weights.counters.copied_bytes
+            cached, before = weights.moe_backends.cached(), weights.counters.copied_bytes
             seen.add(frozenset(cached))
             assert torch.equal(model.logits(text[:24], range(24), prefill=24), its)
             copied = weights.counters.copied_bytes - before
             # Some are asked for before it is known that they are there.
             ahead = sum(map(len, weights._free_slots.values()))
             left = count - len(cached)
-            assert left <= copied // weights.teams.nbytes <= left + ahead
+            assert left <= copied // weights.moe_backends.nbytes <= left + ahead
             model.logits(text, [], prefill=24)  # 36 tokens, one by one
         assert len(seen) == len(texts), "another cache each time"
 
@@ -223,11 +226,11 @@ def _watch_shared_slots(model: hmt.LoadedModel, monkeypatch: pytest.MonkeyPatch)
     on_device = model._core.memory.on_device
     device, weights = on_device.device, on_device.weights
     shared = [slot.tensor.data_ptr() for slot in weights._shared]
-    team = next(iter(weights.teams.by_layer.values()))
+    team = next(iter(weights.moe_backends.by_layer.values()))
     assert shared and team.slots.staging.tolist()[: len(shared)] == shared
     copies: list[object] = []
     fetches: list[int] = []
-    copy_each, fetch = device.copy_each, expert_teams.fetch
+    copy_each, fetch = device.copy_each, host_experts.fetch
     before = [slot.last_use for slot in weights._shared]
 
     def copied(targets: list[torch.Tensor], sources: list[torch.Tensor], after: object) -> object:
@@ -241,7 +244,7 @@ def _watch_shared_slots(model: hmt.LoadedModel, monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as here:
         here.setattr(device, "copy_each", copied)
-        here.setattr(expert_teams, "fetch", fetched)
+        here.setattr(host_experts, "fetch", fetched)
         model.logits(TOKENS, [], prefill=24)
     assert fetches and fetches[0] == len(copies)
     first = copies[: len(shared)]
@@ -261,7 +264,7 @@ def test_experts_are_brought_where_none_can_be_cached() -> None:
         assert not share.expert_slots and share.staging_slots
         found = model.logits(TOKENS, range(40), prefill=24)
         assert (found - wanted).norm() / wanted.norm() < 1e-5
-        cached, brought, left, _ = model._core.memory.on_device.weights.teams.counts()
+        cached, brought, left, _ = model._core.memory.on_device.weights.moe_backends.counts()
         assert not cached and brought and left
 
 
@@ -289,7 +292,7 @@ def test_steps_begin_before_they_are_asked_for(tied: bool, tmp_path: Path) -> No
             forced = model.logits(TOKENS, range(40), prefill=3)
             found.append(model.infer_batch(requests(0.0, length=40)))
             answers[bool(gpu)] = [[one.token_ids for one in batch] for batch in found], forced
-            guesses = model._core._executor._captured.guesses if gpu else None
+            guesses = model._core._executor._captured.async_steps if gpu else None
     assert answers[True][0] == answers[False][0]
     assert torch.equal(answers[True][1], answers[False][1])
     assert guesses.right > 40, "of steps that go on as they were"
@@ -302,7 +305,7 @@ def test_a_step_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPa
         model = engine.load_model(MODELS["dense"])
         wanted = model.logits(TOKENS, range(40))
         weights = model._core.memory.on_device.weights
-        follow, calls = weights._device.follow, []
+        follow, calls = weights._device.wait_event, []
 
         def fail_once(mark: object) -> None:
             calls.append(mark)
@@ -310,7 +313,7 @@ def test_a_step_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPa
                 raise BudgetError("injected")
             follow(mark)
 
-        monkeypatch.setattr(weights._device, "follow", fail_once)
+        monkeypatch.setattr(weights._device, "wait_event", fail_once)
         with pytest.raises(BudgetError, match="injected"):
             model.infer(hmt.Request(input="Once", max_new_tokens=2))
         assert torch.equal(model.logits(TOKENS, range(40)), wanted)
@@ -347,7 +350,7 @@ def test_steps_are_captured_in_pieces_where_some_networks_are_elsewhere() -> Non
     with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="12MiB", **GPU) as engine:
         model = engine.load_model(MODELS["dense"])
         captured = model._core._executor._captured
-        assert isinstance(captured, DecodingInPieces)
+        assert isinstance(captured, PiecewiseGraphDecoding)
         prompts = hmt.Request(input=TOKENS, max_new_tokens=1)
         for _ in range(2):  # prompts use the slots in another order
             assert model.infer(request).token_ids == wanted
@@ -366,7 +369,7 @@ def test_steps_are_captured_in_pieces_where_some_networks_are_elsewhere() -> Non
 
 
 def test_hidden_states_go_to_the_cpu_and_back() -> None:
-    device, like = PretendedDevice(), torch.randn(3, 32)
+    device, like = FakeDevice(), torch.randn(3, 32)
     params = {
         name: WeightTensor(Encoding.F32, shape, torch.randn(shape))
         for name, shape in (("gate_proj", (64, 32)), ("up_proj", (64, 32)), ("down_proj", (32, 64)))
@@ -375,7 +378,7 @@ def test_hidden_states_go_to_the_cpu_and_back() -> None:
     layer = ops.FeedForward("silu", ops.NormOptions(1e-6))
     counted: list[int] = []
     weights = SimpleNamespace(waited=lambda seconds: None, count=counted.append)
-    handover = pieces._Handover(device, weights, (3, 32), torch.float32)
+    handover = piecewise._HostFfnCall(device, weights, (3, 32), torch.float32)
     for x in (None, torch.randn(3, 32)):
         hidden, wanted = like.clone(), like.clone()
         ops.feed_forward(wanted, None if x is None else x.clone(), params, layer)
@@ -395,7 +398,9 @@ def test_steps_of_all_sizes_find_their_weights_in_the_slots(gpu: str) -> None:
         calls.append((tokens, rng.randrange(max(0, len(tokens) - 6), len(tokens) + 1)))
     found = []
     for options in ({}, {"gpu_memory": gpu, **GPU}):
-        with hmt.Engine(context=256, host_memory="64MiB", prefill_chunk=48, **options) as engine:
+        with hmt.Engine(
+            context=256, host_memory="64MiB", max_prefill_tokens=48, **options
+        ) as engine:
             model = engine.load_model(MODELS["dense"])
             found.append([model.logits(t, range(len(t)), prefill=p) for t, p in calls])
             if options:
@@ -412,13 +417,13 @@ def test_captured_steps_may_leave_the_head_to_the_cpu() -> None:
         wanted = model.infer(request).token_ids
         core: Any = model._core
         on_device = core.memory.on_device
-        core._executor._captured = captured = CapturedDecoding(
+        core._executor._captured = captured = GraphDecoding(
             model.prepared.model, on_device.weights, core.memory.kv, on_device.device, head=False
         )
         assert model.infer(request).token_ids == wanted
         results = [one.results for one in captured._captured.values()]
         assert results and all(found is None for kept in results for _, _, found in kept)
-        assert not captured.guesses.begun
+        assert not captured.async_steps.begun
 
 
 def test_a_step_that_is_timed_again_and_again_changes_no_token() -> None:

@@ -9,9 +9,11 @@ import hmt
 from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
-from hmt.engine import core, machine, warming
-from hmt.engine.link_rates import LinkRates
-from hmt.engine.pieces import DecodingInPieces
+from hmt.engine import engine_core
+from hmt.engine.execution import warmup
+from hmt.engine.execution.graphs.piecewise import PiecewiseGraphDecoding
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +49,7 @@ def machine_taken() -> int:
     from hmt.memory.device import open_device
 
     device = open_device("cuda:0")
-    device.trim()  # as an engine does before it counts
+    device.empty_cache()  # as an engine does before it counts
     return device.used_bytes()
 
 
@@ -127,7 +129,7 @@ def test_pieces_compute_what_layer_by_layer_computes(batch: int) -> None:
                 answers.append([one.token_ids for one in model.infer_batch(requests)])
             if executor == "overlapped":
                 captured = model._core._executor._captured
-                assert isinstance(captured, DecodingInPieces) and captured._works
+                assert isinstance(captured, PiecewiseGraphDecoding) and captured._works
                 assert all(one.replay for one in captured._captured.values())
                 phase = model.summary().generation
                 assert phase.link_s > 0 and phase.link_bytes > 0
@@ -150,7 +152,7 @@ def test_experts_are_cached_brought_and_asked_for(quantization: str, batch: int)
         captured = model._core._executor._captured
         assert captured is not None and captured._works
         assert captured.served.experts > 0
-        found, brought, left, cut = model._core.memory.on_device.weights.teams.counts()
+        found, brought, left, cut = model._core.memory.on_device.weights.moe_backends.counts()
         assert found and brought and left >= captured.served.experts and 0 <= cut < left
     with hmt.Engine(**options) as engine:
         model = engine.load_model(MODELS["moe"])
@@ -214,12 +216,12 @@ def test_what_is_computed_while_loading_is_there_for_requests(
     request = hmt.Request(input=TOKENS, max_new_tokens=8, ignore_eos=True)
     options = {"host_memory": "256MiB", "context": 256, "gpu_memory": machine_taken() + (1 << 30)}
     answers = []
-    for slow in (lambda where: False, warming.is_slow_at_first):
-        monkeypatch.setattr(core, "is_slow_at_first", slow)
+    for slow in (lambda where: False, warmup.is_slow_at_first):
+        monkeypatch.setattr(engine_core, "is_slow_at_first", slow)
         with hmt.Engine(**options) as engine:
             model = engine.load_model(MODELS["dense"])
             captured = model._core._executor._captured
-            assert bool(captured._captured) == (slow is warming.is_slow_at_first)
+            assert bool(captured._captured) == (slow is warmup.is_slow_at_first)
             assert model.summary().prompt.tokens == model.summary().generation.tokens == 0
             answers.append(model.infer(request).token_ids)
     assert answers[0] == answers[1]

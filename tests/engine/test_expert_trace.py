@@ -13,7 +13,7 @@ from reference import MINI_DENSE, MINI_MOE
 import hmt
 from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockKind
-from hmt.engine.expert_trace import Routed, TraceFile, TraceHeader, TraceWriter
+from hmt.engine.experts.trace import Routed, TraceFile, TraceHeader, TraceWriter
 from hmt.weights import WeightStore
 
 TOKENS = list(range(40, 60))
@@ -117,14 +117,14 @@ def leased(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         {"host_memory": "64MiB"},
         {"host_memory": "12MiB"},
         {"host_memory": "12MiB", "executor": "plain"},
-        {"host_memory": "12MiB", "guesses": False, "cache_policy": "lru"},
+        {"host_memory": "12MiB", "guesses": False, "expert_cache_policy": "lru"},
     ],
 )
 def test_a_trace_is_what_the_routers_chose(
     tmp_path: Path, leased: list[list[int]], options: dict[str, object]
 ) -> None:
     file = tmp_path / "trace.jsonl"
-    with hmt.Engine(context=256, trace_experts=str(file), **options) as engine:
+    with hmt.Engine(context=256, expert_trace=str(file), **options) as engine:
         model = engine.load_model(MINI_MOE)
         del leased[:]
         model.logits(TOKENS, [], prefill=12)
@@ -150,9 +150,9 @@ def test_tracing_and_guessing_change_no_logits(tmp_path: Path) -> None:
     found = []
     for options in (
         {"host_memory": "64MiB"},
-        {"host_memory": "12MiB", "trace_experts": tmp_path / "t", "cache_policy": "a2cr"},
+        {"host_memory": "12MiB", "expert_trace": tmp_path / "t", "expert_cache_policy": "a2cr"},
         {"host_memory": "12MiB", "guesses": False},
-        {"host_memory": "64MiB", "trace_experts": tmp_path / "u"},
+        {"host_memory": "64MiB", "expert_trace": tmp_path / "u"},
     ):
         with hmt.Engine(context=256, **options) as engine:
             found.append(engine.load_model(MINI_MOE).logits(TOKENS, range(20), prefill=12))
@@ -164,14 +164,14 @@ def test_a_trace_that_cannot_be_written_leaves_nothing_allocated(tmp_path: Path)
         (MINI_DENSE, tmp_path / "t", "has no experts to trace"),
         (MINI_MOE, tmp_path / "no" / "folder", "cannot be written"),
     ):
-        with hmt.Engine(host_memory="64MiB", context=256, trace_experts=file) as engine:
+        with hmt.Engine(host_memory="64MiB", context=256, expert_trace=file) as engine:
             with pytest.raises(ConfigError, match=message):
                 engine.load_model(model)
             assert engine._ledger.reserved_bytes("host") == 0
 
 
 def test_two_models_do_not_write_one_trace(tmp_path: Path) -> None:
-    options = {"host_memory": "64MiB", "context": 256, "trace_experts": tmp_path / "t"}
+    options = {"host_memory": "64MiB", "context": 256, "expert_trace": tmp_path / "t"}
     with hmt.Engine(**options) as engine, hmt.Engine(**options) as other:
         engine.load_model(MINI_MOE).logits(TOKENS, [], prefill=0)
         with pytest.raises(ConfigError, match="no other model writes"):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from hmt.engine import EngineConfig
-from hmt.engine.packs import convert
+from hmt.engine.loading.packs import convert
 from hmt.memory import READERS
 
 WORK = """
@@ -30,7 +30,7 @@ from hmt.engine import EngineConfig, prepare
 from hmt.planner import PlanOptions, smallest_budget
 
 TOKENS = [5, 80, 1200, 33, 7]
-OPTIONS = dict(context=64, max_batch=1, prefill_chunk=16)
+OPTIONS = dict(context=64, max_batch=1, max_prefill_tokens=16)
 
 
 def outcome(model):

@@ -18,12 +18,12 @@ from transformers import CONFIG_MAPPING
 import hmt
 from hmt.base.errors import MissingFileError
 from hmt.engine import EngineConfig, prepare
-from hmt.engine.inspection import inspect
-from hmt.engine.machine import machine_for
-from hmt.engine.outlooks import outlook_on, setting_of
-from hmt.engine.packs import convert, verify
-from hmt.engine.source import open_source
+from hmt.engine.loading.inspection import inspect
+from hmt.engine.loading.packs import convert, verify
+from hmt.engine.loading.source import open_source
+from hmt.engine.loading.what_if import scenario_of, scenarios_for
 from hmt.formats import open_checkpoint
+from hmt.hardware.machine import machine_for
 from hmt.planner import PlanOptions, smallest_budget
 
 ARCH = gguf.MODEL_ARCH
@@ -197,10 +197,10 @@ def test_split_files_stream_at_the_smallest_budget(tmp_path: Path) -> None:
     last = max(folder.iterdir())
     for path, budget in ((first, 256 << 20), (folder, least), (last, least)):
         planned = replace(options, host_memory_bytes=budget, max_batch=1)
-        setting = setting_of(
+        setting = scenario_of(
             planned, machine_for(path), prompt_tokens=None, host_bytes=budget, device_bytes=0
         )
-        found_plan = outlook_on(str(path), planned).plan(setting).plan
+        found_plan = scenarios_for(str(path), planned).plan(setting).plan
         assert found_plan == prepare(path, planned).plan, "hmt plan plans what runs"
         found, near, streamed = answer(path, host_memory=budget)
         assert found == tokens

@@ -20,7 +20,7 @@ from test_gguf_models import PROMPT, random_model
 
 import hmt
 from hmt.base.errors import CheckpointError
-from hmt.engine.inspection import inspect
+from hmt.engine.loading.inspection import inspect
 
 THETA, ORIGINAL = 5000.0, 32
 PLAIN = {"rope_type": "default", "rope_theta": THETA}

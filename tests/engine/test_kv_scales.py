@@ -11,13 +11,13 @@ from reference import MINI_DENSE, MINI_MOE
 
 import hmt
 from hmt.base.errors import ConfigError
-from hmt.engine.kv_scales import SCALES, calibrate, identity
-from hmt.engine.packs import convert
-from hmt.engine.source import open_source
+from hmt.engine.loading.kv_scales import SCALES, calibrate, identity
+from hmt.engine.loading.packs import convert
+from hmt.engine.loading.source import open_source
 from hmt.kvcache.codecs import Calibration, read_scales, weights_of
 
 OPTIONS = {"host_memory": "256MiB", "context": 1024, "max_batch": 1, "dtype": "float32"}
-FAR = {"kv_host_memory": 0, "prefill_chunk": 32}
+FAR = {"kv_host_memory": 0, "max_prefill_tokens": 32}
 STATIC = "exact,int8-static+shared-parts"
 
 
@@ -43,7 +43,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def logits(folder: Path, quant: str, disk: Path) -> torch.Tensor:
     near = "5MiB" if "Llama" in (folder / "config.json").read_text() else "2MiB"
-    levels = FAR | {"kv_device_memory": near, "kv_quant": quant, "kv_disk": disk}
+    levels = FAR | {"kv_gpu_memory": near, "kv_quant": quant, "kv_offload_dir": disk}
     with hmt.Engine(**OPTIONS, **levels) as engine:
         return engine.load_model(folder).logits(text(1000, 20), range(900, 1000))
 

@@ -17,7 +17,7 @@ import hmt
 from hmt.base.errors import BudgetError, Cancelled, ContextLengthError, HMTError, RequestError
 from hmt.contracts.request import FinishReason, TokenLogprob
 from hmt.engine import EngineConfig, LoadedModel, prepare
-from hmt.engine.sampler import SamplerState
+from hmt.engine.scheduling.sampler import SamplerState
 from hmt.planner import PlanOptions, smallest_budget
 
 CHAT = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -136,11 +136,11 @@ def test_a_failed_load_leaves_neither_threads_nor_memory(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("reader", ["io_uring", "direct", "buffered", "mmap"])
 def test_spilled_weights_come_back_whichever_way_they_are_read(tmp_path: Path, reader: str) -> None:
-    options = {"quantization": "w4a8", "context": 512, "prefill_chunk": 16}
+    options = {"quantization": "w4a8", "context": 512, "max_prefill_tokens": 16}
     texts = []
     for budget in ("64MiB", "3.6MiB"):
         with hmt.Engine(
-            host_memory=budget, disk_reader=reader, disk_path=tmp_path, max_batch=1, **options
+            host_memory=budget, disk_reader=reader, spill_dir=tmp_path, max_batch=1, **options
         ) as engine:
             model = engine.load_model(MINI_DENSE)
             texts.append(model.infer(hmt.Request(CHAT * 12, 20, ignore_eos=True)).token_ids)

@@ -18,7 +18,7 @@ import pytest
 from hmt.base.units import MIB
 from hmt.bench.random_model import write_random_llama
 from hmt.cli.options import embedded_model
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 
 OVERHEAD_BYTES = 128 * MIB  # stacks, allocator, temporaries of larger layers
 
@@ -26,7 +26,7 @@ CHILD = """
 import json, sys
 import hmt
 model_path, budget = sys.argv[1], int(sys.argv[2])
-with hmt.Engine(host_memory=budget, context=64, prefill_chunk=16, threads=1) as engine:
+with hmt.Engine(host_memory=budget, context=64, max_prefill_tokens=16, threads=1) as engine:
     model = engine.load_model(model_path)
     done = model.infer(hmt.Request(input=[1, 2, 3, 4, 5], max_new_tokens=3, ignore_eos=True))
     summary = model.summary()

@@ -11,7 +11,7 @@ import pytest
 from hmt.base.units import MIB
 from hmt.bench.random_model import write_random_llama
 from hmt.engine import EngineConfig
-from hmt.engine.packs import convert, verify
+from hmt.engine.loading.packs import convert, verify
 
 # Converts, and prints a line for everything that is done; at the end its peak of memory.
 CHILD = """
@@ -19,7 +19,7 @@ import json, resource, sys
 from pathlib import Path
 from hmt.base.errors import DiskWriteError
 from hmt.engine import EngineConfig
-from hmt.engine.packs import convert
+from hmt.engine.loading.packs import convert
 from hmt.memory import peak_resident_bytes
 checkpoint, out, scheme, largest_file = sys.argv[1:]
 if int(largest_file):

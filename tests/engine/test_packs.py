@@ -9,7 +9,7 @@ from reference import MODELS
 import hmt
 from hmt.base.errors import ConfigError, DamagedPackError, MissingFileError, PackError
 from hmt.engine import EngineConfig, prepare
-from hmt.engine.packs import convert
+from hmt.engine.loading.packs import convert
 from hmt.planner import PlanOptions, smallest_budget
 
 PACKS = [

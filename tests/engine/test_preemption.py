@@ -13,19 +13,19 @@ from hmt.base.errors import HMTError
 from hmt.contracts.request import TokenEvent
 from hmt.contracts.step import Step
 from hmt.engine import LoadedModel
-from hmt.engine.captured import Captured, CapturedDecoding
+from hmt.engine.execution.graphs.full import CapturedGraph, GraphDecoding
 from hmt.kvcache import PagedKV
 
 OPTIONS: dict[str, Any] = {
-    "host_memory": "320MiB", "dtype": "float32", "prefill_chunk": 64, "max_batch": 4,
+    "host_memory": "320MiB", "dtype": "float32", "max_prefill_tokens": 64, "max_batch": 4,
     "context": 544,
 }  # fmt: skip
-LEVELS = {"kv_device_memory": "4608KiB", "prefill_chunk": 32, "context": 640}
+LEVELS = {"kv_gpu_memory": "4608KiB", "max_prefill_tokens": 32, "context": 640}
 WAYS: dict[str, dict[str, Any]] = {
     "prefixes": {"prefix_cache": True},
     "levels and prefixes": {**LEVELS, "prefix_cache": True},
-    "gpu": {"gpu_id": "pretended", "gpu_memory": "96MiB"},
-    "both": {"gpu_id": "pretended", "gpu_memory": "12MiB"},
+    "gpu": {"gpu_id": "fake", "gpu_memory": "96MiB"},
+    "both": {"gpu_id": "fake", "gpu_memory": "12MiB"},
 }
 SEEDS = (9,)
 NEVER = "no model writes this"
@@ -70,26 +70,26 @@ def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     told: dict[int, list[int]] = {}
     seen: list[int] = []
-    send, begin = CapturedDecoding._send, CapturedDecoding._begin_next
+    send, begin = GraphDecoding._send, GraphDecoding._begin_next
 
-    def pages(decoding: CapturedDecoding, sequence: int) -> list[int]:
+    def pages(decoding: GraphDecoding, sequence: int) -> list[int]:
         kv = decoding._kv
         assert isinstance(kv, PagedKV)
         return list(kv._sequences[sequence].pages)
 
-    def sent(self: CapturedDecoding, captured: Captured, step: Step) -> None:
-        told.update({run.sequence: pages(self, run.sequence) for run in step.runs})
+    def sent(self: GraphDecoding, captured: CapturedGraph, step: Step) -> None:
+        told.update({run.sequence: pages(self, run.sequence) for run in step.segments})
         send(self, captured, step)
 
-    def begun(self: CapturedDecoding, captured: Captured, step: Step) -> Any:
-        for run in step.runs:
+    def begun(self: GraphDecoding, captured: CapturedGraph, step: Step) -> Any:
+        for run in step.segments:
             page = run.context // 16  # of the next token
             assert told[run.sequence][page] == pages(self, run.sequence)[page]
             seen.append(run.context)
         return begin(self, captured, step)
 
-    monkeypatch.setattr(CapturedDecoding, "_send", sent)
-    monkeypatch.setattr(CapturedDecoding, "_begin_next", begun)
+    monkeypatch.setattr(GraphDecoding, "_send", sent)
+    monkeypatch.setattr(GraphDecoding, "_begin_next", begun)
     return seen
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.engine.prefetch import MARGIN, PrefetchDistance, ReadAhead
+from hmt.engine.execution.prefetch import MARGIN, PrefetchDistance, ReadAhead
 
 SIZES = st.integers(0, 9).map(lambda mib: mib << 20)
 
@@ -101,10 +101,10 @@ def test_before_anything_is_known_the_planner_decides() -> None:
     assert [distance.of(stage, 1) for stage in range(8)] == [3] * 8
     unmeasured = learned(sizes, [1e-3] * 8, rate=0.0, first=3)
     assert unmeasured.of(0, 1) == 3
-    unmeasured.drive_gave(1 << 20, 1e-3)
+    unmeasured.disk_gave(1 << 20, 1e-3)
     unmeasured.pass_ended(1)
     assert unmeasured.of(0, 1) == 2  # a millisecond each, and a margin
-    unmeasured.drive_gave(0, 0.0)  # nothing was read: nothing is learned
+    unmeasured.disk_gave(0, 0.0)  # nothing was read: nothing is learned
 
 
 def test_waits_add_stages_and_calm_takes_them_back() -> None:
@@ -154,7 +154,7 @@ def test_a_change_of_pace_is_followed() -> None:
     distance = learned(sizes, [1e-2] * 20, rate=1e9)
     assert distance.of(0, 1) == 1
     for _ in range(20):
-        distance.drive_gave(1 << 20, 2e-2)  # twenty times slower
+        distance.disk_gave(1 << 20, 2e-2)  # twenty times slower
         for stage in range(20):
             distance.stage_took(stage, 1, 1e-2, 0.0)
         distance.pass_ended(1)
@@ -201,7 +201,7 @@ def test_a_step_is_measured_stage_by_stage() -> None:
         stages,
         distance,
         waited_s=lambda: waits[0],
-        drive=lambda: drive[0],
+        disk=lambda: drive[0],
         clock=lambda: now[0],
     )
     for _ in range(2):

@@ -67,7 +67,7 @@ def test_logits_are_bit_identical_at_every_budget(
     for budget in budgets:
         for executor in ("plain", "overlapped"):
             with hmt.Engine(
-                host_memory=budget, executor=executor, disk_path=tmp_path, **options
+                host_memory=budget, executor=executor, spill_dir=tmp_path, **options
             ) as engine:
                 model = engine.load_model(path)
                 logits = model.logits(tokens, range(150), prefill=130)

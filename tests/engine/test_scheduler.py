@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import ContextLengthError, DeadlineError
 from hmt.contracts.request import FinishReason, Request
-from hmt.contracts.step import Run
-from hmt.engine.forecast import AnswerForecast
-from hmt.engine.pressure import BatchLimit, Pressure
-from hmt.engine.scheduler import Scheduler
-from hmt.engine.sequence import Sequence
+from hmt.contracts.step import Segment
+from hmt.engine.scheduling.batch_limit import BatchLimit, MemoryPressure
+from hmt.engine.scheduling.output_length import OutputLengthEstimate
+from hmt.engine.scheduling.scheduler import Scheduler
+from hmt.engine.scheduling.sequence import Sequence
 
 
 class CountingKV:
@@ -46,11 +46,11 @@ class CountingKV:
         self.rows[self.made] = 0
         return self.made
 
-    def append(self, run: Run) -> None:
+    def append(self, run: Segment) -> None:
         """What is computed comes after what is there, and where there is room."""
         assert run.sequence not in self.parked
         assert run.start == self.rows[run.sequence]
-        assert run.context <= self.open_[run.sequence] == run.room
+        assert run.context <= self.open_[run.sequence] == run.reserved_tokens
         self.rows[run.sequence] = run.context
 
     def can_fork(self, sequence: int, held: int, tokens: int) -> bool:
@@ -102,12 +102,12 @@ def sequence(prompt: int, new: int, **fields: Any) -> Sequence:
         request=request,
         tokens=[1] * prompt,
         prompt_tokens=prompt,
-        positions=prompt + new,
+        max_total_tokens=prompt + new,
         sampler=nothing,
         text=nothing,
         stops=nothing,
         eos_ids=frozenset(),
-        events=queue.SimpleQueue(),
+        listener=queue.SimpleQueue(),
     )
 
 
@@ -122,7 +122,7 @@ def compute(
     if scheduled is None:
         return []
     kv: Any = scheduler._rooms._kv
-    for run in scheduled.step.runs:
+    for run in scheduled.step.segments:
         kv.append(run)
     assert sum(count for _, count in scheduled.advanced) == len(scheduled.step.token_ids)
     assert len(scheduled.step.logit_rows) == len(scheduled.sampled)
@@ -136,16 +136,16 @@ def compute(
         one.tokens.append(1)
         if len(one.tokens) - one.prompt_tokens == ends.get(one.number):
             one.finish_reason = FinishReason.STOP
-        elif len(one.tokens) == one.positions:
+        elif len(one.tokens) == one.max_total_tokens:
             one.finish_reason = FinishReason.LENGTH
         if one.finished:
             scheduler.retire(one)
     return list(scheduled.advanced)
 
 
-def expecting(tokens: int | None) -> AnswerForecast:
+def expecting(tokens: int | None) -> OutputLengthEstimate:
     """A forecast after answers of so many tokens; None: after none."""
-    forecast = AnswerForecast()
+    forecast = OutputLengthEstimate()
     for _ in range(8 if tokens else 0):
         forecast.note("", tokens or 0, whole=True)
     return forecast
@@ -186,7 +186,7 @@ def test_all_end_and_no_budget_is_ever_exceeded(
     kv = CountingKV(tokens, near)
     kv.parks = chunk % 4 > 0
     forecast = expecting(known)
-    scheduler = Scheduler(kv, prefill_chunk=chunk, max_batch=batch, forecast=forecast)  # type: ignore[arg-type]
+    scheduler = Scheduler(kv, max_prefill_tokens=chunk, max_batch=batch, forecast=forecast)  # type: ignore[arg-type]
     every: list[Sequence] = []
     ends: dict[int, int] = {}
 
@@ -199,13 +199,13 @@ def test_all_end_and_no_budget_is_ever_exceeded(
         assert 0 <= load.running <= batch and load.free_tokens >= 0
         # Never are there requests without anything going on.
         assert advanced or scheduler.idle
-        assert all(one.sent_back <= 2 for one in every)
+        assert all(one.preemptions <= 2 for one in every)
         return bool(advanced)
 
     for prompt, new, end, owner, priority, answers, steps, cancelled in requests:
         group = [sequence(prompt, new, owner=owner, priority=priority) for _ in range(answers)]
         for one in group:
-            one.leader = None if one is group[0] else group[0]
+            one.prefix_leader = None if one is group[0] else group[0]
             ends[one.number] = end + group.index(one)
             scheduler.check(one)
             scheduler.add(one)
@@ -221,7 +221,7 @@ def test_all_end_and_no_budget_is_ever_exceeded(
     assert scheduler.idle and not kv.open_
     assert all(one.finished for one in every)
     for one in every:
-        answer = min(one.positions - one.prompt_tokens, ends[one.number])
+        answer = min(one.max_total_tokens - one.prompt_tokens, ends[one.number])
         if one.finish_reason is not FinishReason.CANCELLED:
             assert len(one.tokens) - one.prompt_tokens == answer
     if known is None and len(every) < 8 and len({one.request.priority for one in every}) == 1:
@@ -229,7 +229,7 @@ def test_all_end_and_no_budget_is_ever_exceeded(
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    scheduler = Scheduler(CountingKV(8192), prefill_chunk=64, max_batch=4)  # type: ignore[arg-type]
+    scheduler = Scheduler(CountingKV(8192), max_prefill_tokens=64, max_batch=4)  # type: ignore[arg-type]
     long, short = sequence(4000, 4), sequence(30, 4)
     scheduler.add(long)
     compute(scheduler)
@@ -243,7 +243,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 def test_what_does_not_fit_now_is_not_passed_by_its_like() -> None:
     """A large request has its turn, although small ones would fit before."""
-    scheduler = Scheduler(CountingKV(304), prefill_chunk=64, max_batch=8)  # type: ignore[arg-type]
+    scheduler = Scheduler(CountingKV(304), max_prefill_tokens=64, max_batch=8)  # type: ignore[arg-type]
     first, large = sequence(100, 60), sequence(200, 100)
     small = [sequence(10, 6) for _ in range(6)]
     for one in (first, large, *small):
@@ -255,7 +255,7 @@ def test_what_does_not_fit_now_is_not_passed_by_its_like() -> None:
 
 
 def test_owners_take_turns() -> None:
-    scheduler = Scheduler(CountingKV(64), prefill_chunk=64, max_batch=1)  # type: ignore[arg-type]
+    scheduler = Scheduler(CountingKV(64), max_prefill_tokens=64, max_batch=1)  # type: ignore[arg-type]
     crowd = [sequence(10, 2, owner="crowd") for _ in range(6)]
     lone = sequence(10, 2, owner="lone")
     for one in (*crowd, lone):
@@ -268,7 +268,7 @@ def test_owners_take_turns() -> None:
 def test_deadlines_hold_for_those_who_wait_and_for_those_who_run() -> None:
     now = [0.0]
     kv = CountingKV(64)
-    scheduler = Scheduler(kv, prefill_chunk=64, max_batch=1, clock=lambda: now[0])  # type: ignore[arg-type]
+    scheduler = Scheduler(kv, max_prefill_tokens=64, max_batch=1, clock=lambda: now[0])  # type: ignore[arg-type]
     running, waiting, patient = sequence(10, 40), sequence(10, 40), sequence(10, 2)
     running.deadline_s, waiting.deadline_s = 5.0, 3.0
     for one in (running, waiting, patient):
@@ -281,7 +281,7 @@ def test_deadlines_hold_for_those_who_wait_and_for_those_who_run() -> None:
     compute(scheduler)
     assert running.finished and patient.admitted_s is not None
     for one, word in ((waiting, "waited"), (running, "ran")):
-        error = one.events.get()  # type: ignore[attr-defined]
+        error = one.listener.get()  # type: ignore[attr-defined]
         assert isinstance(error, DeadlineError) and word in str(error)
     while not scheduler.idle:
         compute(scheduler)
@@ -289,36 +289,36 @@ def test_deadlines_hold_for_those_who_wait_and_for_those_who_run() -> None:
 
 
 def test_what_can_never_run_is_refused() -> None:
-    scheduler = Scheduler(CountingKV(64), prefill_chunk=64, max_batch=1)  # type: ignore[arg-type]
+    scheduler = Scheduler(CountingKV(64), max_prefill_tokens=64, max_batch=1)  # type: ignore[arg-type]
     with pytest.raises(ContextLengthError, match="80 positions"):
         scheduler.check(sequence(60, 5))
 
 
 def test_who_grows_takes_spare_room_and_then_the_place_of_the_least_and_youngest() -> None:
     kv = CountingKV(240)
-    scheduler = Scheduler(kv, prefill_chunk=240, max_batch=8, forecast=expecting(20))  # type: ignore[arg-type]
+    scheduler = Scheduler(kv, max_prefill_tokens=240, max_batch=8, forecast=expecting(20))  # type: ignore[arg-type]
     old, low, young = sequence(40, 160), sequence(40, 160, priority=-1), sequence(40, 160)
     for one in (old, low, young):
         scheduler.add(one)
-    while not low.sent_back:
+    while not low.preemptions:
         assert compute(scheduler)
         running = [one for one in (old, low, young) if one.kv is not None]
         assert len(running) == 3 or scheduler.load.dropped
-        spare = [one.room - len(one.tokens) >= 16 for one in running]
-    assert not any(spare) and low.kv is None and not young.sent_back
-    while not young.sent_back:
+        spare = [one.reserved_tokens - len(one.tokens) >= 16 for one in running]
+    assert not any(spare) and low.kv is None and not young.preemptions
+    while not young.preemptions:
         assert compute(scheduler)
-    assert not old.sent_back
+    assert not old.preemptions
     while not scheduler.idle:
         assert compute(scheduler)
-    assert old.sent_back == 0 and all(one.sent_back <= 2 for one in (low, young))
+    assert old.preemptions == 0 and all(one.preemptions <= 2 for one in (low, young))
     assert all(len(one.tokens) == 200 for one in (old, low, young)) and not kv.open_
 
 
 @pytest.mark.parametrize(("batch", "near"), [(2, 9), (9, 2)], ids=["batch", "near"])
 def test_who_gives_way_to_a_higher_priority_keeps_what_was_computed(batch: int, near: int) -> None:
     kv = CountingKV(640, near)
-    scheduler = Scheduler(kv, prefill_chunk=640, max_batch=batch)  # type: ignore[arg-type]
+    scheduler = Scheduler(kv, max_prefill_tokens=640, max_batch=batch)  # type: ignore[arg-type]
     first, second, urgent = sequence(40, 60), sequence(40, 60), sequence(40, 60, priority=1)
     for one in (first, second):
         scheduler.add(one)
@@ -326,7 +326,7 @@ def test_who_gives_way_to_a_higher_priority_keeps_what_was_computed(batch: int, 
         compute(scheduler)
     scheduler.add(urgent)
     compute(scheduler)
-    assert urgent.computed == 40 and second.sent_back == 1 and first.sent_back == 0
+    assert urgent.computed == 40 and second.preemptions == 1 and first.preemptions == 0
     assert kv.parked == {second.kv} and second.computed == 49
     while not scheduler.idle:
         assert compute(scheduler)
@@ -339,7 +339,7 @@ def test_who_gives_way_to_a_higher_priority_keeps_what_was_computed(batch: int, 
 def test_room_is_found_again_that_others_than_requests_had() -> None:
     """A beam search, or teacher forcing, that held everything, and of which nobody is told."""
     kv = CountingKV(64)
-    scheduler = Scheduler(kv, prefill_chunk=64, max_batch=2)  # type: ignore[arg-type]
+    scheduler = Scheduler(kv, max_prefill_tokens=64, max_batch=2)  # type: ignore[arg-type]
     other, one = kv.open(64), sequence(20, 4)
     scheduler.add(one)
     assert not compute(scheduler) and not compute(scheduler)
@@ -350,24 +350,28 @@ def test_room_is_found_again_that_others_than_requests_had() -> None:
 def test_the_batch_shrinks_under_pressure_and_grows_again() -> None:
     limit = BatchLimit(16)
 
-    def look(used: float, running: int, *, at_risk: bool = True, back: bool = False) -> Pressure:
-        limit.look(used, running, at_risk=at_risk, sent_back=back)
+    def look(
+        used: float, running: int, *, at_risk: bool = True, back: bool = False
+    ) -> MemoryPressure:
+        limit.update(used, running, at_risk=at_risk, sent_back=back)
         return limit.level
 
-    assert look(0.99, 12, at_risk=False) is Pressure.EASY, "all that run have what they may need"
-    assert look(0.89, 12) is Pressure.EASY and limit.most == 16
-    assert look(0.91, 12) is Pressure.TIGHT and limit.most == 12
-    assert look(0.81, 8) is Pressure.TIGHT and limit.most == 12
-    assert look(0.98, 12) is Pressure.SHORT and limit.most == 9
-    assert look(0.95, 9) is Pressure.SHORT and limit.most == 9
-    assert look(0.95, 8, back=True) is Pressure.SHORT and limit.most == 6
-    assert look(0.89, 5) is Pressure.TIGHT and limit.most == 5
-    assert look(0.79, 5) is Pressure.EASY and limit.most == 16
-    assert look(0.2, 1, back=True) is Pressure.SHORT and limit.most == 1
+    assert look(0.99, 12, at_risk=False) is MemoryPressure.EASY, (
+        "all that run have what they may need"
+    )
+    assert look(0.89, 12) is MemoryPressure.EASY and limit.most == 16
+    assert look(0.91, 12) is MemoryPressure.TIGHT and limit.most == 12
+    assert look(0.81, 8) is MemoryPressure.TIGHT and limit.most == 12
+    assert look(0.98, 12) is MemoryPressure.SHORT and limit.most == 9
+    assert look(0.95, 9) is MemoryPressure.SHORT and limit.most == 9
+    assert look(0.95, 8, back=True) is MemoryPressure.SHORT and limit.most == 6
+    assert look(0.89, 5) is MemoryPressure.TIGHT and limit.most == 5
+    assert look(0.79, 5) is MemoryPressure.EASY and limit.most == 16
+    assert look(0.2, 1, back=True) is MemoryPressure.SHORT and limit.most == 1
 
 
 def test_what_is_expected_of_answers() -> None:
-    forecast = AnswerForecast()
+    forecast = OutputLengthEstimate()
     for _ in range(7):
         forecast.note("a", 10, whole=True)
     assert forecast.expected("a", 500) == 500, "of few answers nothing is known"

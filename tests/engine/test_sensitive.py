@@ -11,7 +11,8 @@ import hmt
 from hmt.base.errors import CheckpointError
 from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockId, BlockKind, Role
-from hmt.engine import EngineConfig, packs
+from hmt.engine import EngineConfig
+from hmt.engine.loading import packs
 from hmt.quant import Format
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}

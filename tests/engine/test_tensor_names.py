@@ -17,8 +17,9 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 
 import hmt
 from hmt.base.errors import CheckpointError, RequestError
-from hmt.engine import EngineConfig, packs
-from hmt.engine.inspection import inspect
+from hmt.engine import EngineConfig
+from hmt.engine.loading import packs
+from hmt.engine.loading.inspection import inspect
 
 TOKENS = [7, 31, 200, 9, 15, 77, 3]
 SIZES = {

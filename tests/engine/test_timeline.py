@@ -69,7 +69,7 @@ def test_a_run_that_reads_shows_reads_computing_and_waits(
         generation = model.summary().generation
     raw = file.read_bytes()
     tracks = slices(json.loads(gzip.decompress(raw) if suffix.endswith("gz") else raw))
-    drives = [event for name, own in tracks.items() if name.startswith("drive") for event in own]
+    drives = [event for name, own in tracks.items() if name.startswith("disk") for event in own]
     assert sum(event["args"]["bytes"] for event in drives) >= generation.disk_bytes > 0
     assert {event["name"].split(":")[0] for event in drives} <= {"needed", "ahead"}
     steps = [event["name"] for event in tracks["steps"]]

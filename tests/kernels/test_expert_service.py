@@ -11,7 +11,7 @@ from encoded import random_weight
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels import ops
 from hmt.kernels.cpu import extension
-from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
+from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
 from hmt.quant import pack_codes, pack_groups
 

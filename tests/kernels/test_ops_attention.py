@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from hmt.kernels import ops, reference
-from hmt.kernels.reference import attend
+from hmt.kernels.reference import attention
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -105,8 +105,8 @@ def test_chunks_of_queries_and_keys_do_not_change_the_result(monkeypatch, window
     limits = {"start": start, "scale": 0.25, "window": window}
     whole = reference.attention(*given, **limits)
     fused = ops.attention_output(*given, **limits)
-    monkeypatch.setattr("hmt.kernels.reference.attend.ATTENTION_WORKSPACE_BYTES", 4 * 4 * 50 * 4)
-    monkeypatch.setattr("hmt.kernels.reference.attend._KEY_BLOCK", 8)
+    monkeypatch.setattr("hmt.kernels.reference.attention.ATTENTION_WORKSPACE_BYTES", 4 * 4 * 50 * 4)
+    monkeypatch.setattr("hmt.kernels.reference.attention._KEY_BLOCK", 8)
     torch.testing.assert_close(reference.attention(*given, **limits), whole)
     torch.testing.assert_close(ops.attention_output(*given, **limits), fused)
 
@@ -170,11 +170,11 @@ def test_an_empty_part_counts_for_nothing_even_if_it_is_not_a_number():
 @pytest.mark.parametrize("allowed", [True, False])
 def test_plans_are_for_pieces_that_come_again_and_the_setting_stays(allowed):
     lengths = [16, 512, 1000, 1024, 1030, 2048, 4096]
-    assert [n for n in lengths if attend._is_planned(n)] == [1024, 2048, 4096]
+    assert [n for n in lengths if attention._is_planned(n)] == [1024, 2048, 4096]
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(allowed)
-        with pytest.raises(KeyError), attend._without_cudnn():
+        with pytest.raises(KeyError), attention._without_cudnn():
             assert not torch.backends.cuda.cudnn_sdp_enabled()
             assert torch.backends.cuda.flash_sdp_enabled()
             raise KeyError

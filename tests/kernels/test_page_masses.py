@@ -5,7 +5,7 @@ import torch
 
 from hmt.kernels import ops, reference
 from hmt.kernels.cpu import extension
-from hmt.kernels.ops import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
+from hmt.kernels.ops import AttentionMetadata, PagedSegment, PageEncoding, PageLayout, Pages
 
 SHAPES = {
     "grouped": (2, 64, 32, False, 8),
@@ -45,20 +45,23 @@ def test_masses_are_those_of_the_reference(isa, shape, encoding, dtype, softcap)
     count = 37
     pages = Pages(layout, torch.zeros(count + 3, 2, layout.page_bytes, dtype=torch.uint8))
     table = torch.randperm(count + 3, generator=random)[:count]
-    whole = PagedRuns([PagedRun(0, 16 * count, 0, table)])
+    whole = AttentionMetadata([PagedSegment(0, 16 * count, 0, table)])
     key = torch.randn(16 * count, heads, key_dim, generator=random).bfloat16()
     value = torch.randn(16 * count, heads, value_dim, generator=random).bfloat16()
     reference.append_pages(pages, 1, whole, key, None if latent else value)
     query = torch.randn(3, q_heads, key_dim, generator=random).to(dtype)
-    asked = [PagedRun(0, 2, 16 * count - 1, table, 16 * count), PagedRun(2, 1, 79, table[:5])]
+    asked = [
+        PagedSegment(0, 2, 16 * count - 1, table, 16 * count),
+        PagedSegment(2, 1, 79, table[:5]),
+    ]
     _, lse = reference.paged_attention(
-        pages, 1, PagedRuns([PagedRun(0, 3, 16 * count - 3, table)]), query, scale=0.3,
+        pages, 1, AttentionMetadata([PagedSegment(0, 3, 16 * count - 3, table)]), query, scale=0.3,
         softcap=softcap,
     )  # fmt: skip
     lse += 0.5  # of more than is here
     how = {"scale": 0.3, "softcap": softcap}
-    found = ops.page_masses(pages, 1, PagedRuns(asked), query, lse, **how)
-    wanted = reference.page_masses(pages, 1, PagedRuns(asked), query, lse, **how)
+    found = ops.page_masses(pages, 1, AttentionMetadata(asked), query, lse, **how)
+    wanted = reference.page_masses(pages, 1, AttentionMetadata(asked), query, lse, **how)
     for some, expected in zip(found, wanted, strict=True):
         assert some.shape == expected.shape
         torch.testing.assert_close(some, expected, rtol=3e-3, atol=NEAR[dtype])

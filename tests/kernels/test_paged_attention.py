@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hmt.kernels import ops, reference
 from hmt.kernels.cpu import extension
-from hmt.kernels.reference import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
+from hmt.kernels.reference import AttentionMetadata, PagedSegment, PageEncoding, PageLayout, Pages
 
 NATIVE = extension.load()
 ISAS = NATIVE.isas() if NATIVE is not None else ["reference"]
@@ -56,7 +56,7 @@ class Scene:
         self.tables = list(order[: sum(counts)].split(counts))
         offsets = [sum(length for _, length in runs[:i]) for i in range(len(runs))]
         self.runs = [
-            PagedRun(offset, length, start, table)
+            PagedSegment(offset, length, start, table)
             for offset, (start, length), table in zip(offsets, runs, self.tables, strict=True)
         ]
         self.tokens = sum(length for _, length in runs)
@@ -68,7 +68,7 @@ class Scene:
                 (torch.randn(end, heads, dim, generator=random) * spread).to(dtype) for dim in dims
             )
             value = None if layout.latent else value
-            whole = PagedRuns([PagedRun(0, end, 0, run.table)])
+            whole = AttentionMetadata([PagedSegment(0, end, 0, run.table)])
             ops.append_pages(self.pages, layer, whole, key, value)
             self.contexts.append((key, value))
         self.random, self.dtype = random, dtype
@@ -78,7 +78,7 @@ class Scene:
         return (torch.randn(shape, generator=self.random) * spread).to(dtype or self.dtype)
 
     def attend(self, query, **options):
-        runs = PagedRuns(self.runs)
+        runs = AttentionMetadata(self.runs)
         return ops.paged_attention(self.pages, self.layer, runs, query, **options)
 
     def exact(self, query, **options):
@@ -281,13 +281,13 @@ def test_pages_are_written_as_the_reference_writes_them(isa, encoding, latent):
         key, value = key.to(dtype), value.to(dtype)
         table = torch.tensor([4, 0, 2, 5])
         # 40 tokens from position 9 in two steps, and one of another sequence.
-        steps = [[PagedRun(1, 13, 9, table)], [PagedRun(14, 27, 22, table)]]
-        steps[0].append(PagedRun(0, 1, 3, torch.tensor([3])))
+        steps = [[PagedSegment(1, 13, 9, table)], [PagedSegment(14, 27, 22, table)]]
+        steps[0].append(PagedSegment(0, 1, 3, torch.tensor([3])))
         found, expected = (
             Pages(layout, torch.zeros(6, 2, layout.page_bytes, dtype=torch.uint8)) for _ in "ab"
         )
         for step in steps:
-            given = (1, PagedRuns(step), key, None if latent else value)
+            given = (1, AttentionMetadata(step), key, None if latent else value)
             ops.append_pages(found, *given)
             reference.append_pages(expected, *given)
         assert torch.equal(found.memory, expected.memory)
@@ -309,7 +309,7 @@ def test_rows_may_lie_apart(isa):
     scene = Scene(PageLayout(PageEncoding.BF16, 2, 32, 32), [(0, 9)], torch.bfloat16)
     packed = torch.randn(9, 8, 32).bfloat16()  # queries, keys and values of a fused product
     query, key, value = packed.split((4, 2, 2), dim=1)
-    ops.append_pages(scene.pages, 1, PagedRuns(scene.runs), key, value)
+    ops.append_pages(scene.pages, 1, AttentionMetadata(scene.runs), key, value)
     held = reference.read_pages(scene.pages, 1, scene.tables[0], 9)
     assert torch.equal(held[0], key) and torch.equal(held[1], value)
     found = scene.attend(query, scale=0.1)[0]
@@ -334,7 +334,7 @@ def test_neither_threads_nor_neighbours_change_a_bit(isa, two_threads, encoding)
         return
     for run in scene.runs:
         rows = slice(run.offset, run.offset + run.length)
-        single = PagedRuns([PagedRun(0, *run[1:])])
+        single = AttentionMetadata([PagedSegment(0, *run[1:])])
         out, lse = ops.paged_attention(scene.pages, 1, single, query[rows], scale=0.2)
         assert torch.equal(out, alone[0][rows]) and torch.equal(lse, alone[1][rows])
 
@@ -347,7 +347,9 @@ def test_parts_merge_to_the_whole(isa):
     # Each part is a sequence of its own; the query stands at its end.
     parts = []
     for first, last in ((0, 2), (2, 5)):
-        runs = PagedRuns([PagedRun(0, 1, 16 * (last - first) - 1, table[first:last].clone())])
+        runs = AttentionMetadata(
+            [PagedSegment(0, 1, 16 * (last - first) - 1, table[first:last].clone())]
+        )
         given = sinks if first == 0 else None
         parts.append(ops.paged_attention(scene.pages, 1, runs, query, scale=0.3, sinks=given))
     merged = ops.merge_attention(parts)
@@ -360,7 +362,7 @@ def test_the_reference_is_the_definition():
         scene = Scene(PageLayout(encoding, 2, 32, 24), [(0, 9), (40, 1), (77, 20)])
         query, sinks = scene.query(6), torch.randn(6)
         options = {"scale": 0.2, "window": 33, "softcap": 5.0, "sinks": sinks}
-        given = (scene.pages, 1, PagedRuns(scene.runs), query)
+        given = (scene.pages, 1, AttentionMetadata(scene.runs), query)
         out, lse = reference.paged_attention(*given, **options)
         expected, expected_lse = scene.exact(query, **options)
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
@@ -389,8 +391,8 @@ def test_plain_rows_hold_what_words_hold(encoding, latent):
         memory = torch.full((5, 2, layout.page_bytes), 0xFF, dtype=torch.uint8)
         pages = Pages(each, memory)
         for first, end in ((0, 21), (21, 22), (22, 45)):
-            run = PagedRun(first, end - first, first, table)
-            reference.append_pages(pages, 1, PagedRuns([run]), key, value)
+            run = PagedSegment(first, end - first, first, table)
+            reference.append_pages(pages, 1, AttentionMetadata([run]), key, value)
         assert memory[[1, 2]].eq(0xFF).all() and memory[:, 0].eq(0xFF).all()
         found.append(reference.read_pages(pages, 1, table, 45))
         if each.rows and encoding.bits > 8:
@@ -422,7 +424,9 @@ def test_parts_of_a_context_merge_to_the_whole(isa, two_threads, encoding, lengt
         (run.table[far], 16 * len(far), 16 * len(far)),
         (run.table[:0], 0, 0),
     ):
-        some = PagedRuns([PagedRun(run.offset, length, start, table.contiguous(), seen)])
+        some = AttentionMetadata(
+            [PagedSegment(run.offset, length, start, table.contiguous(), seen)]
+        )
         out = torch.full((scene.tokens, 4, 32), 7.0)
         lse = torch.full((scene.tokens, 4), 7.0)
         ops.attend_part(scene.pages, scene.layer, some, query, out, lse, scale=0.2)

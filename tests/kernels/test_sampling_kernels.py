@@ -60,7 +60,7 @@ def test_survey(count):
     ):
         best = int((logits == logits.max()).nonzero()[0])
         exact = float(torch.logsumexp(logits.double(), 0))
-        for found in everywhere(lambda: ops.survey(logits)):  # noqa: B023
+        for found in everywhere(lambda: ops.logit_stats(logits)):  # noqa: B023
             assert found.finite and found.best == best
             assert found.log_sum_exp == pytest.approx(exact, rel=1e-7, abs=2e-6)
 
@@ -71,8 +71,8 @@ def test_survey_of_logits_that_are_no_numbers(count, bad):
     for place in {0, count // 2, max(0, count - 17), count - 1}:
         logits = random(count)
         logits[place] = bad
-        assert not any(found.finite for found in everywhere(lambda: ops.survey(logits)))  # noqa: B023
-        assert not reference.survey(logits).finite
+        assert not any(found.finite for found in everywhere(lambda: ops.logit_stats(logits)))  # noqa: B023
+        assert not reference.logit_stats(logits).finite
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -180,6 +180,6 @@ def test_scores_that_do_not_lie_together_are_left_to_the_reference():
     scores = random(100)
     apart = torch.stack((scores, scores), dim=1)[:, 0]
     assert not apart.is_contiguous()
-    assert ops.survey(apart).best == ops.survey(scores).best
+    assert ops.logit_stats(apart).best == ops.logit_stats(scores).best
     assert torch.equal(ops.largest(apart, 7), ops.largest(scores, 7))
     assert ops.draw(apart, 1.0, 5, 0.9, 0.0, 0.4) == ops.draw(scores, 1.0, 5, 0.9, 0.0, 0.4)

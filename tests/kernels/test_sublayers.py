@@ -10,7 +10,7 @@ from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels import ops, reference
 from hmt.kernels.cpu import extension
 from hmt.kernels.ops import AttentionInputs, FeedForward, NormOptions
-from hmt.kernels.reference import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
+from hmt.kernels.reference import AttentionMetadata, PagedSegment, PageEncoding, PageLayout, Pages
 
 NATIVE = extension.load()
 ISAS = NATIVE.isas() if NATIVE is not None else ["reference"]
@@ -197,7 +197,9 @@ def test_append_and_attend(encoding, contiguous, isa, threads):
     heads = random(7, HEADS + 2 * KV_HEADS, DIM, seed=3, dtype=torch.bfloat16)
     if not contiguous:
         heads = heads.transpose(0, 1).contiguous().transpose(0, 1)
-    runs = PagedRuns([PagedRun(0, 5, 0, torch.tensor([2])), PagedRun(5, 2, 0, torch.tensor([0]))])
+    runs = AttentionMetadata(
+        [PagedSegment(0, 5, 0, torch.tensor([2])), PagedSegment(5, 2, 0, torch.tensor([0]))]
+    )
     stores = [Pages(layout, torch.zeros(3, 2, layout.page_bytes, dtype=torch.uint8)) for _ in "ab"]
     options = {"scale": 0.2, "window": 4, "softcap": 30.0, "sinks": torch.ones(HEADS)}
     found = ops.append_attend_pages(stores[0], 1, runs, heads, **options)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
-from hmt.kernels.reference import PagedRun, PagedRuns, Pages, append_pages, read_pages
-from hmt.kernels.reference.pages import PageEncoding, PageLayout
+from hmt.kernels.reference import AttentionMetadata, PagedSegment, Pages, append_pages, read_pages
+from hmt.kernels.reference.kv_pages import PageEncoding, PageLayout
 from hmt.kvcache.codecs import (
     CODECS,
     Calibration,
@@ -235,7 +235,9 @@ def test_int8_and_int4_hold_the_numbers_of_pages(dtype):
         layout = PageLayout(encoding, 2, 64, 64)
         pages = Pages(layout, torch.zeros(PAGES, 1, layout.page_bytes, dtype=torch.uint8))
         table = torch.arange(PAGES)
-        append_pages(pages, 0, PagedRuns([PagedRun(0, len(rows), 0, table)]), rows, rows)
+        append_pages(
+            pages, 0, AttentionMetadata([PagedSegment(0, len(rows), 0, table)]), rows, rows
+        )
         key, value = read_pages(pages, 0, table, len(rows))
         found = codec.decode(codec.encode(rows), torch.float32)
         assert torch.equal(found, key) and torch.equal(found, value)

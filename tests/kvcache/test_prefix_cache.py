@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.trace import Tracer
-from hmt.contracts.kv import Stay, least_hot_pages
+from hmt.contracts.kv import PinnedPages, min_device_pages
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Step
 from hmt.kernels import ops
-from hmt.kvcache.cold import ColdPages
-from hmt.kvcache.policies import ORDERS
+from hmt.kvcache.eviction import KV_EVICTION
+from hmt.kvcache.offload.disk_pages import DiskPages
+from hmt.kvcache.offload.sliding_window import SlidingWindowPages
+from hmt.kvcache.page_store import PageStore
 from hmt.kvcache.prefix import (
     PageExtents,
     PrefixCache,
@@ -25,9 +27,7 @@ from hmt.kvcache.prefix import (
     SharingPagedKV,
     store_buffer_bytes,
 )
-from hmt.kvcache.rings import Rings
-from hmt.kvcache.store import PageStore
-from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
+from hmt.memory import HostPool, Ledger, PreadReader, ReadQueue
 
 LAYERS = {
     0: KVLayer(KVKind.FULL, 2, 8, 8),
@@ -35,7 +35,7 @@ LAYERS = {
     2: KVLayer(KVKind.LATENT, 1, 16, 8),
 }
 CHUNK, SEQUENCES = 48, 3
-HOT = least_hot_pages(CHUNK, SEQUENCES, Stay())
+HOT = min_device_pages(CHUNK, SEQUENCES, PinnedPages())
 F32, INT8 = ops.PageEncoding.F32, ops.PageEncoding.INT8
 MOST = 1 << 30
 LEVELS = {
@@ -50,21 +50,21 @@ BUFFERS = store_buffer_bytes(1)
 
 @dataclass
 class Machine:
-    """Memory and a drive for caches."""
+    """Memory and a disk for caches."""
 
     folder: Path
-    queue: TransferQueue
+    queue: ReadQueue
     pool: HostPool
 
     def kv(self, hot: int = HOT, warm: int = 0, cold: int = 0, far=F32) -> SharingKV:
         return SharingKV(
             PageStore(LAYERS, hot, F32, self.pool),
             PageStore(LAYERS, warm, far, self.pool) if warm else None,
-            ColdPages(self.folder, LAYERS, cold, far, self.pool, self.queue, piece_bytes=1)
+            DiskPages(self.folder, LAYERS, cold, far, self.pool, self.queue, chunk_bytes=1)
             if cold
             else None,
             [],
-            ORDERS["a2cr"],
+            KV_EVICTION["a2cr"],
             chunk=CHUNK,
         )
 
@@ -93,7 +93,7 @@ class Machine:
 def machine(tmp_path_factory):
     nbytes = (64 << 20) + 2 * BUFFERS
     pool = HostPool(Ledger({Tier.HOST: nbytes}).open(Tier.HOST, "kv", nbytes))
-    queue = TransferQueue(PreadReader(), Tracer())
+    queue = ReadQueue(PreadReader(), Tracer())
     yield Machine(tmp_path_factory.mktemp("kv"), queue, pool)
     queue.close()
     pool.close()
@@ -156,7 +156,7 @@ class Texts:
             parts.append((sequence, at, chosen, 1))
         step = Step.build(parts)
         for index, layer in LAYERS.items():
-            added = [rows_of(index, self.states[r.sequence][r.start :]) for r in step.runs]
+            added = [rows_of(index, self.states[r.sequence][r.start :]) for r in step.segments]
             new = torch.cat(added)
             key, value = new.split([layer.key_dim, layer.value_dim], -1)
             latent = layer.kind is KVKind.LATENT
@@ -164,7 +164,7 @@ class Texts:
             kv = self.prefixes.kv
             kv.append(index, step, key, None if latent else value)
             out = kv.attend(index, step, query, scale=0.3)
-            for run, rows in zip(step.runs, added, strict=True):
+            for run, rows in zip(step.segments, added, strict=True):
                 held = self.rows[run.sequence]
                 held[index] = torch.cat((held[index], rows))
                 keys, values = held[index].split([layer.key_dim, layer.value_dim], -1)
@@ -203,7 +203,7 @@ def prompt(system: int, user: int, length: int) -> list[int]:
 def test_any_traffic_attends_to_the_right_pages(machine, kind, data):
     kv = machine.at(kind)
     try:
-        order = data.draw(st.sampled_from([*ORDERS]))
+        order = data.draw(st.sampled_from([*KV_EVICTION]))
         most = data.draw(st.sampled_from([None, 10]))
         texts = Texts(machine.prefixes(kv, pages=most, order=order))
         for _ in range(data.draw(st.integers(1, 16))):
@@ -373,9 +373,9 @@ def test_any_traffic_with_restarts(machine, tmp_path_factory, data):
 
 def test_models_with_windows_take_no_part(machine):
     window = {0: KVLayer(KVKind.SLIDING, 2, 8, 8, window=5)}
-    rings = Rings(window, 5, CHUNK, 10, F32, machine.pool)
+    rings = SlidingWindowPages(window, 5, CHUNK, 10, F32, machine.pool)
     hot = PageStore(LAYERS, HOT, F32, machine.pool)
-    kv = SharingKV(hot, None, None, [rings], ORDERS["lru"], chunk=CHUNK)
+    kv = SharingKV(hot, None, None, [rings], KV_EVICTION["lru"], chunk=CHUNK)
     with pytest.raises(ConfigError, match="sliding window"):
         kv.keep_prefixes()
     kv.release()

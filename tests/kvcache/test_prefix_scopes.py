@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Tier
-from hmt.kvcache.book import PageBook
-from hmt.kvcache.policies import ORDERS
+from hmt.kvcache.eviction import KV_EVICTION
+from hmt.kvcache.page_table import PageTable
 from hmt.kvcache.prefix import PrefixStore, PrefixTree, store_buffer_bytes
 from hmt.kvcache.prefix.fairness import allowance
 from hmt.kvcache.prefix.segments import segment_bytes
@@ -50,7 +50,7 @@ class Pages:
 
     def __init__(self, count: int, most: int, order: str = "lru") -> None:
         self.now = 0.0
-        self.book = PageBook([Bitmap(count)])
+        self.book = PageTable([Bitmap(count)])
         self.tree = PrefixTree(self.book, most, order=order, clock=self.tick)
         self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.running: list[np.ndarray] = []
@@ -89,7 +89,9 @@ class Pages:
 @given(data=st.data())
 def test_no_owner_ever_sees_pages_of_another(data: st.DataObject) -> None:
     """Whatever runs, ends and is evicted, in the order that hypothesis thinks of."""
-    pages = Pages(24, data.draw(st.integers(2, 30)), data.draw(st.sampled_from(sorted(ORDERS))))
+    pages = Pages(
+        24, data.draw(st.integers(2, 30)), data.draw(st.sampled_from(sorted(KV_EVICTION)))
+    )
     asked = st.lists(st.integers(0, 2), min_size=1, max_size=6)
     for _ in range(data.draw(st.integers(1, 40))):
         owner = data.draw(st.sampled_from(OWNERS))

@@ -1,4 +1,4 @@
-"""Prefixes on the drive: what was saved is read back or counts as never saved, whatever happens.
+"""Prefixes on the disk: what was saved is read back or counts as never saved, whatever happens.
 
 What a kill leaves is imitated by calls of the system that fail from a certain one on, so that
 nothing more is written whatever the code does on its way out.

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.kvcache.book import PageBook
-from hmt.kvcache.policies import ORDERS
+from hmt.kvcache.eviction import KV_EVICTION
+from hmt.kvcache.page_table import PageTable
 from hmt.kvcache.prefix import PrefixTree
 from hmt.memory import Bitmap
 
@@ -31,7 +31,7 @@ class Table:
     """Every beginning that is held, by salt and pages."""
 
     def __init__(self) -> None:
-        self.book = PageBook([Bitmap(PAGES)])
+        self.book = PageTable([Bitmap(PAGES)])
         self.now = 0.0
         self.tree = PrefixTree(
             self.book, MOST, order="lru", max_age_s=AGE_S, clock=lambda: self.now
@@ -160,10 +160,10 @@ def inserted(tree, book, *pages, salt=""):
     return ids
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", KV_EVICTION)
 def test_a_full_tree_takes_what_is_new_and_keeps_what_is_used(order):
     now = [0.0]
-    book = PageBook([Bitmap(100)])
+    book = PageTable([Bitmap(100)])
     tree = PrefixTree(book, 12, order=order, clock=lambda: now[0])
     inserted(tree, book, 1, 2, 3, 4)
     for first in range(10, 40, 5):
@@ -178,7 +178,7 @@ def test_a_full_tree_takes_what_is_new_and_keeps_what_is_used(order):
 
 
 def test_pages_in_use_go_last_and_stay_with_their_owners():
-    book = PageBook([Bitmap(10)])
+    book = PageTable([Bitmap(10)])
     tree = PrefixTree(book, 10)
     first = inserted(tree, book, 1, 2)
     own = book.new(3)  # somebody had computed 1 and 2 again before going on with 3
@@ -196,7 +196,7 @@ def test_pages_in_use_go_last_and_stay_with_their_owners():
 
 
 def test_a_text_larger_than_the_tree_is_held_in_part():
-    book = PageBook([Bitmap(10)])
+    book = PageTable([Bitmap(10)])
     tree = PrefixTree(book, 3)
     inserted(tree, book, 1, 2, 3, 4, 5)
     assert len(tree.find(text(1, 2, 3, 4, 5))) == 3
@@ -204,7 +204,7 @@ def test_a_text_larger_than_the_tree_is_held_in_part():
 
 
 def test_counters_tell_what_was_asked_and_found():
-    book = PageBook([Bitmap(10)])
+    book = PageTable([Bitmap(10)])
     tree = PrefixTree(book, 10)
     inserted(tree, book, 1, 2, 3)
     tree.match(text(1, 2, 4))

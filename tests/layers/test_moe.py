@@ -160,7 +160,7 @@ class Experts:
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requests.append((list(blocks), priority))
 
-    def team(self, layer: int) -> None:
+    def moe_backend(self, layer: int) -> None:
         return None
 
     def routed(
@@ -191,7 +191,7 @@ def test_routed_experts_add_up(dtype: torch.dtype, seed: int, tokens: int, top_k
     needed = sorted(BlockId(3, BlockKind.EXPERT, e) for e in chosen.unique().tolist())
     assert experts.leased == needed
     assert not experts.open
-    assert experts.requests == [(needed, Priority.NEED)]
+    assert experts.requests == [(needed, Priority.DEMAND)]
     ((layer, *heard),) = experts.heard
     assert layer == 3
     assert all(a is b for a, b in zip(heard, (hidden, chosen, scales), strict=True))

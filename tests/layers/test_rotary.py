@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hmt.base.errors import CheckpointError
-from hmt.contracts.step import Part, Step
+from hmt.contracts.step import SegmentRequest, Step
 from hmt.layers import Rotary
 
 POSITIONS = 4096
@@ -122,13 +122,13 @@ def test_longrope_goes_by_what_is_there() -> None:
         },
         128,
     )
-    whole = Step.build([Part(1, 0, [0] * 40, 1, whole=40)])
-    first = Step.build([Part(1, 0, [0] * 16, 0, whole=40)])
+    whole = Step.build([SegmentRequest(1, 0, [0] * 40, 1, whole=40)])
+    first = Step.build([SegmentRequest(1, 0, [0] * 16, 0, whole=40)])
     for table, start in zip(rotary.cos_sin(whole), rotary.cos_sin(first), strict=True):
         assert torch.equal(table[:16], start)
-    short = Step.build([Part(1, 0, [0] * 16, 0, whole=24)])
+    short = Step.build([SegmentRequest(1, 0, [0] * 16, 0, whole=24)])
     assert not torch.equal(rotary.cos_sin(short)[0], rotary.cos_sin(first)[0])
-    room = Step.build([Part(1, 0, [0] * 16, 0, 4000, 4000, whole=24)])
+    room = Step.build([SegmentRequest(1, 0, [0] * 16, 0, 4000, 4000, whole=24)])
     assert torch.equal(rotary.cos_sin(short)[0], rotary.cos_sin(room)[0])
 
 
@@ -142,7 +142,9 @@ def test_dynamic_goes_by_the_prompt_and_behind_it_by_each_position(
     rotary = Rotary(8, found, 16)
     at, rows = 0, []
     for size in sizes:
-        rows.append(rotary.cos_sin(Step.build([Part(1, at, [0] * size, 0, whole=prompt)]))[0])
+        rows.append(
+            rotary.cos_sin(Step.build([SegmentRequest(1, at, [0] * size, 0, whole=prompt)]))[0]
+        )
         at += size
     for position, row in enumerate(torch.cat(rows)):
         angles = position * rotary.frequencies(max(prompt, position + 1))

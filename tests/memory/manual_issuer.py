@@ -1,11 +1,11 @@
-"""A drive moved by hand: no threads, a clock of its own, pages that cannot be read."""
+"""A disk moved by hand: no threads, a clock of its own, pages that cannot be read."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from hmt.base.errors import DiskReadError, HMTError
-from hmt.memory.issuers import Work
-from hmt.memory.schedule import Request, Ticket
+from hmt.memory.disk.io_backends import ReadWork
+from hmt.memory.disk.io_scheduler import IoRequest, ReadGroup
 
 PAGE = 4096
 
@@ -16,15 +16,15 @@ def content(path: Path, page: int) -> bytes:
 
 
 class ManualReader:
-    """Implements IssuingReader; `begin` and `finish` do what an issuer's threads would do."""
+    """Implements BackendReader; `begin` and `finish` do what an issuer's threads would do."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
         self.bad: set[tuple[Path, int]] = set()  # pages that cannot be read
-        self.flying: list[Request] = []
-        self.order: list[Request] = []
+        self.flying: list[IoRequest] = []
+        self.order: list[IoRequest] = []
         self.wakes = 0
-        self.work: Work
+        self.work: ReadWork
 
     def clock(self) -> float:
         return self.time_s
@@ -35,14 +35,14 @@ class ManualReader:
     def issuer(self, depth: int) -> "ManualReader":
         return self
 
-    def start(self, work: Work, thread_starts: Callable[[], None]) -> None:
+    def start(self, work: ReadWork, thread_starts: Callable[[], None]) -> None:
         thread_starts()
         self.work = work
 
     def wake(self) -> None:
         self.wakes += 1
 
-    def begin(self) -> Request | None:
+    def begin(self) -> IoRequest | None:
         """Take the next request, if one may begin."""
         request = self.work.take(wait=False)
         if request is not None:
@@ -75,7 +75,7 @@ class ManualReader:
     def unregister(self, memory: memoryview) -> None:
         pass
 
-    def _read(self, request: Request) -> int | HMTError:
+    def _read(self, request: IoRequest) -> int | HMTError:
         first = request.offset // PAGE
         pages = [(request.path, first + n) for n in range(request.nbytes // PAGE)]
         assert sum(map(len, request.views)) == request.nbytes
@@ -95,7 +95,7 @@ class Ended:
 
     def __init__(self) -> None:
         self.calls: list[HMTError | None] = []
-        self.ticket: Ticket | None = None
+        self.ticket: ReadGroup | None = None
 
     def __call__(self, error: HMTError | None) -> None:
         self.calls.append(error)

@@ -10,7 +10,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hmt.memory.buddy import Buddy
+from hmt.memory.allocator.buddy import Buddy
 
 
 def runs_of(free: set[int]) -> list[tuple[int, int]]:

@@ -3,23 +3,25 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hmt.memory.compaction import Piece, free_runs, moved_pages, plan_moves
+from hmt.memory.allocator.compaction import MovableRegion, free_runs, moved_pages, plan_moves
 
 FREE = -1
 
 
 @st.composite
-def layouts(draw: st.DrawFn, *, fixed: bool = True) -> tuple[list[Piece], int]:
+def layouts(draw: st.DrawFn, *, fixed: bool = True) -> tuple[list[MovableRegion], int]:
     """Pieces in any places among some pages."""
     pieces, end = [], 0
     for _ in range(draw(st.integers(0, 12))):
         start = end + draw(st.integers(0, 5))
-        pieces.append(Piece(start, draw(st.integers(1, 6)), not fixed or draw(st.booleans())))
+        pieces.append(
+            MovableRegion(start, draw(st.integers(1, 6)), not fixed or draw(st.booleans()))
+        )
         end = pieces[-1].end
     return pieces, end + draw(st.integers(0, 5))
 
 
-def memory_of(pieces: list[Piece], pages: int) -> list[int]:
+def memory_of(pieces: list[MovableRegion], pages: int) -> list[int]:
     """The number of the piece that is there, for each page."""
     memory = [FREE] * pages
     for number, piece in enumerate(pieces):
@@ -29,7 +31,7 @@ def memory_of(pieces: list[Piece], pages: int) -> list[int]:
 
 @given(layouts(), st.integers(1, 20))
 def test_moves_bring_free_pages_together_and_overwrite_nothing(
-    layout: tuple[list[Piece], int], wanted: int
+    layout: tuple[list[MovableRegion], int], wanted: int
 ) -> None:
     pieces, pages = layout
     moves = plan_moves(pieces, pages, wanted)
@@ -54,7 +56,7 @@ def test_moves_bring_free_pages_together_and_overwrite_nothing(
 
 @given(layouts(), st.integers(1, 20))
 def test_a_plan_is_found_wherever_pieces_can_slide_together(
-    layout: tuple[list[Piece], int], wanted: int
+    layout: tuple[list[MovableRegion], int], wanted: int
 ) -> None:
     pieces, pages = layout
     fixed = [piece for piece in pieces if not piece.movable]
@@ -66,7 +68,9 @@ def test_a_plan_is_found_wherever_pieces_can_slide_together(
 
 
 @given(layouts(fixed=False), st.integers(1, 20))
-def test_what_fits_already_moves_nothing(layout: tuple[list[Piece], int], wanted: int) -> None:
+def test_what_fits_already_moves_nothing(
+    layout: tuple[list[MovableRegion], int], wanted: int
+) -> None:
     pieces, pages = layout
     if any(run.end - run.start >= wanted for run in free_runs(pieces, pages)):
         assert plan_moves(pieces, pages, wanted) == []
@@ -78,7 +82,7 @@ def test_equal_slots_move_no_more_than_is_wanted(
 ) -> None:
     """Where every hole holds any piece, the work does not grow with the size of the cache."""
     used = data.draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
-    pieces = [Piece(7 * slot, 7, True) for slot in range(slots) if used[slot]]
+    pieces = [MovableRegion(7 * slot, 7, True) for slot in range(slots) if used[slot]]
     if used.count(False) >= several:
         moves = plan_moves(pieces, 7 * slots, 7 * several)
         assert moves is not None and moved_pages(moves) < 7 * several

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hmt.memory.device import Cut, Device, open_device, rates_at_once
+from hmt.memory.device import Device, GraphBreak, open_device, rates_at_once
 from hmt.memory.device.link import Link
 
 pytestmark = pytest.mark.gpu
@@ -27,21 +27,21 @@ def test_copies_arrive_whole_and_tell_how_long_they_took(device: Device) -> None
     copy = device.copy(target, source)
     copy.wait()
     assert copy.reached() and torch.equal(target.cpu(), source)
-    rate = size / copy.took_s()
+    rate = size / copy.elapsed_s()
     assert 1e8 < rate < 1e12
 
 
 def test_many_copies_arrive_together(device: Device) -> None:
     sources = [torch.empty(n, dtype=torch.uint8, pin_memory=True).random_(0, 256) for n in SIZES]
     targets = [device.allocate(n) for n in SIZES]
-    with device.computing():
+    with device.compute_stream():
         for target in targets:
             target.fill_(7)
-        copy = device.copy_each(targets, sources, [device.mark()])
-        device.follow(copy)
+        copy = device.copy_each(targets, sources, [device.record_event()])
+        device.wait_event(copy)
         again = [target.clone() for target in targets]
         device.synchronize()
-    assert copy.reached() and copy.took_s() > 0
+    assert copy.reached() and copy.elapsed_s() > 0
     for found, source in zip(again, sources, strict=True):
         assert torch.equal(found.cpu(), source)
 
@@ -52,11 +52,11 @@ def test_pieces_run_in_order_with_the_cpus_part_between_them(device: Device) -> 
     done = []
 
     def on_cpu(factor: float) -> None:
-        device.mark().wait()
+        device.record_event().wait()
         torch.mul(there, factor, out=back)
         done.append(float(there[0]))
 
-    def compute(cut: Cut) -> torch.Tensor:
+    def compute(cut: GraphBreak) -> torch.Tensor:
         kept = state + 1  # made in the first piece, read in the last one
         for factor in (2.0, 3.0):
             there.copy_(state, non_blocking=True)
@@ -65,8 +65,8 @@ def test_pieces_run_in_order_with_the_cpus_part_between_them(device: Device) -> 
             state.add_(1)
         return state + kept
 
-    with device.computing():
-        replay = device.capture_pieces(compute)
+    with device.compute_stream():
+        replay = device.capture_segments(compute)
         assert not done, "nothing is computed while it is captured"
         for start in (5.0, 11.0, -2.0):
             state.fill_(start)
@@ -80,7 +80,7 @@ def test_pieces_run_in_order_with_the_cpus_part_between_them(device: Device) -> 
 def test_what_is_written_back_was_computed_before(device: Device) -> None:
     state = torch.zeros(1 << 20, device=device.where)
     there = device.pinned(state.shape, torch.float32)
-    with device.computing():
+    with device.compute_stream():
         for value in (3.0, 4.0):
             for _ in range(50):
                 state.add_(1).fill_(value)
@@ -96,14 +96,14 @@ def test_what_is_written_back_was_computed_before(device: Device) -> None:
 def test_a_capture_that_fails_leaves_the_device_usable(device: Device) -> None:
     state = torch.ones(10, device=device.where)
 
-    def compute(cut: Cut) -> torch.Tensor:
+    def compute(cut: GraphBreak) -> torch.Tensor:
         cut(lambda: None)
         return state + state.sum().item()  # waits, which nothing captured may do
 
-    with device.computing():
+    with device.compute_stream():
         with pytest.raises(RuntimeError):
-            device.capture_pieces(compute)
-        replay = device.capture_pieces(lambda cut: state * 3)
+            device.capture_segments(compute)
+        replay = device.capture_segments(lambda cut: state * 3)
         result = replay()
     device.synchronize()
     assert result.eq(3).all()
@@ -145,5 +145,5 @@ def test_what_other_programs_take_is_not_counted(device: Device) -> None:
     finally:
         other.communicate("\n")
     del own
-    device.trim()
+    device.empty_cache()
     assert device.used_bytes() <= before

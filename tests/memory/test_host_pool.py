@@ -76,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = HostPool(self.account, sizes, poison=poison)
         self.owner = Leases()
         if owned:
-            self.pool.belongs_to(self.owner)
+            self.pool.owner_of(self.owner)
         self.poison = poison
         self.held: dict[HostBuffer, int] = {}
         self.addresses: dict[HostBuffer, int] = {}  # of those that must not move
@@ -256,7 +256,7 @@ def test_large_arenas_begin_on_a_huge_page() -> None:
 def test_free_pages_come_together_when_the_owner_agrees() -> None:
     pool = pool_of(9 * PAGE_BYTES, (PAGE_BYTES,))
     owner = Leases()
-    pool.belongs_to(owner)
+    pool.owner_of(owner)
     buffers = [pool.allocate(PAGE_BYTES) for _ in range(9)]
     for number, buffer in enumerate(buffers):
         buffer.tensor.fill_(number)
@@ -342,7 +342,7 @@ def test_a_buffer_of_its_own_reads_zeros_once_discarded() -> None:
 def test_all_memory_is_taken_at_once(limit: int) -> None:
     pool = pool_of(limit)
     asked = []
-    pool.back_all(lambda: asked.append(pool.account.used_bytes))
+    pool.prefault(lambda: asked.append(pool.account.used_bytes))
     assert asked[-1] == pool.account.used_bytes == limit
     buffer = pool.allocate(limit)
     assert resident_pages(buffer.tensor.data_ptr(), limit) == limit // PAGE_BYTES

@@ -18,10 +18,10 @@ from hmt.base import extension, log
 from hmt.base.errors import DiskReadError
 from hmt.base.trace import Tracer
 from hmt.contracts.store import Priority
-from hmt.memory import DiskRead, PreadReader, TransferQueue
-from hmt.memory import uring as uring_module
-from hmt.memory.readers import OpenFiles
-from hmt.memory.uring import RingIssuer, UringReader
+from hmt.memory import DiskRead, PreadReader, ReadQueue
+from hmt.memory.disk import uring as uring_module
+from hmt.memory.disk.readers import OpenFiles
+from hmt.memory.disk.uring import UringBackend, UringReader
 
 PAGE = 4096
 SIZE = 300 * PAGE + 777
@@ -225,13 +225,13 @@ def test_memory_that_may_not_be_locked_is_said_once(
 ) -> None:
     monkeypatch.setattr(log, "_warned", set())
     reader = FaultyUring()
-    queue = TransferQueue(reader, Tracer(), depth=2)
+    queue = ReadQueue(reader, Tracer(), depth=2)
     monkeypatch.setattr(reader.ring, "add_memory", lambda memory: False, raising=False)
     with caplog.at_level(logging.WARNING, logger="hmt"):
         assert not queue.register(memory(PAGE)) and not queue.register(memory(PAGE))
     assert len(caplog.records) == 1 and "ulimit" in caplog.text
     queue.close()
-    threads = TransferQueue(PreadReader(), Tracer(), depth=2)
+    threads = ReadQueue(PreadReader(), Tracer(), depth=2)
     assert not threads.register(memory(PAGE))
     threads.unregister(memory(PAGE))
     threads.close()
@@ -308,8 +308,8 @@ class FaultyUring(UringReader):
         super().__init__()
         self.ring = FaultyRing()
 
-    def issuer(self, depth: int) -> RingIssuer:
-        return RingIssuer(OpenFiles(direct=True), self.ring, 8)
+    def issuer(self, depth: int) -> UringBackend:
+        return UringBackend(OpenFiles(direct=True), self.ring, 8)
 
 
 @pytest.fixture
@@ -321,16 +321,16 @@ def read_of(file: Path, first: int, pages: int) -> DiskRead:
     return DiskRead(file, first * PAGE, memory(pages * PAGE), (first + pages) * PAGE)
 
 
-def assert_reads(queue: TransferQueue, file: Path, first: int, pages: int) -> None:
+def assert_reads(queue: ReadQueue, file: Path, first: int, pages: int) -> None:
     read = read_of(file, first, pages)
     queue.read([read])
     assert bytes(read.view) == file.read_bytes()[first * PAGE : (first + pages) * PAGE]
 
 
 def test_a_failed_completion_fails_one_read(file: Path, faulty: FaultyUring) -> None:
-    queue = TransferQueue(faulty, Tracer(), depth=2, chunk_bytes=4 * PAGE)
+    queue = ReadQueue(faulty, Tracer(), depth=2, chunk_bytes=4 * PAGE)
     faulty.ring.results = {1: -errno.EIO, 3: PAGE}
-    with pytest.raises(DiskReadError, match="Input/output error; check the drive"):
+    with pytest.raises(DiskReadError, match="Input/output error; check the disk"):
         queue.read([read_of(file, 0, 2)])
     assert_reads(queue, file, 5, 2)
     with pytest.raises(DiskReadError, match="ended 4096 bytes early"):
@@ -340,7 +340,7 @@ def test_a_failed_completion_fails_one_read(file: Path, faulty: FaultyUring) -> 
 
 
 def test_a_read_that_cannot_begin_fails_alone(file: Path, faulty: FaultyUring) -> None:
-    queue = TransferQueue(faulty, Tracer(), depth=2, chunk_bytes=4 * PAGE)
+    queue = ReadQueue(faulty, Tracer(), depth=2, chunk_bytes=4 * PAGE)
     for _ in range(10):  # more than there are places in the ring
         with pytest.raises(DiskReadError, match="cannot open"):
             queue.read([read_of(file.parent / "nothing", 0, 2)])
@@ -355,7 +355,7 @@ def test_a_read_that_cannot_begin_fails_alone(file: Path, faulty: FaultyUring) -
 def test_a_ring_that_breaks_fails_every_read_and_hangs_none(
     file: Path, faulty: FaultyUring
 ) -> None:
-    queue = TransferQueue(faulty, Tracer(), depth=2, chunk_bytes=4 * PAGE)
+    queue = ReadQueue(faulty, Tracer(), depth=2, chunk_bytes=4 * PAGE)
     assert_reads(queue, file, 5, 20)
     faulty.ring.broken = True
     for _ in range(3):
@@ -365,7 +365,7 @@ def test_a_ring_that_breaks_fails_every_read_and_hangs_none(
 
 
 def test_registered_memory_is_read_into_until_it_is_given_back(file: Path) -> None:
-    queue = TransferQueue(UringReader(), Tracer(), depth=2, chunk_bytes=4 * PAGE)
+    queue = ReadQueue(UringReader(), Tracer(), depth=2, chunk_bytes=4 * PAGE)
     place = memory(16 * PAGE)
     taken = queue.register(place)
     for first in (0, 100):
@@ -398,12 +398,12 @@ def test_small_reads_run_deeper_than_large_ones(file: Path) -> None:
     for pages, deepest in ((1, 9), (8, 2)):
         reader = FaultyUring()
         ring = reader.ring = Slow()
-        reader.issuer = lambda depth, ring=ring: RingIssuer(OpenFiles(direct=True), ring, 64)
-        queue = TransferQueue(reader, Tracer(), depth=2, chunk_bytes=8 * PAGE)
+        reader.issuer = lambda depth, ring=ring: UringBackend(OpenFiles(direct=True), ring, 64)
+        queue = ReadQueue(reader, Tracer(), depth=2, chunk_bytes=8 * PAGE)
         ends = [threading.Event() for _ in range(16)]
         for n, end in enumerate(ends):
             read = read_of(file, 10 * n, pages)
-            queue.submit([read], Priority.NEED, lambda error, end=end: end.set(), owner=n)
+            queue.submit([read], Priority.DEMAND, lambda error, end=end: end.set(), owner=n)
         ring.gate.set()
         assert all(end.wait(20) for end in ends)
         assert ring.deepest <= deepest

@@ -177,7 +177,7 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
         return _of_defaults(model_type, name, error)
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
     options = {"host_memory": "256MiB", "dtype": "float32", "context": 64, "max_batch": 2}
-    with hmt.Engine(**options, prefill_chunk=CHUNK, threads=1) as engine:
+    with hmt.Engine(**options, max_prefill_tokens=CHUNK, threads=1) as engine:
         try:
             model = engine.load_model(folder)
         except HMTError as error:

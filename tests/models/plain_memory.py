@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.model import Model, ModelSpec
-from hmt.contracts.step import Part, Run, Step
+from hmt.contracts.step import Segment, SegmentRequest, Step
 from hmt.contracts.store import LeasedGroup, Priority
 from hmt.kernels import ops
 from hmt.models import open_model
@@ -72,7 +72,7 @@ class ResidentWeights:
         starts = range(0, len(blocks), 3)
         yield ([(block, self.blocks[block]) for block in blocks[n : n + 3]] for n in starts)
 
-    def standing(self, blocks: Sequence[BlockId]) -> None:
+    def resident(self, blocks: Sequence[BlockId]) -> None:
         return None
 
     def count(self, nbytes: int) -> None:
@@ -81,7 +81,7 @@ class ResidentWeights:
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         self.requested.append((tuple(blocks), priority))
 
-    def team(self, layer: int) -> None:
+    def moe_backend(self, layer: int) -> None:
         return None
 
     def routed(
@@ -109,7 +109,7 @@ class PlainKV:
         kept = self.layers[layer]
         assert key.shape[1:] == (kept.heads, kept.key_dim)
         assert value is None or value.shape[1:] == (kept.heads, kept.value_dim)
-        for run in step.runs:
+        for run in step.segments:
             place = (layer, run.sequence)
             for rows, new in ((self.keys, key), (self.values, value)):
                 if new is not None:
@@ -129,7 +129,7 @@ class PlainKV:
     ) -> torch.Tensor:
         window = self.layers[layer].window
         parts = []
-        for run in step.runs:
+        for run in step.segments:
             key, value = self.read(layer, run)
             options = {"start": run.start, "scale": scale, "window": window, "softcap": softcap}
             if sinks is None:
@@ -147,7 +147,7 @@ class PlainKV:
         self.append(layer, step, key, value)
         return self.attend(layer, step, query, **options).flatten(1)
 
-    def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]
         assert len(key) == run.context
         value = self.values.get((layer, run.sequence), key[..., : self.layers[layer].value_dim])
@@ -166,10 +166,10 @@ class Bench:
 
     def run(self, *parts: tuple[int, int, list[int]]) -> torch.Tensor:
         """Logits of all tokens of one step; parts are (sequence, start, token ids)."""
-        return self.compute(*(Part(*part, len(part[2])) for part in parts))
+        return self.compute(*(SegmentRequest(*part, len(part[2])) for part in parts))
 
     @torch.inference_mode()
-    def compute(self, *parts: Part) -> torch.Tensor:
+    def compute(self, *parts: SegmentRequest) -> torch.Tensor:
         """Logits of the rows that the parts of one step ask for: f32 [rows, vocab]."""
         step = Step.build(parts)
         hidden = self.model.embed(step, self.weights)

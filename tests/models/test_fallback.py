@@ -17,15 +17,23 @@ from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.plan import Plan, Tier
-from hmt.engine import EngineConfig, machine, packs, prepare
-from hmt.engine.link_rates import LinkRates
+from hmt.engine import EngineConfig, prepare
+from hmt.engine.loading import packs
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
 from hmt.memory.device import open_device
 from hmt.models import open_model
 from hmt.planner import PlanOptions, smallest_budget
 
 SHARE = 4  # of the weights, what may be in memory
 PROMPT_TOKENS, TOKENS = 35, 40
-OPTIONS = {"dtype": "float32", "context": 64, "prefill_chunk": 16, "max_batch": 3, "threads": 1}
+OPTIONS = {
+    "dtype": "float32",
+    "context": 64,
+    "max_prefill_tokens": 16,
+    "max_batch": 3,
+    "threads": 1,
+}
 SIZES = {
     "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -226,15 +234,13 @@ ON_DEVICES = {
 def test_a_device_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all blocks there, and with some copied in every step and some left to the CPU."""
     monkeypatch.setenv("HMT_POISON", "on")
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     for kind, runs in ON_DEVICES.items():
         folder = tmp_path / kind
         reference, texts = publish(kind, folder), texts_for(kind)
         wanted = [logits_of(reference, text) for text in texts]
         for some, executor in runs:
-            found, answers, plan = on_device(
-                folder, "pretended", texts, some=some, executor=executor
-            )
+            found, answers, plan = on_device(folder, "fake", texts, some=some, executor=executor)
             homes = {plan.homes[b] for b in plan.homes if b.kind is not BlockKind.EMBEDDING}
             assert (Tier.HOST in homes) is some and Tier.DEVICE in homes
             check(reference, texts[0], found, wanted[0])
@@ -259,8 +265,8 @@ def on_device(
 
     some   not all blocks find room on the device
     """
-    device = open_device("pretended" if gpu == "pretended" else f"cuda:{gpu}")
-    device.trim()
+    device = open_device("fake" if gpu == "fake" else f"cuda:{gpu}")
+    device.empty_cache()
     least = device.used_bytes() + (1 << 30)
     options = OPTIONS | {"gpu_id": gpu, "host_memory": "256MiB", "executor": executor}
     if some:

@@ -7,8 +7,8 @@ import torch
 from plain_memory import PlainKV
 
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
-from hmt.contracts.model import PIECE_TOKENS
-from hmt.contracts.step import Run, Step
+from hmt.contracts.model import CHUNK_TOKENS
+from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
 from hmt.layers import LatentAttention, mla
 from hmt.layers.rope import Rotary
@@ -29,7 +29,7 @@ class CutKV(PlainKV):
         self.asked.append(len(query))
         return super().attend(layer, step, query, **options)
 
-    def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence][: run.context]
         return key, key[..., : self.layers[layer].value_dim]
 
@@ -106,26 +106,26 @@ def test_any_steps_give_the_exact_result(lengths):
 def test_long_runs_are_absorbed_in_pieces():
     layer = make_layer(value_dim=4 * RANK, heads=2)
     assert layer._longest_absorbed == float("inf")
-    x = torch.randn(2 * PIECE_TOKENS + 60, HIDDEN, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(2 * CHUNK_TOKENS + 60, HIDDEN, generator=torch.Generator().manual_seed(3))
     found, asked = compute(layer, x, [len(x)])
-    assert asked == [PIECE_TOKENS, PIECE_TOKENS, 60]
+    assert asked == [CHUNK_TOKENS, CHUNK_TOKENS, 60]
     wanted = exact(layer, x)
     assert (found - wanted).norm() < 2e-6 * wanted.norm()
 
 
 def test_short_runs_share_a_piece_and_long_ones_are_cut():
-    lengths = [100, 100, PIECE_TOKENS, 57, 2 * PIECE_TOKENS + 1, 3]
+    lengths = [100, 100, CHUNK_TOKENS, 57, 2 * CHUNK_TOKENS + 1, 3]
     offset, runs = 0, []
     for number, length in enumerate(lengths):
-        runs.append(Run(number, 10 * number, offset, length))
+        runs.append(Segment(number, 10 * number, offset, length))
         offset += length
     pieces = mla._pieces(runs)
     assert [[run.length for run in piece] for piece in pieces] == [
         [100, 100],
-        [PIECE_TOKENS],
+        [CHUNK_TOKENS],
         [57],
-        [PIECE_TOKENS],
-        [PIECE_TOKENS],
+        [CHUNK_TOKENS],
+        [CHUNK_TOKENS],
         [1, 3],
     ]
     flat = [run for piece in pieces for run in piece]

@@ -1,6 +1,6 @@
 """Every family with a prompt that begins like another: the logits are as without, in both caches.
 
-The beginning comes from memory first, and from the drive after a restart.
+The beginning comes from memory first, and from the disk after a restart.
 """
 
 import random
@@ -13,10 +13,12 @@ from plain_memory import Bench, PlainKV, bench_of, random_reference
 from random_configs import Case, cases
 
 from hmt.base.errors import ConfigError
-from hmt.contracts.kv import Stay, least_hot_pages
+from hmt.contracts.kv import PinnedPages, min_device_pages
 from hmt.contracts.plan import Tier
 from hmt.kernels import ops
-from hmt.kvcache.policies import ORDERS
+from hmt.kvcache.eviction import KV_EVICTION
+from hmt.kvcache.offload.sliding_window import SlidingWindowPages
+from hmt.kvcache.page_store import PageStore
 from hmt.kvcache.prefix import (
     PageExtents,
     PrefixCache,
@@ -25,13 +27,11 @@ from hmt.kvcache.prefix import (
     SharingPagedKV,
     store_buffer_bytes,
 )
-from hmt.kvcache.rings import Rings
-from hmt.kvcache.store import PageStore
 from hmt.memory import HostPool, Ledger
 
 NEAR = 1e-5  # relative: as for prompts in other chunks
 CHUNK, SHARED, LENGTH = 16, 90, 120
-PAGES = least_hot_pages(CHUNK, 2, Stay())
+PAGES = min_device_pages(CHUNK, 2, PinnedPages())
 F32 = ops.PageEncoding.F32
 
 
@@ -93,11 +93,13 @@ def opened(kept: dict, pool: HostPool, tiered: bool) -> SharingKV | SharingPaged
         return SharingPagedKV(kept, 2 * LENGTH + 16, torch.float32, pool)
     whole = {index: layer for index, layer in kept.items() if not layer.window}
     rings = [
-        Rings({i: k for i, k in kept.items() if k.window == window}, window, CHUNK, 40, F32, pool)
+        SlidingWindowPages(
+            {i: k for i, k in kept.items() if k.window == window}, window, CHUNK, 40, F32, pool
+        )
         for window in sorted({layer.window for layer in kept.values()} - {0})
     ]
     hot = PageStore(whole, PAGES, F32, pool)
-    kv = SharingKV(hot, None, None, rings, ORDERS["a2cr"], chunk=CHUNK)
+    kv = SharingKV(hot, None, None, rings, KV_EVICTION["a2cr"], chunk=CHUNK)
     if not rings:
         return kv
     with pytest.raises(ConfigError, match="sliding window"):

@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hmt
 from hmt.base.errors import CheckpointError
-from hmt.contracts.step import Part, Step
+from hmt.contracts.step import SegmentRequest, Step
 from hmt.models import open_model
 
 TOLERANCE = 1e-4
@@ -102,9 +102,9 @@ def logits_of(reference: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def part(sequence: int, start: int, tokens: list[int], whole: int) -> Part:
+def part(sequence: int, start: int, tokens: list[int], whole: int) -> SegmentRequest:
     """Tokens of a prompt of `whole` tokens, of which the logits of each are wanted."""
-    return Part(sequence, start, tokens, len(tokens), whole=whole)
+    return SegmentRequest(sequence, start, tokens, len(tokens), whole=whole)
 
 
 MATRIX = [
@@ -246,7 +246,9 @@ def test_answers_cross_the_border_as_transformers_do(
     second = greedy(reference, turn, 3, cached=True)
     options = {"host_memory": "128MiB", "dtype": "float32", "context": 48, "max_batch": 3}
     for chunk, prefixes in ((None, False), (4, True)):
-        with hmt.Engine(**options, prefill_chunk=chunk, prefix_cache=prefixes, threads=1) as engine:
+        with hmt.Engine(
+            **options, max_prefill_tokens=chunk, prefix_cache=prefixes, threads=1
+        ) as engine:
             model = engine.load_model(tmp_path)
 
             def answers(*asked: tuple[list[int], int], model: Any = model) -> list[list[int]]:

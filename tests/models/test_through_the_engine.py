@@ -11,13 +11,14 @@ from plain_memory import published, random_reference
 from random_configs import PROMPT_TOKENS, Case, cases
 
 import hmt
-from hmt.engine import EngineConfig, machine, prepare
-from hmt.engine.link_rates import LinkRates
+from hmt.engine import EngineConfig, prepare
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
 from hmt.kernels.cpu import extension
 from hmt.planner import PlanOptions, smallest_budget
 
 TOLERANCE = 1e-4
-OPTIONS = {"dtype": "float32", "context": 64, "prefill_chunk": 16, "max_batch": 1}
+OPTIONS = {"dtype": "float32", "context": 64, "max_prefill_tokens": 16, "max_batch": 1}
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -49,13 +50,13 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
         assert torch.equal(found[0], other)
 
 
-@pytest.mark.parametrize("gpu", ["pretended", pytest.param("0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("gpu", ["fake", pytest.param("0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["phi3-1", "llama-0"])
 def test_captured_steps_turn_each_run_by_its_own_length(
     name: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs that may and may not get long, by turns: captures of one kind are not for the other."""
-    names = ["a pretended device"]
+    names = ["a fake device"]
     names += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
     for device in names:
         monkeypatch.setitem(machine._links, device, LinkRates(40e9))

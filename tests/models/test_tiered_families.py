@@ -15,16 +15,17 @@ from random_configs import Case, cases
 import hmt
 from hmt.contracts.kv import ring_pages
 from hmt.contracts.plan import Tier
-from hmt.engine import EngineConfig, machine, prepare
-from hmt.engine.link_rates import LinkRates
-from hmt.engine.tiers import TieredDecoding
+from hmt.engine import EngineConfig, prepare
+from hmt.engine.execution.graphs.kv_offload import KVOffloadGraphDecoding
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
 from hmt.planner import PlanOptions, smallest_budget
 
 NEAR = 1e-5  # relative: parts of a row's attention are added in f32, in another order
 # At 16 bits host and device round attention weights in different places, and layers make more of
 # that.  Now and then a router chooses another expert then: so much for nine rows of ten.
 NEAR_16 = 0.03
-OPTIONS = {"prefill_chunk": 16, "max_batch": 1, "host_memory": "64MiB"}
+OPTIONS = {"max_prefill_tokens": 16, "max_batch": 1, "host_memory": "64MiB"}
 POSITIONS = 700
 # Grouped queries, one head for each query, windows, a mixture of experts, latents.
 ON_A_GPU = ("llama-0", "llama-2", "phi3-1", "gemma3_text-0", "qwen3_moe-0", "deepseek_v3-1")
@@ -41,7 +42,7 @@ def check(
 ) -> None:
     """Logits of a random model with all keys and values in one place, and at several levels.
 
-    tried   numbers of the ways to have levels: host memory, a drive, or both
+    tried   numbers of the ways to have levels: host memory, a disk, or both
     """
     published(random_reference(longer(case).config, case.seed), folder)
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
@@ -54,19 +55,19 @@ def check(
         wanted = model.logits(tokens, rows, prefill=prefill)
         sizes = model.prepared.demand.kv_sizes
     rings = [ring_pages(window, 16) * page for window, page in sizes.ring_pages.items()]
-    near_bytes = sum(rings) + 25 * sizes.hot_page
-    host = 10 * sizes.warm_page
-    ways = [{}, {"kv_disk": str(folder), "kv_host_memory": 0}]
-    ways += [{"kv_disk": str(folder), "kv_host_memory": host}]
+    near_bytes = sum(rings) + 25 * sizes.device_page
+    host = 10 * sizes.host_page
+    ways = [{}, {"kv_offload_dir": str(folder), "kv_host_memory": 0}]
+    ways += [{"kv_offload_dir": str(folder), "kv_host_memory": host}]
     for way in (ways[number % 3] for number in tried):
-        with hmt.Engine(kv_device_memory=near_bytes, **way, **options) as engine:
+        with hmt.Engine(kv_gpu_memory=near_bytes, **way, **options) as engine:
             model = engine.load_model(folder)
             found = model.logits(tokens, rows, prefill=prefill)
             kv = model.summary().kv
             captured: Any = getattr(model._core._executor, "_captured", None)
         assert kv is not None
-        assert kv.most.get("near", 0) < POSITIONS // 16 or not sizes.hot_page
-        assert all(kv.most[name] for name in kv.capacity if kv.capacity[name] and sizes.hot_page)
+        assert kv.peak.get("near", 0) < POSITIONS // 16 or not sizes.device_page
+        assert all(kv.peak[name] for name in kv.capacity if kv.capacity[name] and sizes.device_page)
         if dtype == "bfloat16":
             rows_apart = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
             error = float(rows_apart.quantile(0.9))
@@ -74,8 +75,8 @@ def check(
             error = float((found - wanted).norm() / wanted.norm())
         assert error <= near, way
         if where:
-            assert isinstance(captured, TieredDecoding) and captured._works
-            assert captured._kinds[True] and (kv.host_s or not sizes.hot_page)
+            assert isinstance(captured, KVOffloadGraphDecoding) and captured._works
+            assert captured._kinds[True] and (kv.host_s or not sizes.device_page)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -102,10 +103,10 @@ def test_nor_do_they_on_a_gpu(name: str, dtype: str, gpu: str, tmp_path: Path) -
 
 
 def test_nor_do_they_on_a_pretended_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     for name in ("gemma3_text-0", "deepseek_v3-1", "phi3-1"):
         [case] = (case for case in cases() if case.name == name)
-        where = {"gpu_id": "pretended", "gpu_memory": "64MiB"}
+        where = {"gpu_id": "fake", "gpu_memory": "64MiB"}
         check(case, tmp_path / name, "float32", NEAR, range(3), **where)
 
 
@@ -118,9 +119,9 @@ def check_chosen(name: str, folder: Path, **where: Any) -> None:
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(POSITIONS)]
     options: dict[str, Any] = OPTIONS | {"context": POSITIONS, "dtype": "float32"} | where
     with hmt.Engine(**options) as engine:
-        near = 25 * engine.load_model(folder).prepared.demand.kv_sizes.hot_page
+        near = 25 * engine.load_model(folder).prepared.demand.kv_sizes.device_page
     # Which pages are near must not depend on how long steps take.
-    options |= {"kv_device_memory": near, "kv_policy": "select", "kv_order": "lru"}
+    options |= {"kv_gpu_memory": near, "kv_policy": "select", "kv_eviction": "lru"}
     found, read = {}, {}
     for executor, share in (("plain", 0.4), ("overlapped", 0.4), ("overlapped", 1.0)):
         with hmt.Engine(executor=executor, kv_share=share, **options) as engine:
@@ -129,7 +130,7 @@ def check_chosen(name: str, folder: Path, **where: Any) -> None:
             found[executor, share] = model.logits(tokens, rows, prefill=POSITIONS - 24)
             read[executor, share] = model.summary().kv.host_bytes
             captured: Any = getattr(model._core._executor, "_captured", None)
-            assert isinstance(captured, TieredDecoding) == (executor == "overlapped")
+            assert isinstance(captured, KVOffloadGraphDecoding) == (executor == "overlapped")
             assert captured is None or (captured._works and captured._kinds[True])
     wanted, kept, every = found.values()
     assert (kept - wanted).norm() <= NEAR * wanted.norm() < (kept - every).norm()
@@ -145,8 +146,8 @@ def test_steps_in_which_tokens_choose_pages_are_captured(
 
 
 def test_so_they_are_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(machine._links, "a pretended device", LinkRates(40e9))
-    check_chosen("llama-0", tmp_path, gpu_id="pretended", gpu_memory="64MiB")
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
+    check_chosen("llama-0", tmp_path, gpu_id="fake", gpu_memory="64MiB")
 
 
 @pytest.mark.parametrize("name", ["gemma3_text-0", "gpt_oss-0"])
@@ -162,13 +163,13 @@ def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> 
     with hmt.Engine(**options) as engine:
         model = engine.load_model(tmp_path)
         wanted, demand = model.logits(tokens, rows, prefill=prefill), model.prepared.demand
-        assert model.plan.kv_levels is None, "everything fits"
+        assert model.plan.kv_tiers is None, "everything fits"
     least = smallest_budget(demand, PlanOptions(0, POSITIONS, 16))
     for budget in (least - 4096, least + 4096):
         with hmt.Engine(**options | {"host_memory": budget}) as engine:
             model = engine.load_model(tmp_path)
-            levels = model.plan.kv_levels
-            assert levels is not None and levels.pages == levels.hot_pages == -(-POSITIONS // 16)
+            levels = model.plan.kv_tiers
+            assert levels is not None and levels.pages == levels.device_pages == -(-POSITIONS // 16)
             assert max(levels.ring_pages.values()) < levels.pages
             found = model.logits(tokens, rows, prefill=prefill)
             assert engine._ledger.reserved_bytes(Tier.HOST) <= budget
@@ -176,7 +177,7 @@ def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> 
             assert len(model.infer(request).token_ids) == 20
         assert float((found - wanted).norm() / wanted.norm()) <= NEAR
     sharing = EngineConfig.resolve(**options | {"host_memory": least + 4096}, prefix_cache=True)
-    assert prepare(tmp_path, sharing).plan.kv_levels is None, "texts share whole pages"
+    assert prepare(tmp_path, sharing).plan.kv_tiers is None, "texts share whole pages"
 
 
 @pytest.mark.parametrize("batch", [2, 3])
@@ -187,7 +188,7 @@ def test_choices_share_a_prompt_that_windows_forget(batch: int, tmp_path: Path) 
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
     rng = random.Random(case.seed)
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(151)]
-    options = OPTIONS | {"context": POSITIONS, "dtype": "float32", "kv_device_memory": "1MiB"}
+    options = OPTIONS | {"context": POSITIONS, "dtype": "float32", "kv_gpu_memory": "1MiB"}
     requests = [
         hmt.Request(tokens, 40, ignore_eos=True, sampling=hmt.Sampling(temperature=1.5, seed=seed))
         for seed in range(7, 13)

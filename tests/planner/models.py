@@ -7,7 +7,7 @@ from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSize
 from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.contracts.model import KVKind, KVLayer, ModelSpec
 from hmt.planner import Demand
-from hmt.planner.outlook import Outlook, Setting
+from hmt.planner.what_if.scenario import Scenario, ScenarioPlanner
 
 UNIT = 1 << 18
 
@@ -104,12 +104,12 @@ def random_machine(chance: random.Random, demand: Demand) -> Machine:
     return machine
 
 
-def outlook(demand: Demand) -> Outlook:
+def outlook(demand: Demand) -> ScenarioPlanner:
     """Of a model that has one encoding."""
-    return Outlook(lambda scheme, users: replace(demand, batch=users))
+    return ScenarioPlanner(lambda scheme, users: replace(demand, batch=users))
 
 
-def setting(machine: Machine, **given: object) -> Setting:
+def setting(machine: Machine, **given: object) -> Scenario:
     """A prompt of 64 tokens at a context of 512, unless told otherwise."""
     values: dict[str, object] = {"context": 512, "prompt_tokens": 64}
-    return Setting(machine, **(values | given))  # type: ignore[arg-type]
+    return Scenario(machine, **(values | given))  # type: ignore[arg-type]

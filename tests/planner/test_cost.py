@@ -20,10 +20,16 @@ from hmt.base.errors import BudgetError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
-from hmt.planner.cost import CostModel
-from hmt.planner.loads import loads_of
-from hmt.planner.predicted import RunFactors
-from hmt.planner.routing import PUBLISHED, UNIFORM, measured_curve, needed_experts, usual_curve
+from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.expert_hit_rate import (
+    PUBLISHED,
+    UNIFORM,
+    measured_curve,
+    needed_experts,
+    usual_curve,
+)
+from hmt.planner.cost.prediction import RunFactors
+from hmt.planner.cost.workload import workload_of
 
 NETWORKS = 8 * (20 + 60) + 2 * 30  # units of 256 KiB in a small model, its embedding aside
 
@@ -32,13 +38,13 @@ def test_a_model_in_memory_costs_its_bytes() -> None:
     demand = small_model()
     machine = with_cpu(machine_with(demand), step_overhead_s=0.0, layer_overhead_s=0.0)
     found = outlook(demand).plan(setting(machine, context=16)).plan
-    step = CostModel(loads_of(demand, found), machine).decode(1, 0)
+    step = CostModel(workload_of(demand, found), machine).decode(1, 0)
     assert step.seconds == pytest.approx(NETWORKS * (1 << 18) / 100e9)
     assert step.nbytes == {"GPU": 0, "CPU": NETWORKS << 18, "link": 0, "disk": 0}
     assert step.limit == "CPU" and found.predicted_token_s == step.seconds
     # Keys and values of the context are read, too, and fixed costs are added.
     more = with_cpu(machine, step_overhead_s=1.0, layer_overhead_s=0.5)
-    later = CostModel(loads_of(demand, found), more).decode(2, 1000)
+    later = CostModel(workload_of(demand, found), more).decode(2, 1000)
     kv = 2 * 1000 * demand.kv_token_bytes
     assert later.nbytes["CPU"] == pytest.approx((NETWORKS << 18) + kv)
     assert later.seconds == pytest.approx(5 + later.nbytes["CPU"] / 100e9)
@@ -50,7 +56,7 @@ def test_overheads_are_paid_by_step_sequence_layer_and_block_from_disk() -> None
     bare = with_cpu(bare, step_overhead_s=0.0, layer_overhead_s=0.0)
     asked = setting(bare, context=16, host_bytes=demand.weight_bytes // 2 + (64 << 20))
     plan = outlook(demand).plan(asked).plan
-    loads = loads_of(demand, plan)
+    loads = workload_of(demand, plan)
     # Of the embedding only rows are read.
     read = [b for b, home in plan.homes.items() if home is Tier.DISK]
     assert loads.read_blocks == sum(b.kind is not BlockKind.EMBEDDING for b in read) > 0
@@ -75,7 +81,7 @@ def test_experts_that_are_missing_cost_their_reads() -> None:
     demand = small_model(4, 8, 2)
     machine = replace(machine_with(demand), disk_read_rate=1e15)
     host = setting(machine, context=16, host_bytes=demand.weight_bytes * 2 // 3)
-    loads = loads_of(demand, outlook(demand).plan(host).plan)
+    loads = workload_of(demand, outlook(demand).plan(host).plan)
     assert all(load.experts and load.experts.home.name == "DISK" for load in loads.layers)
     before = CostModel(loads, machine).decode(1, 0)
     after = CostModel(loads, replace(machine, disk_block_overhead_s=0.25)).decode(1, 0)
@@ -91,7 +97,7 @@ def test_rows_that_are_looked_up_on_the_drive_are_waited_for() -> None:
     embedding = BlockId(TRUNK, BlockKind.EMBEDDING)
     costs = {}
     for home in (Tier.DISK, Tier.HOST):
-        loads = loads_of(demand, replace(plan, homes={**plan.homes, embedding: home}))
+        loads = workload_of(demand, replace(plan, homes={**plan.homes, embedding: home}))
         slow = replace(machine, disk_block_overhead_s=0.25)
         costs[home] = CostModel(loads, slow).decode(1, 0).seconds
     assert costs[Tier.DISK] - costs[Tier.HOST] == pytest.approx(0.25)
@@ -100,7 +106,7 @@ def test_rows_that_are_looked_up_on_the_drive_are_waited_for() -> None:
 def test_factors_of_runs_multiply_what_is_predicted() -> None:
     demand = small_model()
     machine = machine_with(demand)
-    loads = loads_of(demand, outlook(demand).plan(setting(machine)).plan)
+    loads = workload_of(demand, outlook(demand).plan(setting(machine)).plan)
     plain, slow = CostModel(loads, machine), CostModel(loads, machine, RunFactors(2.0, 3.0))
     assert slow.decode(2, 100).seconds == 2 * plain.decode(2, 100).seconds
     assert slow.prompt(64, 32).seconds == 3 * plain.prompt(64, 32).seconds
@@ -113,7 +119,7 @@ def test_many_tokens_cost_arithmetic() -> None:
     demand = small_model()
     machine = with_cpu(machine_with(demand), step_overhead_s=0.0, layer_overhead_s=0.0)
     planned = outlook(demand).plan(setting(machine))
-    prompt = CostModel(loads_of(demand, planned.plan), machine).prompt(512, 0)
+    prompt = CostModel(workload_of(demand, planned.plan), machine).prompt(512, 0)
     # Each unit of 256 KiB holds twice as many weights; the head computes one row.
     expected = 2 * 512 * 2 * (NETWORKS - 60 << 18) / 1e12 + (60 << 18) / 100e9
     assert prompt.seconds == pytest.approx(expected, rel=0.01)
@@ -128,14 +134,14 @@ def test_a_drive_bounds_a_step_that_reads_ahead() -> None:
     assert step.seconds == pytest.approx(step.nbytes["disk"] / 5e9)
     unknown = outlook(demand).plan(setting(replace(machine, disk_read_rate=0.0),
                                            host_bytes=demand.weight_bytes // 3))  # fmt: skip
-    assert unknown.prediction.tokens_per_s == 0, "nothing is predicted without the drive's rate"
+    assert unknown.prediction.tokens_per_s == 0, "nothing is predicted without the disk's rate"
 
 
 def test_copying_and_computing_share_memory() -> None:
     demand = small_model(24)
     machine = with_cpu(machine_with(demand, device=0.45), step_overhead_s=0.0)
     planned = outlook(demand).plan(setting(machine, context=16))
-    step = CostModel(loads_of(demand, planned.plan), machine).decode(1, 0)
+    step = CostModel(workload_of(demand, planned.plan), machine).decode(1, 0)
     copied, computed = step.nbytes["link"], step.nbytes["CPU"]
     assert copied and computed
     alone = max(copied / 25e9, computed / 100e9)
@@ -180,7 +186,7 @@ def test_a_plan_is_never_slower_on_a_faster_machine() -> None:
         except BudgetError:
             continue
         compared += 1
-        before, loads = planned.prediction, loads_of(demand, planned.plan)
+        before, loads = planned.prediction, workload_of(demand, planned.plan)
         for machine_there in _faster(machine):
             other = CostModel(loads, machine_there)
             after = other.predict(before.users, before.context, before.prompt_tokens)
@@ -203,7 +209,7 @@ def test_a_gpu_computes_the_next_step_while_the_cpu_looks_at_one() -> None:
     demand = small_model()
     bare = with_cpu(machine_with(demand, device=4.0), step_overhead_s=0.0)
     bare = with_gpu(bare, layer_overhead_s=0.0, sync_overhead_s=0.0)
-    loads = loads_of(demand, outlook(demand).plan(setting(bare)).plan)
+    loads = workload_of(demand, outlook(demand).plan(setting(bare)).plan)
     computing_s = CostModel(loads, bare).decode(2, 0).seconds
 
     def step_s(share: float) -> float:
@@ -214,7 +220,7 @@ def test_a_gpu_computes_the_next_step_while_the_cpu_looks_at_one() -> None:
 
     assert step_s(0.5) == pytest.approx(1) and step_s(3) == pytest.approx(3)
     # Where the CPU computes a part of the layers there is no next step to begin.
-    away = loads_of(demand, outlook(demand).plan(setting(bare.with_device_bytes(0))).plan)
+    away = workload_of(demand, outlook(demand).plan(setting(bare.with_device_bytes(0))).plan)
     alone, more = (
         CostModel(away, with_cpu(bare, step_overhead_s=n)).decode(2, 0).seconds for n in (0.0, 1.0)
     )
@@ -225,7 +231,7 @@ def test_a_gpus_layers_cost_their_overheads() -> None:
     demand = small_model()
     bare = with_cpu(machine_with(demand, device=4.0), step_overhead_s=0.0)
     bare = with_gpu(bare, layer_overhead_s=0.0, sync_overhead_s=0.0)
-    loads = loads_of(demand, outlook(demand).plan(setting(bare)).plan)
+    loads = workload_of(demand, outlook(demand).plan(setting(bare)).plan)
     layers = len(loads.layers)
     before = CostModel(loads, bare).decode(2, 0).seconds
     slow = with_gpu(bare, layer_overhead_s=1.0, step_overhead_s=0.5)
@@ -244,7 +250,7 @@ def test_a_gpus_layers_cost_their_overheads() -> None:
 def test_prefill_copies_all_experts_that_are_not_cached() -> None:
     demand = small_model(4, 8, 2)
     bare = machine_with(demand, device=0.8)
-    loads = loads_of(demand, outlook(demand).plan(setting(bare)).plan)
+    loads = workload_of(demand, outlook(demand).plan(setting(bare)).plan)
     away = [load.experts for load in loads.layers if load.experts and load.many_experts_on_device]
     for experts in away:
         experts.on_device = experts.count / 2

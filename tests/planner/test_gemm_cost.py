@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hmt.planner.gemm_cost import GemmCost, arithmetic_rate, nearest
+from hmt.planner.cost.gemm_cost import GemmCost, arithmetic_rate, nearest
 
 RATES = {"bf16@1": 40e9, "w4a8@1": 30e9, "w4a8@16": 4e11, "w4a8@512": 1e12, "bf16@512": 2e12}
 

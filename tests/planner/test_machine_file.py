@@ -11,23 +11,17 @@ from models import machine_with, outlook, setting, small_model
 
 from hmt.base.errors import ConfigError, MissingFileError
 from hmt.contracts.encoding import Activations, Encoding
-from hmt.planner.device import DeviceChoice, DeviceRoom
-from hmt.planner.machine_file import (
-    KERNELS,
-    machine_names,
-    machine_of,
-    machine_toml,
-    read_machine,
-)
-from hmt.planner.nodes import on_its_nodes
-from hmt.planner.profiles import (
+from hmt.hardware.machine_file import KERNELS, machine_names, machine_of, machine_toml, read_machine
+from hmt.planner.cost.expert_hit_rate import PUBLISHED, UNIFORM
+from hmt.planner.placement.device import DeviceChoice, DeviceRoom
+from hmt.planner.placement.numa import on_numa_nodes
+from hmt.planner.what_if.profiles import (
     likely_experts,
     plan_profile,
     profile_names,
     profile_of,
     read_profile,
 )
-from hmt.planner.routing import PUBLISHED, UNIFORM
 from hmt.quant import Format
 
 LEAST = {
@@ -174,7 +168,7 @@ def test_experts_of_a_profile_leave_host_memory_its_page_tables() -> None:
         range(machine.device_bytes // step), 1, key=lambda n: room(n * step).taken(wanted) or 0
     )
     # So many fit, but then there is room to map half of host memory.
-    asked = setting(machine, device_bytes=least + room(least).mapping // 2, prefill_chunk=64)
+    asked = setting(machine, device_bytes=least + room(least).mapping // 2, max_prefill_tokens=64)
     first = outlook(demand).plan(replace(asked, device=wanted)).plan
     assert first.disk_bytes_per_token
     plan = plan_profile(outlook(demand), asked, profile).plan
@@ -191,23 +185,25 @@ def test_a_threshold_is_a_probability_of_an_expert() -> None:
 def test_one_node_of_several_has_its_share() -> None:
     machine = read_machine("dgx-h100")
     assert machine.numa_nodes == 2
-    assert on_its_nodes(machine, None, 1 << 30) == machine == on_its_nodes(machine, (0, 1), 1 << 30)
-    one = on_its_nodes(machine, (1, 1), 1 << 30)
+    assert (
+        on_numa_nodes(machine, None, 1 << 30) == machine == on_numa_nodes(machine, (0, 1), 1 << 30)
+    )
+    one = on_numa_nodes(machine, (1, 1), 1 << 30)
     assert (one.cores, one.ram_bytes) == (machine.cores // 2, machine.ram_bytes // 2)
     assert one.cpu.read_rate == machine.cpu.read_rate / 2
     assert one.devices[0].link_rate == machine.devices[0].link_rate
-    assert on_its_nodes(machine, "auto", 1 << 30) == one
-    assert on_its_nodes(machine, "auto", machine.ram_bytes) == machine, "it does not fit one"
-    assert on_its_nodes(one, "auto", 1 << 30) == one
+    assert on_numa_nodes(machine, "auto", 1 << 30) == one
+    assert on_numa_nodes(machine, "auto", machine.ram_bytes) == machine, "it does not fit one"
+    assert on_numa_nodes(one, "auto", 1 << 30) == one
     # Four nodes, two of them on each socket: those of the GPU's are bound together.
     rows = ((10, 12, 21, 21), (12, 10, 21, 21), (21, 21, 10, 12), (21, 21, 12, 10))
     four = replace(machine, numa_nodes=4, numa_distances=rows)
-    socket = on_its_nodes(four, "auto", 1 << 30)
+    socket = on_numa_nodes(four, "auto", 1 << 30)
     assert socket.numa_nodes == 2 and socket.numa_distances == ((10, 12), (12, 10))
     assert socket.cpu.read_rate == machine.cpu.read_rate / 2 and socket.cores == machine.cores // 2
-    assert on_its_nodes(four, (1, 1), 1 << 30).cores == machine.cores // 4
-    assert on_its_nodes(four, "auto", machine.ram_bytes * 6 // 10) == four
-    assert on_its_nodes(socket, "auto", 1 << 30) == socket
+    assert on_numa_nodes(four, (1, 1), 1 << 30).cores == machine.cores // 4
+    assert on_numa_nodes(four, "auto", machine.ram_bytes * 6 // 10) == four
+    assert on_numa_nodes(socket, "auto", 1 << 30) == socket
     assert machine_of(tomllib.loads(machine_toml(four)), "here") == four
     for wrong in ([[10]], [[10, 21], [21]], [[10, 21], [21, 1.5]], "far"):
         content = tomllib.loads(machine_toml(machine)) | {"numa_distances": wrong}

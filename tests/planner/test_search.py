@@ -22,17 +22,17 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Tier
 from hmt.engine import EngineConfig
-from hmt.engine.outlooks import outlook_on
+from hmt.engine.loading.what_if import scenarios_for
+from hmt.hardware.machine_file import read_machine
 from hmt.planner import Demand
-from hmt.planner.cost import CostModel
-from hmt.planner.device import DeviceChoice
-from hmt.planner.draft import Draft
-from hmt.planner.goals import GOALS, plan_for_goal, searched, seconds_for
-from hmt.planner.machine_file import read_machine
-from hmt.planner.outlook import Outlook, Planned, Setting
+from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.placement.device import DeviceChoice
+from hmt.planner.placement.device_estimate import DeviceEstimate
+from hmt.planner.what_if.objectives import GOALS, plan_for_objective, searched, seconds_for
+from hmt.planner.what_if.scenario import PlanResult, Scenario, ScenarioPlanner
 
 
-def weight(planned: Planned | None) -> float:
+def weight(planned: PlanResult | None) -> float:
     return float("inf") if planned is None else seconds_for("latency", planned.prediction)
 
 
@@ -50,7 +50,7 @@ def all_choices(demand: Demand) -> list[DeviceChoice]:
 @pytest.mark.parametrize("experts", [0, 8])
 def test_the_search_is_within_2_percent_of_the_best_choice(device: float, experts: int) -> None:
     demand = small_model(4, experts, min(experts, 2), dense_first=3 if experts else 0)
-    asked = setting(machine_with(demand, device=device), prefill_chunk=16)
+    asked = setting(machine_with(demand, device=device), max_prefill_tokens=16)
     found = searched(outlook(demand), asked, "latency")
     every = [outlook(demand).fits(replace(asked, device=one)) for one in all_choices(demand)]
     every.append(outlook(demand).fits(replace(asked, device_bytes=0)))
@@ -65,7 +65,9 @@ def random_choice(chance: random.Random, demand: Demand) -> DeviceChoice:
     )  # fmt: skip
 
 
-def by_hand(asked: Setting, demand: Demand, plans: Outlook | None = None) -> list[Planned | None]:
+def by_hand(
+    asked: Scenario, demand: Demand, plans: ScenarioPlanner | None = None
+) -> list[PlanResult | None]:
     """All on the CPU; the first layers on the GPU, as many as fit; attention there, no experts."""
     plans = plans or outlook(demand)
     layers = range(demand.spec.layers, 0, -1)
@@ -83,8 +85,8 @@ def by_hand(asked: Setting, demand: Demand, plans: Outlook | None = None) -> lis
 def test_the_search_beats_chance_and_rules_of_thumb(experts: int) -> None:
     chance = random.Random(11)
     demand = small_model(12, experts, min(experts, 4))
-    asked = setting(machine_with(demand, device=0.4), prefill_chunk=64)
-    found = weight(plan_for_goal(outlook(demand), asked, "latency"))
+    asked = setting(machine_with(demand, device=0.4), max_prefill_tokens=64)
+    found = weight(plan_for_objective(outlook(demand), asked, "latency"))
     others: list[float] = []
     while len(others) < 200:
         choice = random_choice(chance, demand)
@@ -105,14 +107,14 @@ def test_the_search_beats_chance_and_rules_of_thumb(experts: int) -> None:
     ],
 )
 def test_so_it_does_for_models_and_machines_that_there_are(model: str, machine: str) -> None:
-    plans = outlook_on(model, EngineConfig.resolve(quantization="w4a8", max_batch=1))
-    asked = Setting(read_machine(machine), "w4a8", context=8192, prompt_tokens=2048)
+    plans = scenarios_for(model, EngineConfig.resolve(quantization="w4a8", max_batch=1))
+    asked = Scenario(read_machine(machine), "w4a8", context=8192, prompt_tokens=2048)
     demand = plans.demand(asked)
-    found = weight(plan_for_goal(plans, asked, "latency"))
+    found = weight(plan_for_objective(plans, asked, "latency"))
     others, chance = [], random.Random(5)
     experts = [block.id.layer for block in demand.of_kind(BlockKind.EXPERT)]
     count = experts.count(experts[0]) if experts else 0
-    draft = Draft(
+    draft = DeviceEstimate(
         demand, asked.machine, device_bytes=asked.device_budget(),
         host_bytes=asked.host_budget(), chunk=512, context=8192,
     )  # fmt: skip
@@ -127,13 +129,13 @@ def test_so_it_does_for_models_and_machines_that_there_are(model: str, machine: 
         costs = CostModel(draft.loads(choice), asked.machine)
         other = seconds_for("latency", costs.predict(1, 8192, 2048))
         if other < 1.1 * found:  # what may be better is planned
-            other = weight(plans.fits(replace(asked, device=choice, prefill_chunk=512)))
+            other = weight(plans.fits(replace(asked, device=choice, max_prefill_tokens=512)))
         others.append(other)
     assert sum(found <= other for other in others) >= 190
     assert all(found <= weight(planned) for planned in by_hand(asked, demand, plans))
 
 
-RESOURCES = ("RAM", "GPU memory", "memory", "link", "drive", "GPU", "arithmetic")
+RESOURCES = ("RAM", "GPU memory", "memory", "link", "disk", "GPU", "arithmetic")
 
 
 def more_of(resource: str, machine: Machine) -> Machine:
@@ -143,7 +145,7 @@ def more_of(resource: str, machine: Machine) -> Machine:
         return replace(machine, ram_bytes=machine.ram_bytes * 3 // 2)
     if resource == "GPU memory":
         return machine.with_device_bytes(machine.device_bytes * 3 // 2)
-    if resource == "drive":
+    if resource == "disk":
         return replace(machine, disk_read_rate=1.5 * machine.disk_read_rate)
     if resource == "arithmetic":
         return with_cpu(machine, gemm={name: 1.5 * rate for name, rate in cpu.gemm.items()})
@@ -165,13 +167,13 @@ def test_searched_plans_fit_are_repeatable_and_no_worse_with_more() -> None:
     while compared < 6:
         demand = random_model(chance)
         machine = random_machine(chance, demand)
-        asked = setting(machine, prefill_chunk=64, users=chance.choice([1, 4]))
+        asked = setting(machine, max_prefill_tokens=64, users=chance.choice([1, 4]))
         try:
-            found = plan_for_goal(outlook(demand), asked, "balanced")
+            found = plan_for_objective(outlook(demand), asked, "balanced")
         except BudgetError:
             continue
         compared += 1
-        assert found == plan_for_goal(outlook(demand), asked, "balanced")
+        assert found == plan_for_objective(outlook(demand), asked, "balanced")
         plan = found.plan
         assert sum(plan.reserved.values()) <= asked.host_budget()
         assert sum(plan.device.reserved.values()) <= plan.budgets.get(Tier.DEVICE, 0)
@@ -180,7 +182,7 @@ def test_searched_plans_fit_are_repeatable_and_no_worse_with_more() -> None:
         if usual is not None:
             assert before <= seconds_for("balanced", usual.prediction)
         for name in RESOURCES:
-            richer = plan_for_goal(
+            richer = plan_for_objective(
                 outlook(demand), replace(asked, machine=more_of(name, machine)), "balanced"
             )
             assert seconds_for("balanced", richer.prediction) <= before * (1 + 1e-9), name
@@ -191,19 +193,21 @@ def test_page_tables_take_no_choice_away() -> None:
     demand = small_model(6, 64, 4, sizes=(20, 20, 60, 30))
     machine = machine_with(demand, ram=1.2, device=0.3)
     choice = DeviceChoice(6, expert_slots=2, staging_slots=1)
-    room = Draft(
+    room = DeviceEstimate(
         demand, machine, device_bytes=1 << 40, host_bytes=1 << 40, chunk=64, context=512
     ).room  # fmt: skip
     taken = room.taken(choice)
     assert taken is not None and room.host_bytes(choice) == 1 << 40
-    bare = Draft(demand, machine, device_bytes=1 << 40, host_bytes=1, chunk=64, context=512)
+    bare = DeviceEstimate(
+        demand, machine, device_bytes=1 << 40, host_bytes=1, chunk=64, context=512
+    )
     assert bare.loads(replace(choice, head=True)).layers, "which no plan can be"
     least = room.activations + taken
     speeds = []
     for spare in (0, room.mapping // 4, room.mapping // 2, room.mapping, room.mapping + 4096):
         for host in (0.8, 1.0, 2.0):
             asked = setting(
-                machine, prefill_chunk=64, device_bytes=least + spare, device=choice,
+                machine, max_prefill_tokens=64, device_bytes=least + spare, device=choice,
                 host_bytes=int(host * machine.ram_bytes * 0.5),
             )  # fmt: skip
             planned = outlook(demand).fits(asked)
@@ -227,12 +231,12 @@ def test_a_goal_is_not_reached_by_a_shorter_context() -> None:
         asked = setting(machine_with(demand, ram=ram), context=None, prompt_tokens=None, users=2)
         usual = outlook(demand).plan(asked).plan
         for goal in GOALS:
-            found = plan_for_goal(outlook(demand), asked, goal, users=(2,)).plan
+            found = plan_for_objective(outlook(demand), asked, goal, users=(2,)).plan
             assert found.kv_tokens > usual.kv_tokens - 2 * PAGE_TOKENS, goal
 
 
 def test_what_is_not_predicted_is_not_better() -> None:
     demand = small_model(8, 32, 4)
     machine = replace(machine_with(demand, ram=1.0, device=0.4), disk_read_rate=0.0)
-    found = plan_for_goal(outlook(demand), setting(machine, host_bytes=None), "latency")
+    found = plan_for_objective(outlook(demand), setting(machine, host_bytes=None), "latency")
     assert found.prediction.tokens_per_s > 0 and not found.prediction.step.nbytes["disk"]

@@ -10,27 +10,34 @@ from models import machine_with, outlook, setting, small_model, with_cpu, with_g
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.machine import Machine
-from hmt.engine.simulated import Simulated, simulate
-from hmt.planner.cost import CostModel
-from hmt.planner.loads import Loads, loads_of
-from hmt.planner.step_costs import StepCosts
-from hmt.planner.traffic import Asked, Lengths, Traffic, arrivals, closed_loop, read_requests
+from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.step_costs import StepCosts
+from hmt.planner.cost.workload import Workload, workload_of
+from hmt.simulator.simulator import SimulationResult, simulate
+from hmt.simulator.traffic import (
+    Lengths,
+    SimulatedRequest,
+    Traffic,
+    arrivals,
+    closed_loop,
+    read_requests,
+)
 
 
 def small(
     device: float = 0.0, experts: int = 0, ram: float = 1.5, users: int = 4
-) -> tuple[Machine, Loads]:
+) -> tuple[Machine, Workload]:
     demand = small_model(6, experts, min(experts, 2))
     machine = machine_with(demand, ram=ram, device=device)
-    plan = outlook(demand).plan(setting(machine, users=users, prefill_chunk=64)).plan
-    return machine, loads_of(demand, plan)
+    plan = outlook(demand).plan(setting(machine, users=users, max_prefill_tokens=64)).plan
+    return machine, workload_of(demand, plan)
 
 
 def answered(
-    traffic: Traffic, given: tuple[Machine, Loads], positions: int = 4096, max_batch: int = 4
-) -> Simulated:
+    traffic: Traffic, given: tuple[Machine, Workload], positions: int = 4096, max_batch: int = 4
+) -> SimulationResult:
     costs = StepCosts(CostModel(given[1], given[0]))
-    return simulate(traffic, costs, positions=positions, prefill_chunk=64, max_batch=max_batch)
+    return simulate(traffic, costs, positions=positions, max_prefill_tokens=64, max_batch=max_batch)
 
 
 def mixture(count: int, seed: int) -> Traffic:
@@ -41,25 +48,25 @@ def mixture(count: int, seed: int) -> Traffic:
         tokens = chance.randint(1, 300)
         most = tokens + chance.choice([0, 0, 200])
         owner, priority = chance.choice("ab"), chance.choice([0, 0, 1])
-        asked.append(Asked(0.0, chance.randint(1, 400), tokens, most, owner, priority))
+        asked.append(SimulatedRequest(0.0, chance.randint(1, 400), tokens, most, owner, priority))
     return Traffic(tuple(asked))
 
 
 def test_every_request_ends_and_every_token_is_counted() -> None:
-    too_long = Asked(0.0, 1500, 20, 20)
-    asked = (*mixture(300, 1).asked, too_long)
+    too_long = SimulatedRequest(0.0, 1500, 20, 20)
+    asked = (*mixture(300, 1).requests, too_long)
     found = answered(Traffic(asked), small(), positions=1024, max_batch=8)
     assert found.refused == 1
     assert sorted(map(str, asked)) == sorted(
-        map(str, [*(o.asked for o in found.answered), too_long])
+        map(str, [*(o.request for o in found.answered), too_long])
     )
     assert found.tokens == sum(one.tokens for one in asked) - too_long.tokens
     prompts = sum(one.prompt_tokens for one in asked) - too_long.prompt_tokens
-    assert found.sent_back > 0, "little room: somebody gave way"
+    assert found.preemptions > 0, "little room: somebody gave way"
     assert found.prompt_tokens >= prompts  # what was dropped is computed again
     assert found.most_batch <= 8 and found.longest_queue > 200
     for one in found.answered:
-        assert one.asked.due_s <= one.begun_s < one.first_s <= one.ended_s <= found.wall_s
+        assert one.request.due_s <= one.begun_s < one.first_s <= one.ended_s <= found.wall_s
     summary = found.summary()
     assert summary["idle"] == pytest.approx(0, abs=1e-9)
     assert sum(summary["bound_by"].values()) == pytest.approx(1)
@@ -71,23 +78,25 @@ def test_steps_that_are_taken_together_are_as_those_one_by_one() -> None:
     """Arrivals that are refused cut what would be one leap into many."""
     traffic, given = mixture(20, 5), small(experts=8)
     whole = answered(traffic, given, max_batch=3)
-    cuts = [Asked(n * whole.wall_s / 500, 1 << 20, 1, 1) for n in range(500)]
-    asked = sorted([*traffic.asked, *cuts], key=lambda one: one.due_s)
+    cuts = [SimulatedRequest(n * whole.wall_s / 500, 1 << 20, 1, 1) for n in range(500)]
+    asked = sorted([*traffic.requests, *cuts], key=lambda one: one.due_s)
     single = answered(Traffic(tuple(asked)), given, max_batch=3)
     assert single.steps == whole.steps and single.refused == 500
     ends = zip(whole.answered, single.answered, strict=True)
-    assert all(a.asked == b.asked and a.ended_s == pytest.approx(b.ended_s, 1e-3) for a, b in ends)
+    assert all(
+        a.request == b.request and a.ended_s == pytest.approx(b.ended_s, 1e-3) for a, b in ends
+    )
     assert single.nbytes == pytest.approx(whole.nbytes, rel=1e-3)
 
 
 def test_one_at_a_time_waits_as_the_formula_says() -> None:
     """M/D/1, by Pollaczek and Khinchine: of equal services a request waits rho D / 2 (1 - rho)."""
     given, load = small(), 0.6
-    alone = answered(Traffic((Asked(0.0, 48, 1, 1),)), given, max_batch=1)
+    alone = answered(Traffic((SimulatedRequest(0.0, 48, 1, 1),)), given, max_batch=1)
     service_s = alone.wall_s
     traffic = arrivals(load / service_s, 8000 * service_s / load, Lengths(48, 1), seed=2)
     found = answered(traffic, given, max_batch=1)
-    waited = sum(one.begun_s - one.asked.due_s for one in found.answered) / len(found.answered)
+    waited = sum(one.begun_s - one.request.due_s for one in found.answered) / len(found.answered)
     assert len(found.answered) > 7700
     assert waited == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.08)
     assert found.summary()["idle"] == pytest.approx(1 - load, abs=0.02)
@@ -131,12 +140,15 @@ def test_records_are_read_and_checked(tmp_path: Path) -> None:
     ]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     traffic = read_requests(file)
-    assert traffic.asked == (Asked(0.0, 3, 2, 2, "", 1), Asked(1.0, 5, 7, 9, "b", 0))
+    assert traffic.requests == (
+        SimulatedRequest(0.0, 3, 2, 2, "", 1),
+        SimulatedRequest(1.0, 5, 7, 9, "b", 0),
+    )
     assert traffic.longest == 14
     each = {"due_s": 1.0, "status": "ok", "ttft_s": 0.1, "prompt_tokens": 4, "tokens": 6}
     cells = [{"each": [each, each | {"status": "503", "tokens": 0}]}, {"each": [each]}]
     file.write_text(json.dumps({"results": cells}))
-    assert read_requests(file, 1).asked == (Asked(0.0, 4, 6, 6),)
+    assert read_requests(file, 1).requests == (SimulatedRequest(0.0, 4, 6, 6),)
     for cell, told in ((None, "choose one"), (3, "2 rows")):
         with pytest.raises(ConfigError, match=told):
             read_requests(file, cell)

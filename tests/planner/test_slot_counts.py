@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
-from hmt.planner.slots import slot_counts
+from hmt.planner.placement.slot_counts import slot_counts
 
 PAGE = 4096
 KINDS = [BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER, BlockKind.HEAD]

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSize
 from hmt.contracts.machine import ComputeRates, Machine
-from hmt.contracts.model import PAGE_TOKENS, PIECE_TOKENS, ModelSpec
+from hmt.contracts.model import CHUNK_TOKENS, PAGE_TOKENS, ModelSpec
 from hmt.contracts.plan import Tier
 from hmt.planner import Demand, PlanOptions, activation_bytes, explain, smallest_budget, solve
-from hmt.planner.cost import CostModel
-from hmt.planner.loads import loads_of
+from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.workload import workload_of
 
 MACHINE = Machine("test", 2, 1 << 34, 2e9, ComputeRates(40e9))
 
@@ -86,7 +86,7 @@ def test_more_memory_never_keeps_less(demand: Demand, extra: int, more: int) -> 
     large = solve(demand, options(least + extra + more), MACHINE)
     kept = [p.reserved["resident"] + p.reserved["slots"] for p in (small, large)]
     assert kept[1] >= kept[0] - (large.reserved["staging"] - small.reserved["staging"])
-    assert large.prefill_chunk == small.prefill_chunk, "the chunk decides kernels' shapes"
+    assert large.max_prefill_tokens == small.max_prefill_tokens, "the chunk decides kernels' shapes"
 
 
 @given(demand=demands())
@@ -119,7 +119,7 @@ def test_activations_of_pieces_do_not_grow_with_the_chunk() -> None:
         spec = ModelSpec("Test", 1, 64, 10, 4096, (), (), 10, piece_width=width)
         return activation_bytes(Demand(spec, (), 0, 0, 16), chunk, 0)
 
-    for chunk, piece in ((1, 1), (100, 100), (PIECE_TOKENS, PIECE_TOKENS), (4096, PIECE_TOKENS)):
+    for chunk, piece in ((1, 1), (100, 100), (CHUNK_TOKENS, CHUNK_TOKENS), (4096, CHUNK_TOKENS)):
         assert taken(chunk, 7) - taken(chunk, 0) == 4 * 7 * piece
 
 
@@ -127,7 +127,7 @@ def test_activations_of_pieces_do_not_grow_with_the_chunk() -> None:
 def test_a_device_keeps_room_for_what_its_kernels_take(
     demand: Demand, matrix: int, token: int
 ) -> None:
-    options = PlanOptions(1 << 30, context=64, prefill_chunk=16, device_bytes=1 << 30)
+    options = PlanOptions(1 << 30, context=64, max_prefill_tokens=16, device_bytes=1 << 30)
     plans = [
         solve(one, options, MACHINE)
         for one in (demand, replace(demand, matrix_bytes=matrix, expert_token_bytes=token))
@@ -177,7 +177,7 @@ def test_a_table_stays_in_memory_where_looking_up_takes_longer_than_what_its_roo
             reserved={**plan.reserved, "slots": slots},
             slot_counts={size: slots // size},
         )
-        other = CostModel(loads_of(demand, turned), machine).decode(1, 0)
+        other = CostModel(workload_of(demand, turned), machine).decode(1, 0)
         assert plan.predicted_token_s <= other.seconds
 
 
@@ -185,7 +185,7 @@ def test_a_table_stays_in_memory_where_looking_up_takes_longer_than_what_its_roo
 def test_experts_can_be_brought_wherever_a_few_slots_fit(room: int) -> None:
     size = 1 << 20
     demand = sparse_demand(20, size)
-    options = PlanOptions(1 << 30, context=64, prefill_chunk=16, device_bytes=1 << 30)
+    options = PlanOptions(1 << 30, context=64, max_prefill_tokens=16, device_bytes=1 << 30)
     reserved = solve(demand, options, MACHINE).device.reserved
     activations = reserved["activations"] + reserved["mapping"]
     spare = room * size + 4096  # keys and values are small

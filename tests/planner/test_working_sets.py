@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hmt.planner.routing import (
+from hmt.planner.cost.expert_hit_rate import (
     FEW,
     PUBLISHED,
     UNIFORM,
@@ -70,7 +70,7 @@ def test_more_tokens_need_no_fewer_and_never_more_than_there_are(
 def test_what_a_step_needs_is_in_the_cache_or_not(
     curve: HitCurve, chosen: int, share: float, texts: int, each: int, apart: float
 ) -> None:
-    experts, given_curve = 64, HitCurve(curve.points, apart=apart)
+    experts, given_curve = 64, HitCurve(curve.points, independence=apart)
     cached = share * experts
     found = needed_experts(experts, chosen, texts * each, cached, given_curve, texts)
     assert 0 <= found.cached <= cached + 1e-9 and 0 <= found.absent <= experts - cached + 1e-9
@@ -79,10 +79,10 @@ def test_what_a_step_needs_is_in_the_cache_or_not(
 
 def test_texts_that_choose_alike_share_a_cache_as_one() -> None:
     for share in (0.1, 0.3, 0.7):
-        alike = HitCurve(FEW.points, apart=0.0)
+        alike = HitCurve(FEW.points, independence=0.0)
         assert shared_hits(alike, share, 8.0) == pytest.approx(FEW.hits(share))
         found = [
-            needed_experts(32, 4, 4, share * 32, HitCurve(FEW.points, apart=apart), 4).absent
+            needed_experts(32, 4, 4, share * 32, HitCurve(FEW.points, independence=apart), 4).absent
             for apart in (0.0, 0.5, 1.0)
         ]
         assert found == sorted(found) and found[0] < found[-1]

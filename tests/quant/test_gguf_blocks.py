@@ -9,11 +9,11 @@ from gguf import GGMLQuantizationType
 from hmt.base.errors import CheckpointError
 from hmt.contracts.checkpoint import FormName
 from hmt.contracts.encoding import WeightTensor
-from hmt.kernels import ggml, ops, reference
+from hmt.kernels import gguf_unpack, ops, reference
 from hmt.kernels.cpu import extension
 from hmt.quant import empty_weight
-from hmt.quant.published import Form, open_form
-from hmt.quant.published.gguf_blocks import BLOCKS
+from hmt.quant.importers import WeightImporter, open_importer
+from hmt.quant.importers.gguf_blocks import BLOCKS
 
 # Where blocks have their f16 scales; at byte 0 where nothing is said.
 HALVES = {
@@ -42,8 +42,8 @@ def random_blocks(kind: str) -> np.ndarray:
 
 
 def unpacked(kind: str, raw: np.ndarray, turned: int = 0) -> WeightTensor:
-    form = open_form(FormName("gguf", (("kind", kind), ("turned", turned))))
-    assert isinstance(form, Form)
+    form = open_importer(FormName("gguf", (("kind", kind), ("turned", turned))))
+    assert isinstance(form, WeightImporter)
     shape = (len(raw), COLUMNS)
     weight = empty_weight(form.format(shape), shape)
     odd = torch.zeros(raw.size + 1, dtype=torch.uint8)[1:]  # at an odd address, as in a file
@@ -86,7 +86,7 @@ def test_one_pass_gives_the_bytes_that_plain_torch_gives(
     before = native.isa()
     for turned in (0, 20):
         with monkeypatch.context() as plainly:
-            plainly.setattr(ggml.extension, "load", lambda: None)
+            plainly.setattr(gguf_unpack.extension, "load", lambda: None)
             plain = unpacked(kind, raw, turned)
         for isa in native.isas():
             native.set_isa(isa)
@@ -125,6 +125,6 @@ def test_products_are_those_of_the_numbers(kind: str, tokens: int, dtype: torch.
 
 
 def test_rows_that_are_no_whole_blocks_are_refused() -> None:
-    form = open_form(FormName("gguf", (("kind", "Q4_K"), ("turned", 0))))
+    form = open_importer(FormName("gguf", (("kind", "Q4_K"), ("turned", 0))))
     with pytest.raises(CheckpointError, match="blocks of 256"):
         form.format((16, 128))

@@ -150,7 +150,7 @@ def test_an_error_within_a_stream_is_one(
     app: FastAPI, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hmt.base.errors import DiskReadError
-    from hmt.engine.sequence import Sequence
+    from hmt.engine.scheduling.sequence import Sequence
 
     def faulty(*given: Any) -> None:
         raise DiskReadError("the disk said no")

@@ -149,7 +149,7 @@ def test_a_client_that_reads_nothing_is_left(model: LoadedModel, stream: bool) -
             until(lambda: server.open == 1)
             until(lambda: server.open == 0, 60)
         until(lambda: at_rest(model))
-        assert server.app.state.service.gate.inside == 0
+        assert server.app.state.service.limit.inside == 0
 
 
 def test_a_client_that_reads_slowly_is_not_left(model: LoadedModel) -> None:
@@ -186,7 +186,7 @@ def test_time_frees_the_place_of_a_client_that_reads_nothing(
         whole = post(body | {"stream": True, "n": 4}, "/v1/completions")
         with server.connect(whole, buffer=2048) as connection:
             assert connection.recv(16).startswith(b"HTTP/1.1 200")
-            until(lambda: server.app.state.service.gate.inside == 0)
+            until(lambda: server.app.state.service.limit.inside == 0)
             until(lambda: at_rest(model))
 
 
@@ -306,7 +306,7 @@ def test_keys_that_others_can_read_are_warned_of(
 
 def test_who_is_furthest_behind_is_cut_off() -> None:
     from hmt.base.errors import HMTError
-    from hmt.server.gate import Unread
+    from hmt.server.concurrency_limit import Unread
 
     class Reader:
         told: HMTError | None = None

@@ -45,7 +45,7 @@ def close(one: Any, other: torch.Tensor) -> None:
 def test_they_are_those_of_transformers(
     app: FastAPI, model: LoadedModel, wanted: dict[str, torch.Tensor]
 ) -> None:
-    assert len(model.tokenizer.encode(LONG)) > model.plan.prefill_chunk  # in several chunks
+    assert len(model.tokenizer.encode(LONG)) > model.plan.max_prefill_tokens  # in several chunks
 
     async def work() -> None:
         async with openai(app) as client:

@@ -64,7 +64,7 @@ def test_answers_are_counted_and_timed(model: LoadedModel) -> None:
         assert after[("hmt_budget_bytes", OURS, "tier=host")] == 96 << 20
         assert after[("hmt_weight_bytes", OURS, "tier=host")] > 10 << 20
         assert after[("hmt_peak_resident_bytes",)] > 10 << 20
-        assert ("hmt_stall_seconds_total", "cause=drive", OURS, "phase=prompt") in after
+        assert ("hmt_stall_seconds_total", "cause=disk", OURS, "phase=prompt") in after
         assert ("hmt_link_bytes_total", "link=disk", OURS, "phase=generation") in after
 
     run(work())
@@ -77,7 +77,7 @@ def test_what_is_under_way_is_seen_while_the_engine_is_busy(model: LoadedModel) 
         async with http(app) as client:
             with held(model):
                 asked = [asyncio.create_task(client.post(CHAT, json=asking())) for _ in range(2)]
-                while app.state.service.gate.inside < 2:
+                while app.state.service.limit.inside < 2:
                     await asyncio.sleep(0.005)
                 assert (await scrape(app))[("hmt_answers_inside", OURS)] == 2
             await asyncio.gather(*asked)

@@ -34,7 +34,7 @@ def test_a_client_that_goes_frees_its_pages(
         call.gone.set()
         await running
         await until(lambda: at_rest(model))
-        assert app.state.service.gate.inside == 0
+        assert app.state.service.limit.inside == 0
         assert "[DONE]" not in call.text
 
     run(work())
@@ -48,11 +48,11 @@ def test_a_client_that_goes_while_it_waits_is_forgotten(
         with held(model):
             calls = [Call(app, TEXT, LONG | {"stream": stream}) for _ in range(3)]
             running = [asyncio.create_task(call.run()) for call in calls]
-            await until(lambda: app.state.service.gate.inside == 3)
+            await until(lambda: app.state.service.limit.inside == 3)
             for call in calls:
                 call.gone.set()
             await asyncio.gather(*running)
-            assert app.state.service.gate.inside == 0
+            assert app.state.service.limit.inside == 0
         await until(lambda: at_rest(model))
 
     run(work())
@@ -74,7 +74,7 @@ def test_a_reader_that_fails_while_it_is_written_to_frees_its_pages(
     async def work() -> None:
         await Broken(app, TEXT, LONG | {"stream": True}).run()
         await until(lambda: at_rest(model))
-        assert app.state.service.gate.inside == 0
+        assert app.state.service.limit.inside == 0
 
     run(work())
 
@@ -87,7 +87,7 @@ def test_too_many_are_refused_at_once(model: LoadedModel) -> None:
         async with http(app) as client:
             with held(model):
                 inside = [asyncio.create_task(client.post(CHAT, json=asking(n=2))) for _ in "abc"]
-                await until(lambda: app.state.service.gate.inside == 6)
+                await until(lambda: app.state.service.limit.inside == 6)
                 refused = await client.post(CHAT, json=asking())
                 assert refused.status_code == 429
                 assert refused.json()["error"]["code"] == "overloaded"
@@ -135,7 +135,7 @@ def test_time_that_runs_out_is_told(app: FastAPI, model: LoadedModel, stream: bo
             with held(model):
                 asked = client.post(CHAT, json=asking(timeout=0.02, stream=stream))
                 asking_ = asyncio.create_task(asked)
-                await until(lambda: app.state.service.gate.inside == 1)
+                await until(lambda: app.state.service.limit.inside == 1)
                 await asyncio.sleep(0.03)
             done = await asking_
         if stream:  # it had begun with 200
@@ -153,7 +153,7 @@ def test_an_answer_that_fails_is_told_and_others_go_on(
     app: FastAPI, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hmt.base.errors import DiskReadError
-    from hmt.engine.sequence import Sequence
+    from hmt.engine.scheduling.sequence import Sequence
 
     accept = Sequence.accept
 
@@ -211,7 +211,7 @@ def test_a_closed_model_says_so(tmp_path: Any) -> None:
             async with http(app) as client:
                 with held(model):
                     inside = asyncio.create_task(client.post(CHAT, json=asking()))
-                    await until(lambda: app.state.service.gate.inside == 1)
+                    await until(lambda: app.state.service.limit.inside == 1)
                     closing = asyncio.create_task(asyncio.to_thread(model.close))
                     await until(lambda: model.closed)
                 await closing

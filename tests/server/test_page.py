@@ -88,9 +88,9 @@ def test_the_state_tells_what_was_done(model: LoadedModel, monkeypatch: pytest.M
         async with http(app) as client:
             first = (await client.get(STATE)).json()
             done = (await client.post(CHAT, json=asking(max_tokens=64))).json()
-            monkeypatch.setattr("hmt.server.page.watch._APART_S", 0.0)
+            monkeypatch.setattr("hmt.server.page.snapshot_cache._APART_S", 0.0)
             state = (await client.get(STATE)).json()
-            monkeypatch.setattr("hmt.server.page.watch._APART_S", 3600.0)
+            monkeypatch.setattr("hmt.server.page.snapshot_cache._APART_S", 3600.0)
             same = (await client.get(STATE)).json()
         spec = model.prepared.model.spec
         assert state["model"] == {
@@ -128,7 +128,7 @@ def test_the_state_tells_what_was_done(model: LoadedModel, monkeypatch: pytest.M
 def test_who_watches_waits_for_no_long_step(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hmt.server.page.watch._PATIENCE_S", 0.02)
+    monkeypatch.setattr("hmt.server.page.snapshot_cache._PATIENCE_S", 0.02)
     app = app_on(model)
 
     async def work() -> None:
@@ -137,11 +137,11 @@ def test_who_watches_waits_for_no_long_step(
                 states = await asyncio.gather(*(client.get(STATE) for _ in range(3)))
                 assert [one.json()["engine"] for one in states] == [None] * 3
                 chats = [asyncio.create_task(client.post(CHAT, json=asking())) for _ in range(2)]
-                while app.state.service.gate.inside < 2:
+                while app.state.service.limit.inside < 2:
                     await asyncio.sleep(0.005)
                 assert (await client.get(STATE)).json()["requests"]["inside"] == 2
             await asyncio.gather(*chats)
-            monkeypatch.setattr("hmt.server.page.watch._PATIENCE_S", 10.0)
+            monkeypatch.setattr("hmt.server.page.snapshot_cache._PATIENCE_S", 10.0)
             states = await asyncio.gather(*(client.get(STATE) for _ in range(3)))
             assert len({one.json()["engine"]["window_s"] for one in states}) == 1
 

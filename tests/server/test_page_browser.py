@@ -302,7 +302,7 @@ def test_the_machine_is_drawn_and_works_by_keyboard(opened: Opened) -> None:
     )
     assert sorted(meters) == sorted(
         [f"From {way}", "50"]
-        for way in ("memory to the CPU", "memory to the GPU", "the drive to memory")
+        for way in ("memory to the CPU", "memory to the GPU", "the disk to memory")
     )
     tiers = page.inner_text("#tiers").replace("\u00a0", " ")
     assert "2.00 GB/s 50% of its measured 4.00 GB/s" in tiers and "50% taken" in tiers

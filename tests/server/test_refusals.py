@@ -161,10 +161,10 @@ def test_too_little_room_on_a_drive_is_told_with_what_is_needed(
 ) -> None:
     free = shutil._ntuple_diskusage(1 << 30, 1 << 30, 2 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
-    options = {"quantization": "w4a8", "context": 512, "prefill_chunk": 16, "max_batch": 1}
+    options = {"quantization": "w4a8", "context": 512, "max_prefill_tokens": 16, "max_batch": 1}
     told = r"has 2\.00 MiB free, and \d.* are wanted, of which \d.* would be used"
     with (
-        hmt.Engine(host_memory="3.6MiB", disk_path=tmp_path, **options) as engine,
+        hmt.Engine(host_memory="3.6MiB", spill_dir=tmp_path, **options) as engine,
         pytest.raises(MachineError, match=told),
     ):
         engine.load_model(embedded_model())

@@ -13,7 +13,7 @@ from serving import CHAT, NAME, asking, http, run
 
 import hmt
 from hmt.cli.options import embedded_model
-from hmt.server import Others, ServerConfig, create_app
+from hmt.server import LoadableModels, ServerConfig, create_app
 
 LOAD, UNLOAD, STATE = "/v1/models/load", "/v1/models/unload", "/v1/hmt/state"
 
@@ -26,7 +26,7 @@ def shelf(tmp_path: Path) -> Iterator[FastAPI]:
         shutil.copytree(embedded_model(), folder)
     with hmt.Engine(host_memory="20MiB", context=512, max_batch=4) as engine:
         first = engine.load_model(embedded_model(), host_memory=9 << 20)
-        yield create_app(first, ServerConfig(), Others(engine, folders))
+        yield create_app(first, ServerConfig(), LoadableModels(engine, folders))
 
 
 async def told_of(client: Any) -> dict[str, tuple[float, float, float]]:
@@ -98,14 +98,14 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
 
             told = await post(LOAD, 503, model="third")
             assert "Other models of this engine hold" in told["error"]["message"]
-            engine = shelf.state.shelf.engine
+            engine = shelf.state.model_manager.engine
             assert sum(engine._ledger.reserved_bytes(tier) for tier in ("host",)) <= 20 << 20
 
             # The one that everybody had goes: what it answers ends first, and nobody else gets in.
             answering = asyncio.create_task(
                 post(CHAT, 200, **asking(ignore_eos=True, max_tokens=150))
             )
-            while not shelf.state.service.gate.inside:
+            while not shelf.state.service.limit.inside:
                 await asyncio.sleep(0.001)
             going = asyncio.create_task(post(UNLOAD, 200, model=NAME))
             await asyncio.sleep(0.01)
@@ -122,7 +122,7 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
             # Without patience an answer is cut off.
             long = asking(model="third", ignore_eos=True, max_tokens=400)
             cut = asyncio.create_task(client.post(CHAT, json=long))
-            while not shelf.state.shelf.inside:
+            while not shelf.state.model_manager.inside:
                 await asyncio.sleep(0.001)
             await post(UNLOAD, 200, model="third", timeout=0)
             assert (await cut).status_code in (200, 503)

@@ -1,4 +1,4 @@
-"""A small random checkpoint, its blocks, and a store over it whose drive can be made to fail."""
+"""A small random checkpoint, its blocks, and a store over it whose disk can be made to fail."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from hmt.memory import (
     HostPool,
     Ledger,
     PreadReader,
-    TransferQueue,
+    ReadQueue,
 )
 from hmt.quant import Format, parse_scheme
 from hmt.weights import (
@@ -169,7 +169,7 @@ def write_pack(
     subject = Subject(checkpoint, layouts, scheme, "Test", published_bytes(bound))
     writer = PackWriter(subject, out, **options)
     tracer = Tracer()
-    queue = TransferQueue(PreadReader(), tracer, depth=3)
+    queue = ReadQueue(PreadReader(), tracer, depth=3)
     try:
         sizes = (writer.slot_bytes, writer.staging_bytes)
         buffers = [Buffers(*map(HostBuffer, sizes)) for _ in range(pairs)]
@@ -217,7 +217,7 @@ def open_store(
         for name, n in limits.items()
     }
     tracer, reader = Tracer(), reader or FaultyReader()
-    queue = TransferQueue(reader, tracer, depth=threads, chunk_bytes=4096)
+    queue = ReadQueue(reader, tracer, depth=threads, chunk_bytes=4096)
     plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0, slot_counts or {})
     spilled = SpillFile(folder, layouts.values()) if spill else None
     store = WeightStore(

@@ -1,4 +1,4 @@
-"""Thousands of random schedules of a failing drive: nothing hangs, nothing leaks, nothing lies."""
+"""Thousands of random schedules of a failing disk: nothing hangs, nothing leaks, nothing lies."""
 
 import random
 import re
@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from doubles import Bench, block_specs, open_store, write_checkpoint
-from faulty_drive import Faults, FaultyPread, FaultyUring
+from faulty_disk import Faults, FaultyPread, FaultyUring
 
 from hmt.base.errors import DiskReadError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.plan import Tier
 from hmt.contracts.store import Priority
-from hmt.memory.uring import unavailable
+from hmt.memory.disk.uring import unavailable
 from hmt.weights import BlockLayout
 
-SCHEDULES = 1000  # for each kind of drive
+SCHEDULES = 1000  # for each kind of disk
 SPECS = {block.id: block for block in block_specs()}
 LEASABLE = [block for block in SPECS if block.kind is not BlockKind.EMBEDDING]
 EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -67,7 +67,9 @@ class Schedule:
             what = self.dice.random()
             if what < 0.35:
                 blocks = self.dice.sample(LEASABLE, self.dice.randint(0, 5))
-                self.bench.store.request(blocks, self.dice.choice([Priority.SURE, Priority.GUESS]))
+                self.bench.store.request(
+                    blocks, self.dice.choice([Priority.PREFETCH, Priority.SPECULATIVE])
+                )
             elif what < 0.45:
                 self.bench.store.abandon()
             elif what < 0.55:
@@ -125,7 +127,7 @@ class Schedule:
         assert any(begin <= int(named[1]) < end for _, begin, end in ranges), error
 
     def close(self) -> None:
-        """With the drive mended, everything can be read; then nothing is left."""
+        """With the disk mended, everything can be read; then nothing is left."""
         self.faults.errors = self.faults.short = self.faults.late = 0.0
         for block in self.dice.sample(LEASABLE, 2):
             # A read that went wrong before, with others of its block still running, may be what a

@@ -25,7 +25,7 @@ from hmt.base.errors import DamagedPackError, MissingFileError, PackError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.store import Verify
 from hmt.engine import EngineConfig
-from hmt.engine.packs import verify
+from hmt.engine.loading.packs import verify
 from hmt.formats import open_checkpoint
 from hmt.weights import bind, lay_out
 from hmt.weights.pack import open_pack, read_manifest

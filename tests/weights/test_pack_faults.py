@@ -1,4 +1,4 @@
-"""Conversions that end early: at every call of the system, by a full drive, by a changed source.
+"""Conversions that end early: at every call of the system, by a full disk, by a changed source.
 
 What a kill leaves is imitated by calls that fail from a certain one on, so that nothing more is
 written whatever the code does on its way out.
@@ -204,7 +204,7 @@ def test_too_small_a_drive_is_refused_before_anything_is_read(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 8, 5000))
-    with pytest.raises(DiskWriteError, match=r"takes \d.* KiB more, and its drive has 4\.88 KiB"):
+    with pytest.raises(DiskWriteError, match=r"takes \d.* KiB more, and its disk has 4\.88 KiB"):
         write_pack(checkpoint, tmp_path / "pack")
 
 

@@ -158,7 +158,7 @@ def test_a_manifest_cannot_point_outside_of_its_folder(name: str):
 SEALS = st.dictionaries(st.integers(0, 1000), st.integers(0, 2**64 - 1), max_size=20)
 
 
-@settings(deadline=None)  # it waits for the drive
+@settings(deadline=None)  # it waits for the disk
 @given(batches=st.lists(SEALS, max_size=5), damage=st.tuples(st.integers(0), st.integers(1, 255)))
 def test_a_damaged_journal_knows_only_what_is_true(
     tmp_path_factory: pytest.TempPathFactory,

@@ -14,13 +14,13 @@ from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.plan import Tier
-from hmt.memory import HostPool, Ledger, PreadReader, TransferQueue
+from hmt.memory import HostPool, Ledger, PreadReader, ReadQueue
 from hmt.quant import Format
 from hmt.weights.binding import BoundParam, BoundPart
 from hmt.weights.checksum import RunSums, checksum, pack_sums
 from hmt.weights.layout import BlockLayout, RowSpan, RowSums, Table, TablePart
 from hmt.weights.pack.extents import run_rows
-from hmt.weights.rows import RowReader, row_span_bytes
+from hmt.weights.store.row_reader import RowReader, row_span_bytes
 
 BLOCK = BlockId(TRUNK, BlockKind.EMBEDDING)
 
@@ -61,7 +61,7 @@ class Lookup:
         room = round_up(batch * row_span_bytes(table), 4096) + table.sums.file.nbytes
         self.ledger = Ledger({Tier.HOST: room})
         self.pool = HostPool(self.ledger.open(Tier.HOST, "rows", room))
-        self.queue = TransferQueue(PreadReader(), Tracer(), depth=2)
+        self.queue = ReadQueue(PreadReader(), Tracer(), depth=2)
         self.reader = RowReader(self.queue, self.pool)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

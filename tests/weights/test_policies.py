@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.weights.policies import (
+from hmt.weights.eviction import (
     LFU,
     LRU,
     LRU2,
@@ -21,11 +21,11 @@ from hmt.weights.policies import (
     DenseByScan,
     EvictionPolicy,
     Heat,
-    Surroundings,
+    PolicyContext,
     WeightAwareLRU,
     open_policy,
 )
-from hmt.weights.policies.ranking import Ranking
+from hmt.weights.eviction.ranking import Ranking
 
 LAYERS, EXPERTS = 3, 4
 BLOCKS = [BlockId(la, BlockKind.EXPERT, e) for la in range(LAYERS) for e in range(EXPERTS)]
@@ -111,7 +111,7 @@ class Case:
 
     def __init__(self, name: str) -> None:
         self.history = h = History()
-        around = Surroundings(SIZES, RATE, LATENCY_S, lambda: h.pressure)
+        around = PolicyContext(SIZES, RATE, LATENCY_S, lambda: h.pressure)
         policies: dict[str, tuple[EvictionPolicy, Score]] = {
             "lru": (LRU(), lru),
             "lfu": (LFU(), by_rank),
@@ -142,7 +142,7 @@ class Case:
         self.history.removed(block)
 
     def check(self) -> None:
-        order = list(self.policy.coldest_first())
+        order = list(self.policy.eviction_order())
         assert sorted(order) == sorted(self.history.ranked)
         scores = [self.score(self.history, block) for block in order]
         for before, after in pairwise(scores):
@@ -235,7 +235,7 @@ def test_old_heat_does_not_stay_for_ever() -> None:
             policy.cached(block)
             policy.used(block)
             policy.used(block)
-            victim = next(iter(policy.coldest_first()))
+            victim = next(iter(policy.eviction_order()))
             policy.removed(victim)
             if victim == hot:
                 gone = True
@@ -244,12 +244,12 @@ def test_old_heat_does_not_stay_for_ever() -> None:
 
 
 def test_the_smaller_of_two_blocks_stays() -> None:
-    policy = WeightAwareLRU(Surroundings(SIZES, RATE, LATENCY_S))
+    policy = WeightAwareLRU(PolicyContext(SIZES, RATE, LATENCY_S))
     small, large = BLOCKS[0], BLOCKS[-1]
     for block in (small, large):
         policy.cached(block)
         policy.used(block)
-    assert list(policy.coldest_first()) == [large, small]
+    assert list(policy.eviction_order()) == [large, small]
 
 
 @pytest.mark.parametrize("capacity", [2, 5, 10, 15, 19])
@@ -265,7 +265,7 @@ def test_dense_blocks_that_go_around_keep_a_part_of_them(capacity: int) -> None:
                 if block not in cached:
                     reads[name] += 1
                     if len(cached) == capacity:
-                        victim = next(iter(policy.coldest_first()))
+                        victim = next(iter(policy.eviction_order()))
                         policy.removed(victim)
                         cached.remove(victim)
                     policy.cached(block)
@@ -278,23 +278,23 @@ def test_dense_blocks_that_go_around_keep_a_part_of_them(capacity: int) -> None:
 
 
 def test_experts_go_before_dense_blocks() -> None:
-    policy = open_policy("lru", Surroundings(SIZES))
+    policy = open_policy("lru", PolicyContext(SIZES))
     dense = [BlockId(layer, BlockKind.ATTENTION) for layer in range(3)]
     for block in (dense[0], BLOCKS[0], dense[1], BLOCKS[1], dense[2]):
         policy.cached(block)
         policy.used(block)
     policy.cached(BlockId(7, BlockKind.FFN))  # asked for, as the next one that is needed
     expected = [BLOCKS[0], BLOCKS[1], dense[2], dense[1], dense[0], BlockId(7, BlockKind.FFN)]
-    assert list(policy.coldest_first()) == expected
+    assert list(policy.eviction_order()) == expected
     policy.removed(dense[1])
-    assert dense[1] not in policy.coldest_first()
+    assert dense[1] not in policy.eviction_order()
 
 
 def test_policies_by_name() -> None:
     for name in POLICIES:
-        policy = open_policy(name, Surroundings(SIZES))
+        policy = open_policy(name, PolicyContext(SIZES))
         policy.cached(BLOCKS[0])
         policy.used(BLOCKS[0])
-        assert list(policy.coldest_first()) == [BLOCKS[0]]
+        assert list(policy.eviction_order()) == [BLOCKS[0]]
     with pytest.raises(ConfigError, match="random"):
-        open_policy("random", Surroundings(SIZES))
+        open_policy("random", PolicyContext(SIZES))

@@ -42,7 +42,7 @@ def test_a_circle_takes_each_place_from_its_own_size(checkpoint: Path, most: int
     for turn in range(200):
         at = turn % len(CIRCLE)
         ahead = [CIRCLE[(at + n) % len(CIRCLE)] for n in range(rng.randint(0, 4))]
-        bench.store.request(ahead, Priority.SURE)
+        bench.store.request(ahead, Priority.PREFETCH)
         with bench.store.lease(CIRCLE[at]):
             held = [b for b in CIRCLE if bench.store.presence(b).name != "MISS"]
             for size, count in counts.items():
@@ -63,7 +63,7 @@ def test_a_block_waits_for_its_own_size_though_there_is_other_room(checkpoint: P
         checkpoint, slots_bytes=2 * sum(s * n for s, n in counts.items()), slot_counts=counts
     )
     with bench.store.lease(first):
-        bench.store.request([second], Priority.SURE)
+        bench.store.request([second], Priority.PREFETCH)
         assert bench.store.presence(second).name == "MISS", "the only place is leased"
     with bench.store.lease(second):
         assert bench.store.presence(first).name == "MISS"
@@ -81,7 +81,7 @@ def test_a_block_without_a_size_of_its_own_takes_a_larger_place(checkpoint: Path
     for turn in range(200):
         at = turn % len(CIRCLE)
         ahead = [CIRCLE[(at + n) % len(CIRCLE)] for n in range(rng.randint(0, 4))]
-        bench.store.request(ahead, Priority.SURE)
+        bench.store.request(ahead, Priority.PREFETCH)
         with bench.store.lease(CIRCLE[at]) as views:
             assert views
             held = [sizes[b] for b in CIRCLE if bench.store.presence(b).name != "MISS"]

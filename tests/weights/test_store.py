@@ -167,8 +167,8 @@ def test_a_prefetch_never_takes_an_awaited_or_leased_slot(
     size.close()
     bench = open_store(folder, slots_bytes=2 * slot)
     with bench.store.lease(experts[0]) as held:
-        bench.store.request([experts[1]], Priority.SURE)
-        bench.store.request([experts[2], experts[3]], Priority.GUESS)
+        bench.store.request([experts[1]], Priority.PREFETCH)
+        bench.store.request([experts[2], experts[3]], Priority.SPECULATIVE)
         with bench.store.lease(experts[1]) as views:
             assert_right(experts[1], views, tensors)
         assert_right(experts[0], held, tensors)
@@ -199,7 +199,7 @@ def test_groups_hold_every_block_once_in_order(
     bench.store.load_residents()
     for _ in range(2):
         if ahead:
-            bench.store.request(blocks, Priority.NEED)
+            bench.store.request(blocks, Priority.DEMAND)
         seen = []
         with bench.store.lease_each(blocks) as groups:
             for group in groups:
@@ -243,7 +243,7 @@ def test_reads_go_on_while_a_group_is_leased(
     bench = open_store(folder, slots_bytes=1 << 20)
     with bench.store.lease(blocks[0]):
         pass
-    bench.store.request(blocks, Priority.NEED)
+    bench.store.request(blocks, Priority.DEMAND)
     with bench.store.lease_each(blocks) as groups:
         first = next(groups)
         assert first[0][0] == blocks[0]

@@ -17,7 +17,7 @@ from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.store import Presence, Priority
 from hmt.memory import PAGE_BYTES, PoolStats
-from hmt.weights.policies import LRU
+from hmt.weights.eviction import LRU
 
 SPECS = {block.id: block for block in block_specs()}
 LEASABLE = [block for block in SPECS if block.kind is not BlockKind.EMBEDDING]
@@ -204,7 +204,7 @@ def test_a_block_that_is_being_read_does_not_move(
         return False
 
     bench.reader.fails = fails
-    bench.store.request([EXPERT], Priority.SURE)
+    bench.store.request([EXPERT], Priority.PREFETCH)
     assert begun.wait(30)
     for block in (ROUTERS[1], HEAD):
         with bench.store.lease(block) as views:

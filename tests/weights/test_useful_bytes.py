@@ -1,4 +1,4 @@
-"""What the drive is said to have read usefully: the parameters, and nothing else."""
+"""What the disk is said to have read usefully: the parameters, and nothing else."""
 
 from pathlib import Path
 
@@ -21,13 +21,13 @@ def test_useful_bytes_are_those_of_the_parameters(tmp_path: Path, form: str) -> 
     scheme = "w8a8" if form == "spill" else "none"
     bench = open_store(folder, slots_bytes=1 << 16, spill=form == "spill", scheme=scheme)
     for _ in range(2):  # the second time from the spill file
-        before, wanted = bench.store.drive_counters(), 0
+        before, wanted = bench.store.disk_counters(), 0
         for block in BLOCKS:
             if bench.store.presence(block) is not Presence.HIT:
                 wanted += bench.layouts[block].parameter_bytes
             with bench.store.lease(block):
                 pass
-        after = bench.store.drive_counters()
+        after = bench.store.disk_counters()
         useful = after.useful_bytes - before.useful_bytes
         read = after.read_bytes - before.read_bytes
     assert useful == wanted > 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.contracts.store import Priority
-from hmt.weights.victims import choose_victims
+from hmt.weights.eviction.victims import choose_victims
 
 
 @dataclass
@@ -46,11 +46,11 @@ def test_as_few_as_needed_in_the_right_order(
 ) -> None:
     free = [b for b in cold if not b.leases]
     allowed = [b for b in free if b.awaited is None]
-    if priority is not Priority.GUESS:
-        allowed += [b for b in free if b.awaited is Priority.GUESS]
+    if priority is not Priority.SPECULATIVE:
+        allowed += [b for b in free if b.awaited is Priority.SPECULATIVE]
     if force:
-        allowed += [b for b in free if b.awaited in (Priority.NEED, Priority.SURE)]
-    if priority is Priority.GUESS and force:
+        allowed += [b for b in free if b.awaited in (Priority.DEMAND, Priority.PREFETCH)]
+    if priority is Priority.SPECULATIVE and force:
         return  # nobody waits for a guess
     victims = choose_victims(cold, nbytes, priority, force=force)
     if sum(b.nbytes for b in allowed) < nbytes or not allowed:
@@ -69,4 +69,4 @@ def test_it_looks_no_further_than_it_must() -> None:
         yield Block(4, 0, None)
         raise AssertionError("thousands of others")
 
-    assert [b.nbytes for b in choose_victims(cold(), 8, Priority.NEED, force=False)] == [4, 4]
+    assert [b.nbytes for b in choose_victims(cold(), 8, Priority.DEMAND, force=False)] == [4, 4]

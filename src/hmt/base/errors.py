@@ -15,8 +15,8 @@
     │   ├── ContextLengthError
     │   └── ClosedError            it came after the model was closed
     ├── DeadlineError            a request's time was over before it ended
-    ├── DiskReadError            the drive failed; the requests that needed it fail
-    ├── DiskWriteError           the drive is full or failed while something was written
+    ├── DiskReadError            the disk failed; the requests that needed it fail
+    ├── DiskWriteError           the disk is full or failed while something was written
     ├── NumericsError            a weight or a result is not a number
     ├── MachineError             the machine lacks what an option needs
     └── Cancelled                the request was cancelled by its owner
@@ -91,7 +91,7 @@ class DiskReadError(HMTError):
 
 
 class DiskWriteError(HMTError):
-    """A write failed, mostly because the drive is full; what was written before stays."""
+    """A write failed, mostly because the disk is full; what was written before stays."""
 
 
 class NumericsError(HMTError):

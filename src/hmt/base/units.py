@@ -83,7 +83,7 @@ def shown_at_least(nbytes: int) -> int:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """A rate in decimal units, as drives and links are sold: "2.41 GB/s"."""
+    """A rate in decimal units, as disks and links are sold: "2.41 GB/s"."""
     value = float(bytes_per_s)
     for unit in ("B/s", "kB/s", "MB/s"):
         if abs(value) < 1000:

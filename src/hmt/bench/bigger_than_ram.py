@@ -16,32 +16,32 @@ from typing import Any
 
 from hmt.base.errors import MachineError
 from hmt.base.units import GIB, MIB, round_down
+from hmt.bench.cgroup_run import WatchedRun, forget_pages, run_in_cgroup
 from hmt.bench.environment import describe, peer_environment
 from hmt.bench.gguf_model import write_gguf
-from hmt.bench.limited import Watched, forget_pages, run_limited
 from hmt.bench.random_model import Shape, write_random_model
 from hmt.bench.routed_model import write_routed_model
 from hmt.contracts.machine import Machine
 from hmt.engine import EngineConfig
-from hmt.engine.expert_trace import Routed
-from hmt.engine.packs import convert
+from hmt.engine.experts.trace import Routed
+from hmt.engine.loading.packs import convert
 from hmt.memory import DiskRate, disk_rate
 
 # Python, torch and threads: 0.38 GB in runs of a model of 4 MiB; the rest is room for page tables
 # and what torch allocates for a step.
 PROCESS_BYTES = 640 * MIB
 _PAGE_BYTES = 4096
-_DRIVE_S = 6.0
+_DISK_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class Competitor:
     """One way of running the model.
 
-    engine      as in `decoder_process`
-    path        its files
-    sequences   that decode together
-    options     of the engine
+    engine     as in `decoder_process`
+    path       its files
+    sequences  that decode together
+    options    of the engine
     """
 
     name: str
@@ -55,7 +55,7 @@ class Contender:
 class Run:
     """One run: seconds per step after the first, and HMT's own account.
 
-    drive_rate   bytes per second that the drive gave just before and after: the mean
+    disk_read_rate  bytes per second that the disk gave just before and after: the mean
     """
 
     steps: int
@@ -66,7 +66,7 @@ class Run:
     group_bytes: int
     account: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
-    drive_rate: float = 0.0
+    disk_read_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Result:
 
     tokens_per_s    None where no run came to a second step; then it is below the next figure
     disk_rate       bytes per second that were read
-    read_share      of what the drive gave before and after
+    read_share      of what the disk gave before and after
     useful_share    of the bytes that were read: parameters, not padding or what lies between them
-    waiting_share   of the time in which the computation waited for the drive
+    waiting_share   of the time in which the computation waited for the disk
     overlap         of the shorter of computing and reading, the share beside the longer
     hit_rate        leases of streamed blocks that had not to wait
     """
@@ -147,9 +147,9 @@ def prepare(
     return checkpoint, pack, gguf
 
 
-def contenders(
+def competitors(
     pack: Path, memory_bytes: int, *, gguf: Path | None, checkpoint: Path | None, context: int
-) -> list[Contender]:
+) -> list[Competitor]:
     """HMT as it comes, with a batch, through a memory map; llama.cpp and accelerate if given.
 
     accelerate computes with the checkpoint's own numbers: it has no kernels for 4 bits here.
@@ -162,31 +162,31 @@ def contenders(
         )
     # Routers of models that are made for this foresee the next layer rightly, always; real ones do
     # not, so nothing is read on a guess.
-    options: dict[str, Any] = {"host_memory": budget, "context": context, "guesses": False}
+    options: dict[str, Any] = {"host_memory": budget, "context": context, "expert_prefetch": False}
     found = [
-        Contender("hmt", "hmt", pack, options=options),
-        Contender("hmt, batch 8", "hmt", pack, 8, options | {"context": 8 * context}),
-        Contender("hmt, mmap", "hmt", pack, options=options | {"disk_reader": "mmap"}),
+        Competitor("hmt", "hmt", pack, options=options),
+        Competitor("hmt, batch 8", "hmt", pack, 8, options | {"context": 8 * context}),
+        Competitor("hmt, mmap", "hmt", pack, options=options | {"disk_reader": "mmap"}),
     ]
     if gguf is not None:
-        found.append(Contender("llama.cpp, mmap", "llama.cpp", gguf))
+        found.append(Competitor("llama.cpp, mmap", "llama.cpp", gguf))
     if checkpoint is not None:
         offload = {"cpu_bytes": budget // 2, "offload_folder": str(checkpoint / "offload")}
-        found.append(Contender("accelerate", "accelerate", checkpoint, options=offload))
+        found.append(Competitor("accelerate", "accelerate", checkpoint, options=offload))
     return found
 
 
-def drive_rate(pack: Path, best: DiskRate) -> float:
-    """Bytes per second that the drive gives now, read in the way that was found `best`."""
+def disk_rate_now(pack: Path, best: DiskRate) -> float:
+    """Bytes per second that the disk gives now, read in the way that was found `best`."""
     file = max(pack.glob("data-*"), key=lambda path: path.stat().st_size)
-    return disk_rate(file, best.reader, best.block_bytes, best.depth, _DRIVE_S).rate
+    return disk_rate(file, best.reader, best.block_bytes, best.depth, _DISK_S).rate
 
 
 def run(
-    rivals: Sequence[Contender],
+    rivals: Sequence[Competitor],
     memory_bytes: int,
     machine: Machine,
-    drive: Callable[[], float],
+    disk: Callable[[], float],
     *,
     tokens: int = 16,
     runs: int = 3,
@@ -195,18 +195,18 @@ def run(
 ) -> dict[str, Any]:
     """Let all decode `tokens` in each of `runs` rounds; the content of a benchmark file.
 
-    `drive` measures the drive's rate, with nothing else running, between the runs: it differs from
+    `disk` measures the disk's rate, with nothing else running, between the runs: it differs from
     minute to minute, so each run is compared with what it was just before and after.
     """
     done: dict[str, list[Run]] = {rival.name: [] for rival in rivals}
-    rates = [drive()]
+    rates = [disk()]
     for number in range(1, runs + 1):
         for rival in rivals:
             progress(f"{rival.name}: run {number} of {runs}")
             one = run_once(rival, memory_bytes, tokens, timeout_s)
-            progress("measuring the drive")
-            rates.append(drive())
-            done[rival.name].append(replace(one, drive_rate=(rates[-2] + rates[-1]) / 2))
+            progress("measuring the disk")
+            rates.append(disk())
+            done[rival.name].append(replace(one, disk_read_rate=(rates[-2] + rates[-1]) / 2))
     results = [result(rival, done[rival.name], timeout_s) for rival in rivals]
     return {
         "benchmark": "bigger-than-ram",
@@ -221,7 +221,7 @@ def run(
     }
 
 
-def run_once(rival: Contender, memory_bytes: int, tokens: int, timeout_s: float) -> Run:
+def run_once(rival: Competitor, memory_bytes: int, tokens: int, timeout_s: float) -> Run:
     """One process, from a cold page cache."""
     forget_pages(rival.path if rival.path.is_dir() else rival.path.parent)
     command = [sys.executable, "-m", "hmt.bench.decoder_process", rival.engine, str(rival.path)]
@@ -229,10 +229,10 @@ def run_once(rival: Contender, memory_bytes: int, tokens: int, timeout_s: float)
     # One arena keeps glibc's own share of the limit small, for all alike.
     environment = os.environ if rival.engine == "hmt" else peer_environment()
     environment = {**environment, "MALLOC_ARENA_MAX": "2"}
-    return read_run(run_limited(command, memory_bytes, timeout_s, environment), tokens)
+    return read_run(run_in_cgroup(command, memory_bytes, timeout_s, environment), tokens)
 
 
-def read_run(watched: Watched, tokens: int) -> Run:
+def read_run(watched: WatchedRun, tokens: int) -> Run:
     """What a contender's lines say."""
     steps = [at for at, line in watched.lines if line.startswith("token ")]
     ready = [at for at, line in watched.lines if line == "ready"]
@@ -253,7 +253,7 @@ def read_run(watched: Watched, tokens: int) -> Run:
     )
 
 
-def result(rival: Contender, runs: Sequence[Run], timeout_s: float) -> Result:
+def result(rival: Competitor, runs: Sequence[Run], timeout_s: float) -> Result:
     """Medians of `runs`."""
     rates = [rival.sequences / one.step_s if one.step_s else None for one in runs]
     known = [rate for rate in rates if rate is not None]
@@ -264,9 +264,9 @@ def result(rival: Contender, runs: Sequence[Run], timeout_s: float) -> Result:
         return median(known) if known else None
 
     shares = [
-        one.account["disk_bytes"] / one.account["seconds"] / one.drive_rate
+        one.account["disk_bytes"] / one.account["seconds"] / one.disk_read_rate
         for one in runs
-        if one.account and one.drive_rate
+        if one.account and one.disk_read_rate
     ]
     leases = [a for a in accounts if a["hits"] + a["pending"] + a["misses"]]
     return Result(

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import ConfigError
-from hmt.bench.foreseen import foreseen
+from hmt.bench.expert_prediction import predicted_experts
 from hmt.bench.replay import Cache, Hits, Sizes, best, replay
 from hmt.bench.synthetic_trace import synthetic_trace
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.engine.expert_trace import Routed, TraceFile, TraceHeader
-from hmt.weights.policies import LRU, POLICIES, DenseByScan, EvictionPolicy, Surroundings
+from hmt.engine.experts.trace import Routed, TraceFile, TraceHeader
+from hmt.weights.eviction import LRU, POLICIES, DenseByScan, EvictionPolicy, PolicyContext
 
 RESIDENCIES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 DEFAULT = "heat"
@@ -42,7 +42,7 @@ class Curve:
     """One policy on one trace, at each residency.
 
     rates   share of the expert bytes that were served from memory
-    reads   bytes that came from the drive, guesses included, per needed byte
+    reads   bytes that came from the disk, guesses included, per needed byte
     """
 
     policy: str
@@ -62,7 +62,7 @@ def load_traces(files: Sequence[Path]) -> list[Trace]:
         opened = TraceFile(file)
         traces.append(Trace(file.name.split(".")[0], opened.header, list(opened)))
         if not traces[-1].records:
-            raise ConfigError(f"the trace {file} has no steps: record some with --trace-experts")
+            raise ConfigError(f"the trace {file} has no steps: record some with --expert-trace")
     headers = [trace.header for trace in traces]
     if len(traces) > 1 and all(h.block_bytes == headers[0].block_bytes for h in headers):
         joined = [record for trace in traces for record in trace.records]
@@ -92,7 +92,7 @@ def run(
                     {"policy": c.policy, "rates": list(c.rates), "reads": list(c.reads)}
                     for c in curves
                 ],
-                "foreseen": _foreseen(trace),
+                "foreseen": _predicted(trace),
             }
         )
     progress("cost of an eviction")
@@ -123,12 +123,12 @@ def curve(trace: Trace, name: str, residencies: Sequence[float] = RESIDENCIES) -
     return Curve(name, tuple(hits.rate for hits in found), tuple(reads))
 
 
-def _foreseen(trace: Trace) -> dict[str, Any] | None:
-    """See `foreseen`; with the default policy at _FORESEEN_RESIDENCY."""
+def _predicted(trace: Trace) -> dict[str, Any] | None:
+    """See `predicted_experts`; with the default policy at _FORESEEN_RESIDENCY."""
     sizes = trace.header.block_sizes()
-    policy = POLICIES[DEFAULT](Surroundings(block_bytes=sizes))
+    policy = POLICIES[DEFAULT](PolicyContext(block_bytes=sizes))
     capacity = int(_FORESEEN_RESIDENCY * trace.header.total_bytes)
-    found = foreseen(trace.records, sizes, capacity, policy)
+    found = predicted_experts(trace.records, sizes, capacity, policy)
     return found and {"residency": _FORESEEN_RESIDENCY, **found}
 
 
@@ -138,13 +138,13 @@ def _measure(records: Sequence[Routed], sizes: Sizes, capacity: int, name: str) 
     policy = POLICIES[DEFAULT if name == GUESSING else name]
 
     def make(pressure: Callable[[], float]) -> EvictionPolicy:
-        return policy(Surroundings(block_bytes=sizes, pressure=pressure))
+        return policy(PolicyContext(block_bytes=sizes, pressure=pressure))
 
     return replay(records, sizes, capacity, make, guesses=name == GUESSING)
 
 
 def dense_reads(policy: EvictionPolicy) -> list[float]:
-    """Share of a dense model that a token reads from the drive, at each of _DENSE_RESIDENCIES.
+    """Share of a dense model that a token reads from the disk, at each of _DENSE_RESIDENCIES.
 
     All blocks are of one size and pass through the cache in a circle; none is placed by a plan.
     The best there is, is one less the residency.
@@ -174,7 +174,7 @@ def eviction_seconds(name: str, blocks: int = _COST_BLOCKS) -> float:
     """
     rng = random.Random(0)
     ids = [BlockId(n % 48, BlockKind.EXPERT, n // 48) for n in range(2 * blocks)]
-    policy = POLICIES[name](Surroundings(block_bytes=dict.fromkeys(ids, 1 << 21)))
+    policy = POLICIES[name](PolicyContext(block_bytes=dict.fromkeys(ids, 1 << 21)))
     cached, absent = ids[:blocks], ids[blocks:]
     for block in cached:
         policy.cached(block)
@@ -186,7 +186,7 @@ def eviction_seconds(name: str, blocks: int = _COST_BLOCKS) -> float:
             policy.used(block)
         incoming = absent[round_number % blocks]
         begin = time.perf_counter()
-        victim = next(policy.coldest_first())
+        victim = next(policy.eviction_order())
         policy.removed(victim)
         policy.cached(incoming)
         policy.used(incoming)

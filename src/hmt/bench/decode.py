@@ -17,7 +17,7 @@ from hmt.bench.environment import describe
 from hmt.contracts.machine import Machine
 from hmt.contracts.request import Request
 from hmt.engine import Engine, LoadedModel, RunSummary
-from hmt.engine.source import open_source
+from hmt.engine.loading.source import open_source
 
 PROMPT = list(range(1, 17))
 _PAGE_BYTES = 4096
@@ -114,7 +114,7 @@ def _load(
         "executor": case.executor,
     }
     if case.executor == "plain" or case.share > 1:
-        given.pop("trace_experts", None)  # one file holds one model's
+        given.pop("expert_trace", None)  # one file holds one model's
     engine = stack.enter_context(Engine(**given))
     return engine.load_model(folder)
 

@@ -19,9 +19,15 @@ from hmt.bench.routed_model import FIRST_TOKEN
 _PROMPT_TOKENS = 8
 _APART = 61  # tokens, between the prompts of two sequences
 _ACCOUNT = (
-    *("steps", "seconds", "waited_s", "drive_s", "kernel_s"),
+    *("steps", "seconds", "waited_s", "disk_s", "kernel_s"),
     *("disk_bytes", "useful_bytes", "host_bytes", "hits", "pending", "misses"),
-    *("overlap", "useful_share", "guesses", "guess_hits", "guess_saved_s"),
+    *(
+        "overlap",
+        "useful_share",
+        "expert_prefetches",
+        "expert_prefetch_hits",
+        "expert_prefetch_saved_s",
+    ),
 )
 
 

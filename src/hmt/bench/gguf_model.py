@@ -49,11 +49,11 @@ _BYTES_PER_32 = {"Q4_0": 18, "Q8_0": 34, "F32": 128}
 class GgufTensor:
     """One tensor of the file, before it is written.
 
-    sources      the checkpoint's tensors, stacked where there are several (experts)
-    kind         its GGML type: Q4_0, Q8_0 or F32
-    turned       heads whose rows llama.cpp wants with the halves of a rotary pair side by side;
-                 0 where rows stay where they are
-    used         share of it that one token's computation reads
+    sources  the checkpoint's tensors, stacked where there are several (experts)
+    kind     its GGML type: Q4_0, Q8_0 or F32
+    turned   heads whose rows llama.cpp wants with the halves of a rotary pair side by side; 0 where
+             rows stay where they are
+    used     share of it that one token's computation reads
     """
 
     name: str

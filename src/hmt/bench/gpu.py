@@ -1,6 +1,6 @@
 """Decoding and prompts with a GPU: a model that fits on it, and models that do not.
 
-Models are tiled packs: of full size in memory, and small on the drive.  Speeds are compared with
+Models are tiled packs: of full size in memory, and small on the disk.  Speeds are compared with
 what the machine's own measured rates allow, and with what others make of the same shape, turn by
 turn.
 """
@@ -17,16 +17,16 @@ import torch
 
 from hmt.base.errors import HMTError, MachineError
 from hmt.base.units import parse_bytes, round_up
+from hmt.bench.aliased_pack import write_tiled_pack
 from hmt.bench.environment import describe
 from hmt.bench.gpu_rates import Rates, measure_rates
 from hmt.bench.random_model import Shape
-from hmt.bench.tiled_pack import write_tiled_pack
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.request import Request
 from hmt.engine import Engine, LoadedModel, Phase
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 from hmt.memory.device import open_device
 from hmt.weights import BlockLayout
 
@@ -183,10 +183,10 @@ def _with_budget(
             **options,
             context=task.context,
             max_batch=max(task.batches),
-            prefill_chunk=task.prompt or None,
+            max_prefill_tokens=task.prompt or None,
             check_weights=False,
             verify_reads="never",
-            disk_reader="buffered",  # the pack is small: only its first layers come from the drive
+            disk_reader="buffered",  # the pack is small: only its first layers come from the disk
         )
         model = stack.enter_context(engine).load_model(pack)
         loaded_s = time.perf_counter() - begin

@@ -2,7 +2,7 @@
 
 Calls are captured into a CUDA graph, as the engine captures its steps, and each call of a graph
 computes on memory of its own, so that no weight is found in the caches.  Kernels are compiled
-before, by as many processes as there are cores, into Triton's cache on the drive.
+before, by as many processes as there are cores, into Triton's cache on the disk.
 """
 
 import math
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from hmt.base.units import GIB
-from hmt.bench.contenders import (
+from hmt.bench.competitors import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
-    Contender,
+    Competitor,
     copy_of_weight,
     formats,
-    linear_contenders,
+    linear_competitors,
     random_weight,
 )
 from hmt.bench.environment import describe
@@ -34,12 +34,12 @@ from hmt.bench.gpu_rates import device_read_rate
 from hmt.bench.kernels import result_of
 from hmt.contracts.encoding import Activations
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import usable_threads
-from hmt.kernels.reference import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
-from hmt.kernels.triton.expert_table import make_table
-from hmt.kernels.triton.experts import experts_by_table
+from hmt.kernels.reference import AttentionMetadata, PagedSegment, PageEncoding, PageLayout, Pages
+from hmt.kernels.triton.moe.moe_dispatch import experts_by_table
+from hmt.kernels.triton.moe.weight_table import make_table
 
 SHAPES = ((4096, 4096), (28672, 4096), (57344, 8192))  # o of 8B; gate and up of 8B and of 70B
 TOKENS = (1, 32, 2048)
@@ -68,7 +68,7 @@ _PAGES = (PageEncoding.BF16, PageEncoding.INT8, PageEncoding.FP8)
 _LATENT_PAGES = (PageEncoding.BF16, PageEncoding.FP8)
 _PROCESS_BYTES = 4 * GIB  # that one which compiles may take of a GPU: 1.6 are 64 experts
 
-Group = tuple[str, int, list[Contender]]
+Group = tuple[str, int, list[Competitor]]
 Pairs = Sequence[tuple[int, int]]
 
 
@@ -157,12 +157,12 @@ def _peaks() -> dict[str, float]:
         "int8": partial(torch._int_mm, codes[0], codes[1].t()),
     }
     for name, product in products.items():
-        times, _ = _measure(Contender("torch", name, (product,), 0, 0, name), 5)
+        times, _ = _measure(Competitor("torch", name, (product,), 0, 0, name), 5)
         found[name] = 2 * size**3 / min(times)
     return found
 
 
-def _measure(contender: Contender, runs: int) -> tuple[list[float], bool]:
+def _measure(contender: Competitor, runs: int) -> tuple[list[float], bool]:
     """Seconds per call in each round, and whether calls could be captured."""
     for call in contender.calls:
         call()  # compiles, and makes what kernels keep
@@ -213,7 +213,7 @@ def _groups(
     for rows, columns in shapes:
         for count in tokens:
             copies = memory_bytes if count < 64 else 0
-            found = linear_contenders(rows, columns, count, copies, names)
+            found = linear_competitors(rows, columns, count, copies, names)
             yield f"[{rows}, {columns}]", count, list(found)
     for count in EXPERT_TOKENS if shapes else ():
         what = f"{_TOP} of {_EXPERTS} experts [{_EXPERT[0]}, {_EXPERT[1]}]"
@@ -233,7 +233,7 @@ def _groups(
         yield "between products", rows, list(_between(rows, names))
 
 
-def _experts(tokens: int, names: set[str] | None) -> Iterator[Contender]:
+def _experts(tokens: int, names: set[str] | None) -> Iterator[Competitor]:
     """Experts of one layer through a table, in as many random routings as the graph has calls."""
     width, hidden = _EXPERT
     x = torch.randn(tokens, hidden).bfloat16()
@@ -263,7 +263,7 @@ def _experts(tokens: int, names: set[str] | None) -> Iterator[Contender]:
         calls = tuple(partial(_routed, given, x, table, chosen, scales) for chosen in routings)
         peak = "int8" if form.activations is Activations.INT8_TOKEN else "bf16"
         operations = 2 * tokens * _TOP * 3 * width * hidden
-        yield Contender("hmt", name, calls, round(median(distinct) * nbytes), operations, peak)
+        yield Competitor("hmt", name, calls, round(median(distinct) * nbytes), operations, peak)
 
 
 def _routed(keep: object, x: Tensor, table: Any, chosen: Tensor, scales: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _latent_name(encoding: PageEncoding) -> str:
 
 def _attention(
     sequences: int, context: int, names: set[str] | None, memory_bytes: int
-) -> Iterator[Contender]:
+) -> Iterator[Competitor]:
     """One token of each sequence: 32 query heads share 8 heads of 128 numbers."""
     for encoding in _PAGES:
         if names is None or _page_name(encoding) in names:
@@ -290,7 +290,7 @@ def _attention(
 
 def _latent(
     sequences: int, context: int, names: set[str] | None, memory_bytes: int
-) -> Iterator[Contender]:
+) -> Iterator[Competitor]:
     """One token of each sequence: 128 query heads share rows of 576 numbers."""
     heads, row, value = _LATENT
     for encoding in _LATENT_PAGES:
@@ -306,15 +306,15 @@ def _paged(
     sequences: int,
     context: int,
     memory_bytes: int,
-) -> Contender:
+) -> Competitor:
     per_sequence = -(-context // PAGE_TOKENS)
     nbytes = sequences * per_sequence * layout.page_bytes
     layers = 1 + memory_bytes // nbytes
     memory = torch.zeros(sequences * per_sequence, layers, layout.page_bytes, dtype=torch.uint8)
     pages = Pages(layout, memory)
     tables = torch.randperm(len(memory), device="cpu").view(sequences, per_sequence)
-    runs = PagedRuns(
-        [PagedRun(at, 1, context - 1, table) for at, table in enumerate(tables.unbind())]
+    runs = AttentionMetadata(
+        [PagedSegment(at, 1, context - 1, table) for at, table in enumerate(tables.unbind())]
     )
     # Values are copies of one token's: what a kernel reads and computes does not depend on them.
     memory.view(torch.uint8).copy_(_page(layout))
@@ -322,7 +322,7 @@ def _paged(
     attend = partial(ops.paged_attention_output, runs=runs, query=query, scale=layout.key_dim**-0.5)
     calls = tuple(partial(attend, pages, layer) for layer in range(layers))
     operations = 2 * sequences * context * heads * (layout.key_dim + layout.value_dim)
-    return Contender("hmt", name, calls, nbytes, operations, "bf16")
+    return Competitor("hmt", name, calls, nbytes, operations, "bf16")
 
 
 def _page(layout: PageLayout) -> Tensor:
@@ -331,12 +331,12 @@ def _page(layout: PageLayout) -> Tensor:
     keys = torch.randn(PAGE_TOKENS, layout.heads, layout.key_dim).bfloat16()
     values = torch.randn(PAGE_TOKENS, layout.heads, layout.value_dim).bfloat16()
     table = torch.zeros(1, dtype=torch.int64, device="cpu")
-    runs = PagedRuns([PagedRun(0, PAGE_TOKENS, 0, table)])
+    runs = AttentionMetadata([PagedSegment(0, PAGE_TOKENS, 0, table)])
     ops.append_pages(Pages(layout, memory), 0, runs, keys, None if layout.latent else values)
     return memory[0, 0]
 
 
-def _between(rows: int, names: set[str] | None) -> Iterator[Contender]:
+def _between(rows: int, names: set[str] | None) -> Iterator[Competitor]:
     """What comes between products, for a width of 4096, and routers of 256 experts."""
     width, experts = 4096, 256
     x, residual = (torch.randn(rows, width).bfloat16() for _ in "xr")
@@ -363,4 +363,4 @@ def _between(rows: int, names: set[str] | None) -> Iterator[Contender]:
     ]
     for name, (call, nbytes) in zip(_BETWEEN, ways, strict=True):
         if names is None or name in names:
-            yield Contender("hmt", name, (call,) * 16, rows * nbytes, 0, "-")
+            yield Competitor("hmt", name, (call,) * 16, rows * nbytes, 0, "-")

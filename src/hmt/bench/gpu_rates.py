@@ -13,8 +13,8 @@ import torch
 from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import GIB, MIB
 from hmt.bench.ceilings import computing_with
-from hmt.bench.contenders import copy_of_weight, formats, random_weight
-from hmt.engine.link_rates import Products
+from hmt.bench.competitors import copy_of_weight, formats, random_weight
+from hmt.hardware.link_rates import Products
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import HostBuffer, cache_bytes
 from hmt.memory.device import Device, Link, link_rate, rates_at_once
@@ -32,11 +32,11 @@ _MOST_WEIGHTS_BYTES = 4 * GIB
 class Rates:
     """Bytes per second, the best of some rounds.
 
-    device                    the GPU reading its own memory
-    link, cpu                 from pinned memory to the GPU; the CPU computing with packed weights,
-                              one token at a time; each alone
+    device    the GPU reading its own memory
+    link, cpu   from pinned memory to the GPU; the CPU computing with packed weights, one token at a
+              time; each alone
     shared_link, shared_cpu   both at once
-    encoding                  of those weights
+    encoding  of those weights
     """
 
     device: float

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from hmt.base.units import round_up
+from hmt.bench.aliased_pack import write_tiled_deepseek
 from hmt.bench.environment import describe
 from hmt.bench.gpu import prompt_rate
 from hmt.bench.gpu_rates import Rates, measure_rates
 from hmt.bench.gpu_watch import GpuWatch
 from hmt.bench.random_deepseek import DeepSeekShape
 from hmt.bench.skew import recorded_frequencies, router_biases
-from hmt.bench.tiled_pack import write_tiled_deepseek
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.contracts.step import Part, Step
+from hmt.contracts.step import SegmentRequest, Step
 from hmt.engine import Engine, LoadedModel
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 from hmt.memory.device import open_device
 
 _WARM_STEPS = 8
@@ -68,7 +68,7 @@ class HybridStep:
         missing = (self.brought + self.left) * self.expert_bytes
         return missing / (link_rate + cpu_rate)
 
-    def told(self) -> str:
+    def as_row(self) -> str:
         """A line of a table."""
         brought, left = (n * self.expert_bytes / 1e9 for n in (self.brought, self.left))
         cpu = left / self.computed_s if self.computed_s else 0.0
@@ -104,7 +104,7 @@ def decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> Hy
 
 def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> HybridStep:
     core: Any = model._core
-    kv, teams = core.memory.kv, core.memory.on_device.weights.teams
+    kv, teams = core.memory.kv, core.memory.on_device.weights.moe_backends
     captured = core._executor._captured
     total = context + steps + _WARM_STEPS + 1
     sequences = [kv.open(total) for _ in range(batch)]
@@ -116,7 +116,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
             if number == _WARM_STEPS:
                 counts = teams.counts() or counts
             parts = [
-                Part(sequence, context + number, [token], 1, total)
+                SegmentRequest(sequence, context + number, [token], 1, total)
                 for sequence, token in zip(sequences, tokens, strict=True)
             ]
             served = captured.served if captured is not None else None
@@ -139,7 +139,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     step_s, computed_s, waited_s = (
         median(column) for column in zip(*times[_WARM_STEPS:], strict=True)
     )
-    desk = None if captured is None else captured._desk
+    desk = None if captured is None else captured._channel
     learned = None if desk is None or desk.link_share is None else desk.link_share.learned(batch)
     return HybridStep(
         batch, context, step_s, computed_s, waited_s, found, brought + cut, left - cut,
@@ -212,8 +212,8 @@ def run(
                 host_memory=host_memory,
                 context=task.positions,
                 max_batch=max(task.batches),
-                prefill_chunk=min(task.chunk, task.prompt) or None,
-                check_weights=False,  # all layers lie at the same place of the drive
+                max_prefill_tokens=min(task.chunk, task.prompt) or None,
+                check_weights=False,  # all layers lie at the same place of the disk
                 verify_reads="never",
                 disk_reader="buffered",
             )
@@ -302,7 +302,7 @@ class _Measure:
         for batch, context in self.task.cases:
             self._begin(f"{batch} sequences after {context} positions, {routing} routing")
             step = decode_steps(self.model, batch, context, self.task.steps)
-            self.content["steps"].append({"routing": routing} | _told(step, self.rates))
+            self.content["steps"].append({"routing": routing} | _as_row(step, self.rates))
             self._end()
 
     def prompt(self) -> None:
@@ -321,7 +321,7 @@ class _Measure:
         self.found(self.content)
 
 
-def _told(step: HybridStep, rates: Rates) -> dict[str, Any]:
+def _as_row(step: HybridStep, rates: Rates) -> dict[str, Any]:
     """A case, with what follows from it."""
     allowed_s = step.allowed_s(rates.shared_link, rates.shared_cpu)
     return asdict(step) | {

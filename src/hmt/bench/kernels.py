@@ -18,9 +18,9 @@ import torch
 
 from hmt.base.errors import MachineError
 from hmt.bench.ceilings import Peaks, ReadRate, computing_with
-from hmt.bench.contenders import Contender, attention_contenders, linear_contenders
+from hmt.bench.competitors import Competitor, attention_competitors, linear_competitors
 from hmt.bench.environment import describe
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 from hmt.kernels.cpu import extension
 from hmt.memory import available_host_bytes, cache_bytes
 
@@ -99,7 +99,7 @@ def run(
 
 
 def measure(
-    contenders: Sequence[Contender], runs: int, between: Sequence[Callable[[], object]] = ()
+    contenders: Sequence[Competitor], runs: int, between: Sequence[Callable[[], object]] = ()
 ) -> list[list[float]]:
     """Seconds per call of each contender in each of `runs` rounds, in which all take turns.
 
@@ -131,22 +131,22 @@ def _groups(
     tokens: Sequence[int],
     contexts: Sequence[tuple[int, int]],
     names: set[str] | None,
-) -> Iterator[tuple[str, int, list[Contender]]]:
+) -> Iterator[tuple[str, int, list[Competitor]]]:
     """(what is computed, tokens, who computes it), one after the other, each freed for the next."""
     copies = min(_CACHES * cache_bytes(), available_host_bytes() // 64)
     for rows, columns in shapes:
         for count in tokens:
-            found = linear_contenders(rows, columns, count, copies if count == 1 else 0, names)
+            found = linear_competitors(rows, columns, count, copies if count == 1 else 0, names)
             yield f"[{rows}, {columns}]", count, list(found)
     for sequences, context in contexts:
-        found = attention_contenders(sequences, context, copies, names)
+        found = attention_competitors(sequences, context, copies, names)
         yield f"attention to {context}", sequences, list(found)
 
 
 def result_of(
     what: str,
     tokens: int,
-    contender: Contender,
+    contender: Competitor,
     times: list[float],
     read_rate: float,
     peaks: dict[str, float],

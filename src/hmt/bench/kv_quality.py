@@ -6,7 +6,7 @@ every piece that follows: prompts see it as answers do.  Short tasks, and what i
 memory in general, cannot tell.
 
 A setting is "full", "near:fp8", which is all of it near in that form, or where the rest lies:
-"warm:int8" in host memory, "cold:int4" on the drive, "warm:int8,cold:int4" in both, half each.
+"warm:int8" in host memory, "cold:int4" on the disk, "warm:int8,cold:int4" in both, half each.
 Only some encodings can be warm, but what a codec costs in quality does not depend on where its
 pages lie: measured cold, it is what it would be in host memory.
 
@@ -20,7 +20,7 @@ asked, with other seeds, and on prose; "int8-static@prose" on prose alone, which
 comes.  After @ there may be a file instead.
 
 "cold:exact~sparse24@0.3" keeps pages in one of two ways: those whose A2CR score was below 0.3 when
-they went to the drive in the second.  How many those were is counted while it is measured.
+they went to the disk in the second.  How many those were is counted while it is measured.
 """
 
 import gc
@@ -44,23 +44,25 @@ from hmt.bench.quality import (
     short_tasks,
 )
 from hmt.bench.tasks import Corpus
-from hmt.contracts.kv import GROUP_PAGES, KVAccount, Stay, least_hot_pages, ring_pages
+from hmt.contracts.kv import GROUP_PAGES, KVAccount, PinnedPages, min_device_pages, ring_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import Engine
 from hmt.engine.config import KV_ENCODINGS, KV_NEAR
-from hmt.engine.kv_scales import see_text
-from hmt.kvcache import ORDERS, group_bytes_as
-from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DriveName
+from hmt.engine.loading.kv_scales import see_text
+from hmt.kvcache import KV_EVICTION, group_bytes_as
+from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DiskCodecName
 
 if TYPE_CHECKING:
     import torch
 
     from hmt.engine import LoadedModel
-    from hmt.engine.loading import Prepared
+    from hmt.engine.loading.prepare import Prepared
 
-NEAR_SHARE = 0.12
+DEVICE_SHARE = 0.12
 SELECTIONS = tuple(
-    f"select:{ranking}@{share}" for share in (0.25, 0.1, 0.05) for ranking in ("bound", *ORDERS)
+    f"select:{ranking}@{share}"
+    for share in (0.25, 0.1, 0.05)
+    for ranking in ("bound", *KV_EVICTION)
 )
 SETTINGS = (
     "full",
@@ -145,8 +147,8 @@ def _selection(text: str) -> tuple[str, float]:
         found = ranking, float(share)
     except ValueError:
         found = ranking, 0.0
-    if ranking not in ("bound", *ORDERS) or not 0 < found[1] <= 1:
-        known = ", ".join(("bound", *ORDERS))
+    if ranking not in ("bound", *KV_EVICTION) or not 0 < found[1] <= 1:
+        known = ", ".join(("bound", *KV_EVICTION))
         raise ConfigError(
             f"select:{text}: give one of {known} and a share of pages, as in select:bound@0.1"
         )
@@ -164,7 +166,7 @@ class Sizes:
     lengths: Mapping[int, int] = field(default_factory=lambda: {2048: 8})
     tasks: int = 200
     windows: int = 8
-    near: float = NEAR_SHARE
+    near: float = DEVICE_SHARE
 
 
 def run(
@@ -184,7 +186,7 @@ def run(
     sizes = sizes or Sizes()
     chosen = [Setting.parse(name) for name in settings]
     for setting in chosen:
-        usual = DriveName.parse(setting.cold or "exact").usual
+        usual = DiskCodecName.parse(setting.cold or "exact").usual
         if usual not in KV_ENCODINGS and CodecName.parse(usual).lacks_file:
             raise ConfigError(f"setting {setting.name!r} needs a file with scales, after @")
     given = {"host_memory": _HOST_MEMORY, "max_batch": 1, **(options or {})}
@@ -195,7 +197,8 @@ def run(
             loaded = engine.load_model(model)
             prepared = loaded.prepared
             wanted = {
-                DriveName.parse(setting.cold or "").usual.partition("@")[2] for setting in chosen
+                DiskCodecName.parse(setting.cold or "").usual.partition("@")[2]
+                for setting in chosen
             }
             scales = {seen: folder / f"{seen}.safetensors" for seen in _CALIBRATIONS & wanted}
             for seen, file in scales.items():
@@ -264,19 +267,19 @@ def calibrate(model: "LoadedModel", text: str, *, prompts: bool) -> Calibration:
 class KVMemory:
     """How many pages of a context lie where, and what they take.
 
-    chunk        tokens of a prompt's pieces
-    near_bytes   of all near pages, and of rings
-    pages        by level: "near", "warm", "cold"
-    page_bytes   of one of them on average, without what only padding takes
-                 "low" those of the drive that are of little attention
-    quant        how warm and cold pages are kept, for the engine
-    low_share    of the pages that went to the drive, those of little attention
+    chunk         tokens of a prompt's pieces
+    device_bytes  of all near pages, and of rings
+    pages         by level: "near", "warm", "cold"
+    page_bytes    of one of them on average, without what only padding takes "low" those of the disk
+                  that are of little attention
+    quant         how warm and cold pages are kept, for the engine
+    low_share     of the pages that went to the disk, those of little attention
     """
 
     setting: Setting
     context: int
     chunk: int
-    near_bytes: int
+    device_bytes: int
     pages: Mapping[str, int]
     page_bytes: Mapping[str, float]
     quant: tuple[str, str]
@@ -293,33 +296,33 @@ class KVMemory:
         """`share` of the pages near, or as few as can be; `scales`: files of calibrations."""
         model, sizes = prepared.model, prepared.demand.kv_sizes
         assert sizes is not None
-        chunk = prompt_piece(context, share)
+        chunk = prompt_slice(context, share)
         pages = -(-context // PAGE_TOKENS)
-        hot = max(least_hot_pages(chunk, 1, Stay()), int(pages * share))
+        hot = max(min_device_pages(chunk, 1, PinnedPages()), int(pages * share))
         hot = pages if setting.all_near else min(hot, pages)
         rings = sum(n * ring_pages(w, chunk) for w, n in sizes.ring_pages.items())
         warm = 0 if setting.warm is None else (pages - hot) // (1 if setting.cold is None else 2)
-        cold = DriveName.parse(setting.cold or "exact")
+        cold = DiskCodecName.parse(setting.cold or "exact")
         codec, at, seen = cold.usual.partition("@")
         cold = replace(cold, usual=f"{codec}{at}{scales.get(seen, seen)}")
         ways = setting.warm or "exact", cold.usual, cold.low or cold.usual
         layers = dict(enumerate(model.spec.kv))
         far = [group_bytes_as(name, layers, model.dtype) / GROUP_PAGES for name in ways]
-        near = sizes.hot_page
+        near = sizes.device_page
         if setting.near != "exact":
             near = group_bytes_as(setting.near, layers, model.dtype) // GROUP_PAGES
         return KVMemory(
-            setting, context, chunk, hot * sizes.hot_page + rings,
+            setting, context, chunk, hot * sizes.device_page + rings,
             {"near": hot, "warm": warm, "cold": pages - hot - warm},
             {"near": near, "warm": far[0], "cold": far[1], "low": far[2]},
             (ways[0], str(cold)),
         )  # fmt: skip
 
     def after(self, account: KVAccount | None) -> "KVMemory":
-        """The same when it is known which pages of the drive were of little attention."""
+        """The same when it is known which pages of the disk were of little attention."""
         written = 0
         if account is not None:
-            written = sum(n for way, n in account.moved.items() if way.endswith("to drive"))
+            written = sum(n for way, n in account.moved.items() if way.endswith("to disk"))
         if account is None or not account.low_pages:
             return self
         low = account.low_pages / written
@@ -328,7 +331,7 @@ class KVMemory:
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Of an engine whose cold pages lie in `folder`."""
-        options: dict[str, Any] = {"context": self.context, "prefill_chunk": self.chunk}
+        options: dict[str, Any] = {"context": self.context, "max_prefill_tokens": self.chunk}
         if self.setting.all_near:
             return options | {"kv_quant": f"{self.setting.near},exact,exact"}
         if self.setting.select is not None:
@@ -336,11 +339,11 @@ class KVMemory:
             options |= {"kv_policy": "select", "kv_share": share}
             options["kv_select"] = "bound" if ranking == "bound" else "order"
             if ranking != "bound":
-                options["kv_order"] = ranking
+                options["kv_eviction"] = ranking
         return options | {
-            "kv_device_memory": self.near_bytes,
+            "kv_gpu_memory": self.device_bytes,
             "kv_host_memory": int(self.pages["warm"] * self.page_bytes["warm"]),
-            "kv_disk": folder,
+            "kv_offload_dir": folder,
             "kv_quant": ",".join(self.quant),
         }
 
@@ -352,15 +355,15 @@ class KVMemory:
         return {
             "setting": self.setting.name,
             **low,
-            "prompt_piece": self.chunk,
+            "prompt_slice": self.chunk,
             "near_share": self.pages["near"] / sum(self.pages.values()),
             "bytes_per_token": {level: self.page_bytes[level] / PAGE_TOKENS for level in used},
             "mean_bytes_per_token": total / PAGE_TOKENS / sum(self.pages.values()),
         }
 
 
-def prompt_piece(context: int, share: float) -> int:
+def prompt_slice(context: int, share: float) -> int:
     """Tokens of a prompt's pieces: as many as let `share` of the pages be near, 32 at least."""
     pages = context / PAGE_TOKENS * share
-    fitting = [chunk for chunk in _CHUNKS if least_hot_pages(chunk, 1, Stay()) <= pages]
+    fitting = [chunk for chunk in _CHUNKS if min_device_pages(chunk, 1, PinnedPages()) <= pages]
     return max(fitting, default=_CHUNKS[0])

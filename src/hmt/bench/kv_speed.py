@@ -21,9 +21,9 @@ from hmt.bench.environment import describe
 from hmt.bench.gpu import SHAPES, pack_of
 from hmt.bench.random_model import Shape
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.contracts.step import Part, Step
+from hmt.contracts.step import SegmentRequest, Step
 from hmt.engine import Engine, LoadedModel
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.kvcache import TieredKV
 from hmt.memory.device import open_device
@@ -50,8 +50,8 @@ class Task:
 class Way:
     """Where keys and values lie.
 
-    near   memory for those that stay where layers compute; None: for all of them
-    host   how the others are kept in host memory
+    near  memory for those that stay where layers compute; None: for all of them
+    host  how the others are kept in host memory
     """
 
     near: str | None = None
@@ -73,8 +73,8 @@ class KVStep:
     waited_s      in which it waited for a layer's query, while the device computed
     host_bytes    what it read for that
     fetched_bytes what the device read in host memory meanwhile
-    moved_bytes   written back to host memory, a step's share
-    near_pages, host_pages   where the text's pages are
+    moved_bytes  written back to host memory, a step's share
+    device_pages, host_pages   where the text's pages are
     """
 
     context: int
@@ -85,10 +85,10 @@ class KVStep:
     host_bytes: float = 0.0
     fetched_bytes: float = 0.0
     moved_bytes: float = 0.0
-    near_pages: int = 0
+    device_pages: int = 0
     host_pages: int = 0
 
-    def told(self, ram_rate: float, short_s: float) -> dict[str, Any]:
+    def as_row(self, ram_rate: float, short_s: float) -> dict[str, Any]:
         """With what follows from it; `short_s`: a step after a short context."""
         rate = self.host_bytes / self.attended_s if self.attended_s else None
         link = self.fetched_bytes / self.attended_s if self.attended_s else None
@@ -191,7 +191,7 @@ def _in_a_way(
     progress(f"{way.name}: loading")
     options: dict[str, Any] = dict(memory)
     if way.near is not None:
-        options |= {"kv_device_memory": way.near, "kv_quant": f"{way.host},{way.host}"}
+        options |= {"kv_gpu_memory": way.near, "kv_quant": f"{way.host},{way.host}"}
     begin = time.perf_counter()
     try:
         with Engine(
@@ -199,7 +199,7 @@ def _in_a_way(
             host_memory=host_memory,
             context=task.positions,
             max_batch=1,
-            prefill_chunk=256,
+            max_prefill_tokens=256,
             check_weights=False,
             verify_reads="never",
             disk_reader="buffered",
@@ -211,7 +211,7 @@ def _in_a_way(
             for context in task.contexts:
                 progress(f"{way.name}: {context} positions")
                 step = decode_steps(model, context, task.steps)
-                cases.append(step.told(ram_rate, short.step_s))
+                cases.append(step.as_row(ram_rate, short.step_s))
             used = engine._device.used_bytes() if engine._device is not None else 0
             captured = model._core._executor._captured  # type: ignore[attr-defined]
     except (HMTError, RuntimeError) as error:
@@ -272,7 +272,7 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
     try:
         _fill(core, sequence, start)
         for number in range(_WARM_STEPS + steps):
-            part = Part(sequence, start + number, [token], 1, context)
+            part = SegmentRequest(sequence, start + number, [token], 1, context)
             before = _counted(kv)
             if number == _WARM_STEPS:
                 moved = -_moved(kv)
@@ -289,8 +289,8 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
     columns = [*zip(*times[_WARM_STEPS:], strict=True)]
     step_s, *counted = (mean(column) for column in columns)
     page = 0
-    if isinstance(kv, TieredKV) and kv._places.warm is not None:
-        page = sum(pages.layout.page_bytes * len(m) for pages, m in kv._places.warm.kinds)
+    if isinstance(kv, TieredKV) and kv._places.host is not None:
+        page = sum(pages.layout.page_bytes * len(m) for pages, m in kv._places.host.kinds)
     attended_s, waited_s, read, fetched = counted
     return KVStep(
         context, step_s, median(columns[0]), attended_s, waited_s, read, fetched,
@@ -302,7 +302,7 @@ def _fill(core: Any, sequence: int, context: int) -> None:
     """Let a sequence hold random numbers at its first positions."""
     kv = core.memory.kv
     dtype = core._executor._model.dtype
-    store = kv._places.hot if isinstance(kv, TieredKV) else kv._store
+    store = kv._places.device if isinstance(kv, TieredKV) else kv._store
     on_device = core.memory.on_device
     with torch.inference_mode():
         for pages, _ in store.kinds:
@@ -311,7 +311,7 @@ def _fill(core: Any, sequence: int, context: int) -> None:
         if on_device is not None:
             if on_device.device.where.type == "cuda":
                 torch.cuda.synchronize()
-            with on_device.device.computing():
+            with on_device.device.compute_stream():
                 _grow(kv, sequence, context)
         else:
             _grow(kv, sequence, context)
@@ -323,7 +323,7 @@ def _grow(kv: Any, sequence: int, context: int) -> None:
         return
     held = kv._sequences[sequence]
     left = context // PAGE_TOKENS - len(held.pages)
-    most = max(1, min(_GROWN, kv.near_tokens // PAGE_TOKENS // 4))
+    most = max(1, min(_GROWN, kv.device_tokens // PAGE_TOKENS // 4))
     while left > 0:
         kv._grow({sequence: min(left, most)})
         left -= most
@@ -347,5 +347,5 @@ def _pages(kv: Any, sequence: int, context: int) -> tuple[int, int]:
     """Of a text, near and in host memory."""
     if not isinstance(kv, TieredKV):
         return -(-context // PAGE_TOKENS), 0
-    levels = kv._places.book.level_of(kv._sequences[sequence].pages)
+    levels = kv._places.page_table.level_of(kv._sequences[sequence].pages)
     return int((levels == 0).sum()), int((levels == 1).sum())

@@ -103,7 +103,7 @@ def write_random_gguf(path: Path, shape: Shape) -> int:
     """A GGUF file of `shape` in 4 bits with random weights; the bytes of its tensors.
 
     Matrices repeat one pattern: speed does not depend on the numbers, and a model of 40 GB is
-    written as fast as the drive takes it.
+    written as fast as the disk takes it.
     """
     gguf = load_gguf()
     config = shape.config(shape.vocab_size or 256)

@@ -142,7 +142,7 @@ def run(
         "benchmark": "peer",
         "machine": describe(machine) | {"threads": threads},
         "peer": told,
-        "hmt": {"quantization": QUANTIZATION, "prefill_chunk": PROMPT_TOKENS, "kv": "bf16"},
+        "hmt": {"quantization": QUANTIZATION, "max_prefill_tokens": PROMPT_TOKENS, "kv": "bf16"},
         "model": asdict(shape) | sizes,
         "agreement": agreement,
         "read_rate": rates.rate,
@@ -187,7 +187,7 @@ def _engine(measured: list[Case], threads: int) -> Engine:
         threads=threads,
         context=positions,
         max_batch=max(case.sequences for case in measured),
-        prefill_chunk=PROMPT_TOKENS,  # as llama.cpp's n_ubatch
+        max_prefill_tokens=PROMPT_TOKENS,  # as llama.cpp's n_ubatch
     )
 
 

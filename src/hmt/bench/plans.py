@@ -14,12 +14,12 @@ import hmt
 from hmt.base.errors import BudgetError
 from hmt.contracts.blocks import BlockKind
 from hmt.engine import EngineConfig
-from hmt.engine.outlooks import outlook_on
-from hmt.planner.device import DeviceChoice, DeviceRoom
-from hmt.planner.footprint import Demand
-from hmt.planner.goals import plan_for_goal, seconds_for
-from hmt.planner.machine_file import read_machine
-from hmt.planner.outlook import Outlook, Planned, Setting
+from hmt.engine.loading.what_if import scenarios_for
+from hmt.hardware.machine_file import read_machine
+from hmt.planner.placement.device import DeviceChoice, DeviceRoom
+from hmt.planner.placement.footprint import Demand
+from hmt.planner.what_if.objectives import plan_for_objective, seconds_for
+from hmt.planner.what_if.scenario import PlanResult, Scenario, ScenarioPlanner
 
 RULES = ("all on the CPU", "first layers on the GPU", "experts or networks on the CPU")
 _CHUNKS = (64, 256, 512, 1024, 2048, 4096)
@@ -60,18 +60,18 @@ def compare(case: Case, count: int, seed: int = 0) -> dict[str, Any]:
     refused  why there is no plan at all; the rest is then missing
     """
     config = EngineConfig.resolve(quantization=case.scheme, max_batch=case.users)
-    plans = outlook_on(case.model, config)
-    setting = Setting(
+    plans = scenarios_for(case.model, config)
+    setting = Scenario(
         read_machine(case.machine), case.scheme, case.users, case.context, case.prompt_tokens
     )
     content: dict[str, Any] = {"model": case.model, "machine": case.machine, "goal": case.goal,
                                "users": case.users, "context": case.context}  # fmt: skip
     try:
-        found = plan_for_goal(plans, setting, case.goal)
+        found = plan_for_objective(plans, setting, case.goal)
     except BudgetError as error:
         return content | {"refused": str(error)}
 
-    def ratio(planned: Planned | None) -> float | None:
+    def ratio(planned: PlanResult | None) -> float | None:
         if planned is None:
             return None
         return seconds_for(case.goal, planned.prediction) / seconds_for(case.goal, found.prediction)
@@ -87,14 +87,14 @@ def compare(case: Case, count: int, seed: int = 0) -> dict[str, Any]:
         "best_random": min(known, default=None),
         "rules": {
             name: ratio(planned)
-            for name, planned in by_hand(plans, setting, found.plan.prefill_chunk).items()
+            for name, planned in by_hand(plans, setting, found.plan.max_prefill_tokens).items()
         },
     }
 
 
 def random_plans(
-    plans: Outlook, setting: Setting, count: int, chance: random.Random
-) -> Iterator[Planned]:
+    plans: ScenarioPlanner, setting: Scenario, count: int, chance: random.Random
+) -> Iterator[PlanResult]:
     """At most `count` plans that fit, of what may be chosen: the device's part, pieces, memory."""
     demand = plans.demand(setting)
     rooms = {
@@ -108,10 +108,10 @@ def random_plans(
     for _ in range(_DRAWN * count):
         if made == count:
             return
-        wanted = replace(setting, prefill_chunk=chance.choice(_CHUNKS))
+        wanted = replace(setting, max_prefill_tokens=chance.choice(_CHUNKS))
         if setting.device_budget():
             choice = _random_choice(demand, chance)
-            if rooms[wanted.prefill_chunk or 0].taken(choice) is None:
+            if rooms[wanted.max_prefill_tokens or 0].taken(choice) is None:
                 continue
             wanted = replace(wanted, device=choice)
         else:
@@ -123,14 +123,14 @@ def random_plans(
             yield planned
 
 
-def by_hand(plans: Outlook, setting: Setting, chunk: int) -> dict[str, Planned | None]:
+def by_hand(plans: ScenarioPlanner, setting: Scenario, chunk: int) -> dict[str, PlanResult | None]:
     """What rules of thumb give, with prompts in pieces of `chunk` tokens; None: nothing that fits.
 
     The GPU gets as many layers as fit, with all that belongs to them, and the head where all do; or
     their attention alone, and the head.
     """
-    setting = replace(setting, prefill_chunk=chunk)
-    found: dict[str, Planned | None] = {RULES[0]: plans.fits(replace(setting, device_bytes=0))}
+    setting = replace(setting, max_prefill_tokens=chunk)
+    found: dict[str, PlanResult | None] = {RULES[0]: plans.fits(replace(setting, device_bytes=0))}
     if not setting.device_budget():
         return found
     demand = plans.demand(setting)

@@ -1,7 +1,7 @@
-"""A long prompt that comes again after a restart: read from the drive, or computed anew.
+"""A long prompt that comes again after a restart: read from the disk, or computed anew.
 
 Each answer is a process of its own.  The first computes the prompt and keeps it in a folder; the
-second finds it there; the third has no folder.  What the drive holds may still be in the page cache
+second finds it there; the third has no folder.  What the disk holds may still be in the page cache
 of the operating system, past which HMT reads where the file system permits it.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from hmt.base.errors import ConfigError, HMTError
 from hmt.bench.environment import describe
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 from hmt.text import Tokenizer
 
-CASES = ("computed and kept", "from the drive", "computed")
+CASES = ("computed and kept", "from the disk", "computed")
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
 ) -> dict[str, Any]:
     """Seconds to the first token of a prompt of `tokens` tokens of `text`, medians of `runs`.
 
-    folder   empty, on the drive that keeps the prompt; a folder of each run is made in it
+    folder   empty, on the disk that keeps the prompt; a folder of each run is made in it
 
     Raises ConfigError for a text that is too short, HMTError where a process fails or two answers
     are not the same.
@@ -46,7 +46,7 @@ def run(
     plain = {"context": tokens + 16, "max_batch": 1, **(options or {})}
     found: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
     for number in range(runs):
-        kept = plain | {"prefix_disk": str(folder / f"kept-{number}")}
+        kept = plain | {"prefix_cache_dir": str(folder / f"kept-{number}")}
         for case, given in zip(CASES, (kept, kept, plain), strict=True):
             progress(f"{case}, run {number + 1} of {runs}")
             found[case].append(_answer(model, prompt, given))

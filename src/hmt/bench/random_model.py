@@ -104,7 +104,7 @@ def write_random_model(
     """Write a Hugging Face checkpoint in BF16 into `folder`, made where missing; returns its bytes.
 
     Equal arguments give equal files.  All matrices are cut from one random block of 16 MiB, each
-    from another place, so writing costs little more than the drive takes, and little memory.  The
+    from another place, so writing costs little more than the disk takes, and little memory.  The
     tokenizer is the embedded model's, whatever the size of the vocabulary.
 
     With `four_bits` every number is a code of 4 bits times 2^-7, and every 32 consecutive ones

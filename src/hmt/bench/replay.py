@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.engine.expert_trace import Routed
-from hmt.engine.foresight import Source, Trust, candidates
-from hmt.weights.policies import EvictionPolicy
+from hmt.engine.experts.predictor import PredictionSource, Trust, candidates
+from hmt.engine.experts.trace import Routed
+from hmt.weights.eviction import EvictionPolicy
 
 Sizes = Mapping[BlockId, int]
 
@@ -70,7 +70,7 @@ class Cache:
     def _make_room(self, nbytes: int, keep: set[BlockId]) -> None:
         free = self._capacity - self.used_bytes
         victims, last = [], []
-        for block in self.policy.coldest_first():
+        for block in self.policy.eviction_order():
             if free >= nbytes:
                 break
             if block in keep:
@@ -101,7 +101,7 @@ def replay(
     """Run `trace` through a cache; `make_policy(pressure)` makes the policy.
 
     With `guesses`, what the trace foresaw for a layer, and is as probable as the engine wants it,
-    is read before its router chooses, as if the drive always had the time.  It never makes a block
+    is read before its router chooses, as if the disk always had the time.  It never makes a block
     go that was wanted in the layer before.  The first `skip` records are not counted.
     """
     cache: Cache
@@ -137,7 +137,7 @@ def _guess(cache: Cache, record: Routed, before: Sequence[BlockId], trust: Trust
     assert record.guess is not None
     absent = [
         (expert, kind)
-        for expert, kind in candidates(record.guess, Source.ROUTER)
+        for expert, kind in candidates(record.guess, PredictionSource.ROUTER)
         if _block(record, expert) not in cache.blocks
     ]
     blocks = [_block(record, expert) for expert, kind in absent if trust.probable(kind)]

@@ -21,7 +21,7 @@ import torch
 
 from hmt.base.errors import ConfigError
 from hmt.bench.random_model import Shape, write_random_model
-from hmt.engine.expert_trace import Routed
+from hmt.engine.experts.trace import Routed
 
 FIRST_TOKEN = 16  # behind the special tokens
 _EMBEDDED = 32.0  # so large that the norm of a layer's input leaves it the largest

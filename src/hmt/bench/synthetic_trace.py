@@ -17,7 +17,7 @@ from math import exp, sqrt
 
 import numpy as np
 
-from hmt.engine.expert_trace import Routed, TraceHeader
+from hmt.engine.experts.trace import Routed, TraceHeader
 
 _ALWAYS, _CONTEXT, _MEMORY = 0.7, 2.05, 200.0
 

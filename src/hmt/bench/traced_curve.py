@@ -12,10 +12,10 @@ import torch
 
 from hmt.bench.cache import DEFAULT, Trace, load_traces
 from hmt.bench.replay import replay
-from hmt.engine.expert_trace import Routed, TraceHeader
+from hmt.engine.experts.trace import Routed, TraceHeader
 from hmt.kernels.reference.expert_cache import ExpertSlots, divide_experts
-from hmt.planner.routing import HitCurve, measured_curve, needed_experts
-from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings
+from hmt.planner.cost.expert_hit_rate import HitCurve, measured_curve, needed_experts
+from hmt.weights.eviction import POLICIES, EvictionPolicy, PolicyContext
 
 # Between two points the curve is straight; small caches, which several texts share, matter most.
 RESIDENCIES = tuple(
@@ -42,8 +42,8 @@ class DeviceCache:
 def traced_curve(file: Path, device: DeviceCache | None = None) -> HitCurve:
     """Hits of the engine's own policy, once its cache is full.
 
-    device   whose cache it is, measured at its own size and some below; None: that in host memory,
-             at many sizes
+    device  whose cache it is, measured at its own size and some below; None: that in host memory,
+            at many sizes
 
     Steps of one token count, as a text decodes, and the first half of them fills the cache: reads
     of what no cache could have had yet would make large caches look as bad as small ones.  Where
@@ -75,7 +75,7 @@ def traced_curve(file: Path, device: DeviceCache | None = None) -> HitCurve:
     points = list(zip(residencies, found, strict=True))
     if device is not None:
         points = points[-1:]  # the size that it has; others are what a text's part of it may be
-    return replace(curve, apart=_fitted(curve, trace.header, texts, points))
+    return replace(curve, independence=_fitted(curve, trace.header, texts, points))
 
 
 def _rates(trace: Trace, records: Sequence[Routed], skip: int) -> list[float]:
@@ -83,7 +83,7 @@ def _rates(trace: Trace, records: Sequence[Routed], skip: int) -> list[float]:
     sizes, total = trace.header.block_sizes(), trace.header.total_bytes
 
     def policy(pressure: Callable[[], float]) -> EvictionPolicy:
-        return POLICIES[DEFAULT](Surroundings(block_bytes=sizes, pressure=pressure))
+        return POLICIES[DEFAULT](PolicyContext(block_bytes=sizes, pressure=pressure))
 
     return [
         replay(records, sizes, int(share * total), policy, skip=skip).rate for share in RESIDENCIES
@@ -137,7 +137,7 @@ def _fitted(
     seen = [pair for pair in found if pair[1] < _SURE]
 
     def error(apart: float) -> float:
-        one, wrong = replace(curve, apart=apart), 0.0
+        one, wrong = replace(curve, independence=apart), 0.0
         for share, rate in seen:
             cached = share * header.experts
             needed = needed_experts(header.experts, header.top_k, texts, cached, one, texts)
@@ -145,4 +145,4 @@ def _fitted(
             wrong += log(missed / (1 - rate)) ** 2
         return wrong
 
-    return min((n / _GRID for n in range(_GRID + 1)), key=error) if seen else curve.apart
+    return min((n / _GRID for n in range(_GRID + 1)), key=error) if seen else curve.independence

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hmt.base.errors import ConfigError
 from hmt.bench.random_model import Shape
-from hmt.engine.expert_trace import Routed, TraceFile
+from hmt.engine.experts.trace import Routed, TraceFile
 
 _Steps = list[dict[int, list[int]]]  # by step: by layer the experts of a token, the likeliest first
 

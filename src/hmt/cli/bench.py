@@ -26,8 +26,8 @@ from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.bench_serve import serve
 from hmt.cli.bench_soak import soak
 from hmt.cli.console import notes
+from hmt.cli.formatting import file_to_write, folder_to_write, write_text
 from hmt.cli.options import EngineOptions, expand
-from hmt.cli.written import file_to_write, folder_to_write, write_text
 
 _TABLE_WIDTH = 96
 
@@ -65,9 +65,9 @@ def decode(
     """
     with notes().status("starting") as status, _checkpoint(model) as folder:
         from hmt.bench.decode import run
-        from hmt.engine.probe import measure
+        from hmt.profiling.probe import measure
 
-        status.update("measuring memory and drive")
+        status.update("measuring memory and disk")
         machine = measure(folder, quick=False)
         content = run(
             folder,
@@ -240,7 +240,7 @@ def _print(content: dict[str, Any]) -> None:
         f"{format_bytes(model['published_bytes'])} of weights on {machine['name']}, "
         f"{machine['threads']} threads, {machine['instructions'] or machine['kernels']} "
         f"kernels; memory "
-        f"{format_rate(machine['cpu']['read_rate'])}, drive "
+        f"{format_rate(machine['cpu']['read_rate'])}, disk "
         f"{format_rate(machine['disk_read_rate'])}"
     )
     table = _table(title, "case", "tokens/s", "from RAM", "from disk", "waiting", "rate", "share")

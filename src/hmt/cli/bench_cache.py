@@ -11,8 +11,8 @@ from rich.table import Table
 from hmt.base.errors import ConfigError, os_reason
 from hmt.base.units import format_bytes
 from hmt.cli.console import notes
+from hmt.cli.formatting import file_to_write, taking_files, write_text
 from hmt.cli.options import EngineOptions, expand
-from hmt.cli.written import file_to_write, taking_files, write_text
 
 _TABLE_WIDTH = 96
 
@@ -20,7 +20,7 @@ _TABLE_WIDTH = 96
 def cache(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="Traces of --trace-experts; a synthetic one when left out."),
+        typer.Argument(help="Traces of --expert-trace; a synthetic one when left out."),
     ] = None,
     svg: Annotated[Path | None, file_to_write("File for the curves as a picture.")] = None,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
@@ -29,7 +29,7 @@ def cache(
     with notes().status("starting") as status:
         from hmt.bench.cache import load_traces, run
         from hmt.bench.environment import describe
-        from hmt.engine.machine import machine_for
+        from hmt.hardware.machine import machine_for
 
         content = run(load_traces(files or []), progress=status.update)
         content["machine"] = describe(machine_for(Path.cwd()))
@@ -64,7 +64,7 @@ def traces(
             f"the prose {file} cannot be read ({why}): give a text with --text"
         ) from error
     with notes().status("starting") as status:
-        from hmt.bench.text_kinds import record
+        from hmt.bench.trace_texts import record
 
         options = engine.arguments()
         written = record(

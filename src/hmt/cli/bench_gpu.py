@@ -12,7 +12,7 @@ from rich.table import Table
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate, parse_bytes
 from hmt.cli.console import notes
-from hmt.cli.written import file_to_write, folder_to_write
+from hmt.cli.formatting import file_to_write, folder_to_write
 
 _WIDTH = 120
 

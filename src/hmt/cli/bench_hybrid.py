@@ -12,7 +12,7 @@ from rich.console import Console
 from hmt.base.units import format_bytes, format_rate
 from hmt.cli.bench_gpu import numbers
 from hmt.cli.console import notes
-from hmt.cli.written import file_to_write, folder_to_write
+from hmt.cli.formatting import file_to_write, folder_to_write
 
 
 def hybrid(
@@ -101,7 +101,7 @@ class _Report:
         for step in content["steps"][self._steps :]:
             share = f"{step['share']:.0%} of what link and CPU allow"
             told = HybridStep(**{field.name: step[field.name] for field in fields(HybridStep)})
-            self._console.print(f"  {step['routing']:8} {told.told()}; {share}")
+            self._console.print(f"  {step['routing']:8} {told.as_row()}; {share}")
         self._steps = len(content["steps"])
         if prompt := content["prompt"]:
             self._console.print(

@@ -8,8 +8,8 @@ import typer
 from hmt.base.errors import ConfigError
 from hmt.cli.console import notes
 from hmt.cli.eval import held_out_text
+from hmt.cli.formatting import file_to_write
 from hmt.cli.options import ModelArgument, choose_model
-from hmt.cli.written import file_to_write
 
 
 def kv(

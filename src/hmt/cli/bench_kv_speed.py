@@ -14,7 +14,7 @@ from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate, parse_bytes
 from hmt.cli.bench_gpu import numbers
 from hmt.cli.console import notes
-from hmt.cli.written import file_to_write, folder_to_write
+from hmt.cli.formatting import file_to_write, folder_to_write
 
 _WIDTH = 130
 
@@ -24,7 +24,7 @@ def kv_speed(
     contexts: Annotated[
         str, typer.Option(help="Positions before the tokens that are decoded.")
     ] = "32768,131072",
-    near: Annotated[str, typer.Option(help="--kv-device-memory of what is tiered.")] = "2GiB",
+    near: Annotated[str, typer.Option(help="--kv-gpu-memory of what is tiered.")] = "2GiB",
     host: Annotated[
         str, typer.Option(help="How the others are kept in host memory: exact,int8,int4.")
     ] = "exact,int8",

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from hmt.base.units import format_seconds
 from hmt.cli.console import notes
-from hmt.cli.written import file_to_write, write_text
+from hmt.cli.formatting import file_to_write, write_text
 
 
 def pages(
@@ -24,7 +24,7 @@ def pages(
     from hmt.bench.environment import describe
     from hmt.bench.pages import Lengths, run, waste_svg
     from hmt.cli.bench import write_json
-    from hmt.engine.machine import machine_for
+    from hmt.hardware.machine import machine_for
 
     with notes().status("starting") as status:
         content = run(Lengths(mean, deviation, longest), texts=texts, progress=status.update)

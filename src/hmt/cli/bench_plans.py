@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from hmt.cli.console import notes
-from hmt.cli.written import file_to_write
+from hmt.cli.formatting import file_to_write
 
 
 def plans(
@@ -23,8 +23,8 @@ def plans(
     """Compare plans for a goal with random ones that fit, and with what people do by hand."""
     from hmt.bench.plans import cases, compare, content_of, table
     from hmt.cli.bench import write_json
-    from hmt.engine.shapes import shape_names
-    from hmt.planner.machine_file import machine_names
+    from hmt.engine.loading.model_shapes import shape_names
+    from hmt.hardware.machine_file import machine_names
 
     wanted = cases(models or shape_names(), machines or machine_names())
     results: list[dict[str, Any]] = []

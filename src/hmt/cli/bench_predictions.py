@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from hmt.cli.console import notes
-from hmt.cli.written import file_to_write, folder_to_write
+from hmt.cli.formatting import file_to_write, folder_to_write
 
 if TYPE_CHECKING:
     from hmt.contracts.machine import Machine
@@ -61,9 +61,9 @@ def _line(run: dict[str, Any]) -> str:
 
 def _machine(place: Path, gpu_id: str | None, *, anew: bool) -> "Machine":
     """This machine, with a GPU if one is asked for: measured `anew`, or as it is remembered."""
-    from hmt.engine.machine import machine_for, with_device
-    from hmt.engine.probe import measure, measure_device
+    from hmt.hardware.machine import machine_for, with_device
     from hmt.memory.device import open_device
+    from hmt.profiling.probe import measure, measure_device
 
     machine = measure(place, quick=gpu_id is not None) if anew else machine_for(place)
     if gpu_id is None:
@@ -73,5 +73,5 @@ def _machine(place: Path, gpu_id: str | None, *, anew: bool) -> "Machine":
         machine = measure_device(place, device, gpu_id, quick=False)
     else:
         machine = with_device(machine, device)
-    device.trim()
+    device.empty_cache()
     return machine

@@ -11,8 +11,8 @@ from rich.table import Table
 from hmt.base.units import format_seconds
 from hmt.cli.console import notes
 from hmt.cli.eval import held_out_text
+from hmt.cli.formatting import file_to_write, folder_to_write
 from hmt.cli.options import ModelArgument, choose_model
-from hmt.cli.written import file_to_write, folder_to_write
 
 
 def prefix(
@@ -21,7 +21,7 @@ def prefix(
     runs: Annotated[int, typer.Option(min=1, help="Runs; medians count.")] = 3,
     folder: Annotated[
         Path | None,
-        folder_to_write("Folder on the drive to measure; a temporary one when left out."),
+        folder_to_write("Folder on the disk to measure; a temporary one when left out."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="The prompt; when left out, HMT's held-out text.")

@@ -13,11 +13,11 @@ from rich.table import Table
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate, parse_bytes
 from hmt.cli.console import notes
-from hmt.cli.written import file_to_write, folder_to_write
+from hmt.cli.formatting import file_to_write, folder_to_write
 
 if TYPE_CHECKING:
     from hmt.bench.random_model import Shape
-    from hmt.engine.expert_trace import Routed
+    from hmt.engine.experts.trace import Routed
 
 _WIDTH = 120
 _MADE_UP_STEPS = 1000
@@ -46,10 +46,10 @@ def bigger_than_ram(
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Models larger than RAM: HMT beside memory maps and accelerate, under one hard limit."""
-    from hmt.bench.bigger_than_ram import SHAPES, contenders, drive_rate, prepare, run
+    from hmt.bench.bigger_than_ram import SHAPES, competitors, disk_rate_now, prepare, run
     from hmt.cli.bench import write_json
-    from hmt.engine.machine import remembered
-    from hmt.engine.probe import measure
+    from hmt.hardware.machine import remembered
+    from hmt.profiling.probe import measure
 
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: choose {' or '.join(SHAPES)}")
@@ -61,11 +61,11 @@ def bigger_than_ram(
         routing = _routing(sizes, trace or [])
         checkpoint, pack, gguf = prepare(models / shape, sizes, quant, status.update, routing)
         given = checkpoint if checkpoint.exists() else None
-        rivals = contenders(pack, limit, gguf=gguf, checkpoint=given, context=256)
+        rivals = competitors(pack, limit, gguf=gguf, checkpoint=given, context=256)
         if only is not None:
             wanted = tuple(only.split(","))
             rivals = [rival for rival in rivals if rival.name.startswith(wanted)]
-        status.update("measuring the drive")
+        status.update("measuring the disk")
         machine = measure(pack, quick=False)
         best = remembered(pack).disk
         assert best is not None, "just measured"
@@ -73,7 +73,7 @@ def bigger_than_ram(
             rivals,
             limit,
             machine,
-            lambda: drive_rate(pack, best),
+            lambda: disk_rate_now(pack, best),
             tokens=tokens,
             runs=runs,
             timeout_s=timeout,
@@ -96,12 +96,12 @@ def _routing(shape: "Shape", traces: list[Path]) -> "list[Routed]":
 
 def _print(content: dict[str, Any]) -> None:
     table = Table(
-        title=f"{format_bytes(content['memory_limit_bytes'])} of memory, drive "
+        title=f"{format_bytes(content['memory_limit_bytes'])} of memory, disk "
         f"{format_rate(median(content['drive_rates']))}",
         box=None,
     )
     shares = {
-        "read_share": "of drive",
+        "read_share": "of disk",
         "useful_share": "useful",
         "waiting_share": "waiting",
         "overlap": "overlap",

@@ -11,8 +11,8 @@ from rich.table import Table
 from hmt.base.errors import ConfigError, MachineError
 from hmt.cli.console import notes
 from hmt.cli.eval import held_out_text
+from hmt.cli.formatting import file_to_write, write_text
 from hmt.cli.options import ModelArgument, choose_model
-from hmt.cli.written import file_to_write, write_text
 
 _WIDTH = 160
 

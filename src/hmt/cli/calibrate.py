@@ -9,11 +9,11 @@ import typer
 
 from hmt.base.errors import ConfigError, os_reason
 from hmt.cli.console import notes
+from hmt.cli.formatting import file_to_write
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
-from hmt.cli.written import file_to_write
 
 if TYPE_CHECKING:
-    from hmt.engine.kv_scales import Calibrated
+    from hmt.engine.loading.kv_scales import Calibrated
     from hmt.text import Tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Find beforehand what codecs need to know.")
@@ -49,7 +49,7 @@ def kv(
     arguments = {**engine.arguments(), "context": engine.context or length}
     with notes().status("loading") as status:
         from hmt.engine import Engine
-        from hmt.engine.kv_scales import calibrate, identity, scales_beside
+        from hmt.engine.loading.kv_scales import calibrate, identity, scales_beside
 
         with Engine(**arguments) as made:
             loaded = made.load_model(path)

@@ -48,7 +48,7 @@ def convert(
     try:
         with working("opening") as report:
             from hmt.engine import EngineConfig
-            from hmt.engine.packs import convert
+            from hmt.engine.loading.packs import convert
 
             begin = time.perf_counter()
             config = EngineConfig.resolve(

@@ -43,7 +43,7 @@ class Finding:
 
 def doctor(
     path: Annotated[
-        Path, typer.Argument(help="A folder or file on the drive that models are read from.")
+        Path, typer.Argument(help="A folder or file on the disk that models are read from.")
     ] = Path(),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -208,12 +208,12 @@ def _direct_reads(path: Path) -> Finding:
 
 
 def _io_uring() -> Finding:
-    from hmt.memory.uring import unavailable
+    from hmt.memory.disk.uring import unavailable
 
     reason = unavailable()
     if reason is None:
         return Finding("io_uring", GOOD, "available")
-    return Finding("io_uring", POOR, f"not used: {reason}; threads read the drive instead")
+    return Finding("io_uring", POOR, f"not used: {reason}; threads read the disk instead")
 
 
 def _gpu() -> Finding:
@@ -231,26 +231,24 @@ def _gpu() -> Finding:
         )
     found = f"{', '.join(names)}; use it with --gpu-memory"
     if Path("/proc/driver/nvidia-fs").exists():
-        # What goes from the drive to a GPU is checked by its checksum, and mostly converted.
+        # What goes from the disk to a GPU is checked by its checksum, and mostly converted.
         found += "; GPUDirect Storage is there and not used: blocks pass through host memory"
     return Finding("GPU", GOOD, found)
 
 
 def _rates(path: Path) -> Finding:
-    from hmt.engine.machine import remembered
+    from hmt.hardware.machine import remembered
 
     rates, what = remembered(path), "measured rates"
     if not rates.cpu.read_rate:
-        return Finding(what, POOR, "none; run `hmt probe` on the drive that holds your models")
+        return Finding(what, POOR, "none; run `hmt probe` on the disk that holds your models")
     found = f"memory {format_rate(rates.cpu.read_rate)}"
     if rates.disk is None:
-        return Finding(
-            what, POOR, f"{found}; the drive of {path} was not measured: run `hmt probe`"
-        )
+        return Finding(what, POOR, f"{found}; the disk of {path} was not measured: run `hmt probe`")
     return Finding(
         what,
         GOOD,
-        f"{found}, drive {format_rate(rates.disk.rate)} "
+        f"{found}, disk {format_rate(rates.disk.rate)} "
         f"({rates.disk.reader}, {rates.disk.depth} reads of "
         f"{format_bytes(rates.disk.block_bytes)} at a time)",
     )

@@ -8,8 +8,8 @@ import typer
 
 from hmt.base.errors import ConfigError, os_reason
 from hmt.cli.console import notes
+from hmt.cli.formatting import file_to_write, write_text
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
-from hmt.cli.written import file_to_write, write_text
 
 if TYPE_CHECKING:
     from hmt.bench.quality import Quality, Score

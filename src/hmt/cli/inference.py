@@ -27,7 +27,7 @@ def inference(
     ] = "none",
     ssd_path: Annotated[
         Path | None,
-        typer.Option(help="Folder on a fast drive for quantised weights that do not fit."),
+        typer.Option(help="Folder on a fast disk for quantised weights that do not fit."),
     ] = None,
     max_context: Annotated[
         int | None, typer.Option(help="Positions of keys and values to keep.")
@@ -37,7 +37,7 @@ def inference(
     engine = EngineOptions(
         gpu_id=None if gpu_id in ("none", "-1") else gpu_id,
         context=max_context,
-        disk_path=ssd_path,
+        spill_dir=ssd_path,
         numa=numa_node,
     )
     path, prompt = run.choose(None if model is None else str(model), prompt)

@@ -11,7 +11,7 @@ from hmt.cli.options import ModelArgument, choose_model
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from hmt.engine.inspection import Inspection
+    from hmt.engine.loading.inspection import Inspection
 
 _SHOWN = 5  # names of tensors
 
@@ -23,7 +23,7 @@ def inspect(
     """Say what a model's files hold and which kernels would compute on it here."""
     from rich.console import Console
 
-    from hmt.engine import inspection
+    from hmt.engine.loading import inspection
 
     found = inspection.inspect(choose_model(model))
     if json:

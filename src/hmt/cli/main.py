@@ -26,6 +26,7 @@ from hmt.cli import (
     streams,
     verify,
 )
+from hmt.cli.retired_flags import by_new_names
 
 app = typer.Typer(
     name="hmt",
@@ -88,7 +89,7 @@ def guard(application: typer.Typer) -> NoReturn:
 def _code_of(application: typer.Typer) -> int:
     """Run `application`; its exit code."""
     try:
-        application()
+        application(args=by_new_names(sys.argv[1:]))
     except SystemExit as ended:  # as Typer ends all that no error ends
         return int(ended.code or 0)
     except HMTError as error:

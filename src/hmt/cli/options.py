@@ -75,11 +75,11 @@ class EngineOptions:
             rich_help_panel=_MEMORY,
         ),
     ] = None
-    kv_device_memory: Annotated[
+    kv_gpu_memory: Annotated[
         str | None,
         typer.Option(
             help="Keys and values that stay where layers compute, such as 2GiB; the others go to "
-            "host memory, or to the drive.  All of them stay when left out.",
+            "host memory, or to the disk.  All of them stay when left out.",
             rich_help_panel=_KV,
         ),
     ] = None
@@ -90,14 +90,14 @@ class EngineOptions:
             rich_help_panel=_KV,
         ),
     ] = None
-    kv_disk: Annotated[
+    kv_offload_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder on a fast drive for the rest.", rich_help_panel=_KV),
+        typer.Option(help="Folder on a fast disk for the rest.", rich_help_panel=_KV),
     ] = None
-    kv_disk_memory: Annotated[
+    kv_offload_disk_memory: Annotated[
         str | None,
         typer.Option(
-            help="The most to take of that drive; what is needed when left out.",
+            help="The most to take of that disk; what is needed when left out.",
             rich_help_panel=_KV,
         ),
     ] = None
@@ -105,14 +105,14 @@ class EngineOptions:
         str | None,
         typer.Option(
             help="How those are kept that do not stay: exact, int8 or int4; or two of these and "
-            "fp8, for host memory and for the drive: int8,int4. fp8 alone is for all, wherever "
-            "they lie; three are for near, too: fp8,exact,int4. The drive has codecs, too, such as "
+            "fp8, for host memory and for the disk: int8,int4. fp8 alone is for all, wherever "
+            "they lie; three are for near, too: fp8,exact,int4. The disk has codecs, too, such as "
             "exact,int8+shared-parts, and another way for pages of little attention, such as "
             "exact,int8~int8/sparse24-int8: see docs/quality.md.",
             rich_help_panel=_KV,
         ),
     ] = None
-    kv_order: Annotated[
+    kv_eviction: Annotated[
         str | None,
         typer.Option(
             help="Which go first: those that a2cr, lru or lfu value least.", rich_help_panel=_KV
@@ -133,7 +133,7 @@ class EngineOptions:
     kv_select: Annotated[
         str | None,
         typer.Option(
-            help="How select chooses: by a bound on scores, or by --kv-order (order).",
+            help="How select chooses: by a bound on scores, or by --kv-eviction (order).",
             rich_help_panel=_KV,
         ),
     ] = None
@@ -145,11 +145,11 @@ class EngineOptions:
             rich_help_panel=_KV,
         ),
     ] = None
-    prefix_disk: Annotated[
+    prefix_cache_dir: Annotated[
         Path | None,
         typer.Option(help="Folder to keep them in for later runs, too.", rich_help_panel=_KV),
     ] = None
-    prefix_disk_memory: Annotated[
+    prefix_cache_disk_memory: Annotated[
         str | None,
         typer.Option(help="The most to take there; 4GiB when left out.", rich_help_panel=_KV),
     ] = None
@@ -177,7 +177,7 @@ class EngineOptions:
     prefetch_distance: Annotated[
         int | None, typer.Option(help="Layers to read ahead.", rich_help_panel=_MEMORY)
     ] = None
-    prefill_chunk: Annotated[
+    max_prefill_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens per step.", rich_help_panel=_COMPUTE)
     ] = None
     goal: Annotated[
@@ -195,10 +195,10 @@ class EngineOptions:
             rich_help_panel=_MEMORY,
         ),
     ] = None
-    disk_path: Annotated[
+    spill_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder on a fast drive for quantised weights that do not fit in memory.",
+            help="Folder on a fast disk for quantised weights that do not fit in memory.",
             rich_help_panel=_MEMORY,
         ),
     ] = None
@@ -236,17 +236,17 @@ class EngineOptions:
         ),
     ] = None
 
-    cache_policy: Annotated[
+    expert_cache_policy: Annotated[
         str | None,
         typer.Option(
             help="Which experts stay in memory: heat, lru, lfu, lru2, wa-lru or a2cr.",
             rich_help_panel=_MEMORY,
         ),
     ] = None
-    guesses: Annotated[
+    expert_prefetch: Annotated[
         bool | None,
         typer.Option(
-            "--guesses/--no-guesses",
+            "--expert-prefetch/--no-expert-prefetch",
             help="Read experts that are likely to be needed, while that gains time; on by default.",
             rich_help_panel=_MEMORY,
         ),
@@ -259,7 +259,7 @@ class EngineOptions:
             rich_help_panel=_COMPUTE,
         ),
     ] = None
-    trace_experts: Annotated[
+    expert_trace: Annotated[
         Path | None,
         typer.Option(
             help="File for what the routers choose, for hmt bench cache; .gz compresses it.",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hmt.cli.options import EngineOptions, ModelArgument, expand
-from hmt.cli.planned import Asked, planned_for
+from hmt.cli.plan_options import PlanRequest, planned_for
 
 if TYPE_CHECKING:
-    from hmt.planner.outlook import Outlook, Planned
+    from hmt.planner.what_if.scenario import PlanResult, ScenarioPlanner
 
 _CONTEXTS = (1024, 8192, 32768, 131072)
 _USERS = (1, 4, 16)
@@ -39,7 +39,7 @@ def plan(
     ] = None,
     routing: Annotated[
         Path | None,
-        typer.Option(help="Trace of --trace-experts: hits of caches of experts are taken from it."),
+        typer.Option(help="Trace of --expert-trace: hits of caches of experts are taken from it."),
     ] = None,
     explain: Annotated[
         bool,
@@ -53,7 +53,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
-    asked = Asked(model, machine, users, prompt, routing)
+    asked = PlanRequest(model, machine, users, prompt, routing)
     planned, outlook, notes = planned_for(engine, asked)
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
@@ -61,11 +61,13 @@ def plan(
         print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
 
 
-def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) -> list[str]:
+def _text(
+    planned: "PlanResult", outlook: "ScenarioPlanner", *, explain: bool, plot: bool
+) -> list[str]:
     from hmt.cli.plan_view import help_lines, hit_lines, speed_lines, table_lines
     from hmt.planner import explain as explained
-    from hmt.planner.drawing import draw
-    from hmt.planner.reasons import reasons
+    from hmt.planner.what_if.placement_reasons import reasons
+    from hmt.planner.what_if.plan_drawing import draw
 
     setting = planned.setting
     lines = [f"machine: {setting.machine.name}"]
@@ -92,8 +94,8 @@ def _text(planned: "Planned", outlook: "Outlook", *, explain: bool, plot: bool) 
     return lines
 
 
-def _as_json(planned: "Planned", outlook: "Outlook | None") -> dict[str, Any]:
-    from hmt.planner.reasons import reasons
+def _as_json(planned: "PlanResult", outlook: "ScenarioPlanner | None") -> dict[str, Any]:
+    from hmt.planner.what_if.placement_reasons import reasons
 
     plan, spec = planned.plan, planned.demand.spec
     counts: Counter[tuple[str, str]] = Counter()
@@ -118,7 +120,7 @@ def _as_json(planned: "Planned", outlook: "Outlook | None") -> dict[str, Any]:
         },
         "homes": {str(block): home for block, home in plan.homes.items()},
         "prefetch_distance": plan.prefetch_distance,
-        "prefill_chunk": plan.prefill_chunk,
+        "max_prefill_tokens": plan.max_prefill_tokens,
         "kv_tokens": plan.kv_tokens,
         "host_bytes_per_token": plan.host_bytes_per_token,
         "disk_bytes_per_token": plan.disk_bytes_per_token,

@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hmt.base.units import format_bytes, format_seconds
-from hmt.planner.explain import LIMITS
+from hmt.planner.what_if.explain import LIMITS
 
 if TYPE_CHECKING:
-    from hmt.planner.outlook import Change, Planned
-    from hmt.planner.predicted import StepCost
+    from hmt.planner.cost.prediction import StepCost
+    from hmt.planner.what_if.scenario import PlanResult, ScenarioChange
 
 NO_WEIGHTS = "no weights are there to be read: planned as a pack of them (hmt convert)"
 _SHOWN = 5  # of what would help
 _RESIDENCIES = (0.06, 0.25, 0.5)
 
 
-def speed_lines(planned: "Planned") -> list[str]:
+def speed_lines(planned: "PlanResult") -> list[str]:
     """The prediction for what was asked, and what bounds it."""
     found = planned.prediction
     if not found.tokens_per_s:
-        return ["no speed is predicted: rates of memory, GPU or drive are not known (hmt probe)"]
+        return ["no speed is predicted: rates of memory, GPU or disk are not known (hmt probe)"]
     users, each = (f"{found.users} users", " each") if found.users > 1 else ("one user", "")
     lines = [
         f"predicted: {_number(found.tokens_per_s)} tokens/s for {users} with {found.context} "
@@ -34,7 +34,7 @@ def speed_lines(planned: "Planned") -> list[str]:
     return lines
 
 
-def hit_lines(planned: "Planned") -> list[str]:
+def hit_lines(planned: "PlanResult") -> list[str]:
     """Where the hits of caches of experts come from; nothing of a dense model."""
     curve = planned.demand.hit_curve
     if not planned.demand.spec.experts_per_token:
@@ -43,7 +43,7 @@ def hit_lines(planned: "Planned") -> list[str]:
     return ["", f"hits of caches with a share of the experts, from {curve.origin}: {some}"]
 
 
-def table_lines(rows: "Sequence[Sequence[Planned | None]]", users: Sequence[int]) -> list[str]:
+def table_lines(rows: "Sequence[Sequence[PlanResult | None]]", users: Sequence[int]) -> list[str]:
     """Tokens/s of all users together, by context; and the time of a prompt as long as it."""
     lines = [
         "",
@@ -66,7 +66,7 @@ def table_lines(rows: "Sequence[Sequence[Planned | None]]", users: Sequence[int]
     return lines
 
 
-def help_lines(changes: "Sequence[Change]") -> list[str]:
+def help_lines(changes: "Sequence[ScenarioChange]") -> list[str]:
     """What would make it faster."""
     if not changes:
         return ["", "nothing that was tried would make it faster by 1%"]
@@ -74,7 +74,7 @@ def help_lines(changes: "Sequence[Change]") -> list[str]:
     return lines + [f"  {change.text}: {change.gain:+.0%}" for change in changes[:_SHOWN]]
 
 
-def options_line(planned: "Planned", goal: str) -> str:
+def options_line(planned: "PlanResult", goal: str) -> str:
     """How to run a plan that was searched for."""
     users, positions = planned.setting.users, planned.plan.kv_tokens
     shared = f" --max-batch {users} --context {positions}" if users > 1 else ""
@@ -82,7 +82,7 @@ def options_line(planned: "Planned", goal: str) -> str:
     return f"to run so, on this machine: hmt {command} --goal {goal}{shared}"
 
 
-def beside_line(planned: "Planned", own: "Planned", goal: str) -> str:
+def beside_line(planned: "PlanResult", own: "PlanResult", goal: str) -> str:
     """A plan with somebody's choices, beside the planner's own."""
     asked, found = planned.prediction, own.prediction
     return (
@@ -92,7 +92,7 @@ def beside_line(planned: "Planned", own: "Planned", goal: str) -> str:
     )
 
 
-def remedy_text(changes: "Sequence[Change]") -> str:
+def remedy_text(changes: "Sequence[ScenarioChange]") -> str:
     """The end of a refusal: what would fit."""
     if not changes:
         return "no change of one thing would make it fit"

@@ -1,4 +1,4 @@
-"""`hmt probe`: how fast this machine is: its memory, its drive, its kernels, and a GPU."""
+"""`hmt probe`: how fast this machine is: its memory, its disk, its kernels, and a GPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def probe(
     path: Annotated[
-        Path, typer.Argument(help="A folder or file on the drive to measure; best, a checkpoint.")
+        Path, typer.Argument(help="A folder or file on the disk to measure; best, a checkpoint.")
     ] = Path(),
     quick: Annotated[
         bool, typer.Option("--quick", help="Two ways of reading instead of sixty.")
@@ -35,18 +35,18 @@ def probe(
         typer.Option(help="File to write this machine to, for `hmt plan --machine` elsewhere."),
     ] = None,
 ) -> None:
-    """Measure memory, drive, kernels and what steps cost, and save it for `plan` and `run`."""
+    """Measure memory, disk, kernels and what steps cost, and save it for `plan` and `run`."""
     from rich.console import Console
 
     from hmt.cli.console import notes
     from hmt.engine import EngineConfig
-    from hmt.engine.machine import probed
-    from hmt.engine.probe import measure, measure_device
+    from hmt.hardware.machine import probed
+    from hmt.hardware.machine_file import machine_toml
     from hmt.memory.device import open_device
-    from hmt.planner.machine_file import machine_toml
+    from hmt.profiling.probe import measure, measure_device
 
     if not path.exists():
-        raise MissingFileError(f"{path} does not exist; give a folder on the drive to measure")
+        raise MissingFileError(f"{path} does not exist; give a folder on the disk to measure")
     if toml is not None:
         _write(toml, None)  # measuring takes minutes: who cannot have the file is told before
     EngineConfig.resolve(gpu_id=gpu_id)  # which refuses what is no number
@@ -59,7 +59,7 @@ def probe(
 
         def show(result: "DiskRate") -> None:
             results.append(result)
-            status.update(f"measuring the drive: {format_rate(result.rate)}")
+            status.update(f"measuring the disk: {format_rate(result.rate)}")
 
         machine = measure(path, quick=quick, progress=show)
         if device is not None and gpu_id is not None:
@@ -78,7 +78,7 @@ def _lines(
     machine: "Machine", path: Path, results: "list[DiskRate]", *, quick: bool
 ) -> "Iterator[str | Table]":
     """All that was found, for a console."""
-    from hmt.engine.machine import remembered
+    from hmt.hardware.machine import remembered
     from hmt.memory import best_of
 
     yield f"{machine.name}, {machine.cores} cores, {format_bytes(machine.ram_bytes)} of RAM"
@@ -87,13 +87,13 @@ def _lines(
     yield from _node_lines(machine)
     if not results:
         yield (
-            f"drive of {path}: [yellow]not measured[/]; it needs a file of 64 MiB or more there, "
+            f"disk of {path}: [yellow]not measured[/]; it needs a file of 64 MiB or more there, "
             "or the right to write one"
         )
     else:
         best = remembered(path).disk or best_of(results)
         yield (
-            f"drive of {path}:  [bold]{format_rate(best.rate)}[/] with {best.reader}, "
+            f"disk of {path}:  [bold]{format_rate(best.rate)}[/] with {best.reader}, "
             f"{best.depth} reads of {format_bytes(best.block_bytes)} at a time"
         )
         if not quick:
@@ -107,7 +107,7 @@ def _lines(
 
 def _saved_line(machine: "Machine", *, changed: bool) -> str:
     """Whether later runs will know it; `changed` says whether the cache file has."""
-    from hmt.engine.machine import cache_file
+    from hmt.hardware.machine import cache_file
 
     if not machine.cpu.read_rate:
         return "[yellow]not saved[/]: that needs the rate of memory at least"

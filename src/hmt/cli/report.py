@@ -11,10 +11,10 @@ from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from hmt.contracts.kv import KVAccount
-    from hmt.engine import DeviceAccount, ExpertAccount, Phase, RunSummary, StepPrediction, Verdict
+    from hmt.engine import ABResult, DeviceAccount, ExpertAccount, Phase, RunSummary, StepPrediction
 
 _BAR_CELLS = 16
-_LEVELS = {"near": "near", "host": "in host memory", "drive": "on the drive"}
+_LEVELS = {"near": "near", "host": "in host memory", "disk": "on the disk"}
 
 
 def summary_view(summary: "RunSummary") -> RenderableType:
@@ -39,8 +39,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     table.add_row("per token", _traffic(phase))
     if (predicted := summary.predicted) is not None and predicted.step_s:
         table.add_row("predicted", _predicted(predicted))
-    if phase.guesses or summary.guessing is not None:
-        table.add_row("guesses", _guesses(phase, summary.guessing))
+    if phase.expert_prefetches or summary.expert_prefetch_gain is not None:
+        table.add_row("expert prefetch", _expert_prefetch(phase, summary.expert_prefetch_gain))
     table.add_row("time", _time(phase))
     if phase.host_s is not None:
         table.add_row("Python", _host(phase, phase.host_s))
@@ -63,7 +63,7 @@ def summary_json(summary: "RunSummary") -> dict[str, Any]:
             "hit_rate": phase.hit_rate,
             "overlap": phase.overlap,
             "useful_share": phase.useful_share,
-            "guess_hit_rate": phase.guess_hit_rate,
+            "expert_prefetch_hit_rate": phase.expert_prefetch_hit_rate,
             "host_s": phase.host_s,
         }
     if summary.predicted is not None:
@@ -125,7 +125,7 @@ def _experts(experts: "ExpertAccount") -> str:
 
 def _kv(kv: "KVAccount", tokens: int) -> str:
     levels = [
-        f"{kv.most.get(name, 0)} of {pages} pages {_LEVELS[name]}"
+        f"{kv.peak.get(name, 0)} of {pages} pages {_LEVELS[name]}"
         for name, pages in kv.capacity.items()
         if pages
     ]
@@ -133,10 +133,10 @@ def _kv(kv: "KVAccount", tokens: int) -> str:
     text = f"at most {', '.join(levels)}; {moved} moved"
     if kv.low_pages:
         text += f", {kv.low_pages} of them, of little attention, in fewer bytes"
-    if kv.drive_bytes:
-        text += f"; {format_bytes(kv.drive_bytes / (tokens or 1))} from the drive per token"
+    if kv.disk_bytes:
+        text += f"; {format_bytes(kv.disk_bytes / (tokens or 1))} from the disk per token"
     if kv.stalled_s:
-        text += f"; waited {kv.stalled_s:.2f} s for the drive to take pages"
+        text += f"; waited {kv.stalled_s:.2f} s for the disk to take pages"
     if kv.failed_writes:
         text += f"; {kv.failed_writes} times it did not take them"
     if kv.fragmentation is not None:
@@ -147,7 +147,7 @@ def _kv(kv: "KVAccount", tokens: int) -> str:
 def _prefixes(counters: dict[str, int]) -> str:
     text = f"{counters['hit_tokens']} tokens of prompts were held"
     if counters.get("drive_read_pages"):
-        text += f", {counters['drive_read_pages']} pages came from the drive"
+        text += f", {counters['drive_read_pages']} pages came from the disk"
     if counters.get("drive_written_pages"):
         text += f"; {counters['drive_written_pages']} pages kept there"
     return text
@@ -174,14 +174,15 @@ def _predicted(predicted: "StepPrediction") -> str:
     return text if error is None else f"{text}; a step took {1 + error:.0%} of that time"
 
 
-def _guesses(phase: "Phase", verdict: "Verdict | None") -> str:
+def _expert_prefetch(phase: "Phase", verdict: "ABResult | None") -> str:
     if verdict is not None and not verdict.faster:
         took, without = format_seconds(verdict.with_s), format_seconds(verdict.without_s)
         return f"off: steps took {took} with them, {without} without"
-    text = f"{phase.guess_hit_rate or 0:.0%} of {phase.guesses} needed"
+    text = f"{phase.expert_prefetch_hit_rate or 0:.0%} of {phase.expert_prefetches} needed"
     if verdict is not None:
-        text += f"; saved {format_seconds(phase.guess_saved_s / (phase.tokens or 1))} per token"
-    return f"{text}; {format_bytes(max(0, phase.guess_unneeded_bytes))} in vain"
+        saved_s = phase.expert_prefetch_saved_s / (phase.tokens or 1)
+        text += f"; saved {format_seconds(saved_s)} per token"
+    return f"{text}; {format_bytes(max(0, phase.expert_prefetch_wasted_bytes))} in vain"
 
 
 def _time(phase: "Phase") -> Text:

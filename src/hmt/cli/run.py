@@ -14,7 +14,7 @@ from hmt.base.errors import ConfigError, EmptyPromptError, HMTError
 from hmt.cli.console import loading, notes
 from hmt.cli.interrupt import StopKey
 from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
-from hmt.cli.planned import suggesting
+from hmt.cli.plan_options import suggesting
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation

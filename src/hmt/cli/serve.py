@@ -10,7 +10,7 @@ from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
-from hmt.cli.planned import suggesting
+from hmt.cli.plan_options import suggesting
 
 if TYPE_CHECKING:
     from hmt.server import ServerConfig
@@ -35,7 +35,7 @@ class ServerOptions:
             rich_help_panel=_WHERE,
         ),
     ] = None
-    also: Annotated[
+    extra_model: Annotated[
         list[Path] | None,
         typer.Option(
             help="Folder of a model that clients may load, in what --host-memory has left; may be "
@@ -135,12 +135,14 @@ class ServerOptions:
     def others(self, first: str) -> dict[str, Path]:
         """Folders of models by name, beside the one called `first`.  Raises ConfigError."""
         found: dict[str, Path] = {}
-        for folder in self.also or ():
+        for folder in self.extra_model or ():
             name = folder.absolute().name
             if not folder.exists():
-                raise ConfigError(f"--also {folder}: there is no such folder or file")
+                raise ConfigError(f"--extra-model {folder}: there is no such folder or file")
             if name in found or name == first:
-                raise ConfigError(f"--also {folder}: another model of this server is called {name}")
+                raise ConfigError(
+                    f"--extra-model {folder}: another model of this server is called {name}"
+                )
             found[name] = folder
         return found
 
@@ -177,9 +179,9 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
             f"hmt serve needs {error.name}, which is not installed: pip install 'hmt[serve]'"
         ) from error
     from hmt.formats import shown_name
-    from hmt.memory import share_arenas
+    from hmt.memory import limit_malloc_arenas
 
-    share_arenas()
+    limit_malloc_arenas()
     config = server.config()
     path, console = choose_model(model), notes()
     name = config.name or shown_name(path)
@@ -203,6 +205,6 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
                 if told := engines.numa:
                     console.print(f"NUMA: {told}", soft_wrap=True, markup=False)
                 loaded = engines.load_model(path, progress=report, host_memory=first)
-        others = room.Others(engines, also) if also else None
+        others = room.LoadableModels(engines, also) if also else None
         with engines:
             room.serve(loaded, config, bound, started, others)

@@ -12,8 +12,8 @@ from hmt.base.units import format_bytes, format_seconds
 from hmt.cli.options import EngineOptions, ModelArgument, expand
 
 if TYPE_CHECKING:
-    from hmt.planner.outlook import Planned
-    from hmt.planner.traffic import Traffic
+    from hmt.planner.what_if.scenario import PlanResult
+    from hmt.simulator.traffic import Traffic
 
 _PROMPT, _ANSWER, _SECONDS = 512, 128, 600.0
 
@@ -66,21 +66,21 @@ def simulate(
     """Answer requests by a plan and its predicted steps, without loading or computing anything."""
     from dataclasses import replace
 
-    from hmt.cli.planned import Asked, planned_for
-    from hmt.engine.simulated import simulate as simulated
-    from hmt.planner.cost import CostModel
-    from hmt.planner.loads import loads_of
-    from hmt.planner.step_costs import StepCosts
+    from hmt.cli.plan_options import PlanRequest, planned_for
+    from hmt.planner.cost.cost_model import CostModel
+    from hmt.planner.cost.step_costs import StepCosts
+    from hmt.planner.cost.workload import workload_of
+    from hmt.simulator.simulator import simulate as simulated
 
     traffic = _traffic(requests, cell, rate, users, prompt, answer, spread, seconds, seed)
     if engine.context is None:
         engine = replace(engine, context=traffic.longest)
-    asked = Asked(model, machine, users, prompt, routing)
+    asked = PlanRequest(model, machine, users, prompt, routing)
     planned, _, _ = planned_for(engine, asked)
-    costs = CostModel(loads_of(planned.demand, planned.plan), planned.setting.machine)
+    costs = CostModel(workload_of(planned.demand, planned.plan), planned.setting.machine)
     found = simulated(
         traffic, StepCosts(costs), positions=planned.plan.kv_tokens,
-        prefill_chunk=planned.plan.prefill_chunk, max_batch=planned.setting.users,
+        max_prefill_tokens=planned.plan.max_prefill_tokens, max_batch=planned.setting.users,
     )  # fmt: skip
     summary = found.summary()
     if json:
@@ -100,7 +100,7 @@ def _traffic(
     seconds: float,
     seed: int,
 ) -> "Traffic":
-    from hmt.planner.traffic import Lengths, arrivals, closed_loop, read_requests
+    from hmt.simulator.traffic import Lengths, arrivals, closed_loop, read_requests
 
     if requests is not None:
         if rate is not None or prompt is not None or answer is not None or spread:
@@ -117,14 +117,15 @@ def _traffic(
     return arrivals(rate, seconds, lengths, seed)
 
 
-def _lines(planned: "Planned", summary: dict[str, Any]) -> list[str]:
-    from hmt.planner.explain import LIMITS
+def _lines(planned: "PlanResult", summary: dict[str, Any]) -> list[str]:
+    from hmt.planner.what_if.explain import LIMITS
 
     setting, batch, queue = planned.setting, summary["batch"], summary["queue"]
     users = f"{setting.users} request{'s' if setting.users > 1 else ''}"
     lines = [
         f"{planned.demand.spec.architecture} on {setting.machine.name}: {users} at once at most, "
-        f"{planned.plan.kv_tokens} positions, prompts in pieces of {planned.plan.prefill_chunk}",
+        f"{planned.plan.kv_tokens} positions, "
+        f"prompts in chunks of {planned.plan.max_prefill_tokens}",
         f"{summary['answered']} answers of {summary['requests']} requests in "
         f"{format_seconds(summary['wall_s'])}: {summary['tokens_per_s']:.1f} tokens/s, "
         f"{summary['requests_per_s']:.3g} answers/s",
@@ -146,7 +147,7 @@ def _lines(planned: "Planned", summary: dict[str, Any]) -> list[str]:
         "",
         f"batch {batch['mean']:.1f} on average, {batch['most']} at most; queue {queue['mean']:.1f} "
         f"on average, {queue['most']} at most; {summary['steps']} steps; "
-        f"{summary['sent_back']} times one gave way",
+        f"{summary['preemptions']} times one gave way",
         f"{'':22}{'busy':>12}{'read':>14}{'per second':>16}",
     ]
     for part, share in summary["utilisation"].items():

@@ -23,7 +23,7 @@ def verify(
 
     with working("verifying") as report:
         from hmt.engine import EngineConfig
-        from hmt.engine.packs import verify
+        from hmt.engine.loading.packs import verify
 
         config = EngineConfig.resolve(host_memory=host_memory, disk_reader=disk_reader)
         begin = time.perf_counter()

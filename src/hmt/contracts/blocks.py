@@ -73,7 +73,7 @@ class BlockSize:
     """What the planner needs to know of a block.
 
     slot_bytes   memory that a resident copy takes, padding included
-    read_bytes   bytes that leave the drive when it is loaded
+    read_bytes   bytes that leave the disk when it is loaded
     numbers      weights that a token is multiplied with; None: not known, two bytes each
     rows         of these matrices: numbers that a token gets from them
     encoding     of most of them, as machines know rates by: "bf16", "w4a8", ...

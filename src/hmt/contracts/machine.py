@@ -58,19 +58,20 @@ class Machine:
 
     Rates are bytes per second; 0, or an absent entry, means not known.
 
-    cores              that may compute
-    cpu                rates of all of them together; memory is read each node by its own cores
+    cores                  that may compute
+    cpu                    rates of all of them together; memory is read each node by its own cores
     disk_bytes, disk_read_rate   of the disk that holds the model; its size, 0: not known
-    disk_block_overhead_s   of each block read from the disk, beyond its bytes
-    devices            GPUs, in the order of their ids
-    numa_nodes         of the memory that a model is spread over
-    numa_distances     of memory from each node, a row per node: 10 for its own; not known: empty
-    remote_share       of the rate of a node's own memory, what another node's gives
-    process_bytes      by which a process grows that loads a plan and runs it, beside what plans
-                       reserve
-    streaming_bytes, converting_bytes   beyond process_bytes, where weights come from the drive, and
-                       where they are converted then
-    note               where the figures come from
+    disk_block_overhead_s  of each block read from the disk, beyond its bytes
+    devices                GPUs, in the order of their ids
+    numa_nodes             of the memory that a model is spread over
+    numa_distances         of memory from each node, a row per node: 10 for its own; not known:
+                           empty
+    remote_share           of the rate of a node's own memory, what another node's gives
+    process_bytes          by which a process grows that loads a plan and runs it, beside what plans
+                           reserve
+    streaming_bytes, converting_bytes   beyond process_bytes, where weights come from the disk, and
+                           where they are converted then
+    note                   where the figures come from
     """
 
     name: str

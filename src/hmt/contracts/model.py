@@ -13,7 +13,7 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 
 PAGE_TOKENS = 16  # positions of KV in one page
-PIECE_TOKENS = 256  # that layers take at once where they would need much memory for each
+CHUNK_TOKENS = 256  # that layers take at once where they would need much memory for each
 # What a device may take for activations between the matrices of experts; more tokens come in parts.
 # Parts of half as many make tiles of 128 half empty where an expert has few: 4096 tokens of a
 # DeepSeek-V3 come in one.
@@ -84,7 +84,7 @@ class ModelSpec:
     """A model's sizes.  Pure data, derived from the configuration alone.
 
     activation_width    numbers that are alive per token at the widest point of a layer
-    piece_width         and besides for each of PIECE_TOKENS tokens, or of a shorter step
+    piece_width         and besides for each of CHUNK_TOKENS tokens, or of a shorter step
     attention_heads     query heads of a layer, each with scores for every position
     experts_per_token   routed experts that one token reads in each layer that has experts
     together            whether a step of few tokens computes all layers in one call, where all
@@ -109,7 +109,7 @@ class ModelSpec:
     rotary_border: RotaryBorder | None = None
 
 
-class ResidentLayers(Protocol):
+class FusedLayers(Protocol):
     """Consecutive layers whose blocks stay in memory, computed in one call."""
 
     @property
@@ -147,9 +147,7 @@ class Model(Protocol):
         """
         ...
 
-    def resident_layers(
-        self, layers: range, weights: Weights, kv: KVCache
-    ) -> ResidentLayers | None:
+    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
         """Some layers as one call with the same results; None where that cannot be."""
         ...
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hmt.contracts.blocks import BlockId
-from hmt.contracts.kv import KVLevels
+from hmt.contracts.kv import KVTiers
 
 
 class Tier(enum.StrEnum):
@@ -53,28 +53,28 @@ class Plan:
                         "activations", "staging", "rows", "guesses", "prefixes"
     prefetch_distance   dense layers that are requested ahead of the one being computed, until the
                         executor has learned better; what slots are sized for
-    prefill_chunk       prompt tokens per step
+    max_prefill_tokens  prompt tokens per step
     kv_tokens           positions that fit in the KV reservation, over all sequences
     host_bytes_per_token, disk_bytes_per_token   predicted weight bytes that one decoded token reads
     predicted_token_s   predicted seconds of one decoded token before there is any context, or 0
                         when rates are unknown
     slot_counts         slots by size in bytes, for blocks on disk; empty: sizes share the memory
     device              what a GPU does; nothing without one
-    kv_levels           where keys and values lie, if not all in one place
+    kv_tiers            where keys and values lie, if not all in one place
     """
 
     homes: Mapping[BlockId, Tier]
     budgets: Mapping[Tier, int]
     reserved: Mapping[str, int]
     prefetch_distance: int
-    prefill_chunk: int
+    max_prefill_tokens: int
     kv_tokens: int
     host_bytes_per_token: float = 0.0
     disk_bytes_per_token: float = 0.0
     predicted_token_s: float = 0.0
     slot_counts: Mapping[int, int] = field(default_factory=dict)
     device: DeviceShare = field(default_factory=DeviceShare)
-    kv_levels: KVLevels | None = None
+    kv_tiers: KVTiers | None = None
 
     def blocks_in(self, tier: Tier) -> list[BlockId]:
         """Blocks whose home is `tier`, in model order."""

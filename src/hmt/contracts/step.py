@@ -8,18 +8,19 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Segment:
     """Consecutive tokens of one sequence: a prefill chunk, or one decode token.
 
-    sequence   handle of the sequence in the KV cache
-    start      position of the first token
-    offset     index of the first token in the step's flat arrays
-    length     number of tokens
-    reserved   positions that the sequence may reach; 0 where that is not known
-    room       positions that the KV cache has pages for by now; 0: all that are reserved.  Runs
-               that differ in nothing else are equal.
-    whole      positions that are rotated as one prompt: rotary frequencies that depend on a length
-               go by this many, and behind them by the positions up to each token.  0: `context`.
+    sequence         handle of the sequence in the KV cache
+    start            position of the first token
+    offset           index of the first token in the step's flat arrays
+    length           number of tokens
+    reserved         positions that the sequence may reach; 0 where that is not known
+    reserved_tokens  positions that the KV cache has pages for by now; 0: all that are
+                     reserved.  Runs that differ in nothing else are equal.
+    whole            positions that are rotated as one prompt: rotary frequencies that depend on a
+                     length go by this many, and behind them by the positions up to each token.  0:
+                     `context`.
     """
 
     sequence: int
@@ -27,7 +28,7 @@ class Run:
     offset: int
     length: int
     reserved: int = 0
-    room: int = field(default=0, compare=False)
+    reserved_tokens: int = field(default=0, compare=False)
     whole: int = 0
 
     @property
@@ -46,23 +47,23 @@ class Run:
         return slice(self.offset, self.offset + self.length)
 
 
-class Part(NamedTuple):
+class SegmentRequest(NamedTuple):
     """One sequence's share of a step that is to be built.
 
-    wanted   how many of the last tokens need logits: 0, 1, or all of them
-    scored   how many of the first tokens have logits that are looked at and not kept
-    pooled   how many of the last tokens have hidden states that are
-    whole    see Run
+    num_logit_rows       how many of the last tokens need logits: 0, 1, or all of them
+    num_prompt_logprobs  how many of the first tokens have logits that are looked at and not kept
+    num_pooled           how many of the last tokens have hidden states that are
+    whole                see Run
     """
 
     sequence: int
     start: int
     tokens: list[int]
-    wanted: int
+    num_logit_rows: int
     reserved: int = 0
-    room: int = 0
-    scored: int = 0
-    pooled: int = 0
+    reserved_tokens: int = 0
+    num_prompt_logprobs: int = 0
+    num_pooled: int = 0
     whole: int = 0
 
 
@@ -70,45 +71,45 @@ class Part(NamedTuple):
 class Step:
     """One forward pass.  Runs of unequal length lie one after the other.
 
-    token_ids     int64 [tokens]
-    positions     int64 [tokens]
-    runs          in the order of the flat arrays; at most one run per sequence
-    logit_rows    int64 [rows]: indices of the tokens whose logits are wanted
-    scored_rows   int64 [scored]: of those whose logits are only looked at, a few at a time
-    pooled_rows   int64 [pooled]: of those whose last hidden states are
+    token_ids    int64 [tokens]
+    positions    int64 [tokens]
+    segments     in the order of the flat arrays; at most one run per sequence
+    logit_rows   int64 [rows]: indices of the tokens whose logits are wanted
+    scored_rows  int64 [scored]: of those whose logits are only looked at, a few at a time
+    pooled_rows  int64 [pooled]: of those whose last hidden states are
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    runs: tuple[Run, ...]
+    segments: tuple[Segment, ...]
     logit_rows: torch.Tensor
     scored_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     pooled_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @property
-    def shows(self) -> bool:
+    def has_prompt_outputs(self) -> bool:
         """Whether any rows are only looked at."""
         return bool(len(self.scored_rows) or len(self.pooled_rows))
 
     @staticmethod
-    def build(parts: Iterable[Part | tuple[int, int, list[int], int]]) -> "Step":
+    def build(parts: Iterable[SegmentRequest | tuple[int, int, list[int], int]]) -> "Step":
         """A step from parts, in their order."""
-        runs: list[Run] = []
+        runs: list[Segment] = []
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
         scored: list[int] = []
         pooled: list[int] = []
-        for part in (Part(*part) for part in parts):
+        for part in (SegmentRequest(*part) for part in parts):
             offset, length = len(ids), len(part.tokens)
             end = offset + length
-            limits = part.reserved, part.room, part.whole
-            runs.append(Run(part.sequence, part.start, offset, length, *limits))
+            limits = part.reserved, part.reserved_tokens, part.whole
+            runs.append(Segment(part.sequence, part.start, offset, length, *limits))
             ids += part.tokens
             positions += range(part.start, part.start + length)
-            rows += range(end - part.wanted, end)
-            scored += range(offset, offset + part.scored)
-            pooled += range(end - part.pooled, end)
+            rows += range(end - part.num_logit_rows, end)
+            scored += range(offset, offset + part.num_prompt_logprobs)
+            pooled += range(end - part.num_pooled, end)
         flat = [
             torch.tensor(of, dtype=torch.int64) for of in (ids, positions, rows, scored, pooled)
         ]

@@ -10,15 +10,15 @@ import torch
 
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.step import Run, Step
+from hmt.contracts.step import Segment, Step
 
 
 class Priority(enum.IntEnum):
     """Order in which reads are served; a lower value goes first."""
 
-    NEED = 0  # a computation waits, or will as soon as it gets there this layer
-    SURE = 1  # certain to be needed: the next dense layers
-    GUESS = 2  # predicted; may be dropped
+    DEMAND = 0  # a computation waits, or will as soon as it gets there this layer
+    PREFETCH = 1  # certain to be needed: the next dense layers
+    SPECULATIVE = 2  # predicted; may be dropped
 
 
 class Presence(enum.Enum):
@@ -42,14 +42,14 @@ LeasedGroup = list[tuple[BlockId, Mapping[str, WeightTensor]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ResidentBlock:
     """A block that does not move: its parameters by local name, and its size."""
 
     params: Mapping[str, WeightTensor]
     nbytes: int
 
 
-class ExpertTeam(Protocol):
+class MoeBackend(Protocol):
     """Computes a layer's routed experts wherever they are, in several places at once."""
 
     def begin(
@@ -88,7 +88,7 @@ class Weights(Protocol):
         """
         ...
 
-    def standing(self, blocks: Sequence[BlockId]) -> Sequence[Standing] | None:
+    def resident(self, blocks: Sequence[BlockId]) -> Sequence[ResidentBlock] | None:
         """All of `blocks`, if they are in memory and stay there unmoved until the store is closed.
 
         None where one of them may move.  Not counted as leases: see `count`.
@@ -103,7 +103,7 @@ class Weights(Protocol):
         """Say that `blocks` will be leased soon.  Never waits, never fails, may be ignored."""
         ...
 
-    def team(self, layer: int) -> ExpertTeam | None:
+    def moe_backend(self, layer: int) -> MoeBackend | None:
         """Who computes the layer's experts in this step; None: whoever leases them."""
         ...
 
@@ -182,11 +182,11 @@ class KVCache(Protocol):
         """
         ...
 
-    def kernel_runs(self, step: Step) -> Any:
-        """The step's runs (`ops.PagedRuns`), for kernels that work on `kernel_pages`."""
+    def kernel_metadata(self, step: Step) -> Any:
+        """The step's runs (`ops.AttentionMetadata`), for kernels that work on `kernel_pages`."""
         ...
 
-    def read(self, layer: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """A run's whole context in this layer: (key, value) [context, heads, dim].
 
         May be copies; valid until the next append.  For LATENT, value is a slice of key.

@@ -1,14 +1,12 @@
 """Requests to tokens: configuration, scheduler, executors, sampler, summary, `Engine`."""
 
+from hmt.engine.api import Engine, LoadedModel
 from hmt.engine.config import EngineConfig
-from hmt.engine.core import check_tokens
-from hmt.engine.engine import Engine, LoadedModel
-from hmt.engine.loading import Prepared, prepare
-from hmt.engine.look import ExpertMap, Fill, Look, Place
+from hmt.engine.engine_core import check_tokens
+from hmt.engine.experts.ab_gate import ABResult
+from hmt.engine.loading.prepare import Prepared, prepare
 from hmt.engine.prediction import StepPrediction, StepTotals
-from hmt.engine.scheduled import Load
-from hmt.engine.streams import Ticket
-from hmt.engine.summary import (
+from hmt.engine.run_summary import (
     Bottleneck,
     DeviceAccount,
     ExpertAccount,
@@ -16,27 +14,29 @@ from hmt.engine.summary import (
     RunSummary,
     bottleneck,
 )
-from hmt.engine.trial import Verdict
+from hmt.engine.scheduling.scheduled_step import Load
+from hmt.engine.snapshot import EngineSnapshot, ExpertMap, ExpertTier, TierUsage
+from hmt.engine.streams import RequestHandle
 
 __all__ = [
+    "ABResult",
     "Bottleneck",
     "DeviceAccount",
     "Engine",
     "EngineConfig",
+    "EngineSnapshot",
     "ExpertAccount",
     "ExpertMap",
-    "Fill",
+    "ExpertTier",
     "Load",
     "LoadedModel",
-    "Look",
     "Phase",
-    "Place",
     "Prepared",
+    "RequestHandle",
     "RunSummary",
     "StepPrediction",
     "StepTotals",
-    "Ticket",
-    "Verdict",
+    "TierUsage",
     "bottleneck",
     "check_tokens",
     "prepare",

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hmt.base.errors import ConfigError
+from hmt.base.log import warn_once
 from hmt.base.units import GIB, parse_bytes
 from hmt.contracts.store import Verify
-from hmt.kvcache import ORDERS
-from hmt.kvcache.codecs import CodecName, DriveName
+from hmt.kvcache import KV_EVICTION
+from hmt.kvcache.codecs import CodecName, DiskCodecName
 from hmt.memory import READERS, available_host_bytes
 from hmt.planner import GOALS, Profile, read_profile
 from hmt.quant import Scheme, parse_scheme
@@ -21,6 +22,20 @@ EXECUTORS = ("overlapped", "plain")
 KV_ENCODINGS = ("exact", "fp8", "int8", "int4")
 KV_NEAR = ("exact", "fp8")
 
+# Options that have new names: the old ones are understood for one release.
+RETIRED = {
+    "cache_policy": "expert_cache_policy",
+    "disk_path": "spill_dir",
+    "guesses": "expert_prefetch",
+    "kv_device_memory": "kv_gpu_memory",
+    "kv_disk": "kv_offload_dir",
+    "kv_disk_memory": "kv_offload_disk_memory",
+    "kv_order": "kv_eviction",
+    "prefill_chunk": "max_prefill_tokens",
+    "prefix_disk": "prefix_cache_dir",
+    "prefix_disk_memory": "prefix_cache_disk_memory",
+    "trace_experts": "expert_trace",
+}
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
 
@@ -28,62 +43,67 @@ _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbou
 class EngineConfig:
     """Everything an engine is told, checked.  `resolve` makes one.
 
-    quantization        how linear weights are stored in memory: see hmt.quant.parse_scheme; None:
-                        as the checkpoint or the pack has them
-    host_memory_bytes   budget for weights, KV, activations and buffers; not for the Python process
-    gpu_memory_bytes    memory of the GPU that HMT may take, the driver's share included; 0: compute
-                        on the CPU alone; None: that too, or with a gpu_id 90% of what is free
-    gpu_id              which GPU: a number, or "pretended" to try the tier without one; None: 0
-    context             positions of KV over all requests; None: the planner's choice
-    dtype               of activations; "auto" follows the checkpoint
-    executor            "overlapped" reads ahead while it computes, "plain" reads when it needs
-    prefetch_distance   layers read ahead; None: learned while it runs, from the planner's choice
-    prefill_chunk       prompt tokens per step; None: the planner's choice, by model
-    max_batch           requests that run at once
-    kv_device_memory_bytes   keys and values that stay where layers compute; what does not fit goes
-                        to host memory, or to the drive; None: all of them stay
-    kv_host_memory_bytes     of host memory for those that do not; None: what is needed
-    kv_disk             folder on a fast drive for the rest; None: none goes there
-    kv_disk_memory_bytes     of that drive; None: what is needed
-    kv_quant            how keys and values are kept near, in host memory and on the drive: given
-                        as "exact", "int8", "int4", or two of these and "fp8", how those are kept
-                        that do not stay: "int8,int4"; "fp8": all of them, wherever they lie; of
-                        three the first one, "exact" or "fp8", is for those that stay.  "exact" far
-                        away is as near.  The drive also knows codecs, also one for pages that get
-                        little attention: see hmt.kvcache.codecs.CodecName and DriveName
-    kv_order            whose pages go first: those that "a2cr", "lru" or "lfu" value least
-    kv_policy           "exact": attention to all of the context; "select": tokens that are decoded
-                        attend to the share `kv_share` of each text's pages, chosen anew for each
-    kv_select           which: those with the best "bound" on scores, or those that kv_order values
-                        most ("order")
-    prefix_cache        keep keys and values of ended texts, for texts that begin alike
-    prefix_disk         folder to keep them in for later runs, too (made if need be); implies
-                        prefix_cache
-    prefix_disk_memory_bytes   the most to take of that drive
-    prefix_shared       let requests of all owners share them; else only those of one owner do
-    disk_path           folder on a fast drive for weights that were quantised on load and do not
-                        fit in memory, in a file without a name; None: HMT's cache folder
-    disk_reader         "io_uring", "direct" (threads, O_DIRECT), "buffered" (also called "mmap");
-                        None: of the first two, the one that was measured to be faster on the
-                        model's drive
-    disk_depth          reads of disk_chunk_bytes at a time, and their size; None: as measured
-    numa                (CPU node, memory node) to bind to; "auto": the GPU's, or without one memory
-                        is spread over all nodes (see hmt.memory.numa.choose); None: no binding
-    threads             that compute; None: torch's setting, up to one per physical core within the
-                        affinity mask and the quota of the cgroup
-    cache_policy        which experts stay in memory: "heat", "lru", ...; see hmt.weights.policies
-    guesses             read experts that are likely to be needed, while that gains time
-    goal                search for the plan that is best for "latency", "throughput" or "balanced"
-                        (see hmt.planner.goals); None: attention first, then as much as fits
-    profile             choices written down: a YAML file, or "latency", "throughput", "balanced"
-                        (see hmt.planner.profiles); prefetch_distance and max_batch, where they are
-                        given, come first
-    trace               file to write what was read, computed and waited for, and when, for
-                        ui.perfetto.dev; .gz compresses it
-    trace_experts       file to write the routers' choices to, for `hmt bench cache`
-    check_weights       look for NaN when a block is first read (not of a pack, which holds none)
-    verify_reads        compare the checksum of a pack's block when it is "first" read, "always", or
-                        "never"; rows of an embedding on disk are compared unless "never"
+    quantization          how linear weights are stored in memory: see hmt.quant.parse_scheme; None:
+                          as the checkpoint or the pack has them
+    host_memory_bytes     budget for weights, KV, activations and buffers; not for the Python
+                          process
+    gpu_memory_bytes      memory of the GPU that HMT may take, the driver's share included; 0:
+                          compute on the CPU alone; None: that too, or with a gpu_id 90% of what is
+                          free
+    gpu_id                which GPU: a number, or "fake" to try the tier without one; None: 0
+    context               positions of KV over all requests; None: the planner's choice
+    dtype                 of activations; "auto" follows the checkpoint
+    executor              "overlapped" reads ahead while it computes, "plain" reads when it needs
+    prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
+    max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
+    max_batch             requests that run at once
+    kv_gpu_memory_bytes   keys and values that stay where layers compute; what does not fit goes to
+                          host memory, or to the disk; None: all of them stay
+    kv_host_memory_bytes  of host memory for those that do not; None: what is needed
+    kv_offload_dir        folder on a fast disk for the rest; None: none goes there
+    kv_offload_disk_memory_bytes  of that disk; None: what is needed
+    kv_quant              how keys and values are kept near, in host memory and on the disk: given
+                          as "exact", "int8", "int4", or two of these and "fp8", how those are kept
+                          that do not stay: "int8,int4"; "fp8": all of them, wherever they lie; of
+                          three the first one, "exact" or "fp8", is for those that stay.  "exact"
+                          far away is as near.  The disk also knows codecs, also one for pages that
+                          get little attention: see hmt.kvcache.codecs.CodecName and DiskCodecName
+    kv_eviction           whose pages go first: those that "a2cr", "lru" or "lfu" value least
+    kv_policy             "exact": attention to all of the context; "select": tokens that are
+                          decoded attend to the share `kv_share` of each text's pages, chosen anew
+                          for each
+    kv_select             which: those with the best "bound" on scores, or those that kv_eviction
+                          values most ("order")
+    prefix_cache          keep keys and values of ended texts, for texts that begin alike
+    prefix_cache_dir      folder to keep them in for later runs, too (made if need be); implies
+                          prefix_cache
+    prefix_cache_disk_memory_bytes  the most to take of that disk
+    prefix_shared         let requests of all owners share them; else only those of one owner do
+    spill_dir             folder on a fast disk for weights that were quantised on load and do not
+                          fit in memory, in a file without a name; None: HMT's cache folder
+    disk_reader           "io_uring", "direct" (threads, O_DIRECT), "buffered" (also called "mmap");
+                          None: of the first two, the one that was measured to be faster on the
+                          model's disk
+    disk_depth            reads of disk_chunk_bytes at a time, and their size; None: as measured
+    numa                  (CPU node, memory node) to bind to; "auto": the GPU's, or without one
+                          memory is spread over all nodes (see hmt.memory.numa.choose); None: no
+                          binding
+    threads               that compute; None: torch's setting, up to one per physical core within
+                          the affinity mask and the quota of the cgroup
+    expert_cache_policy   which experts stay in memory: "heat", "lru", ...; see hmt.weights.eviction
+    expert_prefetch       read experts that are likely to be needed, while that gains time
+    goal                  search for the plan that is best for "latency", "throughput" or "balanced"
+                          (see hmt.planner.what_if.objectives); None: attention first, then as much
+                          as fits
+    profile               choices written down: a YAML file, or "latency", "throughput", "balanced"
+                          (see hmt.planner.what_if.profiles); prefetch_distance and max_batch, where
+                          they are given, come first
+    trace                 file to write what was read, computed and waited for, and when, for
+                          ui.perfetto.dev; .gz compresses it
+    expert_trace          file to write the routers' choices to, for `hmt bench cache`
+    check_weights         look for NaN when a block is first read (not of a pack, which holds none)
+    verify_reads          compare the checksum of a pack's block when it is "first" read, "always",
+                          or "never"; rows of an embedding on disk are compared unless "never"
     """
 
     quantization: Scheme | None
@@ -94,34 +114,34 @@ class EngineConfig:
     dtype: str = "auto"
     executor: str = "overlapped"
     prefetch_distance: int | None = None
-    prefill_chunk: int | None = None
+    max_prefill_tokens: int | None = None
     max_batch: int = 16
-    kv_device_memory_bytes: int | None = None
+    kv_gpu_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None
-    kv_disk: Path | None = None
-    kv_disk_memory_bytes: int | None = None
+    kv_offload_dir: Path | None = None
+    kv_offload_disk_memory_bytes: int | None = None
     kv_quant: tuple[str, str, str] = ("exact", "exact", "exact")
-    kv_order: str = "a2cr"
+    kv_eviction: str = "a2cr"
     kv_policy: str = "exact"
     kv_share: float = 0.1
     kv_select: str = "bound"
     prefix_cache: bool = False
-    prefix_disk: Path | None = None
-    prefix_disk_memory_bytes: int = 4 * GIB
+    prefix_cache_dir: Path | None = None
+    prefix_cache_disk_memory_bytes: int = 4 * GIB
     prefix_shared: bool = False
-    disk_path: Path | None = None
+    spill_dir: Path | None = None
     disk_reader: str | None = None
     disk_depth: int | None = None
     disk_chunk_bytes: int | None = None
     numa: tuple[int, int] | Literal["auto"] | None = None
     threads: int | None = None
     check_weights: bool = True
-    cache_policy: str = "heat"
-    guesses: bool = True
+    expert_cache_policy: str = "heat"
+    expert_prefetch: bool = True
     goal: str | None = None
     profile: Profile | None = None
     trace: Path | None = None
-    trace_experts: Path | None = None
+    expert_trace: Path | None = None
     verify_reads: Verify = Verify.FIRST
 
     @staticmethod
@@ -131,6 +151,7 @@ class EngineConfig:
         `host_memory` defaults to 80% of the memory that is available now.  Raises ConfigError for
         an unknown option (naming the nearest known one), or a value that makes no sense.
         """
+        options = _by_new_names(options)
         known = {_spoken(field.name) for field in fields(EngineConfig)}
         for name in options:
             if name not in known:
@@ -150,10 +171,15 @@ class EngineConfig:
         )
         if "gpu_memory" in values:
             values["gpu_memory_bytes"] = parse_bytes(values.pop("gpu_memory"))
-        if "prefix_disk" in values:
-            values["prefix_disk"] = Path(values["prefix_disk"]).expanduser()
+        if "prefix_cache_dir" in values:
+            values["prefix_cache_dir"] = Path(values["prefix_cache_dir"]).expanduser()
             values.setdefault("prefix_cache", True)
-        sizes = ("kv_device_memory", "kv_host_memory", "kv_disk_memory", "prefix_disk_memory")
+        sizes = (
+            "kv_gpu_memory",
+            "kv_host_memory",
+            "kv_offload_disk_memory",
+            "prefix_cache_disk_memory",
+        )
         for name in sizes:
             if name in values:
                 values[f"{name}_bytes"] = parse_bytes(values.pop(name))
@@ -165,10 +191,10 @@ class EngineConfig:
             values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))
         if isinstance(values.get("numa"), list):
             values["numa"] = tuple(values["numa"])
-        for name in ("trace", "trace_experts"):
+        for name in ("trace", "expert_trace"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
-        for name in ("disk_path", "kv_disk"):
+        for name in ("spill_dir", "kv_offload_dir"):
             if name in values:
                 values[name] = _writable_folder(name, values[name])
         if "profile" in values:
@@ -176,6 +202,14 @@ class EngineConfig:
         _check(values)
         values["verify_reads"] = Verify(values.get("verify_reads", Verify.FIRST))
         return EngineConfig(**values)
+
+
+def _by_new_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the new name of each that was renamed; warns once for each."""
+    for old, new in RETIRED.items():
+        if old in options:
+            warn_once(old, f"{old} is now {new}; the old name goes with the next release")
+    return {RETIRED.get(name, name): value for name, value in options.items()}
 
 
 def _with_profile(values: dict[str, Any]) -> None:
@@ -190,7 +224,7 @@ def _with_profile(values: dict[str, Any]) -> None:
 
 
 def _kv_quant(given: object) -> tuple[str, str, str]:
-    """For near, host memory and the drive; see EngineConfig."""
+    """For near, host memory and the disk; see EngineConfig."""
     parts = str(given).split(",")
     if len(parts) == 1:
         parts = ["fp8", "exact", "exact"] if parts[0].lower() == "fp8" else parts * 2
@@ -199,10 +233,10 @@ def _kv_quant(given: object) -> tuple[str, str, str]:
     if near not in KV_NEAR or warm not in KV_ENCODINGS or len(parts) > 3:
         raise ConfigError(
             f"kv_quant={given!r}; choose {', '.join(KV_ENCODINGS)}, or two of them: for host "
-            "memory and for the drive, which knows others as well, such as exact,int8+residual; "
+            "memory and for the disk, which knows others as well, such as exact,int8+residual; "
             f"in front of these may be {' or '.join(KV_NEAR)} for what stays near"
         )
-    name = DriveName.parse(cold)  # says what is wrong with it, as the next does
+    name = DiskCodecName.parse(cold)  # says what is wrong with it, as the next does
     if name.usual.lower() in KV_ENCODINGS:
         return near, warm, str(replace(name, usual=name.usual.lower()))
     CodecName.parse(name.usual)
@@ -210,7 +244,7 @@ def _kv_quant(given: object) -> tuple[str, str, str]:
 
 
 def _gpu_id(given: object) -> str:
-    if given == "pretended" or str(given).isdecimal():
+    if given == "fake" or str(given).isdecimal():
         return str(given)
     raise ConfigError(f"gpu_id is {given!r}: give the number of a GPU, 0 for the first one")
 
@@ -225,8 +259,8 @@ def _check(values: dict[str, Any]) -> None:
         "dtype": DTYPES,
         "executor": EXECUTORS,
         "disk_reader": READERS,
-        "cache_policy": tuple(POLICIES),
-        "kv_order": tuple(ORDERS),
+        "expert_cache_policy": tuple(POLICIES),
+        "kv_eviction": tuple(KV_EVICTION),
         "goal": GOALS,
         "kv_policy": ("exact", "select"),
         "kv_select": ("bound", "order"),
@@ -238,7 +272,7 @@ def _check(values: dict[str, Any]) -> None:
     least = {
         "context": 1,
         "prefetch_distance": 0,
-        "prefill_chunk": 1,
+        "max_prefill_tokens": 1,
         "max_batch": 1,
         "disk_depth": 1,
         "disk_chunk_bytes": 4096,
@@ -250,29 +284,27 @@ def _check(values: dict[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least {minimum}")
     if values.get("disk_chunk_bytes", 4096) % 4096:
         raise ConfigError("disk_chunk must be a multiple of 4096 bytes, as O_DIRECT needs")
-    for name in ("check_weights", "guesses", "prefix_cache", "prefix_shared"):
+    for name in ("check_weights", "expert_prefetch", "prefix_cache", "prefix_shared"):
         if not isinstance(values.get(name, True), bool):
             raise ConfigError(f"{name}={values[name]!r} must be True or False")
-    others = [
-        name for name in values if name.startswith("kv_") and name != "kv_device_memory_bytes"
-    ]
+    others = [name for name in values if name.startswith("kv_") and name != "kv_gpu_memory_bytes"]
     if values.get("kv_quant", ("",))[1:] == ("exact", "exact"):  # of these all may stay
         others.remove("kv_quant")
-    if others and "kv_device_memory_bytes" not in values:
+    if others and "kv_gpu_memory_bytes" not in values:
         raise ConfigError(
             f"{_spoken(others[0])} is for keys and values that do not stay where layers compute: "
-            "say with kv_device_memory how much stays"
+            "say with kv_gpu_memory how much stays"
         )
     if not 0 < values.get("kv_share", 1) <= 1:
         raise ConfigError(f"kv_share={values['kv_share']!r} must be above 0 and at most 1")
-    quant, order = values.get("kv_quant", ("", "", "")), values.get("kv_order", "a2cr")
-    if DriveName.parse(quant[2]).low is not None and order != "a2cr":
+    quant, order = values.get("kv_quant", ("", "", "")), values.get("kv_eviction", "a2cr")
+    if DiskCodecName.parse(quant[2]).low is not None and order != "a2cr":
         raise ConfigError(
-            f"kv_quant={','.join(quant)!r} keeps pages by the attention they get, which kv_order "
-            f"{order!r} does not know: choose a2cr"
+            f"kv_quant={','.join(quant)!r} keeps pages by the attention they get, which "
+            f"kv_eviction {order!r} does not know: choose a2cr"
         )
-    if "kv_disk_memory_bytes" in values and "kv_disk" not in values:
-        raise ConfigError("kv_disk_memory needs a folder: name one with kv_disk")
+    if "kv_offload_disk_memory_bytes" in values and "kv_offload_dir" not in values:
+        raise ConfigError("kv_offload_disk_memory needs a folder: name one with kv_offload_dir")
     numa = values.get("numa")
     pair = isinstance(numa, tuple) and len(numa) == 2 and all(isinstance(n, int) for n in numa)
     if numa not in (None, "auto") and not pair:

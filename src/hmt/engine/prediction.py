@@ -6,9 +6,9 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan
 from hmt.contracts.step import Step
 from hmt.planner import Demand
-from hmt.planner.cost import CostModel
-from hmt.planner.loads import loads_of
-from hmt.planner.predicted import RunFactors, StepCost
+from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.prediction import RunFactors, StepCost
+from hmt.planner.cost.workload import workload_of
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ class StepTotals:
         """Count one step."""
         self.steps += 1
         self.tokens += len(step.token_ids)
-        self.sequences += len(step.runs)
-        self.positions += sum(run.context for run in step.runs)
-        self.seen += sum(run.length * (run.start + (run.length + 1) / 2) for run in step.runs)
+        self.sequences += len(step.segments)
+        self.positions += sum(run.context for run in step.segments)
+        self.seen += sum(run.length * (run.start + (run.length + 1) / 2) for run in step.segments)
         self.seconds += seconds
         self.disk_bytes += disk_bytes
 
@@ -51,12 +51,12 @@ class StepPrediction:
 
     Without context where none was decoded.
 
-    step_s           0 where rates were not known
-    actual_s         what a step took; 0 where there were none
+    step_s             0 where rates were not known
+    actual_s           what a step took; 0 where there were none
     host_bytes, disk_bytes   of weights and of what they attend to, per token
-    actual_disk_bytes        that were read, per token
-    used_bytes       the most that the plan reserved of the budget
-    cost             what the step is made of
+    actual_disk_bytes  that were read, per token
+    used_bytes         the most that the plan reserved of the budget
+    cost               what the step is made of
     """
 
     users: float
@@ -89,7 +89,7 @@ class Predictor:
         self, demand: Demand, plan: Plan, machine: Machine, factors: RunFactors | None = None
     ) -> None:
         """`factors`: what earlier runs took, over what is predicted."""
-        loads = loads_of(demand, plan)
+        loads = workload_of(demand, plan)
         self._costs = CostModel(loads, machine, factors)
         self._bare = CostModel(loads, machine)
         self._used_bytes = sum(plan.reserved.values())

@@ -12,10 +12,10 @@ from hmt.contracts.request import (
     Request,
     TokenEvent,
 )
-from hmt.engine.sequence import Sequence
+from hmt.engine.scheduling.sequence import Sequence
 
 Cancel = Callable[[Sequence], None]
-Told = TokenEvent | PromptEvent | HMTError | None
+StreamEvent = TokenEvent | PromptEvent | HMTError | None
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -24,7 +24,7 @@ class TokenStream(Iterator[TokenEvent]):
     def __init__(
         self,
         sequence: Sequence,
-        events: "queue.SimpleQueue[Told]",
+        events: "queue.SimpleQueue[StreamEvent]",
         cancel: Cancel,
     ) -> None:
         """`events` are those of `sequence`."""
@@ -75,7 +75,7 @@ class TokenStream(Iterator[TokenEvent]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class RequestHandle:
     """A request that was begun with listeners; see LoadedModel.begin.  For any thread.
 
     Times are time.perf_counter() seconds.
@@ -92,7 +92,7 @@ class Ticket:
     @property
     def held_tokens(self) -> int:
         """Of them, those whose keys and values others had computed; 0 until it runs."""
-        return self._sequence.held
+        return self._sequence.cached_tokens
 
     @property
     def submitted_s(self) -> float:

@@ -12,23 +12,27 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from hmt.base.locked_file import open_locked
 from hmt.base.trace import Event
 from hmt.contracts.store import Priority
-from hmt.engine.own_file import open_own_file
 
-TRACED_EVENTS = 1_000_000  # the last ones; about ten minutes at a drive's full rate
+TRACED_EVENTS = 1_000_000  # the last ones; about ten minutes at a disk's full rate
 
 # From top to bottom, by the kind of event.
 _TRACKS = {
     "step": "steps",
     "compute": "layers, with their waits",
     "wait": "waiting",
-    "read": "drive",
+    "read": "disk",
     "verify": "checksums",
     "convert": "conversion",
 }
 _LANES = 1000  # numbers for the threads of one track: more than anything does at a time
-_PRIORITIES = {Priority.NEED: "needed", Priority.SURE: "ahead", Priority.GUESS: "guessed"}
+_PRIORITIES = {
+    Priority.DEMAND: "needed",
+    Priority.PREFETCH: "ahead",
+    Priority.SPECULATIVE: "guessed",
+}
 
 
 class Timeline:
@@ -36,7 +40,7 @@ class Timeline:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where it cannot be written, or another model writes it."""
-        self._raw = open_own_file(path, "the timeline")
+        self._raw = open_locked(path, "the timeline")
         self._packed = path.suffix == ".gz"
 
     def write(self, events: Sequence[Event]) -> None:

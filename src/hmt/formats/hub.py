@@ -124,5 +124,5 @@ def _check(name: str, files: list[Any]) -> None:
     if needed > free:
         raise MachineError(
             f"{name} needs {format_bytes(needed)}, and {there} has {format_bytes(free)} free: make "
-            "room, or set HF_HOME to a folder on a larger drive"
+            "room, or set HF_HOME to a folder on a larger disk"
         )

@@ -12,7 +12,7 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops, reference
 from hmt.kernels.cpu import elementwise, extension
 from hmt.kernels.reference import LatentLayer, NormOptions
-from hmt.kernels.reference.pages import PagedRuns, Pages
+from hmt.kernels.reference.kv_pages import AttentionMetadata, Pages
 
 __all__ = [
     "LatentLayer",
@@ -57,7 +57,7 @@ def add_latent_attention(
     angles: tuple[Tensor, Tensor],
     pages: Pages,
     number: int,
-    runs: PagedRuns,
+    runs: AttentionMetadata,
 ) -> bool:
     """Add to hidden [tokens, width] the latent attention to its norm, with all projections.
 

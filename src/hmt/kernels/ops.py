@@ -6,38 +6,36 @@ described.  `hmt.kernels.cpu.linear` says where the compiled kernels round diffe
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hmt.base import flags
-from hmt.base.log import warn_once
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import reference
+from hmt.kernels.backend import gpu_kernels
 from hmt.kernels.cpu import attention as cpu_attention
 from hmt.kernels.cpu import elementwise, extension, routing, sampling, sublayers
 from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
 from hmt.kernels.cpu.stack import stack as make_stack
-from hmt.kernels.elsewhere import feed_forward_elsewhere, feed_forward_handler, hand_over
+from hmt.kernels.host_ffn import copy_pairs, feed_forward_handler, feed_forward_on_host
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,
     Expert,
     FeedForward,
+    LogitStats,
     NormOptions,
-    Survey,
     attention_output,
     merge_attention,
 )
-from hmt.kernels.reference.pages import (
-    PagedRun,
-    PagedRuns,
+from hmt.kernels.reference.kv_pages import (
+    AttentionMetadata,
+    PagedSegment,
     PageEncoding,
     PageLayout,
     Pages,
@@ -47,20 +45,20 @@ from hmt.kernels.reference.pages import (
 __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
     "AttentionInputs",
+    "AttentionMetadata",
     "Expert",
     "FeedForward",
+    "LogitStats",
     "NormOptions",
     "PageEncoding",
     "PageLayout",
-    "PagedRun",
-    "PagedRuns",
+    "PagedSegment",
     "Pages",
     "Stack",
     "StackAttention",
     "StackExperts",
     "StackFFN",
     "StackLayer",
-    "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_attend_pages",
@@ -70,20 +68,21 @@ __all__ = [
     "attention_inputs",
     "attention_output",
     "biased_sigmoid_topk",
+    "copy_pairs",
     "dequantize",
     "draw",
     "experts",
     "feed_forward",
-    "feed_forward_elsewhere",
+    "feed_forward_on_host",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",
-    "hand_over",
     "kernel_seconds",
     "largest",
     "linear",
     "linear_into",
     "linear_many",
+    "logit_stats",
     "merge_attention",
     "page_masses",
     "paged_attention",
@@ -97,7 +96,6 @@ __all__ = [
     "rope_inplace",
     "softmax_topk",
     "stack",
-    "survey",
 ]
 
 
@@ -266,7 +264,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tupl
 
 
 def append_pages(
-    pages: Pages, layer: int, runs: PagedRuns, key: Tensor, value: Tensor | None
+    pages: Pages, layer: int, runs: AttentionMetadata, key: Tensor, value: Tensor | None
 ) -> None:
     """See `reference.append_pages`: writes key and value [tokens, heads, dim] to their pages."""
     native = _native_for(pages.memory)
@@ -279,7 +277,7 @@ def append_pages(
 def paged_attention(
     pages: Pages,
     layer: int,
-    runs: PagedRuns,
+    runs: AttentionMetadata,
     query: Tensor,
     *,
     scale: float,
@@ -301,7 +299,13 @@ def paged_attention(
 
 
 def attend_part(
-    pages: Pages, layer: int, runs: PagedRuns, query: Tensor, out: Tensor, lse: Tensor, **how: Any
+    pages: Pages,
+    layer: int,
+    runs: AttentionMetadata,
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    **how: Any,
 ) -> None:
     """See `reference.attend_part`: writes f32 out [tokens, q_heads, value_dim] and lse, in part.
 
@@ -317,7 +321,7 @@ def attend_part(
 
 
 def page_masses(
-    pages: Pages, layer: int, runs: PagedRuns, query: Tensor, lse: Tensor, **how: Any
+    pages: Pages, layer: int, runs: AttentionMetadata, query: Tensor, lse: Tensor, **how: Any
 ) -> list[Tensor]:
     """See `reference.page_masses`: f32 [pages] of each run; `how` is scale and softcap."""
     native = _native_for(query)
@@ -330,7 +334,7 @@ def page_masses(
 def paged_attention_output(
     pages: Pages,
     layer: int,
-    runs: PagedRuns,
+    runs: AttentionMetadata,
     query: Tensor,
     *,
     scale: float,
@@ -347,7 +351,7 @@ def paged_attention_output(
 
 
 def append_attend_pages(
-    pages: Pages, layer: int, runs: PagedRuns, heads: Tensor, **options: Any
+    pages: Pages, layer: int, runs: AttentionMetadata, heads: Tensor, **options: Any
 ) -> Tensor:
     """See `reference.append_attend_pages`: [tokens, q_heads * dim]."""
     native = _native_for(heads)
@@ -449,10 +453,14 @@ def biased_sigmoid_topk(
     return routing.route(native, logits, bias, k, groups, kept_groups, renormalise, scale)
 
 
-def survey(logits: Tensor) -> Survey:
+def logit_stats(logits: Tensor) -> LogitStats:
     """See `reference.survey`: what one look at logits [vocab] tells."""
     native = _native_for(logits)
-    return _portable(logits).survey(logits) if native is None else sampling.survey(native, logits)
+    return (
+        _portable(logits).logit_stats(logits)
+        if native is None
+        else sampling.logit_stats(native, logits)
+    )
 
 
 def draw(
@@ -479,19 +487,6 @@ _THIS: Any = sys.modules[__name__]  # what chains of operations are made of
 def _portable(tensor: Tensor) -> Any:
     """Operations for tensors that the compiled kernels do not take."""
     return gpu_kernels() if tensor.is_cuda else reference
-
-
-@cache
-def gpu_kernels() -> Any:
-    """The operations for tensors on a GPU; `reference` where there are none."""
-    if flags.read(flags.KERNELS) == "reference":
-        return reference
-    try:
-        from hmt.kernels.triton import operations
-    except ImportError as error:
-        warn_once("triton", f"Triton does not load ({error}): the GPU computes in plain torch")
-        return reference
-    return operations
 
 
 def _native_for(tensor: Tensor) -> ModuleType | None:

@@ -1,23 +1,23 @@
 """Keys and values: pages, sequences, and attention over them."""
 
-from hmt.kvcache.cache import PagedKV
-from hmt.kvcache.opening import encoding_of, group_bytes_as, kv_sizes, open_tiered
-from hmt.kvcache.pages import page_bytes
-from hmt.kvcache.placed import AnyKV, PlacedKV
-from hmt.kvcache.policies import ORDERS
-from hmt.kvcache.stepped import SteppedKV
-from hmt.kvcache.tiered import TieredKV
+from hmt.kvcache.eviction import KV_EVICTION
+from hmt.kvcache.offload.factory import group_bytes_as, kv_sizes, open_tiered, page_encoding
+from hmt.kvcache.offload.graph_cache import GraphKVCache
+from hmt.kvcache.offload.tiered_cache import TieredKV
+from hmt.kvcache.page_allocator import page_bytes
+from hmt.kvcache.paged_cache import PagedKV
+from hmt.kvcache.split_cache import AnyKV, SplitKVCache
 
 __all__ = [
-    "ORDERS",
+    "KV_EVICTION",
     "AnyKV",
+    "GraphKVCache",
     "PagedKV",
-    "PlacedKV",
-    "SteppedKV",
+    "SplitKVCache",
     "TieredKV",
-    "encoding_of",
     "group_bytes_as",
     "kv_sizes",
     "open_tiered",
     "page_bytes",
+    "page_encoding",
 ]

@@ -17,24 +17,24 @@ from hmt.layers.moe import (
 )
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary, border_of, check_options, common_border, yarn_mscale
-from hmt.layers.stack import Experts, ResidentLayers, UsualLayer
+from hmt.layers.stack import Experts, FusableLayer, FusedLayers
 
 __all__ = [
     "Attention",
     "BiasedSigmoidRouter",
     "Experts",
+    "FusableLayer",
+    "FusedLayers",
     "GatedFFN",
     "GroupedSoftmaxRouter",
     "LatentAttention",
     "Params",
     "RMSNorm",
-    "ResidentLayers",
     "ResidualFFN",
     "Rotary",
     "Router",
     "Routing",
     "SoftmaxRouter",
-    "UsualLayer",
     "add_routed_experts",
     "border_of",
     "check_options",

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
 from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
-from hmt.contracts.model import PIECE_TOKENS, KVKind, KVLayer
-from hmt.contracts.step import Run, Step
+from hmt.contracts.model import CHUNK_TOKENS, KVKind, KVLayer
+from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import fused_ops, ops
 from hmt.kernels.fused_ops import LatentLayer
@@ -38,7 +38,7 @@ class LatentAttention:
                + value_dim) products for each query and position
 
     What is as wide as all heads' absorbed queries, or expanded keys, exists for a piece at a time:
-    for PIECE_TOKENS tokens, or for _HEADS_AT_ONCE heads.
+    for CHUNK_TOKENS tokens, or for _HEADS_AT_ONCE heads.
 
     q_rank   width of the query's own compression; None where queries are projected directly
     """
@@ -144,7 +144,7 @@ class LatentAttention:
         """
         if not fused_ops.has_fused_kernels(hidden):
             return False
-        if any(run.length > 1 for run in step.runs):
+        if any(run.length > 1 for run in step.segments):
             return False
         place = kv.kernel_place(layer, step)
         if place is None:
@@ -169,11 +169,11 @@ class LatentAttention:
         kv.append(layer, step, torch.cat((latent[:, None], shared), dim=-1), None)
 
         out = x.new_empty(len(x), self.heads, self.value_dim)
-        short = [run for run in step.runs if run.length <= self._longest_absorbed]
+        short = [run for run in step.segments if run.length <= self._longest_absorbed]
         for piece in _pieces(short):
             part, rows = _only(step, piece)
             out[rows] = self._absorbed(nope[rows], turning[rows], layer, part, params, kv)
-        for run in step.runs:
+        for run in step.segments:
             if run.length > self._longest_absorbed:
                 context = kv.read(layer, run)[0].to(x.dtype)
                 for heads in self._head_groups(params["kv_b_proj"]):
@@ -211,7 +211,7 @@ class LatentAttention:
         return [slice(at, min(at + count, self.heads)) for at in range(0, self.heads, count)]
 
     def _expanded(
-        self, query: Tensor, context: Tensor, heads: slice, run: Run, params: Params
+        self, query: Tensor, context: Tensor, heads: slice, run: Segment, params: Params
     ) -> Tensor:
         """Attention of query [length, some heads, dim] to expanded keys: [.., .., value_dim].
 
@@ -241,7 +241,7 @@ class LatentAttention:
         return torch.cat((nope, shared.expand(-1, nope.shape[1], -1)), dim=-1), value
 
 
-def _edges(run: Run, most: int, *, together: bool) -> list[int]:
+def _edges(run: Segment, most: int, *, together: bool) -> list[int]:
     """Where pieces of up to `most` positions begin, and the last one ends.
 
     together   a piece may have positions before the run and its own; a GPU was measured with apart
@@ -280,25 +280,25 @@ def _rows_of(weight: WeightTensor, first: int, end: int) -> WeightTensor:
     return found
 
 
-def _pieces(runs: list[Run]) -> list[list[Run]]:
-    """Runs by up to PIECE_TOKENS tokens, longer ones cut."""
-    pieces: list[list[Run]] = []
+def _pieces(runs: list[Segment]) -> list[list[Segment]]:
+    """Runs by up to CHUNK_TOKENS tokens, longer ones cut."""
+    pieces: list[list[Segment]] = []
     room = 0
     for run in runs:
-        for at in range(0, run.length, PIECE_TOKENS):
-            length = min(PIECE_TOKENS, run.length - at)
+        for at in range(0, run.length, CHUNK_TOKENS):
+            length = min(CHUNK_TOKENS, run.length - at)
             if length > room:
                 pieces.append([])
-                room = PIECE_TOKENS
+                room = CHUNK_TOKENS
             cut = replace(run, start=run.start + at, offset=run.offset + at, length=length)
             pieces[-1].append(run if length == run.length else cut)
             room -= length
     return pieces
 
 
-def _only(step: Step, runs: list[Run]) -> tuple[Step, Tensor | slice]:
+def _only(step: Step, runs: list[Segment]) -> tuple[Step, Tensor | slice]:
     """A step of some of a step's runs, and where its tokens are in the step they come from."""
-    if runs == list(step.runs):
+    if runs == list(step.segments):
         return step, slice(None)
     where = step.positions.device
     tokens = [torch.arange(run.offset, run.offset + run.length, device=where) for run in runs]

@@ -21,7 +21,7 @@ class Routing:
 
     experts   int64 [tokens, top_k]
     scales    f32 [tokens, top_k]: what the experts' outputs are multiplied with
-    ending    of the work that a team has begun: see `ExpertTeam`
+    ending    of the work that a team has begun: see `MoeBackend`
     """
 
     experts: Tensor
@@ -165,11 +165,11 @@ def request_experts(
 
     hidden [tokens, hidden_size] is what the router saw, before its norm, and x after it.
     """
-    team = weights.team(layer)
+    team = weights.moe_backend(layer)
     if team is not None:
         routing.ending = team.begin(x, routing.experts, routing.scales, expert.activation)
         return
-    weights.request(routing.blocks(layer), Priority.NEED)
+    weights.request(routing.blocks(layer), Priority.DEMAND)
     weights.routed(layer, hidden, routing.experts, routing.scales)
 
 

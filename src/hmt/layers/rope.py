@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.model import RotaryBorder
-from hmt.contracts.step import Run, Step
+from hmt.contracts.step import Segment, Step
 
 Parameters = Mapping[str, Any]
 
@@ -52,7 +52,7 @@ class Rotary:
         """Radians per position for a sequence of `context` positions: f32 [dim / 2]."""
         return self._compute(self._parameters, self._dim, context, self._max_positions)
 
-    def kind(self, run: Run) -> int:
+    def kind(self, run: Segment) -> int:
         """What the angles of a run depend on besides its tokens' positions; 0: on nothing."""
         border = self.border
         if border is None:
@@ -85,12 +85,12 @@ class Rotary:
             return self._kept_on(device, long=False)
         if border.gradual:
             return self._gradual(step, border.positions)
-        kinds = [bool(self.kind(run)) for run in step.runs]
+        kinds = [bool(self.kind(run)) for run in step.segments]
         if len(set(kinds)) == 1:
             return self._kept_on(device, long=kinds[0])
         rows = [
             self._kept_on(device, long=long).expand(run.length, -1)
-            for long, run in zip(kinds, step.runs, strict=True)
+            for long, run in zip(kinds, step.segments, strict=True)
         ]
         return torch.cat(rows)
 
@@ -100,7 +100,7 @@ class Rotary:
         So that a captured step follows its positions past the border.
         """
         counts = torch.cat(
-            [(step.positions[run.tokens] + 1).clamp(min=self.kind(run)) for run in step.runs]
+            [(step.positions[run.tokens] + 1).clamp(min=self.kind(run)) for run in step.segments]
         )[:, None]
         stretched = _stretched(self._parameters, self._dim, counts, border)
         usual = self._kept_on(step.positions.device, long=False)

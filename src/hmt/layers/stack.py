@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Standing, Weights
+from hmt.contracts.store import KVCache, ResidentBlock, Weights
 from hmt.kernels import ops
 from hmt.layers.attention import Attention
 from hmt.layers.ffn import GatedFFN, ResidualFFN
@@ -28,7 +28,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class UsualLayer:
+class FusableLayer:
     """What a family's `layer` computes, where it is attention and then an FFN or experts.
 
     post_norm   of what attention adds; None for none
@@ -39,7 +39,7 @@ class UsualLayer:
     post_norm: RMSNorm | None = None
 
 
-class ResidentLayers:
+class FusedLayers:
     """Consecutive layers in one call, for steps of few tokens.
 
     Results are those of the layers one after the other, to the bit.
@@ -48,7 +48,7 @@ class ResidentLayers:
     def __init__(
         self,
         stack: ops.Stack,
-        layers: Sequence[UsualLayer],
+        layers: Sequence[FusableLayer],
         weights: Weights,
         kv: KVCache,
         always_bytes: int,
@@ -67,8 +67,8 @@ class ResidentLayers:
 
     @classmethod
     def build(
-        cls, first: int, layers: Sequence[UsualLayer], weights: Weights, kv: KVCache
-    ) -> "ResidentLayers | None":
+        cls, first: int, layers: Sequence[FusableLayer], weights: Weights, kv: KVCache
+    ) -> "FusedLayers | None":
         """Layers first, first + 1, ...; None where some block may move, or has no kernel."""
         rotaries = _rotaries(layers)
         described = []
@@ -88,7 +88,7 @@ class ResidentLayers:
 
     @property
     def expert_uses(self) -> dict[int, list[int]]:
-        """See contracts.model.ResidentLayers."""
+        """See contracts.model.FusedLayers."""
         return {layer: uses.tolist() for layer, uses in self._uses.items()}
 
     def __call__(self, hidden: Tensor, step: Step) -> bool:
@@ -99,7 +99,7 @@ class ResidentLayers:
         if len(hidden) > _MOST_TOKENS or not hidden.is_contiguous():
             return False
         angles = [rotary.cos_sin(step) for rotary in self._rotaries]
-        experts = self._stack.run(hidden, self._kv.kernel_runs(step), angles)
+        experts = self._stack.run(hidden, self._kv.kernel_metadata(step), angles)
         self._weights.count(self._always_bytes + experts * self._expert_bytes)
         return True
 
@@ -108,9 +108,9 @@ class ResidentLayers:
 class _Blocks:
     """A layer's blocks in memory."""
 
-    attention: Standing
-    second: Standing
-    experts: Sequence[Standing]
+    attention: ResidentBlock
+    second: ResidentBlock
+    experts: Sequence[ResidentBlock]
 
     @property
     def always_bytes(self) -> int:
@@ -121,7 +121,7 @@ class _Blocks:
         return self.experts[0].nbytes if self.experts else 0
 
     @classmethod
-    def find(cls, index: int, layer: UsualLayer, weights: Weights) -> "_Blocks | None":
+    def find(cls, index: int, layer: FusableLayer, weights: Weights) -> "_Blocks | None":
         sparse = isinstance(layer.second, Experts)
         blocks = [
             BlockId(index, BlockKind.ATTENTION),
@@ -130,17 +130,17 @@ class _Blocks:
         if isinstance(layer.second, Experts):
             numbers = range(layer.second.router.experts)
             blocks += [BlockId(index, BlockKind.EXPERT, expert) for expert in numbers]
-        found = weights.standing(blocks)
+        found = weights.resident(blocks)
         return None if found is None else cls(found[0], found[1], found[2:])
 
 
-def _rotaries(layers: Sequence[UsualLayer]) -> list[Rotary]:
+def _rotaries(layers: Sequence[FusableLayer]) -> list[Rotary]:
     """All that turn heads, each once."""
     return list(dict.fromkeys(layer.attention.rotary for layer in layers))
 
 
 def _describe(
-    layer: UsualLayer, found: _Blocks, place: tuple[ops.Pages, int, int], angles: int
+    layer: FusableLayer, found: _Blocks, place: tuple[ops.Pages, int, int], angles: int
 ) -> ops.StackLayer:
     pages, number, window = place
     attention, post_norm = layer.attention, layer.post_norm

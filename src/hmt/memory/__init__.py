@@ -3,22 +3,11 @@
 Nothing here knows what a tensor means.
 """
 
-from hmt.memory.arena import PAGE_BYTES, POISON, HostBuffer
-from hmt.memory.bitmap import Bitmap
-from hmt.memory.host_pool import BufferOwner, HostPool, PoolStats
-from hmt.memory.ledger import Account, Ledger
-from hmt.memory.limits import (
-    available_host_bytes,
-    cgroup_limit_bytes,
-    forget_peak,
-    give_back,
-    peak_resident_bytes,
-    physical_host_bytes,
-    resident_bytes,
-    share_arenas,
-)
-from hmt.memory.numa import Binding, node_distances, numa_nodes
-from hmt.memory.probe import (
+from hmt.memory.allocator.arena import PAGE_BYTES, POISON, HostBuffer
+from hmt.memory.allocator.bitmap import Bitmap
+from hmt.memory.allocator.host_pool import BufferOwner, HostPool, PoolStats
+from hmt.memory.allocator.size_classes import size_classes
+from hmt.memory.disk.bandwidth_probe import (
     DiskRate,
     best_of,
     cache_bytes,
@@ -30,11 +19,22 @@ from hmt.memory.probe import (
     usable_readers,
     usual_rate,
 )
-from hmt.memory.reader_kinds import READERS, open_reader
-from hmt.memory.readers import DiskReader, PreadReader
-from hmt.memory.schedule import DiskRead, Ticket
-from hmt.memory.size_classes import size_classes
-from hmt.memory.transfer import QueueCounters, ReadCounters, TransferQueue
+from hmt.memory.disk.io_scheduler import DiskRead, ReadGroup
+from hmt.memory.disk.read_queue import QueueCounters, ReadCounters, ReadQueue
+from hmt.memory.disk.reader_kinds import READERS, open_reader
+from hmt.memory.disk.readers import DiskReader, PreadReader
+from hmt.memory.ledger import Account, Ledger
+from hmt.memory.numa import Binding, node_distances, numa_nodes
+from hmt.memory.process_memory import (
+    available_host_bytes,
+    cgroup_limit_bytes,
+    limit_malloc_arenas,
+    peak_resident_bytes,
+    physical_host_bytes,
+    reset_peak_resident,
+    resident_bytes,
+    trim_heap,
+)
 
 __all__ = [
     "PAGE_BYTES",
@@ -54,16 +54,15 @@ __all__ = [
     "PreadReader",
     "QueueCounters",
     "ReadCounters",
-    "Ticket",
-    "TransferQueue",
+    "ReadGroup",
+    "ReadQueue",
     "available_host_bytes",
     "best_of",
     "cache_bytes",
     "cgroup_limit_bytes",
     "disk_rate",
     "file_to_read",
-    "forget_peak",
-    "give_back",
+    "limit_malloc_arenas",
     "node_distances",
     "numa_nodes",
     "open_reader",
@@ -71,10 +70,11 @@ __all__ = [
     "physical_host_bytes",
     "quick_rate",
     "ram_read_rate",
+    "reset_peak_resident",
     "resident_bytes",
-    "share_arenas",
     "size_classes",
     "sweep",
+    "trim_heap",
     "usable_readers",
     "usual_rate",
 ]

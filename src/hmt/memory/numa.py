@@ -117,8 +117,8 @@ def choose(
 ) -> Binding:
     """What a choice means on this machine.
 
-    asked    (CPU node, memory node), or "auto"
-    device   PCI address of the GPU in use; "" without one
+    asked   (CPU node, memory node), or "auto"
+    device  PCI address of the GPU in use; "" without one
 
     "auto": with a GPU, its own node, and those beside it on its socket, where `host_bytes` fit
     there, so that copies do not cross to another socket; otherwise memory is spread over all nodes,

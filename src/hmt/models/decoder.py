@@ -10,9 +10,9 @@ from hmt.base.units import MIB, round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import KVLayer, ModelSpec
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Standing, Weights
+from hmt.contracts.store import KVCache, ResidentBlock, Weights
 from hmt.kernels import fused_ops, ops
-from hmt.layers import ResidentLayers, RMSNorm, Router, UsualLayer, common_border
+from hmt.layers import FusableLayer, FusedLayers, RMSNorm, Router, common_border
 from hmt.models.config import Config, max_context, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -65,7 +65,7 @@ class Decoder(ABC):
             piece_width=piece_width,
             attention_heads=config.num_attention_heads,
             experts_per_token=0 if router is None else router.top_k,
-            together=all(self.usual_layer(index) is not None for index in range(layers)),
+            together=all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
             rotary_border=common_border(rotary.border for rotary in self._rotaries),
         )
@@ -86,18 +86,16 @@ class Decoder(ABC):
     ) -> Tensor:
         """See Model."""
 
-    def usual_layer(self, index: int) -> UsualLayer | None:
+    def fusable_layer(self, index: int) -> FusableLayer | None:
         """What `layer` computes, for kernels that take many layers at once; None if unusual."""
         return None
 
-    def resident_layers(
-        self, layers: range, weights: Weights, kv: KVCache
-    ) -> ResidentLayers | None:
+    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
         """See Model."""
-        usual = [layer for layer in map(self.usual_layer, layers) if layer is not None]
+        usual = [layer for layer in map(self.fusable_layer, layers) if layer is not None]
         if len(usual) < len(layers):
             return None
-        return ResidentLayers.build(layers[0], usual, weights, kv)
+        return FusedLayers.build(layers[0], usual, weights, kv)
 
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """See Model."""
@@ -110,7 +108,7 @@ class Decoder(ABC):
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
-        standing = weights.standing(self._head_chunks)
+        standing = weights.resident(self._head_chunks)
         if standing is not None:
             return self._resident_head(hidden, standing, weights)
         logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
@@ -126,7 +124,7 @@ class Decoder(ABC):
 
     def angles(self, step: Step) -> tuple[int, ...]:
         """See Model."""
-        kinds = tuple(rotary.kind(run) for rotary in self._rotaries for run in step.runs)
+        kinds = tuple(rotary.kind(run) for rotary in self._rotaries for run in step.segments)
         return kinds if any(kinds) else ()
 
     def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
@@ -136,7 +134,7 @@ class Decoder(ABC):
             return self._router(self._norm(hidden, params["norm"]), params).experts
 
     def _resident_head(
-        self, hidden: Tensor, chunks: Sequence[Standing], weights: Weights
+        self, hidden: Tensor, chunks: Sequence[ResidentBlock], weights: Weights
     ) -> Tensor:
         """All chunks in one call, with the same results."""
         names = tuple(f"weight{number}" for number in range(len(chunks)))

@@ -8,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import GatedFFN, ResidualFFN, RMSNorm, UsualLayer
+from hmt.layers import FusableLayer, GatedFFN, ResidualFFN, RMSNorm
 from hmt.models.config import Config, activation, attention, head_dim, require, rotary, windows
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
@@ -74,9 +74,9 @@ class Gemma3(Decoder):
         """See Model."""
         return super().embed(step, weights) * self.embedding_scale
 
-    def usual_layer(self, index: int) -> UsualLayer:
+    def fusable_layer(self, index: int) -> FusableLayer:
         """See Decoder."""
-        return UsualLayer(self.attention[index], self.ffn, post_norm=self.norm)
+        return FusableLayer(self.attention[index], self.ffn, post_norm=self.norm)
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache

@@ -10,9 +10,9 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import (
     Experts,
+    FusableLayer,
     GatedFFN,
     SoftmaxRouter,
-    UsualLayer,
     request_experts,
     routed_experts,
 )
@@ -75,10 +75,10 @@ class GptOss(Decoder):
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
 
-    def usual_layer(self, index: int) -> UsualLayer:
+    def fusable_layer(self, index: int) -> FusableLayer:
         """See Decoder."""
         experts = Experts(self.norm, self.router, self.expert)
-        return UsualLayer(self.attention[index], experts)
+        return FusableLayer(self.attention[index], experts)
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache

@@ -8,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import Experts, SoftmaxRouter, UsualLayer, request_experts, routed_experts
+from hmt.layers import Experts, FusableLayer, SoftmaxRouter, request_experts, routed_experts
 from hmt.models.config import Config, attention, check_experts, gated_ffn, norm, rotary
 from hmt.models.decoder import Decoder, attention_block, expert_block, router_block
 
@@ -53,9 +53,9 @@ class Mixtral(Decoder):
             names = (f"{at}block_sparse_moe.experts.{expert}.", ("w1", "w3", "w2"))
             yield expert_block(index, expert, *self.expert.params(*names))
 
-    def usual_layer(self, index: int) -> UsualLayer:
+    def fusable_layer(self, index: int) -> FusableLayer:
         """See Decoder."""
-        return UsualLayer(self.attention, Experts(self.norm, self.router, self.expert))
+        return FusableLayer(self.attention, Experts(self.norm, self.router, self.expert))
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache

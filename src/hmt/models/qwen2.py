@@ -8,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import UsualLayer
+from hmt.layers import FusableLayer
 from hmt.models.config import Config, attention, norm, residual_ffn, rotary, windows
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
@@ -45,9 +45,9 @@ class Qwen2(Decoder):
             *self.ffn.ffn.params(f"{at}mlp."),
         )
 
-    def usual_layer(self, index: int) -> UsualLayer:
+    def fusable_layer(self, index: int) -> FusableLayer:
         """See Decoder."""
-        return UsualLayer(self.attention[index], self.ffn)
+        return FusableLayer(self.attention[index], self.ffn)
 
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache

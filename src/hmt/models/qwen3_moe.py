@@ -8,7 +8,14 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import Experts, RMSNorm, SoftmaxRouter, UsualLayer, request_experts, routed_experts
+from hmt.layers import (
+    Experts,
+    FusableLayer,
+    RMSNorm,
+    SoftmaxRouter,
+    request_experts,
+    routed_experts,
+)
 from hmt.models.config import (
     Config,
     attention,
@@ -74,9 +81,9 @@ class Qwen3Moe(Decoder):
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
 
-    def usual_layer(self, index: int) -> UsualLayer:
+    def fusable_layer(self, index: int) -> FusableLayer:
         """See Decoder."""
-        return UsualLayer(
+        return FusableLayer(
             self.attention,
             Experts(self.norm, self.router, self.expert) if self.sparse[index] else self.ffn,
         )

@@ -1,17 +1,23 @@
 """Where everything lives, decided before a byte is loaded: footprint, solver, explanation."""
 
-from hmt.planner.explain import explain
-from hmt.planner.footprint import Demand, activation_bytes, default_chunk, kv_bytes, scored_rows
-from hmt.planner.goals import GOALS
-from hmt.planner.levels import KVBudgets, KVSizes
-from hmt.planner.profiles import Profile, read_profile
-from hmt.planner.solver import PlanOptions, smallest_budget, solve
+from hmt.planner.placement.footprint import (
+    Demand,
+    activation_bytes,
+    default_chunk,
+    kv_bytes,
+    scored_rows,
+)
+from hmt.planner.placement.kv_tiers import KVBudgets, KVTierSizes
+from hmt.planner.placement.solver import PlanOptions, smallest_budget, solve
+from hmt.planner.what_if.explain import explain
+from hmt.planner.what_if.objectives import GOALS
+from hmt.planner.what_if.profiles import Profile, read_profile
 
 __all__ = [
     "GOALS",
     "Demand",
     "KVBudgets",
-    "KVSizes",
+    "KVTierSizes",
     "PlanOptions",
     "Profile",
     "activation_bytes",

@@ -15,7 +15,7 @@ from hmt.contracts.encoding import (
     Packing,
     WeightTensor,
 )
-from hmt.kernels import panels
+from hmt.kernels import panel_packing
 
 _DTYPES = {
     Encoding.F32: torch.float32,
@@ -116,11 +116,13 @@ class Format:
     def _panels(self, shape: tuple[int, ...]) -> tuple[Component, ...]:
         rows, columns = shape
         assert columns % PANEL_BLOCK == 0 and columns % self.group_size == 0
-        panels = -(-rows // PANEL_ROWS)
-        groups = (panels, columns // self.group_size, PANEL_ROWS)
+        panel_packing = -(-rows // PANEL_ROWS)
+        groups = (panel_packing, columns // self.group_size, PANEL_ROWS)
         scale_dtype = self.scale_dtype or _SCALE_DTYPES[self.encoding]
         parts = [
-            Component("data", torch.uint8, (panels, columns // PANEL_BLOCK, 4, PANEL_ROWS, 4)),
+            Component(
+                "data", torch.uint8, (panel_packing, columns // PANEL_BLOCK, 4, PANEL_ROWS, 4)
+            ),
             Component("scales", scale_dtype, groups),
         ]
         if self.zeros:
@@ -168,32 +170,32 @@ def row_slice(w: WeightTensor, first: int, end: int) -> WeightTensor:
     def rows(part: Tensor | None, height: int) -> Tensor | None:
         return None if part is None else part[first // height : -(-end // height)]
 
-    panels = PANEL_ROWS if w.encoding.packing is Packing.PANELS else 1
-    data = rows(w.data, panels)
+    panel_packing = PANEL_ROWS if w.encoding.packing is Packing.PANELS else 1
+    data = rows(w.data, panel_packing)
     assert data is not None
     return replace(
         w,
         shape=(end - first, *w.shape[1:]),
         data=data,
-        scales=rows(w.scales, w.tile[0] or panels),
-        zeros=rows(w.zeros, panels),
-        minima=rows(w.minima, panels),
+        scales=rows(w.scales, w.tile[0] or panel_packing),
+        zeros=rows(w.zeros, panel_packing),
+        minima=rows(w.minima, panel_packing),
     )
 
 
 def pack_codes(codes: Tensor) -> Tensor:
     """4-bit codes 0..15, uint8 [rows, columns], in panels: see Packing.PANELS."""
-    return panels.pack_codes(codes)
+    return panel_packing.pack_codes(codes)
 
 
 def pack_pairs(pairs: Tensor) -> Tensor:
     """The same of codes two in a byte, the low nibble first: uint8 [rows, columns / 2]."""
-    return panels.pack_pairs(pairs)
+    return panel_packing.pack_pairs(pairs)
 
 
 def pack_groups(values: Tensor) -> Tensor:
     """Numbers per group [rows, groups] in panels: [ceil(rows / 16), groups, 16]."""
     rows, groups = values.shape
-    panels = values.new_zeros(round_up(rows, PANEL_ROWS), groups)
-    panels[:rows] = values
-    return panels.view(-1, PANEL_ROWS, groups).transpose(1, 2).contiguous()
+    panel_packing = values.new_zeros(round_up(rows, PANEL_ROWS), groups)
+    panel_packing[:rows] = values
+    return panel_packing.view(-1, PANEL_ROWS, groups).transpose(1, 2).contiguous()

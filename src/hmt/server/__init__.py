@@ -3,7 +3,7 @@
 from hmt.server.app import create_app
 from hmt.server.config import ServerConfig
 from hmt.server.keys import KeyRing
+from hmt.server.model_manager import LoadableModels
 from hmt.server.run import bind, serve
-from hmt.server.shelf import Others
 
-__all__ = ["KeyRing", "Others", "ServerConfig", "bind", "create_app", "serve"]
+__all__ = ["KeyRing", "LoadableModels", "ServerConfig", "bind", "create_app", "serve"]

@@ -9,23 +9,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from hmt.engine import LoadedModel
-from hmt.server import errors, journal
+from hmt.server import access_log, errors
 from hmt.server.anthropic import messages
+from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.config import ServerConfig
-from hmt.server.gate import Gate
 from hmt.server.guard import Guard
 from hmt.server.head import HeadAsGet
 from hmt.server.metrics import Metrics
+from hmt.server.model_manager import LoadableModels, ModelManager
 from hmt.server.openai import chat, completions, embeddings, models
 from hmt.server.page import routes as page
-from hmt.server.page.watch import Watch
+from hmt.server.page.snapshot_cache import SnapshotCache
 from hmt.server.service import Service
-from hmt.server.shelf import Others, Shelf
-from hmt.server.stream import ClientGone, Unsent
+from hmt.server.stream import ClientGone, EmptyResponse
 
 
 def create_app(
-    model: LoadedModel, config: ServerConfig | None = None, others: Others | None = None
+    model: LoadedModel, config: ServerConfig | None = None, others: LoadableModels | None = None
 ) -> FastAPI:
     """An ASGI application that serves `model`, which stays the caller's to close.
 
@@ -44,33 +44,33 @@ def create_app(
     )
 
     def serving(name: str, loaded: LoadedModel) -> Service:
-        gate = Gate(running=loaded.max_batch, waiting=config.max_waiting)
+        gate = ConcurrencyLimit(running=loaded.max_batch, waiting=config.max_waiting)
         return Service(
             model=loaded,
             name=name,
             config=config,
-            gate=gate,
+            limit=gate,
             observer=metrics.of(name),
-            watch=Watch(loaded),
+            watch=SnapshotCache(loaded),
         )
 
     def changed(first: Service) -> None:
         app.state.service = first
 
     first = config.name or model.prepared.source.path.name
-    app.state.shelf = Shelf(
+    app.state.model_manager = ModelManager(
         serve=serving,
         folders={} if others is None else dict(others.paths),
         engine=None if others is None else others.engine,
         changed=changed,
         templates={} if config.chat_template is None else {first: config.chat_template},
     )
-    app.state.shelf.put(first, model)
+    app.state.model_manager.put(first, model)
     errors.install(app)
 
     @app.exception_handler(ClientGone)
     async def _gone(request: Request, error: ClientGone) -> Response:
-        return Unsent()
+        return EmptyResponse()
 
     routers = (
         chat.router,
@@ -91,7 +91,7 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
     def seen(scope: Scope, status: int, seconds: float) -> None:
         metrics.responded(scope, status, seconds)
         if config.log_requests:
-            journal.write(scope, status, seconds)
+            access_log.log_response(scope, status, seconds)
 
     inside = [Middleware(Guard, config=config, seen=seen), Middleware(HeadAsGet)]
     if not config.origins:
@@ -119,7 +119,7 @@ def _add_watching(app: FastAPI, metrics: Metrics) -> None:
     async def ready() -> Response:
         """Whether a request would be taken now."""
         service = app.state.service
-        gate, closed = service.gate, service.model.closed
+        gate, closed = service.limit, service.model.closed
         full = gate.inside >= gate.running + gate.waiting
         state = "closed" if closed else "full" if full else "ready"
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
@@ -127,5 +127,5 @@ def _add_watching(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def measured() -> Response:
         """What was measured, for Prometheus."""
-        content, kind = await metrics.render(app.state.shelf.services)
+        content, kind = await metrics.render(app.state.model_manager.services)
         return Response(content, headers={"Content-Type": kind})

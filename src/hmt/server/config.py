@@ -15,12 +15,12 @@ MOST_SHUTDOWN_S = 86400  # a day
 class ServerConfig:
     """How a model is served.  `check` says what makes no sense.
 
-    name               what clients call the model; None: the name of its folder
-    host, port         where to listen; port 0: any that is free
-    keys               who may use it; without any, everybody who reaches it
-    public             listen on an address that others can reach although there are no keys
-    max_waiting        answers that may wait for their turn; more are refused at once
-    max_choices        answers that one request may ask for
+    name         what clients call the model; None: the name of its folder
+    host, port   where to listen; port 0: any that is free
+    keys         who may use it; without any, everybody who reaches it
+    public       listen on an address that others can reach although there are no keys
+    max_waiting  answers that may wait for their turn; more are refused at once
+    max_choices  answers that one request may ask for
     default_new_tokens the longest answer of requests that do not say; less where the context ends
     timeout_s          time that an answer may take, its wait included
     max_body_bytes     of a request

@@ -117,7 +117,7 @@ class ApiError(Exception):
         return Response(content, self.status, self.headers, media_type="application/json")
 
 
-def told(error: HMTError, param: str | None = None) -> ApiError:
+def as_api_error(error: HMTError, param: str | None = None) -> ApiError:
     """What a client is told of an error of the engine.  `param` is what held the prompt."""
     message = str(error)
     if isinstance(error, ContextLengthError):
@@ -142,7 +142,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HMTError)
     async def _engines(request: Request, error: HMTError) -> Response:
-        return _answer(request, told(error))
+        return _answer(request, as_api_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:

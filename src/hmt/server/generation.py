@@ -13,27 +13,27 @@ from hmt.contracts.request import (
     Request,
     TokenEvent,
 )
-from hmt.engine import LoadedModel, Ticket
+from hmt.engine import LoadedModel, RequestHandle
 from hmt.server.client import CLIENT, off_loop
-from hmt.server.errors import told
-from hmt.server.gate import Gate
-from hmt.server.observer import Observer
+from hmt.server.concurrency_limit import ConcurrencyLimit
+from hmt.server.errors import as_api_error
+from hmt.server.request_observer import Observer
 
-Told = TokenEvent | PromptEvent | HMTError | None
+EngineEvent = TokenEvent | PromptEvent | HMTError | None
 
 _LATE_S: Final = 2.0  # that the engine has to tell itself that a request's time is over
 _TO_READ_S: Final = 5.0  # that a client then has to read the error
 
 
 @dataclass(frozen=True, slots=True)
-class _Ear:
+class _QueueListener:
     """Listener of one answer: hands what it is told to the event loop."""
 
     number: int
     loop: asyncio.AbstractEventLoop
-    hear: Callable[[int, Told], None]
+    hear: Callable[[int, EngineEvent], None]
 
-    def put(self, event: Told, /) -> None:
+    def put(self, event: EngineEvent, /) -> None:
         """See hmt.engine.Listener."""
         try:
             self.loop.call_soon_threadsafe(self.hear, self.number, event)
@@ -42,13 +42,13 @@ class _Ear:
 
 
 @dataclass(slots=True)
-class Course:
+class ChoiceState:
     """How one answer goes.  Times are time.perf_counter() seconds.
 
     prompt   what was asked of the prompt, with the first answer to it
     """
 
-    ticket: Ticket
+    ticket: RequestHandle
     first_s: float | None = None
     last_s: float | None = None
     tokens: int = 0
@@ -73,12 +73,12 @@ class Generation:
     reads; what waits to be read is bounded by `gate.unread`.
     """
 
-    gate: Gate
+    limit: ConcurrencyLimit
     observer: Observer
     param: str
-    courses: list[Course] = field(default_factory=list)
-    prompts: list[Ticket] = field(default_factory=list)  # the first answer of each
-    _heard: "asyncio.Queue[tuple[int, Told]]" = field(default_factory=asyncio.Queue)
+    choices: list[ChoiceState] = field(default_factory=list)
+    prompts: list[RequestHandle] = field(default_factory=list)  # the first answer of each
+    _events: "asyncio.Queue[tuple[int, EngineEvent]]" = field(default_factory=asyncio.Queue)
     _answers: int = 0
     _writing: int = 0  # answers of which the engine has not told the end
     _took_s: float | None = None  # the longest answer that ended by itself
@@ -100,13 +100,13 @@ class Generation:
 
         Raises ApiError: 429 at once where there is no room, 400 for requests that cannot be.
         """
-        self.gate.enter(answers)
+        self.limit.enter(answers)
         self._answers = self._writing = answers
         self._inside, self._begun_s = True, time.perf_counter()
         loop, client = asyncio.get_running_loop(), CLIENT.get()
         # Beside the engine, whose word waits behind what a client does not read.
         self._timer = loop.call_later(timeout_s + _LATE_S, self._expire, timeout_s, client.cut)
-        ears = [_Ear(number, loop, self._hear) for number in range(answers)]
+        ears = [_QueueListener(number, loop, self._hear) for number in range(answers)]
 
         def submit() -> None:
             if self._stopped:
@@ -118,7 +118,7 @@ class Generation:
                     return
                 tickets = model.begin(request, ears[number * choices : (number + 1) * choices])
                 self.prompts.append(tickets[0])
-                self.courses += map(Course, tickets)
+                self.choices += map(ChoiceState, tickets)
 
         # Long texts take their time to become tokens; the loop is for everybody.
         submitting = asyncio.create_task(off_loop(submit))
@@ -132,7 +132,7 @@ class Generation:
             self.close()  # the thread may go on: what it begins is cancelled at its end
             submitting.add_done_callback(self._cancel_late)
             if isinstance(error, HMTError):
-                raise told(error, self.param) from error
+                raise as_api_error(error, self.param) from error
             raise
         finally:
             ended.cancel()
@@ -141,7 +141,7 @@ class Generation:
     def _stopped(self) -> bool:
         return self._closed or self._over is not None
 
-    def _hear(self, number: int, event: Told) -> None:
+    def _hear(self, number: int, event: EngineEvent) -> None:
         """What the engine tells, on the event loop."""
         if self._stopped:
             return
@@ -151,9 +151,9 @@ class Generation:
         self._writing -= ends
         if not self._writing:
             self._leave_gate()
-        self._heard.put_nowait((number, event))
+        self._events.put_nowait((number, event))
         if isinstance(event, TokenEvent):
-            self.gate.unread.add(self, _size_of(event))
+            self.limit.unread.add(self, _size_of(event))
 
     def cut_off(self, error: HMTError) -> None:
         """End all answers: `begin` or `events` raises `error`, as an ApiError."""
@@ -162,7 +162,7 @@ class Generation:
             self._cancel()
             self._leave_gate()
             self._drop_unread()
-            self._heard.put_nowait((0, error))
+            self._events.put_nowait((0, error))
             self._ended.set()
 
     def _expire(self, timeout_s: float, cut: Callable[[], None]) -> None:
@@ -174,12 +174,12 @@ class Generation:
 
         What was asked of a prompt is in its first course before that answer's first token.
         """
-        left = sum(not course.ended for course in self.courses)
+        left = sum(not course.ended for course in self.choices)
         while left:
-            number, event = await self._heard.get()
+            number, event = await self._events.get()
             if self._over is not None:
-                raise told(self._over, self.param) from self._over
-            course = self.courses[number]
+                raise as_api_error(self._over, self.param) from self._over
+            course = self.choices[number]
             if isinstance(event, PromptEvent):
                 course.prompt, course.finish_reason = event, event.finish_reason
                 course.last_s = time.perf_counter()
@@ -188,8 +188,8 @@ class Generation:
             if not isinstance(event, TokenEvent):
                 course.failed = True
                 error = event or Cancelled("the request was cancelled")
-                raise told(error, self.param) from error
-            self.gate.unread.read(self, _size_of(event))
+                raise as_api_error(error, self.param) from error
+            self.limit.unread.read(self, _size_of(event))
             course.last_s = time.perf_counter()
             course.first_s = course.first_s or course.last_s
             course.tokens += 1
@@ -210,7 +210,7 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         """Of all answers, until now."""
-        return sum(course.tokens for course in self.courses)
+        return sum(course.tokens for course in self.choices)
 
     async def __aenter__(self) -> Self:
         return self
@@ -228,18 +228,18 @@ class Generation:
         self._cancel()
         self._leave_gate()
         self._drop_unread()
-        for course in self.courses:
+        for course in self.choices:
             self.observer.ended(course)
 
     def _leave_gate(self) -> None:
         if self._inside:
             self._inside = False
-            self.gate.leave(self._answers, self._took_s)
+            self.limit.leave(self._answers, self._took_s)
 
     def _drop_unread(self) -> None:
-        self.gate.unread.drop(self)
-        while not self._heard.empty():
-            self._heard.get_nowait()
+        self.limit.unread.drop(self)
+        while not self._events.empty():
+            self._events.get_nowait()
 
     def _cancel_late(self, submitted: "asyncio.Task[None]") -> None:
         if not submitted.cancelled():
@@ -247,7 +247,7 @@ class Generation:
         self._cancel()
 
     def _cancel(self) -> None:
-        for course in self.courses:
+        for course in self.choices:
             if not course.ended:
                 course.ticket.cancel()
 

@@ -18,10 +18,10 @@ from starlette.types import Scope
 
 from hmt.base.errors import ClosedError
 from hmt.engine import LoadedModel, RunSummary
-from hmt.server.generation import Course
-from hmt.server.observer import Observer
+from hmt.server.engine_metrics import MODEL_LABEL, Account, TierCollector
+from hmt.server.generation import ChoiceState
+from hmt.server.request_observer import Observer
 from hmt.server.service import Service
-from hmt.server.tiers import MODEL_LABEL, Account, TierCollector
 
 _PATIENCE_S: Final = 1.0  # that a scrape waits for the step that runs
 _SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -29,14 +29,14 @@ _LONG: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 3
 
 
 @dataclass(slots=True)
-class _Watched:
+class _ModelMetrics:
     """One model, with what it is being asked and what it last told."""
 
     model: LoadedModel
     account: Account = field(default_factory=Account)
     reading: Future[RunSummary] | None = None
 
-    async def look(self, inside: int) -> None:
+    async def read(self, inside: int) -> None:
         """Bring the account up to date, or leave it as it is while a step takes long."""
         with suppress(ClosedError, TimeoutError):
             if self.reading is None:
@@ -48,7 +48,7 @@ class _Watched:
         self.account.inside = inside
 
 
-class _Answers:
+class _AnswerCounter:
     """Counts the answers of one model.  An Observer."""
 
     def __init__(self, metrics: "Metrics", name: str) -> None:
@@ -58,22 +58,22 @@ class _Answers:
         self._tokens = metrics.tokens.labels(name)
         self._name, self._ends = name, metrics.ends
 
-    def ended(self, course: Course) -> None:
+    def ended(self, choice: ChoiceState) -> None:
         """See Observer."""
-        ticket = course.ticket
-        reason = course.finish_reason
-        end = "failed" if course.failed else "cancelled" if reason is None else reason.value
+        ticket = choice.ticket
+        reason = choice.finish_reason
+        end = "failed" if choice.failed else "cancelled" if reason is None else reason.value
         self._ends.labels(self._name, end).inc()
-        self._tokens.inc(course.tokens)
+        self._tokens.inc(choice.tokens)
         if ticket.admitted_s is not None:
             self._queue.observe(ticket.admitted_s - ticket.submitted_s)
-        if course.first_s is None or course.last_s is None:
+        if choice.first_s is None or choice.last_s is None:
             return
-        self._ttft.observe(course.first_s - ticket.submitted_s)
-        if course.tokens > 1:
-            self._tpot.observe((course.last_s - course.first_s) / (course.tokens - 1))
+        self._ttft.observe(choice.first_s - ticket.submitted_s)
+        if choice.tokens > 1:
+            self._tpot.observe((choice.last_s - choice.first_s) / (choice.tokens - 1))
         if reason is not None:
-            self._whole.observe(course.last_s - ticket.submitted_s)
+            self._whole.observe(choice.last_s - ticket.submitted_s)
 
 
 class Metrics:
@@ -84,7 +84,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _ModelMetrics] = {}
         self._tiers = TierCollector()
         self.registry = CollectorRegistry()
         self.registry.register(self._tiers)
@@ -118,7 +118,7 @@ class Metrics:
 
     def of(self, name: str) -> Observer:
         """Who counts the answers of the model with this name."""
-        return _Answers(self, name)
+        return _AnswerCounter(self, name)
 
     async def render(self, services: Mapping[str, Service]) -> tuple[bytes, str]:
         """All of it as text, and the text's content type.  `services`: the models, by name.
@@ -129,8 +129,8 @@ class Metrics:
         for name, service in services.items():
             known = before.get(name)
             same = known is not None and known.model is service.model
-            self._watched[name] = known if known and same else _Watched(service.model)
-        looks = [self._watched[name].look(one.gate.inside) for name, one in services.items()]
+            self._watched[name] = known if known and same else _ModelMetrics(service.model)
+        looks = [self._watched[name].read(one.limit.inside) for name, one in services.items()]
         await asyncio.gather(*looks)
         self._tiers.accounts = {name: one.account for name, one in self._watched.items()}
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

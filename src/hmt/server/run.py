@@ -18,7 +18,7 @@ from hmt.server.app import create_app
 from hmt.server.config import ServerConfig
 from hmt.server.connection import Connection, Patience
 from hmt.server.listener import Listener, most_connections
-from hmt.server.shelf import Others
+from hmt.server.model_manager import LoadableModels
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG: Final = 512
@@ -54,7 +54,7 @@ def serve(
     config: ServerConfig,
     bound: socket.socket,
     started: Callable[[str], None] = lambda address: None,
-    others: Others | None = None,
+    others: LoadableModels | None = None,
 ) -> None:
     """Answer until SIGINT or SIGTERM; then answers under way have `shutdown_s` to end.
 

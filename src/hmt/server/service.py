@@ -10,20 +10,20 @@ from fastapi import Request as HttpRequest
 from hmt.base.errors import HMTError
 from hmt.contracts.request import Grammar, Pooling, Request, Sampling
 from hmt.engine import LoadedModel
+from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.config import ServerConfig
-from hmt.server.errors import ApiError, told
-from hmt.server.gate import Gate
+from hmt.server.errors import ApiError, as_api_error
 from hmt.server.generation import Generation
-from hmt.server.observer import Observer
+from hmt.server.request_observer import Observer
 
 if TYPE_CHECKING:
-    from hmt.server.page.watch import Watch
+    from hmt.server.page.snapshot_cache import SnapshotCache
 
 LATER = -1  # priority of those who let all others go first
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ApiRequest:
     """What one HTTP request wants of the engine, beside its prompts.
 
     longest           tokens of an answer; None: the server's default, or what the context holds;
@@ -64,9 +64,9 @@ class Service:
     model: LoadedModel
     name: str
     config: ServerConfig
-    gate: Gate
+    limit: ConcurrencyLimit
     observer: Observer
-    watch: "Watch"
+    watch: "SnapshotCache"
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -75,23 +75,23 @@ class Service:
         return self.model.max_positions
 
     async def begin(
-        self, asked: Asked, prompts: Callable[[], list[list[int]]], count: int, param: str
+        self, request: ApiRequest, prompts: Callable[[], list[list[int]]], count: int, param: str
     ) -> Generation:
         """Begin answers to `count` prompts, which `prompts` makes on a thread.  Raises ApiError.
 
         param   the parameter that holds them
         """
         most = self.config.max_choices
-        if asked.answers > most:
+        if request.answers > most:
             raise ApiError(
                 400,
-                f"{asked.answers} answers were asked for; this server gives {most} at most",
-                param=asked.counted,
+                f"{request.answers} answers were asked for; this server gives {most} at most",
+                param=request.counted,
                 code="invalid_value",
             )
         vocab_size = self.model.prepared.model.spec.vocab_size
-        biased = [token for token, _ in asked.sampling.logit_bias]
-        named = {"logit_bias": biased, "stop_token_ids": asked.stop_token_ids}
+        biased = [token for token, _ in request.sampling.logit_bias]
+        named = {"logit_bias": biased, "stop_token_ids": request.stop_token_ids}
         for name, tokens in named.items():
             for token in tokens:
                 if token >= vocab_size:
@@ -101,37 +101,39 @@ class Service:
                         param=name,
                         code="invalid_value",
                     )
-        generation = Generation(self.gate, self.observer, param)
+        generation = Generation(self.limit, self.observer, param)
 
         def requests() -> list[Request]:
-            self._check_form(asked)
-            return [self._request(asked, tokens) for tokens in prompts()]
+            self._check_form(request)
+            return [self._request(request, tokens) for tokens in prompts()]
 
-        await generation.begin(self.model, requests, count * asked.answers, self._timeout_s(asked))
+        await generation.begin(
+            self.model, requests, count * request.answers, self._timeout_s(request)
+        )
         return generation
 
-    def _check_form(self, asked: Asked) -> None:
+    def _check_form(self, request: ApiRequest) -> None:
         """Compile the grammar, which may take a while.  Raises ApiError."""
-        if asked.grammar is not None:
+        if request.grammar is not None:
             try:
-                self.model.tokenizer.grammars.open(asked.grammar)
+                self.model.tokenizer.grammars.open(request.grammar)
             except HMTError as error:
-                raise told(error, asked.formed) from error
+                raise as_api_error(error, request.formed) from error
 
-    def _timeout_s(self, asked: Asked) -> float:
+    def _timeout_s(self, asked: ApiRequest) -> float:
         most = self.config.timeout_s
         return most if asked.timeout_s is None else min(most, asked.timeout_s)
 
-    def _request(self, asked: Asked, tokens: list[int]) -> Request:
-        longest, room = asked.longest, max(1, self.max_positions - len(tokens))
+    def _request(self, request: ApiRequest, tokens: list[int]) -> Request:
+        longest, room = request.longest, max(1, self.max_positions - len(tokens))
         if longest is None:
-            longest = min(room, max(self.config.default_new_tokens, asked.min_tokens))
+            longest = min(room, max(self.config.default_new_tokens, request.min_tokens))
         elif longest == -1:
             longest = room
-        if longest < asked.min_tokens:
+        if longest < request.min_tokens:
             raise ApiError(
                 400,
-                f"at least {asked.min_tokens} tokens were asked for; the answer may have "
+                f"at least {request.min_tokens} tokens were asked for; the answer may have "
                 f"{longest}: lower min_tokens, or raise max_tokens as far as the context goes",
                 param="min_tokens",
                 code="invalid_value",
@@ -139,24 +141,24 @@ class Service:
         return Request(
             tokens,
             longest,
-            sampling=asked.sampling,
-            stop=asked.stops,
-            ignore_eos=asked.ignore_eos,
-            min_tokens=asked.min_tokens,
-            stop_token_ids=asked.stop_token_ids,
-            owner=asked.owner,
-            cache_salt=asked.cache_salt,
-            priority=asked.priority,
-            grammar=asked.grammar,
-            prompt_logprobs=asked.prompt_logprobs,
-            embedding=asked.embedding,
-            reasoning_tokens=asked.reasoning_tokens,
-            timeout_s=self._timeout_s(asked),
+            sampling=request.sampling,
+            stop=request.stops,
+            ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
+            stop_token_ids=request.stop_token_ids,
+            owner=request.owner,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            grammar=request.grammar,
+            prompt_logprobs=request.prompt_logprobs,
+            embedding=request.embedding,
+            reasoning_tokens=request.reasoning_tokens,
+            timeout_s=self._timeout_s(request),
         )
 
 
 def service_of(request: HttpRequest, name: str | None = None) -> Service:
     """The model of this name, or the first one.  Raises ApiError 404 where it is not loaded."""
     state = request.app.state
-    service: Service = state.service if name is None else state.shelf.find(name)
+    service: Service = state.service if name is None else state.model_manager.find(name)
     return service

@@ -23,7 +23,7 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-class Unsent(Response):
+class EmptyResponse(Response):
     """For clients that are gone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,30 +45,30 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class SseDialect:
     """How a stream is written, as whole events.
 
-    said     of an event
-    failed   of an error that comes after the stream has begun
-    quiet    of nothing, so that everybody knows that all is well
-    end      what comes last
+    event       of an event
+    error       of an error that comes after the stream has begun
+    keep_alive  of nothing, so that everybody knows that all is well
+    done        what comes last
     """
 
-    said: Callable[[Any], str]
-    failed: Callable[[ApiError], str]
-    quiet: str
-    end: str = ""
+    event: Callable[[Any], str]
+    error: Callable[[ApiError], str]
+    keep_alive: str
+    done: str = ""
 
 
 def _line(event: Any) -> str:
     return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-OPENAI: Final = Voice(
-    said=_line,
-    failed=lambda error: _line(error.body),
-    quiet=": still at it\n\n",
-    end="data: [DONE]\n\n",
+OPENAI: Final = SseDialect(
+    event=_line,
+    error=lambda error: _line(error.body),
+    keep_alive=": still at it\n\n",
+    done="data: [DONE]\n\n",
 )
 
 
@@ -83,14 +83,14 @@ class EventStream(Response):
         self,
         context: AbstractAsyncContextManager[Any],
         events: AsyncIterator[Any],
-        voice: Voice = OPENAI,
+        dialect: SseDialect = OPENAI,
         quiet_s: float = _QUIET_S,
     ) -> None:
         super().__init__(media_type="text/event-stream", headers=_HEADERS)
         del self.headers["content-length"]
         self._context = context
         self._events = events
-        self._voice = voice
+        self._dialect = dialect
         self._quiet_s = quiet_s
         self._wrote = False
 
@@ -103,7 +103,7 @@ class EventStream(Response):
     async def _stream(self, send: Send) -> None:
         headers = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **headers})
-        beating = asyncio.create_task(self._beat(send))
+        beating = asyncio.create_task(self._keep_alive(send))
         try:
             async with aclosing(self._lines()) as lines:
                 async for line in lines:
@@ -111,24 +111,24 @@ class EventStream(Response):
                     await send(_body(line))
         finally:
             await _end(beating)
-        await send(_body(self._voice.end, more=False))
+        await send(_body(self._dialect.done, more=False))
 
     async def _lines(self) -> AsyncGenerator[str, None]:
         try:
             async for event in self._events:
-                yield self._voice.said(event)
+                yield self._dialect.event(event)
         except ApiError as error:
-            yield self._voice.failed(error)
+            yield self._dialect.error(error)
         except Exception as error:
             logger.error("a stream failed for a reason that is not known", exc_info=error)
-            yield self._voice.failed(ApiError.internal())
+            yield self._dialect.error(ApiError.internal())
 
-    async def _beat(self, send: Send) -> None:
+    async def _keep_alive(self, send: Send) -> None:
         """Write a comment whenever nothing else was written for a while."""
         while True:
             await asyncio.sleep(self._quiet_s)
             if not self._wrote:
-                await send(_body(self._voice.quiet))
+                await send(_body(self._dialect.keep_alive))
             self._wrote = False
 
 

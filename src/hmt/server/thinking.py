@@ -35,10 +35,10 @@ def thinking(
 ) -> Thinking:
     """How a model is told how long to reason.
 
-    effort   OpenAI's word, from "none" to "max"; None: as the template says
-    on       whether to reason at all; None: as `effort` or the template says
-    limit    the most tokens of reasoning; None: not said
-    tools    whether there are tools, for which there may be another template
+    effort  OpenAI's word, from "none" to "max"; None: as the template says
+    on      whether to reason at all; None: as `effort` or the template says
+    limit   the most tokens of reasoning; None: not said
+    tools   whether there are tools, for which there may be another template
 
     Templates with a switch are told to use it.  Where there is none, a model that may not reason
     has a limit of 0.  An effort that the template has no place for has no effect, which the log

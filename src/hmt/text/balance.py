@@ -13,8 +13,8 @@ _CONTROL: Final = {code: f"\\u{code:04x}" for code in range(32)} | {
 class Balance:
     """Counts brackets outside quoted strings, over a value that comes in pieces.
 
-    done      the value has ended
-    stopped   so has a part of it, by what `end` was told
+    done     the value has ended
+    stopped  so has a part of it, by what `end` was told
     """
 
     def __init__(self, depth: int = 0) -> None:

@@ -1,15 +1,16 @@
 """Parameters: which bytes they are, how they lie in memory, and the store that moves them."""
 
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart, bind, published_bytes
-from hmt.weights.device_store import DeviceCounters, DeviceWeights, inner_homes
-from hmt.weights.expectations import GuessCounters, StoreCounters
+from hmt.weights.eviction import POLICIES, EvictionPolicy, PolicyContext, open_policy
+from hmt.weights.experts.moe_backends import laid_out_alike
 from hmt.weights.layout import BlockLayout, lay_out
 from hmt.weights.naming import Named, named
-from hmt.weights.policies import POLICIES, EvictionPolicy, Surroundings, open_policy
-from hmt.weights.rows import row_span_bytes
-from hmt.weights.spill import SpillFile
-from hmt.weights.store import WeightStore
-from hmt.weights.teams import laid_out_alike
+from hmt.weights.store.block_store import WeightStore
+from hmt.weights.store.device_state import DeviceCounters, host_homes
+from hmt.weights.store.device_store import DeviceWeights
+from hmt.weights.store.prefetch_state import PrefetchCounters, StoreCounters
+from hmt.weights.store.row_reader import row_span_bytes
+from hmt.weights.store.spill import SpillFile
 
 __all__ = [
     "POLICIES",
@@ -20,14 +21,14 @@ __all__ = [
     "DeviceCounters",
     "DeviceWeights",
     "EvictionPolicy",
-    "GuessCounters",
     "Named",
+    "PolicyContext",
+    "PrefetchCounters",
     "SpillFile",
     "StoreCounters",
-    "Surroundings",
     "WeightStore",
     "bind",
-    "inner_homes",
+    "host_homes",
     "laid_out_alike",
     "lay_out",
     "named",

@@ -12,7 +12,7 @@ from hmt.contracts.checkpoint import Checkpoint, FileRange, Published, Published
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import ModelSpec
 from hmt.quant import Format
-from hmt.quant.published import Form, InPlace, open_form
+from hmt.quant.importers import InPlaceImporter, WeightImporter, open_importer
 from hmt.weights.naming import beginnings, named
 
 _ENCODINGS = {
@@ -51,7 +51,7 @@ class BoundParam:
     source: str
     format: Format
     parts: tuple[BoundPart, ...]
-    form: Form | None = None
+    form: WeightImporter | None = None
     first: int = 0
     tensors: tuple[str, ...] = ()
 
@@ -128,7 +128,7 @@ def _bind_param(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> Bou
 
 
 def _bind_published(param: ParamSpec, source: str, found: Published) -> BoundParam:
-    form = open_form(found.form)
+    form = open_importer(found.form)
     try:
         wanted = form.format(param.shape)
     except CheckpointError as error:
@@ -149,7 +149,7 @@ def _bind_published(param: ParamSpec, source: str, found: Published) -> BoundPar
     )
     tensors = tuple(part.tensor for part in found.parts.values())
     first = 0 if param.rows is None else param.rows[0]
-    unpacks = None if isinstance(form, InPlace) else form
+    unpacks = None if isinstance(form, InPlaceImporter) else form
     return BoundParam(param, source, wanted, parts, unpacks, first, tensors)
 
 

@@ -1,4 +1,4 @@
-"""Checksums of what packs hold: xxh3_64, which is faster than any drive.
+"""Checksums of what packs hold: xxh3_64, which is faster than any disk.
 
 One thread of a current server sums 24 GB/s, 10 GB/s of rows of 4 KiB; the GIL is free meanwhile.
 """

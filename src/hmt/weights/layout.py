@@ -166,7 +166,7 @@ class BlockLayout:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that leave the drive when the block is loaded."""
+        """Bytes that leave the disk when the block is loaded."""
         everything = (*self.reads, *(read for param in self.staged for read in param.reads))
         return sum(read.file.nbytes for read in everything)
 

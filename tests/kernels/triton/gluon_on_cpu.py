@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-PACKAGE = "hmt.kernels.triton"
+PACKAGE = "hmt.kernels.triton.gemm"
 IN_A_PIECE = 2  # products in a piece of assembler
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hmt.kernels import reference
-from hmt.kernels.reference import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
+from hmt.kernels.reference import AttentionMetadata, PagedSegment, PageEncoding, PageLayout, Pages
 
-written = pytest.importorskip("hmt.kernels.triton.pages")
+written = pytest.importorskip("hmt.kernels.triton.attention.append")
 
 ENCODINGS = [x for x in PageEncoding if x is not PageEncoding.INT4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,8 +19,8 @@ def empty_pages(layout, count, device="cpu"):
 def steps():
     """40 tokens from position 9 in two steps, and one of another sequence."""
     table = torch.tensor([4, 0, 2, 5])
-    first = [PagedRun(1, 13, 9, table), PagedRun(0, 1, 3, torch.tensor([3]))]
-    return first, [PagedRun(14, 27, 22, table)]
+    first = [PagedSegment(1, 13, 9, table), PagedSegment(0, 1, 3, torch.tensor([3]))]
+    return first, [PagedSegment(14, 27, 22, table)]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -41,9 +41,9 @@ def test_pages_are_written_as_the_reference_writes_them(device, encoding, dtype,
     found, expected = empty_pages(layout, 6, device), empty_pages(layout, 6)
     for step in steps():
         given = None if latent else value
-        reference.append_pages(expected, 1, PagedRuns(step), key, given)
+        reference.append_pages(expected, 1, AttentionMetadata(step), key, given)
         given = None if latent else value.to(device)
-        written.append_pages(found, 1, PagedRuns(step), key.to(device), given)
+        written.append_pages(found, 1, AttentionMetadata(step), key.to(device), given)
     assert torch.equal(found.memory.cpu(), expected.memory)
 
 
@@ -54,6 +54,6 @@ def test_rows_may_lie_apart(device):
     _, key_there, value_there = packed.to(device).split((4, 2, 2), dim=1)
     found, expected = empty_pages(layout, 6, device), empty_pages(layout, 6)
     for step in steps():
-        reference.append_pages(expected, 1, PagedRuns(step), key, value)
-        written.append_pages(found, 1, PagedRuns(step), key_there, value_there)
+        reference.append_pages(expected, 1, AttentionMetadata(step), key, value)
+        written.append_pages(found, 1, AttentionMetadata(step), key_there, value_there)
     assert torch.equal(found.memory.cpu(), expected.memory)

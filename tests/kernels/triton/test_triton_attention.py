@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_triton_paged_attention import DTYPES, NEAR, exact
 
-attention = pytest.importorskip("hmt.kernels.triton.attention")
+attention = pytest.importorskip("hmt.kernels.triton.attention.paged")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,7 @@ import torch
 from hmt.base.errors import ConfigError
 from hmt.kernels import reference
 
-elementwise = pytest.importorskip("hmt.kernels.triton.elementwise")
+elementwise = pytest.importorskip("hmt.kernels.triton.elementwise.rope_gate")
 
 # The interpreter computes with numpy, which warns where a GPU makes infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -7,8 +7,8 @@ import torch
 
 from hmt.kernels import reference
 from hmt.kernels.reference.expert_cache import Cuts, ExpertShares, ExpertSlots
-from hmt.kernels.triton import expert_cache, mailbox
-from hmt.kernels.triton.mailbox import Mailbox
+from hmt.kernels.triton.moe import expert_cache, host_mailbox
+from hmt.kernels.triton.moe.host_mailbox import Mailbox
 
 ASKED = ((1, 4), (5, 3), (3, 8))  # tokens, and experts of each
 EXPERTS, NBYTES = 24, 288
@@ -166,7 +166,7 @@ def test_questions_and_answers_pass_through_a_mailbox(
     left = torch.tensor([2 * tokens], dtype=torch.int32, device=device)
     cut = torch.tensor([3, 128], dtype=torch.int32, device=device)
     shares = ExpertShares(nothing, nothing, nothing, on_host, left, cut)
-    mailbox.ask(box, x, shares, scales)
+    host_mailbox.ask(box, x, shares, scales)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert int(box.asked) == 5
@@ -178,18 +178,18 @@ def test_questions_and_answers_pass_through_a_mailbox(
     box.total[:tokens] = answer
     box.answered[0] = 5
     mine = torch.randn(tokens, hidden, device=device)
-    taken = mailbox.take(box, mine, shares)
+    taken = host_mailbox.take(box, mine, shares)
     assert torch.equal(taken, (mine + answer.to(device)).to(dtype))
     assert int(box.first) == 1, "it was there"
     box.first[0] = -1
     states, shared = (torch.randn(tokens, hidden, device=device).to(dtype) for _ in "ab")
     expected = states + (taken + shared)
-    added = mailbox.take(box, mine, shares, (states, shared))
+    added = host_mailbox.take(box, mine, shares, (states, shared))
     if dtype is torch.float32:
         torch.testing.assert_close(added, expected)
     else:
         assert torch.equal(added, expected)
     left[0], box.answered[0] = 0, -1  # nobody waits where nothing was asked
     box.first[0] = -1
-    assert torch.equal(mailbox.take(box, mine, shares), mine.to(dtype))
+    assert torch.equal(host_mailbox.take(box, mine, shares), mine.to(dtype))
     assert int(box.first) == -1

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
-from hmt.kernels import expert_teams, reference
+from hmt.kernels import host_experts, reference
 from hmt.quant import Format, empty_weight, pack_codes, pack_groups
 
-experts_module = pytest.importorskip("hmt.kernels.triton.experts")
-expert_pairs = pytest.importorskip("hmt.kernels.triton.expert_pairs")
+experts_module = pytest.importorskip("hmt.kernels.triton.moe.moe_dispatch")
+expert_pairs = pytest.importorskip("hmt.kernels.triton.moe.moe_gemv")
 experts, experts_by_table = experts_module.experts, experts_module.experts_by_table
 
 # The interpreter computes with numpy, which warns where a GPU makes infinities and NaN.
@@ -42,7 +42,7 @@ FEW, MANY = 2, 9  # tokens by themselves, tokens sorted by expert
 
 @pytest.mark.parametrize("together", [8, 32])
 def test_tiles_of_sorted_pairs(together):
-    from hmt.kernels.triton.expert_sorting import tiles_of
+    from hmt.kernels.triton.moe.permute import tiles_of
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = make_table_of(5, device)
@@ -256,13 +256,13 @@ def test_calls_that_share_the_experts_add_up(device, kind, tokens):
 def test_experts_whose_parts_lie_anywhere(device):
     given = make_experts(KINDS[0], [0, 1, 2, 3], 64, 32, device=device)
     x, chosen, scales = inputs(FEW, 64, 2, 4, device=device)
-    compute = expert_teams.scattered(given, device)
+    compute = host_experts.scattered(given, device)
     found = compute(x, chosen, scales, "silu")
     assert found.dtype is torch.float32
     assert torch.equal(found, experts(x, given, chosen, scales, "silu", last=False))
     given[1][1]["up_proj_bias"] = make_bias(torch.ones(32, device=device))
     with pytest.raises(ValueError, match="differ"):
-        expert_teams.scattered(given, device)
+        host_experts.scattered(given, device)
 
 
 def test_a_token_does_not_depend_on_the_others(device):

@@ -8,8 +8,8 @@ from triton_weights import EPSILON, FLOATS, assert_is_product, numbers, random_w
 
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels import reference
-from hmt.kernels.triton import few_launch
-from hmt.kernels.triton import linear as kernels
+from hmt.kernels.triton.gemm import dispatch as kernels
+from hmt.kernels.triton.gemm import skinny_launch
 
 PANELS = [
     (Encoding.INT4_GROUP, {"group": 32}),
@@ -251,7 +251,7 @@ def test_calls_can_be_captured(device, encoding, activations):
     ids=lambda value: str(value).replace(" ", ""),
 )
 def test_block_sizes_of_weights_with_many_rows(device, monkeypatch, encoding, options, activations):
-    monkeypatch.setattr(few_launch, "_MANY_ROWS", 1)
+    monkeypatch.setattr(skinny_launch, "_MANY_ROWS", 1)
     w = random_weight(encoding, 90, 384, device=device, activations=activations, **options)
     for tokens in (1, 12):
         x = random_x(tokens, 384, device).half()
@@ -261,7 +261,7 @@ def test_block_sizes_of_weights_with_many_rows(device, monkeypatch, encoding, op
 @pytest.mark.parametrize("limit", ["_MANY_ROWS", "_SOME_ROWS", "_MANY_INPUTS"])
 @pytest.mark.parametrize("encoding", [Encoding.NVFP4, Encoding.INT4_GROUP])
 def test_block_sizes_of_all_shapes(device, monkeypatch, encoding, limit):
-    monkeypatch.setattr(few_launch, limit, 1)
+    monkeypatch.setattr(skinny_launch, limit, 1)
     w = random_weight(encoding, 70, 320, device=device)
     on_card = device.type == "cuda"
     for tokens in (1, 2, 3, 6, 12, 30) if on_card else (1, 3, 6):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hmt.kernels import reference
-from hmt.kernels.reference import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
+from hmt.kernels.reference import AttentionMetadata, PagedSegment, PageEncoding, PageLayout, Pages
 
-attention = pytest.importorskip("hmt.kernels.triton.attention")
-device_tables = pytest.importorskip("hmt.kernels.triton.runs")
+attention = pytest.importorskip("hmt.kernels.triton.attention.paged")
+device_tables = pytest.importorskip("hmt.kernels.triton.attention.metadata")
 
 ENCODINGS = [x for x in PageEncoding if x is not PageEncoding.INT4]
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -33,7 +33,7 @@ class Scene:
         self.tables = list(order[: sum(counts)].split(counts))
         offsets = [sum(length for _, length in runs[:i]) for i in range(len(runs))]
         self.runs = [
-            PagedRun(offset, length, start, table)
+            PagedSegment(offset, length, start, table)
             for offset, (start, length), table in zip(offsets, runs, self.tables, strict=True)
         ]
         self.tokens = sum(length for _, length in runs)
@@ -43,7 +43,7 @@ class Scene:
                 (torch.randn(end, layout.heads, dim, generator=random) * spread).to(dtype)
                 for dim in (layout.key_dim, layout.value_dim)
             )
-            whole = PagedRuns([PagedRun(0, end, 0, run.table)])
+            whole = AttentionMetadata([PagedSegment(0, end, 0, run.table)])
             reference.append_pages(self.pages, 1, whole, key, None if layout.latent else value)
         self.on_device = Pages(layout, memory.to(device))
 
@@ -52,7 +52,7 @@ class Scene:
         return (torch.randn(shape, generator=self.random) * spread).to(dtype or self.dtype)
 
     def attend(self, query, runs=None, **options):
-        runs = runs or PagedRuns(self.runs)
+        runs = runs or AttentionMetadata(self.runs)
         if options.get("sinks") is not None:
             options["sinks"] = options["sinks"].to(self.device)
         found = attention.paged_attention(self.on_device, 1, runs, query.to(self.device), **options)
@@ -217,7 +217,7 @@ def test_rows_may_lie_apart(device):
     query = packed[:, :4]
     found = scene.attend(query.contiguous(), scale=0.1)[0]
     apart = packed.to(device)[:, :4]
-    runs = PagedRuns(scene.runs)
+    runs = AttentionMetadata(scene.runs)
     out = attention.paged_attention_output(scene.on_device, 1, runs, apart, scale=0.1)
     assert torch.equal(out.cpu(), found)
     across = apart.transpose(1, 2).contiguous().transpose(1, 2)
@@ -232,7 +232,7 @@ def test_neighbours_change_no_bit_of_a_run(device):
     together = scene.attend(query, scale=0.2)
     for run in scene.runs:  # alone, in a launch that has room for as many
         fixed = device_tables.fixed_runs(device, len(runs), 1, 1024)
-        device_tables.update_runs(fixed, [PagedRun(0, *run[1:])])
+        device_tables.update_runs(fixed, [PagedSegment(0, *run[1:])])
         rows = slice(run.offset, run.offset + 1)
         alone = scene.attend(query[rows], fixed, scale=0.2)
         assert all(torch.equal(a, b[rows]) for a, b in zip(alone, together, strict=True))
@@ -244,10 +244,10 @@ def test_append_and_attend_in_one_call(device, runs):
     scene = Scene(device, layout, runs, dtype)
     heads = torch.randn(scene.tokens, 8, 32, generator=scene.random).to(dtype)
     expected = reference.append_attend_pages(
-        scene.pages, 1, PagedRuns(scene.runs), heads, scale=0.2
+        scene.pages, 1, AttentionMetadata(scene.runs), heads, scale=0.2
     )
     found = attention.append_attend_pages(
-        scene.on_device, 1, PagedRuns(scene.runs), heads.to(device), scale=0.2
+        scene.on_device, 1, AttentionMetadata(scene.runs), heads.to(device), scale=0.2
     )
     torch.testing.assert_close(found.cpu(), expected, atol=3e-3, rtol=3e-3)
     assert torch.equal(scene.on_device.memory.cpu()[:, 0], scene.pages.memory[:, 0])
@@ -261,9 +261,9 @@ def test_append_and_attend_in_one_call(device, runs):
 def test_int4_pages_go_to_the_reference(device):
     layout = PageLayout(PageEncoding.INT4, 1, 32, 32)
     scene = Scene(device, layout, [(20, 3)])
-    scene.runs = [PagedRun(*run[:3], run.table.to(device)) for run in scene.runs]
+    scene.runs = [PagedSegment(*run[:3], run.table.to(device)) for run in scene.runs]
     out, _ = scene.attend(query := scene.query(2), scale=0.2)
-    scene.runs = [PagedRun(*run[:3], run.table.cpu()) for run in scene.runs]
+    scene.runs = [PagedSegment(*run[:3], run.table.cpu()) for run in scene.runs]
     torch.testing.assert_close(out.double(), scene.exact(query, scale=0.2)[0], atol=1e-4, rtol=1e-4)
 
 
@@ -302,7 +302,7 @@ def test_bits_do_not_depend_on_how_long_a_context_may_become(device, encoding, w
             if bucket < run.start + run.length:
                 continue
             fixed = device_tables.fixed_runs(device, lengths.count(run.length), run.length, bucket)
-            device_tables.update_runs(fixed, [PagedRun(0, *run[1:])])
+            device_tables.update_runs(fixed, [PagedSegment(0, *run[1:])])
             found = scene.attend(query[rows], fixed, scale=0.2, window=window)
             assert all(torch.equal(a, b[rows]) for a, b in zip(found, expected, strict=True))
 
@@ -333,11 +333,11 @@ def test_new_tokens_are_not_read_from_pages(device, dim):
                     part[:, :, position % 16] = math.nan
         scene.on_device = Pages(scene.layout, memory.to(device))
         expected = reference.append_attend_pages(
-            scene.pages, 1, PagedRuns(scene.runs), heads, scale=0.2, **options
+            scene.pages, 1, AttentionMetadata(scene.runs), heads, scale=0.2, **options
         )
         there = {name: x.to(device) if name == "sinks" else x for name, x in options.items()}
         found = attention.append_attend_pages(
-            scene.on_device, 1, PagedRuns(scene.runs), heads.to(device), scale=0.2, **there
+            scene.on_device, 1, AttentionMetadata(scene.runs), heads.to(device), scale=0.2, **there
         )
         torch.testing.assert_close(found.cpu(), expected, atol=3e-3, rtol=3e-3)
         assert torch.equal(scene.on_device.memory.cpu()[:, 1], scene.pages.memory[:, 1])
@@ -366,16 +366,16 @@ def test_a_captured_step_goes_on_as_contexts_grow(device, window):
         captured = step()
     for moved in range(40):
         given = torch.randn(4, 12, 64, generator=scene.random).to(dtype)
-        chosen = [PagedRun(i, 1, start + moved, scene.tables[i]) for i, start in enumerate(starts)][
-            : 4 - moved % 2
-        ]
+        chosen = [
+            PagedSegment(i, 1, start + moved, scene.tables[i]) for i, start in enumerate(starts)
+        ][: 4 - moved % 2]
         heads.copy_(given)
         device_tables.update_runs(fixed, chosen)
         captured.fill_(math.nan)
         graph.replay()
         count = len(chosen)
         expected = reference.append_attend_pages(
-            scene.pages, 1, PagedRuns(chosen), given[:count], **options
+            scene.pages, 1, AttentionMetadata(chosen), given[:count], **options
         )
         found = captured[:count].float().cpu()
         torch.testing.assert_close(found, expected.float(), atol=2e-2, rtol=2e-2)

@@ -5,8 +5,8 @@ import torch
 
 from hmt.kernels import reference
 
-routing = pytest.importorskip("hmt.kernels.triton.routing")
-sampling = pytest.importorskip("hmt.kernels.triton.sampling")
+routing = pytest.importorskip("hmt.kernels.triton.moe.router")
+sampling = pytest.importorskip("hmt.kernels.triton.elementwise.sampling")
 
 # The interpreter computes with numpy, which warns where a GPU makes infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -97,9 +97,9 @@ def test_surveyed_runs_go_on_by_one(device):
 def test_survey(device):
     for size in (1.0, 1e4):
         values = logits(1, 5000, device=device)[0] * size
-        found, wanted = sampling.survey(values), reference.survey(values)
+        found, wanted = sampling.logit_stats(values), reference.logit_stats(values)
         assert found.finite and found.best == wanted.best
         assert found.log_sum_exp == pytest.approx(wanted.log_sum_exp, rel=1e-6)
     for bad in (NAN, INF, -INF):
         values[4321] = bad
-        assert not sampling.survey(values).finite
+        assert not sampling.logit_stats(values).finite

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hmt.engine import LoadedModel, sampler
+from hmt.engine import LoadedModel
+from hmt.engine.scheduling import sampler
 
 ANSWER = "It is sunny in Rome."
 

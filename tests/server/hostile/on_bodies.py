@@ -167,7 +167,14 @@ def names_of_files(target: Target) -> None:
                  "/page/%2e%2e%2fhtml", "/v1/models/%00", "//etc/passwd"):  # fmt: skip
         answer = target.get(path)
         require(answer.status in (400, 404), f"{path}: {answer.status}")
-    for name in ("prefix_disk", "trace", "kv_disk", "pack", "chat_template", "disk_path"):
+    for name in (
+        "prefix_cache_dir",
+        "trace",
+        "kv_offload_dir",
+        "pack",
+        "chat_template",
+        "spill_dir",
+    ):
         body = target.chat(max_tokens=1) | {name: "/tmp/written-by-a-client"}
         borne(target.post(CHAT, body), name)
 

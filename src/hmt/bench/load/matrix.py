@@ -17,7 +17,7 @@ from hmt.bench.load.loops import closed_loop, open_loop, poisson_arrivals
 from hmt.bench.load.outcome import Outcome, summarise
 from hmt.bench.load.own_server import OwnServer, own_server, watched
 from hmt.bench.load.prompts import Prompts
-from hmt.engine.machine import machine_for
+from hmt.hardware.machine import machine_for
 
 _PER_USER = 4
 _OPEN_REQUESTS = 32
@@ -42,11 +42,11 @@ class Cell:
 class Matrix:
     """What is measured: each length of prompts with each of answers, by users and by rates.
 
-    users      in closed loop: each asks again as soon as it has its answer
-    rates      in open loop: requests per second, at moments that `seed` decides
-    requests   counted ones of each cell; 4 per user, or 32, when None
-    warmup     requests before, which do not count; one per user, or 1, when None
-    seed       of the arrivals and of what is asked
+    users     in closed loop: each asks again as soon as it has its answer
+    rates     in open loop: requests per second, at moments that `seed` decides
+    requests  counted ones of each cell; 4 per user, or 32, when None
+    warmup    requests before, which do not count; one per user, or 1, when None
+    seed      of the arrivals and of what is asked
     """
 
     prompts: tuple[int, ...] = (128,)

@@ -83,7 +83,7 @@ def gpu_cases() -> list[Case]:
 def folder_of(case: Case, folder: Path) -> Path:
     """Where the case's model lies; random weights are written into `folder` unless they are there.
 
-    Models of GPU_SHAPES are packs: as large as it says in memory, and small on the drive.
+    Models of GPU_SHAPES are packs: as large as it says in memory, and small on the disk.
     """
     if case.model in WRITTEN:
         written = folder / case.model
@@ -91,7 +91,7 @@ def folder_of(case: Case, folder: Path) -> Path:
             write_random_model(written, WRITTEN[case.model])
         return written
     if case.model in GPU_SHAPES:
-        from hmt.bench.tiled_pack import write_tiled_pack
+        from hmt.bench.aliased_pack import write_tiled_pack
 
         scheme = case.scheme or "w4a16:32"
         written = folder / f"{case.model}-{scheme.replace(':', '-')}"

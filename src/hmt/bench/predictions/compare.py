@@ -23,7 +23,7 @@ from hmt.base.errors import HMTError
 from hmt.bench.environment import describe
 from hmt.bench.predictions.cases import Case
 from hmt.contracts.machine import Machine
-from hmt.engine.machine import cache_file
+from hmt.hardware.machine import cache_file
 
 QUANTITIES = ("tokens_per_s", "ttft_s", "disk_bytes", "peak_bytes", "device_bytes")
 _MODULE = "hmt.bench.predictions.process"

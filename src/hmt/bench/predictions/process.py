@@ -19,12 +19,12 @@ from hmt.bench.predictions.cases import GPU_SHAPES, Case, folder_of
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import Request, Sampling
 from hmt.engine import Engine, EngineConfig, LoadedModel, Prepared, prepare
-from hmt.engine.history import factors_of
+from hmt.engine.run_history import factors_of
 from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
-from hmt.planner.cost import CostModel
-from hmt.planner.loads import loads_of
-from hmt.planner.predicted import plan_kind
+from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.prediction import plan_kind
+from hmt.planner.cost.workload import workload_of
 
 _ROOM_BYTES = 64 * MIB  # beside weights that all stay
 _PROMPTS = 3
@@ -61,7 +61,7 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
             "gpu_id": "0",
             "gpu_memory": case.gpu_memory,
             "host_memory": "60GiB",
-            "disk_reader": "buffered",  # packs are small: their first layers come from the drive
+            "disk_reader": "buffered",  # packs are small: their first layers come from the disk
         }
     config = EngineConfig.resolve(**options)
     demand = prepare(path, replace(config, gpu_memory_bytes=0)).demand
@@ -79,7 +79,7 @@ def _predicted(case: Case, prepared: Prepared, taken_bytes: int) -> dict[str, An
     """`taken_bytes`: of the process before loading."""
     plan, machine = prepared.plan, prepared.machine
     factors = factors_of(prepared.source.path.name).get(plan_kind(plan))
-    costs = CostModel(loads_of(prepared.demand, plan), machine, factors)
+    costs = CostModel(workload_of(prepared.demand, plan), machine, factors)
     prediction = costs.predict(case.users, case.prompt + case.tokens // 2, case.prompt)
     weights = costs.decode(case.users, 0).nbytes
     streaming = converting = 0

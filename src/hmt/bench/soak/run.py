@@ -16,11 +16,11 @@ from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes
 from hmt.bench.environment import describe
 from hmt.bench.load.own_server import OwnServer, own_server
-from hmt.bench.soak import wire
-from hmt.bench.soak.oracle import Question, questions
-from hmt.bench.soak.rest import Rest, judged, rest
-from hmt.bench.soak.users import Notes, Users
-from hmt.engine.machine import machine_for
+from hmt.bench.soak import raw_http
+from hmt.bench.soak.idle_check import IdleState, idle_state, judge_growth
+from hmt.bench.soak.reference_answers import Question, questions
+from hmt.bench.soak.users import Notes, SoakUsers
+from hmt.hardware.machine import machine_for
 
 _SECOND: Final = "second"
 _LAST_USERS: Final = 6  # who wait for an answer when the server is told to end
@@ -64,7 +64,7 @@ def run(
         second = Path(folder) / _SECOND
         second.symlink_to(model.absolute())
         half = parse_bytes(plan.host_memory) // 2
-        serve += ["--also", str(second), "--first-memory", str(half), "--max-batch", "8"]
+        serve += ["--extra-model", str(second), "--first-memory", str(half), "--max-batch", "8"]
         serve += ["--max-waiting", str(2 * plan.users), "--threads", "1"]
         with own_server(model, serve) as server:
             found = asyncio.run(_Soak(plan, server, model.name, known, half, progress).run())
@@ -95,25 +95,25 @@ class _Soak:
         self._answering = asyncio.Event()  # those who see the server end
 
     async def run(self) -> dict[str, Any]:
-        plan, begin, rests = self._plan, time.monotonic(), list[Rest]()
-        async with wire.client(self._url) as http:
+        plan, begin, rests = self._plan, time.monotonic(), list[IdleState]()
+        async with raw_http.client(self._url) as http:
             for part in range(plan.parts):
                 end = begin + plan.seconds * (part + 1) / plan.parts
-                users = Users(self._url, self._model, self._known, plan.context, self._notes)
+                users = SoakUsers(self._url, self._model, self._known, plan.context, self._notes)
                 async with asyncio.TaskGroup() as group:
                     for number in range(plan.users):
                         group.create_task(self._user(users, f"{plan.seed} {part} {number}", end))
                     group.create_task(self._budgets(end))
                 await users.close()
                 self._server.check()
-                rests.append(await rest(self._server.pid, http, begin, self._requests))
+                rests.append(await idle_state(self._server.pid, http, begin, self._requests))
                 self._progress(
                     f"{rests[-1].at_s:.0f} of {plan.seconds:.0f} s, {self._requests} requests, "
                     f"{rests[-1].rss_bytes >> 20} MiB, {self._notes.wrongs} wrong"
                 )
         ending = await self._shut_down()
         notes = self._notes
-        verdict = judged(rests)
+        verdict = judge_growth(rests)
         figures = verdict.pop("figures")
         verdict |= {
             "no_wrong_answer": notes.wrongs == 0 and notes.compared > 0,
@@ -131,7 +131,7 @@ class _Soak:
             "verdict": verdict | {"passed": all(verdict.values())},
         }
 
-    async def _user(self, users: Users, seed: str, end: float) -> None:
+    async def _user(self, users: SoakUsers, seed: str, end: float) -> None:
         draw = random.Random(seed)
         while time.monotonic() < end:
             self._requests += 1
@@ -143,7 +143,7 @@ class _Soak:
         """Change what the models may take, while they answer; both are as before in the end."""
         notes, draw, question = self._notes, self._draw, self._known[0]
         first: dict[str, Any] = {"model": self._model, "host_memory": str(self._half)}
-        async with wire.client(f"{self._url}/v1") as http:
+        async with raw_http.client(f"{self._url}/v1") as http:
 
             async def change(what: str, allowed: tuple[int, ...] = (200,), **body: Any) -> bool:
                 try:
@@ -202,18 +202,18 @@ class _Soak:
         """An answer's text, and whether it was whole, refused or broken."""
         received = bytearray()
         try:
-            reader, writer = await wire.connect(self._url)
-            writer.write(wire.request("/v1/completions", body))
+            reader, writer = await raw_http.connect(self._url)
+            writer.write(raw_http.request("/v1/completions", body))
             while part := await reader.read(65536):
                 received += part
                 self._answering.set()
-            await wire.close(writer)
+            await raw_http.close(writer)
         except OSError:
             return "", "broken" if received else "refused"
-        status, events = wire.body_of(bytes(received))
+        status, events = raw_http.body_of(bytes(received))
         if status != 200:
             return "", "refused"
-        text, whole = wire.text_of(events) if b'"error"' not in events else ("", False)
+        text, whole = raw_http.text_of(events) if b'"error"' not in events else ("", False)
         told = "refused" if b'"unavailable"' in events else "broken"
         return text, "whole" if whole else told
 

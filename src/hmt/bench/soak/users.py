@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import httpx2
 
-from hmt.bench.soak import wire
-from hmt.bench.soak.oracle import Question
+from hmt.bench.soak import raw_http
+from hmt.bench.soak.reference_answers import Question
 
 _PATH: Final = "/v1/completions"
 _BUSY: Final = ("overloaded", "unavailable", "model_not_loaded")  # it may be asked again later
@@ -51,7 +51,7 @@ class Notes:
             self.complain(kind, f"answered {found!r} instead of {wanted!r}")
 
 
-class Users:
+class SoakUsers:
     """All kinds of them, drawn by weight; each leaves nothing behind."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Users:
         self._url, self._model, self._questions = url, model, questions
         self._longest = longest
         self._notes = notes
-        self._http = wire.client(url)
+        self._http = raw_http.client(url)
         self._kinds: list[tuple[int, Callable[[random.Random], Awaitable[None]]]] = [
             (8, self.asks), (6, self.streams), (4, self.cancels), (3, self.disconnects),
             (2, self.asks_too_much), (3, self.malforms), (2, self.reads_slowly),
@@ -148,28 +148,28 @@ class Users:
         body = self.body(
             question, stream=True, ignore_eos=True, max_tokens=200, n=draw.choice((1, 3))
         )
-        reader, writer = await wire.connect(self._url)
+        reader, writer = await raw_http.connect(self._url)
         try:
-            writer.write(wire.request(_PATH, body))
+            writer.write(raw_http.request(_PATH, body))
             for _ in range(draw.randrange(8)):
                 if not await asyncio.wait_for(reader.readline(), 60):
                     break
             await asyncio.sleep(draw.random() * 0.05)
         finally:
-            await wire.close(writer, abort=draw.random() < 0.5)
+            await raw_http.close(writer, abort=draw.random() < 0.5)
         self._notes.add("cancels", "gone")
 
     async def disconnects(self, draw: random.Random) -> None:
         """A client that goes before there is an answer: half a request, or one that waits."""
         question = draw.choice(self._questions)
-        whole = wire.request(_PATH, self.body(question, max_tokens=100, ignore_eos=True))
+        whole = raw_http.request(_PATH, self.body(question, max_tokens=100, ignore_eos=True))
         sent = whole if draw.random() < 0.5 else whole[: draw.randrange(1, len(whole))]
-        _, writer = await wire.connect(self._url)
+        _, writer = await raw_http.connect(self._url)
         try:
             writer.write(sent)
             await asyncio.sleep(draw.random() * 0.05)
         finally:
-            await wire.close(writer, abort=draw.random() < 0.5)
+            await raw_http.close(writer, abort=draw.random() < 0.5)
         self._notes.add("disconnects", "gone")
 
     async def _post(self, kind: str, body: Any, allowed: tuple[int, ...] = ()) -> Any:
@@ -207,10 +207,10 @@ class Users:
     async def _by_hand(
         self, kind: str, question: Question, body: Any, pause_s: float | None = None
     ) -> None:
-        reader, writer = await wire.connect(self._url, limit=1024 if pause_s else 65536)
+        reader, writer = await raw_http.connect(self._url, limit=1024 if pause_s else 65536)
         received = bytearray()
         try:
-            writer.write(wire.request(_PATH, body))
+            writer.write(raw_http.request(_PATH, body))
             async with asyncio.timeout(120):
                 while part := await reader.read(500 if pause_s else 65536):
                     received += part
@@ -218,11 +218,11 @@ class Users:
                         await asyncio.sleep(pause_s)
         finally:
             with suppress(OSError):
-                await wire.close(writer)
-        status, events = wire.body_of(bytes(received))
+                await raw_http.close(writer)
+        status, events = raw_http.body_of(bytes(received))
         self._notes.add(kind, str(status))
         if status == 200 and b'"error"' not in events:
-            text, whole = wire.text_of(events)
+            text, whole = raw_http.text_of(events)
             self._notes.compare(kind, text if whole else f"{text} (cut off)", question.text)
         elif status == 200:  # the model went while it answered
             self._notes.add(kind, "error in the stream")

@@ -1,5 +1,5 @@
 """Finding quantised parameters in checkpoints: one file for each way to publish them."""
 
-from hmt.formats.quantized.choice import find_forms
+from hmt.formats.quantized.detect import find_forms
 
 __all__ = ["find_forms"]

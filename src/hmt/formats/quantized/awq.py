@@ -1,6 +1,6 @@
 """AWQ checkpoints (AutoAWQ, llm-awq's GEMM packing)."""
 
-from hmt.formats.quantized.found import Quantized, whole
+from hmt.formats.quantized.scan import Quantized, whole
 
 _PER_WORD = 8
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from hmt.base.errors import CheckpointError, os_reason
 from hmt.contracts.checkpoint import TensorRecord
-from hmt.formats.quantized.found import Quantized, by_rows, whole
+from hmt.formats.quantized.scan import Quantized, by_rows, whole
 
 _STATES = ("bitsandbytes__nf4", "bitsandbytes__fp4")
 _STATE_BYTES = 1 << 16  # of a JSON object with a dozen fields

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hmt.formats.quantized.found import Quantized
+from hmt.formats.quantized.scan import Quantized
 
 _SCALES = ("weight_scale_inv", "weight_scale")  # both multiply, whatever the first is called
 _SPARE = ("input_scale", "input_scale_ub", "activation_scale", "k_scale", "v_scale", "kv_scale")

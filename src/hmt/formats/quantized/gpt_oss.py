@@ -6,7 +6,7 @@ Gate and up projections share a tensor, their rows by turns: even ones are the g
 from dataclasses import replace
 
 from hmt.contracts.checkpoint import FileRange, PublishedPart, TensorRecord
-from hmt.formats.quantized.found import Quantized
+from hmt.formats.quantized.scan import Quantized
 
 _TWO = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FLOATS = ("F32", "F16", "BF16")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hmt.formats.quantized.found import Quantized, table, whole
+from hmt.formats.quantized.scan import Quantized, table, whole
 
 _BITS = (2, 3, 4, 8)
 

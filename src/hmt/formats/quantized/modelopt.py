@@ -1,6 +1,6 @@
 """Checkpoints of NVIDIA's ModelOpt: NVFP4 and FP8 (hf_quant_config.json)."""
 
-from hmt.formats.quantized.found import Quantized, by_rows, whole
+from hmt.formats.quantized.scan import Quantized, by_rows, whole
 
 _KNOWN = ("nvfp4", "fp8", "mixed_precision")
 _SPARE = ("input_scale", "k_scale", "v_scale", "weight_scale", "weight_scale_2")

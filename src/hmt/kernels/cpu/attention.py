@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.kernels.cpu.codes import DTYPES
-from hmt.kernels.reference.pages import PagedRun, PagedRuns, PageEncoding, PageLayout, Pages
+from hmt.kernels.cpu.abi import DTYPES
+from hmt.kernels.reference.kv_pages import (
+    AttentionMetadata,
+    PagedSegment,
+    PageEncoding,
+    PageLayout,
+    Pages,
+)
 
 
 def append_pages(
-    native: ModuleType, pages: Pages, layer: int, runs: PagedRuns, key: Tensor, value: Tensor | None
+    native: ModuleType,
+    pages: Pages,
+    layer: int,
+    runs: AttentionMetadata,
+    key: Tensor,
+    value: Tensor | None,
 ) -> None:
     """`reference.append_pages` by the extension, to the bit."""
     key = _side_by_side(key)
@@ -65,10 +76,12 @@ def attention(
     pages = Pages(layout, torch.empty((count, 1, layout.page_bytes), dtype=torch.uint8))
     pages.memory[-1:].zero_()  # what stands behind the last position is multiplied with 0
     table = torch.arange(count)
-    append_pages(native, pages, 0, PagedRuns([PagedRun(0, context, 0, table)]), key, value)
+    append_pages(
+        native, pages, 0, AttentionMetadata([PagedSegment(0, context, 0, table)]), key, value
+    )
     out = torch.empty(queries, q_heads, value.shape[2], dtype=query.dtype)
     lse = torch.empty(queries, q_heads)
-    runs = PagedRuns([PagedRun(0, queries, start, table, context)])
+    runs = AttentionMetadata([PagedSegment(0, queries, start, table, context)])
     attend_into(native, pages, 0, runs, query.to(key.dtype), out, lse, **options)
     return out, lse
 
@@ -77,7 +90,7 @@ def paged_attention(
     native: ModuleType,
     pages: Pages,
     layer: int,
-    runs: PagedRuns,
+    runs: AttentionMetadata,
     query: Tensor,
     *,
     scale: float,
@@ -102,7 +115,7 @@ def attend_into(
     native: ModuleType,
     pages: Pages,
     layer: int,
-    runs: PagedRuns,
+    runs: AttentionMetadata,
     query: Tensor,
     out: Tensor,
     lse: Tensor | None,
@@ -140,7 +153,7 @@ def page_masses(
     native: ModuleType,
     pages: Pages,
     layer: int,
-    runs: PagedRuns,
+    runs: AttentionMetadata,
     query: Tensor,
     lse: Tensor,
     *,
@@ -154,7 +167,7 @@ def page_masses(
         row, pages_seen = run.offset + run.length - 1, run.context // PAGE_TOKENS
         logs = lse[row].float().contiguous()
         masses = torch.empty(pages_seen)
-        last = PagedRuns([run._replace(offset=row, length=1)])
+        last = AttentionMetadata([run._replace(offset=row, length=1)])
         native.page_masses(
             native_pages(native, pages),
             layer,
@@ -178,7 +191,7 @@ def append_attend_pages(
     native: ModuleType,
     pages: Pages,
     layer: int,
-    runs: PagedRuns,
+    runs: AttentionMetadata,
     heads: Tensor,
     *,
     scale: float,
@@ -232,7 +245,7 @@ def native_pages(native: ModuleType, pages: Pages) -> Any:
     return pages.native
 
 
-def native_runs(native: ModuleType, runs: PagedRuns) -> Any:
+def native_runs(native: ModuleType, runs: AttentionMetadata) -> Any:
     """The extension's own description, made once for all layers of a step."""
     if runs.native is not None:
         return runs.native

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hmt.kernels import reference
-from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
+from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 
 # As in csrc/linear/kernels.h: rows of codes are padded to a multiple of so many.
 _CODE_PAD = 64

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels import reference
-from hmt.kernels.cpu.codes import DTYPES
+from hmt.kernels.cpu.abi import DTYPES
 
 # Numbers of the enums in csrc/linear/weight.h.
 _CODES = {

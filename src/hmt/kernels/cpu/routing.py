@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hmt.kernels.cpu.codes import DTYPES
+from hmt.kernels.cpu.abi import DTYPES
 
 
 def can_route(logits: Tensor, k: int, groups: int, kept_groups: int) -> bool:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from hmt.kernels import reference
-from hmt.kernels.reference import Survey
+from hmt.kernels.reference import LogitStats
 
 
-def survey(native: ModuleType, logits: Tensor) -> Survey:
+def logit_stats(native: ModuleType, logits: Tensor) -> LogitStats:
     """`reference.survey` in one pass."""
     if not _is_plain(logits):
-        return reference.survey(logits)
-    return Survey(*native.survey(logits.data_ptr(), len(logits)))
+        return reference.logit_stats(logits)
+    return LogitStats(*native.survey(logits.data_ptr(), len(logits)))
 
 
 def draw(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
+from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.attention import native_pages, native_runs
-from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
 from hmt.kernels.cpu.linear import projections
 from hmt.kernels.cpu.sublayers import native_attention_inputs, native_feed_forward, native_norm
-from hmt.kernels.reference.pages import PagedRuns, Pages
+from hmt.kernels.reference.kv_pages import AttentionMetadata, Pages
 from hmt.kernels.reference.sublayers import AttentionInputs, FeedForward, NormOptions
 
 Params = Mapping[str, WeightTensor]
@@ -93,7 +93,9 @@ class Stack:
         self._uses = torch.zeros(max(1, sum(experts)), dtype=torch.int64)
         self.uses = self._uses[: sum(experts)].split(list(experts))
 
-    def run(self, hidden: Tensor, runs: PagedRuns, angles: Sequence[tuple[Tensor, Tensor]]) -> int:
+    def run(
+        self, hidden: Tensor, runs: AttentionMetadata, angles: Sequence[tuple[Tensor, Tensor]]
+    ) -> int:
         """Change hidden [tokens, width] as the layers do.  Returns how many experts were read.
 
         hidden   contiguous, in a dtype that the extension has

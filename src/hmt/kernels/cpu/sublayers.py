@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
-from hmt.kernels.cpu.codes import ACTIVATIONS, DTYPES
+from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.linear import projections
 from hmt.kernels.reference.sublayers import (
     GATE_UP,

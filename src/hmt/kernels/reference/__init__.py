@@ -1,6 +1,6 @@
 """Every operation in plain torch, on any device: what the other kernels are tested against."""
 
-from hmt.kernels.reference.attend import (
+from hmt.kernels.reference.attention import (
     ATTENTION_WORKSPACE_BYTES,
     attend_part,
     attention,
@@ -30,16 +30,9 @@ from hmt.kernels.reference.expert_cache import (
     fetch_experts,
 )
 from hmt.kernels.reference.experts import Expert, experts
-from hmt.kernels.reference.matmul import (
-    dequantize,
-    linear,
-    linear_by_chunks,
-    linear_many,
-    quantize_activations,
-)
-from hmt.kernels.reference.pages import (
-    PagedRun,
-    PagedRuns,
+from hmt.kernels.reference.kv_pages import (
+    AttentionMetadata,
+    PagedSegment,
     PageEncoding,
     PageLayout,
     Pages,
@@ -48,12 +41,19 @@ from hmt.kernels.reference.pages import (
     encode_rows,
     read_pages,
 )
+from hmt.kernels.reference.matmul import (
+    dequantize,
+    linear,
+    linear_by_chunks,
+    linear_many,
+    quantize_activations,
+)
 from hmt.kernels.reference.routing import (
     biased_sigmoid_topk,
     grouped_softmax_topk,
     softmax_topk,
 )
-from hmt.kernels.reference.sampling import Survey, draw, largest, support, survey
+from hmt.kernels.reference.sampling import LogitStats, draw, largest, logit_stats, support
 from hmt.kernels.reference.sublayers import (
     AttentionInputs,
     FeedForward,
@@ -69,19 +69,19 @@ __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
     "SCORE_DECAY",
     "AttentionInputs",
+    "AttentionMetadata",
     "Cuts",
     "Expert",
     "ExpertShares",
     "ExpertSlots",
     "FeedForward",
     "LatentLayer",
+    "LogitStats",
     "NormOptions",
     "PageEncoding",
     "PageLayout",
-    "PagedRun",
-    "PagedRuns",
+    "PagedSegment",
     "Pages",
-    "Survey",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_attend_pages",
@@ -106,6 +106,7 @@ __all__ = [
     "linear",
     "linear_by_chunks",
     "linear_many",
+    "logit_stats",
     "merge_attention",
     "page_masses",
     "paged_attention",
@@ -120,5 +121,4 @@ __all__ = [
     "router_inputs",
     "softmax_topk",
     "support",
-    "survey",
 ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Survey(NamedTuple):
+class LogitStats(NamedTuple):
     """What is known of logits [vocab] after one look.
 
     finite        all of them are; otherwise nothing else is meant
@@ -20,10 +20,10 @@ class Survey(NamedTuple):
     log_sum_exp: float
 
 
-def survey(logits: Tensor) -> Survey:
+def logit_stats(logits: Tensor) -> LogitStats:
     """Of logits f32 [vocab]."""
     finite = bool(torch.stack(logits.aminmax()).isfinite().all())  # NaN and infinities show
-    return Survey(finite, int(logits.argmax()), float(torch.logsumexp(logits.double(), 0)))
+    return LogitStats(finite, int(logits.argmax()), float(torch.logsumexp(logits.double(), 0)))
 
 
 def draw(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels.reference import elementwise, matmul
-from hmt.kernels.reference.attend import paged_attention_output
-from hmt.kernels.reference.pages import PagedRuns, Pages, append_pages
+from hmt.kernels.reference.attention import paged_attention_output
+from hmt.kernels.reference.kv_pages import AttentionMetadata, Pages, append_pages
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
@@ -135,7 +135,7 @@ def router_inputs(
 def append_attend_pages(
     pages: Pages,
     layer: int,
-    runs: PagedRuns,
+    runs: AttentionMetadata,
     heads: Tensor,
     kernels: Any = _Reference,
     **options: Any,

@@ -4,46 +4,46 @@ Plain torch are chains of the others, and what a step does not wait for.
 """
 
 from hmt.kernels.reference import draw, largest
-from hmt.kernels.triton.attention import (
+from hmt.kernels.triton.attention.append import append_pages
+from hmt.kernels.triton.attention.combine_host_part import join
+from hmt.kernels.triton.attention.metadata import fixed_runs, update_runs
+from hmt.kernels.triton.attention.mla_layer import add_latent_attention
+from hmt.kernels.triton.attention.paged import (
     append_attend_pages,
     attend_part,
     attention,
     paged_attention,
     paged_attention_output,
 )
-from hmt.kernels.triton.dequantize import dequantize, quantize_activations
-from hmt.kernels.triton.elementwise import gated, gated_pair, rope, rope_inplace
-from hmt.kernels.triton.experts import experts, experts_by_table
-from hmt.kernels.triton.joining import join
-from hmt.kernels.triton.latent_sublayer import add_latent_attention
-from hmt.kernels.triton.linear import (
-    linear,
-    linear_gated,
-    linear_into,
-    linear_many,
-    linear_many_float,
-)
-from hmt.kernels.triton.norms import (
+from hmt.kernels.triton.elementwise.embedding import rows_at
+from hmt.kernels.triton.elementwise.norms import (
     add_rms_norm,
     add_rms_norm_quantize,
     rms_norm,
     rms_norm_inplace,
     rms_norm_quantize,
 )
-from hmt.kernels.triton.pages import append_pages
-from hmt.kernels.triton.rewriting import (
+from hmt.kernels.triton.elementwise.rope_gate import gated, gated_pair, rope, rope_inplace
+from hmt.kernels.triton.elementwise.sampling import greedy, logit_stats, survey_rows
+from hmt.kernels.triton.fused_layers import attention_inputs, feed_forward
+from hmt.kernels.triton.gemm.dequantize import dequantize, quantize_activations
+from hmt.kernels.triton.gemm.dispatch import (
+    linear,
+    linear_gated,
+    linear_into,
+    linear_many,
+    linear_many_float,
+)
+from hmt.kernels.triton.moe.moe_dispatch import experts, experts_by_table
+from hmt.kernels.triton.moe.router import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
+from hmt.kernels.triton.moe.router_norm import router_inputs
+from hmt.kernels.triton.transfer.kv_repack import (
     can_rewrite,
     fetch_layer,
     fetch_pages,
     fetch_rows,
     send_pages,
 )
-from hmt.kernels.triton.router_inputs import router_inputs
-from hmt.kernels.triton.routing import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
-from hmt.kernels.triton.runs import fixed_runs, update_runs
-from hmt.kernels.triton.sampling import greedy, survey, survey_rows
-from hmt.kernels.triton.sublayers import attention_inputs, feed_forward
-from hmt.kernels.triton.tables import rows_at
 
 __all__ = [
     "add_latent_attention",
@@ -76,6 +76,7 @@ __all__ = [
     "linear_into",
     "linear_many",
     "linear_many_float",
+    "logit_stats",
     "paged_attention",
     "paged_attention_output",
     "quantize_activations",
@@ -88,7 +89,6 @@ __all__ = [
     "rows_at",
     "send_pages",
     "softmax_topk",
-    "survey",
     "survey_rows",
     "update_runs",
 ]

@@ -1,15 +1,6 @@
 """Ways to keep pages of keys and values in fewer bytes."""
 
 from hmt.kvcache.codecs.calibration import Calibration, read_scales, weights_of
-from hmt.kvcache.codecs.choice import (
-    CODECS,
-    RESIDUALS,
-    STATIC,
-    CodecName,
-    DriveName,
-    LayerCodec,
-    layer_codecs,
-)
 from hmt.kvcache.codecs.integers import (
     Int4,
     Int8PerChannel,
@@ -18,6 +9,15 @@ from hmt.kvcache.codecs.integers import (
     static_scales,
 )
 from hmt.kvcache.codecs.interface import Codec
+from hmt.kvcache.codecs.registry import (
+    CODECS,
+    RESIDUALS,
+    STATIC,
+    CodecName,
+    DiskCodecName,
+    LayerCodec,
+    layer_codecs,
+)
 from hmt.kvcache.codecs.residual import Residual
 from hmt.kvcache.codecs.sparse import Sparse24, Sparse24Int8
 
@@ -28,7 +28,7 @@ __all__ = [
     "Calibration",
     "Codec",
     "CodecName",
-    "DriveName",
+    "DiskCodecName",
     "Int4",
     "Int8PerChannel",
     "Int8PerToken",

@@ -7,7 +7,7 @@ from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels.ops import PageEncoding
 from hmt.kernels.reference import divided, encode_rows
-from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, taken_apart
+from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, split_parts
 
 _GROUP = 32  # numbers that share a scale of INT4
 _LARGEST = 127
@@ -30,7 +30,7 @@ class Int8PerToken(Codec):
     def _decode(self, data: Tensor) -> Tensor:
         shape = PAGE_TOKENS, self.heads
         parts = [(torch.int8, (*shape, self.dim)), (torch.float32, (*shape, 1))]
-        codes, scales = taken_apart(data, parts)
+        codes, scales = split_parts(data, parts)
         return codes * scales
 
 
@@ -53,7 +53,7 @@ class Int8PerChannel(Codec):
 
     def _decode(self, data: Tensor) -> Tensor:
         shape = self.heads, self.dim
-        codes, scales = taken_apart(
+        codes, scales = split_parts(
             data, [(torch.int8, (PAGE_TOKENS, *shape)), (torch.bfloat16, (1, *shape))]
         )
         return codes * scales.float()
@@ -83,7 +83,7 @@ class Int8Static(Codec):
 
     def _decode(self, data: Tensor) -> Tensor:
         shape = PAGE_TOKENS, self.heads, self.dim
-        [codes] = taken_apart(data, [(torch.int8, shape)])
+        [codes] = split_parts(data, [(torch.int8, shape)])
         return codes * self.scales.to(data.device)
 
 
@@ -115,7 +115,7 @@ class Int4(Codec):
 
     def _decode(self, data: Tensor) -> Tensor:
         shape = PAGE_TOKENS, self.heads
-        packed, scales = taken_apart(
+        packed, scales = split_parts(
             data,
             [(torch.uint8, (*shape, self._even // 2)), (torch.bfloat16, (*shape, self._groups))],
         )

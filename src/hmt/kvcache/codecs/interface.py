@@ -63,7 +63,7 @@ def joined(*parts: Tensor) -> Tensor:
     return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
-def taken_apart(data: Tensor, parts: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+def split_parts(data: Tensor, parts: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
     """The parts that `joined` put together, by dtype and shape of one page; copies."""
     found, start = [], 0
     for dtype, shape in parts:

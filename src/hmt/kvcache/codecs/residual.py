@@ -6,7 +6,7 @@ from torch import Tensor
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels.reference import divided
-from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, taken_apart
+from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, split_parts
 
 _SIGMAS = 3.0
 _SHARE = 0.005
@@ -75,7 +75,7 @@ class Residual(Codec):
     def _decode(self, data: Tensor) -> Tensor:
         encoded, records = data.split([self._base_bytes, self.records * self.record_bytes], dim=1)
         rows = self.base._decode(encoded.reshape(-1, self.base.unit_bytes))
-        [records] = taken_apart(records, [(torch.uint8, (self.records, self.record_bytes))])
+        [records] = split_parts(records, [(torch.uint8, (self.records, self.record_bytes))])
         *at, exponents = records[..., : self._place_bytes + 1].long().unbind(-1)
         places = sum((part << 8 * byte for byte, part in enumerate(at)), torch.zeros_like(at[0]))
         codes = from_nibbles(records[..., self._place_bytes + 1 :]).float() - 8

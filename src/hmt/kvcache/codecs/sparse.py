@@ -7,7 +7,7 @@ from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels.ops import PageEncoding
 from hmt.kernels.reference import encode_rows
-from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, taken_apart
+from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, split_parts
 
 
 class Sparse24(Codec):
@@ -32,7 +32,7 @@ class Sparse24(Codec):
 
     def _decode(self, data: Tensor) -> Tensor:
         shape = PAGE_TOKENS, self.heads
-        *values, packed = taken_apart(
+        *values, packed = split_parts(
             data, [*self._value_parts(), (torch.uint8, (*shape, self._filled // 8))]
         )
         kept = self._kept(values).unflatten(-1, (-1, 2))

@@ -1,4 +1,4 @@
-"""The prefix cache: what a prompt shares with earlier ones, in memory or on the drive."""
+"""The prefix cache: what a prompt shares with earlier ones, in memory or on the disk."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.kvcache.book import Numbers
+from hmt.kvcache.page_table import Ints
 from hmt.kvcache.prefix.extents import PageExtents
 from hmt.kvcache.prefix.paged import SharingPagedKV
 from hmt.kvcache.prefix.sharing import SharingKV
@@ -39,7 +39,7 @@ class PrefixCache:
     tree: PrefixTree
     store: PrefixStore | None = None
     extents: PageExtents | None = None
-    _unsaved: dict[str, deque[tuple[Numbers, str]]] = field(default_factory=dict)  # by owner
+    _unsaved: dict[str, deque[tuple[Ints, str]]] = field(default_factory=dict)  # by owner
 
     def shared(self, prompt: Tokens, salt: str = "") -> int:
         """Positions that memory has of a text that begins with `prompt`.  Counts for nothing."""
@@ -51,7 +51,7 @@ class PrefixCache:
         """Reserve `positions` for a text that begins with `prompt`; None while there is no room.
 
         At least the last token of the prompt is not held, so that there are logits to compute.
-        Whatever memory has is shared, whatever else the drive has is read.
+        Whatever memory has is shared, whatever else the disk has is read.
 
         spare   positions that have to stay free besides
         """
@@ -59,7 +59,7 @@ class PrefixCache:
         self.tree.expire()
         ids = self.tree.find(known, salt)
         if not self.kv.can_open_with(positions + spare, ids):
-            # A prefix may hold more room than it fills, where groups on the drive are mixed.
+            # A prefix may hold more room than it fills, where groups on the disk are mixed.
             ids = ids[:0]
             if not self.kv.can_open(positions + spare):
                 return None
@@ -99,7 +99,7 @@ class PrefixCache:
         """Save one more file's worth of what ended, of each owner in turn; whether more is left.
 
         For when there is nothing else to do.  Raises DiskReadError where pages of the cache that
-        lie on the drive cannot be read.
+        lie on the disk cannot be read.
         """
         if not self._unsaved or self.store is None or self.extents is None:
             return False
@@ -128,7 +128,7 @@ class PrefixCache:
             counted |= {f"drive_{n}": getattr(self.store.counters, n) for n in _STORE_COUNTERS}
         return counted
 
-    def _save(self, tokens: Numbers, salt: str, owner: str) -> int:
+    def _save(self, tokens: Ints, salt: str, owner: str) -> int:
         """Save a file's worth of a sequence; how many pages, 0 where nothing is left to save."""
         assert self.store is not None and self.extents is not None
         ids, extents = self.tree.find(tokens, salt), self.extents
@@ -140,7 +140,7 @@ class PrefixCache:
         return self.store.save(keys, export, owner)
 
     def _load(self, sequence: int, known: Tokens, salt: str, held: int) -> int:
-        """Append what the drive has behind the first `held` pages; how many pages that is."""
+        """Append what the disk has behind the first `held` pages; how many pages that is."""
         if self.store is None or self.extents is None:
             return 0
         extents, loaded = self.extents, 0

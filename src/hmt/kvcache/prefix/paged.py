@@ -8,12 +8,12 @@ import torch
 
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.kernels import ops
-from hmt.kvcache.book import Numbers, PageBook
-from hmt.kvcache.cache import PagedKV
-from hmt.kvcache.pages import PageAllocator
+from hmt.kvcache.page_allocator import PageAllocator
+from hmt.kvcache.page_store import Pool, recode
+from hmt.kvcache.page_table import Ints, PageTable
+from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.prefix.extents import PageExtents
 from hmt.kvcache.prefix.tree import PrefixTree, Tokens
-from hmt.kvcache.store import Pool, recode
 from hmt.memory import Bitmap
 
 
@@ -23,15 +23,15 @@ class _SharedPages(PageAllocator):
     def __init__(self, count: int) -> None:
         super().__init__(count)
         # With one level the book gives pages the numbers of their places.
-        self.book = PageBook([Bitmap(count)])
+        self.page_table = PageTable([Bitmap(count)])
         self.tree: PrefixTree | None = None
 
     @property
     def free_pages(self) -> int:
         """See PageAllocator."""
-        return self.book.free + len(self.idle())
+        return self.page_table.free + len(self.idle())
 
-    def idle(self) -> Numbers:
+    def idle(self) -> Ints:
         """Pages that only the tree owns."""
         return np.zeros(0, dtype=np.int64) if self.tree is None else self.tree.alone()
 
@@ -39,19 +39,19 @@ class _SharedPages(PageAllocator):
         """See PageAllocator; prefixes go where there would be too few without."""
         if pages > self.free_pages:
             raise self.too_few(pages)
-        if self.tree is not None and pages > self.book.free:
-            self.tree.evict(pages - self.book.free)
-        ids = self.book.new(pages)
-        assert np.array_equal(self.book.slots_of(ids), ids)
+        if self.tree is not None and pages > self.page_table.free:
+            self.tree.evict(pages - self.page_table.free)
+        ids = self.page_table.new(pages)
+        assert np.array_equal(self.page_table.slots_of(ids), ids)
         return ids.tolist()
 
     def share(self, pages: Sequence[int]) -> None:
         """See PageAllocator."""
-        self.book.share(np.array(pages, dtype=np.int64))
+        self.page_table.share(np.array(pages, dtype=np.int64))
 
     def give_back(self, pages: Sequence[int]) -> None:
         """See PageAllocator."""
-        self.book.drop(np.array(pages, dtype=np.int64))
+        self.page_table.drop(np.array(pages, dtype=np.int64))
 
 
 class SharingPagedKV(PagedKV):
@@ -77,17 +77,17 @@ class SharingPagedKV(PagedKV):
         """Begin to keep prefixes: at most `pages`, or as many as there is room for."""
         allocator = self._allocator
         most = allocator.count if pages is None else pages
-        allocator.tree = PrefixTree(allocator.book, most, order=order, max_age_s=max_age_s)
+        allocator.tree = PrefixTree(allocator.page_table, most, order=order, max_age_s=max_age_s)
         return allocator.tree
 
-    def can_open_with(self, tokens: int, ids: Numbers) -> bool:
+    def can_open_with(self, tokens: int, ids: Ints) -> bool:
         """See SharingKV."""
         taken = int(np.isin(self._allocator.idle(), ids).sum())
         return -(-tokens // PAGE_TOKENS) - len(ids) <= self._allocator.free_pages - taken
 
-    def open_with(self, tokens: int, ids: Numbers) -> int:
+    def open_with(self, tokens: int, ids: Ints) -> int:
         """See SharingKV."""
-        book = self._allocator.book
+        book = self._allocator.page_table
         book.share(ids)
         try:
             sequence = self.open(tokens - PAGE_TOKENS * len(ids))
@@ -104,7 +104,7 @@ class SharingPagedKV(PagedKV):
         ids = np.array(self._sequences[sequence].pages, dtype=np.int64)
         return self._allocator.tree.insert(tokens, ids, salt, owner)
 
-    def copy_out(self, ids: Numbers, extents: PageExtents, memory: torch.Tensor) -> None:
+    def copy_out(self, ids: Ints, extents: PageExtents, memory: torch.Tensor) -> None:
         """See SharingKV."""
         theirs = torch.from_numpy(np.ascontiguousarray(ids)).to(self._store.device)
         numbers = torch.arange(len(ids))

@@ -1,4 +1,4 @@
-"""One file of pages on the drive: a header with their keys and checksums, then the pages.
+"""One file of pages on the disk: a header with their keys and checksums, then the pages.
 
     header   magic, model, page_bytes, first, pages; 16 bytes of key and 8 of checksum for each
              page; the xxh3_64 of all that; zeros up to a multiple of 4 KiB

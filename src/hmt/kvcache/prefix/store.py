@@ -1,4 +1,4 @@
-"""Beginnings of texts on the drive, where a later run of the program finds them."""
+"""Beginnings of texts on the disk, where a later run of the program finds them."""
 
 import contextlib
 import fcntl
@@ -18,6 +18,7 @@ import torch
 from hmt.base.errors import ConfigError, os_reason
 from hmt.base.log import logger, warn_once
 from hmt.base.units import MIB, format_bytes
+from hmt.kvcache.page_store import Pool
 from hmt.kvcache.prefix.fairness import allowance
 from hmt.kvcache.prefix.segments import (
     KEY_BYTES,
@@ -31,9 +32,8 @@ from hmt.kvcache.prefix.segments import (
     root_key,
     segment_bytes,
 )
-from hmt.kvcache.store import Pool
 
-# Large enough for a drive's full rate, small enough that a turn of talk does not wait for one.
+# Large enough for a disk's full rate, small enough that a turn of talk does not wait for one.
 _SEGMENT_BYTES = 64 * MIB
 _PIECE_BYTES = 8 * MIB
 _BUFFERS = 4  # one is copied from while the others are read
@@ -73,7 +73,7 @@ class PrefixStore:
 
     Files are written under another name, made durable, and then renamed, one process at a time; a
     reader sees a whole file or none.  Each page has a checksum: what is damaged is removed, told
-    in the log, and counts as never kept.  Nothing here raises because of the drive.
+    in the log, and counts as never kept.  Nothing here raises because of the disk.
 
     When the folder is full, the owner whose files take most loses the least recently used of them,
     whichever model they are of; of one sequence the last pages first.  So no owner evicts files of
@@ -170,7 +170,7 @@ class PrefixStore:
     def save(self, keys: Sequence[bytes], export: Export, owner: str = "") -> int:
         """Write the pages behind those that are there, in one file; how many it has.
 
-        0 if all are there, or they cannot be kept: a full drive is told once.  So to save a text is
+        0 if all are there, or they cannot be kept: a full disk is told once.  So to save a text is
         to call this until it returns 0, with other work in between, if there is any.
 
         export   fills uint8 [pages, page_bytes] with pages from a number on
@@ -200,7 +200,7 @@ class PrefixStore:
         begin = nbytes - count * self._page_bytes
         file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(file, 0, nbytes)  # a full drive is found before anything goes
+            os.posix_fallocate(file, 0, nbytes)  # a full disk is found before anything goes
             self._make_room(nbytes, tag)
             sums: list[int] = []
             for at in range(0, count, self._piece_pages):
@@ -312,7 +312,7 @@ class PrefixStore:
 
     def _damaged(self, name: str, why: str) -> None:
         self.counters.damaged += 1
-        logger.warning("%s is removed: %s; check the drive", self.folder / name, why)
+        logger.warning("%s is removed: %s; check the disk", self.folder / name, why)
         self._forget(name)
         self._unreadable.add(name)
         try:

@@ -10,11 +10,11 @@ from itertools import count
 import numpy as np
 
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.kvcache.book import Numbers, PageBook
-from hmt.kvcache.policies import ORDERS
+from hmt.kvcache.eviction import KV_EVICTION
+from hmt.kvcache.page_table import Ints, PageTable
 from hmt.kvcache.prefix.fairness import allowance
 
-Tokens = Sequence[int] | Numbers
+Tokens = Sequence[int] | Ints
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -46,8 +46,8 @@ class _Run:
     """
 
     key: bytes
-    rows: Numbers
-    ids: Numbers
+    rows: Ints
+    ids: Ints
     parent: "_Run | None"
     after: dict[bytes, "_Run"] = field(default_factory=dict)
 
@@ -68,27 +68,27 @@ class PrefixTree:
 
     def __init__(
         self,
-        book: PageBook,
+        page_table: PageTable,
         pages: int,
         *,
         order: str = "lru",
         max_age_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Holds at most `pages` of `book`, none longer than `max_age_s` after its last use.
+        """Holds at most `pages` of `page_table`, none longer than `max_age_s` after its last use.
 
-        order   a name in `hmt.kvcache.policies.ORDERS`; each use counts as full attention
+        order   a name in `hmt.kvcache.eviction.ORDERS`; each use counts as full attention
         """
         self.pages = pages
         self.counters = PrefixCounters()
-        self._book = book
-        self._policy = ORDERS[order](book.count)
+        self._page_table = page_table
+        self._policy = KV_EVICTION[order](page_table.count)
         self._max_age_s = max_age_s
         self._clock = clock
-        self._held = np.zeros(book.count, dtype=np.bool_)
-        self._owner = np.full(book.count, "", dtype=np.object_)
+        self._held = np.zeros(page_table.count, dtype=np.bool_)
+        self._owner = np.full(page_table.count, "", dtype=np.object_)
         self._holding: Counter[str] = Counter()  # pages by owner
-        self._used_s = np.zeros(book.count)
+        self._used_s = np.zeros(page_table.count)
         self._root = _Run(b"", _NONE.reshape(0, PAGE_TOKENS), _NONE, None)
 
     @property
@@ -96,12 +96,12 @@ class PrefixTree:
         """Pages that it owns a share of."""
         return int(self._held.sum())
 
-    def alone(self) -> Numbers:
+    def alone(self) -> Ints:
         """Pages that nobody else owns."""
         held = np.flatnonzero(self._held)
-        return held[self._book.alone(held)]
+        return held[self._page_table.alone(held)]
 
-    def find(self, tokens: Tokens, salt: str = "") -> Numbers:
+    def find(self, tokens: Tokens, salt: str = "") -> Ints:
         """Pages of the longest beginning of `tokens` that is held, by position.
 
         Counts for nothing; they may go when anything else is asked.
@@ -109,14 +109,14 @@ class PrefixTree:
         found = [run.ids[:matched] for run, matched in self._path(_rows(tokens), salt)]
         return np.concatenate([_NONE, *found])
 
-    def match(self, tokens: Tokens, salt: str = "") -> Numbers:
+    def match(self, tokens: Tokens, salt: str = "") -> Ints:
         """Like `find`, and a use of these pages.  Whoever wants to keep them shares them next."""
         self.expire()
         ids = self.find(tokens, salt)
         self.used(ids)
         return ids
 
-    def used(self, ids: Numbers) -> None:
+    def used(self, ids: Ints) -> None:
         """A text was looked for, and `ids` are what `find` found and somebody uses now."""
         self.counters.lookups += 1
         self.counters.hits += len(ids) > 0
@@ -127,7 +127,7 @@ class PrefixTree:
         """Pages that count for `owner`."""
         return self._holding[owner]
 
-    def insert(self, tokens: Tokens, ids: Numbers, salt: str = "", owner: str = "") -> int:
+    def insert(self, tokens: Tokens, ids: Ints, salt: str = "", owner: str = "") -> int:
         """Hold the whole pages of `tokens`, which lie in `ids`; how many are new.
 
         Where a beginning is held already, its pages stay and those of `ids` are not taken.  Others
@@ -156,7 +156,7 @@ class PrefixTree:
             parent = self._child(self._root, salt.encode(), rows[:0], _NONE)
         assert not self._held[new].any(), "a page holds one beginning"
         self._child(parent, rows[held].tobytes(), rows[held:].copy(), new)
-        self._book.share(new)
+        self._page_table.share(new)
         self._held[new] = True
         self._owner[new] = owner
         self._holding[owner] += len(new)
@@ -194,7 +194,7 @@ class PrefixTree:
         self._drop(np.flatnonzero(self._held))
         self._root.after.clear()
 
-    def _path(self, rows: Numbers, salt: str) -> list[tuple[_Run, int]]:
+    def _path(self, rows: Ints, salt: str) -> list[tuple[_Run, int]]:
         """Runs that `rows` go along, and how many pages of each are theirs."""
         run, at, path = self._root.after.get(salt.encode()), 0, []
         while run is not None and at < len(rows):
@@ -210,7 +210,7 @@ class PrefixTree:
                 break
         return path
 
-    def _child(self, parent: _Run, key: bytes, rows: Numbers, ids: Numbers) -> _Run:
+    def _child(self, parent: _Run, key: bytes, rows: Ints, ids: Ints) -> _Run:
         if key not in parent.after:
             parent.after[key] = _Run(key, rows, ids, parent)
         return parent.after[key]
@@ -224,12 +224,12 @@ class PrefixTree:
             run.rows, run.ids, run.after = run.rows[:at], run.ids[:at], {rest.key: rest}
         return run
 
-    def _use(self, ids: Numbers) -> None:
+    def _use(self, ids: Ints) -> None:
         now = self._clock()
         self._used_s[ids] = now
         self._policy.weighed(ids, np.ones(len(ids)), now)
 
-    def _room_for(self, owner: str, pages: int, path: Numbers) -> int:
+    def _room_for(self, owner: str, pages: int, path: Ints) -> int:
         """How many of `pages` new ones behind the pages `path` fit the share of `owner`."""
         most = allowance(self._holding, owner, self._holding[owner] + pages, self.pages)
         own = int((self._owner[path] == owner).sum())
@@ -244,7 +244,7 @@ class PrefixTree:
         """
         ids = np.flatnonzero(self._held)
         alone = np.zeros(len(self._held), dtype=np.bool_)
-        alone[ids] = self._book.alone(ids)
+        alone[ids] = self._page_table.alone(ids)
         worth = np.zeros(len(self._held))
         worth[ids] = self._policy.worth(ids, self._clock(), len(ids) / max(1, self.pages))
         left = min(wanted, int(alone.sum())) if freeing else wanted
@@ -295,11 +295,11 @@ class PrefixTree:
             run.parent.after.pop(run.key, None)
             run = run.parent
 
-    def _drop(self, ids: Numbers) -> Numbers:
+    def _drop(self, ids: Ints) -> Ints:
         self._held[ids] = False
         self._holding -= Counter(self._owner[ids].tolist())  # without those that hold none
         self.counters.evicted += len(ids)
-        return self._book.drop(ids)
+        return self._page_table.drop(ids)
 
     def _runs(self) -> Iterator[_Run]:
         """All but the root, and those that are salts only; what continues a run comes before it."""
@@ -314,7 +314,7 @@ class PrefixTree:
                 stack += [(child, False) for child in run.after.values()]
 
 
-def _rows(tokens: Tokens) -> Numbers:
+def _rows(tokens: Tokens) -> Ints:
     """Tokens of whole pages: int64 [pages, 16]."""
     whole = len(tokens) // PAGE_TOKENS * PAGE_TOKENS
     return np.asarray(tokens[:whole], dtype=np.int64).reshape(-1, PAGE_TOKENS)

@@ -8,14 +8,14 @@ import torch
 
 from hmt.base.errors import BudgetError, MachineError
 from hmt.base.units import format_bytes
-from hmt.memory.device.adjacent import joined
-from hmt.memory.device.interface import Copy, Cut, Mark
+from hmt.memory.device.coalesced_copy import joined
+from hmt.memory.device.interface import CopyEvent, Event, GraphBreak
 from hmt.memory.device.nvml import ProcessMemory
 
 _PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
-class _CudaMark:
+class _CudaEvent:
     """Implements Mark with an event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -30,14 +30,14 @@ class _CudaMark:
         self.event.synchronize()
 
 
-class _CudaCopy(_CudaMark):
+class _CudaCopyEvent(_CudaEvent):
     """Implements Copy with an event at either end."""
 
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         super().__init__(end)
         self._begin = begin
 
-    def took_s(self) -> float:
+    def elapsed_s(self) -> float:
         """See Copy."""
         return self._begin.elapsed_time(self.event) * 1e-3
 
@@ -90,11 +90,11 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.where)
         return min(total, self._context_bytes() + self._free_at_start - free)
 
-    def kept_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """See Device."""
         return int(torch.cuda.memory_reserved(self.where))
 
-    def trim(self) -> None:
+    def empty_cache(self) -> None:
         """See Device."""
         torch.cuda.empty_cache()
 
@@ -110,12 +110,14 @@ class CudaDevice:
             ) from error
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def compute_stream(self) -> Iterator[None]:
         """See Device."""
         with torch.cuda.device(self.where), torch.cuda.stream(self._compute):
             yield
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None
+    ) -> CopyEvent:
         """See Device."""
         return self.copy_each((target,), (source,), () if after is None else (after,))
 
@@ -123,36 +125,36 @@ class CudaDevice:
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
-        after: Iterable[Mark] = (),
-    ) -> Copy:
+        after: Iterable[Event] = (),
+    ) -> CopyEvent:
         """See Device."""
         with torch.cuda.stream(self._copies):
             for mark in after:
-                assert isinstance(mark, _CudaMark)
+                assert isinstance(mark, _CudaEvent)
                 self._copies.wait_event(mark.event)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             self._copies.record_event(begin)
             for target, source in joined(targets, sources):
                 target.copy_(source, non_blocking=True)
             self._copies.record_event(end)
-            return _CudaCopy(begin, end)
+            return _CudaCopyEvent(begin, end)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """See Device."""
-        return _CudaMark(self._compute.record_event())
+        return _CudaEvent(self._compute.record_event())
 
-    def follow(self, mark: Mark) -> None:
+    def wait_event(self, mark: Event) -> None:
         """See Device."""
-        assert isinstance(mark, _CudaMark)
+        assert isinstance(mark, _CudaEvent)
         self._compute.wait_event(mark.event)
 
-    def write_back(self, work: Callable[[], None]) -> Mark:
+    def write_back(self, work: Callable[[], None]) -> Event:
         """See Device."""
         computed = self._compute.record_event()
         with torch.cuda.stream(self._writes):
             self._writes.wait_event(computed)
             work()
-            return _CudaMark(self._writes.record_event())
+            return _CudaEvent(self._writes.record_event())
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See Device."""
@@ -172,7 +174,9 @@ class CudaDevice:
 
         return replay
 
-    def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture_segments(
+        self, compute: Callable[[GraphBreak], torch.Tensor]
+    ) -> Callable[[], torch.Tensor]:
         """See Device."""
         parts: list[Callable[[], None]] = []
         # One pool for all: what one piece leaves for the next stays where it is meanwhile.
@@ -253,7 +257,7 @@ class CudaDevice:
     def close(self) -> None:
         """See Device."""
         self.synchronize()
-        self.trim()
+        self.empty_cache()
 
     def _context_bytes(self) -> int:
         """What the driver took for this process before anything was allocated."""

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-Cut = Callable[[Callable[[], None]], None]
+GraphBreak = Callable[[Callable[[], None]], None]
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A place in a queue."""
 
     def reached(self) -> bool:
@@ -27,10 +27,10 @@ class Mark(Protocol):
         ...
 
 
-class Copy(Mark, Protocol):
+class CopyEvent(Event, Protocol):
     """The end of a copy."""
 
-    def took_s(self) -> float:
+    def elapsed_s(self) -> float:
         """How long it took from its beginning, once it is reached; 0 where nobody knows."""
         ...
 
@@ -55,11 +55,11 @@ class Device(Protocol):
         """Memory that this process has taken, the driver's own share included."""
         ...
 
-    def kept_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Of those, what torch has for tensors and their next ones: the rest is the driver's."""
         ...
 
-    def trim(self) -> None:
+    def empty_cache(self) -> None:
         """Give back what torch keeps for the next allocation."""
         ...
 
@@ -70,11 +70,13 @@ class Device(Protocol):
         """
         ...
 
-    def computing(self) -> AbstractContextManager[None]:
+    def compute_stream(self) -> AbstractContextManager[None]:
         """Kernels that are called in the body go on the compute queue."""
         ...
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None
+    ) -> CopyEvent:
         """Copy host memory to the device's, both uint8 [n]; reached when it is there.
 
         Begins when `after`, a place on the compute queue, has been reached.  `source` must stay as
@@ -86,23 +88,23 @@ class Device(Protocol):
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
-        after: Iterable[Mark] = (),
-    ) -> Copy:
+        after: Iterable[Event] = (),
+    ) -> CopyEvent:
         """`copy`, of each to its target, one behind the other; reached when all are there.
 
         For many small ones: beginning and end are noted once.
         """
         ...
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """The end of the compute queue now."""
         ...
 
-    def follow(self, mark: Mark) -> None:
+    def wait_event(self, mark: Event) -> None:
         """What is put on the compute queue from now on begins when `mark` has been reached."""
         ...
 
-    def write_back(self, work: Callable[[], None]) -> Mark:
+    def write_back(self, work: Callable[[], None]) -> Event:
         """What `work` launches goes on the write-back queue; reached when it has been done.
 
         Begins when what is on the compute queue now has been done.  `work` may be called later, but
@@ -118,7 +120,9 @@ class Device(Protocol):
         """
         ...
 
-    def capture_pieces(self, compute: Callable[[Cut], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture_segments(
+        self, compute: Callable[[GraphBreak], torch.Tensor]
+    ) -> Callable[[], torch.Tensor]:
         """Like `capture`, of work in which the CPU has a part.
 
         `compute` calls what it is given with that part, at its place among what is captured.  It is

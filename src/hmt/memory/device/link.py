@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from hmt.memory.device.interface import Device, Mark
+from hmt.memory.device.interface import Device, Event
 
 _UNDER_WAY = 4  # copies: the link never waits for the next one
 
@@ -15,7 +15,7 @@ class Link:
 
     def __init__(self, device: Device, target: torch.Tensor, source: torch.Tensor) -> None:
         self._device, self._target, self._source = device, target, source
-        self._under_way: list[Mark] = []
+        self._under_way: list[Event] = []
         self.copied_bytes = 0
 
     def keep_busy(self) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes, round_up
-from hmt.memory.device.interface import Device, Mark
+from hmt.memory.device.interface import Device, Event
 from hmt.memory.ledger import Account
 
 ALIGNMENT = 256
@@ -21,7 +21,7 @@ class DeviceBuffer:
 
     tensor: torch.Tensor
     nbytes: int
-    last_use: Mark | None = field(default=None)
+    last_use: Event | None = field(default=None)
 
 
 class DevicePool:

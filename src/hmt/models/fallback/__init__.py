@@ -1,6 +1,6 @@
 """Models that HMT has no file for: transformers' modules with HMT's weights and attention."""
 
 from hmt.models.fallback.model import REMARK, Fallback
-from hmt.models.fallback.tree import architectures
+from hmt.models.fallback.module_tree import architectures
 
 __all__ = ["REMARK", "Fallback", "architectures"]

@@ -9,6 +9,8 @@ from torch import nn
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.models.decoder import head_chunk_rows
 from hmt.models.fallback.interfaces import usual_activation
+from hmt.models.fallback.key_map import Published
+from hmt.models.fallback.module_tree import Tree, refused
 from hmt.models.fallback.modules import (
     Layer,
     LazyTable,
@@ -17,9 +19,7 @@ from hmt.models.fallback.modules import (
     Unit,
     Value,
 )
-from hmt.models.fallback.names import Published
-from hmt.models.fallback.sight import LayerSight
-from hmt.models.fallback.tree import Tree, refused
+from hmt.models.fallback.trace import LayerTrace
 
 HEAD = BlockId(TRUNK, BlockKind.HEAD)
 
@@ -39,7 +39,7 @@ class Parts:
     trunk: list[Unit] = field(default_factory=list)
 
 
-def take_apart(tree: Tree, architecture: str) -> Parts:
+def split_blocks(tree: Tree, architecture: str) -> Parts:
     """Replace modules that have parameters.  Raises UnknownArchitectureError."""
     output = tree.model.get_output_embeddings()
     if type(output) is not nn.Linear:
@@ -139,13 +139,13 @@ class BlockMaker:
         for unit in self._parts.trunk:
             self._unit_values(unit, f"{unit.name}.", f"{unit.name}.")
 
-    def layer(self, index: int, sight: LayerSight) -> Iterator[BlockSpec]:
+    def layer(self, index: int, trace: LayerTrace) -> Iterator[BlockSpec]:
         """The blocks of a layer, in the order of use."""
         layer = self._parts.layers[index]
         attention = BlockId(index, BlockKind.ATTENTION)
-        second = BlockId(index, BlockKind.ROUTER if sight.experts else BlockKind.FFN)
-        order = list(dict.fromkeys(sight.units))
-        last = order.index(sight.attention) if sight.attention in order else -1
+        second = BlockId(index, BlockKind.ROUTER if trace.experts else BlockKind.FFN)
+        order = list(dict.fromkeys(trace.units))
+        last = order.index(trace.attention) if trace.attention in order else -1
         params: dict[BlockId, list[ParamSpec]] = {attention: [], second: []}
         layer.block = attention
         params[attention] += self._params_of(layer.values, f"{self._tree.path}.{index}.", "")
@@ -158,7 +158,7 @@ class BlockMaker:
         for block, specs in params.items():
             if specs:
                 yield BlockSpec(block, tuple(specs))
-        for module, name in sight.experts:
+        for module, name in trace.experts:
             yield from self._experts(index, module, by_name[name])
 
     def trunk(self, tied: bool) -> Iterator[BlockSpec]:

@@ -8,12 +8,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from hmt.contracts.step import Run
+from hmt.contracts.step import Segment
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
 from hmt.layers import GatedFFN, Routing, request_experts, routed_experts
-from hmt.models.fallback.places import place_of
-from hmt.models.fallback.work import StoppedError, current
+from hmt.models.fallback.call_context import StoppedError, current_context
+from hmt.models.fallback.device_cache import place_of
 
 NAME = "hmt"  # of `attn_implementation` and `experts_implementation`
 
@@ -48,7 +48,7 @@ class Mask:
 
 def describe_mask(*, mask_function: Any, **sizes: Any) -> Mask | None:
     """What a mask would hide; None once that is known."""
-    if current().weights is not None:
+    if current_context().weights is not None:
         return None
     try:
         sees = [_first_seen(mask_function, at) for at in (_FAR, _FAR + 1, _FAR + 12345)]
@@ -93,7 +93,7 @@ def attend(
     key and value [1, kv heads, tokens, dim] are those of the step's tokens.  Returns [1, tokens,
     heads, value dim].  Windows are those that the model's masks had when it was looked at.
     """
-    work = current()
+    work = current_context()
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if work.weights is None:
@@ -119,7 +119,7 @@ class OneSequence(Cache):
     is_sliding = ()  # type: ignore[assignment]  # every layer keeps everything: masks have windows
     is_compileable = False  # type: ignore[assignment]
 
-    def __init__(self, run: Run | None, layers: int) -> None:
+    def __init__(self, run: Segment | None, layers: int) -> None:
         """`run` None: an empty sequence, while the model is looked at."""
         super().__init__(layers=[])
         self._start = 0 if run is None else run.start
@@ -136,7 +136,7 @@ class OneSequence(Cache):
 
         Zeros while the model is looked at: no token sees another one through attention then.
         """
-        work = current()
+        work = current_context()
         if work.weights is None:
             work.record.cached(key_states, value_states)
             return torch.zeros_like(key_states), torch.zeros_like(value_states)
@@ -145,7 +145,7 @@ class OneSequence(Cache):
         start = work.run.start
         if not start:
             return key_states, value_states
-        before = work.kv.read(work.layer, Run(work.run.sequence, 0, 0, start))
+        before = work.kv.read(work.layer, Segment(work.run.sequence, 0, 0, start))
         whole = (
             torch.cat((old.transpose(0, 1)[None].to(new), new), dim=2)
             for old, new in zip(before, (key_states, value_states), strict=True)
@@ -177,11 +177,11 @@ def compute_experts(
 
     top_k_index int64 and top_k_weights [tokens, top_k]; experts beyond the last one stand for none.
     """
-    work = current()
+    work = current_context()
     if work.weights is None:
         work.record.experts(module, top_k_index.shape[-1])
         return hidden_states.clone()
-    if work.guessing:
+    if work.predicting:
         work.chosen = top_k_index
         raise StoppedError
     count = int(module.num_experts)
@@ -211,10 +211,10 @@ def usual_activation(module: Any) -> str | None:
 
 def _other_experts(module: Any, x: Tensor, routing: Routing, residual: Tensor) -> Tensor:
     """Experts with biases, other activations or transposed matrices, one after the other."""
-    work = current()
+    work = current_context()
     assert work.weights is not None
     blocks = routing.blocks(work.layer)
-    work.weights.request(blocks, Priority.NEED)
+    work.weights.request(blocks, Priority.DEMAND)
     work.weights.routed(work.layer, residual, routing.experts, routing.scales)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     with work.weights.lease_each(blocks) as groups:

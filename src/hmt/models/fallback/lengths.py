@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.model import RotaryBorder
-from hmt.contracts.step import Run
+from hmt.contracts.step import Segment
 from hmt.layers import border_of, common_border
 from hmt.models.config import Config, rotary_parameters
-from hmt.models.fallback.work import current
+from hmt.models.fallback.call_context import current_context
 
 
 class ByLength(nn.Module):
@@ -38,7 +38,7 @@ class ByLength(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the inner module's, for position_ids int64 [..., tokens]; results [1, tokens, ...]."""
-        lengths, border = current().lengths, self.border
+        lengths, border = current_context().lengths, self.border
         if lengths is None:
             return self._call(x, position_ids, 1, args, kwargs)
         longest = lengths.max() if border.gradual else border.positions + 1
@@ -125,7 +125,7 @@ def check_share(model: nn.Module, config: Config) -> None:
             )
 
 
-def lengths_of(runs: Sequence[Run]) -> Tensor:
+def lengths_of(runs: Sequence[Segment]) -> Tensor:
     """The length that the frequencies of each token go by: int64 [tokens]."""
     return torch.cat(
         [torch.arange(run.start + 1, run.context + 1).clamp(min=run.rotated) for run in runs]

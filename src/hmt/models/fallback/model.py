@@ -18,18 +18,18 @@ from hmt.base.errors import CheckpointError
 from hmt.base.log import logger
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.model import ModelSpec
-from hmt.contracts.step import Run, Step
+from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.models.config import Config, max_context
-from hmt.models.fallback import names, tree
-from hmt.models.fallback.blocks import BlockMaker, Parts, take_apart, units
+from hmt.models.fallback import key_map, module_tree
+from hmt.models.fallback.blocks import BlockMaker, Parts, split_blocks, units
+from hmt.models.fallback.call_context import Call, CallContext, StoppedError, in_context
+from hmt.models.fallback.device_cache import CPU, Known, moved_to
 from hmt.models.fallback.features import encoder, not_followed
 from hmt.models.fallback.interfaces import OneSequence
 from hmt.models.fallback.lengths import border_in, by_length, check_share, lengths_of
 from hmt.models.fallback.modules import Layer, Stage
-from hmt.models.fallback.places import CPU, Known, brought
-from hmt.models.fallback.sight import LayerSight, Sights, look, surroundings
-from hmt.models.fallback.work import Call, StoppedError, Work, doing
+from hmt.models.fallback.trace import LayerTrace, ModelTrace, call_surroundings, trace_model
 
 REMARK = "runs through transformers' modules, which is slower than a family of HMT's own"
 
@@ -48,11 +48,11 @@ class Fallback:
     def __init__(self, config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> None:
         """Raises UnknownArchitectureError for a model that cannot run so, and CheckpointError."""
         self.dtype = dtype
-        read = tree.read(config)
-        tree.refuse_others(read)
+        read = module_tree.read(config)
+        module_tree.refuse_others(read)
         self._border = border_in(read.get_text_config())
         opened = _open(read, architecture, dtype)
-        self._tree, self._parts, sights = opened.tree, opened.parts, opened.sights
+        self._tree, self._parts, sights = opened.tree, opened.parts, opened.traces
         maker = BlockMaker(self._tree, self._parts, opened.published, architecture)
         layers = len(self._parts.layers)
         blocks = (
@@ -102,14 +102,14 @@ class Fallback:
         """See Model."""
         calls = self._prepare(step, weights)[1]
         layer = self._parts.layers[index]
-        lengths = self._lengths(step.runs)
+        lengths = self._lengths(step.segments)
         if not self._tree.own_attention:
-            with doing(Work(weights, step=step, kv=kv, layer=index, lengths=lengths)):
+            with in_context(CallContext(weights, step=step, kv=kv, layer=index, lengths=lengths)):
                 return _called(layer, calls[0][index], hidden, self._known)
-        work = Work(weights, step=step, kv=kv, layer=index)
+        work = CallContext(weights, step=step, kv=kv, layer=index)
         out = torch.empty_like(hidden)
-        with doing(work):
-            for run, call in zip(step.runs, calls, strict=True):
+        with in_context(work):
+            for run, call in zip(step.segments, calls, strict=True):
                 work.run = run
                 work.lengths = None if lengths is None else lengths[run.tokens]
                 out[run.tokens] = _called(layer, call[index], hidden[run.tokens], self._known)
@@ -117,13 +117,13 @@ class Fallback:
         kv.append(index, step, key, value)
         return out
 
-    def resident_layers(self, layers: range, weights: Weights, kv: KVCache) -> None:
+    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> None:
         """See Model: there are none, as modules of transformers have no kernels for this."""
         return None
 
     def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
-        with doing(Work(weights, instead=hidden[None], stops=True)) as work:
+        with in_context(CallContext(weights, instead=hidden[None], stops=True)) as work:
             with suppress(StoppedError):
                 self._behind(hidden)
             assert work.seen is not None
@@ -131,7 +131,7 @@ class Fallback:
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         """See Model."""
-        with doing(Work(weights, instead=hidden[None])):
+        with in_context(CallContext(weights, instead=hidden[None])):
             logits: Tensor = self._behind(hidden)
             return logits[0].float()
 
@@ -143,7 +143,7 @@ class Fallback:
         """See Model.  Calls what follows attention in the layer, as far as its choice."""
         by_name = units(self._parts.layers[index])
         x = hidden[None]
-        with doing(Work(weights, layer=index, guessing=True)) as work:
+        with in_context(CallContext(weights, layer=index, predicting=True)) as work:
             with suppress(StoppedError):
                 for name in self._after[index]:
                     x = by_name[name](x)
@@ -159,7 +159,7 @@ class Fallback:
 
         What is in front of the layers has no rows: it goes through the CPU, as in `_around`.
         """
-        options = surroundings(self._tree, torch.zeros(len(hidden), dtype=torch.int64), None)
+        options = call_surroundings(self._tree, torch.zeros(len(hidden), dtype=torch.int64), None)
         nothing = torch.zeros(1, len(hidden), self._input_width, dtype=hidden.dtype)
         return self._tree.model(inputs_embeds=nothing, **options).logits
 
@@ -169,15 +169,15 @@ class Fallback:
         Such as with embeddings that are looked up by tokens, of which `_behind` has none.
         """
         hidden = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype)
-        record = Sights(self.spec.layers, self.spec.hidden_size)
+        record = ModelTrace(self.spec.layers, self.spec.hidden_size)
         try:
-            work = Work(None, record=record, instead=hidden[None], stops=True)
-            with doing(work), suppress(StoppedError):
+            work = CallContext(None, record=record, instead=hidden[None], stops=True)
+            with in_context(work), suppress(StoppedError):
                 self._behind(hidden)
         except Exception as error:
-            raise tree.refused(self.spec.architecture, not_followed(error)) from error
+            raise module_tree.refused(self.spec.architecture, not_followed(error)) from error
         if work.seen is None:
-            raise tree.refused(self.spec.architecture, "its output layer is not reached")
+            raise module_tree.refused(self.spec.architecture, "its output layer is not reached")
 
     def _prepare(self, step: Step, weights: Weights) -> tuple[Tensor, list[dict[int, Call]]]:
         """Hidden states before the layers, and what these are called with: by run, by layer.
@@ -186,14 +186,14 @@ class Fallback:
         given a copy of it with the same ones.
         """
         known, hidden, calls = self._prepared
-        if known is not None and known.runs is step.runs:
+        if known is not None and known.segments is step.segments:
             return hidden, calls
         ids, positions = step.token_ids.to(CPU), step.positions.to(CPU)
         parts, calls = [], []
-        runs = step.runs if self._tree.own_attention else (None,)
+        runs = step.segments if self._tree.own_attention else (None,)
         for run in runs:
             own = slice(None) if run is None else run.tokens
-            alone = step.runs if run is None else (run,)
+            alone = step.segments if run is None else (run,)
             parts.append(self._around(ids[own], positions[own], run, alone, weights))
             calls.append(parts[-1].calls)
         first = [call[0] for call in calls]
@@ -201,17 +201,17 @@ class Fallback:
         self._prepared, self._known = (step, hidden[0], calls), {}
         return hidden[0], calls
 
-    def _lengths(self, runs: tuple[Run, ...]) -> Tensor | None:
+    def _lengths(self, runs: tuple[Segment, ...]) -> Tensor | None:
         return None if self._border is None else lengths_of(runs)
 
     def _around(
         self,
         ids: Tensor,
         positions: Tensor,
-        run: Run | None,
-        runs: tuple[Run, ...],
+        run: Segment | None,
+        runs: tuple[Segment, ...],
         weights: Weights,
-    ) -> Work:
+    ) -> CallContext:
         """Run what is around the layers, for the tokens of `runs`.
 
         run   the only one, where the model's own code computes attention
@@ -219,10 +219,10 @@ class Fallback:
         cache = None
         if self._tree.own_attention:
             cache = OneSequence(run, len(self._parts.layers))
-        options = surroundings(self._tree, positions, cache)
+        options = call_surroundings(self._tree, positions, cache)
         lengths = self._lengths(runs)
-        work = Work(weights, ends=len(self._parts.layers) - 1, lengths=lengths)
-        with doing(work), suppress(StoppedError):
+        work = CallContext(weights, ends=len(self._parts.layers) - 1, lengths=lengths)
+        with in_context(work), suppress(StoppedError):
             self._tree.base(input_ids=ids[None], **options)
         return work
 
@@ -234,10 +234,10 @@ class _Opened:
     tied   the output layer multiplies with the embedding
     """
 
-    tree: tree.Tree
+    tree: module_tree.Tree
     parts: Parts
-    sights: Sights
-    published: names.Published
+    traces: ModelTrace
+    published: key_map.Published
     tied: bool
 
 
@@ -251,16 +251,16 @@ def _open(config: Config, architecture: str, dtype: torch.dtype) -> _Opened:
             problem = problem or error
         except Exception as error:  # of transformers' code, which is met in a way of our own
             logger.debug("%s failed when it was tried", architecture, exc_info=error)
-            problem = problem or tree.refused(architecture, not_followed(error))
+            problem = problem or module_tree.refused(architecture, not_followed(error))
         else:
             if opened is not None and encoder(config) is None:
                 return opened
-    problem = problem or tree.refused(
+    problem = problem or module_tree.refused(
         architecture, "its layers have no attention that keeps anything"
     )
     if (why := encoder(config)) is not None:
         also = str(problem).partition("either: ")[2]
-        raise tree.refused(architecture, f"{why}; besides, {also}" if also else why)
+        raise module_tree.refused(architecture, f"{why}; besides, {also}" if also else why)
     raise problem
 
 
@@ -268,7 +268,7 @@ def _attempt(
     config: Config, architecture: str, dtype: torch.dtype, *, by_name: bool
 ) -> _Opened | None:
     """The same in one of both ways; None where the other one is wanted."""
-    built = tree.build(config, architecture, dtype, by_name=by_name)
+    built = module_tree.build(config, architecture, dtype, by_name=by_name)
     border = border_in(config.get_text_config())
     check_share(built.model, config.get_text_config())
     if border is not None:
@@ -277,13 +277,13 @@ def _attempt(
         return None
     output = built.model.get_output_embeddings()
     tied = output is not None and output.weight is built.model.get_input_embeddings().weight
-    published = names.find(built.model)
-    parts = take_apart(built, architecture)
+    published = key_map.find(built.model)
+    parts = split_blocks(built, architecture)
     BlockMaker(built, parts, published, architecture).values()
     hidden_size = built.model.config.get_text_config().hidden_size
-    sights = look(built, list(parts.layers), hidden_size, architecture)
+    sights = trace_model(built, list(parts.layers), hidden_size, architecture)
     if sights.problem:
-        raise tree.refused(architecture, sights.problem)
+        raise module_tree.refused(architecture, sights.problem)
     return _Opened(built, parts, sights, published, tied) if sights.layers[0].kv else None
 
 
@@ -291,7 +291,7 @@ def _called(layer: Layer, call: Call, hidden: Tensor, known: Known) -> Tensor:
     """A layer's hidden states [tokens, hidden_size] for hidden of that shape, where that lies."""
     args, kwargs = call
     others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    rest, others = brought((args[1:], others), hidden.device, known)
+    rest, others = moved_to((args[1:], others), hidden.device, known)
     if args:
         result = layer(hidden[None], *rest, **others)
     else:
@@ -315,22 +315,22 @@ def _max_context(config: Config) -> int:
     return 2048
 
 
-def _width(sight: LayerSight, hidden_size: int) -> int:
+def _width(trace: LayerTrace, hidden_size: int) -> int:
     """Numbers alive per token: what the widest child's layers make, once more behind activations.
 
     And hidden states: the residual stream, two norms in 32 bits, and queries before and after.
     """
-    return 8 * hidden_size + 2 * max(sight.widths.values(), default=0)
+    return 8 * hidden_size + 2 * max(trace.widths.values(), default=0)
 
 
-def _ignored(built: tree.Tree) -> tuple[str, ...]:
+def _ignored(built: module_tree.Tree) -> tuple[str, ...]:
     unexpected = getattr(built.model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (*_IGNORED, *unexpected)
 
 
-def _after_attention(sight: LayerSight) -> list[str]:
+def _after_attention(trace: LayerTrace) -> list[str]:
     """Children that are called behind attention, up to the one with experts."""
-    if not sight.experts:
+    if not trace.experts:
         return []
-    order = list(dict.fromkeys(sight.units))
-    return order[order.index(sight.attention) + 1 : order.index(sight.experts[0][1]) + 1]
+    order = list(dict.fromkeys(trace.units))
+    return order[order.index(trace.attention) + 1 : order.index(trace.experts[0][1]) + 1]

@@ -16,8 +16,8 @@ from torch.func import functional_call
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops
-from hmt.models.fallback.places import brought, first_place, place_of
-from hmt.models.fallback.work import StoppedError, current
+from hmt.models.fallback.call_context import StoppedError, current_context
+from hmt.models.fallback.device_cache import first_place, moved_to, place_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LeasedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The matrix itself, for code that does not call the module: a copy."""
-        work = current()
+        work = current_context()
         if work.weights is None:
             return torch.zeros(self.out_features, self.in_features, dtype=self.dtype)
         assert self.block is not None
@@ -66,7 +66,7 @@ class LeasedLinear(nn.Module):
     @property
     def bias(self) -> Tensor | None:
         """What is added, for code that does not call the module."""
-        work = current()
+        work = current_context()
         if not self.bias_names:
             return None
         if work.weights is None:
@@ -76,7 +76,7 @@ class LeasedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out]."""
-        work = current()
+        work = current_context()
         if work.weights is None:
             work.record.linear(self.out_features)
             return _stand_in(x, self.out_features)
@@ -115,7 +115,7 @@ class LazyTable(Tensor):
     ) -> Any:
         """Rows of int64 ids [...]: [..., width]; all else is as for any tensor without numbers."""
         if func is F.embedding and isinstance(args[1], LazyTable):
-            ids, table, work = args[0], args[1], current()
+            ids, table, work = args[0], args[1], current_context()
             if work.weights is None:
                 waves = ids[..., None] + torch.arange(1, table.shape[1] + 1)
                 return waves.sin().to(table.dtype)
@@ -129,7 +129,7 @@ class LazyTable(Tensor):
 class LeasedHead(nn.Module):
     """In place of the output layer: its rows are in several blocks.
 
-    chunks   blocks, and how many rows each has
+    chunks  blocks, and how many rows each has
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -146,7 +146,7 @@ class LeasedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., vocabulary].  StoppedError if only x was wanted."""
-        work = current()
+        work = current_context()
         if work.stops:
             work.seen = x
             raise StoppedError
@@ -189,7 +189,7 @@ class Unit(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the child's."""
-        work = current()
+        work = current_context()
         if work.weights is None:
             with work.record.unit(self.name):
                 return call_with(self.inner, _stand_ins(self.values), args, kwargs)
@@ -202,8 +202,8 @@ class Unit(nn.Module):
         found |= {name: value.of(params) for name, value in self.values.items()}
         if came_from is None or came_from == where:
             return call_with(self.inner, found, args, kwargs)
-        args, kwargs = brought((args, kwargs), where)
-        return brought(call_with(self.inner, found, args, kwargs), came_from)
+        args, kwargs = moved_to((args, kwargs), where)
+        return moved_to(call_with(self.inner, found, args, kwargs), came_from)
 
     def _buffers_on(self, where: torch.device) -> dict[str, Tensor]:
         """Buffers that no checkpoint has, where they lie elsewhere than the child computes."""
@@ -229,7 +229,7 @@ class Layer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer's."""
-        work = current()
+        work = current_context()
         if not self.values:
             return self.inner(*args, **kwargs)
         if work.weights is None:
@@ -262,7 +262,7 @@ class Stage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden states that came, or those that the work has instead."""
-        work = current()
+        work = current_context()
         work.calls[self.index] = args, kwargs
         if self.index == work.ends:
             raise StoppedError

@@ -13,11 +13,17 @@ from hmt.base.errors import HMTError
 from hmt.contracts.request import FinishReason, TokenEvent
 from hmt.server.anthropic.schemas import Counted, MessagesBody
 from hmt.server.client import off_loop
-from hmt.server.errors import told
+from hmt.server.errors import as_api_error
 from hmt.server.generation import Generation
-from hmt.server.openai.reading import AnswerReader, Reading, Said, form_of_calls, style_of
-from hmt.server.service import Asked, service_of
-from hmt.server.stream import EventStream, Voice, unless_gone
+from hmt.server.openai.output_parser import (
+    AnswerParser,
+    OutputParser,
+    ParsedAnswer,
+    form_of_calls,
+    style_of,
+)
+from hmt.server.service import ApiRequest, service_of
+from hmt.server.stream import EventStream, SseDialect, unless_gone
 from hmt.server.thinking import Thinking, thinking
 from hmt.text import Tokenizer
 
@@ -29,10 +35,10 @@ def _line(event: dict[str, Any]) -> str:
     return f"event: {event['type']}\ndata: {data}\n\n"
 
 
-VOICE = Voice(
-    said=_line,
-    failed=lambda error: _line(error.anthropic_body),
-    quiet=_line({"type": "ping"}),
+VOICE = SseDialect(
+    event=_line,
+    error=lambda error: _line(error.anthropic_body),
+    keep_alive=_line({"type": "ping"}),
 )
 
 
@@ -44,7 +50,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     style = style_of(tokenizer) if tools else None
     thought = _thinking(tokenizer, body)
     called = form_of_calls(style, body.forced, tokenizer) if style and body.forced else None
-    asked = Asked(
+    asked = ApiRequest(
         owner=request.state.owner,
         sampling=body.sampling,
         longest=body.max_tokens,
@@ -63,7 +69,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         return prompts
 
     generation = await service.begin(asked, encode, 1, "messages")
-    reading = Reading(
+    reading = OutputParser(
         tokenizer, prompts[0], style, tools, asked.grammar is not None, several=body.several
     )
     heading = {
@@ -94,7 +100,7 @@ async def count_tokens(body: Counted, request: Request) -> dict[str, int]:
     try:
         tokens = await off_loop(lambda: _prompt(tokenizer, body, _thinking(tokenizer, body)))
     except HMTError as error:
-        raise told(error, "messages") from error
+        raise as_api_error(error, "messages") from error
     return {"input_tokens": len(tokens)}
 
 
@@ -132,7 +138,7 @@ async def _gather(generation: Generation) -> list[TokenEvent]:
 
 
 async def _events(
-    generation: Generation, heading: dict[str, Any], reader: AnswerReader
+    generation: Generation, heading: dict[str, Any], reader: AnswerParser
 ) -> AsyncIterator[dict[str, Any]]:
     empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
     message = heading | empty | {"usage": _usage(generation)}
@@ -170,7 +176,7 @@ _EMPTY: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def _blocks(said: Said) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _blocks(said: ParsedAnswer) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """What was said, each as the delta of a stream and as a whole block.
 
     The block is empty for more arguments of a call that has one.

@@ -9,9 +9,17 @@ from starlette.responses import Response
 
 from hmt.contracts.request import FinishReason, TokenEvent, TokenLogprob
 from hmt.server.generation import Generation
-from hmt.server.openai.answers import Gathered, Heading, gather, rendered, said, spoken, usage
-from hmt.server.openai.asking import Counting, asked
-from hmt.server.openai.reading import AnswerReader, Reading, form_of_calls, style_of
+from hmt.server.openai.output_parser import AnswerParser, OutputParser, form_of_calls, style_of
+from hmt.server.openai.request import Counting, api_request
+from hmt.server.openai.response import (
+    GatheredAnswers,
+    Heading,
+    answer_text,
+    gather,
+    rendered,
+    token_text,
+    usage,
+)
 from hmt.server.openai.schemas import ChatBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
@@ -27,7 +35,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     service = service_of(request, body.model)
     tokenizer = service.model.tokenizer
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    wanted = asked(request, body, longest=body.longest, logprobs=logprobs, answers=body.choices)
+    wanted = api_request(
+        request, body, longest=body.longest, logprobs=logprobs, answers=body.choices
+    )
     messages, tools = [message.plain() for message in body.messages], body.callable
     thought = thinking(
         tokenizer,
@@ -57,7 +67,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return prompts
 
     generation = await service.begin(wanted, encode, 1, "messages")
-    reading = Reading(
+    reading = OutputParser(
         tokenizer, prompts[0], style, tools, wanted.grammar is not None,
         several=body.parallel_tool_calls is not False,
     )  # fmt: skip
@@ -72,7 +82,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await rendered(heading, choices, usage(generation))
 
 
-def _choice(number: int, answer: Gathered, reading: Reading) -> dict[str, Any]:
+def _choice(number: int, answer: GatheredAnswers, reading: OutputParser) -> dict[str, Any]:
     """A whole answer."""
     said, reason = reading.reader().read(answer.text, last=True), answer.finish_reason
     message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
@@ -95,8 +105,8 @@ class _Stream:
     """One answer of a stream: what becomes of each token."""
 
     number: int
-    reading: Reading
-    reader: AnswerReader
+    reading: OutputParser
+    reader: AnswerParser
     calls: int = 0
 
     def parts(self, event: TokenEvent) -> Iterator[dict[str, Any]]:
@@ -122,10 +132,10 @@ class _Stream:
 
 
 async def _chunks(
-    generation: Generation, heading: Heading, reading: Reading, counting: Counting
+    generation: Generation, heading: Heading, reading: OutputParser, counting: Counting
 ) -> AsyncIterator[dict[str, Any]]:
     """A stream: who speaks, then what is said, then how it ended."""
-    numbers = range(len(generation.courses))
+    numbers = range(len(generation.choices))
     streams = [_Stream(n, reading, reading.reader(early=True)) for n in numbers]
     for number in numbers:
         begin = _part(number, {"role": "assistant", "content": ""})
@@ -137,7 +147,7 @@ async def _chunks(
         yield heading.of([], usage=usage(generation))
 
 
-def _called(call: ToolCall, reading: Reading) -> dict[str, Any]:
+def _called(call: ToolCall, reading: OutputParser) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": reading.id_of(call), "type": "function", "function": function}
 
@@ -156,13 +166,13 @@ def _part(
 def _logprobs(events: list[TokenEvent], tokenizer: Tokenizer) -> dict[str, Any] | None:
     if not events or events[0].logprob is None:
         return None
-    return {"content": [_token(one, tokenizer) for one in said(events)], "refusal": None}
+    return {"content": [_token(one, tokenizer) for one in answer_text(events)], "refusal": None}
 
 
 def _token(found: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
     def named(token_id: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token_id)
-        return {"token": spoken(tokenizer, token_id), "logprob": logprob, "bytes": list(raw)}
+        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": list(raw)}
 
     top = [named(token_id, logprob) for token_id, logprob in found.top]
     return named(found.token_id, found.logprob) | {"top_logprobs": top}

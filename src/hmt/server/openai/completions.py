@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from hmt.base.errors import HMTError
 from hmt.contracts.request import TokenEvent, TokenLogprob
-from hmt.server.errors import told
+from hmt.server.errors import as_api_error
 from hmt.server.generation import Generation
-from hmt.server.openai.answers import Gathered, Heading, gather, rendered, spoken, usage
-from hmt.server.openai.asking import Counting, asked
+from hmt.server.openai.request import Counting, api_request
+from hmt.server.openai.response import GatheredAnswers, Heading, gather, rendered, token_text, usage
 from hmt.server.openai.schemas import CompletionBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
@@ -36,7 +36,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     tried = body.best_of or body.choices if longest else 1
     # Which are best is told by their log-probabilities, wanted or not.
     logprobs = 0 if body.logprobs is None and tried > body.choices else body.logprobs
-    wanted = asked(request, body, longest=longest, logprobs=logprobs, answers=tried)
+    wanted = api_request(request, body, longest=longest, logprobs=logprobs, answers=tried)
     if body.echo and (body.logprobs is not None or not longest):
         wanted = replace(wanted, prompt_logprobs=body.logprobs or 0)
 
@@ -44,7 +44,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         try:
             ends = tokenizer.infill.ends
         except HMTError as error:
-            raise told(error, "suffix") from error
+            raise as_api_error(error, "suffix") from error
         wanted = replace(wanted, stop_token_ids=(*wanted.stop_token_ids, *ends))
     encoded: list[list[int]] = []
 
@@ -100,14 +100,14 @@ class _Teller:
     scored: bool
 
     def whole(
-        self, index: int, generation: Generation, number: int, answer: Gathered
+        self, index: int, generation: Generation, number: int, answer: GatheredAnswers
     ) -> dict[str, Any]:
         """An answer that has ended, as choice `index`."""
         echo, before = self.prompt(generation, number)
         after = _logprobs(answer.events, self.tokenizer, len(echo)) if self.scored else None
         parts = [part for part in (before, after) if part is not None]
         logprobs = {name: [one for part in parts for one in part[name]] for name in _LISTS}
-        reason = generation.courses[number].finish_reason
+        reason = generation.choices[number].finish_reason
         return _part(
             index,
             echo + answer.text,
@@ -124,7 +124,7 @@ class _Teller:
         if not self.scored:
             return text, None
         ids = self.encoded[number // self.each]
-        scores = generation.courses[number - number % self.each].prompt.logprobs
+        scores = generation.choices[number - number % self.each].prompt.logprobs
         return text, _echoed(ids, scores, self.tokenizer)
 
 
@@ -132,7 +132,7 @@ async def _chunks(
     generation: Generation, heading: Heading, teller: _Teller, copies: int, counting: Counting
 ) -> AsyncIterator[dict[str, Any]]:
     """A stream.  Answers without a token are told as so many `copies`; 0: all have some."""
-    numbers = range(len(generation.courses))
+    numbers = range(len(generation.choices))
     offsets: dict[int, int] = {}  # of answers that have begun
 
     async def begin(number: int) -> list[dict[str, Any]]:
@@ -183,7 +183,7 @@ def _echoed(
         offsets.append(offset)
         offset += len(stream.push(token))
     return {
-        "tokens": [spoken(tokenizer, token) for token in ids],
+        "tokens": [token_text(tokenizer, token) for token in ids],
         "token_logprobs": [None, *(one.logprob for one in scores)],
         "top_logprobs": [None, *(_top(one, tokenizer) for one in scores)],
         "text_offset": offsets,
@@ -203,7 +203,7 @@ def _logprobs(
         offsets.append(offset)
         offset += len(event.text)
     return {
-        "tokens": [spoken(tokenizer, one.token_id) for one in tokens],
+        "tokens": [token_text(tokenizer, one.token_id) for one in tokens],
         "token_logprobs": [one.logprob for one in tokens],
         "top_logprobs": [_top(one, tokenizer) for one in tokens],
         "text_offset": offsets,
@@ -212,4 +212,4 @@ def _logprobs(
 
 def _top(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
     """The likeliest in a token's place; of tokens that are written alike the likeliest."""
-    return {spoken(tokenizer, token): value for token, value in reversed(one.top)}
+    return {token_text(tokenizer, token): value for token, value in reversed(one.top)}

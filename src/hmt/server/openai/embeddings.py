@@ -14,7 +14,7 @@ from starlette.responses import Response
 from hmt.contracts.request import Pooling, Sampling
 from hmt.server.errors import ApiError
 from hmt.server.openai.schemas import EmbeddingsBody
-from hmt.server.service import Asked, Service, service_of
+from hmt.server.service import ApiRequest, Service, service_of
 from hmt.server.stream import unless_gone
 
 router = APIRouter()
@@ -34,7 +34,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         )
     folder = service.model.prepared.source.path
     pooling = await asyncio.to_thread(_pooling, folder) if body.pooling is None else body.pooling
-    asked = Asked(
+    asked = ApiRequest(
         owner=request.state.owner,
         sampling=Sampling(),
         longest=0,
@@ -43,21 +43,21 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         embedding=Pooling(pooling),
     )
     found, tokens = await unless_gone(request.receive, _embed(service, asked, body.texts))
-    data = await asyncio.to_thread(_told, found, body)
+    data = await asyncio.to_thread(_as_response, found, body)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return JSONResponse({"object": "list", "model": service.name, "data": data, "usage": usage})
 
 
 async def _embed(
-    service: Service, asked: Asked, texts: list[str | list[int]]
+    service: Service, asked: ApiRequest, texts: list[str | list[int]]
 ) -> tuple[list[torch.Tensor], int]:
     """Embeddings f32 [hidden_size] in order, and tokens in all.
 
     As many at a time as the engine computes at once, so that others have their turn.
     """
     tokenizer, found, tokens = service.model.tokenizer, list[torch.Tensor](), 0
-    for first in range(0, len(texts), service.gate.running):
-        some = texts[first : first + service.gate.running]
+    for first in range(0, len(texts), service.limit.running):
+        some = texts[first : first + service.limit.running]
 
         def prompts(some: list[str | list[int]] = some) -> list[list[int]]:
             most = service.max_positions
@@ -69,13 +69,13 @@ async def _embed(
         async with generation:
             async for _ in generation.events():
                 pass  # there are no tokens
-            told = [course.prompt.embedding for course in generation.courses]
+            told = [course.prompt.embedding for course in generation.choices]
             found += [one for one in told if one is not None]
             tokens += generation.prompt_tokens
     return found, tokens
 
 
-def _told(found: list[torch.Tensor], body: EmbeddingsBody) -> list[dict[str, Any]]:
+def _as_response(found: list[torch.Tensor], body: EmbeddingsBody) -> list[dict[str, Any]]:
     data: list[dict[str, Any]] = []
     for index, vector in enumerate(found):
         if body.dimensions is not None:

@@ -9,12 +9,12 @@ from starlette.responses import Response
 from hmt.base.errors import HMTError
 from hmt.engine import check_tokens
 from hmt.server.client import off_loop
-from hmt.server.errors import told
-from hmt.server.openai.answers import spoken
+from hmt.server.errors import as_api_error
+from hmt.server.model_manager import described, manager_of
+from hmt.server.openai.response import token_text
 from hmt.server.openai.schemas import DetokenizeBody, LoadBody, TokenizeBody, UnloadBody
 from hmt.server.openai.tools import plain_tools
 from hmt.server.service import service_of
-from hmt.server.shelf import described, shelf_of
 
 router = APIRouter()
 
@@ -24,7 +24,7 @@ _AT_ONCE: Final = 1 << 16  # tokens that are written as text
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """What can be asked, and what could be loaded."""
-    shelf = shelf_of(request)
+    shelf = manager_of(request)
     data = [described(name, service) for name, service in shelf.about()]
     return {"object": "list", "data": data}
 
@@ -32,7 +32,7 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One of them."""
-    shelf = shelf_of(request)
+    shelf = manager_of(request)
     found = dict(shelf.about())
     return described(name, found[name] if name in found else shelf.find(name))
 
@@ -40,13 +40,13 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 @router.post("/v1/models/load")
 async def load(body: LoadBody, request: Request) -> dict[str, Any]:
     """Load a model that the server knows, in what its budget has left."""
-    return described(body.model, await shelf_of(request).load(body.model, body.memory_bytes))
+    return described(body.model, await manager_of(request).load(body.model, body.memory_bytes))
 
 
 @router.post("/v1/models/unload")
 async def unload(body: UnloadBody, request: Request) -> dict[str, Any]:
     """Let a model's answers end, and free its memory."""
-    shelf = shelf_of(request)
+    shelf = manager_of(request)
     patience = service_of(request).config.shutdown_s
     await shelf.unload(body.model, patience if body.timeout is None else body.timeout)
     return described(body.model, None)
@@ -72,7 +72,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             tokens = tokenizer.encode(body.prompt or "")
         strings = None
         if body.return_token_strs:
-            strings = [spoken(tokenizer, token) for token in tokens]
+            strings = [token_text(tokenizer, token) for token in tokens]
         heading = {"count": len(tokens), "max_model_len": service.max_positions,
                    "token_strs": strings, "tokens": []}  # fmt: skip
         # A piece at a time: the GIL is held meanwhile.
@@ -84,7 +84,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     try:
         content = await off_loop(encode)
     except HMTError as error:
-        raise told(error, "messages" if messages else "prompt") from error
+        raise as_api_error(error, "messages" if messages else "prompt") from error
     return Response(content, media_type="application/json")
 
 
@@ -101,5 +101,5 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     try:
         check_tokens(body.tokens, service.model.prepared.model.spec.vocab_size)
     except HMTError as error:
-        raise told(error, "tokens") from error
+        raise as_api_error(error, "tokens") from error
     return {"prompt": await off_loop(lambda: service.model.tokenizer.decode(body.tokens))}

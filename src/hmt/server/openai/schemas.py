@@ -99,7 +99,7 @@ class Format(Fields):
         return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
-class Structured(Fields):
+class StructuredOutputs(Fields):
     """vLLM's structured_outputs, one of: a schema, a regular expression, texts, a grammar."""
 
     IGNORED = {  # noqa: RUF012
@@ -137,7 +137,7 @@ class Structured(Fields):
         return Grammar(GrammarKind.GRAMMAR, self.grammar or "")
 
 
-class Choosing(Fields):
+class SamplingFields(Fields):
     """How tokens are chosen and answers end; the same for chats and completions.
 
     top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids, structured_outputs and
@@ -172,7 +172,7 @@ class Choosing(Fields):
     cache_salt: CacheSalt | None = None
     timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
     response_format: Format | None = None
-    structured_outputs: Structured | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -245,7 +245,7 @@ class Choosing(Fields):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatBody(Choosing, Templated):
+class ChatBody(SamplingFields, Templated):
     """POST /v1/chat/completions.  thinking_token_budget is vLLM's."""
 
     IGNORED = CHAT_IGNORED
@@ -325,7 +325,7 @@ class ChatBody(Choosing, Templated):
         return self.max_completion_tokens or self.max_tokens
 
 
-class CompletionBody(Choosing):
+class CompletionBody(SamplingFields):
     """POST /v1/completions.  `prompt` is text or token ids, or a list of these.
 
     With a `suffix` the answer is what stands between prompt and suffix.

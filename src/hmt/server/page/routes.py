@@ -3,10 +3,10 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from hmt.server.model_manager import manager_of
 from hmt.server.page import state
 from hmt.server.page.documents import DOCUMENTS, Document
 from hmt.server.service import service_of
-from hmt.server.shelf import shelf_of
 
 router = APIRouter()
 
@@ -18,7 +18,7 @@ async def engine_state(request: Request, model: str | None = None) -> state.Stat
     model   whose; the first one when left out
     """
     service = service_of(request, model)
-    return await service.watch.see(service, list(shelf_of(request).services))
+    return await service.watch.see(service, list(manager_of(request).services))
 
 
 def _serve(path: str, document: Document) -> None:

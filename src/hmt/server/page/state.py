@@ -50,13 +50,13 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Shares of the window: the CPU computed, waited for the drive, waited for the GPU.
+    """Shares of the window: the CPU computed, waited for the disk, waited for the GPU.
 
     What is missing to 1 nobody asked for.
     """
 
     computing: float
-    waiting_for_drive: float
+    waiting_for_disk: float
     waiting_for_gpu: float
 
 
@@ -115,7 +115,7 @@ class Experts:
     """Routed experts: a row for each of `layers`.
 
     places   a letter for each: g on the GPU, m in memory to stay, c in memory as long as there is
-             room, d on the drive only
+             room, d on the disk only
     heat     for each, in percent: the share of recent steps that needed it (a step counts 3% less
              than the one after it); null where whoever computes a layer does not tell
     """

@@ -1,6 +1,5 @@
 """Packs: a model's blocks on disk as they lie in memory, converted, with checksums."""
 
-from hmt.weights.pack.draft import looks_like_pack
 from hmt.weights.pack.manifest import (
     MANIFEST,
     CopiedFile,
@@ -9,6 +8,7 @@ from hmt.weights.pack.manifest import (
     encode,
     read_manifest,
 )
+from hmt.weights.pack.partial_pack import looks_like_pack
 from hmt.weights.pack.pipeline import Buffers
 from hmt.weights.pack.reader import Pack, open_pack
 from hmt.weights.pack.source import Subject

@@ -37,7 +37,7 @@ class DataFiles:
                     self._give_up_direct()
                     continue
                 raise self._failed(number, error) from error
-            if self._flags and done % 4096:  # the drive took a part of a page: it is nearly full
+            if self._flags and done % 4096:  # the disk took a part of a page: it is nearly full
                 done -= done % 4096
                 self._give_up_direct()
             self._unsynced.add(number)

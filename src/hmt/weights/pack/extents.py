@@ -12,7 +12,7 @@ FILE_BYTES: Final = 4 * GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExtentPlace:
     """Bytes [offset, offset + nbytes) of data file number `file`; multiples of 4 KiB."""
 
     file: int
@@ -20,7 +20,7 @@ class Place:
     nbytes: int
 
 
-def arrange(sizes: Iterable[int], file_bytes: int = FILE_BYTES) -> list[Place]:
+def arrange(sizes: Iterable[int], file_bytes: int = FILE_BYTES) -> list[ExtentPlace]:
     """A place for each extent, in order.  One that is larger than a file has a file of its own."""
     places = []
     file = end = 0
@@ -28,12 +28,12 @@ def arrange(sizes: Iterable[int], file_bytes: int = FILE_BYTES) -> list[Place]:
         nbytes = round_up(size, PAGE_BYTES)
         if end and end + nbytes > file_bytes:
             file, end = file + 1, 0
-        places.append(Place(file, end, nbytes))
+        places.append(ExtentPlace(file, end, nbytes))
         end += nbytes
     return places
 
 
-def file_sizes(places: Sequence[Place]) -> dict[str, int]:
+def file_sizes(places: Sequence[ExtentPlace]) -> dict[str, int]:
     """Bytes of every data file by name, in order."""
     sizes: dict[str, int] = {}
     for place in places:

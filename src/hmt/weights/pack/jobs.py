@@ -12,10 +12,10 @@ from hmt.base.trace import Tracer
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import Role
 from hmt.contracts.store import Priority
-from hmt.memory import PAGE_BYTES, DiskRead, TransferQueue
+from hmt.memory import PAGE_BYTES, DiskRead, ReadQueue
 from hmt.weights.layout import BlockLayout, PlacedParam
-from hmt.weights.loading import BlockLoad, is_finite
 from hmt.weights.pack.pipeline import Buffers, Finished
+from hmt.weights.store.block_load import BlockLoad, is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BlockJob:
         """Bytes that it reads."""
         return self.layout.read_bytes
 
-    def start(self, buffers: Buffers, queue: TransferQueue, finished: Finished) -> None:
+    def start(self, buffers: Buffers, queue: ReadQueue, finished: Finished) -> None:
         """See Job."""
 
         def done(error: HMTError | None) -> None:
@@ -58,7 +58,7 @@ class BlockJob:
             check=True,
             finished=done,
         )
-        load.start(Priority.SURE)
+        load.start(Priority.PREFETCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class TableJob:
         """Bytes that it reads, alignment left out."""
         return self.data_bytes
 
-    def start(self, buffers: Buffers, queue: TransferQueue, finished: Finished) -> None:
+    def start(self, buffers: Buffers, queue: ReadQueue, finished: Finished) -> None:
         """See Job."""
         assert buffers.staging is not None
         data, staging, slot = self.placed.param.data, buffers.staging.tensor, buffers.slot.tensor
@@ -107,7 +107,7 @@ class TableJob:
                 error = HMTError(f"copying {self.placed.param.source} failed: {caught!r}")
             finished(error)
 
-        queue.submit([DiskRead(data.path, aligned, view, end)], Priority.SURE, done)
+        queue.submit([DiskRead(data.path, aligned, view, end)], Priority.PREFETCH, done)
 
 
 ConversionJob = BlockJob | TableJob

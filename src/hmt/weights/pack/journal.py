@@ -45,7 +45,7 @@ class Journal:
         self._append([json.dumps(identity)])
 
     def add(self, seals: Mapping[int, int]) -> None:
-        """Record extents that are complete on the drive.  Durable on return."""
+        """Record extents that are complete on the disk.  Durable on return."""
         if seals:
             self._append([json.dumps([number, as_text(seal)]) for number, seal in seals.items()])
             self.seals |= seals

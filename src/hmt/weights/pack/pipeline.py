@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from hmt.base.errors import HMTError
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.store import Priority
-from hmt.memory import DiskRead, HostBuffer, TransferQueue
+from hmt.memory import DiskRead, HostBuffer, ReadQueue
 
 Finished = Callable[[HMTError | None], None]
 
@@ -25,7 +25,7 @@ class Buffers:
 class Job(Protocol):
     """Something that fills a buffer."""
 
-    def start(self, buffers: Buffers, queue: TransferQueue, finished: Finished) -> None:
+    def start(self, buffers: Buffers, queue: ReadQueue, finished: Finished) -> None:
         """Begin, without waiting.  `finished` is called once, on a disk worker."""
         ...
 
@@ -49,7 +49,7 @@ class Result(Generic[J]):
 
 
 def in_order(
-    jobs: Iterable[J], buffers: Sequence[Buffers], queue: TransferQueue
+    jobs: Iterable[J], buffers: Sequence[Buffers], queue: ReadQueue
 ) -> Generator[Result[J], None, None]:
     """Results of `jobs` in their order, while as many of the next ones run as there are `buffers`.
 
@@ -75,7 +75,7 @@ def in_order(
 
 
 @dataclass(frozen=True, slots=True)
-class ExtentPiece:
+class ExtentChunk:
     """Reads a piece of an extent.
 
     owner   number of the extent among those that are read
@@ -88,18 +88,18 @@ class ExtentPiece:
     at: int
     last: bool
 
-    def start(self, buffers: Buffers, queue: TransferQueue, finished: Finished) -> None:
+    def start(self, buffers: Buffers, queue: ReadQueue, finished: Finished) -> None:
         """See Job."""
         view = buffers.slot.view[: self.file.nbytes]
         end = self.file.offset + self.file.nbytes
         read = DiskRead(self.file.path, self.file.offset, view, end)
-        queue.submit([read], Priority.SURE, finished)
+        queue.submit([read], Priority.PREFETCH, finished)
 
 
-def pieces_of(owner: int, extent: FileRange, piece_bytes: int) -> list[ExtentPiece]:
+def extent_chunks(owner: int, extent: FileRange, piece_bytes: int) -> list[ExtentChunk]:
     """An extent in pieces of at most `piece_bytes`."""
     return [
-        ExtentPiece(
+        ExtentChunk(
             owner,
             FileRange(extent.path, extent.offset + at, min(piece_bytes, extent.nbytes - at)),
             at,

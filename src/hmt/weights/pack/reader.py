@@ -23,7 +23,6 @@ from hmt.weights.layout import (
     Target,
     lay_out,
 )
-from hmt.weights.pack.draft import is_draft
 from hmt.weights.pack.manifest import (
     CONFIG,
     MANIFEST,
@@ -33,6 +32,7 @@ from hmt.weights.pack.manifest import (
     PackedParam,
     read_manifest,
 )
+from hmt.weights.pack.partial_pack import is_partial
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def open_pack(path: Path) -> Pack:
     unfinished pack or one of another version, MissingFileError for a missing file, and
     DamagedPackError for one that is not what was written.
     """
-    if is_draft(path):
+    if is_partial(path):
         raise PackError(
             f"{path} is an unfinished conversion: give `hmt convert` the same arguments again, and "
             "it goes on"

@@ -1,7 +1,7 @@
 """Tables that are published as codes (embeddings of GGUF files) lie in packs as numbers, in f32.
 
 A row is then one piece of an extent, found and checked as every other pack's, whatever the table
-was published in; where it lies on the drive, a lookup reads few rows of it.
+was published in; where it lies on the disk, a lookup reads few rows of it.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels import ops
 from hmt.quant import Format, empty_weight
-from hmt.quant.published import Form
+from hmt.quant.importers import WeightImporter
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart
 from hmt.weights.layout import BlockLayout, RowHolder, RowSpan, Table, TablePart, Target, lay_out
 
@@ -27,7 +27,7 @@ _NUMBERS: Final = Format(Encoding.F32)
 class Numbers:
     """See Form: what `form` unpacks, as numbers."""
 
-    form: Form
+    form: WeightImporter
 
     def format(self, shape: tuple[int, ...]) -> Format:
         """See Form."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from hmt.base.errors import DamagedPackError, HMTError
 from hmt.contracts.checkpoint import FileRange
-from hmt.memory import TransferQueue
+from hmt.memory import ReadQueue
 from hmt.weights.checksum import StreamSum, as_text
 from hmt.weights.pack.manifest import Manifest
-from hmt.weights.pack.pipeline import Buffers, in_order, pieces_of
+from hmt.weights.pack.pipeline import Buffers, extent_chunks, in_order
 from hmt.weights.pack.reader import check_copy, check_size
 
 
@@ -31,7 +31,7 @@ class Damage:
 def verify_pack(
     folder: Path,
     manifest: Manifest,
-    queue: TransferQueue,
+    queue: ReadQueue,
     buffers: Sequence[Buffers],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Damage]:
@@ -45,7 +45,7 @@ def verify_pack(
     pieces = (
         piece
         for number, (_, extent) in enumerate(extents)
-        for piece in pieces_of(
+        for piece in extent_chunks(
             number,
             FileRange(folder / manifest.file_name(extent), extent.offset, extent.nbytes),
             piece_bytes,

@@ -20,12 +20,18 @@ from hmt.base.units import MIB
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import PACKING_VERSION, Activations
-from hmt.memory import PAGE_BYTES, TransferQueue
+from hmt.memory import PAGE_BYTES, ReadQueue
 from hmt.weights.checksum import SUM_BYTES, RunSums, StreamSum, checksum, pack_sums
 from hmt.weights.layout import BlockLayout, PlacedParam, Table
 from hmt.weights.pack.data_files import DataFiles
-from hmt.weights.pack.draft import Draft
-from hmt.weights.pack.extents import FILE_BYTES, Place, arrange, file_name, file_sizes, run_rows
+from hmt.weights.pack.extents import (
+    FILE_BYTES,
+    ExtentPlace,
+    arrange,
+    file_name,
+    file_sizes,
+    run_rows,
+)
 from hmt.weights.pack.jobs import ConversionJob, is_table, jobs_for
 from hmt.weights.pack.manifest import (
     CopiedFile,
@@ -35,7 +41,8 @@ from hmt.weights.pack.manifest import (
     PackedParam,
     PackedSums,
 )
-from hmt.weights.pack.pipeline import Buffers, in_order, pieces_of
+from hmt.weights.pack.partial_pack import PartialPack
+from hmt.weights.pack.pipeline import Buffers, extent_chunks, in_order
 from hmt.weights.pack.source import Subject, check_unchanged
 
 # What a kill costs at most: this much time, or this many bytes, are spent again.
@@ -81,7 +88,7 @@ class PackWriter:
         With `force` a pack in `out` is replaced, once the new one is complete.  Data files have at
         most `file_bytes`; a kill costs at most `sync_bytes`, or some seconds of work.  Raises
         ConfigError where `out` cannot be, CheckpointError where the checkpoint is not the one that
-        the earlier conversion has read, DiskWriteError without room on the drive.  Must be closed.
+        the earlier conversion has read, DiskWriteError without room on the disk.  Must be closed.
         """
         self._subject = subject
         self._layouts = [layout for layout in subject.layouts.values() if layout.slot_bytes]
@@ -100,7 +107,7 @@ class PackWriter:
         self.staging_bytes = max(
             [piece + 2 * PAGE_BYTES, *(layout.staging_bytes for layout in blocks)]
         )
-        self._draft = Draft(out, force=force)
+        self._draft = PartialPack(out, force=force)
         try:
             self._identity = self._now()
             self._begin_or_resume()
@@ -119,7 +126,7 @@ class PackWriter:
 
     def run(
         self,
-        queue: TransferQueue,
+        queue: ReadQueue,
         tracer: Tracer,
         buffers: Sequence[Buffers],
         progress: Progress = lambda what, done, total: None,
@@ -171,7 +178,7 @@ class PackWriter:
         self._draft.check_room(wanted - there)
 
     def _checked(
-        self, queue: TransferQueue, buffers: Sequence[Buffers], progress: Progress
+        self, queue: ReadQueue, buffers: Sequence[Buffers], progress: Progress
     ) -> dict[int, int]:
         """Extents of an earlier run that are still what they were, with their checksums."""
         recorded = dict(self._draft.journal.seals)
@@ -181,7 +188,7 @@ class PackWriter:
         pieces = (
             piece
             for number in recorded
-            for piece in pieces_of(number, self._range(number), self._piece_bytes)
+            for piece in extent_chunks(number, self._range(number), self._piece_bytes)
         )
         stream = StreamSum()
         with contextlib.closing(in_order(pieces, buffers, queue)) as results:
@@ -202,7 +209,7 @@ class PackWriter:
     def _convert(
         self,
         seals: dict[int, int],
-        queue: TransferQueue,
+        queue: ReadQueue,
         tracer: Tracer,
         buffers: Sequence[Buffers],
         progress: Progress,
@@ -331,7 +338,7 @@ def _placed(layout: BlockLayout, name: str) -> PlacedParam:
     return next(placed for placed in layout.placed if placed.param.spec.name == name)
 
 
-def _extent(place: Place, seal: int) -> Extent:
+def _extent(place: ExtentPlace, seal: int) -> Extent:
     return Extent(place.file, place.offset, place.nbytes, seal)
 
 

@@ -178,7 +178,7 @@ function fill(shown, tier) {
 function spend(shown, time) {
   const parts = [
     ["computing", time.computing, 1, `computing ${percent(time.computing)}`],
-    ["drive-wait", time.waiting_for_drive, 1, `waiting for the drive ${percent(time.waiting_for_drive)}`],
+    ["drive-wait", time.waiting_for_disk, 1, `waiting for the drive ${percent(time.waiting_for_disk)}`],
   ];
   if (picture.tiers.has("device")) {
     parts.push(["gpu-wait", time.waiting_for_gpu, 1, `waiting for the GPU ${percent(time.waiting_for_gpu)}`]);

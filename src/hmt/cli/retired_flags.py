@@ -1,0 +1,38 @@
+"""Flags that have new names: the old ones are understood for one release, and not shown."""
+
+from collections.abc import Sequence
+
+from hmt.base.log import warn_once
+
+RETIRED = {
+    "--also": "--extra-model",
+    "--cache-policy": "--expert-cache-policy",
+    "--disk-path": "--spill-dir",
+    "--guesses": "--expert-prefetch",
+    "--kv-device-memory": "--kv-gpu-memory",
+    "--kv-disk": "--kv-offload-dir",
+    "--kv-disk-memory": "--kv-offload-disk-memory",
+    "--kv-order": "--kv-eviction",
+    "--no-guesses": "--no-expert-prefetch",
+    "--prefill-chunk": "--max-prefill-tokens",
+    "--prefix-disk": "--prefix-cache-dir",
+    "--prefix-disk-memory": "--prefix-cache-disk-memory",
+    "--trace-experts": "--expert-trace",
+}
+
+
+def by_new_names(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command line with the new name of each retired flag.
+
+    Warns once for each.  What stands behind "--" stays as it is.
+    """
+    out: list[str] = []
+    for position, argument in enumerate(arguments):
+        if argument == "--":
+            return out + list(arguments[position:])
+        flag, equals, value = argument.partition("=")
+        new = RETIRED.get(flag)
+        if new is not None:
+            warn_once(flag, f"{flag} is now {new}; the old name goes with the next release")
+        out.append(argument if new is None else new + equals + value)
+    return out

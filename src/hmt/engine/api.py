@@ -1,0 +1,489 @@
+"""The engine's API: requests go to the engine's thread, and tokens come back."""
+
+import atexit
+import time
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from hmt.base.errors import (
+    BudgetError,
+    ClosedError,
+    EmptyPromptError,
+    RequestError,
+)
+from hmt.base.trace import Tracer
+from hmt.base.units import format_bytes
+from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.request import Completion, FinishReason, Request, Sampling
+from hmt.engine import run_history
+from hmt.engine.config import EngineConfig
+from hmt.engine.engine_core import EngineCore, check_tokens
+from hmt.engine.engine_thread import EngineThread
+from hmt.engine.loading.allocate import allocate_on
+from hmt.engine.loading.device import device_budget, device_for
+from hmt.engine.loading.prepare import Prepared, prepare
+from hmt.engine.prediction import Predictor
+from hmt.engine.request_limits import LengthLimit
+from hmt.engine.run_summary import RunSummary
+from hmt.engine.scheduling.beam_search import Hypothesis
+from hmt.engine.scheduling.prompt_outputs import EmbeddingPool
+from hmt.engine.scheduling.sampler import SamplerState, check_logprobs
+from hmt.engine.scheduling.scheduled_step import Load
+from hmt.engine.scheduling.sequence import Sequence, TokenListener, check_least, end_tokens
+from hmt.engine.snapshot import EngineSnapshot, SnapshotReader
+from hmt.engine.streams import RequestHandle, StreamEvent, TokenStream, completions, nth
+from hmt.engine.timeline import TRACED_EVENTS, Timeline
+from hmt.formats import located
+from hmt.kernels.cpu.threads import set_threads
+from hmt.memory import Ledger, peak_resident_bytes
+from hmt.memory.device import Device
+from hmt.memory.numa import Binding, bytes_by_node, choose, verify
+from hmt.planner.cost.prediction import plan_kind
+from hmt.text import Constraint, StopStrings, ThoughtLimit
+
+
+class Engine:
+    """Loads models and holds the options and the memory budget that they share.
+
+    engine = hmt.Engine(quantization="w4a8", host_memory="64GiB")
+    model = engine.load_model("path/to/checkpoint")
+    print(model.infer(hmt.Request(input="Hello", max_new_tokens=64)).text)
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Options are those of EngineConfig, sizes and paths as text.  Raises ConfigError.
+
+        Binds the calling thread, and all that it starts later, to `numa` if asked to, and sets the
+        threads of torch and of the compiled kernels.
+        """
+        self.config = EngineConfig.resolve(**options)
+        self._device = device_for(self.config)
+        self._binding, self._elsewhere = Binding(), bytes_by_node()
+        if self.config.numa is not None:
+            address = "" if self._device is None else self._device.pci
+            budget = self.config.host_memory_bytes
+            self._binding = choose(self.config.numa, host_bytes=budget, device=address)
+            self._binding.apply()
+        set_threads(self.config.threads)
+        budgets = {Tier.HOST: self.config.host_memory_bytes}
+        if self._device is not None:
+            budgets[Tier.DEVICE] = device_budget(self._device, self.config)
+        self._ledger = Ledger(budgets)
+        self._models: list[LoadedModel] = []
+
+    def load_model(
+        self,
+        path: str | Path,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        host_memory: int | None = None,
+    ) -> "LoadedModel":
+        """Plan and load the checkpoint or pack in folder `path`, in what is left of the budget.
+
+        `host_memory`: the most that it may take of it, in bytes, so that others have room.
+        `progress(bytes done, bytes in all)` is called while resident weights are read, on another
+        thread.  Raises CheckpointError, BudgetError, DiskReadError or NumericsError; nothing stays
+        allocated then.
+        """
+        left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
+        left = left if host_memory is None else min(left, host_memory)
+        room = self._device_left()
+        try:
+            prepared = prepare(located(path), self.config, left, self._device, room)
+        except BudgetError as error:
+            taken = self._ledger.reserved_bytes(Tier.HOST)
+            if not taken:
+                raise
+            raise BudgetError(
+                f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
+                "give the engine more host_memory"
+            ) from error
+        model = LoadedModel(prepared, self.config, self._ledger, progress, self._device)
+        self._models = [other for other in self._models if not other.closed]
+        self._models.append(model)
+        return model
+
+    @property
+    def numa(self) -> str:
+        """Where threads and memory are, as the kernel says; "" where nothing was to be bound.
+
+        For the thread that made the engine.
+        """
+        return verify(self._binding, self._elsewhere) if self.config.numa is not None else ""
+
+    def _device_left(self) -> int:
+        """Of the device's budget, what no model has."""
+        budget = self._ledger.budget_bytes(Tier.DEVICE)
+        return budget - self._ledger.reserved_bytes(Tier.DEVICE)
+
+    def close(self) -> None:
+        """Close all models."""
+        while self._models:
+            self._models.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class LoadedModel:
+    """A model that answers requests.  Thread-safe: callers' requests run in common steps."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        config: EngineConfig,
+        ledger: Ledger,
+        progress: Callable[[int, int], None] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        self.prepared = prepared
+        self.max_batch = config.max_batch
+        self.tokenizer = prepared.source.tokenizer()
+        with ExitStack() as stack:
+            self._timeline: Timeline | None = None
+            if config.trace is not None:
+                self._timeline = stack.enter_context(closing(Timeline(config.trace)))
+            # Events that nobody will write would fill 13 MiB of a server over its first hours.
+            self.tracer = Tracer(TRACED_EVENTS if self._timeline else 0)
+            self._loop = EngineThread()
+            memory = allocate_on(
+                self._loop, prepared, config, ledger, self.tracer, progress, device
+            )
+            self._snapshot_reader = SnapshotReader(prepared, memory.weights)
+            plan, name = prepared.plan, prepared.source.path.name
+            factors = run_history.factors_of(name).get(plan_kind(plan))
+            self._predictor = Predictor(prepared.demand, plan, prepared.machine, factors)
+            self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
+            stack.pop_all()
+        self._loop.run_steps(self._core.advance)
+        self.closed = False
+        _open_models.add(self)
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything lives."""
+        return self.prepared.plan
+
+    def infer(self, request: Request) -> Completion:
+        """Run one request to its end.  Raises RequestError, or what failed the computation."""
+        return self.infer_batch([request])[0]
+
+    def infer_batch(self, requests: Many[Request]) -> list[Completion]:
+        """Run requests together; results in their order.
+
+        Raises the error of the first request that fails, and cancels the others.
+        """
+        return completions(self.stream_batch(requests))
+
+    def stream(self, request: Request) -> TokenStream:
+        """Tokens of one request as they come.  A bad request fails here, not at the first token."""
+        return self.stream_batch([request])[0]
+
+    def stream_batch(self, requests: Many[Request]) -> list[TokenStream]:
+        """Tokens of requests that begin in one step, as they come; a stream for each, in order."""
+        return self._submit(requests)
+
+    def infer_choices(self, request: Request, count: int) -> list[Completion]:
+        """`count` answers to one request, as `stream_choices` gives them.
+
+        Raises what `infer_batch` raises.
+        """
+        return completions(self.stream_choices(request, count))
+
+    def stream_choices(self, request: Request, count: int) -> list[TokenStream]:
+        """`count` answers to one request: its prompt is computed once and shared.
+
+        With a seed, each answer has one of its own: the request's, that plus 1, and so on.  Answers
+        are those of separate requests.  Raises RequestError.
+        """
+        if type(count) is not int or count < 1:
+            raise RequestError(f"{count!r} answers were asked for; ask for one or more")
+        return self._submit([nth(request, number) for number in range(count)], shared=True)
+
+    def begin(self, request: Request, listeners: Many[TokenListener]) -> list[RequestHandle]:
+        """Queue as many answers to one request as there are listeners, and return at once.
+
+        Each listener's `put` gets its answer's tokens, the last with a finish reason; or the error
+        that ended it; or None when it was cancelled.  It is called on the engine's thread, and must
+        neither wait nor raise.  Answers are those of `stream_choices`.  Raises RequestError for a
+        request that can never run.
+        """
+        requests = [nth(request, number) for number in range(len(listeners))]
+        sequences = self._sequences(requests, listeners, shared=True)
+        self._loop.post(lambda: self._core.add(sequences))
+        return [RequestHandle(sequence, self._cancel) for sequence in sequences]
+
+    def beam_search(
+        self, request: Request, beams: int, *, length_penalty: float = 1.0
+    ) -> list[Completion]:
+        """The best answers that a search with so many beams finds, as many, best first.
+
+        Answers are ranked by `score`: see Completion.  Beams share what they have in common; steps
+        of other requests run between theirs.  Raises RequestError for a request that samples or has
+        stop strings, or more beams than max_batch; BudgetError where they do not fit now.
+        """
+        most, sequence = self.max_batch, self._sequence(request, SimpleQueue())
+        if type(beams) is not int or not 1 <= beams <= most:
+            raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
+        if request.sampling != Sampling() or sequence.stops.any or request.min_tokens:
+            raise RequestError(
+                "beams take the likeliest: leave sampling and stop strings out, and min_tokens"
+            )
+        if sequence.has_prompt_outputs:
+            raise RequestError(
+                "a beam search tells nothing of the prompt: ask for that with a request of its own"
+            )
+        search = self._loop.call(
+            lambda: self._core.search(
+                sequence.tokens,
+                beams=beams,
+                new_tokens=sequence.max_total_tokens - sequence.prompt_tokens,
+                eos_ids=sequence.eos_ids,
+                length_penalty=length_penalty,
+            )
+        )
+        try:
+            while self._loop.call(search.advance):
+                pass
+            return [
+                self._answer(found, sequence, found.score(length_penalty))
+                for found in search.results()
+            ]
+        finally:
+            if not self.closed:
+                self._loop.call(search.close)
+
+    def logits(
+        self, tokens: Many[int], rows: Many[int], *, prefill: int | None = None
+    ) -> torch.Tensor:
+        """Teacher forcing: logits f32 [rows, vocab] that follow `tokens[: row + 1]` for each row.
+
+        `rows` ascend.  The first `prefill` tokens (None: all) go through in prefill chunks, the
+        others one by one, as in decoding.  Other requests wait meanwhile.  Raises RequestError for
+        tokens, rows or a prefill that cannot be, BudgetError where the KV does not fit.
+        """
+        end = len(tokens) if prefill is None else prefill
+        self.prepared.check_head(needed=bool(rows))
+        return self._loop.call(lambda: self._core.logits(tokens, rows, end))
+
+    def keys_and_values(
+        self, tokens: Many[int], see: Callable[[int, torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        """Read `tokens`, then call `see(layer, key, value)` with each layer's keys and values.
+
+        Both [tokens, heads, dim], in the cache's dtype, and on the model's own thread; of layers
+        with a window only the last positions are kept.  Raises what `logits` raises, and `see`.
+        """
+        return self._loop.call(lambda: self._core.keys_and_values(tokens, see))
+
+    def summary(self) -> RunSummary:
+        """What everything since the load, or the last `reset_summary`, has cost."""
+        # On the engine's thread: a step counts once its last token has been handed out.
+        return self._summary() if self.closed else self._loop.call(self._summary)
+
+    def begin_summary(self) -> "Future[RunSummary]":
+        """The same without waiting for the step that runs.  Raises ClosedError once closed."""
+        return self._loop.begin(self._summary)
+
+    def begin_snapshot(self) -> "Future[EngineSnapshot]":
+        """The summary, and where everything lies now, for who watches.  As `begin_summary`."""
+        return self._loop.begin(lambda: self._snapshot_reader.read(self._core, self._summary()))
+
+    def replayed_s(self, times: int) -> tuple[float, float]:
+        """See GraphDecoding; 0, 0 where nothing is captured."""
+        return self._loop.call(lambda: self._core.replayed_s(times))
+
+    @property
+    def load(self) -> Load:
+        """Who waits and runs, and what room there is, as of the last step.  Never waits."""
+        return self._core.load
+
+    def _summary(self) -> RunSummary:
+        core, homes = self._core, self._snapshot_reader.home_bytes
+        return RunSummary(
+            *core.account(),
+            machine=self.prepared.machine,
+            published_bytes=self.prepared.published_bytes,
+            budget_bytes=self.plan.budgets[Tier.HOST],
+            used_bytes=core.memory.used_bytes(),
+            resident_bytes=homes[Tier.HOST],
+            streamed_bytes=homes[Tier.DISK],
+            peak_rss_bytes=peak_resident_bytes(),
+            expert_prefetch_gain=core.expert_prefetch_gain,
+            pools=core.memory.pool_stats(),
+            notes=self.prepared.model.spec.remarks,
+            device=core.memory.device_account(self.plan),
+            kv=core.memory.kv_account(),
+            prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
+            predicted=self._predictor.decoding(core.decoded),
+        )
+
+    def reset_summary(self) -> None:
+        """Start counting anew."""
+        self._loop.call(self._core.reset_account)
+
+    def close(self) -> None:
+        """Free all memory.  Requests that still run end with Cancelled.  Does nothing twice."""
+        first, self.closed = not self.closed, True
+        self._loop.stop(self._core.close)
+        if first:
+            core, name = self._core, self.prepared.source.path.name
+            run_history.keep(self._predictor, self.plan, name, core.decoded, core.prefilled)
+        if self._timeline is not None:
+            self._timeline.write(self.tracer.events())
+            self._timeline.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _submit(self, requests: Many[Request], *, shared: bool = False) -> list[TokenStream]:
+        """Queue all, or none where one can never run."""
+        queues: list[SimpleQueue[StreamEvent]] = [SimpleQueue() for _ in requests]
+        sequences = self._sequences(requests, queues, shared)
+        streams = [
+            TokenStream(sequence, events, self._cancel)
+            for sequence, events in zip(sequences, queues, strict=True)
+        ]
+        self._loop.call(lambda: self._core.add(sequences))
+        return streams
+
+    def _sequences(
+        self, requests: Many[Request], listeners: Many[TokenListener], shared: bool
+    ) -> list[Sequence]:
+        """A sequence for each; if `shared`, all after the first wait for its prompt."""
+        sequences = [
+            self._sequence(request, listener)
+            for request, listener in zip(requests, listeners, strict=True)
+        ]
+        for sequence in sequences:
+            self._core.scheduler.check(sequence)
+        for sequence in sequences[1:] if shared else ():
+            sequence.prefix_leader = sequences[0]
+        return sequences
+
+    def _sequence(self, request: Request, listener: TokenListener) -> Sequence:
+        if not isinstance(request, Request):
+            raise RequestError(
+                f"a request is an hmt.Request, not {type(request).__name__}: "
+                "hmt.Request(input=..., max_new_tokens=...)"
+            )
+        tokens = self._prompt_tokens(request)
+        sampler = SamplerState(request.sampling, tokens)
+        if request.prompt_logprobs is not None:
+            check_logprobs("prompt_logprobs", request.prompt_logprobs)
+        biased = [token for token, _ in request.sampling.logit_bias]
+        check_tokens([*biased, *request.stop_token_ids], self.prepared.model.spec.vocab_size)
+        stops = (request.stop,) if isinstance(request.stop, str) else request.stop
+        timeout_s = request.timeout_s
+        longest = self._new_tokens(request, len(tokens))
+        check_least(request, longest)
+        return Sequence(
+            request=request,
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            max_total_tokens=len(tokens) + longest,
+            sampler=sampler,
+            text=self.tokenizer.stream(),
+            stops=StopStrings(stops),
+            eos_ids=end_tokens(request, self.tokenizer.eos_ids),
+            listener=listener,
+            scores=None if request.prompt_logprobs is None else [],
+            pool=None if request.embedding is None else EmbeddingPool(request.embedding),
+            constraint=self._form(request, tokens),
+            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
+        )
+
+    def _form(self, request: Request, prompt: list[int]) -> Constraint | ThoughtLimit | None:
+        if request.grammar is not None:
+            return self.tokenizer.grammars.open(request.grammar)
+        most = request.reasoning_tokens
+        if most is None:
+            return None
+        if type(most) is not int or most < 0:
+            raise RequestError(f"reasoning_tokens is {most!r}; give an integer of at least 0")
+        return self.tokenizer.thought_limit(prompt, most)
+
+    def _new_tokens(self, request: Request, prompt: int) -> int:
+        """How many tokens a request may generate.  Raises ContextLengthError, RequestError."""
+        asked = request.max_new_tokens
+        self.prepared.check_head(needed=request.embedding is None)
+        if request.embedding is not None and asked != 0:
+            raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
+        longest = self.prepared.model.spec.max_context
+        limit = LengthLimit.of(longest, self.load.capacity_tokens, request.context_size)
+        shows = request.prompt_logprobs is not None or request.embedding is not None
+        return limit.new_tokens(prompt, asked, fewest=0 if shows else 1)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest that prompt and answer may be together."""
+        return min(self.prepared.model.spec.max_context, self.load.capacity_tokens)
+
+    def _prompt_tokens(self, request: Request) -> list[int]:
+        if not isinstance(request.input, (str, list, tuple)):
+            raise RequestError(
+                f"input is {type(request.input).__name__}; it must be text, chat messages or ids"
+            )
+        if not request.input:
+            raise EmptyPromptError("the prompt is empty; give text, messages or token ids")
+        if isinstance(request.input, str):
+            tokens = self.tokenizer.encode(request.input, most=self.max_positions)
+        elif isinstance(request.input[0], dict):
+            tokens = self.tokenizer.chat_prompt(request.input, most=self.max_positions)
+        else:
+            tokens = list(request.input)
+        check_tokens(tokens, self.prepared.model.spec.vocab_size)
+        return tokens
+
+    def _answer(self, found: Hypothesis, sequence: Sequence, score: float) -> Completion:
+        text = found.tokens[:-1] if found.ended else found.tokens
+        return Completion(
+            text=self.tokenizer.decode(text),
+            token_ids=found.tokens,
+            finish_reason=FinishReason.STOP if found.ended else FinishReason.LENGTH,
+            prompt_tokens=sequence.prompt_tokens,
+            score=score,
+        )
+
+    def _cancel(self, sequence: Sequence) -> None:
+        if not self.closed:
+            try:
+                self._loop.post(lambda: self._core.cancel(sequence))
+            except ClosedError:
+                return  # closed meanwhile, which has ended the sequence
+
+
+# A disk worker that is still converting when the interpreter ends would be cut off inside torch,
+# which aborts the process.
+_open_models: "weakref.WeakSet[LoadedModel]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for model in list(_open_models):
+        model.close()

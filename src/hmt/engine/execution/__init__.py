@@ -1,0 +1,1 @@
+"""A step through the model's layers: prefetch, CUDA graphs, warm-up."""

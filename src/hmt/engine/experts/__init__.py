@@ -1,0 +1,1 @@
+"""Which experts are needed: prediction, prefetch, traces, hit rates."""

@@ -1,0 +1,110 @@
+"""Who listens to a step: weights and a model with ears."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.model import FusedLayers, Model
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, MoeBackend, Weights
+
+
+class StepObserver(Protocol):
+    """Hears what happens in a step.  Tensors are valid during the call only, and must not change.
+
+    What it costs is part of the step, so it should be little.
+    """
+
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """See Weights.  Its experts have been requested already."""
+        ...
+
+    def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
+        """Layer `index` has been computed: hidden [tokens, hidden_size] goes into the next one."""
+        ...
+
+
+class ObservedWeights:
+    """Implements Weights; tells `observers` what routers choose."""
+
+    def __init__(self, weights: Weights, observers: Sequence[StepObserver]) -> None:
+        self._weights = weights
+        self._observers = observers
+        # Leases are taken several times per layer; they need not pass through here.
+        self.lease = weights.lease
+        self.lease_each = weights.lease_each
+        self.resident = weights.resident
+        self.count = weights.count
+        self.request = weights.request
+        self.rows = weights.rows
+
+    def moe_backend(self, layer: int) -> MoeBackend | None:
+        """See Weights.  None: observers would have to wait for what routers chose."""
+        return None
+
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """See Weights."""
+        self._weights.routed(layer, hidden, experts, scales)
+        for observer in self._observers:
+            observer.routed(layer, hidden, experts, scales)
+
+
+class ObservedModel:
+    """Implements Model; tells `observers` when a layer has ended."""
+
+    def __init__(self, model: Model, observers: Sequence[StepObserver]) -> None:
+        self._model = model
+        self._observers = observers
+        self.spec = model.spec
+        self.dtype = model.dtype
+        self.embed = model.embed
+        self.head = model.head
+        self.normed = model.normed
+        self.layer_blocks = model.layer_blocks
+        self._sparse = {b.id.layer for b in model.spec.blocks if b.id.kind is BlockKind.EXPERT}
+        self.expected_experts = model.expected_experts
+        self.angles = model.angles
+
+    def layer(
+        self, index: int, hidden: torch.Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> torch.Tensor:
+        """See Model."""
+        hidden = self._model.layer(index, hidden, step, weights, kv)
+        self._layer_ended(index, hidden)
+        return hidden
+
+    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
+        """See Model.  None for layers with experts: their routers could not be heard."""
+        if not self._sparse.isdisjoint(layers):
+            return None
+        inner = self._model.fused_layers(layers, weights, kv)
+        if inner is None:
+            return None
+
+        return _ObservedLayers(inner, lambda hidden: self._layer_ended(layers[-1], hidden))
+
+    def _layer_ended(self, index: int, hidden: torch.Tensor) -> None:
+        for observer in self._observers:
+            observer.layer_ended(index, hidden)
+
+
+class _ObservedLayers:
+    """Implements FusedLayers for layers without experts."""
+
+    expert_uses: Mapping[int, Sequence[int]] = {}
+
+    def __init__(self, layers: FusedLayers, ended: Callable[[torch.Tensor], None]) -> None:
+        self._layers = layers
+        self._ended = ended
+
+    def __call__(self, hidden: torch.Tensor, step: Step) -> bool:
+        computed = self._layers(hidden, step)
+        if computed:
+            self._ended(hidden)
+        return computed

@@ -1,0 +1,109 @@
+"""Reading experts on a guess: only while it gains, and never before a need.
+
+Guesses go to the store as requests with Priority.GUESS, which everything else passes.  What they
+change is when a block is read; no result depends on them.
+"""
+
+import torch
+
+from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.model import Model
+from hmt.contracts.plan import Plan
+from hmt.contracts.store import Presence, Priority
+from hmt.engine.experts.ab_gate import ABGate, ABResult
+from hmt.engine.experts.predictor import (
+    Kind,
+    PredictionSource,
+    RouterPredictor,
+    Transitions,
+    Trust,
+    candidates,
+)
+from hmt.weights import WeightStore
+
+_SLOT_SHARE = 4  # guesses may wait in a quarter of the slots
+
+
+class ExpertPrefetcher:
+    """Implements Observer: guesses the experts of the next layer."""
+
+    def __init__(
+        self, model: Model, weights: WeightStore, plan: Plan, transitions: Transitions
+    ) -> None:
+        self._weights = weights
+        self._predictor = RouterPredictor(model, weights, plan)
+        self._transitions = transitions
+        self._trust = Trust()
+        self._trial = ABGate()
+        self._prefetched: dict[int, list[tuple[int, Kind]]] = {}  # by layer: absent experts
+        self._before: list[int] | None = None  # the last layer's experts, of one token
+        sizes = [
+            weights.slot_bytes(block.id)
+            for block in model.spec.blocks
+            if block.id.kind is BlockKind.EXPERT
+        ]
+        self._most = plan.reserved["slots"] // _SLOT_SHARE // max(sizes)
+
+    @property
+    def saved_s(self) -> float:
+        """Time that guesses have saved, as trials with and without them tell."""
+        return self._trial.saved_s
+
+    @property
+    def verdict(self) -> ABResult | None:
+        """Of the last trial; None before the first has ended."""
+        return self._trial.verdict
+
+    def routed(
+        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """See Observer."""
+        first, chosen = layer == self._predictor.first, experts.tolist()
+        self._trust.learn(self._prefetched.pop(layer, ()), {e for token in chosen for e in token})
+        if first:
+            self._trial.step(len(chosen))
+            if not self._trial.on:
+                self._weights.request(
+                    (), Priority.SPECULATIVE
+                )  # and what was guessed need not stay
+            if self._before is not None and len(chosen) == 1:
+                self._transitions.learn(self._before, chosen[0])
+            self._before = None
+        following = self._predictor.following[layer]
+        last = following <= layer
+        if last and len(chosen) == 1:
+            self._before = chosen[0]
+        if not self._trial.on:
+            return
+        if last:
+            guess = [self._transitions.following(chosen[0], len(chosen[0]))]
+            self._prefetch(
+                following, guess if len(chosen) == 1 else None, PredictionSource.TRANSITIONS
+            )
+        else:
+            guessed = self._predictor.of_following(layer, hidden)
+            self._prefetch(following, guessed, PredictionSource.ROUTER)
+
+    def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
+        """See Observer."""
+        if self._trial.on:
+            guess = self._predictor.of_first(index, hidden)
+            if guess is not None:
+                self._prefetch(self._predictor.first, guess, PredictionSource.ROUTER_OF_FIRST)
+
+    def _prefetch(
+        self, layer: int, guess: list[list[int]] | None, source: PredictionSource
+    ) -> None:
+        """Request those that are not there and probable; remember all, to see who was right."""
+        absent = [
+            (expert, kind)
+            for expert, kind in candidates(guess or [], source)
+            if self._weights.presence(_block(layer, expert)) is not Presence.HIT
+        ]
+        self._prefetched[layer] = absent
+        blocks = [_block(layer, expert) for expert, kind in absent if self._trust.probable(kind)]
+        self._weights.request(blocks[: self._most], Priority.SPECULATIVE)
+
+
+def _block(layer: int, expert: int) -> BlockId:
+    return BlockId(layer, BlockKind.EXPERT, expert)

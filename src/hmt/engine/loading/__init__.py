@@ -1,0 +1,1 @@
+"""From a folder to a plan, and from a plan to memory."""

@@ -1,0 +1,121 @@
+"""Prompts that begin like earlier ones: what loading opens for them, and what tells them apart."""
+
+import hashlib
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from hmt.base.errors import ConfigError, DiskReadError
+from hmt.base.log import logger
+from hmt.contracts.model import Model, RotaryBorder
+from hmt.engine.config import EngineConfig
+from hmt.engine.loading.source import Source
+from hmt.kvcache import AnyKV, page_encoding
+from hmt.kvcache.prefix import (
+    PageExtents,
+    PrefixCache,
+    PrefixStore,
+    SharingKV,
+    SharingPagedKV,
+    store_buffer_bytes,
+)
+from hmt.memory import HostPool
+
+if TYPE_CHECKING:
+    from hmt.engine.scheduling.sequence import Sequence
+
+
+def prefix_bytes(model: Model, config: EngineConfig) -> int:
+    """Host memory that pages pass through on their way to the disk and back."""
+    if not config.prefix_cache or config.prefix_cache_dir is None:
+        return 0
+    return store_buffer_bytes(_extents(model, config.kv_quant[0]).page_bytes)
+
+
+def open_prefixes(
+    model: Model,
+    source: Source,
+    config: EngineConfig,
+    kv: AnyKV,
+    pool: HostPool,
+    stack: ExitStack,
+) -> PrefixCache | None:
+    """The prefix cache of `kv`, if there is to be one.  Closed by `stack`.
+
+    Raises ConfigError where this model or this placement has none, or the folder cannot be used.
+    """
+    if not config.prefix_cache:
+        return None
+    if not isinstance(kv, SharingKV | SharingPagedKV):
+        raise ConfigError(
+            "prompts cannot share keys and values while some layers compute on the CPU beside a "
+            "GPU: give --gpu-memory enough for all attention, or leave the prefix cache off"
+        )
+    if config.kv_policy != "exact":
+        raise ConfigError(
+            "with --kv-policy select texts hold keys and values that depend on what was left out; "
+            "leave the prefix cache off, or choose --kv-policy exact"
+        )
+    store, extents = None, _extents(model, config.kv_quant[0])
+    if config.prefix_cache_dir is not None:
+        store = PrefixStore(
+            config.prefix_cache_dir,
+            _fingerprint(source, config, extents),
+            extents.page_bytes,
+            pool,
+            capacity_bytes=config.prefix_cache_disk_memory_bytes,
+        )
+        stack.callback(store.close)
+    return PrefixCache(kv, kv.keep_prefixes(), store, extents)
+
+
+def save_some(prefixes: PrefixCache) -> bool:
+    """Save a file's worth of what ended texts leave; whether there may be more."""
+    try:
+        return prefixes.tend()
+    except DiskReadError as error:
+        logger.warning("the beginning of a text could not be kept: %s", error)
+        return False
+
+
+def scope_of(sequence: "Sequence", border: RotaryBorder | None, *, shared: bool) -> str:
+    """What two requests must have in common, besides their tokens, to share KV pages.
+
+    The owner, unless prefixes are `shared`; the request's own salt; and what `salt_of` says.  No
+    two of these are written alike, and a request without any has the scope "".
+    """
+    request, salt = sequence.request, salt_of(sequence, border)
+    owner = "" if shared else request.owner
+    if not owner and not request.cache_salt:
+        return salt
+    return json.dumps([owner, request.cache_salt, salt])
+
+
+def salt_of(sequence: "Sequence", border: RotaryBorder | None) -> str:
+    """What two sequences must have in common, besides their tokens, to have the same keys.
+
+    Behind `whole` positions keys go by their own position, which is the same for all.
+    """
+    if border is None or sequence.whole <= border.positions:
+        return ""
+    return str(sequence.whole) if border.gradual else "long"
+
+
+def _extents(model: Model, device_format: str) -> PageExtents:
+    layers = dict(enumerate(model.spec.kv))
+    return PageExtents(layers, page_encoding(device_format, model.dtype))
+
+
+def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> str:
+    """Of all that keys and values depend on: weights, how they are computed with, and how kept."""
+    files = {record.file for record in source.checkpoint.records.values()}
+    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    said = [
+        dict(source.config),
+        seen,
+        extents.description,
+        config.dtype,
+        str(config.quantization),
+        config.kv_quant if config.kv_gpu_memory_bytes is not None else config.kv_quant[0],
+    ]
+    return hashlib.blake2b(json.dumps(said, default=str, sort_keys=True).encode()).hexdigest()

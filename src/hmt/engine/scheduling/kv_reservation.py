@@ -1,0 +1,234 @@
+"""What sequences hold of the cache of keys and values: taken, grown, put aside, given back."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from hmt.base.units import round_up
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.engine.scheduling.sequence import Sequence
+from hmt.kvcache.prefix import PrefixCache
+
+
+class KVAllocator(Protocol):
+    """What a cache of keys and values says of its room, and how that is taken: see PagedKV."""
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Positions in all."""
+        ...
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions that nobody has reserved."""
+        ...
+
+    def can_open(self, tokens: int, /) -> bool:
+        """Whether `open` would succeed now."""
+        ...
+
+    def open(self, tokens: int, /) -> int:
+        """Reserve positions for a new sequence; its handle."""
+        ...
+
+    def can_fork(self, sequence: int, held: int, tokens: int, /) -> bool:
+        """Whether `fork` would succeed now."""
+        ...
+
+    def fork(self, sequence: int, held: int, tokens: int, /) -> int:
+        """A new sequence with the first `held` positions of another, and room for `tokens`."""
+        ...
+
+    def can_grow(self, sequence: int, tokens: int, /) -> bool:
+        """Whether `grow` would succeed now."""
+        ...
+
+    def grow(self, sequence: int, tokens: int, /) -> None:
+        """Reserve `tokens` positions in all for a sequence."""
+        ...
+
+    def shrink(self, sequence: int, tokens: int, /) -> None:
+        """Give back what a sequence has reserved beyond its first `tokens` positions."""
+        ...
+
+    def can_rewind(self) -> bool:
+        """Whether `rewind` is possible."""
+        ...
+
+    def rewind(self, sequence: int, tokens: int, /) -> None:
+        """Let a sequence hold no more than its first `tokens` positions."""
+        ...
+
+    def can_park(self) -> bool:
+        """Whether others can have the place of a sequence that is parked."""
+        ...
+
+    def park(self, sequence: int, /) -> None:
+        """A sequence will take no part in steps until `resume`."""
+        ...
+
+    def can_resume(self, sequence: int, tokens: int, /) -> bool:
+        """Whether `resume` would succeed now."""
+        ...
+
+    def resume(self, sequence: int, tokens: int, /) -> None:
+        """Let a parked sequence go on, with `tokens` positions in all."""
+        ...
+
+    def close(self, sequence: int, /) -> None:
+        """Free what a sequence has."""
+        ...
+
+
+class KVReservation:
+    """Keeps `kv`, `room` and `computed` of sequences.  Only for the engine's thread."""
+
+    def __init__(
+        self, kv: KVAllocator, prefixes: PrefixCache | None, salt: Callable[[Sequence], str]
+    ) -> None:
+        """See Scheduler."""
+        self._kv = kv
+        self._prefixes = prefixes
+        self._salt = salt
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Positions in all."""
+        return self._kv.capacity_tokens
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions that nobody has reserved."""
+        return self._kv.free_tokens
+
+    @property
+    def can_park(self) -> bool:
+        """Whether `park` leaves others the place of a sequence."""
+        return self._kv.can_park()
+
+    def enter(self, sequence: Sequence, positions: int, spare: int) -> bool:
+        """Reserve `positions` for a sequence that does not run, if `spare` others stay free.
+
+        What is in memory of its tokens counts as computed.  Raises DiskReadError where more of them
+        is on the disk.
+        """
+        if sequence.kv is not None:
+            if not self._kv.can_resume(sequence.kv, positions + spare):
+                return False
+            self._kv.resume(sequence.kv, positions)
+        elif self._prefixes is None:
+            if not self._kv.can_open(positions + spare):
+                return False
+            sequence.kv = self._kv.open(positions)
+        else:
+            salt = self._salt(sequence)
+            # What is held is not computed, and has nothing to show.
+            tokens = [] if sequence.has_prompt_outputs else sequence.tokens
+            opened = self._prefixes.open(positions, tokens, salt, spare=spare)
+            if opened is None:
+                return False
+            sequence.kv, sequence.computed = opened.sequence, opened.held
+        sequence.reserved_tokens = max(sequence.reserved_tokens, round_up(positions, PAGE_TOKENS))
+        return True
+
+    def fork(self, leader: Sequence, sequence: Sequence, positions: int, spare: int) -> bool:
+        """Let a sequence begin with the prompt that `leader` holds, if `spare` others stay free."""
+        assert leader.kv is not None
+        prompt = sequence.prompt_tokens
+        if not self._kv.can_fork(leader.kv, prompt, positions + spare):
+            return False
+        sequence.kv = self._kv.fork(leader.kv, prompt, positions)
+        sequence.computed = prompt
+        sequence.reserved_tokens = round_up(positions, PAGE_TOKENS)
+        return True
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether a sequence that has answered still holds all that its prompt left."""
+        return self._kv.can_rewind()
+
+    def copy_prompt(self, leader: Sequence, sequence: Sequence) -> bool:
+        """Let a sequence that waits hold the prompt of `leader`, if there is room."""
+        if not self.fork(leader, sequence, sequence.prompt_tokens, 0):
+            return False
+        assert sequence.kv is not None
+        self._kv.park(sequence.kv)
+        return True
+
+    def hand_over_prompt(self, leader: Sequence, sequence: Sequence) -> None:
+        """Take the prompt from `leader`, which has ended, for a sequence that waits.
+
+        Raises BudgetError or DiskReadError, changing no more than what `leader` can go on with.
+        """
+        assert leader.kv is not None
+        if leader.computed > sequence.prompt_tokens:
+            # Whole pages of it are left where that fails.
+            leader.computed = sequence.prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
+            self._kv.rewind(leader.kv, sequence.prompt_tokens)
+        self._kv.park(leader.kv)
+        sequence.kv, sequence.computed = leader.kv, sequence.prompt_tokens
+        sequence.reserved_tokens = round_up(sequence.prompt_tokens, PAGE_TOKENS)
+        leader.kv, leader.reserved_tokens = None, 0
+
+    def grow(self, sequence: Sequence, positions: int) -> bool:
+        """Let a sequence have so many positions, if there is room."""
+        assert sequence.kv is not None
+        if not self._kv.can_grow(sequence.kv, positions):
+            return False
+        self._kv.grow(sequence.kv, positions)
+        sequence.reserved_tokens = max(sequence.reserved_tokens, round_up(positions, PAGE_TOKENS))
+        return True
+
+    def shrink(self, sequence: Sequence, pages: int) -> bool:
+        """Take back up to `pages` that a sequence has reserved and not begun; whether it had any.
+
+        What it chose last has its place still.
+        """
+        assert sequence.kv is not None
+        least = round_up(len(sequence.tokens), PAGE_TOKENS)
+        room = max(least, sequence.reserved_tokens - pages * PAGE_TOKENS)
+        if room >= sequence.reserved_tokens:
+            return False
+        self._kv.shrink(sequence.kv, room)
+        sequence.reserved_tokens = room
+        return True
+
+    def park(self, sequence: Sequence) -> None:
+        """Leave a sequence no more than what it has computed, wherever that moves meanwhile."""
+        assert sequence.kv is not None
+        self._kv.shrink(sequence.kv, sequence.computed)
+        self._kv.park(sequence.kv)
+        sequence.reserved_tokens = round_up(sequence.computed, PAGE_TOKENS)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take everything from a sequence that will go on; what others do not need is left to it.
+
+        That is what the prefix cache still has when it comes back; the rest is computed again.
+        """
+        assert sequence.kv is not None
+        if self._prefixes is None:
+            self._kv.close(sequence.kv)
+        else:
+            computed = sequence.tokens[: sequence.computed]
+            salt, owner = self._salt(sequence), sequence.request.owner
+            self._prefixes.leave(sequence.kv, computed, salt, owner)
+        sequence.kv, sequence.reserved_tokens, sequence.computed = None, 0, 0
+
+    def close(self, sequence: Sequence) -> None:
+        """Free what an ended sequence holds, if it holds anything."""
+        if sequence.kv is None:
+            return
+        if self._prefixes is None:
+            self._kv.close(sequence.kv)
+        else:
+            computed = sequence.tokens[: sequence.computed]
+            salt, owner = self._salt(sequence), sequence.request.owner
+            self._prefixes.close(sequence.kv, computed, salt, owner)
+        sequence.kv, sequence.reserved_tokens = None, 0
+
+    def shared(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that waits whose keys and values are in memory."""
+        if sequence.kv is not None:
+            return sequence.computed
+        if self._prefixes is None or sequence.has_prompt_outputs:
+            return 0
+        return self._prefixes.shared(sequence.tokens, self._salt(sequence))

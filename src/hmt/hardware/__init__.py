@@ -1,0 +1,1 @@
+"""Machines as files, and microbenchmarks that need no engine."""

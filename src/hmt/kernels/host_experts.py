@@ -1,0 +1,339 @@
+"""A layer's experts computed on a device and on the host at once.
+
+What is done on a device is done by `kernels.triton` there, and by `kernels.reference` where the
+device is pretended.  See `reference.expert_cache`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import Packing, WeightTensor
+from hmt.kernels import ops, reference
+from hmt.kernels.cpu import extension
+from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
+from hmt.kernels.cpu.experts import native_expert
+from hmt.kernels.cpu.threads import awake_workers
+from hmt.kernels.link_share import LinkShare
+from hmt.kernels.reference import Cuts, Expert, ExpertShares, ExpertSlots
+
+__all__ = [
+    "Cuts",
+    "ExpertShares",
+    "ExpertSlots",
+    "HostExpertChannel",
+    "HostExpertPlaces",
+    "HostExpertTimes",
+    "divide",
+    "fetch",
+    "make_channel",
+]
+
+_PATIENCE_S = 30.0  # a layer takes milliseconds
+
+
+def divide(
+    slots: ExpertSlots, chosen: Tensor, share: Tensor, cuts: Cuts | None = None
+) -> ExpertShares:
+    """See `reference.divide_experts`."""
+    if chosen.is_cuda:
+        from hmt.kernels.triton.moe import expert_cache
+
+        return expert_cache.divide_experts(slots, chosen, share, cuts)
+    return reference.divide_experts(slots, chosen, share, cuts)
+
+
+def fetch(slots: ExpertSlots, shares: ExpertShares, nbytes: int, cuts: Cuts | None = None) -> None:
+    """See `reference.fetch_experts`."""
+    if shares.sources.is_cuda:
+        from hmt.kernels.triton.moe import expert_cache
+
+        expert_cache.fetch_experts(slots, shares, nbytes, cuts)
+    else:
+        reference.fetch_experts(slots, shares, nbytes, cuts)
+
+
+class HostExpertPlaces:
+    """Where experts that are laid out alike may lie on a device."""
+
+    def __init__(self, some: int, view: Callable[[int], Mapping[str, WeightTensor]]) -> None:
+        """`view` shows the parameters of an expert that lies at an address; `some` is one.
+
+        Raises ValueError where no kernel computes on them.
+        """
+        self._view = view
+        # Kernels keep what they made for parameters, the expert's number with it.
+        self._views: dict[tuple[int, int], Mapping[str, WeightTensor]] = {}
+        self._table: Any = None
+        self.cuts: Cuts | None = None
+        sample = view(some)
+        first = sample["down_proj"].data
+        if not first.is_cuda:
+            return
+        from hmt.kernels.triton.moe.moe_dispatch import block_table
+
+        try:
+            self._table = block_table(first.new_zeros(1, dtype=torch.int64), sample, some)
+        except AssertionError as error:
+            raise ValueError(str(error)) from error
+        self.cuts = _cuts_of(sample, some)
+
+    def view(self, expert: int, address: int) -> Mapping[str, WeightTensor]:
+        """Parameters of an expert that lies at an address."""
+        if (expert, address) not in self._views:
+            self._views[expert, address] = self._view(address)
+        return self._views[expert, address]
+
+    def compute(
+        self,
+        x: Tensor,
+        here: Tensor,
+        chosen: Tensor,
+        scales: Tensor,
+        activation: str,
+        total: Tensor | None = None,
+        cut: Tensor | None = None,
+    ) -> Tensor:
+        """`total`, which is changed, and what experts add that have an address in `here`.
+
+        f32 [tokens, hidden]; int64 [experts].  cut: see `ExpertShares`, where there are `cuts`; its
+        slots hold finite numbers everywhere.
+        """
+        if self._table is not None:
+            from hmt.kernels.triton.moe.moe_dispatch import experts_by_table
+
+            table = replace(self._table, addresses=here)
+            return experts_by_table(
+                x, table, chosen, scales, activation, total, last=False, cut=cut
+            )
+        given = [(e, self.view(e, address)) for e, address in enumerate(here.tolist()) if address]
+        if not given and total is None:
+            return torch.zeros(x.shape, dtype=torch.float32)
+        return ops.experts(x, given, chosen, scales, activation, total, last=False)
+
+
+def scattered(given: Sequence[Expert], where: torch.device) -> Callable[..., Tensor]:
+    """What computes experts 0, 1, .. on a GPU, of which each part lies anywhere.
+
+    Takes x [tokens, hidden], chosen, scales and the activation, and gives f32 [tokens, hidden].
+    Raises ValueError where no kernel computes on them.
+    """
+    from hmt.kernels.triton.moe.moe_dispatch import experts_by_table
+    from hmt.kernels.triton.moe.weight_table import make_table
+
+    table = make_table(given, len(given), where)
+    if table is None:
+        raise ValueError("experts differ by more than where they lie")
+
+    def compute(x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+        return experts_by_table(x, table, chosen, scales, activation, None, last=False)
+
+    return compute
+
+
+_COPIED = 16  # bytes, at once
+_CUT_ROWS = 128  # of a piece at least: groups of down, and what the CPU's tiles take
+
+
+def _cuts_of(sample: Mapping[str, WeightTensor], address: int) -> Cuts | None:
+    """How experts like the one that lies at `address` may be cut; None for not at all.
+
+    Not those with biases: down's would be added by both who compute a part.
+    """
+    gate, down = sample["gate_proj"], sample["down_proj"]
+    width, rows = gate.shape[0], max(_CUT_ROWS, down.group_size)
+    panels = all(w.encoding.packing is Packing.PANELS for w in sample.values())
+    if not panels or width % rows or width // rows < 2 or rows % (down.group_size or 1):
+        return None
+    regions = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        w = sample[name]
+        for part in (w.data, w.scales, w.zeros, w.minima):
+            if part is None:
+                continue
+            begin = part.data_ptr() - address
+            period = part[0].nbytes if name == "down_proj" else part.nbytes
+            if begin % _COPIED or period % (_COPIED * (width // rows)):
+                return None
+            regions.append([begin // 4, part.nbytes // 4, period // 4])
+    table = torch.tensor(regions, dtype=torch.int32, device=down.data.device)
+    return Cuts(width // rows, rows, table)
+
+
+@dataclass(frozen=True, slots=True)
+class HostExpertTimes:
+    """What a step's questions cost the CPU.
+
+    experts      that it computed, each once per layer
+    waited_s     for questions
+    computed_s   for answers
+    """
+
+    experts: int
+    waited_s: float
+    computed_s: float
+
+    def __add__(self, other: "HostExpertTimes") -> "HostExpertTimes":
+        return HostExpertTimes(
+            self.experts + other.experts,
+            self.waited_s + other.waited_s,
+            self.computed_s + other.computed_s,
+        )
+
+
+class HostExpertChannel:
+    """Where a device asks the CPU for experts, layer by layer, and no call is made for it.
+
+    Open, teams ask here; closed, they call.  Between `begin` and the end of `serve` a step's
+    kernels may wait for answers, so nothing else may be waited for.
+    """
+
+    def __init__(
+        self,
+        native: ModuleType,
+        where: torch.device,
+        experts: Mapping[int, Sequence[Expert]],
+        *,
+        tokens: int,
+        hidden: int,
+        top_k: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Experts by layer, in ascending order, all in host memory where they stay.
+
+        See `make_channel`.
+        """
+        from hmt.kernels.triton.moe.host_mailbox import Mailbox
+
+        self.is_open = False
+        self.tokens = tokens
+        self._native, self._experts, self._dtype = native, experts, dtype
+        self._hidden, self._top_k = hidden, top_k
+        self._step = 0
+        self._service: Any = None
+        self._number = torch.zeros(1, dtype=torch.int32, device=where)
+
+        def shared(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+        x = shared(tokens, hidden, dtype=dtype)
+        total = shared(tokens, hidden, dtype=torch.float32)
+        # Flags in lines of their own: two of one line would slow each other down.
+        flags = shared(len(experts), 2, 16, dtype=torch.int32)
+        cuts = shared(len(experts), 16, dtype=torch.int32)[:, :2].fill_(-1)
+        self._notes = shared(len(experts), dtype=torch.int32).fill_(-1)
+        self._noted = self._notes.to(where)
+        relays = torch.zeros(len(experts), 16, dtype=torch.int32, device=where)
+        self.link_share: LinkShare | None = None
+        self._boxes = {
+            layer: Mailbox(
+                x,
+                shared(tokens, top_k, dtype=torch.int64),
+                shared(tokens, top_k, dtype=torch.float32),
+                cuts[row],
+                total,
+                flags[row, 0, :1],
+                flags[row, 1, :1],
+                self._number,
+                self._noted[row : row + 1],
+                relays[row, :1],
+            )
+            for row, layer in enumerate(experts)
+        }
+
+    def accepts(self, x: Tensor) -> bool:
+        """Whether questions for x [tokens, hidden] are asked here."""
+        return self.is_open and len(x) <= self.tokens and x.dtype == self._dtype
+
+    def submit(
+        self, layer: int, x: Tensor, shares: ExpertShares, scales: Tensor, activation: str
+    ) -> None:
+        """Ask for what `shares` leaves to the CPU, on the device's queue."""
+        from hmt.kernels.triton.moe import host_mailbox
+
+        if self._service is None:  # the first question tells the activation
+            self._service = self._make_service(activation)
+        host_mailbox.ask(self._boxes[layer], x, shares, scales)
+
+    def collect(
+        self,
+        layer: int,
+        total: Tensor,
+        shares: ExpertShares,
+        added: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """`total` f32 [tokens, hidden] and the answer, in the dtype of questions, on the queue.
+
+        With `added` (hidden, shared): hidden + (that + shared).
+        """
+        from hmt.kernels.triton.moe import host_mailbox
+
+        return host_mailbox.take(self._boxes[layer], total, shares, added)
+
+    def tune(self, share: Tensor) -> None:
+        """Learn what teams divide experts with, f32 [1] on the device; see `LinkShare`."""
+        self.link_share = LinkShare(share, self._notes)
+
+    def note(self) -> None:
+        """What was noted while a step's answers were taken comes to host memory, on the queue."""
+        self._notes.copy_(self._noted, non_blocking=True)
+
+    def begin(self, tokens: int) -> None:
+        """A step of `tokens` tokens comes next on the device's queue that asks here."""
+        if self.link_share is not None:
+            self.link_share.begin(tokens)
+        self._step = self._step % 0x7FFFFFFF + 1
+        self._number.fill_(self._step)
+
+    def serve(self, tokens: int) -> HostExpertTimes:
+        """Answer all questions of a step of `tokens` tokens.  RuntimeError where none come."""
+        try:
+            with awake_workers():
+                complete, experts, waited_s, computed_s = self._service.serve(
+                    self._step, tokens, torch.get_num_threads(), _PATIENCE_S
+                )
+        except BaseException:
+            self._service.release(self._step)
+            raise
+        if not complete:
+            raise RuntimeError(f"the device was silent for {_PATIENCE_S:.0f} s")
+        return HostExpertTimes(experts, waited_s, computed_s)
+
+    def _make_service(self, activation: str) -> Any:
+        layers = []
+        for layer, given in self._experts.items():
+            box = self._boxes[layer]
+            parts = (box.x, box.chosen, box.scales, box.total, box.asked, box.answered, box.cut)
+            experts = [native_expert(self._native, index, params) for index, params in given]
+            layers.append((experts, *(part.data_ptr() for part in parts)))
+        return self._native.ExpertService(
+            tuple(layers),
+            DTYPES[self._dtype],
+            self._hidden,
+            self._hidden,
+            self._top_k,
+            ACTIVATIONS[activation],
+        )
+
+
+def make_channel(
+    where: torch.device, experts: Mapping[int, Sequence[Expert]], **sizes: Any
+) -> HostExpertChannel | None:
+    """A desk for `where`; None where teams have to call: no GPU, or no compiled kernel.
+
+    sizes   the most tokens of a step, hidden, top_k, and the dtype of activations
+    """
+    native = extension.load()
+    if native is None or where.type != "cuda" or sizes["dtype"] not in DTYPES:
+        return None
+    if any(
+        native_expert(native, index, params) is None
+        for given in experts.values()
+        for index, params in given
+    ):
+        return None
+    return HostExpertChannel(native, where, experts, **sizes)

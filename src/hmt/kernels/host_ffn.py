@@ -1,0 +1,41 @@
+"""What a device leaves to the CPU in the middle of its work, and how numbers pass between them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+
+FeedForwardHandler = Callable[..., None]  # takes what `ops.feed_forward` takes
+
+# Per thread: each engine has its own.
+_handler: ContextVar[FeedForwardHandler | None] = ContextVar("elsewhere", default=None)
+
+
+@contextmanager
+def feed_forward_on_host(handler: FeedForwardHandler) -> Iterator[None]:
+    """In the body, `handler` gets calls of `feed_forward` whose weights are on another device."""
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+
+
+def feed_forward_handler() -> FeedForwardHandler | None:
+    """Who computes feed-forward networks whose weights are elsewhere, if somebody does."""
+    return _handler.get()
+
+
+def copy_pairs(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy each source to its target, between a device and host memory that its kernels can read.
+
+    One or two pairs, all contiguous, of one shape and dtype.  Put on the device's queue.
+    """
+    if any(tensor.is_cuda for tensor in pairs[0]):
+        from hmt.kernels.triton.transfer.pinned_copy import move
+
+        move(pairs)
+        return
+    for source, target in pairs:
+        target.copy_(source)

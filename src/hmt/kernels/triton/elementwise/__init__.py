@@ -1,0 +1,1 @@
+"""Norms, rotary positions, gates, sampling and embedding rows on the GPU."""

@@ -1,0 +1,84 @@
+"""What caches have in common whose pages lie in several places, and those of windows in rings."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from hmt.contracts.step import Step
+from hmt.kernels import ops
+from hmt.kvcache.page_store import KeptLayer
+
+
+class OffloadedKVBase(ABC):
+    """KVCache: layers with a window attend to their rings, all others as the subclass says."""
+
+    @abstractmethod
+    def kept(self, layer: int) -> KeptLayer:
+        """Where a layer's near pages are, or those of its window."""
+
+    @abstractmethod
+    def device_segments(self, layer: int, step: Step) -> ops.AttentionMetadata:
+        """The step's runs over these pages."""
+
+    @abstractmethod
+    def _attend_whole(
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attention of a layer without a window; options: scale and softcap."""
+
+    def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """See KVCache."""
+        kept = self.kept(layer)
+        ops.append_pages(kept.pages, kept.slot, self.device_segments(layer, step), key, value)
+
+    def attend(
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See KVCache."""
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        kept = self.kept(layer)
+        if not kept.window:
+            return self._attend_whole(layer, step, query, sinks, options)
+        options |= {"window": kept.window, "sinks": sinks}
+        runs = self.device_segments(layer, step)
+        return ops.paged_attention_output(kept.pages, kept.slot, runs, query, **options)
+
+    def append_attend(
+        self, layer: int, step: Step, heads: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """See KVCache."""
+        kept = self.kept(layer)
+        if kept.window:
+            runs, options = self.device_segments(layer, step), options | {"window": kept.window}
+            return ops.append_attend_pages(kept.pages, kept.slot, runs, heads, **options)
+        kv_heads = kept.pages.layout.heads
+        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        self.append(layer, step, key, value)
+        return self.attend(layer, step, query, **options).flatten(1)
+
+    def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int] | None:
+        """See KVCache: pages are in several places."""
+        return None
+
+    def kernel_place(
+        self, layer: int, step: Step
+    ) -> tuple[ops.Pages, int, ops.AttentionMetadata] | None:
+        """See KVCache: pages are in several places."""
+        return None
+
+    def kernel_metadata(self, step: Step) -> Any:
+        """See KVCache."""
+        raise AssertionError("kernel_pages said no")

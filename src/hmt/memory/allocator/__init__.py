@@ -1,0 +1,1 @@
+"""Host memory: pools, arenas, the buddy system, compaction."""

@@ -1,0 +1,1 @@
+"""Reads from disk: backends, the I/O scheduler, the read queue."""

@@ -1,0 +1,1 @@
+"""What a step is predicted to cost on a machine."""

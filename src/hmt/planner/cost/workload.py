@@ -1,0 +1,283 @@
+"""A plan as work: which bytes each layer reads where, and how much there is to compute with them.
+
+Everything of a layer that lies in one place, in one encoding, is one sum.  So a step's cost is a
+walk over layers, whether they have three blocks or three hundred.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
+from hmt.contracts.kv import GROUP_PAGES
+from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.plan import Plan, Tier
+from hmt.planner.cost.expert_hit_rate import HitCurve
+from hmt.planner.placement.footprint import Demand
+
+_BYTES_PER_NUMBER = 2  # where nothing is known of a block but its bytes
+
+
+class ComputeSite(NamedTuple):
+    """Where a block computes, and how it gets there.
+
+    on_device  otherwise the CPU computes
+    copied     over the link to the device, in every step
+    read       from the disk, in every step
+    """
+
+    on_device: bool
+    copied: bool
+    read: bool
+
+
+@dataclass(slots=True)
+class WeightWork:
+    """Weights of one encoding, summed up.
+
+    blocks      how many there are
+    read_bytes  what the disk would read of them
+    """
+
+    nbytes: float = 0
+    numbers: float = 0
+    read_bytes: float = 0
+    blocks: float = 0
+
+    def add(self, block: BlockSize) -> None:
+        """Count `block`, too."""
+        numbers = block.numbers
+        self.nbytes += block.slot_bytes
+        self.numbers += block.slot_bytes / _BYTES_PER_NUMBER if numbers is None else numbers
+        self.read_bytes += block.read_bytes
+        self.blocks += 1
+
+    def plus(self, other: "WeightWork") -> "WeightWork":
+        """Both together."""
+        return WeightWork(
+            self.nbytes + other.nbytes,
+            self.numbers + other.numbers,
+            self.read_bytes + other.read_bytes,
+            self.blocks + other.blocks,
+        )
+
+    def times(self, factor: float) -> "WeightWork":
+        """So many of them."""
+        return WeightWork(
+            self.nbytes * factor,
+            self.numbers * factor,
+            self.read_bytes * factor,
+            self.blocks * factor,
+        )
+
+
+Sums = dict[tuple[ComputeSite, str], WeightWork]
+
+
+@dataclass(slots=True)
+class ExpertWork:
+    """A layer's routed experts.
+
+    each       one of them, on average
+    home       where they live
+    on_device  cached there, or all of them if that is their home
+    in_memory  in slots of host memory, where they live on the disk
+    fetched    at most, to the device in one step
+    """
+
+    count: int
+    each: WeightWork
+    encoding: str
+    home: Tier
+    on_device: float = 0.0
+    in_memory: float = 0.0
+    fetched: int = 0
+
+
+@dataclass(slots=True)
+class LayerWork:
+    """What one layer reads and computes.
+
+    few, many       dense blocks in steps of few tokens, and of many
+    many_experts_on_device   whether prompts' experts compute on the device
+    attends_on_device
+    kv_bytes        of one position's keys and values
+    kv_operations   of one token's attention to one position
+    expanded_operations, expanding_operations, expanded_from   of latents that prompts make keys and
+                    values of: of a token's attention to a position, of making one position's, and
+                    how many tokens of a text more than which do (inf: never); 0: no latents
+    window          positions that are seen at most; 0: all
+    """
+
+    few: Sums = field(default_factory=dict)
+    many: Sums = field(default_factory=dict)
+    experts: ExpertWork | None = None
+    many_experts_on_device: bool = False
+    attends_on_device: bool = False
+    kv_bytes: float = 0.0
+    kv_operations: float = 0.0
+    expanded_operations: float = 0.0
+    expanding_operations: float = 0.0
+    expanded_from: float = 0.0
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model under a plan.
+
+    head              of the rows whose logits are wanted
+    chosen            experts of a token in each layer
+    link_share        of experts that are not cached on the device, those that are copied there
+    chunk             prompt tokens per step
+    hits              of caches of experts
+    row_bytes         read from the disk for each token's embedding
+    kv_on_device, kv_on_host, kv_on_disk   of attention's positions: where layers compute, in host
+                      memory beside a device, and on the disk
+    disk_ratio        bytes of a position there, over those where layers compute
+    prefetch_experts  whether experts are read from the disk on a guess
+    """
+
+    layers: list[LayerWork]
+    head: LayerWork
+    chosen: int
+    link_share: float
+    chunk: int
+    hits: HitCurve
+    row_bytes: int = 0
+    kv_on_device: float = 1.0
+    kv_on_host: float = 0.0
+    kv_on_disk: float = 0.0
+    disk_ratio: float = 1.0
+    prefetch_experts: bool = False
+
+    @property
+    def read_blocks(self) -> float:
+        """Dense blocks that come from the disk in every decode step."""
+        sums = (load.few.items() for load in (*self.layers, self.head))
+        return sum(w.blocks for each in sums for (place, _), w in each if place.read)
+
+
+def workload_of(demand: Demand, plan: Plan) -> Workload:
+    """What each layer does under `plan`."""
+    spec, device = demand.spec, plan.device
+    layers = [LayerWork() for _ in range(spec.layers)]
+    head, row_bytes = LayerWork(), 0
+    experts: dict[int, list[BlockSize]] = {}
+    for block in demand.blocks:
+        layer, kind, _ = block.id
+        home = plan.homes[block.id]
+        if kind is BlockKind.EXPERT:
+            experts.setdefault(layer, []).append(block)
+            continue
+        if kind is BlockKind.EMBEDDING:
+            row_bytes += demand.row_bytes if home is Tier.DISK else 0
+            continue
+        load = head if layer == TRUNK else layers[layer]
+        for sums, computing in (
+            (load.few, device.computes),
+            (load.many, device.computes_prompts),
+        ):
+            place = _place(block, home, computing)
+            sums.setdefault((place, block.encoding), WeightWork()).add(block)
+    for index, blocks in experts.items():
+        layers[index].experts = _experts(blocks, plan)
+        layers[index].many_experts_on_device = blocks[0].id in device.computes_prompts
+    # Slots of host memory hold the experts of all layers that live on the disk.
+    away = [load.experts for load in layers if load.experts and load.experts.home is Tier.DISK]
+    total = sum(group.count * group.each.nbytes for group in away)
+    share = _expert_slot_bytes(away, _streamed_bytes(demand, plan), plan) / total if total else 0.0
+    for group in away:
+        group.in_memory = min(1.0, share) * group.count
+    add_attention(layers, demand, device.stages)
+    near, warm, cold, cold_ratio = _levels(demand, plan)
+    return Workload(
+        layers=layers,
+        head=head,
+        chosen=spec.experts_per_token,
+        link_share=device.link_share,
+        chunk=plan.max_prefill_tokens,
+        hits=demand.hit_curve,
+        row_bytes=row_bytes,
+        kv_on_device=near,
+        kv_on_host=warm,
+        kv_on_disk=cold,
+        disk_ratio=cold_ratio,
+        prefetch_experts=bool(demand.transition_bytes),
+    )
+
+
+def _place(block: BlockSize, home: Tier, computing: Collection[object]) -> ComputeSite:
+    on_device = block.id in computing
+    return ComputeSite(on_device, on_device and home is not Tier.DEVICE, home is Tier.DISK)
+
+
+def _experts(blocks: list[BlockSize], plan: Plan) -> ExpertWork:
+    total = WeightWork()
+    for block in blocks:
+        total.add(block)
+    count, home = len(blocks), plan.homes[blocks[0].id]
+    found = ExpertWork(count, total.times(1 / count), blocks[0].encoding, home)
+    if home is Tier.DEVICE:
+        found.on_device = count
+    elif blocks[0].id.layer in plan.device.stages:
+        found.on_device = min(plan.device.expert_slots, count)
+        found.fetched = plan.device.staging_slots
+    return found
+
+
+def _streamed_bytes(demand: Demand, plan: Plan) -> int:
+    """Of dense blocks that come and go in slots; tables are read row by row."""
+    slotless = (BlockKind.EXPERT, BlockKind.EMBEDDING)
+    return sum(
+        block.slot_bytes
+        for block in demand.blocks
+        if block.id.kind not in slotless and plan.homes[block.id] is Tier.DISK
+    )
+
+
+def _expert_slot_bytes(away: list[ExpertWork], streamed_bytes: int, plan: Plan) -> float:
+    """Bytes of slots that experts have: their own, or what dense blocks leave.
+
+    Where sizes share the slots, a dense block takes the place of experts as long as there are any.
+    """
+    if plan.slot_counts and away:
+        sizes = {group.each.nbytes for group in away}
+        if sizes <= set(plan.slot_counts):
+            return float(sum(size * plan.slot_counts[int(size)] for size in sizes))
+    return float(max(0, plan.reserved.get("slots", 0) - streamed_bytes))
+
+
+def add_attention(layers: list[LayerWork], demand: Demand, stages: Collection[int]) -> None:
+    """Fill in what attention reads and computes in each layer; those of `stages` are a device's."""
+    kv = demand.spec.kv
+    widths = sum(layer.row_width for layer in kv)
+    heads = demand.spec.attention_heads
+    for index, load in enumerate(layers):
+        load.attends_on_device = index in stages
+        if kv:
+            load.kv_bytes = demand.kv_token_bytes * kv[index].row_width / widths
+            load.kv_operations = 2.0 * heads * (kv[index].key_dim + kv[index].value_dim)
+            load.window = kv[index].window
+            if kv[index].kind is KVKind.LATENT and kv[index].expanded_dim:
+                _expand(load, kv[index], heads)
+        else:
+            load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
+
+
+def _expand(load: LayerWork, kv: KVLayer, heads: int) -> None:
+    """What making keys and values of latents costs, and saves."""
+    load.expanded_operations = 2.0 * heads * kv.expanded_dim
+    load.expanding_operations = 2.0 * heads * kv.value_dim * kv.made_dim
+    load.expanded_from = kv.longest_absorbed
+
+
+def _levels(demand: Demand, plan: Plan) -> tuple[float, float, float, float]:
+    """Shares of positions where layers compute, in host memory, on the disk; and cold_ratio."""
+    levels, sizes = plan.kv_tiers, demand.kv_sizes
+    if levels is None or sizes is None or not levels.pages or not sizes.device_page:
+        return 1.0, 0.0, 0.0, 1.0
+    warm = levels.host_pages / levels.pages
+    cold = levels.disk_groups * GROUP_PAGES / levels.pages
+    cold_ratio = sizes.disk_group / (GROUP_PAGES * sizes.device_page)
+    return 1.0 - warm - cold, warm, cold, cold_ratio

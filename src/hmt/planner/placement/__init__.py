@@ -1,0 +1,1 @@
+"""Where every block and KV page lives: solver, footprints, slots, tiers."""

@@ -1,0 +1,153 @@
+"""What a model needs, in bytes, apart from where its blocks live."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hmt.base.units import round_down, round_up
+from hmt.contracts.blocks import BlockKind, BlockSize
+from hmt.contracts.model import (
+    CHUNK_TOKENS,
+    EXPERT_BATCH_BYTES,
+    EXPERT_WORKSPACE_BYTES,
+    PAGE_TOKENS,
+    ModelSpec,
+)
+from hmt.planner.cost.expert_hit_rate import HitCurve, usual_curve
+from hmt.planner.placement.kv_tiers import KVTierSizes
+
+_CHUNK_LIMITS = (16, 512)
+_ACTIVATION_SHARE = 16  # a prefill chunk's activations take about this fraction of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A model as the solver sees it.
+
+    blocks          every block that takes memory, in model order
+    staging_bytes   buffer for converting the largest parameter on load; 0 without conversion
+    row_bytes       buffer for looking up one row of a table on disk
+    row_sums_bytes  checksums of a pack's rows, which stay in memory while its table is on disk
+    parameter_bytes all parameters without padding; None: blocks have none
+    passing_bytes       the largest of blocks that live elsewhere and pass through a slot once
+    kv_token_bytes      KV of one position over all layers
+    kv_layer_bytes      KV of one position in the layer that keeps most
+    kv_work_bytes       copies that are made of keys and values where these lie at several levels
+    score_bytes         the most that attention scores take at once
+    batch               requests that run at once
+    transition_bytes    statistics from which experts are guessed
+    matrix_bytes        the largest matrix of a layer, unpacked, as a device multiplies many tokens
+    expert_token_bytes  activations between the matrices of one token's experts
+    prefix_bytes        what pages pass through that are kept on the disk for other texts
+    kv_sizes            of pages at several levels; None: all are near
+    experts_alike       whether all experts are laid out alike, so that any may take any's place
+    hits                of caches of experts, as a trace or runs tell; None: as usual
+    """
+
+    spec: ModelSpec
+    blocks: tuple[BlockSize, ...]
+    staging_bytes: int
+    row_bytes: int
+    kv_token_bytes: int
+    kv_layer_bytes: int = 0
+    kv_work_bytes: int = 0
+    score_bytes: int = 0
+    batch: int = 1
+    transition_bytes: int = 0
+    row_sums_bytes: int = 0
+    parameter_bytes: int | None = None
+    passing_bytes: int = 0
+    experts_alike: bool = True
+    matrix_bytes: int = 0
+    expert_token_bytes: int = 0
+    prefix_bytes: int = 0
+    kv_sizes: KVTierSizes | None = None
+    hits: HitCurve | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that all blocks take together when all are resident."""
+        return sum(block.slot_bytes for block in self.blocks)
+
+    @property
+    def hit_curve(self) -> HitCurve:
+        """Of caches of experts: what is known of this model, or the usual one for so many."""
+        numbers = (b.id.index for b in self.blocks if b.id.kind is BlockKind.EXPERT)
+        return self.hits or usual_curve(max(numbers, default=-1) + 1)
+
+    def of_kind(self, *kinds: BlockKind) -> list[BlockSize]:
+        """Blocks of some kinds, in model order."""
+        return [block for block in self.blocks if block.id.kind in kinds]
+
+
+def default_chunk(demand: Demand) -> int:
+    """Prompt tokens per step: a function of the model alone.
+
+    Not of the budget, because the chunk is the shape that kernels see, and equal shapes are what
+    makes logits bit-identical at every budget; nor of padding, which differs between a checkpoint
+    and a pack.
+    """
+    token_bytes = demand.spec.activation_width * 4
+    weight_bytes = demand.parameter_bytes
+    if weight_bytes is None:
+        weight_bytes = demand.weight_bytes
+    chunk = round_down(weight_bytes // _ACTIVATION_SHARE // token_bytes, PAGE_TOKENS)
+    return max(_CHUNK_LIMITS[0], min(_CHUNK_LIMITS[1], chunk))
+
+
+def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
+    """What one step of `chunk` tokens takes beside weights and KV, in fp32.
+
+    The activations of a prompt chunk and of a batch that decodes beside it, the batch's logits and
+    their sorted copy, and for one layer at a time the scores and the rows of KV that were gathered
+    from their pages; and what moves them between levels.
+    """
+    spec, batch = demand.spec, demand.batch
+    tokens = chunk + batch - 1
+    numbers = tokens * spec.activation_width + min(tokens, CHUNK_TOKENS) * spec.piece_width
+    numbers += 2 * batch * spec.vocab_size
+    scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
+    return 4 * numbers + scores + context * demand.kv_layer_bytes + demand.kv_work_bytes
+
+
+def host_activation_bytes(demand: Demand, chunk: int, context: int) -> int:
+    """The same on a CPU, with what its experts' kernel keeps of a batch of tokens and experts.
+
+    Each token that an expert takes is there as it came and as it is multiplied with, and so is what
+    is between its matrices.
+    """
+    batch = min(EXPERT_BATCH_BYTES, 2 * chunk * demand.expert_token_bytes)
+    return activation_bytes(demand, chunk, context) + batch
+
+
+def scored_rows(demand: Demand, chunk: int) -> int:
+    """Rows of logits that may be looked at together behind the layers of a step.
+
+    They take the room of the layers' activations, of which the hidden states are left, and of the
+    batch's logits and their sorted copy; twice each, as the head may write them in another dtype.
+    """
+    spec, batch = demand.spec, demand.batch
+    free = (chunk + batch - 1) * (spec.activation_width - spec.hidden_size)
+    return max(1, free // (2 * spec.vocab_size) + batch)
+
+
+def device_activation_bytes(demand: Demand, chunk: int, context: int) -> int:
+    """The same on a device, with a matrix unpacked and results of experts.
+
+    Most activations take half of that there, in 16 bits; but products of int8 codes pass through
+    sums in f32, and torch keeps pieces of sizes that do not come again.  Counted in 16 bits, a
+    prompt of 2048 tokens of a 70B model did not fit.
+    """
+    between = min(EXPERT_WORKSPACE_BYTES, chunk * demand.expert_token_bytes)
+    return activation_bytes(demand, chunk, context) + demand.matrix_bytes + between
+
+
+def kv_bytes(demand: Demand, tokens: int) -> int:
+    """KV of `tokens` positions in whole pages."""
+    return round_up(tokens, PAGE_TOKENS) * demand.kv_token_bytes
+
+
+def working_set_bytes(blocks: Sequence[BlockSize]) -> int:
+    """Slots that a step cannot do without: the largest dense block and one expert beside it."""
+    experts = [b.slot_bytes for b in blocks if b.id.kind is BlockKind.EXPERT]
+    dense = [b.slot_bytes for b in blocks if b.id.kind is not BlockKind.EXPERT]
+    return max(dense, default=0) + max(experts, default=0)

@@ -1,0 +1,1 @@
+"""Plans for other machines and loads: objectives, profiles, explanations."""

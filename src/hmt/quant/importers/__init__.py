@@ -1,0 +1,6 @@
+"""Forms in which others publish weights: what they become in memory, and how they are unpacked."""
+
+from hmt.quant.importers.interface import InPlaceImporter, WeightImporter
+from hmt.quant.importers.registry import open_importer
+
+__all__ = ["InPlaceImporter", "WeightImporter", "open_importer"]

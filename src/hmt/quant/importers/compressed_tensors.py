@@ -1,0 +1,76 @@
+"""Integers as compressed-tensors publishes them (vllm-project/compressed-tensors).
+
+Its floats (float-quantized, naive-quantized FP8) are in `fp8`, its NVFP4 and MXFP4 in `floats4`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import WeightTensor
+from hmt.quant.importers.bits import DTYPES, as_tensor, pairs_or_codes, unpack_bits
+from hmt.quant.importers.grouped import fill_grouped, grouped_format
+from hmt.quant.importers.row_chunks import row_chunks
+from hmt.quant.packed import Format
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedIntegers:
+    """Signed codes, stored as bytes (int-quantized) or packed (pack-quantized).
+
+    packed        codes + 2^(bits - 1) lie in words, each row on its own, without unused bits but
+                  at the end of a row
+    scale_groups  scales of a row: in / group, 1 per row, or 0 for one scale in all
+    scale_dtype   as published: "F32", "F16" or "BF16"
+    symmetric     there are no zero points
+    all_rows      of the published tensor: zero points of packed weights lie packed along the rows,
+                  and come whole
+
+    Parts: weight int8 [rows, in], or weight_packed int32 [rows, ceil(in * bits / 32)];
+    weight_scale [rows, scale_groups] or [1]; weight_zero_point int8 of that shape, or
+    int32 [ceil(all rows * bits / 32), scale_groups].
+    """
+
+    bits: int
+    packed: bool
+    scale_groups: int
+    scale_dtype: str
+    symmetric: bool
+    all_rows: int
+
+    def format(self, shape: tuple[int, ...]) -> Format:
+        """See Form."""
+        columns = shape[1]
+        group = columns // self.scale_groups if self.scale_groups > 1 else 0
+        zeros = not self.symmetric
+        return grouped_format(self.bits, columns, group, DTYPES[self.scale_dtype], zeros=zeros)
+
+    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
+        """See Form."""
+        rows, columns = target.shape
+        middle = 1 << self.bits - 1
+        scales = self._per_row(as_tensor(parts["weight_scale"], DTYPES[self.scale_dtype], -1), rows)
+        zeros: Tensor | int = middle
+        if not self.symmetric:
+            zeros = self._zeros(parts["weight_zero_point"], first, rows)
+        for some, piece in row_chunks(target):
+            if self.packed:
+                words = as_tensor(parts["weight_packed"], torch.int32, rows, -1)
+                codes = pairs_or_codes(words[some], self.bits, columns)
+            else:
+                codes = parts["weight"].view(rows, columns)[some] + middle  # as uint8, which wraps
+            own = zeros[some] if isinstance(zeros, Tensor) else zeros
+            fill_grouped(piece, codes, scales[some], own, middle)
+
+    def _per_row(self, values: Tensor, rows: int) -> Tensor:
+        """Values of each row [rows, groups]."""
+        return values.expand(rows, 1) if not self.scale_groups else values.view(rows, -1)
+
+    def _zeros(self, part: Tensor, first: int, rows: int) -> Tensor:
+        if not self.packed:
+            return self._per_row(part + (1 << self.bits - 1), rows)
+        words = as_tensor(part, torch.int32, -1, self.scale_groups)
+        zeros = unpack_bits(words.T, self.bits, self.all_rows)
+        return zeros[:, first : first + rows].T.contiguous()

@@ -1,0 +1,47 @@
+"""Numbers themselves, which others order or shift in another way."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.quant.importers.row_order import turn_back
+from hmt.quant.packed import Format
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """F32, F16 or BF16 that do not lie as HMT wants them.
+
+    dtype     as TensorRecord has it
+    turned    rows of a head, where they lie in another order: see turn_back; else 0
+    minus     is subtracted, in f32: gemma's norms are published with 1 added in GGUF files.  As it
+              was added in f32 to no less than -1, subtracting it again is exact.
+
+    Part: data [rows, ...].
+    """
+
+    dtype: str
+    turned: int = 0
+    minus: float = 0.0
+
+    def format(self, shape: tuple[int, ...]) -> Format:
+        """See Form."""
+        return Format(Encoding.F32 if self.minus else Encoding(self.dtype.lower()))
+
+    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
+        """See Form."""
+        dtype = _DTYPES[self.dtype]
+        raw = parts["data"]
+        if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
+            raw = raw.clone()
+        numbers = raw.view(dtype).view(target.shape)
+        if self.turned:
+            numbers = turn_back(numbers, self.turned)
+        target.data.copy_(numbers)
+        if self.minus:
+            target.data.sub_(self.minus)

@@ -1,0 +1,40 @@
+"""The code for each published form, by the name that hmt.formats gives it."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from hmt.contracts.checkpoint import FormName
+from hmt.quant.importers.awq import AWQ
+from hmt.quant.importers.bitsandbytes import BitsAndBytesInt8, BitsAndBytesTable
+from hmt.quant.importers.compressed_tensors import CompressedIntegers
+from hmt.quant.importers.floats import Floats
+from hmt.quant.importers.fp4 import MXFP4, NVFP4
+from hmt.quant.importers.fp8 import FP8
+from hmt.quant.importers.gguf import Gguf, GgufLatent
+from hmt.quant.importers.gptq import GPTQ
+from hmt.quant.importers.interface import InPlaceImporter, WeightImporter
+from hmt.quant.importers.stacked_floats import StackedFloats
+
+_SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
+    "in place": InPlaceImporter,
+    "floats": Floats,
+    "arranged": StackedFloats,
+    "awq": AWQ,
+    "bitsandbytes int8": BitsAndBytesInt8,
+    "bitsandbytes table": BitsAndBytesTable,
+    "compressed integers": CompressedIntegers,
+    "fp8": FP8,
+    "gptq": GPTQ,
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+    "gguf": Gguf,
+    "gguf latent": GgufLatent,
+}
+
+
+@cache
+def open_importer(name: FormName) -> WeightImporter | InPlaceImporter:
+    """The code for `name`; the same object each time."""
+    options: dict[str, Any] = dict(name.options)
+    return _SCHEMES[name.scheme](**options)

@@ -1,0 +1,47 @@
+"""Floats of several weights in one tensor: transposed, or by turns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.quant.importers.bits import DTYPES, as_tensor
+from hmt.quant.packed import Format
+
+_ENCODINGS = {"F32": Encoding.F32, "F16": Encoding.F16, "BF16": Encoding.BF16}
+
+
+@dataclass(frozen=True, slots=True)
+class StackedFloats:
+    """Numbers whose rows are spread over a tensor (gpt-oss in 16 bits, and its biases).
+
+    dtype         "F32", "F16" or "BF16"
+    interleaved   rows belong to this many weights by turns
+    turn          which of them this one is
+    columns       of a transposed weight: how many rows there are in all, so that the part is
+                  [in, columns] and comes whole; 0 where rows lie one after the other
+
+    Part: data [interleaved * rows], [interleaved * rows, in], or [in, columns].
+    """
+
+    dtype: str
+    interleaved: int = 1
+    turn: int = 0
+    columns: int = 0
+
+    def format(self, shape: tuple[int, ...]) -> Format:
+        """See Form."""
+        return Format(_ENCODINGS[self.dtype])
+
+    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
+        """See Form."""
+        rows, *inputs = target.shape
+        dtype = DTYPES[self.dtype]
+        if self.columns:
+            data = as_tensor(parts["data"], dtype, *inputs, self.columns)
+            mine = data[:, self.turn :: self.interleaved]
+            target.data.copy_(mine[:, first : first + rows].T)
+            return
+        data = as_tensor(parts["data"], dtype, rows * self.interleaved, *inputs)
+        target.data.copy_(data[self.turn :: self.interleaved])

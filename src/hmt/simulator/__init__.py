@@ -1,0 +1,1 @@
+"""Requests through a plan that nobody runs: the scheduler's rules, predicted steps."""

@@ -1,0 +1,1 @@
+"""MoE execution backends: hybrid, resident and streamed experts."""

@@ -1,0 +1,409 @@
+"""Teams that compute a layer's experts: those cached on a device, those brought, and the host."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.plan import Plan, Tier
+from hmt.kernels import host_experts, ops
+from hmt.kernels.graph_ops import has_kernels
+from hmt.kernels.host_experts import ExpertShares, ExpertSlots, HostExpertChannel, HostExpertPlaces
+from hmt.memory.device import Device, DevicePool
+from hmt.weights.layout import BlockLayout
+from hmt.weights.store.block_store import WeightStore
+
+_MOST_TABLES = 4  # for each expert, of where groups of streamed experts lie
+
+Params = Mapping[str, WeightTensor]
+# An expert's number, its parameters on the device unless a cache has it, and where it begins there.
+StreamedExpert = tuple[int, Params | None, int]
+Added = tuple[Tensor, Tensor]  # hidden states, and what shared experts add
+Stream = Callable[[Sequence[BlockId]], Iterator[list[StreamedExpert]]]
+
+
+class HybridExperts:
+    """Implements MoeBackend: a cache on a device, the link, and the host.
+
+    Sums of device and host are added last: results depend in their last digits on which experts
+    are cached.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        slots: ExpertSlots,
+        places: HostExpertPlaces,
+        share: Tensor,
+        nbytes: int,
+        on_host: Callable[[int, list[int]], Sequence[tuple[int, Params]]],
+    ) -> None:
+        """`on_host` gives experts of a layer in host memory."""
+        self.slots = slots
+        self.channel: HostExpertChannel | None = None
+        self.places = places
+        self._layer = layer
+        self.share = share
+        self._nbytes = nbytes
+        self._on_host = on_host
+
+    @property
+    def splits(self) -> int:
+        """Of an expert that is cut."""
+        return 1 if self.places.cuts is None else self.places.cuts.pieces
+
+    def begin(
+        self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
+    ) -> Callable[..., Tensor]:
+        """See MoeBackend: the host begins, and the device when the ending is called."""
+        desk = self.channel if self.channel is not None and self.channel.accepts(x) else None
+        # Many tokens choose so many experts that a share of them is nearly whole.
+        cuts = self.places.cuts if desk is not None and len(x) == 1 else None
+        shares = host_experts.divide(self.slots, chosen, self.share, cuts)
+        if desk is not None:
+            desk.submit(self._layer, x, shares, scales, activation)
+
+        def end(added: Added | None = None) -> Tensor:
+            host_experts.fetch(self.slots, shares, self._nbytes, cuts)
+            cut = None if cuts is None else shares.cut
+            total = self.places.compute(x, shares.here, chosen, scales, activation, cut=cut)
+            if desk is not None:
+                return desk.collect(self._layer, total, shares, added)
+            return _sum_of(self._add_host(total, x, shares, scales, activation), added)
+
+        return end
+
+    def _add_host(
+        self, total: Tensor, x: Tensor, shares: ExpertShares, scales: Tensor, activation: str
+    ) -> Tensor:
+        """What is asked for without a desk."""
+        asked = shares.on_host.cpu()
+        wanted = sorted({expert for token in asked.tolist() for expert in token if expert >= 0})
+        if wanted:
+            given = self._on_host(self._layer, wanted)
+            its = ops.experts(x.cpu(), given, asked, scales.cpu(), activation, last=False)
+            total += its.to(total.device)
+        return total.to(x.dtype)
+
+    def all_on_host(self) -> list[tuple[int, Params]]:
+        """The layer's experts in host memory."""
+        return list(self._on_host(self._layer, list(range(len(self.slots.table)))))
+
+
+class ResidentExperts:
+    """Implements MoeBackend where all of a layer's experts stay on the device."""
+
+    def __init__(self, compute: Callable[[Tensor, Tensor, Tensor, str], Tensor]) -> None:
+        """`compute` takes x, chosen, scales and the activation, and gives f32 [tokens, hidden]."""
+        self._compute = compute
+
+    def begin(
+        self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
+    ) -> Callable[..., Tensor]:
+        """See MoeBackend."""
+
+        def end(added: Added | None = None) -> Tensor:
+            return _sum_of(self._compute(x, chosen, scales, activation).to(x.dtype), added)
+
+        return end
+
+
+class StreamedExperts:
+    """Implements MoeBackend for steps that need most experts: the device computes them all.
+
+    They come group by group, in ascending order, so results are those of experts that stay there,
+    to the bit: those that are cached from where they are, and the others are copied.
+    """
+
+    def __init__(self, blocks: Sequence[BlockId], places: HostExpertPlaces, stream: Stream) -> None:
+        """`blocks` are all experts of a layer."""
+        self._blocks = blocks
+        self._places = places
+        self._stream = stream
+        # On the device, by experts and where they lie: they take turns in few slots.
+        self._tables: dict[tuple[tuple[int, int], ...], Tensor] = {}
+
+    def begin(
+        self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
+    ) -> Callable[..., Tensor]:
+        """See MoeBackend: copies are under way anyhow."""
+
+        def end(added: Added | None = None) -> Tensor:
+            return _sum_of(self._compute(x, chosen, scales, activation), added)
+
+        return end
+
+    def _compute(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+        total: Tensor | None = None
+        for group in self._stream(self._blocks):
+            if x.is_cuda:
+                here = self._table([(index, address) for index, _, address in group], x.device)
+                total = self._places.compute(x, here, chosen, scales, activation, total)
+            else:
+                given = [
+                    (index, self._places.view(index, address) if params is None else params)
+                    for index, params, address in group
+                ]
+                total = ops.experts(x, given, chosen, scales, activation, total, last=False)
+        assert total is not None
+        return total.to(x.dtype)
+
+    def _table(self, group: list[tuple[int, int]], where: torch.device) -> Tensor:
+        """int64 [experts]: where each of a group lies, and 0 for others."""
+        found = self._tables.get(tuple(group))
+        if found is None:
+            addresses = [0] * len(self._blocks)
+            for index, address in group:
+                addresses[index] = address
+            # Not from pageable memory: the CPU would wait for all that is on the queue.
+            pinned = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
+            found = pinned.to(where, non_blocking=True)
+            if len(self._tables) > _MOST_TABLES * len(self._blocks):
+                self._tables.clear()  # slots that keep changing hands
+            self._tables[tuple(group)] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class MoeBackends:
+    """Those of all layers with experts.
+
+    by_layer   None of them if it is empty
+    nbytes     of an expert
+    streamed   for steps that need most experts
+    """
+
+    by_layer: Mapping[int, HybridExperts | ResidentExperts]
+    nbytes: int = 0
+    streamed: Mapping[int, StreamedExperts] = field(default_factory=dict)
+
+    def use(self, channel: HostExpertChannel) -> None:
+        """Ask at `channel` while it is open."""
+        for team in self.by_layer.values():
+            if isinstance(team, HybridExperts):
+                team.channel = channel
+                if channel.link_share is None:
+                    channel.tune(team.share)  # which all have in common
+
+    def on_host(self) -> dict[int, list[tuple[int, Params]]]:
+        """All experts of the layers that need the host, by layer."""
+        return {
+            layer: team.all_on_host()
+            for layer, team in self.by_layer.items()
+            if isinstance(team, HybridExperts)
+        }
+
+    def cached(self) -> dict[BlockId, int]:
+        """Where experts lie that caches have; waits for the device."""
+        slots = {n: one.slots for n, one in self.by_layer.items() if isinstance(one, HybridExperts)}
+        if not slots:
+            return {}
+        tables = torch.stack([one.table for one in slots.values()]).tolist()
+        return {
+            BlockId(layer, BlockKind.EXPERT, expert): address
+            for layer, table in zip(slots, tables, strict=True)
+            for expert, address in enumerate(table)
+            if address
+        }
+
+    def counts(self) -> tuple[int, int, int, float] | None:
+        """Experts found in the cache, brought, and left to the host; waits for the device.
+
+        And what was brought of those that were cut, which are left: whole ones that it makes.
+        None where nothing is shared out.
+        """
+        hybrid = [team for team in self.by_layer.values() if isinstance(team, HybridExperts)]
+        if not hybrid:
+            return None
+        counted = torch.stack([team.slots.counts for team in hybrid]).tolist()
+        cut = sum(row[3] / team.splits for team, row in zip(hybrid, counted, strict=True))
+        found, brought, left, _ = map(sum, zip(*counted, strict=True))
+        return found, brought, left, cut
+
+    def seen(self) -> dict[int, tuple[list[float], list[bool]]]:
+        """Of layers whose experts are shared out: each one's score, and whether it is cached.
+
+        Waits for the device.
+        """
+        slots = {n: one.slots for n, one in self.by_layer.items() if isinstance(one, HybridExperts)}
+        if not slots:
+            return {}
+        scores = torch.stack([one.scores for one in slots.values()]).tolist()
+        cached = torch.stack([one.table != 0 for one in slots.values()]).tolist()
+        return dict(zip(slots, zip(scores, cached, strict=True), strict=True))
+
+
+def make_backends(
+    plan: Plan,
+    layouts: Mapping[BlockId, BlockLayout],
+    store: WeightStore,
+    device: Device,
+    pool: DevicePool,
+    resident: Mapping[BlockId, Tensor],
+    stream: Stream,
+    shared: Sequence[Tensor] = (),
+) -> MoeBackends:
+    """Teams for layers whose experts all stay on the device or all stay in host memory.
+
+    resident  the device's memory of blocks that live there
+    stream    copies blocks to the device
+    shared    slots for experts that are brought, beside those of the `pool`
+    """
+    layers: dict[int, list[BlockId]] = {}
+    for block in layouts:
+        if block.kind is BlockKind.EXPERT and block.layer in plan.device.stages:
+            layers.setdefault(block.layer, []).append(block)
+    blocks = [block for of_layer in layers.values() for block in of_layer]
+    if not blocks or not has_kernels(device.where):
+        return MoeBackends({})
+    homes = {plan.homes[block] for block in blocks}
+    nbytes = layouts[blocks[0]].slot_bytes
+    try:
+        if homes == {Tier.DEVICE}:
+            return MoeBackends(_resident_backends(layers, layouts, resident, device), nbytes)
+        alike = laid_out_alike([layouts[block] for block in blocks])
+        if homes == {Tier.HOST} and plan.device.staging_slots and alike:
+            maker = _HybridMaker(plan, layouts, store, device, pool)
+            teams = maker.make(layers, shared)
+            streamed = {
+                layer: StreamedExperts(layers[layer], team.places, stream)
+                for layer, team in teams.items()
+            }
+            return MoeBackends(teams, nbytes, streamed)
+    except ValueError:  # no kernel computes on them: the host does, or one expert after the other
+        pass
+    return MoeBackends({})
+
+
+def _resident_backends(
+    layers: Mapping[int, list[BlockId]],
+    layouts: Mapping[BlockId, BlockLayout],
+    resident: Mapping[BlockId, Tensor],
+    device: Device,
+) -> dict[int, HybridExperts | ResidentExperts]:
+    if device.where.type != "cuda":
+        return {}  # leases give the same, to the bit
+    teams: dict[int, HybridExperts | ResidentExperts] = {}
+    for layer, blocks in layers.items():
+        views = [layouts[block].views(resident[block]) for block in blocks]
+        if laid_out_alike([layouts[block] for block in blocks]):
+            first = resident[blocks[0]].data_ptr()
+            places = HostExpertPlaces(first, {first: views[0]}.__getitem__)
+            addresses = [resident[block].data_ptr() for block in blocks]
+            here = torch.tensor(addresses, dtype=torch.int64, device=device.where)
+            teams[layer] = ResidentExperts(_in_blocks(places, here))
+        else:  # as in a checkpoint that is read as it is
+            given = list(enumerate(views))
+            teams[layer] = ResidentExperts(host_experts.scattered(given, device.where))
+    return teams
+
+
+def _in_blocks(
+    places: HostExpertPlaces, here: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, str], Tensor]:
+    return lambda x, chosen, scales, activation: places.compute(x, here, chosen, scales, activation)
+
+
+class _HybridMaker:
+    def __init__(
+        self,
+        plan: Plan,
+        layouts: Mapping[BlockId, BlockLayout],
+        store: WeightStore,
+        device: Device,
+        pool: DevicePool,
+    ) -> None:
+        self._plan, self._layouts, self._store = plan, layouts, store
+        self._device, self._pool = device, pool
+        with torch.inference_mode(False):  # may be set later
+            self._share = torch.full((1,), plan.device.link_share, device=device.where)
+
+    def make(
+        self, layers: Mapping[int, list[BlockId]], shared: Sequence[Tensor]
+    ) -> dict[int, HybridExperts]:
+        some = next(iter(layers.values()))[0]
+        layout = self._layouts[some]
+        device = self._plan.device
+        slots: dict[int, Tensor] = {}
+
+        def take(count: int, given: Sequence[Tensor] = ()) -> Tensor:
+            more = range(count - len(given))
+            taken = [*given, *(self._pool.allocate(layout.slot_bytes).tensor for _ in more)]
+            for slot in taken:
+                slot.zero_()  # of experts that are cut, kernels read what never came
+            slots.update((slot.data_ptr(), slot) for slot in taken)
+            return self._tensor([slot.data_ptr() for slot in taken])
+
+        staging = take(device.staging_slots, shared)
+        caches = {layer: take(device.expert_slots) for layer in layers}
+        for layer, blocks in layers.items():
+            self._fill(blocks, [slots[address] for address in caches[layer].tolist()])
+        places = HostExpertPlaces(next(iter(slots)), lambda address: layout.views(slots[address]))
+        return {
+            layer: HybridExperts(
+                layer,
+                self._cache(blocks, caches[layer], staging),
+                places,
+                self._share,
+                layout.slot_bytes,
+                self._on_host,
+            )
+            for layer, blocks in layers.items()
+        }
+
+    def _fill(self, blocks: list[BlockId], slots: list[Tensor]) -> None:
+        """The first experts, since any are better than none; whatever is wanted replaces them."""
+        with ExitStack() as stack:
+            kept = blocks[: len(slots)]
+            memory = [stack.enter_context(self._store.lease_bytes(block)) for block in kept]
+            if memory:
+                zeroed = self._device.record_event()
+                self._device.copy_each(slots[: len(memory)], memory, (zeroed,)).wait()
+
+    def _cache(self, blocks: list[BlockId], addresses: Tensor, staging: Tensor) -> ExpertSlots:
+        origins = []
+        for block in blocks:
+            with self._store.lease_bytes(block) as memory:
+                origins.append(self._device.address(memory))
+        count, places = len(blocks), addresses.tolist()
+        kept = min(count, len(places))
+        return ExpertSlots(
+            self._tensor(places[:kept] + [0] * (count - kept)),
+            addresses,
+            self._tensor([*range(kept), *[-1] * (len(places) - kept)]),
+            torch.zeros(count, dtype=torch.float32, device=self._device.where),
+            staging,
+            self._tensor(origins),
+            self._tensor([0] * 4),
+        )
+
+    def _tensor(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device.where)
+
+    def _on_host(self, layer: int, experts: list[int]) -> list[tuple[int, Params]]:
+        blocks = [BlockId(layer, BlockKind.EXPERT, expert) for expert in experts]
+        standing = self._store.resident(blocks)
+        assert standing is not None, "they are at home in host memory"
+        self._store.count(sum(one.nbytes for one in standing))
+        return [(expert, one.params) for expert, one in zip(experts, standing, strict=True)]
+
+
+def _sum_of(routed: Tensor, added: Added | None) -> Tensor:
+    return routed if added is None else added[0] + (routed + added[1])
+
+
+def laid_out_alike(layouts: Sequence[BlockLayout]) -> bool:
+    """Whether one's views of a slot would show any other's parameters."""
+
+    def form(layout: BlockLayout) -> list[object]:
+        parts = [(one.param.spec.name, one.format, one.at) for one in layout.placed]
+        return [layout.slot_bytes, sorted(parts, key=lambda part: part[0])]
+
+    if not layouts:
+        return True
+    first = form(layouts[0])
+    return all(form(layout) == first for layout in layouts)

@@ -1,0 +1,1 @@
+"""The block store: leases, slots, reads, the device's copies."""

@@ -1,0 +1,125 @@
+"""Planning from a configuration alone: the same bytes as with weights, and measured speeds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hmt.base.errors import CheckpointError, MissingFileError
+from hmt.base.units import MIB, parse_bytes
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.machine import Machine
+from hmt.engine.config import EngineConfig
+from hmt.engine.loading.model_shapes import read_shape, shape_demand, shape_names
+from hmt.engine.loading.what_if import scenarios_for
+from hmt.hardware.machine_file import read_machine
+from hmt.planner import PlanOptions, solve
+from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.workload import workload_of
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DRIVER_BYTES = 600 * MIB  # of a GPU's memory, before anything is loaded
+
+
+def options(quantization: str | None = None, **more: Any) -> EngineConfig:
+    return EngineConfig.resolve(quantization=quantization, host_memory="1GiB", **more)
+
+
+def demand(shape: str, quantization: str, users: int = 1) -> Any:
+    return shape_demand(read_shape(shape), options(quantization, max_batch=users))
+
+
+@pytest.mark.parametrize("quantization", [None, "w4a8"])
+def test_a_configuration_needs_what_its_weights_need(quantization: str | None) -> None:
+    folder = ROOT / "assets" / "mini-moe"
+    config = options(quantization, max_batch=2, context=1024)
+    with_weights = scenarios_for(str(folder), config)._demand_for(quantization, 2)
+    alone = shape_demand(read_shape(str(folder)), config)
+    assert [b.id for b in alone.blocks] == [b.id for b in with_weights.blocks]
+    for mine, other in zip(alone.blocks, with_weights.blocks, strict=True):
+        assert (mine.numbers, mine.encoding) == (other.numbers, other.encoding)
+        # Slots of a checkpoint hold whole pages of files, and its sizes are made alike.
+        assert abs(mine.slot_bytes - other.slot_bytes) <= max(8192 * 8, mine.slot_bytes // 4)
+    # Checkpoints keep the routers' biases in f32, which no configuration says.
+    assert alone.parameter_bytes == pytest.approx(with_weights.parameter_bytes, rel=1e-4)
+    assert alone.kv_token_bytes == with_weights.kv_token_bytes
+
+
+def test_a_configuration_that_describes_nothing_is_refused(tmp_path: Path) -> None:
+    good = read_shape(str(ROOT / "assets" / "mini-moe"))
+    tiles = [{"quant_method": "fp8", "weight_block_size": side} for side in (3, "x", [0, 128])]
+    for change in (
+        {"dtype": [1]}, {"kv_lora_rank": 33}, {"hidden_size": 0}, {"architectures": ["None"]},
+        *({"quantization_config": tile} for tile in tiles),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError):
+            shape_demand(good | change, options(), tmp_path)
+    with pytest.raises(CheckpointError, match=str(tmp_path / "config.json")):
+        shape_demand(good | {"architectures": None}, options(), tmp_path)
+    (tmp_path / "config.json").write_text("[" * 5000)
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_shape(str(tmp_path))
+
+
+def test_known_shapes_have_the_sizes_that_they_are_known_for() -> None:
+    billions = {
+        "deepseek-v3": 671, "llama-3.1-405b": 406, "llama-3.1-70b": 70.6, "llama-3.1-8b": 8.0,
+        "gemma-3-27b": 27.0, "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235,
+    }  # fmt: skip
+    assert set(billions) == set(shape_names())
+    for name, expected in billions.items():
+        found = shape_demand(read_shape(name), options())
+        numbers = sum(block.numbers for block in found.blocks)
+        # A table is looked up and not multiplied; a tied one is the head's.
+        if not read_shape(name)["tie_word_embeddings"]:
+            numbers += found.spec.vocab_size * found.spec.hidden_size
+        assert numbers / 1e9 == pytest.approx(expected, rel=0.01), name
+        if name == "deepseek-v3":
+            assert len(found.of_kind(BlockKind.EXPERT)) == 58 * 256
+            assert {block.encoding for block in found.blocks} == {"fp8", "bf16", ""}
+    with pytest.raises(MissingFileError, match="mixtral-8x7b"):
+        read_shape("no-such-model")
+
+
+def measured_machine(result: dict[str, Any]) -> Machine:
+    """The described H200 with the rates that this run measured."""
+    rates, known = result["rates"], read_machine("h200-16-cores")
+    (gpu,) = known.devices
+    encoding = rates["encoding"].split(":")[0]
+    gpu = replace(
+        gpu,
+        link_rate=rates["link"],
+        shared_link_rate=rates["shared_link"],
+        shared_cpu_rate=rates["shared_cpu"],
+        compute=replace(gpu.compute, read_rate=rates["device"]),
+    )
+    gemm = {**known.cpu.gemm, f"{encoding}@1": rates["cpu"]}
+    return replace(known, devices=(gpu,), cpu=replace(known.cpu, gemm=gemm))
+
+
+@pytest.mark.parametrize(
+    ("file", "shape", "chunk"),
+    [
+        ("gpu-8b-16gib-h200", "llama-3.1-8b", None),
+        ("gpu-70b-16gib-h200", "llama-3.1-70b", 2048),
+        ("gpu-30b-moe-8gib-h200-beside-llama-cpp", "qwen3-30b-a3b", None),
+    ],
+)
+def test_what_was_measured_on_a_gpu_is_predicted(file: str, shape: str, chunk: int | None) -> None:
+    result = json.loads((RESULTS / f"{file}.json").read_text())
+    machine = measured_machine(result)
+    needs = demand(shape, result["quantization"])
+    room = parse_bytes(result["results"][0]["gpu_memory"]) - DRIVER_BYTES
+    asked = PlanOptions(110 << 30, 4096, chunk, device_bytes=room)
+    costs = CostModel(workload_of(needs, solve(needs, asked, machine)), machine)
+    for case in result["results"][0]["cases"]:
+        if case["batch"] > 1:
+            continue  # kernels for a few dozen tokens reach a third of what is assumed here
+        if case["batch"]:
+            rate = costs.predict(1, result["task"]["tokens"] // 2).tokens_per_s
+        else:
+            rate = 2048 / costs.predict(1, 2048, 2048).ttft_s
+        assert rate == pytest.approx(case["tokens_per_s"], rel=0.25), case["name"]

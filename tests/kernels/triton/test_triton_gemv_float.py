@@ -1,0 +1,87 @@
+"""One token times weights that are numbers in rows."""
+
+import math
+
+import pytest
+import torch
+from triton_weights import EPSILON, FLOATS, numbers, random_weight
+
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.kernels.triton.device_math import interpreted
+from hmt.kernels.triton.gemm import dispatch as kernels
+from hmt.kernels.triton.gemm.gemv_float import takes_numbers
+
+# Triton's interpreter rounds to bf16 by cutting off.
+KINDS = [torch.float32, torch.float16, *([] if interpreted() else [torch.bfloat16])]
+WEIGHTS = [(kind, {}) for kind in FLOATS]
+WEIGHTS += [
+    (Encoding.FP8_BLOCK, {"tile": tile}) for tile in ((32, 64), (128, 48), (1, 1040), (128, 4096))
+]
+
+
+def token(columns: int, device: torch.device, kind: torch.dtype, seed: int = 1) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(1, columns, generator=random).to(device, kind)
+
+
+def assert_is_sum(
+    found: torch.Tensor, x: torch.Tensor, w: WeightTensor, bias: torch.Tensor | None = None
+) -> None:
+    """No weight is rounded: only sums in f32, and the result."""
+    expected, size = x.double() @ numbers(w).t(), x.double().abs() @ numbers(w).abs().t()
+    if bias is not None:
+        expected = expected + bias.double()
+    assert found.dtype == x.dtype
+    bound = EPSILON[x.dtype] / 2 * expected.abs() + 2**-20 * size
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("encoding", "options"), WEIGHTS)
+@pytest.mark.parametrize(("rows", "columns"), [(70, 1024), (33, 1040)])
+def test_products(device, encoding, options, rows, columns):
+    w = random_weight(encoding, rows, columns, device=device, **options)
+    for kind in KINDS:
+        x, bias = token(columns, device, kind), token(rows, device, kind, 2)[0]
+        x[0, 131] *= 30
+        assert takes_numbers(x, w)
+        for added in (None, bias):
+            assert_is_sum(kernels.linear(x, w, added), x, w, added)
+        total = token(rows, device, kind, 3) * 10
+        product = kernels.linear(x, w)
+        expected = total + product
+        kernels.linear_add(total, x, w)
+        # A GPU may scale and add in one instruction, which does not round in between.
+        fused = kind is torch.float32 and encoding is Encoding.FP8_BLOCK
+        bound = 2**-23 * (product.abs() + expected.abs()) if fused else 0
+        assert ((total - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_is_no_number_stays_none(device, wrong):
+    for encoding in (Encoding.F16, Encoding.FP8_BLOCK):
+        w, x = random_weight(encoding, 40, 512, device=device), token(512, device, KINDS[-1])
+        x[0, 300] = wrong
+        assert not kernels.linear(x, w).isfinite().any()
+
+
+def test_parts_of_a_matrix_have_the_results_of_all(device):
+    whole = random_weight(Encoding.F16, 100, 512, device=device)
+    x = token(512, device, KINDS[-1])
+    parts = {str(n): part for n, part in enumerate(whole.data.split((48, 52)))}
+    params = {name: WeightTensor(Encoding.F16, tuple(p.shape), p) for name, p in parts.items()}
+    found = kernels.linear_many(x, params, tuple(params))
+    assert torch.equal(found, kernels.linear(x, whole))
+    larger = torch.full((1, 60), math.nan, dtype=x.dtype, device=device)
+    kernels.linear_into(larger[:, 5:53], x, params["0"])
+    assert torch.equal(larger[:, 5:53], found[:, :48])
+    assert larger[:, :5].isnan().all() and larger[:, 53:].isnan().all()
+
+
+def test_what_the_kernel_does_not_take(device):
+    w = random_weight(Encoding.F16, 32, 512, device=device)
+    x = token(512, device, torch.float16)
+    assert not takes_numbers(x.repeat(2, 1), w)
+    assert not takes_numbers(x, random_weight(Encoding.INT8_CHANNEL, 32, 512, device=device))
+    assert not takes_numbers(x[:, :508], random_weight(Encoding.F16, 32, 508, device=device))
+    odd = random_weight(Encoding.FP8_BLOCK, 32, 512, device=device, tile=(16, 256))
+    assert not takes_numbers(x, odd)

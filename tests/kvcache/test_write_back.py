@@ -1,0 +1,199 @@
+"""Pages on their way to a disk that is late, full, or broken, and in a process that is killed."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from test_tiered_cache import CHUNK, HOT, Machine, Texts, machine
+
+from hmt.base.errors import DiskReadError
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.kvcache.page_table import PageTier
+
+__all__ = ["machine"]  # the fixture
+
+
+class Drive:
+    """os.pwrite that waits for `open`, and fails while `error` is set."""
+
+    def __init__(self) -> None:
+        self.open, self.asked = threading.Event(), threading.Event()
+        self.error: int | None = None
+        self.calls = 0
+        self._pwrite = os.pwrite
+
+    def pwrite(self, file: int, view: memoryview, offset: int) -> int:
+        self.calls += 1
+        self.asked.set()
+        assert self.open.wait(30)
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        # As much as a disk may take at once, and no more.
+        return self._pwrite(file, view[: len(view) // 2 // 4096 * 4096 or len(view)], offset)
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
+    made = Drive()
+    monkeypatch.setattr(os, "pwrite", made.pwrite)
+    return made
+
+
+@pytest.mark.parametrize("warm", [0, 60])
+def test_steps_do_not_wait_for_a_late_drive_until_room_is_needed(
+    machine: Machine, drive: Drive, warm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = machine.cache(warm=warm, cold=12)
+    account, places = cache.account, cache._places
+    texts = Texts(cache, seed=5)
+    free = cache.free_tokens
+    text = texts.open((HOT + warm + 100) * PAGE_TOKENS)
+    while not drive.asked.is_set():
+        texts.step({text: CHUNK})
+        assert texts.length(text) < (HOT + warm) * PAGE_TOKENS, "it is begun before room is needed"
+        drive.asked.wait(0.05)
+    going = places._ahead.ids
+    for _ in range(3):  # all of what is on its way is attended to where it was
+        texts.step({text: 5})
+    assert (places.page_table.level_of(going) != PageTier.DISK).all()
+    assert not account.stalled_s and not any("disk" in way for way in account.moved)
+    other = texts.open(200)
+    texts.step({other: 7})
+
+    def opening(future: Future[None], timeout: float | None = None) -> BaseException | None:
+        drive.open.set()
+        return exception(future, timeout)
+
+    exception = Future.exception
+    monkeypatch.setattr(Future, "exception", opening)  # now a step waits
+    while (left := (HOT + warm + 100) * PAGE_TOKENS - texts.length(text)) > 0:
+        texts.step({text: min(CHUNK, left)})
+    assert account.stalled_s > 0, "the step that needed the room before the disk had come round"
+    assert (places.page_table.level_of(going) == PageTier.DISK).sum() >= 16
+    assert account.written_back_pages == account.moved[f"{'host' if warm else 'near'} to disk"]
+    texts.read(text)
+    texts.read(other)
+    texts.close(text)
+    texts.close(other)
+    assert cache.free_tokens == free
+    cache.release()
+
+
+def test_pages_that_were_given_up_while_they_were_written_are_forgotten(
+    machine: Machine, drive: Drive
+) -> None:
+    cache = machine.cache(cold=8)
+    texts = Texts(cache, seed=6)
+    first = texts.open((HOT + 60) * PAGE_TOKENS)
+    while not drive.asked.wait(0.01):
+        texts.step({first: CHUNK})
+    going = cache._places._ahead.ids
+    texts.close(first)
+    assert cache.free_tokens == cache.capacity_tokens
+    second = texts.open((HOT + 60) * PAGE_TOKENS)
+    texts.step({second: CHUNK})
+    assert np.isin(cache._sequences[second].pages, going).any(), "ids are used again"
+    drive.open.set()
+    while (left := (HOT + 60) * PAGE_TOKENS - texts.length(second)) > 0:
+        texts.step({second: min(CHUNK, left)})
+    texts.read(second)
+    texts.close(second)
+    assert cache.free_tokens == cache.capacity_tokens
+    cache.release()
+
+
+def test_a_copy_is_worth_nothing_once_its_page_may_be_written_to(
+    machine: Machine, drive: Drive
+) -> None:
+    cache = machine.cache(cold=8)
+    texts, places = Texts(cache, seed=8), cache._places
+    text = texts.open((HOT + 60) * PAGE_TOKENS)
+    while not drive.asked.wait(0.01):
+        texts.step({text: CHUNK})
+    going = places._ahead.ids
+    places.write_back(0, lambda: [going[:1]])  # before a step that goes on with this page
+    drive.open.set()
+    places._ahead._groups[0].written.result()
+    places.write_back(0, lambda: [going[:0]])
+    assert places._ahead.pages == len(going) - 16
+    texts.read(text)
+    texts.close(text)
+    cache.release()
+
+
+@pytest.mark.parametrize("warm", [0, 60])
+def test_what_a_full_drive_does_not_take_stays_where_it_is(
+    machine: Machine, drive: Drive, warm: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = machine.cache(warm=warm, cold=12)
+    account = cache.account
+    texts = Texts(cache, seed=7)
+    text, other = texts.open((HOT + warm + 80) * PAGE_TOKENS), texts.open(200)
+    texts.step({other: 30})
+    drive.open.set()
+    drive.error = errno.ENOSPC
+    with pytest.raises(DiskReadError, match="No space left on device; name another folder"):
+        while True:
+            texts.step({text: CHUNK})
+    assert account.failed_writes == 1 and "stay in memory until" in caplog.text
+    assert not any("disk" in way for way in account.moved)
+    assert (cache._places.page_table.level_of(cache._sequences[text].pages) != PageTier.DISK).all()
+    calls = drive.calls
+    for _ in range(2):  # what needs no room goes on, and the disk is left alone
+        texts.step({other: 1})
+    assert drive.calls == calls
+    texts.read(text)
+    drive.error = None
+    while (left := (HOT + warm + 80) * PAGE_TOKENS - texts.length(text)) > 0:
+        texts.step({text: min(CHUNK, left)})
+    assert account.failed_writes == 1 and account.written_back_pages >= 16, "it is asked again"
+    for one in (text, other):
+        texts.read(one)
+        texts.close(one)
+    assert cache.free_tokens == cache.capacity_tokens
+    cache.release()
+
+
+_CHILD = """
+import os, sys, time
+from pathlib import Path
+import torch
+from hmt.base.trace import Tracer
+from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.plan import Tier
+from hmt.kernels import ops
+from hmt.kvcache.offload.disk_pages import DiskPages
+from hmt.kvcache.page_store import PageStore
+from hmt.memory import HostPool, Ledger, PreadReader, ReadQueue
+import numpy as np
+
+layers, folder = {0: KVLayer(KVKind.FULL, 2, 8, 8)}, Path(sys.argv[1])
+pool = HostPool(Ledger({Tier.HOST: 8 << 20}).open(Tier.HOST, "kv", 8 << 20))
+queue, f32 = ReadQueue(PreadReader(), Tracer()), ops.PageEncoding.F32
+cold = DiskPages(folder, layers, 4, f32, pool, queue, chunk_bytes=1)
+pwrite = os.pwrite
+def stuck(file, view, offset):
+    pwrite(file, view[:4096], offset)
+    print("writing", flush=True)
+    time.sleep(60)
+os.pwrite = stuck
+cold.write(np.arange(16), PageStore(layers, 16, f32, pool), np.arange(16)).result()
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    with child.stdout:
+        assert child.stdout.readline() == "writing\n"
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
