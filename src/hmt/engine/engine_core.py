@@ -60,7 +60,7 @@ class EngineCore:
         self._forms = UnsettledForms()
         self._border = prepared.model.spec.rotary_border
         self.scheduler = Scheduler(
-            memory.kv,
+            memory.kv.allocator,
             max_prefill_tokens=prepared.plan.max_prefill_tokens,
             max_batch=config.max_batch,
             prefixes=memory.prefixes,
@@ -171,7 +171,7 @@ class EngineCore:
         if not is_slow_at_first(memory.on_device.device.where):
             return
         self.prompt, self.generation = Phase(), Phase()
-        prompts = prompts_to_warm(self._plan, memory.kv.capacity_tokens)
+        prompts = prompts_to_warm(self._plan, memory.kv.allocator.capacity_tokens)
         if not warm_up(self.logits, prompts, self._vocab_size):
             self._weights.abandon()
         self.steps = 0
@@ -300,7 +300,7 @@ class EngineCore:
             return self._run_alone(step, self.prompt if is_prompt else self.generation)
 
         return BeamSearch(
-            self.memory.kv,
+            self.memory.kv.allocator,
             run,
             prompt,
             beams=beams,
@@ -331,7 +331,7 @@ class EngineCore:
         chunk = self._plan.max_prefill_tokens
         starts = [*range(0, prefill, chunk), *range(prefill, len(tokens)), len(tokens)]
         parts = [torch.empty(0, self._vocab_size)]
-        kv = self.memory.kv.open(len(tokens))
+        kv = self.memory.kv.allocator.open(len(tokens))
         try:
             for start, stop in pairwise(starts):
                 run = Segment(kv, start, 0, stop - start, len(tokens), whole=len(tokens))
@@ -340,7 +340,7 @@ class EngineCore:
                 parts.append(self._run_forced(run, tokens[start:stop], own, phase))
             look(kv)
         finally:
-            self.memory.kv.close(kv)
+            self.memory.kv.allocator.close(kv)
         return torch.cat(parts)
 
     def _check_forced(self, tokens: Many[int], rows: Many[int], prefill: int) -> None:
