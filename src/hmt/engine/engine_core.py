@@ -23,7 +23,7 @@ from hmt.engine.execution.graphs.piecewise import PiecewiseGraphDecoding, can_ru
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm, warm_up
 from hmt.engine.experts.ab_gate import ABResult
-from hmt.engine.experts.observers import ObservedModel, ObservedWeights, StepObserver
+from hmt.engine.experts.observers import ObservedModel, StepObserver
 from hmt.engine.experts.predictor import RouterPredictor
 from hmt.engine.experts.prefetcher import ExpertPrefetcher
 from hmt.engine.experts.trace_recorder import ExpertRecorder
@@ -41,7 +41,7 @@ from hmt.engine.scheduling.sequence import Sequence, told
 from hmt.kernels import graph_ops, ops
 from hmt.kvcache import PagedKV, TieredKV
 from hmt.planner import scored_rows
-from hmt.weights import DeviceCounters
+from hmt.weights import DeviceCounters, WeightsView
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MAX_PROMPT_LOGIT_ROWS = 32
@@ -92,7 +92,9 @@ class EngineCore:
             )
             observers.append(self._expert_prefetcher)
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
-        weights: Weights = ObservedWeights(self._weights, observers) if observers else self._weights
+        weights: Weights = self._weights
+        if observers:
+            weights = WeightsView(self._weights, observers=observers)
         on_device = self.memory.on_device
         places = DeviceStages(on_device, plan.device.stages)
         rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
