@@ -33,3 +33,13 @@ def imported(tree: ast.AST) -> set[str]:
 def test_what_allocates_kv_knows_numbers_and_no_tensors(name: str) -> None:
     tree = ast.parse((SOURCE / "kvcache" / name).read_text(encoding="utf-8"))
     assert "torch" not in imported(tree)
+
+
+def test_what_kernels_keep_with_a_weight_is_theirs_alone() -> None:
+    """Its lifetime rule stands in one place, and is kept there."""
+    users = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr == "kernel_cache":
+                users.append(path.relative_to(SOURCE).as_posix())
+    assert set(users) == {"kernels/weight_cache.py"}
