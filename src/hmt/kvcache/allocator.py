@@ -430,7 +430,9 @@ class KVAllocator:
         Pages that only prefixes own are free, too.
         """
         self._pool.settle()  # pages on their way count twice
-        return self._pool.free_pages - self.unmade + self.page_table.freed_by(self._idle(held))
+        free = self._pool.free_pages - self.unmade
+        idle = self._idle(held)
+        return free + self.page_table.freed_by(idle) if len(idle) else free
 
     def _idle(self, held: Ints = _NONE) -> Ints:
         """Pages that only prefixes own, without `held`."""

@@ -176,15 +176,15 @@ def allocate(
             stack.callback(pools["guesses"].free, counts)
             transitions = Transitions(counts.tensor, expert_count(model.spec))
         return Memory(
-            weights,
-            kv,
-            list(accounts.values()),
-            list(pools.values()),
-            stack.pop_all(),
-            transitions,
-            trace,
-            on_device,
-            prefixes,
+            weights=weights,
+            kv=kv,
+            accounts=list(accounts.values()),
+            pools=list(pools.values()),
+            closing=stack.pop_all(),
+            transitions=transitions,
+            trace=trace,
+            on_device=on_device,
+            prefixes=prefixes,
         )
 
 
