@@ -207,8 +207,10 @@ def test_a_read_error_in_the_middle_fails_the_request_and_the_engine_lives(
             pass
     reader.read_into = original  # type: ignore[method-assign]
     model.reset_summary()  # waits for the engine's thread
-    free = model._core.memory.kv.free_tokens
-    assert free == model._core.memory.kv.capacity_tokens, "the failed request's pages came back"
+    free = model._core.memory.kv.allocator.free_tokens
+    assert free == model._core.memory.kv.allocator.capacity_tokens, (
+        "the failed request's pages came back"
+    )
     assert model.infer(hmt.Request(CHAT, 8)).text == whole
 
 
@@ -223,10 +225,16 @@ def test_a_closed_model_says_so(folder: Path) -> None:
 def test_closing_the_stream_cancels(model: LoadedModel) -> None:
     events = model.stream(hmt.Request("Once", 100, ignore_eos=True))
     next(events)
-    assert model._core.memory.kv.free_tokens < model._core.memory.kv.capacity_tokens
+    assert (
+        model._core.memory.kv.allocator.free_tokens
+        < model._core.memory.kv.allocator.capacity_tokens
+    )
     events.close()
     model.reset_summary()  # waits for the engine's thread, which cancels first
-    assert model._core.memory.kv.free_tokens == model._core.memory.kv.capacity_tokens
+    assert (
+        model._core.memory.kv.allocator.free_tokens
+        == model._core.memory.kv.allocator.capacity_tokens
+    )
     assert model._core.scheduler.idle
 
 

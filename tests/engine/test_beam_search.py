@@ -39,7 +39,7 @@ def text(tokens: int) -> list[int]:
 
 def is_free(model: LoadedModel) -> bool:
     kv = model._core.memory.kv
-    return model._loop.call(lambda: kv.free_tokens) == kv.capacity_tokens
+    return model._loop.call(lambda: kv.allocator.free_tokens) == kv.allocator.capacity_tokens
 
 
 @pytest.mark.parametrize("name", MODELS)

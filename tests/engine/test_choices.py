@@ -34,7 +34,7 @@ def request(tokens: int, seed: int | None = 7, new: int = 24) -> hmt.Request:
 
 def is_free(model: LoadedModel) -> bool:
     kv = model._core.memory.kv
-    return model._loop.call(lambda: kv.free_tokens) == kv.capacity_tokens
+    return model._loop.call(lambda: kv.allocator.free_tokens) == kv.allocator.capacity_tokens
 
 
 @pytest.mark.parametrize("path", [MINI_DENSE, MINI_MOE], ids=["dense", "moe"])

@@ -188,4 +188,7 @@ def test_a_request_fails_when_its_pages_cannot_be_read_and_others_go_on(
         drive.broken = False
         # What texts attended to decides which pages are near, and so the order of sums.
         torch.testing.assert_close(model.logits(ids, [1499]), wanted, rtol=1e-4, atol=1e-4)
-        assert model._core.memory.kv.free_tokens == model._core.memory.kv.capacity_tokens
+        assert (
+            model._core.memory.kv.allocator.free_tokens
+            == model._core.memory.kv.allocator.capacity_tokens
+        )

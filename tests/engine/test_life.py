@@ -37,7 +37,10 @@ def settle(model: LoadedModel) -> None:
 def assert_nothing_runs(model: LoadedModel) -> None:
     settle(model)
     assert model._core.scheduler.idle
-    assert model._core.memory.kv.free_tokens == model._core.memory.kv.capacity_tokens
+    assert (
+        model._core.memory.kv.allocator.free_tokens
+        == model._core.memory.kv.allocator.capacity_tokens
+    )
 
 
 @pytest.mark.parametrize("context", [16, 80, 1040, 2000])

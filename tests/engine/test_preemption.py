@@ -75,7 +75,7 @@ def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def pages(decoding: GraphDecoding, sequence: int) -> list[int]:
         kv = decoding._kv
         assert isinstance(kv, PagedKV)
-        return list(kv._sequences[sequence].pages)
+        return list(kv.allocator.sequences[sequence].pages)
 
     def sent(self: GraphDecoding, captured: CapturedGraph, step: Step) -> None:
         told.update({run.sequence: pages(self, run.sequence) for run in step.segments})
@@ -152,4 +152,4 @@ def test_who_gives_way_answers_the_same(
         load, kv = model.load, model._core.memory.kv
         assert load.dropped and load.parked, load
         assert (load.waiting, load.running) == (0, 0)
-        assert kv.free_tokens == kv.capacity_tokens == load.free_tokens
+        assert kv.allocator.free_tokens == kv.allocator.capacity_tokens == load.free_tokens

@@ -96,7 +96,9 @@ def test_requests_that_wait_are_let_in_when_prefixes_have_to_go() -> None:
         assert [one.token_ids for one in model.infer_batch(requests)] == answers
         kv = model._core.memory.kv
         model.summary()  # once the last step has ended
-        assert kv.free_tokens == kv.capacity_tokens, "what nobody uses counts as free"
+        assert kv.allocator.free_tokens == kv.allocator.capacity_tokens, (
+            "what nobody uses counts as free"
+        )
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,4 +1,4 @@
-"""The scheduler over mixtures of requests, without a model, over a cache that only counts."""
+"""The scheduler over mixtures of requests, without a model, over the engine's own allocator."""
 
 import queue
 from collections import Counter
@@ -17,82 +17,63 @@ from hmt.engine.scheduling.batch_limit import BatchLimit, MemoryPressure
 from hmt.engine.scheduling.output_length import OutputLengthEstimate
 from hmt.engine.scheduling.scheduler import Scheduler
 from hmt.engine.scheduling.sequence import Sequence
+from hmt.kvcache import KVAllocator, PagePool
 
 
-class CountingKV:
-    """Pages that sequences reserve; at most `near` of them may take part in steps at once."""
+class WatchedKV(KVAllocator):
+    """The engine's allocator, without a storage; asserts that what was promised is kept.
+
+    At most `near` sequences may take part in steps at once, as where pages move.
+    """
 
     def __init__(self, tokens: int, near: int = 100) -> None:
-        self.capacity_tokens = tokens // 16 * 16
+        super().__init__(PagePool(tokens // 16))
         self.near, self.parks = near, True
-        self.open_: dict[int, int] = {}
-        self.rows: dict[int, int] = {}
-        self.shared: Counter[int] = Counter()  # of what is open, with others
-        self.parked: set[int] = set()
-        self.made = 0
+        self.rows: Counter[int] = Counter()  # by sequence
 
     @property
-    def free_tokens(self) -> int:
-        return self.capacity_tokens - sum(self.open_.values()) + sum(self.shared.values())
-
-    def can_open(self, tokens: int) -> bool:
-        place = len(self.open_) - len(self.parked) < self.near
-        return place and -(-tokens // 16) * 16 <= self.free_tokens
-
-    def open(self, tokens: int) -> int:
-        assert self.can_open(tokens), "more was promised than there is"
-        self.made += 1
-        self.open_[self.made] = -(-tokens // 16) * 16
-        self.rows[self.made] = 0
-        return self.made
+    def parked(self) -> set[int]:
+        return {number for number, held in self.sequences.items() if held.parked}
 
     def append(self, run: Segment) -> None:
         """What is computed comes after what is there, and where there is room."""
         assert run.sequence not in self.parked
         assert run.start == self.rows[run.sequence]
-        assert run.context <= self.open_[run.sequence] == run.reserved_tokens
+        assert run.context <= self.reserved_tokens(run.sequence) == run.reserved_tokens
         self.rows[run.sequence] = run.context
 
-    def can_fork(self, sequence: int, held: int, tokens: int) -> bool:
-        return self.can_open(tokens - held // 16 * 16)
+    def open(self, tokens: int) -> int:
+        assert self.can_open(tokens), "more was promised than there is"
+        return super().open(tokens)
 
     def fork(self, sequence: int, held: int, tokens: int) -> int:
         assert held == self.rows[sequence]
-        made = self.open(tokens - held // 16 * 16)
-        self.rows[made], self.open_[made] = held, -(-tokens // 16) * 16
-        self.shared[made] = held // 16 * 16
-        return made
-
-    def can_grow(self, sequence: int, tokens: int) -> bool:
-        return -(-tokens // 16) * 16 - self.open_[sequence] <= self.free_tokens
-
-    def grow(self, sequence: int, tokens: int) -> None:
-        assert self.can_grow(sequence, tokens)
-        self.open_[sequence] = max(self.open_[sequence], -(-tokens // 16) * 16)
+        forked = super().fork(sequence, held, tokens)
+        self.rows[forked] = held
+        return forked
 
     def shrink(self, sequence: int, tokens: int) -> None:
         assert tokens >= self.rows[sequence]
-        self.open_[sequence] = min(self.open_[sequence], -(-tokens // 16) * 16)
+        super().shrink(sequence, tokens)
+
+    def rewind(self, sequence: int, tokens: int) -> None:
+        assert tokens <= self.rows[sequence]
+        self.rows[sequence] = tokens
+        super().rewind(sequence, tokens)
 
     def can_park(self) -> bool:
         return self.parks
 
     def park(self, sequence: int) -> None:
         assert self.parks and sequence not in self.parked
-        self.parked.add(sequence)
-
-    def can_resume(self, sequence: int, tokens: int) -> bool:
-        place = len(self.open_) - len(self.parked) < self.near
-        return place and self.can_grow(sequence, tokens)
+        super().park(sequence)
 
     def resume(self, sequence: int, tokens: int) -> None:
-        assert self.can_resume(sequence, tokens)
-        self.parked.remove(sequence)
-        self.grow(sequence, tokens)
+        assert self.can_resume(sequence, tokens) and sequence in self.parked
+        super().resume(sequence, tokens)
 
-    def close(self, sequence: int) -> None:
-        del self.open_[sequence], self.shared[sequence]
-        self.parked.discard(sequence)
+    def has_running_room(self, more_running: int, more_parked: int = 0) -> bool:
+        return len(self.sequences) - len(self.parked) + more_running <= self.near
 
 
 def sequence(prompt: int, new: int, **fields: Any) -> Sequence:
@@ -183,10 +164,10 @@ def test_all_end_and_no_budget_is_ever_exceeded(
 
     `known` is how long answers were until now.
     """
-    kv = CountingKV(tokens, near)
+    kv = WatchedKV(tokens, near)
     kv.parks = chunk % 4 > 0
     forecast = expecting(known)
-    scheduler = Scheduler(kv, max_prefill_tokens=chunk, max_batch=batch, forecast=forecast)  # type: ignore[arg-type]
+    scheduler = Scheduler(kv, max_prefill_tokens=chunk, max_batch=batch, forecast=forecast)
     every: list[Sequence] = []
     ends: dict[int, int] = {}
 
@@ -218,7 +199,7 @@ def test_all_end_and_no_budget_is_ever_exceeded(
     for _ in range(10_000):
         if not step():
             break
-    assert scheduler.idle and not kv.open_
+    assert scheduler.idle and not kv.sequences
     assert all(one.finished for one in every)
     for one in every:
         answer = min(one.max_total_tokens - one.prompt_tokens, ends[one.number])
@@ -229,7 +210,7 @@ def test_all_end_and_no_budget_is_ever_exceeded(
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    scheduler = Scheduler(CountingKV(8192), max_prefill_tokens=64, max_batch=4)  # type: ignore[arg-type]
+    scheduler = Scheduler(WatchedKV(8192), max_prefill_tokens=64, max_batch=4)
     long, short = sequence(4000, 4), sequence(30, 4)
     scheduler.add(long)
     compute(scheduler)
@@ -243,7 +224,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 def test_what_does_not_fit_now_is_not_passed_by_its_like() -> None:
     """A large request has its turn, although small ones would fit before."""
-    scheduler = Scheduler(CountingKV(304), max_prefill_tokens=64, max_batch=8)  # type: ignore[arg-type]
+    scheduler = Scheduler(WatchedKV(304), max_prefill_tokens=64, max_batch=8)
     first, large = sequence(100, 60), sequence(200, 100)
     small = [sequence(10, 6) for _ in range(6)]
     for one in (first, large, *small):
@@ -255,7 +236,7 @@ def test_what_does_not_fit_now_is_not_passed_by_its_like() -> None:
 
 
 def test_owners_take_turns() -> None:
-    scheduler = Scheduler(CountingKV(64), max_prefill_tokens=64, max_batch=1)  # type: ignore[arg-type]
+    scheduler = Scheduler(WatchedKV(64), max_prefill_tokens=64, max_batch=1)
     crowd = [sequence(10, 2, owner="crowd") for _ in range(6)]
     lone = sequence(10, 2, owner="lone")
     for one in (*crowd, lone):
@@ -267,8 +248,8 @@ def test_owners_take_turns() -> None:
 
 def test_deadlines_hold_for_those_who_wait_and_for_those_who_run() -> None:
     now = [0.0]
-    kv = CountingKV(64)
-    scheduler = Scheduler(kv, max_prefill_tokens=64, max_batch=1, clock=lambda: now[0])  # type: ignore[arg-type]
+    kv = WatchedKV(64)
+    scheduler = Scheduler(kv, max_prefill_tokens=64, max_batch=1, clock=lambda: now[0])
     running, waiting, patient = sequence(10, 40), sequence(10, 40), sequence(10, 2)
     running.deadline_s, waiting.deadline_s = 5.0, 3.0
     for one in (running, waiting, patient):
@@ -285,18 +266,18 @@ def test_deadlines_hold_for_those_who_wait_and_for_those_who_run() -> None:
         assert isinstance(error, DeadlineError) and word in str(error)
     while not scheduler.idle:
         compute(scheduler)
-    assert not kv.open_
+    assert not kv.sequences
 
 
 def test_what_can_never_run_is_refused() -> None:
-    scheduler = Scheduler(CountingKV(64), max_prefill_tokens=64, max_batch=1)  # type: ignore[arg-type]
+    scheduler = Scheduler(WatchedKV(64), max_prefill_tokens=64, max_batch=1)
     with pytest.raises(ContextLengthError, match="80 positions"):
         scheduler.check(sequence(60, 5))
 
 
 def test_who_grows_takes_spare_room_and_then_the_place_of_the_least_and_youngest() -> None:
-    kv = CountingKV(240)
-    scheduler = Scheduler(kv, max_prefill_tokens=240, max_batch=8, forecast=expecting(20))  # type: ignore[arg-type]
+    kv = WatchedKV(240)
+    scheduler = Scheduler(kv, max_prefill_tokens=240, max_batch=8, forecast=expecting(20))
     old, low, young = sequence(40, 160), sequence(40, 160, priority=-1), sequence(40, 160)
     for one in (old, low, young):
         scheduler.add(one)
@@ -312,13 +293,13 @@ def test_who_grows_takes_spare_room_and_then_the_place_of_the_least_and_youngest
     while not scheduler.idle:
         assert compute(scheduler)
     assert old.preemptions == 0 and all(one.preemptions <= 2 for one in (low, young))
-    assert all(len(one.tokens) == 200 for one in (old, low, young)) and not kv.open_
+    assert all(len(one.tokens) == 200 for one in (old, low, young)) and not kv.sequences
 
 
 @pytest.mark.parametrize(("batch", "near"), [(2, 9), (9, 2)], ids=["batch", "near"])
 def test_who_gives_way_to_a_higher_priority_keeps_what_was_computed(batch: int, near: int) -> None:
-    kv = CountingKV(640, near)
-    scheduler = Scheduler(kv, max_prefill_tokens=640, max_batch=batch)  # type: ignore[arg-type]
+    kv = WatchedKV(640, near)
+    scheduler = Scheduler(kv, max_prefill_tokens=640, max_batch=batch)
     first, second, urgent = sequence(40, 60), sequence(40, 60), sequence(40, 60, priority=1)
     for one in (first, second):
         scheduler.add(one)
@@ -338,8 +319,8 @@ def test_who_gives_way_to_a_higher_priority_keeps_what_was_computed(batch: int, 
 
 def test_room_is_found_again_that_others_than_requests_had() -> None:
     """A beam search, or teacher forcing, that held everything, and of which nobody is told."""
-    kv = CountingKV(64)
-    scheduler = Scheduler(kv, max_prefill_tokens=64, max_batch=2)  # type: ignore[arg-type]
+    kv = WatchedKV(64)
+    scheduler = Scheduler(kv, max_prefill_tokens=64, max_batch=2)
     other, one = kv.open(64), sequence(20, 4)
     scheduler.add(one)
     assert not compute(scheduler) and not compute(scheduler)

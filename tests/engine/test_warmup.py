@@ -31,8 +31,8 @@ def answer() -> tuple[list[int], torch.Tensor, hmt.RunSummary, Plan]:
         before = model.summary()
         assert (before.prompt.tokens, before.generation.tokens) == (0, 0)
         assert model.load.running == 0 and model._core.steps == 0
-        room = model._core.memory.kv.free_tokens
-        assert room == model._core.memory.kv.capacity_tokens, "nothing is kept"
+        room = model._core.memory.kv.allocator.free_tokens
+        assert room == model._core.memory.kv.allocator.capacity_tokens, "nothing is kept"
         tokens = list(model.infer(REQUEST).token_ids)
         summary = model.summary()
         logits = model.logits(range(20, 60), range(40), prefill=24)

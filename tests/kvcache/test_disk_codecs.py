@@ -77,10 +77,10 @@ def test_what_was_cold_is_what_the_codec_makes_of_it(machine, name, piece_bytes)
     cache, codecs = coded_cache(machine, name, piece_bytes=piece_bytes)
     layers = tuple(WHOLE.values())
     tokens = (HOT + 100) * PAGE_TOKENS
-    text, rows = cache.open(tokens), drawn_rows(tokens)
+    text, rows = cache.allocator.open(tokens), drawn_rows(tokens)
     for start in range(0, tokens, 48):
         append(cache, text, rows, start, min(48, tokens - start))
-    cold = cache._places.page_table.level_of(cache._sequences[text].pages) == PageTier.DISK
+    cold = cache._places.page_table.level_of(cache.allocator.sequences[text].pages) == PageTier.DISK
     assert 80 < cold.sum() < 128
     far = torch.from_numpy(cold).repeat_interleave(PAGE_TOKENS)
     [run] = Step.build([(text, tokens - 1, [0], 1)]).segments
@@ -109,18 +109,18 @@ def test_pages_of_little_attention_are_kept_in_fewer_bytes(machine, usual, low, 
     """Beside others of the same text and of the same group, which are not."""
     cache, _ = coded_cache(machine, f"{usual}~{low}@0.5", piece_bytes=piece_bytes, order="a2cr")
     tokens = (HOT + 110) * PAGE_TOKENS
-    text, rows = cache.open(tokens), drawn_rows(tokens)
+    text, rows = cache.allocator.open(tokens), drawn_rows(tokens)
     policy, book = cache._places.policy, cache._places.page_table
     for start in range(0, tokens, 48):
         step = append(cache, text, rows, start, min(48, tokens - start))
-        ids = cache._sequences[text].pages
+        ids = cache.allocator.sequences[text].pages
         hardly = (np.arange(len(ids)) % 5 < 2) | (np.arange(len(ids)) > 50)
         for _ in range(3):
             policy.weighed(ids[hardly], np.zeros(hardly.sum()), 0.0)
     is_cold = book.level_of(ids) == PageTier.DISK
     slots = book.slots_of(ids)[is_cold]
     is_low = is_cold.copy()
-    is_low[is_cold] = cache._places.disk._is_low[slots]
+    is_low[is_cold] = cache._places.stores.disk._is_low[slots]
     assert cache.account.low_pages == is_low.sum() and 80 < is_cold.sum() <= 128
     assert (is_low <= hardly).all()
     in_group = [is_low[is_cold][slots // 16 == group].sum() for group in np.unique(slots // 16)]
@@ -166,7 +166,9 @@ def test_attention_goes_over_what_was_decoded(machine, name):
     text = texts.open(1500)
     for _ in range(30):
         texts.step({text: 48})
-    assert (cache._places.page_table.level_of(cache._sequences[text].pages) == PageTier.DISK).any()
+    assert (
+        cache._places.page_table.level_of(cache.allocator.sequences[text].pages) == PageTier.DISK
+    ).any()
     cache.release()
 
 
@@ -202,13 +204,13 @@ def test_plans_count_what_codecs_take(machine, name):
     ledger = Ledger({Tier.HOST: 64 << 20})
     pool = HostPool(ledger.open(Tier.HOST, "kv", 64 << 20))
     cache = open_tiered(
-        TieredKV, dict(enumerate(LAYERS)), levels, torch.float32,
+        dict(enumerate(LAYERS)), levels, torch.float32,
         device_pool=machine.pool, host=pool,
         folder=machine.folder, queue=machine.queue, order="a2cr", chunk=48,
     )  # fmt: skip
-    assert cache._places.disk.nbytes == levels.disk_groups * sizes.disk_group
+    assert cache._places.stores.disk.nbytes == levels.disk_groups * sizes.disk_group
     passing = DISK_BUFFERS * levels.chunk_bytes + sizes.kind_group
-    assert sum(buffer.tensor.nbytes for buffer in taken(cache._places.disk)) == passing
+    assert sum(buffer.tensor.nbytes for buffer in taken(cache._places.stores.disk)) == passing
     cache.release()
     pool.close()
 

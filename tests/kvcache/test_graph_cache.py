@@ -23,7 +23,7 @@ from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.page_migration import PageMigration
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
 from hmt.kvcache.offload.sparse_selection import RANKINGS, Selection
-from hmt.kvcache.page_allocator import layout_of
+from hmt.kvcache.page_layout import layout_of
 from hmt.kvcache.page_store import PageStore
 from hmt.kvcache.page_table import PageTier
 from hmt.memory import HostPool, Ledger, PreadReader, ReadQueue
@@ -140,7 +140,7 @@ class Texts:
         self.hidden = 0  # pages that were left out
 
     def open(self, tokens: int) -> int:
-        sequence = self.kv.open(tokens)
+        sequence = self.kv.allocator.open(tokens)
         self.rows[sequence] = [torch.zeros(0, k.heads, k.key_dim + k.value_dim) for k in LAYERS]
         return sequence
 
@@ -205,7 +205,7 @@ class Texts:
 
     def seen(self, index: int, run: Segment, query: torch.Tensor) -> torch.Tensor:
         """Which positions a decoding token attends to: near ones, and those of the best pages."""
-        kv, ids = self.kv, self.kv._sequences[run.sequence].pages
+        kv, ids = self.kv, self.kv.allocator.sequences[run.sequence].pages
         assert kv._selection is not None
         left = kv._selection.hidden(index, ids, query, kv._stay)
         near = kv._places.page_table.level_of(ids) == PageTier.DEVICE
@@ -247,8 +247,8 @@ def test_steps_give_what_attention_to_everything_gives(
             texts.step({first: 1, second: 1}, stepped=True, near=near)
         assert texts.slow or kv.account.moved["near to host" if warm else "near to disk"]
         for sequence in (first, second):
-            kv.close(sequence)
-        assert kv.free_tokens == kv.capacity_tokens
+            kv.allocator.close(sequence)
+        assert kv.allocator.free_tokens == kv.allocator.capacity_tokens
     kv.release()
 
 
@@ -270,11 +270,13 @@ def test_steps_attend_to_near_pages_and_to_the_best_of_the_others(
             assert texts.step({text: 1}, stepped=True, near=1e-5)
             assert texts.hidden > hidden
             if not cold:
-                size = sum(kv._places.host.layers[i].pages.layout.page_bytes for i in FULL)  # type: ignore[union-attr]
-                far = int((kv._places.page_table.level_of(kv._sequences[text].pages) > 0).sum())
+                size = sum(kv._places.stores.host.layers[i].pages.layout.page_bytes for i in FULL)  # type: ignore[union-attr]
+                far = int(
+                    (kv._places.page_table.level_of(kv.allocator.sequences[text].pages) > 0).sum()
+                )
                 read, left_out = kv.account.host_bytes - before, texts.hidden - hidden
                 assert 0 < read < far * size and left_out < far * len(FULL)
         assert not kv.account.fetched_bytes
         texts.step({text: 1}, stepped=False, near=1e-5)
-    kv.close(text)
+    kv.allocator.close(text)
     kv.release()

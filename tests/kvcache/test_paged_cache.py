@@ -11,7 +11,7 @@ from hmt.contracts.plan import Tier
 from hmt.contracts.step import Step
 from hmt.kernels import ops
 from hmt.kvcache import PagedKV, page_bytes
-from hmt.kvcache.page_allocator import layout_of
+from hmt.kvcache.page_layout import layout_of
 from hmt.memory import HostPool, Ledger
 
 LAYERS = (
@@ -38,7 +38,7 @@ def test_mixed_batches_attend_as_if_alone(data: st.DataObject, seed: int) -> Non
     rows: dict[tuple[int, int], list[torch.Tensor]] = {}
     for _ in range(data.draw(st.integers(1, 8))):
         if not lengths or (len(lengths) < 4 and data.draw(st.booleans())):
-            lengths[cache.open(90)] = 0
+            lengths[cache.allocator.open(90)] = 0
         chosen = data.draw(st.lists(st.sampled_from(sorted(lengths)), min_size=1, unique=True))
         parts = []
         for sequence in chosen:
@@ -84,18 +84,18 @@ def test_pages_are_neither_shared_nor_lost(sizes: list[int], random) -> None:
     open_sequences: dict[int, int] = {}
     for size in sizes:
         pages = -(-size // PAGE_TOKENS)
-        if pages * PAGE_TOKENS > cache.free_tokens:
+        if pages * PAGE_TOKENS > cache.allocator.free_tokens:
             with pytest.raises(BudgetError, match="are free"):
-                cache.open(size)
+                cache.allocator.open(size)
             if open_sequences:
                 victim = random.choice(sorted(open_sequences))
-                cache.close(victim)
+                cache.allocator.close(victim)
                 del open_sequences[victim]
         else:
-            open_sequences[cache.open(size)] = pages
+            open_sequences[cache.allocator.open(size)] = pages
         used = sum(open_sequences.values()) * PAGE_TOKENS
-        assert cache.free_tokens == cache.capacity_tokens - used
-        owned = [page for s in open_sequences for page in cache._sequences[s].pages]
+        assert cache.allocator.free_tokens == cache.allocator.capacity_tokens - used
+        owned = [page for s in open_sequences for page in cache.allocator.sequences[s].pages]
         assert len(owned) == len(set(owned))
 
 
@@ -121,38 +121,40 @@ def test_forks_are_what_a_plain_copy_would_be(data: st.DataObject) -> None:
         what = data.draw(st.sampled_from(["open", "fork", "room", "grow", "grow", "close"]))
         tokens = data.draw(st.integers(1, 200))
         one = data.draw(st.sampled_from(sorted(plain))) if plain else 0
-        if what == "open" and cache.can_open(tokens):
-            new = cache.open(tokens)
+        if what == "open" and cache.allocator.can_open(tokens):
+            new = cache.allocator.open(tokens)
             plain[new], rooms[new] = [torch.zeros(0, k.heads, k.key_dim) for k in layers], tokens
         elif what == "fork" and one:
             held = data.draw(st.integers(0, len(plain[one][0])))
             tokens += held
-            free = cache.free_tokens
+            free = cache.allocator.free_tokens
             pages = -(-tokens // PAGE_TOKENS) - held // PAGE_TOKENS
-            assert cache.can_fork(one, held, tokens) == (pages * PAGE_TOKENS <= free)
-            if not cache.can_fork(one, held, tokens):
+            assert cache.allocator.can_fork(one, held, tokens) == (pages * PAGE_TOKENS <= free)
+            if not cache.allocator.can_fork(one, held, tokens):
                 with pytest.raises(BudgetError):
-                    cache.fork(one, held, tokens)
-                assert cache.free_tokens == free
+                    cache.allocator.fork(one, held, tokens)
+                assert cache.allocator.free_tokens == free
                 continue
-            new = cache.fork(one, held, tokens)
+            new = cache.allocator.fork(one, held, tokens)
             plain[new], rooms[new] = [rows[:held] for rows in plain[one]], tokens
-            assert cache.free_tokens == free - pages * PAGE_TOKENS
+            assert cache.allocator.free_tokens == free - pages * PAGE_TOKENS
         elif what == "room" and one:
-            length, free = len(plain[one][0]), cache.free_tokens
+            length, free = len(plain[one][0]), cache.allocator.free_tokens
             pages = -(-tokens // PAGE_TOKENS)
-            more = pages - len(cache._sequences[one].pages)
-            assert cache.can_grow(one, tokens) == (more <= 0 or more * PAGE_TOKENS <= free)
-            if not cache.can_grow(one, tokens):
+            more = pages - len(cache.allocator.sequences[one].pages)
+            assert cache.allocator.can_grow(one, tokens) == (
+                more <= 0 or more * PAGE_TOKENS <= free
+            )
+            if not cache.allocator.can_grow(one, tokens):
                 with pytest.raises(BudgetError):
-                    cache.grow(one, tokens)
-                assert cache.free_tokens == free
+                    cache.allocator.grow(one, tokens)
+                assert cache.allocator.free_tokens == free
                 continue
-            cache.grow(one, tokens)
-            assert cache.free_tokens == free - max(0, more) * PAGE_TOKENS
+            cache.allocator.grow(one, tokens)
+            assert cache.allocator.free_tokens == free - max(0, more) * PAGE_TOKENS
             rooms[one] = max(rooms[one], tokens)
             if data.draw(st.booleans()):  # it was not needed after all
-                cache.shrink(one, length)
+                cache.allocator.shrink(one, length)
                 rooms[one] = length
         elif what == "grow" and one and (room := rooms[one] - len(plain[one][0])):
             count = min(room, tokens)
@@ -163,7 +165,7 @@ def test_forks_are_what_a_plain_copy_would_be(data: st.DataObject) -> None:
                 cache.append(index, step, key, value)
                 plain[one][index] = torch.cat((plain[one][index], key))
         elif what == "close" and one:
-            cache.close(one)
+            cache.allocator.close(one)
             del plain[one], rooms[one]
         for sequence, rows in plain.items():
             if held := len(rows[0]):
@@ -171,8 +173,8 @@ def test_forks_are_what_a_plain_copy_would_be(data: st.DataObject) -> None:
                 for index in range(len(layers)):
                     assert torch.equal(cache.read(index, run)[0], rows[index])
     for sequence in plain:
-        cache.close(sequence)
-    assert cache.free_tokens == cache.capacity_tokens
+        cache.allocator.close(sequence)
+    assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
 
 
 def _pool(tokens: int, layers: tuple[KVLayer, ...]) -> HostPool:

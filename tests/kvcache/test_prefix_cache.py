@@ -15,6 +15,7 @@ from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Step
 from hmt.kernels import ops
+from hmt.kvcache import PagedKV, TieredKV
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
@@ -23,8 +24,7 @@ from hmt.kvcache.prefix import (
     PageExtents,
     PrefixCache,
     PrefixStore,
-    SharingKV,
-    SharingPagedKV,
+    keep_prefixes,
     store_buffer_bytes,
 )
 from hmt.memory import HostPool, Ledger, PreadReader, ReadQueue
@@ -56,8 +56,8 @@ class Machine:
     queue: ReadQueue
     pool: HostPool
 
-    def kv(self, hot: int = HOT, warm: int = 0, cold: int = 0, far=F32) -> SharingKV:
-        return SharingKV(
+    def kv(self, hot: int = HOT, warm: int = 0, cold: int = 0, far=F32) -> TieredKV:
+        return TieredKV(
             PageStore(LAYERS, hot, F32, self.pool),
             PageStore(LAYERS, warm, far, self.pool) if warm else None,
             DiskPages(self.folder, LAYERS, cold, far, self.pool, self.queue, chunk_bytes=1)
@@ -68,17 +68,15 @@ class Machine:
             chunk=CHUNK,
         )
 
-    def paged(self) -> SharingPagedKV:
-        return SharingPagedKV(LAYERS, HOT * PAGE_TOKENS, torch.float32, self.pool)
+    def paged(self) -> PagedKV:
+        return PagedKV(LAYERS, HOT * PAGE_TOKENS, torch.float32, self.pool)
 
-    def at(self, levels: str) -> SharingKV | SharingPagedKV:
+    def at(self, levels: str) -> TieredKV | PagedKV:
         """A cache of a kind."""
         return self.paged() if levels == "paged" else self.kv(**LEVELS[levels])
 
-    def prefixes(
-        self, kv: SharingKV | SharingPagedKV, folder: Path | None = None, encoding=F32, **options
-    ):
-        tree = kv.keep_prefixes(**options)
+    def prefixes(self, kv: TieredKV | PagedKV, folder: Path | None = None, encoding=F32, **options):
+        tree = keep_prefixes(kv.allocator, **options)
         if folder is None:
             return PrefixCache(kv, tree)
         extents = PageExtents(LAYERS, encoding)
@@ -210,15 +208,15 @@ def test_any_traffic_attends_to_the_right_pages(machine, kind, data):
             _some_traffic(texts, data)
         for sequence in list(texts.tokens):
             texts.run(sequence)
-        assert kv.free_tokens == kv.capacity_tokens
+        assert kv.allocator.free_tokens == kv.allocator.capacity_tokens
         # All that there is can be had, whatever was kept.
-        text, _ = texts.open([9] * kv.capacity_tokens)
-        assert not kv.can_open(1)
+        text, _ = texts.open([9] * kv.allocator.capacity_tokens)
+        assert not kv.allocator.can_open(1)
         texts.run(text)
         tree = texts.prefixes.tree
         assert len(tree.alone()) == tree.held_pages > 0
         tree.clear()
-        assert kv.free_tokens == kv.capacity_tokens
+        assert kv.allocator.free_tokens == kv.allocator.capacity_tokens
     finally:
         kv.release()
 
@@ -232,10 +230,10 @@ def _some_traffic(texts, data):
         more = data.draw(st.sampled_from([0, 1, 60]))
         room = data.draw(st.booleans())
         if room:  # all that is left
-            more = max(more, kv.free_tokens - length)
+            more = max(more, kv.allocator.free_tokens - length)
         opened = texts.open(chosen, more)
         if opened is None:
-            assert not kv.can_open(length + more)
+            assert not kv.allocator.can_open(length + more)
         else:
             assert opened[1] < length
     counts, budget = {}, CHUNK
@@ -259,18 +257,18 @@ def _other_room(texts, data, sequence):
     kv, computed = texts.prefixes.kv, texts.computed[sequence]
     wanted = computed + data.draw(st.sampled_from([0, 20, 300]))
     if sequence in texts.parked:
-        if not kv.can_resume(sequence, wanted):
+        if not kv.allocator.can_resume(sequence, wanted):
             return
-        kv.resume(sequence, wanted)
+        kv.allocator.resume(sequence, wanted)
         texts.parked.remove(sequence)
-    elif kv.can_park() and data.draw(st.integers(0, 3)) == 0:
+    elif kv.allocator.can_park() and data.draw(st.integers(0, 3)) == 0:
         wanted = computed
-        kv.park(sequence)
+        kv.allocator.park(sequence)
         texts.parked.add(sequence)
-    elif not kv.can_grow(sequence, wanted):
+    elif not kv.allocator.can_grow(sequence, wanted):
         return
-    kv.grow(sequence, wanted)
-    kv.shrink(sequence, wanted)
+    kv.allocator.grow(sequence, wanted)
+    kv.allocator.shrink(sequence, wanted)
     texts.reserved[sequence] = wanted
 
 
@@ -281,7 +279,7 @@ def test_a_prompt_begins_with_what_others_computed(machine, kind):
     first, held = texts.open(prompt(1, 2, 150))
     assert held == 0
     texts.run(first)
-    assert kv.free_tokens == kv.capacity_tokens
+    assert kv.allocator.free_tokens == kv.allocator.capacity_tokens
     second, held = texts.open(prompt(1, 3, 200))
     assert held == 64, "whole pages of the 70 that both begin with"
     third, held = texts.open(prompt(1, 2, 150))
@@ -301,9 +299,9 @@ def test_idle_pages_do_not_strand_room_on_the_drive(machine, kind):
     kv = machine.at(kind)
     texts = Texts(machine.prefixes(kv))
     texts.run(texts.open([3] * 160)[0])
-    text, _ = texts.open([4] * kv.capacity_tokens)
+    text, _ = texts.open([4] * kv.allocator.capacity_tokens)
     texts.run(text)
-    assert len(texts.prefixes.tree.find([4] * kv.capacity_tokens)) > 0
+    assert len(texts.prefixes.tree.find([4] * kv.allocator.capacity_tokens)) > 0
     kv.release()
 
 
@@ -312,14 +310,16 @@ def test_shared_pages_take_room_once(machine, kind):
     kv = machine.at(kind)
     texts = Texts(machine.prefixes(kv))
     texts.run(texts.open([3] * 160)[0])
-    free = kv.free_tokens
+    free = kv.allocator.free_tokens
     a, _ = texts.open([3] * 161)
     b, _ = texts.open([3] * 161)
-    assert free - kv.free_tokens == 160 + 2 * 16
+    assert free - kv.allocator.free_tokens == 160 + 2 * 16
     texts.run(a)
     texts.run(b)
     with pytest.raises(BudgetError, match="are free"):
-        kv.open_with(kv.capacity_tokens + 1, texts.prefixes.tree.find([3] * 160))
+        kv.allocator.open_with(
+            kv.allocator.capacity_tokens + 1, texts.prefixes.tree.find([3] * 160)
+        )
     kv.release()
 
 
@@ -375,7 +375,7 @@ def test_models_with_windows_take_no_part(machine):
     window = {0: KVLayer(KVKind.SLIDING, 2, 8, 8, window=5)}
     rings = SlidingWindowPages(window, 5, CHUNK, 10, F32, machine.pool)
     hot = PageStore(LAYERS, HOT, F32, machine.pool)
-    kv = SharingKV(hot, None, None, [rings], KV_EVICTION["lru"], chunk=CHUNK)
+    kv = TieredKV(hot, None, None, [rings], KV_EVICTION["lru"], chunk=CHUNK)
     with pytest.raises(ConfigError, match="sliding window"):
-        kv.keep_prefixes()
+        keep_prefixes(kv.allocator)
     kv.release()

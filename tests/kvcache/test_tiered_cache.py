@@ -104,19 +104,19 @@ class Texts:
         return torch.randn(shape, generator=self.random)
 
     def open(self, tokens: int) -> int:
-        sequence = self.cache.open(tokens)
+        sequence = self.cache.allocator.open(tokens)
         self.rows[sequence] = [
             torch.zeros(0, k.heads, k.key_dim + k.value_dim) for k in self.layers
         ]
         return sequence
 
     def fork(self, sequence: int, held: int, tokens: int) -> int:
-        forked = self.cache.fork(sequence, held, tokens)
+        forked = self.cache.allocator.fork(sequence, held, tokens)
         self.rows[forked] = [rows[:held] for rows in self.rows[sequence]]
         return forked
 
     def close(self, sequence: int) -> None:
-        self.cache.close(sequence)
+        self.cache.allocator.close(sequence)
         del self.rows[sequence]
 
     def length(self, sequence: int) -> int:
@@ -165,14 +165,14 @@ def test_attention_does_not_depend_on_where_pages_lie(machine, warm, cold, data,
     cache = machine.cache(warm=warm, cold=cold, device=device)
     try:
         texts = Texts(cache, seed)
-        free = cache.free_tokens
+        free = cache.allocator.free_tokens
         for _ in range(data.draw(st.integers(1, 16))):
             _some_step(texts, data)
         for sequence in list(texts.rows):
             if texts.length(sequence):
                 texts.read(sequence)
             texts.close(sequence)
-        assert cache.free_tokens == free
+        assert cache.allocator.free_tokens == free
     finally:
         cache.release()
 
@@ -182,10 +182,14 @@ def _some_step(texts, data):
     cache = texts.cache
     tokens = data.draw(st.sampled_from([0, 1, 100, 400, 900]))
     pages = -(-tokens // PAGE_TOKENS)
-    if tokens and len(texts.rows) < SEQUENCES and pages * PAGE_TOKENS <= cache.free_tokens:
+    if (
+        tokens
+        and len(texts.rows) < SEQUENCES
+        and pages * PAGE_TOKENS <= cache.allocator.free_tokens
+    ):
         texts.open(tokens)
     counts, budget = {}, CHUNK
-    for sequence, held in cache._sequences.items():
+    for sequence, held in cache.allocator.sequences.items():
         _other_room(texts, data, sequence)
         if held.parked:
             continue
@@ -204,11 +208,13 @@ def _other_room(texts, data, sequence):
     """Another reservation; what is told beforehand is what happens."""
     cache, length = texts.cache, texts.length(sequence)
     tokens = length + data.draw(st.sampled_from([0, 1, 40, 300]))
-    free, held = cache.free_tokens, cache._sequences[sequence]
+    free, held = cache.allocator.free_tokens, cache.allocator.sequences[sequence]
     what = data.draw(st.sampled_from(["grow", "shrink", "park", "nothing", "nothing"]))
     if held.parked or what == "grow":
         able, change = (
-            (cache.can_resume, cache.resume) if held.parked else (cache.can_grow, cache.grow)
+            (cache.allocator.can_resume, cache.allocator.resume)
+            if held.parked
+            else (cache.allocator.can_grow, cache.allocator.grow)
         )
         if able(sequence, tokens):
             change(sequence, tokens)
@@ -216,13 +222,13 @@ def _other_room(texts, data, sequence):
         else:
             with pytest.raises(BudgetError, match="are free"):
                 change(sequence, tokens)
-            assert cache.free_tokens == free
+            assert cache.allocator.free_tokens == free
     elif what == "shrink":
-        cache.shrink(sequence, tokens)
+        cache.allocator.shrink(sequence, tokens)
         assert (len(held.pages) + held.unmade) * PAGE_TOKENS >= length
-        assert cache.free_tokens >= free
-    elif what == "park" and cache.can_park():
-        cache.park(sequence)
+        assert cache.allocator.free_tokens >= free
+    elif what == "park" and cache.allocator.can_park():
+        cache.allocator.park(sequence)
 
 
 @pytest.mark.parametrize("policy", KV_EVICTION)
@@ -230,9 +236,9 @@ def test_a_long_text_goes_through_all_levels(machine, policy):
     cache = machine.cache(warm=20, cold=6, policy=policy)
     texts = Texts(cache)
     text = texts.open((HOT + 20 + 6 * 16) * PAGE_TOKENS)
-    while texts.length(text) < cache.capacity_tokens:
-        texts.step({text: min(CHUNK, cache.capacity_tokens - texts.length(text))})
-    levels = cache._places.page_table.level_of(cache._sequences[text].pages)
+    while texts.length(text) < cache.allocator.capacity_tokens:
+        texts.step({text: min(CHUNK, cache.allocator.capacity_tokens - texts.length(text))})
+    levels = cache._places.page_table.level_of(cache.allocator.sequences[text].pages)
     assert set(levels) == set(PageTier)
     assert levels[0] == PageTier.DEVICE, "the first page never leaves"
     assert (levels[-4:] == PageTier.DEVICE).all(), "nor do the last"
@@ -240,7 +246,7 @@ def test_a_long_text_goes_through_all_levels(machine, policy):
     assert cache.account.peak["disk"] == 6 * 16
     texts.read(text)
     with pytest.raises(BudgetError, match="--kv-host-memory"):
-        cache.open(1)
+        cache.allocator.open(1)
     texts.close(text)
     cache.release()
 
@@ -254,11 +260,11 @@ def test_pages_are_written_back_before_their_room_is_needed(machine, policy):
     texts.step({other: 5})
     early = 0
     while texts.length(text) < (HOT + 80) * PAGE_TOKENS:
-        leaving = cache._places._pending
+        leaving = cache._places.queue.to_host
         if leaving is not None:
             before = dict(cache.account.moved)
             device.synchronize()
-            leaving.written.wait()
+            leaving.written.exception()
             texts.step({text: 1})
             gone = cache.account.moved.get("near to host", 0) - before.get("near to host", 0)
             assert gone == len(leaving.ids), "what was written is gone with the next step"
@@ -270,7 +276,7 @@ def test_pages_are_written_back_before_their_room_is_needed(machine, policy):
     texts.close(other)  # while some are on their way
     texts.read(text)
     texts.close(text)
-    assert cache.free_tokens == cache.capacity_tokens
+    assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     cache.release()
 
 
@@ -280,10 +286,10 @@ def test_forks_share_pages_and_do_not_disturb_each_other(machine):
     first = texts.open(1200)
     for _ in range(20):
         texts.step({first: 41})
-    free = cache.free_tokens
+    free = cache.allocator.free_tokens
     held = texts.length(first)
     second = texts.fork(first, held, held + 300)
-    assert free - cache.free_tokens == 16 * (-(-(held + 300) // 16) - held // 16)
+    assert free - cache.allocator.free_tokens == 16 * (-(-(held + 300) // 16) - held // 16)
     third = texts.fork(second, held, held + 400)
     for _ in range(40):
         texts.step({first: 1, second: 4, third: 6})
@@ -294,7 +300,7 @@ def test_forks_share_pages_and_do_not_disturb_each_other(machine):
     texts.read(third)
     texts.close(second)
     texts.close(third)
-    assert cache.free_tokens == cache.capacity_tokens
+    assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     cache.release()
 
 
@@ -340,7 +346,7 @@ def test_what_matters_is_found_among_a_few_pages(machine):
     layers = (KVLayer(KVKind.FULL, 2, 8, 8),)
     choose = lambda places: Selection(0.05, RANKINGS["bound"](places, machine.pool))  # noqa: E731
     cache = machine.cache(warm=20, cold=6, layers=layers, selection=choose)
-    random, text, held = torch.Generator().manual_seed(1), cache.open(1900), 0
+    random, text, held = torch.Generator().manual_seed(1), cache.allocator.open(1900), 0
     needle, value = torch.randn(2, 8, generator=random), torch.randn(2, 8, generator=random)
     for start in range(0, 1824, CHUNK):
         key = 0.1 * torch.randn(CHUNK, 2, 8, generator=random)
@@ -365,14 +371,14 @@ def test_pages_that_are_attended_to_stay_near(machine):
     """A2CR keeps the page that every token looks at, though it is old; others go."""
     layers = (KVLayer(KVKind.FULL, 2, 8, 8),)
     cache = machine.cache(warm=120, layers=layers)
-    text, needle = cache.open(120 * 16), torch.ones(2, 8)
+    text, needle = cache.allocator.open(120 * 16), torch.ones(2, 8)
     for start in range(0, 110 * 16):
         key = needle * (5.0 if start == 5 * 16 else 0.0)
         step = Step.build([(text, start, [0], 1)])
         cache.append(0, step, key[None], key[None])
         cache.attend(0, step, torch.ones(1, 4, 8), scale=1.0)
     book = cache._places.page_table
-    levels = book.level_of(cache._sequences[text].pages)
+    levels = book.level_of(cache.allocator.sequences[text].pages)
     assert levels[5] == PageTier.DEVICE
     assert (levels[1:30] != PageTier.DEVICE).sum() > 20
     cache.release()

@@ -52,13 +52,13 @@ def test_steps_do_not_wait_for_a_late_drive_until_room_is_needed(
     cache = machine.cache(warm=warm, cold=12)
     account, places = cache.account, cache._places
     texts = Texts(cache, seed=5)
-    free = cache.free_tokens
+    free = cache.allocator.free_tokens
     text = texts.open((HOT + warm + 100) * PAGE_TOKENS)
     while not drive.asked.is_set():
         texts.step({text: CHUNK})
         assert texts.length(text) < (HOT + warm) * PAGE_TOKENS, "it is begun before room is needed"
         drive.asked.wait(0.05)
-    going = places._ahead.ids
+    going = places.queue.ids
     for _ in range(3):  # all of what is on its way is attended to where it was
         texts.step({text: 5})
     assert (places.page_table.level_of(going) != PageTier.DISK).all()
@@ -81,7 +81,7 @@ def test_steps_do_not_wait_for_a_late_drive_until_room_is_needed(
     texts.read(other)
     texts.close(text)
     texts.close(other)
-    assert cache.free_tokens == free
+    assert cache.allocator.free_tokens == free
     cache.release()
 
 
@@ -93,18 +93,18 @@ def test_pages_that_were_given_up_while_they_were_written_are_forgotten(
     first = texts.open((HOT + 60) * PAGE_TOKENS)
     while not drive.asked.wait(0.01):
         texts.step({first: CHUNK})
-    going = cache._places._ahead.ids
+    going = cache._places.queue.ids
     texts.close(first)
-    assert cache.free_tokens == cache.capacity_tokens
+    assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     second = texts.open((HOT + 60) * PAGE_TOKENS)
     texts.step({second: CHUNK})
-    assert np.isin(cache._sequences[second].pages, going).any(), "ids are used again"
+    assert np.isin(cache.allocator.sequences[second].pages, going).any(), "ids are used again"
     drive.open.set()
     while (left := (HOT + 60) * PAGE_TOKENS - texts.length(second)) > 0:
         texts.step({second: min(CHUNK, left)})
     texts.read(second)
     texts.close(second)
-    assert cache.free_tokens == cache.capacity_tokens
+    assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     cache.release()
 
 
@@ -116,12 +116,12 @@ def test_a_copy_is_worth_nothing_once_its_page_may_be_written_to(
     text = texts.open((HOT + 60) * PAGE_TOKENS)
     while not drive.asked.wait(0.01):
         texts.step({text: CHUNK})
-    going = places._ahead.ids
+    going = places.queue.ids
     places.write_back(0, lambda: [going[:1]])  # before a step that goes on with this page
     drive.open.set()
-    places._ahead._groups[0].written.result()
+    places.queue._to_disk[0].written.result()
     places.write_back(0, lambda: [going[:0]])
-    assert places._ahead.pages == len(going) - 16
+    assert places.queue.pages == len(going) - 16
     texts.read(text)
     texts.close(text)
     cache.release()
@@ -143,7 +143,9 @@ def test_what_a_full_drive_does_not_take_stays_where_it_is(
             texts.step({text: CHUNK})
     assert account.failed_writes == 1 and "stay in memory until" in caplog.text
     assert not any("disk" in way for way in account.moved)
-    assert (cache._places.page_table.level_of(cache._sequences[text].pages) != PageTier.DISK).all()
+    assert (
+        cache._places.page_table.level_of(cache.allocator.sequences[text].pages) != PageTier.DISK
+    ).all()
     calls = drive.calls
     for _ in range(2):  # what needs no room goes on, and the disk is left alone
         texts.step({other: 1})
@@ -156,7 +158,7 @@ def test_what_a_full_drive_does_not_take_stays_where_it_is(
     for one in (text, other):
         texts.read(one)
         texts.close(one)
-    assert cache.free_tokens == cache.capacity_tokens
+    assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     cache.release()
 
 

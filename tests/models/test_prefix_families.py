@@ -16,6 +16,7 @@ from hmt.base.errors import ConfigError
 from hmt.contracts.kv import PinnedPages, min_device_pages
 from hmt.contracts.plan import Tier
 from hmt.kernels import ops
+from hmt.kvcache import PagedKV, TieredKV
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
 from hmt.kvcache.page_store import PageStore
@@ -23,8 +24,7 @@ from hmt.kvcache.prefix import (
     PageExtents,
     PrefixCache,
     PrefixStore,
-    SharingKV,
-    SharingPagedKV,
+    keep_prefixes,
     store_buffer_bytes,
 )
 from hmt.memory import HostPool, Ledger
@@ -71,7 +71,7 @@ def test_a_prompt_may_begin_with_what_another_computed(
             store = PrefixStore(
                 tmp_path, extents.description, extents.page_bytes, pool, capacity_bytes=1 << 30
             )
-            bench.kv, prefixes = kv, PrefixCache(kv, kv.keep_prefixes(), store, extents)
+            bench.kv, prefixes = kv, PrefixCache(kv, keep_prefixes(kv.allocator), store, extents)
             if not after_restart:
                 first = prefixes.open(LENGTH, one)
                 assert first.held == 0
@@ -87,10 +87,10 @@ def test_a_prompt_may_begin_with_what_another_computed(
                 kv.release()
 
 
-def opened(kept: dict, pool: HostPool, tiered: bool) -> SharingKV | SharingPagedKV | None:
+def opened(kept: dict, pool: HostPool, tiered: bool) -> TieredKV | PagedKV | None:
     """A cache; None where windows keep prompts from sharing, which it says."""
     if not tiered:
-        return SharingPagedKV(kept, 2 * LENGTH + 16, torch.float32, pool)
+        return PagedKV(kept, 2 * LENGTH + 16, torch.float32, pool)
     whole = {index: layer for index, layer in kept.items() if not layer.window}
     rings = [
         SlidingWindowPages(
@@ -99,10 +99,10 @@ def opened(kept: dict, pool: HostPool, tiered: bool) -> SharingKV | SharingPaged
         for window in sorted({layer.window for layer in kept.values()} - {0})
     ]
     hot = PageStore(whole, PAGES, F32, pool)
-    kv = SharingKV(hot, None, None, rings, KV_EVICTION["a2cr"], chunk=CHUNK)
+    kv = TieredKV(hot, None, None, rings, KV_EVICTION["a2cr"], chunk=CHUNK)
     if not rings:
         return kv
     with pytest.raises(ConfigError, match="sliding window"):
-        kv.keep_prefixes()
+        keep_prefixes(kv.allocator)
     kv.release()
     return None

@@ -202,4 +202,4 @@ def test_choices_share_a_prompt_that_windows_forget(batch: int, tmp_path: Path) 
         answers = model.infer_choices(requests[0], len(requests))
         assert [answer.token_ids for answer in answers] == apart
         assert model.summary().prompt.tokens - before == len(tokens)
-        assert kv.free_tokens == kv.capacity_tokens
+        assert kv.allocator.free_tokens == kv.allocator.capacity_tokens

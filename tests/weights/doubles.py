@@ -13,7 +13,7 @@ from hmt.base.errors import DiskReadError
 from hmt.base.trace import Tracer
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import ModelSpec
-from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.plan import Tier
 from hmt.contracts.store import Verify
 from hmt.formats import open_checkpoint
 from hmt.memory import (
@@ -218,14 +218,14 @@ def open_store(
     }
     tracer, reader = Tracer(), reader or FaultyReader()
     queue = ReadQueue(reader, tracer, depth=threads, chunk_bytes=4096)
-    plan = Plan(homes, {}, {}, 1, 16, 0, 0, 0, 0, slot_counts or {})
     spilled = SpillFile(folder, layouts.values()) if spill else None
     store = WeightStore(
         layouts,
-        plan,
+        [block for block, home in homes.items() if home is Tier.HOST],
         queue,
         tracer,
         **pools,
+        slot_counts=slot_counts,
         policy=policy,
         spill=spilled,
         verify=verify,

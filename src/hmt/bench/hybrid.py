@@ -107,7 +107,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     kv, teams = core.memory.kv, core.memory.on_device.weights.moe_backends
     captured = core._executor._captured
     total = context + steps + _WARM_STEPS + 1
-    sequences = [kv.open(total) for _ in range(batch)]
+    sequences = [kv.allocator.open(total) for _ in range(batch)]
     tokens = [17 + 13 * n for n in range(batch)]
     times: list[tuple[float, float, float]] = []
     counts = (0, 0, 0, 0.0)
@@ -135,7 +135,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
         )
     finally:
         for sequence in sequences:
-            kv.close(sequence)
+            kv.allocator.close(sequence)
     step_s, computed_s, waited_s = (
         median(column) for column in zip(*times[_WARM_STEPS:], strict=True)
     )

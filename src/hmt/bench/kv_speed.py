@@ -30,7 +30,6 @@ from hmt.memory.device import open_device
 
 _WARM_STEPS = 4
 _SHORT = 512  # positions, of steps that show what all but attention takes
-_GROWN = 64  # pages at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +265,7 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
     core: Any = model._core
     kv = core.memory.kv
     start = (context - steps - _WARM_STEPS) // PAGE_TOKENS * PAGE_TOKENS
-    sequence, token = kv.open(context), 17
+    sequence, token = kv.allocator.open(context), 17
     times: list[tuple[float, ...]] = []
     moved = 0
     try:
@@ -285,12 +284,12 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
         moved += _moved(kv)
         near, host = _pages(kv, sequence, context)
     finally:
-        kv.close(sequence)
+        kv.allocator.close(sequence)
     columns = [*zip(*times[_WARM_STEPS:], strict=True)]
     step_s, *counted = (mean(column) for column in columns)
     page = 0
-    if isinstance(kv, TieredKV) and kv._places.host is not None:
-        page = sum(pages.layout.page_bytes * len(m) for pages, m in kv._places.host.kinds)
+    if isinstance(kv, TieredKV) and kv._places.stores.host is not None:
+        page = sum(pages.layout.page_bytes * len(m) for pages, m in kv._places.stores.host.kinds)
     attended_s, waited_s, read, fetched = counted
     return KVStep(
         context, step_s, median(columns[0]), attended_s, waited_s, read, fetched,
@@ -302,7 +301,7 @@ def _fill(core: Any, sequence: int, context: int) -> None:
     """Let a sequence hold random numbers at its first positions."""
     kv = core.memory.kv
     dtype = core._executor._model.dtype
-    store = kv._places.device if isinstance(kv, TieredKV) else kv._store
+    store = kv._places.stores.device if isinstance(kv, TieredKV) else kv._store
     on_device = core.memory.on_device
     with torch.inference_mode():
         for pages, _ in store.kinds:
@@ -321,12 +320,10 @@ def _grow(kv: Any, sequence: int, context: int) -> None:
     """Make a tiered sequence's pages, most of which move away on the way."""
     if not isinstance(kv, TieredKV):
         return
-    held = kv._sequences[sequence]
-    left = context // PAGE_TOKENS - len(held.pages)
-    most = max(1, min(_GROWN, kv.device_tokens // PAGE_TOKENS // 4))
-    while left > 0:
-        kv._grow({sequence: min(left, most)})
-        left -= most
+    held = kv.allocator.sequences[sequence]
+    made = len(held.pages)
+    for _ in kv.allocator.make_pages(sequence, made, context // PAGE_TOKENS - made):
+        pass
     held.tokens = context
 
 
@@ -347,5 +344,5 @@ def _pages(kv: Any, sequence: int, context: int) -> tuple[int, int]:
     """Of a text, near and in host memory."""
     if not isinstance(kv, TieredKV):
         return -(-context // PAGE_TOKENS), 0
-    levels = kv._places.page_table.level_of(kv._sequences[sequence].pages)
+    levels = kv._places.page_table.level_of(kv.allocator.sequences[sequence].pages)
     return int((levels == 0).sum()), int((levels == 1).sum())

@@ -87,7 +87,8 @@ class WeightTensor:
     minima   of INT4_GROUP, or None: in the dtype of the scales, in panels
              of INT8_GROUP, or None: f32 [out, in / group_size]
     factor   of NVFP4: f32 [1], what every scale is multiplied with
-    derived  what kernels have made of the views, for the next call
+    kernel_cache   what kernels have made of the views, for the next call; theirs alone: see
+             kernels/weight_cache.py
     """
 
     encoding: Encoding
@@ -100,7 +101,9 @@ class WeightTensor:
     zeros: torch.Tensor | None = None
     minima: torch.Tensor | None = None
     factor: torch.Tensor | None = None
-    derived: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    kernel_cache: dict[object, Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def nbytes(self) -> int:

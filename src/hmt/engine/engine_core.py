@@ -23,7 +23,7 @@ from hmt.engine.execution.graphs.piecewise import PiecewiseGraphDecoding, can_ru
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm, warm_up
 from hmt.engine.experts.ab_gate import ABResult
-from hmt.engine.experts.observers import ObservedModel, ObservedWeights, StepObserver
+from hmt.engine.experts.observers import ObservedModel, StepObserver
 from hmt.engine.experts.predictor import RouterPredictor
 from hmt.engine.experts.prefetcher import ExpertPrefetcher
 from hmt.engine.experts.trace_recorder import ExpertRecorder
@@ -41,7 +41,7 @@ from hmt.engine.scheduling.sequence import Sequence, told
 from hmt.kernels import graph_ops, ops
 from hmt.kvcache import PagedKV, TieredKV
 from hmt.planner import scored_rows
-from hmt.weights import DeviceCounters
+from hmt.weights import DeviceCounters, WeightsView
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MAX_PROMPT_LOGIT_ROWS = 32
@@ -60,7 +60,7 @@ class EngineCore:
         self._forms = UnsettledForms()
         self._border = prepared.model.spec.rotary_border
         self.scheduler = Scheduler(
-            memory.kv,
+            memory.kv.allocator,
             max_prefill_tokens=prepared.plan.max_prefill_tokens,
             max_batch=config.max_batch,
             prefixes=memory.prefixes,
@@ -92,7 +92,9 @@ class EngineCore:
             )
             observers.append(self._expert_prefetcher)
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
-        weights: Weights = ObservedWeights(self._weights, observers) if observers else self._weights
+        weights: Weights = self._weights
+        if observers:
+            weights = WeightsView(self._weights, observers=observers)
         on_device = self.memory.on_device
         places = DeviceStages(on_device, plan.device.stages)
         rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
@@ -171,7 +173,7 @@ class EngineCore:
         if not is_slow_at_first(memory.on_device.device.where):
             return
         self.prompt, self.generation = Phase(), Phase()
-        prompts = prompts_to_warm(self._plan, memory.kv.capacity_tokens)
+        prompts = prompts_to_warm(self._plan, memory.kv.allocator.capacity_tokens)
         if not warm_up(self.logits, prompts, self._vocab_size):
             self._weights.abandon()
         self.steps = 0
@@ -300,7 +302,7 @@ class EngineCore:
             return self._run_alone(step, self.prompt if is_prompt else self.generation)
 
         return BeamSearch(
-            self.memory.kv,
+            self.memory.kv.allocator,
             run,
             prompt,
             beams=beams,
@@ -331,7 +333,7 @@ class EngineCore:
         chunk = self._plan.max_prefill_tokens
         starts = [*range(0, prefill, chunk), *range(prefill, len(tokens)), len(tokens)]
         parts = [torch.empty(0, self._vocab_size)]
-        kv = self.memory.kv.open(len(tokens))
+        kv = self.memory.kv.allocator.open(len(tokens))
         try:
             for start, stop in pairwise(starts):
                 run = Segment(kv, start, 0, stop - start, len(tokens), whole=len(tokens))
@@ -340,7 +342,7 @@ class EngineCore:
                 parts.append(self._run_forced(run, tokens[start:stop], own, phase))
             look(kv)
         finally:
-            self.memory.kv.close(kv)
+            self.memory.kv.allocator.close(kv)
         return torch.cat(parts)
 
     def _check_forced(self, tokens: Many[int], rows: Many[int], prefill: int) -> None:

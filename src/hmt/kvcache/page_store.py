@@ -1,6 +1,6 @@
 """Pages of several layers in one memory, and copies between such memories."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -8,7 +8,7 @@ import torch
 
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.kernels import ops, page_copies
-from hmt.kvcache.page_allocator import kinds_of, layout_of
+from hmt.kvcache.page_layout import kinds_of, layout_of
 
 
 class _Buffer(Protocol):
@@ -19,6 +19,9 @@ class _Buffer(Protocol):
 
 
 _B = TypeVar("_B", bound=_Buffer)
+
+# By kind: pages, and the indices of the layers that they are of.
+PagesByKind = Sequence[tuple[ops.Pages, list[int]]]
 
 
 class Pool(Protocol[_B]):

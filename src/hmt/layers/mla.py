@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
-from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
+from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import CHUNK_TOKENS, KVKind, KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import fused_ops, ops
 from hmt.kernels.fused_ops import LatentLayer
+from hmt.kernels.weight_rows import rows_of, rows_together
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
@@ -206,7 +207,7 @@ class LatentAttention:
     def _head_groups(self, expand: WeightTensor) -> list[slice]:
         """Heads whose rows of kv_b_proj, [heads * (nope_dim + value_dim), kv_rank], stand alone."""
         rows = self.nope_dim + self.value_dim
-        whole = math.lcm(rows, _rows_together(expand)) // rows  # heads
+        whole = math.lcm(rows, rows_together(expand)) // rows  # heads
         count = max(_HEADS_AT_ONCE // whole, 1) * whole
         return [slice(at, min(at + count, self.heads)) for at in range(0, self.heads, count)]
 
@@ -221,7 +222,7 @@ class LatentAttention:
         each partial result is merged, in f32, as it comes.
         """
         rows = self.nope_dim + self.value_dim
-        expand = _rows_of(params["kv_b_proj"], heads.start * rows, heads.stop * rows)
+        expand = rows_of(params["kv_b_proj"], heads.start * rows, heads.stop * rows)
         edges = _edges(run, max(run.length, _LEAST_EXPANDED), together=not query.is_cuda)
         merged: tuple[Tensor, Tensor] | None = None
         for first, end in pairwise(edges):
@@ -250,34 +251,6 @@ def _edges(run: Segment, most: int, *, together: bool) -> list[int]:
     if together and before and run.context - before[-1] <= most:
         return [*before, run.context]
     return [*before, run.start, run.context]
-
-
-def _rows_together(weight: WeightTensor) -> int:
-    """Rows that share bytes, or a scale, with others."""
-    if weight.encoding.packing is Packing.PANELS:
-        return PANEL_ROWS
-    return weight.tile[0] if weight.encoding is Encoding.FP8_BLOCK else 1
-
-
-def _rows_of(weight: WeightTensor, first: int, end: int) -> WeightTensor:
-    """Rows of a weight, without a copy; kept in `derived`, for what kernels derive in turn."""
-    if (first, end) == (0, weight.shape[0]):
-        return weight
-    found: WeightTensor | None = weight.derived.get(("rows", first, end))
-    if found is None:
-        panels = weight.encoding.packing is Packing.PANELS
-        rows = slice(first // PANEL_ROWS, -(-end // PANEL_ROWS)) if panels else slice(first, end)
-        tile = weight.tile[0] or 1
-        tiles = slice(first // tile, -(-end // tile))
-        by_tile = weight.encoding is Encoding.FP8_BLOCK
-        parts = (weight.data, weight.zeros, weight.minima)
-        data, zeros, minima = (None if part is None else part[rows] for part in parts)
-        scales = None if weight.scales is None else weight.scales[tiles if by_tile else rows]
-        shape = (end - first, *weight.shape[1:])
-        assert data is not None
-        found = replace(weight, shape=shape, data=data, scales=scales, zeros=zeros, minima=minima)
-        weight.derived["rows", first, end] = found
-    return found
 
 
 def _pieces(runs: list[Segment]) -> list[list[Segment]]:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from hmt.base.errors import ContextLengthError
-from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.request import FinishReason, Request
 from hmt.contracts.step import SegmentRequest, Step
 from hmt.engine.scheduling.scheduled_step import Scheduled
 from hmt.engine.scheduling.scheduler import Scheduler
 from hmt.engine.scheduling.sequence import Sequence
+from hmt.kvcache import KVAllocator, PagePool
 from hmt.planner.cost.step_costs import MEMORIES, PARTS, StepCosts
 from hmt.simulator.traffic import SimulatedRequest, Traffic
 
@@ -131,67 +131,8 @@ def simulate(
 
     positions   of keys and values, at whatever level: moving them between levels takes no time here
     """
-    kv = _CountedKV(positions)
+    kv = KVAllocator(PagePool(positions // PAGE_TOKENS))
     return _Simulation(traffic, costs, kv, max_prefill_tokens, max_batch).run()
-
-
-class _CountedKV:
-    """Pages that are taken and given back, as PagedKV does, and hold nothing."""
-
-    def __init__(self, tokens: int) -> None:
-        self.capacity_tokens = self.free_tokens = tokens // PAGE_TOKENS * PAGE_TOKENS
-        self._held: dict[int, int] = {}
-        self._made = 0
-
-    def can_open(self, tokens: int) -> bool:
-        return round_up(tokens, PAGE_TOKENS) <= self.free_tokens
-
-    def open(self, tokens: int) -> int:
-        self._made += 1
-        self._held[self._made] = 0
-        self._set(self._made, tokens)
-        return self._made
-
-    def can_fork(self, sequence: int, held: int, tokens: int) -> bool:
-        return False  # nobody asks for several answers
-
-    def fork(self, sequence: int, held: int, tokens: int) -> int:
-        raise NotImplementedError("requests of a simulation have one answer each")
-
-    def can_grow(self, sequence: int, tokens: int) -> bool:
-        return round_up(tokens, PAGE_TOKENS) - self._held[sequence] <= self.free_tokens
-
-    def grow(self, sequence: int, tokens: int) -> None:
-        self._set(sequence, max(tokens, self._held[sequence]))
-
-    def shrink(self, sequence: int, tokens: int) -> None:
-        self._set(sequence, min(tokens, self._held[sequence]))
-
-    def can_rewind(self) -> bool:
-        return True
-
-    def rewind(self, sequence: int, tokens: int) -> None:
-        self.shrink(sequence, tokens)
-
-    def can_park(self) -> bool:
-        return True
-
-    def park(self, sequence: int) -> None:
-        pass
-
-    def can_resume(self, sequence: int, tokens: int) -> bool:
-        return self.can_grow(sequence, tokens)
-
-    def resume(self, sequence: int, tokens: int) -> None:
-        self.grow(sequence, tokens)
-
-    def close(self, sequence: int) -> None:
-        self.free_tokens += self._held.pop(sequence)
-
-    def _set(self, sequence: int, tokens: int) -> None:
-        rounded = round_up(tokens, PAGE_TOKENS)
-        self.free_tokens -= rounded - self._held[sequence]
-        self._held[sequence] = rounded
 
 
 @dataclass(slots=True)
@@ -205,7 +146,7 @@ class _Running:
 
 class _Simulation:
     def __init__(
-        self, traffic: Traffic, costs: StepCosts, kv: _CountedKV, chunk: int, max_batch: int
+        self, traffic: Traffic, costs: StepCosts, kv: KVAllocator, chunk: int, max_batch: int
     ) -> None:
         self._coming = list(reversed(traffic.requests))
         self._follower, self._costs = traffic.followers(), costs

@@ -6,11 +6,12 @@ from hmt.weights.experts.moe_backends import laid_out_alike
 from hmt.weights.layout import BlockLayout, lay_out
 from hmt.weights.naming import Named, named
 from hmt.weights.store.block_store import WeightStore
-from hmt.weights.store.device_state import DeviceCounters, host_homes
+from hmt.weights.store.device_state import DeviceCounters
 from hmt.weights.store.device_store import DeviceWeights
 from hmt.weights.store.prefetch_state import PrefetchCounters, StoreCounters
 from hmt.weights.store.row_reader import row_span_bytes
 from hmt.weights.store.spill import SpillFile
+from hmt.weights.view import RouterObserver, WeightsView
 
 __all__ = [
     "POLICIES",
@@ -24,11 +25,12 @@ __all__ = [
     "Named",
     "PolicyContext",
     "PrefetchCounters",
+    "RouterObserver",
     "SpillFile",
     "StoreCounters",
     "WeightStore",
+    "WeightsView",
     "bind",
-    "host_homes",
     "laid_out_alike",
     "lay_out",
     "named",

@@ -5,23 +5,22 @@ the same with the same kernels in the same order, and only asks for blocks earli
 """
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
 from hmt.base.trace import Tracer
-from hmt.contracts.blocks import BlockId
-from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, LeasedGroup, MoeBackend, Priority, Weights
+from hmt.contracts.store import KVCache, Priority, Weights
 from hmt.engine.execution.graphs.full import GraphDecoding
 from hmt.engine.execution.prefetch import ReadAhead
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.scheduling.prompt_outputs import PromptOutputSink, PromptOutputSource
 from hmt.kernels.ops import LogitStats
+from hmt.weights import WeightsView
 
 
 class Executor(Protocol):
@@ -50,41 +49,6 @@ class Executor(Protocol):
         step's sequences is then incomplete.
         """
         ...
-
-
-class _DemandOnlyWeights:
-    """Weights that ignore what is asked for ahead of time."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
-        return self._weights.lease(block)
-
-    def lease_each(
-        self, blocks: Sequence[BlockId]
-    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
-        return self._weights.lease_each(blocks)
-
-    def resident(self, blocks: Sequence[BlockId]) -> None:
-        return None
-
-    def count(self, nbytes: int) -> None:
-        pass
-
-    def moe_backend(self, layer: int) -> MoeBackend | None:
-        return self._weights.moe_backend(layer)
-
-    def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
-        pass
-
-    def routed(
-        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
-    ) -> None:
-        self._weights.routed(layer, hidden, experts, scales)
-
-    def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
-        return self._weights.rows(block, name, ids)
 
 
 class DeviceStages:
@@ -172,7 +136,7 @@ class PlainExecutor:
     ) -> None:
         """`scored_rows` of logits are looked at together."""
         self._model = model
-        self._weights = _DemandOnlyWeights(weights)
+        self._weights = WeightsView(weights, prefetch=False)
         self._kv = kv
         self._places = places or DeviceStages()
         self._stages = _Stages(model, tracer)

@@ -44,7 +44,6 @@ from hmt.weights import (
     PolicyContext,
     SpillFile,
     WeightStore,
-    host_homes,
     open_policy,
 )
 
@@ -142,13 +141,14 @@ def allocate(
         queue = transfer_queue(config, tracer, remembered(prepared.source.path).disk)
         weights = WeightStore(
             prepared.layouts,
-            replace(plan, homes=host_homes(plan)),
+            plan.blocks_in(Tier.HOST),
             queue,
             tracer,
             resident=pools["resident"],
             slots=pools["slots"],
             staging=pools["staging"],
             rows=pools["rows"],
+            slot_counts=plan.slot_counts,
             policy=open_policy(config.expert_cache_policy, _context(prepared, pools["slots"])),
             spill=spill,
             check=config.check_weights,
@@ -176,15 +176,15 @@ def allocate(
             stack.callback(pools["guesses"].free, counts)
             transitions = Transitions(counts.tensor, expert_count(model.spec))
         return Memory(
-            weights,
-            kv,
-            list(accounts.values()),
-            list(pools.values()),
-            stack.pop_all(),
-            transitions,
-            trace,
-            on_device,
-            prefixes,
+            weights=weights,
+            kv=kv,
+            accounts=list(accounts.values()),
+            pools=list(pools.values()),
+            closing=stack.pop_all(),
+            transitions=transitions,
+            trace=trace,
+            on_device=on_device,
+            prefixes=prefixes,
         )
 
 

@@ -8,7 +8,6 @@ from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import OnDevice, pin_pool
 from hmt.kvcache import AnyKV, PagedKV, SplitKVCache, TieredKV, open_tiered, page_encoding
-from hmt.kvcache.prefix import SharingKV, SharingPagedKV
 from hmt.memory import HostPool, ReadQueue
 from hmt.memory.device import DevicePool
 
@@ -24,8 +23,9 @@ def open_kv(
 ) -> AnyKV:
     """Keys and values, each layer's where it computes, and by the plan's levels beside that.
 
-    Layers that compute on the CPU beside a device keep all of theirs in host memory.  What is taken
-    is given back by `stack`.  Raises BudgetError, and MachineError where the disk has no room.
+    One allocator serves all of them.  Layers that compute on the CPU beside a device keep all of
+    theirs in host memory.  What is taken is given back by `stack`.  Raises BudgetError, and
+    MachineError where the disk has no room.
     """
     kept = dict(enumerate(model.spec.kv))
     there = {index: layer for index, layer in kept.items() if index in plan.device.stages}
@@ -39,10 +39,8 @@ def open_kv(
 
     def opened(layers: Mapping[int, KVLayer], pool: HostPool | DevicePool) -> PagedKV | TieredKV:
         if plan.kv_tiers is None:
-            paged = SharingPagedKV if config.prefix_cache else PagedKV
-            return paged(layers, plan.kv_tokens, model.dtype, pool, encoding)
+            return PagedKV(layers, plan.kv_tokens, model.dtype, pool, encoding)
         return open_tiered(
-            SharingKV if config.prefix_cache else TieredKV,
             layers,
             plan.kv_tiers,
             model.dtype,
@@ -57,17 +55,19 @@ def open_kv(
             pinned=pinned,
         )
 
-    caches: list[PagedKV | TieredKV] = []
     if on_device is None:
-        caches.append(opened(here, host))
-    elif here:
-        caches.append(PagedKV(here, plan.kv_tokens, model.dtype, host, encoding))
-    for cache in caches:
-        stack.callback(cache.release)
-    if on_device is not None and there:
-        caches.append(opened(there, on_device.kv_pool))
-        stack.callback(caches[-1].release)
-    return caches[0] if len(caches) == 1 else SplitKVCache(caches[0], caches[1], there)
+        kv = opened(here, host)
+        stack.callback(kv.release)
+        return kv
+    on_gpu = opened(there, on_device.kv_pool) if there else None
+    if on_gpu is not None:
+        stack.callback(on_gpu.release)
+        if not here:
+            return on_gpu
+    allocator = None if on_gpu is None else on_gpu.allocator
+    in_host = PagedKV(here, plan.kv_tokens, model.dtype, host, encoding, allocator)
+    stack.callback(in_host.release)
+    return in_host if on_gpu is None else SplitKVCache(in_host, on_gpu, there)
 
 
 def selection_of(config: EngineConfig) -> tuple[str, float] | None:

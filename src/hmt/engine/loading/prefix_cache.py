@@ -10,13 +10,12 @@ from hmt.base.log import logger
 from hmt.contracts.model import Model, RotaryBorder
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.source import Source
-from hmt.kvcache import AnyKV, page_encoding
+from hmt.kvcache import AnyKV, SplitKVCache, page_encoding
 from hmt.kvcache.prefix import (
     PageExtents,
     PrefixCache,
     PrefixStore,
-    SharingKV,
-    SharingPagedKV,
+    keep_prefixes,
     store_buffer_bytes,
 )
 from hmt.memory import HostPool
@@ -46,7 +45,7 @@ def open_prefixes(
     """
     if not config.prefix_cache:
         return None
-    if not isinstance(kv, SharingKV | SharingPagedKV):
+    if isinstance(kv, SplitKVCache):
         raise ConfigError(
             "prompts cannot share keys and values while some layers compute on the CPU beside a "
             "GPU: give --gpu-memory enough for all attention, or leave the prefix cache off"
@@ -66,7 +65,7 @@ def open_prefixes(
             capacity_bytes=config.prefix_cache_disk_memory_bytes,
         )
         stack.callback(store.close)
-    return PrefixCache(kv, kv.keep_prefixes(), store, extents)
+    return PrefixCache(kv, keep_prefixes(kv.allocator), store, extents)
 
 
 def save_some(prefixes: PrefixCache) -> bool:

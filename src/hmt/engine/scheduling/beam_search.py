@@ -10,7 +10,7 @@ from hmt.base.errors import BudgetError
 from hmt.contracts.model import PAGE_TOKENS, RotaryBorder
 from hmt.contracts.step import SegmentRequest, Step
 from hmt.engine.scheduling.sampler import not_finite
-from hmt.kvcache import AnyKV
+from hmt.kvcache import KVAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BeamSearch:
 
     def __init__(
         self,
-        kv: AnyKV,
+        kv: KVAllocator,
         run: Callable[[Step, bool], torch.Tensor],
         prompt: Many[int],
         *,

@@ -1,82 +1,12 @@
 """What sequences hold of the cache of keys and values: taken, grown, put aside, given back."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine.scheduling.sequence import Sequence
+from hmt.kvcache import KVAllocator
 from hmt.kvcache.prefix import PrefixCache
-
-
-class KVAllocator(Protocol):
-    """What a cache of keys and values says of its room, and how that is taken: see PagedKV."""
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Positions in all."""
-        ...
-
-    @property
-    def free_tokens(self) -> int:
-        """Positions that nobody has reserved."""
-        ...
-
-    def can_open(self, tokens: int, /) -> bool:
-        """Whether `open` would succeed now."""
-        ...
-
-    def open(self, tokens: int, /) -> int:
-        """Reserve positions for a new sequence; its handle."""
-        ...
-
-    def can_fork(self, sequence: int, held: int, tokens: int, /) -> bool:
-        """Whether `fork` would succeed now."""
-        ...
-
-    def fork(self, sequence: int, held: int, tokens: int, /) -> int:
-        """A new sequence with the first `held` positions of another, and room for `tokens`."""
-        ...
-
-    def can_grow(self, sequence: int, tokens: int, /) -> bool:
-        """Whether `grow` would succeed now."""
-        ...
-
-    def grow(self, sequence: int, tokens: int, /) -> None:
-        """Reserve `tokens` positions in all for a sequence."""
-        ...
-
-    def shrink(self, sequence: int, tokens: int, /) -> None:
-        """Give back what a sequence has reserved beyond its first `tokens` positions."""
-        ...
-
-    def can_rewind(self) -> bool:
-        """Whether `rewind` is possible."""
-        ...
-
-    def rewind(self, sequence: int, tokens: int, /) -> None:
-        """Let a sequence hold no more than its first `tokens` positions."""
-        ...
-
-    def can_park(self) -> bool:
-        """Whether others can have the place of a sequence that is parked."""
-        ...
-
-    def park(self, sequence: int, /) -> None:
-        """A sequence will take no part in steps until `resume`."""
-        ...
-
-    def can_resume(self, sequence: int, tokens: int, /) -> bool:
-        """Whether `resume` would succeed now."""
-        ...
-
-    def resume(self, sequence: int, tokens: int, /) -> None:
-        """Let a parked sequence go on, with `tokens` positions in all."""
-        ...
-
-    def close(self, sequence: int, /) -> None:
-        """Free what a sequence has."""
-        ...
 
 
 class KVReservation:

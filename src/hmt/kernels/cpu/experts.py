@@ -15,7 +15,10 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.linear import projections
 from hmt.kernels.reference.experts import Expert
+from hmt.kernels.weight_cache import WeightCache
 
+# The extension's own description of an expert, kept with its gate; None where it has none.
+_EXPERTS: WeightCache[Any] = WeightCache()
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -69,11 +72,10 @@ def native_expert(native: ModuleType, index: int, params: Mapping[str, WeightTen
 
     It borrows the memory of `params`.
     """
-    derived = params["gate_proj"].derived
     try:
-        return derived["expert"]
+        return _EXPERTS[params["gate_proj"]]
     except KeyError:
-        expert = derived["expert"] = _describe(native, index, params)
+        expert = _EXPERTS[params["gate_proj"]] = _describe(native, index, params)
         return expert
 
 

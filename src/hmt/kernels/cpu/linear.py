@@ -16,6 +16,7 @@ from torch import Tensor
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.cpu.abi import DTYPES
+from hmt.kernels.weight_cache import WeightCache
 
 # Numbers of the enums in csrc/linear/weight.h.
 _CODES = {
@@ -41,6 +42,12 @@ _SCALES = {
 _MOST_INT8_COLUMNS = (1 << 31) // (127 * 128)
 _INT4_GROUPS = (16, 32, 64, 128)
 
+# The extension's own description of a weight; None where it cannot compute on it.
+_NATIVE: WeightCache[Any] = WeightCache()
+# By the names of weights that are multiplied with at once, kept with the first of them: what
+# `projections` returns.
+_PROJECTIONS: WeightCache[dict[tuple[str, ...], tuple[tuple[Any, ...], int]]] = WeightCache()
+
 
 def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) -> Tensor:
     """`reference.linear` by the extension."""
@@ -63,12 +70,12 @@ def linear_many(
     native: ModuleType, x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]
 ) -> Tensor:
     """`reference.linear_many` in one call, which prepares x once for all weights."""
-    derived = params[names[0]].derived
-    found = derived.get(names)
-    if found is None:
-        # Kept with the first weight: addresses only, so that views do not refer to each other.
-        found = derived[names] = projections(native, params, names)
-    weights, rows = found
+    known = _PROJECTIONS.get(params[names[0]])
+    if known is None:
+        known = _PROJECTIONS[params[names[0]]] = {}
+    if names not in known:
+        known[names] = projections(native, params, names)
+    weights, rows = known[names]
     if not weights or x.dtype not in DTYPES:
         biases = [params.get(f"{name}_bias") for name in names]
         parts = (
@@ -131,10 +138,9 @@ def quantize_activations(native: ModuleType, x: Tensor) -> tuple[Tensor, Tensor]
 def native_weight(native: ModuleType, w: WeightTensor) -> Any:
     """The extension's own description of `w`, made once; None where it cannot compute on it."""
     try:
-        return w.derived["native"]
+        return _NATIVE[w]
     except KeyError:
-        weight = _describe(native, w) if _is_supported(w) else None
-        w.derived["native"] = weight
+        weight = _NATIVE[w] = _describe(native, w) if _is_supported(w) else None
         return weight
 
 

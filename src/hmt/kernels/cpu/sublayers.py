@@ -20,11 +20,14 @@ from hmt.kernels.reference.sublayers import (
     FeedForward,
     NormOptions,
 )
+from hmt.kernels.weight_cache import WeightCache
 
 # For what a call needs meanwhile it makes no tensor: 14 MB that come and go between smaller ones
 # cut up the allocator's arenas, and a process grew by 40 MB more.  Above 32 MiB they are mappings
 # of their own, and too much to keep.
 _OWN_NUMBERS = 1 << 24
+# A layer, and the extension's own description of its block, kept with the block's norm.
+_SUBLAYERS: WeightCache[tuple[Any, Any]] = WeightCache()
 
 Params = Mapping[str, WeightTensor]
 
@@ -112,11 +115,10 @@ def _workspace(numbers: int, dtype: torch.dtype) -> Tensor | None:
 
 def _made(native: ModuleType, params: Params, layer: Any, describe: Callable[..., Any]) -> Any:
     """What `describe` makes of a block, kept with its norm; it borrows the memory of `params`."""
-    derived = params["norm"].derived
-    found = derived.get("sublayer")
-    if found is None or found[0] is not layer:
-        found = derived["sublayer"] = (layer, describe(native, params, layer))
-    return found[1]
+    known = _SUBLAYERS.get(params["norm"])
+    if known is None or known[0] is not layer:
+        known = _SUBLAYERS[params["norm"]] = (layer, describe(native, params, layer))
+    return known[1]
 
 
 def _describe_attention_inputs(native: ModuleType, params: Params, layer: AttentionInputs) -> Any:

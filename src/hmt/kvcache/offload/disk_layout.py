@@ -12,7 +12,7 @@ from hmt.contracts.kv import GROUP_PAGES
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.kernels import ops
 from hmt.kvcache.codecs import LayerCodec
-from hmt.kvcache.page_allocator import kinds_of, layout_of
+from hmt.kvcache.page_layout import kinds_of, layout_of
 from hmt.kvcache.page_store import recode
 from hmt.kvcache.page_table import Ints
 

@@ -28,7 +28,7 @@ from hmt.kvcache.offload.disk_layout import (
     pages_in,
     stride_of,
 )
-from hmt.kvcache.page_allocator import kinds_of
+from hmt.kvcache.page_layout import kinds_of
 from hmt.kvcache.page_store import PageStore, Pool
 from hmt.kvcache.page_table import GroupedPageSlots, Ints
 from hmt.memory import DiskRead, ReadQueue

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,8 +22,6 @@ from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.page_store import PageStore, Pool, store_page_bytes
 from hmt.memory import ReadQueue
 from hmt.memory.device import Device
-
-_Tiered = TypeVar("_Tiered", bound=TieredKV)
 
 _ENCODINGS = {
     "int8": ops.PageEncoding.INT8,
@@ -103,7 +101,6 @@ def group_bytes_as(name: str, layers: Mapping[int, KVLayer], dtype: torch.dtype)
 
 
 def open_tiered(
-    kind: type[_Tiered],
     layers: Mapping[int, KVLayer],
     levels: KVTiers,
     dtype: torch.dtype,
@@ -117,7 +114,7 @@ def open_tiered(
     selection: tuple[str, float] | None = None,
     device: Device | None = None,
     pinned: bool = False,
-) -> _Tiered:
+) -> TieredKV:
     """The cache that `levels` plans: device pages from `device_pool`, all else from `host`.
 
     order      of ORDERS
@@ -161,7 +158,7 @@ def open_tiered(
 
     chosen = None if selection is None else choosing
     order_of = KV_EVICTION[order]
-    return kind(hot, warm, cold, rings, order_of, chunk=chunk, selection=chosen, device=device)
+    return TieredKV(hot, warm, cold, rings, order_of, chunk=chunk, selection=chosen, device=device)
 
 
 def _by_window(

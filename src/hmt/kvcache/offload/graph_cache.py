@@ -118,7 +118,7 @@ class GraphKVCache(OffloadedKVBase):
     ) -> ops.AttentionMetadata:
         """Runs over a ring, in tensors that are made once for a capture."""
         if window not in fixed.sliding_windows:
-            context = self._kv.capacity_tokens
+            context = self._kv.allocator.capacity_tokens
             made = graph_ops.fixed_runs(sliding_windows.store.device, count, context)
             assert made is not None
             fixed.sliding_windows[window] = made

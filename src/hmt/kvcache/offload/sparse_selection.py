@@ -109,7 +109,7 @@ class ByScoreBound:
     def __init__(self, places: PageMigration, pool: Pool[Any]) -> None:
         """Takes memory from `pool`, in the host's.  Raises BudgetError."""
         self._places = places
-        layouts = {i: kept.pages.layout for i, kept in places.device.layers.items()}
+        layouts = {i: kept.pages.layout for i, kept in places.stores.device.layers.items()}
         count, start = places.page_table.count, 0
         sizes = {i: _numbers(layout.heads, layout.key_dim) for i, layout in layouts.items()}
         self._pool = pool
@@ -149,7 +149,8 @@ class ByScoreBound:
     def _learn(self, layer: int, ids: Ints) -> None:
         """Find the bounds of pages that are new."""
         new = ids[~self._known[layer][ids]]
-        for pages, slot, table, at in self._places.lying(layer, new) if len(new) else ():
+        places = self._places.stores.lying(self._places.page_table, layer, new)
+        for pages, slot, table, at in places if len(new) else ():
             key, _ = ops.read_pages(pages, slot, table, PAGE_TOKENS * len(table))
             rows = key.float().cpu().unflatten(0, (-1, PAGE_TOKENS))
             found = torch.cat((rows.amin(1), rows.amax(1)), -1)

@@ -12,29 +12,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from hmt.contracts.kv import PinnedPages, min_device_pages
+from hmt.contracts.kv import KVAccount, PinnedPages, min_device_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
+from hmt.kvcache.allocator import SCORED_EVERY, KVAllocator, pages_of
 from hmt.kvcache.eviction import PageEvictionPolicy
 from hmt.kvcache.offload.base import OffloadedKVBase
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.host_attention import MANY_TOKENS, PageChunks, Query, attend_on_host
 from hmt.kvcache.offload.lse_merge import LseMerge
-from hmt.kvcache.offload.page_migration import PageMigration, pages_of, to_tensor
-from hmt.kvcache.offload.sequence_reservation import TieredSequences
+from hmt.kvcache.offload.page_migration import PageMigration
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
 from hmt.kvcache.offload.sparse_selection import Selection
-from hmt.kvcache.page_store import KeptLayer, PageStore
+from hmt.kvcache.offload.tier_stores import TierStores, to_tensor
+from hmt.kvcache.page_store import KeptLayer, PagesByKind, PageStore
 from hmt.kvcache.page_table import Ints, PageTier
 from hmt.memory.device import Device
 
 _PINNED = PinnedPages()
 _NONE = np.zeros(0, dtype=np.int64)
 _NOTHING: Mapping[int, Ints] = {}
-# Steps between looks at what tokens attend to, each in another layer.  A look reads the layer's
-# keys once more: of 32 layers, 0.1% of what attention reads.
-_SCORED_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +49,14 @@ class PagesOfStep:
         return self.host is not None or bool(self.disk)
 
 
-class TieredKV(TieredSequences, OffloadedKVBase):
-    """KVCache whose pages lie at up to three levels.
+class TieredKV(OffloadedKVBase):
+    """KVCache and KVStorage whose pages lie in up to three tiers.
 
-    A sequence's pages are made as it grows, hot, and move away when others need the room: least
-    worth first, but never its first pages nor its last.  Layers with a sliding window keep rings of
-    their own, which are always hot.
+    A sequence's pages are made as it grows, where layers compute, and move away when others need
+    the room: least worth first, but never its first pages nor its last.  Layers with a sliding
+    window keep rings of their own, which never move.
 
+    allocator        of the sequences
     sliding_windows  by window
     """
 
@@ -84,8 +83,14 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         device        where layers compute, if not on the CPU
         """
         assert device_store.count >= min_device_pages(chunk, 1, stay)
-        places = PageMigration(device_store, host_store, disk_pages, policy, clock, device)
-        super().__init__(places, sliding_windows, selection, stay, chunk)
+        self._windows = tuple(sliding_windows)
+        self._stores = TierStores(device_store, host_store, disk_pages, device)
+        self._places = PageMigration(self._stores, policy, clock)
+        slots = [rings.slots for rings in sliding_windows]
+        self.allocator = KVAllocator(self._places, slots, pinned=stay, chunk=chunk)
+        self.allocator.attach(self)
+        self._selection = None if selection is None else selection(self._places)
+        self._stay = stay
         self._windows_by_layer = {
             index: rings for rings in sliding_windows for index in rings.layers
         }
@@ -94,8 +99,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         }
         self._order = sorted(device_store.layers)
         self._beside_device = device is not None
-        self._steps = 0
-        self._every = _SCORED_EVERY
+        self._every = SCORED_EVERY
         self._appended: Step | None = None  # of the last call of append
         self._step: Step | None = None  # that `where` is of
         self._where = PagesOfStep(ops.AttentionMetadata(()))
@@ -107,6 +111,40 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         self._places.release()
         for rings in self._windows:
             rings.release()
+
+    @property
+    def account(self) -> KVAccount:
+        """What has happened since the cache was made."""
+        return self.allocator.account
+
+    def held(self) -> dict[str, int]:
+        """Pages that are taken now, by level."""
+        return self._places.held()
+
+    def copy_page(self, page: Ints, to: Ints) -> None:
+        """Implements KVStorage."""
+        self._stores.copy_page(self._places.page_table, page, to)
+
+    def copy_slots(self, sequence: int, to: int) -> None:
+        """Implements KVStorage: rings of sliding windows."""
+        for rings in self._windows:
+            rings.copy(sequence, to)
+
+    def pages_made(self, ids: Ints) -> None:
+        """Implements KVStorage."""
+        if self._selection is not None:
+            self._selection.forget(ids)
+
+    def copy_out(self, ids: Ints, kinds: PagesByKind) -> None:
+        """Fill pages 0 and on of `kinds`, in host memory, with pages `ids`, wherever they lie.
+
+        Raises DiskReadError.
+        """
+        self._stores.copy_out(self._places.page_table, ids, kinds)
+
+    def copy_in(self, ids: Ints, kinds: PagesByKind) -> None:
+        """Let pages `ids`, which were just made, hold pages 0 and on of `kinds`."""
+        self._stores.copy_in(self._places.page_table, ids, kinds)
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""
@@ -127,7 +165,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         sinks: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        kept, where = self._places.device.layers[layer], self._where_is(step)
+        kept, where = self._stores.device.layers[layer], self._where_is(step)
         asked = Query(query)
         hidden: Mapping[int, Ints] = _NOTHING
         if self._selection is not None:
@@ -161,9 +199,9 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         if rings := self._windows_by_layer.get(layer):
             kept, table = rings.layers[layer], rings.table(run.sequence, run.context)
             return ops.read_pages(kept.pages, kept.slot, table, run.context)
-        hot = self._places.device
+        hot = self._stores.device
         layout = hot.layers[layer].pages.layout
-        ids = self._sequences[run.sequence].pages[: pages_of(run.context)]
+        ids = self.allocator.pages(run.sequence)[: pages_of(run.context)]
         shape = len(ids), PAGE_TOKENS, layout.heads
         dtype, device = layout.encoding.dtype, hot.device
         if not dtype.is_floating_point or dtype.itemsize == 1:
@@ -172,7 +210,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         value = key[..., : layout.value_dim]
         if not layout.latent:
             value = torch.empty(*shape, layout.value_dim, dtype=dtype, device=device)
-        for pages, slot, table, at in self._places.lying(layer, ids):
+        for pages, slot, table, at in self._stores.lying(self._places.page_table, layer, ids):
             rows = ops.read_pages(pages, slot, table, PAGE_TOKENS * len(table))
             key[at] = rows[0].unflatten(0, (-1, PAGE_TOKENS)).to(key)
             if not layout.latent:
@@ -182,7 +220,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
     @property
     def device_tokens(self) -> int:
         """Positions that can be near at once."""
-        return self._places.device.count * PAGE_TOKENS
+        return self._stores.device.count * PAGE_TOKENS
 
     @property
     def selects(self) -> bool:
@@ -192,17 +230,17 @@ class TieredKV(TieredSequences, OffloadedKVBase):
     def kept(self, layer: int) -> KeptLayer:
         """Where a layer's near pages are, or those of its window."""
         rings = self._windows_by_layer.get(layer)
-        return (rings.layers if rings else self._places.device.layers)[layer]
+        return (rings.layers if rings else self._stores.device.layers)[layer]
 
     def staging(self, layer: int) -> tuple[ops.Pages, ops.Pages, int] | None:
         """Where a layer's pages of host memory can be fetched to, they, and the layer in them.
 
         None where a device has no kernel for that, or no room.
         """
-        hot, warm = self._places.device, self._places.host
+        hot, warm = self._stores.device, self._stores.host
         if warm is None or layer not in hot.staged:
             return None
-        if hot.device.type != "cpu" and not self._places.crosses:
+        if hot.device.type != "cpu" and not self._stores.crosses:
             return None
         kept = warm.layers[layer]
         return hot.staged[layer], kept.pages, kept.slot
@@ -210,7 +248,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
     @property
     def crosses(self) -> bool:
         """Whether kernels of a device read and write the pages of host memory."""
-        return self._places.crosses
+        return self._stores.crosses
 
     @property
     def whole_layers(self) -> Sequence[int]:
@@ -229,9 +267,9 @@ class TieredKV(TieredSequences, OffloadedKVBase):
     @property
     def weighed_layer(self) -> int | None:
         """Where it is time to look at what the tokens of this step attend to."""
-        if self._steps % self._every or not self._order:
+        if self.allocator.steps % self._every or not self._order:
             return None
-        return self._order[self._steps // self._every % len(self._order)]
+        return self._order[self.allocator.steps // self._every % len(self._order)]
 
     def chosen(
         self, layer: int, step: Step, asked: Query
@@ -248,7 +286,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         assert self._selection is not None
         hidden = {}
         for run in step.segments:
-            ids = self._sequences[run.sequence].pages[: pages_of(run.context)]
+            ids = self.allocator.pages(run.sequence)[: pages_of(run.context)]
             if run.length == 1 and len(ids) > self._stay.pages:
                 query = asked.there[run.offset]
                 left = self._selection.hidden(layer, ids, query, self._stay)
@@ -274,10 +312,10 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         """
         for run in step.segments:
             row = slice(run.offset + run.length - 1, run.offset + run.length)
-            ids = self._sequences[run.sequence].pages[: run.context // PAGE_TOKENS]
+            ids = self.allocator.pages(run.sequence)[: run.context // PAGE_TOKENS]
             ids = np.setdiff1d(ids, hidden.get(run.sequence, _NONE))
             attention = np.zeros(len(ids))
-            for pages, slot, table, at in self._places.lying(layer, ids):
+            for pages, slot, table, at in self._stores.lying(self._places.page_table, layer, ids):
                 query = (asked.there if pages.memory.is_cpu else asked.here)[row]
                 some = ops.AttentionMetadata(
                     [ops.PagedSegment(0, 1, PAGE_TOKENS * len(table) - 1, table)]
@@ -289,7 +327,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
 
     def offloaded(self, layer: int, where: PagesOfStep) -> PageChunks:
         """Pages of a step's runs that are not near."""
-        warm, cold = self._places.host, self._places.disk
+        warm, cold = self._stores.host, self._stores.disk
         if where.host is not None and warm is not None:
             kept = warm.layers[layer]
             count = sum(len(run.table) for run in where.host.runs)
@@ -316,27 +354,18 @@ class TieredKV(TieredSequences, OffloadedKVBase):
     def _begin(self, step: Step) -> None:
         """Make the pages that a step appends to; from now on no page moves until the next one."""
         self._appended = step
-        self._steps += 1
         # In a long prompt pages leave after a step or two, and by then it has to be known which are
         # of little attention.  Beside so many tokens the look costs nothing.
         prompt = self._places.keeps_low and max(run.length for run in step.segments) >= PAGE_TOKENS
-        self._every = 1 if prompt else _SCORED_EVERY
-        if self._steps % _SCORED_EVERY == 1:
-            self._places.promote(self._stays())
-        counts = {}
-        for run in step.segments:
-            sequence = self._sequences[run.sequence]
-            sequence.tokens = run.context
-            counts[run.sequence] = pages_of(run.context) - len(sequence.pages)
-        self._places.write_back(self._unmade, self._stays)  # before there are empty pages
-        self._grow(counts)
+        self._every = 1 if prompt else SCORED_EVERY
+        self.allocator.begin_step(step.segments)
 
     def _places_of(self, step: Step, hidden: Mapping[int, Ints]) -> PagesOfStep:
         """A step's runs over all pages but the `hidden` ones, by sequence."""
         hot, warm, cold = [], [], []
         book = self._places.page_table
         for run in step.segments:
-            every = self._sequences[run.sequence].pages[: pages_of(run.context)]
+            every = self.allocator.pages(run.sequence)[: pages_of(run.context)]
             ids = every
             if len(left := hidden.get(run.sequence, _NONE)):
                 ids = every[~np.isin(every, left)]

@@ -1,12 +1,10 @@
-"""Pages that are written to the disk while steps are computed.
+"""Pages that are copied to a lower tier while steps are computed.
 
-A page stays where it is, and is read there, until its place is needed by another; if it is on the
-disk by then, nobody waits.
+A page stays where it is, and is read there, until it has arrived and its place is wanted.
 """
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +12,13 @@ import numpy as np
 from hmt.base.log import logger
 from hmt.contracts.kv import GROUP_PAGES, KVAccount
 from hmt.kvcache.offload.disk_layout import Mask
-from hmt.kvcache.offload.disk_pages import DiskPages
-from hmt.kvcache.page_store import PageStore
+from hmt.kvcache.offload.tier_stores import PendingCopy, TierStores
 from hmt.kvcache.page_table import Ints, PageTable, PageTier
 
 
 @dataclass(slots=True)
-class _Group:
-    """Pages at `level` of which the disk has a copy at `places`, once that is `written`.
+class PageGroup:
+    """Pages at `level` of which `target` has a copy at `places`, once that is `written`.
 
     void   somebody may write to one of the pages again: the copy is worth nothing
     """
@@ -29,17 +26,21 @@ class _Group:
     ids: Ints
     made: Ints  # which of the pages of these ids they are
     level: PageTier
+    target: PageTier
     places: Ints
     low: Mask | None
-    written: Future[None]
+    written: PendingCopy
     void: bool = False
 
 
 class WriteBackQueue:
-    """Groups of pages that are being written to the disk, or have been.  For one thread.
+    """Groups of pages that are on their way to host memory or to the disk.  For one thread.
 
-    Pages may be given up meanwhile, and their ids used again: their group is forgotten then.  Where
-    writing failed its pages stay what they were, and are written again when their room is needed.
+    Those to host memory, one group at a time, leave as soon as they have arrived: the queue owns a
+    share of each, so whoever gives a page up meanwhile does not free it.  Those to the disk, in
+    whole groups, leave when their room is needed, for they are read faster where they are; until
+    then a page may be given up, and its id used again: its group is forgotten then.  Where writing
+    to the disk failed, pages stay what they were, and are written again when their room is needed.
 
     works   False after a failure, until the disk has taken pages again
     """
@@ -47,47 +48,73 @@ class WriteBackQueue:
     def __init__(
         self,
         page_table: PageTable,
-        disk_pages: DiskPages,
+        stores: TierStores,
         account: KVAccount,
         moved: Callable[[Ints, PageTier, PageTier], None],
     ) -> None:
         """`moved` is told ids, from where and to where, of pages that have gone."""
         self._page_table = page_table
-        self._disk_pages = disk_pages
+        self._stores = stores
         self._account = account
         self._moved = moved
-        self._groups: list[_Group] = []
+        self._to_disk: list[PageGroup] = []
+        self.to_host: PageGroup | None = None
         self.works = True
 
     @property
     def pages(self) -> int:
-        """That have a place at two levels, in whole groups."""
-        return GROUP_PAGES * len(self._groups)
+        """That have a place on the disk, too, in whole groups."""
+        return GROUP_PAGES * len(self._to_disk)
 
     @property
     def ids(self) -> Ints:
         """Of these pages."""
         none = np.zeros(0, dtype=np.int64)
-        return np.concatenate([none, *(group.ids for group in self._groups)])
+        return np.concatenate([none, *(group.ids for group in self._to_disk)])
 
-    def begin(self, ids: Ints, source: PageStore, low: Mask | None) -> None:
-        """Begin to write a group of pages, all at one level, which is in host memory: `source`."""
-        assert len(ids) == GROUP_PAGES
-        level = PageTier(int(self._page_table.level_of(ids[:1])[0]))
-        slots, places = (
-            self._page_table.slots_of(ids),
-            self._page_table.reserve(GROUP_PAGES, PageTier.DISK),
+    def begin(self, ids: Ints, target: PageTier, low: Mask | None = None) -> None:
+        """Begin to copy a group of pages, all at one level above `target`.
+
+        low   which of those that go to the disk are kept in fewer bytes there
+        """
+        table, slots = self._page_table, self._page_table.slots_of(ids)
+        level = PageTier(int(table.level_of(ids[:1])[0]))
+        places = table.reserve(len(ids), target)
+        if target is PageTier.HOST:
+            assert self.to_host is None
+            table.share(ids)
+            written = self._stores.begin_copy_to_host(slots, places)
+        else:
+            assert len(ids) == GROUP_PAGES
+            written = self._stores.begin_write(level, slots, places, low)
+        group = PageGroup(
+            ids=ids,
+            made=table.made(ids),
+            level=level,
+            target=target,
+            places=places,
+            low=low,
+            written=written,
         )
-        written = self._disk_pages.write(places, source, slots, low)
-        made = self._page_table.made(ids)
-        self._groups.append(_Group(ids, made, level, places, low, written))
+        if target is PageTier.HOST:
+            self.to_host = group
+        else:
+            self._to_disk.append(group)
+
+    def settle(self) -> None:
+        """Wait for pages that are being copied to host memory, and let them go."""
+        group, self.to_host = self.to_host, None
+        if group is not None:
+            group.written.exception()
+            self._land(group)
+            self._page_table.drop(group.ids)
 
     def forget(self, stays: Ints) -> None:
-        """Give up copies of pages that nobody owns any more, and those that were not written.
+        """Give up disk copies of pages that nobody owns any more, and those that were not written.
 
         stays   pages that are not to move away, among them all that the next step writes to
         """
-        for group in [*self._groups]:
+        for group in [*self._to_disk]:
             group.void |= bool(np.isin(group.ids, stays).any())
             if group.written.done() and not (self._still_there(group) and self._is_written(group)):
                 self._drop(group)
@@ -97,7 +124,7 @@ class WriteBackQueue:
 
         Waits for those that are still being written if there are too few without.
         """
-        for group in [*self._groups]:
+        for group in [*self._to_disk]:
             if self._page_table.free_at(level) >= wanted:
                 return
             if group.level is not level:
@@ -109,19 +136,23 @@ class WriteBackQueue:
             if not (self._still_there(group) and self._is_written(group)):
                 self._drop(group)
                 continue
-            self._groups.remove(group)
-            self._page_table.move(group.ids, PageTier.DISK, group.places)
+            self._to_disk.remove(group)
+            self._land(group)
             self._account.written_back_pages += GROUP_PAGES
             self._account.low_pages += 0 if group.low is None else int(group.low.sum())
-            self._moved(group.ids, level, PageTier.DISK)
 
     def close(self) -> None:
-        """Wait for what is being written, and forget it."""
-        for group in [*self._groups]:
+        """Wait for what is on its way, and forget it."""
+        self.settle()
+        for group in [*self._to_disk]:
             group.written.exception()
             self._drop(group)
 
-    def _still_there(self, group: _Group) -> bool:
+    def _land(self, group: PageGroup) -> None:
+        self._page_table.move(group.ids, group.target, group.places)
+        self._moved(group.ids, group.level, group.target)
+
+    def _still_there(self, group: PageGroup) -> bool:
         if group.void:
             return False
         alive = self._page_table.owned(group.ids) & (
@@ -129,7 +160,7 @@ class WriteBackQueue:
         )
         return bool((alive & (self._page_table.made(group.ids) == group.made)).all())
 
-    def _is_written(self, group: _Group) -> bool:
+    def _is_written(self, group: PageGroup) -> bool:
         error = group.written.exception()
         if error is None:
             return True
@@ -138,6 +169,6 @@ class WriteBackQueue:
         logger.warning("%s; they stay in memory until their room is needed", error)
         return False
 
-    def _drop(self, group: _Group) -> None:
-        self._groups.remove(group)
+    def _drop(self, group: PageGroup) -> None:
+        self._to_disk.remove(group)
         self._page_table.levels[PageTier.DISK].give(group.places.tolist())

@@ -2,10 +2,8 @@
 
 from hmt.kvcache.prefix.cache import Opened, PrefixCache
 from hmt.kvcache.prefix.extents import PageExtents
-from hmt.kvcache.prefix.paged import SharingPagedKV
-from hmt.kvcache.prefix.sharing import SharingKV
 from hmt.kvcache.prefix.store import PrefixStore, StoreCounters, store_buffer_bytes
-from hmt.kvcache.prefix.tree import PrefixCounters, PrefixTree
+from hmt.kvcache.prefix.tree import PrefixCounters, PrefixTree, keep_prefixes
 
 __all__ = [
     "Opened",
@@ -14,8 +12,7 @@ __all__ = [
     "PrefixCounters",
     "PrefixStore",
     "PrefixTree",
-    "SharingKV",
-    "SharingPagedKV",
     "StoreCounters",
+    "keep_prefixes",
     "store_buffer_bytes",
 ]

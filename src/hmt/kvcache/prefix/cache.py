@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.page_table import Ints
+from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.prefix.extents import PageExtents
-from hmt.kvcache.prefix.paged import SharingPagedKV
-from hmt.kvcache.prefix.sharing import SharingKV
 from hmt.kvcache.prefix.store import PrefixStore
 from hmt.kvcache.prefix.tree import PrefixTree, Tokens
 
@@ -35,7 +35,7 @@ class PrefixCache:
     prefixes live as long as the cache.  Only for the engine's thread.
     """
 
-    kv: SharingKV | SharingPagedKV
+    kv: PagedKV | TieredKV
     tree: PrefixTree
     store: PrefixStore | None = None
     extents: PageExtents | None = None
@@ -57,26 +57,27 @@ class PrefixCache:
         """
         known = prompt[: max(0, len(prompt) - 1)]
         self.tree.expire()
-        ids = self.tree.find(known, salt)
-        if not self.kv.can_open_with(positions + spare, ids):
+        ids, allocator = self.tree.find(known, salt), self.kv.allocator
+        if not allocator.can_open_with(positions + spare, ids):
             # A prefix may hold more room than it fills, where groups on the disk are mixed.
             ids = ids[:0]
-            if not self.kv.can_open(positions + spare):
+            if not allocator.can_open(positions + spare):
                 return None
         self.tree.used(ids)
-        sequence = self.kv.open_with(positions, ids)
+        sequence = allocator.open_with(positions, ids)
         held = len(ids)
         try:
             held += self._load(sequence, known, salt, held)
         except BaseException:
-            self.kv.close(sequence)
+            allocator.close(sequence)
             raise
         return Opened(sequence, held * PAGE_TOKENS)
 
     def leave(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
         """Close a sequence whose text will go on, and keep its pages in memory; see `close`."""
-        self.kv.keep(sequence, tokens, salt, owner)
-        self.kv.close(sequence)
+        allocator = self.kv.allocator
+        self.tree.insert(tokens, allocator.pages(sequence), salt, owner)
+        allocator.close(sequence)
 
     def close(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
         """Close a sequence, and keep its pages for others.
@@ -134,7 +135,7 @@ class PrefixCache:
         ids, extents = self.tree.find(tokens, salt), self.extents
 
         def export(first: int, memory: torch.Tensor) -> None:
-            self.kv.copy_out(ids[first : first + len(memory)], extents, memory)
+            self.kv.copy_out(ids[first : first + len(memory)], extents.kinds(memory))
 
         keys = self.store.keys(tokens[: PAGE_TOKENS * len(ids)], salt)
         return self.store.save(keys, export, owner)
@@ -147,7 +148,10 @@ class PrefixCache:
 
         def put(rows: torch.Tensor) -> None:
             nonlocal loaded
-            self.kv.copy_in(sequence, held + loaded, extents, rows)
+            at = 0
+            for ids in self.kv.allocator.make_pages(sequence, held + loaded, len(rows)):
+                self.kv.copy_in(ids, extents.kinds(rows[at : at + len(ids)]))
+                at += len(ids)
             loaded += len(rows)
 
         keys = self.store.keys(known, salt)

@@ -7,7 +7,7 @@ import torch
 from hmt.base.units import round_up
 from hmt.contracts.model import KVLayer
 from hmt.kernels import ops
-from hmt.kvcache.page_allocator import kinds_of, layout_of
+from hmt.kvcache.page_layout import kinds_of, layout_of
 
 _ALIGNED = 256  # of each kind's part; kernels read words of up to 64 bytes
 

@@ -9,7 +9,9 @@ from itertools import count
 
 import numpy as np
 
+from hmt.base.errors import ConfigError
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.kvcache.allocator import KVAllocator
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.page_table import Ints, PageTable
 from hmt.kvcache.prefix.fairness import allowance
@@ -312,6 +314,30 @@ class PrefixTree:
             else:
                 stack.append((run, True))
                 stack += [(child, False) for child in run.after.values()]
+
+
+def keep_prefixes(
+    allocator: KVAllocator,
+    pages: int | None = None,
+    *,
+    order: str = "lru",
+    max_age_s: float | None = None,
+) -> PrefixTree:
+    """Begin to keep prefixes: at most `pages`, or as many as there is room for.
+
+    Prefixes that lie in fewer bits are used as they are, like those of a running sequence.  Raises
+    ConfigError where a layer forgets positions, which a prefix would need.
+    """
+    if not allocator.keeps_all_positions:
+        raise ConfigError(
+            "this model has layers with a sliding window, whose keys and values are not kept "
+            "beyond it, so prompts cannot share them: leave the prefix cache off"
+        )
+    table = allocator.page_table
+    most = table.count if pages is None else pages
+    tree = PrefixTree(table, most, order=order, max_age_s=max_age_s, clock=allocator.pool.clock)
+    allocator.share_with(tree)
+    return tree
 
 
 def _rows(tokens: Tokens) -> Ints:

@@ -58,7 +58,15 @@ class CostModel:
                 # The head computes behind the last chunk alone.
                 ttft_s += before * self.prompt(chunk, before * chunk / 2, last=False).seconds
         rate = users / step.seconds if step.seconds else 0.0
-        return Prediction(users, context, prompt_tokens, step, prompt, rate, ttft_s)
+        return Prediction(
+            users=users,
+            context=context,
+            prompt_tokens=prompt_tokens,
+            step=step,
+            prompt=prompt,
+            tokens_per_s=rate,
+            ttft_s=ttft_s,
+        )
 
     def decode(self, users: int, context: float) -> StepCost:
         """One token for each of `users`, who have `context` positions each."""
@@ -89,7 +97,15 @@ class CostModel:
         prefill: bool,
         head: bool = True,
     ) -> StepCost:
-        step = _Step(self._loads, self._machine, tokens, sequences, context, seen, prefill)
+        step = _Step(
+            loads=self._loads,
+            machine=self._machine,
+            tokens=tokens,
+            sequences=sequences,
+            context=context,
+            seen=seen,
+            prefill=prefill,
+        )
         cost = step.cost(head=head)
         cost.seconds *= self._factors.prefill if prefill else self._factors.decode
         return cost
@@ -232,12 +248,12 @@ class _Step:
 
     def _attention(self, work: _Work, load: LayerWork) -> None:
         """Of this step's tokens to the positions before them, in the tiers where these are."""
-        loads, cpu, gpu = self.loads, self.machine.cpu, self.device.compute
+        kv, cpu, gpu = self.loads.kv, self.machine.cpu, self.device.compute
         whole = attention_work(load, self.tokens, self.sequences, self.context, self.seen)
         on_device = load.attends_on_device
-        near, host = loads.kv_on_device, loads.kv_on_host + loads.kv_on_disk
+        near, host = kv.on_device, kv.on_host + kv.on_disk
         if load.window or not on_device:
-            near, host = loads.kv_on_device + loads.kv_on_host, loads.kv_on_disk
+            near, host = kv.on_device + kv.on_host, kv.on_disk
             if load.window:
                 near, host = 1.0, 0.0
         # The CPU attends to what is in host memory, beside the device.
@@ -255,7 +271,7 @@ class _Step:
         if self.prefill and whole.operations:
             rates = gpu if on_device else cpu
             self.unknown |= not attention_ops(rates)
-        disk_bytes = 0.0 if load.window else loads.kv_on_disk * loads.disk_ratio * whole.nbytes
+        disk_bytes = 0.0 if load.window else kv.on_disk * kv.disk_ratio * whole.nbytes
         work.disk_ahead_bytes += disk_bytes
         work.disk_bytes += disk_bytes
 

@@ -31,7 +31,7 @@ class ComputeSite(NamedTuple):
     read: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class WeightWork:
     """Weights of one encoding, summed up.
 
@@ -55,26 +55,26 @@ class WeightWork:
     def plus(self, other: "WeightWork") -> "WeightWork":
         """Both together."""
         return WeightWork(
-            self.nbytes + other.nbytes,
-            self.numbers + other.numbers,
-            self.read_bytes + other.read_bytes,
-            self.blocks + other.blocks,
+            nbytes=self.nbytes + other.nbytes,
+            numbers=self.numbers + other.numbers,
+            read_bytes=self.read_bytes + other.read_bytes,
+            blocks=self.blocks + other.blocks,
         )
 
     def times(self, factor: float) -> "WeightWork":
         """So many of them."""
         return WeightWork(
-            self.nbytes * factor,
-            self.numbers * factor,
-            self.read_bytes * factor,
-            self.blocks * factor,
+            nbytes=self.nbytes * factor,
+            numbers=self.numbers * factor,
+            read_bytes=self.read_bytes * factor,
+            blocks=self.blocks * factor,
         )
 
 
 Sums = dict[tuple[ComputeSite, str], WeightWork]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ExpertWork:
     """A layer's routed experts.
 
@@ -94,7 +94,7 @@ class ExpertWork:
     fetched: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class LayerWork:
     """What one layer reads and computes.
 
@@ -122,7 +122,23 @@ class LayerWork:
     window: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShares:
+    """Attention's positions by where they lie, as shares of all.
+
+    on_device   where layers compute
+    on_host     in host memory beside a device
+    on_disk
+    disk_ratio  bytes of a position on the disk, over those where layers compute
+    """
+
+    on_device: float = 1.0
+    on_host: float = 0.0
+    on_disk: float = 0.0
+    disk_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A model under a plan.
 
@@ -132,9 +148,7 @@ class Workload:
     chunk             prompt tokens per step
     hits              of caches of experts
     row_bytes         read from the disk for each token's embedding
-    kv_on_device, kv_on_host, kv_on_disk   of attention's positions: where layers compute, in host
-                      memory beside a device, and on the disk
-    disk_ratio        bytes of a position there, over those where layers compute
+    kv                where attention's positions lie
     prefetch_experts  whether experts are read from the disk on a guess
     """
 
@@ -145,10 +159,7 @@ class Workload:
     chunk: int
     hits: HitCurve
     row_bytes: int = 0
-    kv_on_device: float = 1.0
-    kv_on_host: float = 0.0
-    kv_on_disk: float = 0.0
-    disk_ratio: float = 1.0
+    kv: KVShares = KVShares()
     prefetch_experts: bool = False
 
     @property
@@ -190,7 +201,6 @@ def workload_of(demand: Demand, plan: Plan) -> Workload:
     for group in away:
         group.in_memory = min(1.0, share) * group.count
     add_attention(layers, demand, device.stages)
-    near, warm, cold, cold_ratio = _levels(demand, plan)
     return Workload(
         layers=layers,
         head=head,
@@ -199,17 +209,18 @@ def workload_of(demand: Demand, plan: Plan) -> Workload:
         chunk=plan.max_prefill_tokens,
         hits=demand.hit_curve,
         row_bytes=row_bytes,
-        kv_on_device=near,
-        kv_on_host=warm,
-        kv_on_disk=cold,
-        disk_ratio=cold_ratio,
+        kv=_kv_shares(demand, plan),
         prefetch_experts=bool(demand.transition_bytes),
     )
 
 
 def _place(block: BlockSize, home: Tier, computing: Collection[object]) -> ComputeSite:
     on_device = block.id in computing
-    return ComputeSite(on_device, on_device and home is not Tier.DEVICE, home is Tier.DISK)
+    return ComputeSite(
+        on_device=on_device,
+        copied=on_device and home is not Tier.DEVICE,
+        read=home is Tier.DISK,
+    )
 
 
 def _experts(blocks: list[BlockSize], plan: Plan) -> ExpertWork:
@@ -217,13 +228,15 @@ def _experts(blocks: list[BlockSize], plan: Plan) -> ExpertWork:
     for block in blocks:
         total.add(block)
     count, home = len(blocks), plan.homes[blocks[0].id]
-    found = ExpertWork(count, total.times(1 / count), blocks[0].encoding, home)
+    work = ExpertWork(
+        count=count, each=total.times(1 / count), encoding=blocks[0].encoding, home=home
+    )
     if home is Tier.DEVICE:
-        found.on_device = count
+        work.on_device = count
     elif blocks[0].id.layer in plan.device.stages:
-        found.on_device = min(plan.device.expert_slots, count)
-        found.fetched = plan.device.staging_slots
-    return found
+        work.on_device = min(plan.device.expert_slots, count)
+        work.fetched = plan.device.staging_slots
+    return work
 
 
 def _streamed_bytes(demand: Demand, plan: Plan) -> int:
@@ -272,12 +285,15 @@ def _expand(load: LayerWork, kv: KVLayer, heads: int) -> None:
     load.expanded_from = kv.longest_absorbed
 
 
-def _levels(demand: Demand, plan: Plan) -> tuple[float, float, float, float]:
-    """Shares of positions where layers compute, in host memory, on the disk; and cold_ratio."""
+def _kv_shares(demand: Demand, plan: Plan) -> KVShares:
     levels, sizes = plan.kv_tiers, demand.kv_sizes
     if levels is None or sizes is None or not levels.pages or not sizes.device_page:
-        return 1.0, 0.0, 0.0, 1.0
-    warm = levels.host_pages / levels.pages
-    cold = levels.disk_groups * GROUP_PAGES / levels.pages
-    cold_ratio = sizes.disk_group / (GROUP_PAGES * sizes.device_page)
-    return 1.0 - warm - cold, warm, cold, cold_ratio
+        return KVShares()
+    on_host = levels.host_pages / levels.pages
+    on_disk = levels.disk_groups * GROUP_PAGES / levels.pages
+    return KVShares(
+        on_device=1.0 - on_host - on_disk,
+        on_host=on_host,
+        on_disk=on_disk,
+        disk_ratio=sizes.disk_group / (GROUP_PAGES * sizes.device_page),
+    )

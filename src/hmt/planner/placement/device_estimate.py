@@ -85,13 +85,16 @@ class DeviceEstimate:
                 layers.append(made[key])
                 continue
             load = replace(bare, few={}, many={}, attends_on_device=here)
-            _put(load.few, self._core[index], ComputeSite(here, False, gone and not here))
-            _put(load.many, self._core[index], ComputeSite(here, False, gone and not here))
+            site = ComputeSite(on_device=here, copied=False, read=gone and not here)
+            _put(load.few, self._core[index], site)
+            _put(load.many, self._core[index], site)
             staying, moved = index in stay, index in copied
-            place = ComputeSite(staying or moved, moved, gone and not staying)
-            _put(load.few, self._wide[index], place)
+            read_too = gone and not staying
+            site = ComputeSite(on_device=staying or moved, copied=moved, read=read_too)
+            _put(load.few, self._wide[index], site)
             moved = index in copied or index in away
-            _put(load.many, self._wide[index], ComputeSite(staying or moved, moved, place.read))
+            site = ComputeSite(on_device=staying or moved, copied=moved, read=read_too)
+            _put(load.many, self._wide[index], site)
             group = self._experts.get(index)
             if group is not None:
                 load.experts = replace(
@@ -105,11 +108,9 @@ class DeviceEstimate:
             layers.append(load)
             made[key] = load
         head = LayerWork()
-        _put(
-            head.few,
-            self._head,
-            ComputeSite(asked.head, False, self.layers in read and not asked.head),
-        )
+        head_read = self.layers in read and not asked.head
+        site = ComputeSite(on_device=asked.head, copied=False, read=head_read)
+        _put(head.few, self._head, site)
         return Workload(
             layers=layers,
             head=head,
@@ -184,4 +185,6 @@ def _group(blocks: list[BlockSize]) -> ExpertWork:
     for block in blocks:
         total.add(block)
     count = len(blocks)
-    return ExpertWork(count, total.times(1 / count), blocks[0].encoding, Tier.HOST)
+    return ExpertWork(
+        count=count, each=total.times(1 / count), encoding=blocks[0].encoding, home=Tier.HOST
+    )

@@ -114,9 +114,16 @@ def plan_kv_tiers(
     if budgets.disk_bytes is not None:
         groups = min(groups, budgets.disk_bytes // sizes.disk_group)
     found = KVTiers(
-        hot, warm, groups, rings, sizes.host_format, sizes.disk_format,
-        max(_PIECE_BYTES, sizes.layer_group) if groups else 0, staged, sizes.device_format,
-    )  # fmt: skip
+        device_pages=hot,
+        host_pages=warm,
+        disk_groups=groups,
+        ring_pages=rings,
+        host_format=sizes.host_format,
+        disk_format=sizes.disk_format,
+        chunk_bytes=max(_PIECE_BYTES, sizes.layer_group) if groups else 0,
+        staged_pages=staged,
+        device_format=sizes.device_format,
+    )
     if context is not None and found.pages < wanted:
         raise BudgetError(
             f"a context of {context} positions was asked for, and keys and values have room for "

@@ -76,13 +76,13 @@ class Scenario:
     def options(self) -> PlanOptions:
         """The same for the solver."""
         return PlanOptions(
-            self.host_budget(),
-            None if self.context is None else positions_of(self.users, self.context),
-            self.max_prefill_tokens,
-            self.prefetch_distance,
-            self.device_budget(),
-            self.kv,
-            self.device,
+            host_bytes=self.host_budget(),
+            context=None if self.context is None else positions_of(self.users, self.context),
+            max_prefill_tokens=self.max_prefill_tokens,
+            prefetch_distance=self.prefetch_distance,
+            device_bytes=self.device_budget(),
+            kv=self.kv,
+            device=self.device,
         )
 
 

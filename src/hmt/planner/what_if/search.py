@@ -47,7 +47,9 @@ def _fullest(draft: DeviceEstimate) -> Iterator[DeviceChoice]:
         ends += [(True, 0, 1), (False, 0, 1)]
     for head, copied, staging in ends:
         for layers in range(draft.layers, 0, -1):
-            choice = DeviceChoice(layers, head, 0, min(copied, layers), 0, staging)
+            choice = DeviceChoice(
+                layers, head=head, copied=min(copied, layers), staging_slots=staging
+            )
             if draft.room.taken(choice) is not None:
                 yield choice
                 break

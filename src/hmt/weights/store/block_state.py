@@ -1,14 +1,13 @@
 """A block as the store keeps it."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from hmt.base.errors import HMTError
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.plan import Tier
 from hmt.contracts.store import Priority
 from hmt.memory import HostBuffer
 from hmt.weights.layout import BlockLayout
@@ -25,10 +24,13 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class BlockState:
-    """Guarded by the store's lock."""
+    """Guarded by the store's lock.
+
+    stays   whether it is loaded once and stays; else it passes through slots
+    """
 
     layout: BlockLayout
-    home: Tier
+    stays: bool
     state: State = State.ABSENT
     views: Mapping[str, WeightTensor] = field(default_factory=dict)
     slot: HostBuffer | None = None
@@ -48,7 +50,8 @@ class BlockState:
 
 def block_states(
     layouts: Mapping[BlockId, BlockLayout],
-    homes: Mapping[BlockId, Tier],
+    stays: Collection[BlockId],
 ) -> dict[BlockId, BlockState]:
-    """An entry for each block."""
-    return {block: BlockState(layout, homes[block]) for block, layout in layouts.items()}
+    """An entry for each block; those of `stays` are loaded once and stay."""
+    staying = frozenset(stays)
+    return {block: BlockState(layout, block in staying) for block, layout in layouts.items()}

@@ -1,14 +1,13 @@
 """The weight store: every block of a model, wherever it lies, by lease.
 
-A block whose home is host memory is loaded once and stays.  A block whose home is disk is read
-into a slot when it is requested or leased, and stays there until its slot is needed and it is
-neither leased nor still awaited.
+Some blocks are loaded once and stay.  Any other is read into a slot when it is requested or leased,
+and stays there until its slot is needed and it is neither leased nor still awaited.
 """
 
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -18,7 +17,6 @@ from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, Presence, Priority, ResidentBlock, Verify
 from hmt.memory import HostBuffer, HostPool, QueueCounters, ReadQueue
 from hmt.weights.eviction import LRU, DenseByScan, EvictionPolicy
@@ -39,7 +37,7 @@ class WeightStore:
     the threads lease together: threads that wait for each other's slots wait for ever.  The engine
     has one.
 
-    `resident` holds blocks whose home is host memory, `slots` those that come and go, `staging`
+    `resident` holds blocks that stay, `slots` those that come and go, `staging`
     the published form of parameters while they are converted, `rows` single rows of tables that
     stay on disk.
     """
@@ -47,7 +45,7 @@ class WeightStore:
     def __init__(
         self,
         layouts: Mapping[BlockId, BlockLayout],
-        plan: Plan,
+        stays: Collection[BlockId],
         queue: ReadQueue,
         tracer: Tracer,
         *,
@@ -55,16 +53,21 @@ class WeightStore:
         slots: HostPool,
         staging: HostPool,
         rows: HostPool,
+        slot_counts: Mapping[int, int] | None = None,
         policy: EvictionPolicy | None = None,
         spill: SpillFile | None = None,
         check: bool = True,
         verify: Verify = Verify.FIRST,
     ) -> None:
-        """`check` looks for NaN at the first read, `verify` does for packs."""
-        self._entries = block_states(layouts, plan.homes)
+        """`stays` are loaded once; all others pass through slots, also those that a device keeps.
+
+        slot_counts  slots by size in bytes; None: sizes share the memory
+        check        whether to look for NaN at a block's first read, as `verify` does for packs
+        """
+        self._entries = block_states(layouts, stays)
         self._queue = queue
         self._tracer = tracer
-        self._slots = {Tier.HOST: SlotPool(resident), Tier.DISK: SlotPool(slots, plan.slot_counts)}
+        self._slots = {True: SlotPool(resident), False: SlotPool(slots, slot_counts or {})}
         slots.owner_of(self)
         self._resident = resident
         self._holders: dict[HostBuffer, BlockState] = {}
@@ -81,12 +84,12 @@ class WeightStore:
         self.counters = StoreCounters()
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Read every block whose home is host memory.  `progress(bytes done, bytes in all)`.
+        """Read every block that stays.  `progress(bytes done, bytes in all)`.
 
         Raises DiskReadError or NumericsError of the first block that fails.
         """
         entries = self._entries.values()
-        residents = [entry for entry in entries if entry.home is Tier.HOST and entry.layout.placed]
+        residents = [entry for entry in entries if entry.stays and entry.layout.placed]
         total = sum(entry.layout.read_bytes for entry in residents)
         self._resident.prefault(lambda: progress(0, total) if progress else None)
         ahead = done = 0
@@ -226,7 +229,7 @@ class WeightStore:
         if any(not 0 <= index < table_rows for index in ids.tolist()):
             raise RequestError(f"token ids {ids.tolist()} are not all in 0..{table_rows - 1}")
         holders = entry.layout.tables[name].holders
-        if all(self._entries[holder.block].home is Tier.HOST for holder in holders):
+        if all(self._entries[holder.block].stays for holder in holders):
             return self._rows.from_memory(entry.layout, name, ids, self._resident_views)
         begin = time.perf_counter()
         rows = self._rows.from_disk(entry.layout, name, ids)
@@ -303,7 +306,7 @@ class WeightStore:
         entry.leases += 1
         self._held[threading.get_ident()] += 1
         entry.awaited = None
-        if entry.home is Tier.DISK:
+        if not entry.stays:
             self._policy.used(entry.layout.id)
 
     def _give_back(self, held: list[BlockState]) -> None:
@@ -329,7 +332,7 @@ class WeightStore:
     def _count(self, entry: BlockState) -> None:
         entry.uses += 1
         self.counters.host_bytes += entry.layout.slot_bytes
-        if entry.home is Tier.HOST:
+        if entry.stays:
             return
         self._expected.leased(entry)
         if entry.state is State.READY:
@@ -412,7 +415,7 @@ class WeightStore:
         if error is None:
             # Outside the lock: nobody else touches a block that is loading.
             try:
-                if self._spill is not None and entry.home is Tier.DISK:
+                if self._spill is not None and not entry.stays:
                     entry.layout = self._spill.keep(entry.layout, entry.slot)
                 entry.views = entry.layout.views(entry.slot.tensor)
             except Exception as caught:  # the waiting lease must hear of it, whatever it is
@@ -425,7 +428,7 @@ class WeightStore:
             if error is None:
                 entry.state = State.READY
                 entry.checked = True
-                if entry.home is Tier.DISK:
+                if not entry.stays:
                     self._policy.cached(entry.layout.id)
                 else:
                     entry.resident = nullcontext(entry.views)
@@ -442,9 +445,9 @@ class WeightStore:
             self._changed.notify_all()
 
     def _take_slot(self, entry: BlockState, priority: Priority, force: bool) -> HostBuffer | None:
-        slots, wanted = self._slots[entry.home], entry.layout.slot_bytes
+        slots, wanted = self._slots[entry.stays], entry.layout.slot_bytes
         slot = slots.take(wanted)
-        while slot is None and entry.home is Tier.DISK:
+        while slot is None and not entry.stays:
             coldest_first = (
                 cached
                 for cached in map(self._entries.__getitem__, self._policy.eviction_order())
@@ -470,16 +473,14 @@ class WeightStore:
     def _free_slot(self, entry: BlockState) -> None:
         assert entry.slot is not None
         del self._holders[entry.slot]
-        self._slots[entry.home].give_back(entry.slot, entry.layout.slot_bytes)
+        self._slots[entry.stays].give_back(entry.slot, entry.layout.slot_bytes)
         entry.slot, entry.views, entry.state, entry.resident = None, {}, State.ABSENT, None
 
     def _drop(self, entry: BlockState) -> None:
-        if entry.state is not State.READY:
-            return
-        if entry.home is Tier.DISK:
-            self._evict(entry)
-        else:
+        if entry.state is State.READY and entry.stays:
             self._free_slot(entry)
+        elif entry.state is State.READY:
+            self._evict(entry)
 
     def _anything_moves(self) -> bool:
         me = threading.get_ident()
@@ -491,7 +492,7 @@ class WeightStore:
         return self._entries[block].views
 
     def _too_small(self, entry: BlockState) -> BudgetError:
-        pool = self._slots[entry.home].pool
+        pool = self._slots[entry.stays].pool
         return BudgetError(
             f"{entry.layout.id} takes {format_bytes(entry.layout.slot_bytes)}, and the slots "
             f"have {format_bytes(pool.account.limit_bytes)}, of which "

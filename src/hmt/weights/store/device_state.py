@@ -1,10 +1,6 @@
-"""What the device's store counts, and where its blocks live for the host's store."""
+"""What the device's store counts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from hmt.contracts.blocks import BlockId
-from hmt.contracts.plan import Plan, Tier
 
 
 @dataclass(slots=True)
@@ -18,8 +14,3 @@ class DeviceCounters:
     copied_bytes: int = 0
     link_s: float = 0.0
     waited_s: float = 0.0
-
-
-def host_homes(plan: Plan) -> Mapping[BlockId, Tier]:
-    """Homes as the host's store sees them: what lives on the device passes through it once."""
-    return {block: Tier.DISK if home is Tier.DEVICE else home for block, home in plan.homes.items()}

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.contracts.plan import Tier
 from hmt.contracts.store import Priority
 from hmt.weights.store.block_state import BlockState
 
@@ -167,4 +166,4 @@ class PrefetchState:
 
 
 def _streamed_expert(entry: BlockState) -> bool:
-    return entry.home is Tier.DISK and entry.layout.id.kind is BlockKind.EXPERT
+    return not entry.stays and entry.layout.id.kind is BlockKind.EXPERT

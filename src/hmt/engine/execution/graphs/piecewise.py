@@ -6,7 +6,7 @@ are copied in every step, it waits for their copy, and afterwards the next copy 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -18,12 +18,12 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.step import Step
-from hmt.contracts.store import LeasedGroup, Priority, ResidentBlock, Weights
+from hmt.contracts.store import Weights
 from hmt.engine.execution.graphs.full import CapturedGraph, GraphDecoding
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import awake_workers
 from hmt.memory.device import Device, GraphBreak
-from hmt.weights import DeviceWeights
+from hmt.weights import DeviceWeights, WeightsView
 
 Params = Mapping[str, WeightTensor]
 
@@ -65,7 +65,18 @@ class PiecewiseGraphDecoding(GraphDecoding):
         return step
 
     def _cut_weights(self, cut: GraphBreak) -> Weights:
-        return _HostFfnWeights(self._weights, cut)
+        def lease(block: BlockId) -> AbstractContextManager[Params] | None:
+            views = self._weights.place(block)
+            return None if views is None else self._copied(cut, block, views)
+
+        return WeightsView(self._weights, other_lease=lease)
+
+    @contextmanager
+    def _copied(self, cut: GraphBreak, block: BlockId, views: Params) -> Iterator[Params]:
+        """A block that is copied in every step: cuts the capture before and after its use."""
+        cut(partial(self._weights.arrive, block))
+        yield views
+        cut(partial(self._weights.leave, block))
 
     def _cutting(self, cut: GraphBreak) -> AbstractContextManager[None]:
         """While a step is recorded: what else the CPU has a part in."""
@@ -110,38 +121,3 @@ class _HostFfnCall:
         self._weights.waited(time.perf_counter() - begin)
         ops.feed_forward(self._hidden, self._x if added else None, params, layer)
         self._weights.count(nbytes)
-
-
-class _HostFfnWeights:
-    """Weights during a capture: cuts it before and after the use of what is copied."""
-
-    def __init__(self, weights: DeviceWeights, cut: GraphBreak) -> None:
-        self._weights = weights
-        self._cut = cut
-        self.count = weights.count
-        self.rows = weights.rows
-        self.routed = weights.routed
-        self.resident: Callable[[Sequence[BlockId]], Sequence[ResidentBlock] | None] = (
-            weights.resident
-        )
-
-    def lease(self, block: BlockId) -> AbstractContextManager[Params]:
-        views = self._weights.place(block)
-        return self._weights.lease(block) if views is None else self._copied(block, views)
-
-    @contextmanager
-    def _copied(self, block: BlockId, views: Params) -> Iterator[Params]:
-        self._cut(partial(self._weights.arrive, block))
-        yield views
-        self._cut(partial(self._weights.leave, block))
-
-    def lease_each(
-        self, blocks: Sequence[BlockId]
-    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
-        raise AssertionError("only experts are leased so")
-
-    def moe_backend(self, layer: int) -> None:
-        return None
-
-    def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
-        """Nothing is read in these steps."""

@@ -14,6 +14,7 @@ from hmt.kernels.triton.gemm.skinny_w4 import few_tokens
 from hmt.kernels.triton.gemm.skinny_w8 import few_tokens_rows
 from hmt.kernels.triton.gemm.unpack import INTERPRETED, code_unit
 from hmt.kernels.triton.pdl import dependent
+from hmt.kernels.weight_cache import WeightCache
 
 # Block sizes of `few_tokens`, by tokens and blocks per group (0: groups of 16 inputs).  Found by
 # measuring on an H200, in graphs of many weights.  Weights with so many rows that every
@@ -53,7 +54,8 @@ _PANEL_SIZES: dict[int, dict[int, tuple[_Sizes, _Sizes, _Sizes, _Sizes]]] = {
 _GATED_SIZES: dict[int, _Sizes] = {0: (4, 1, 4, 2, 8, 1), 1: (4, 1, 4, 2, 4, 2)}
 _INT8_MANY_INPUTS: _Sizes = (16, 1, 4, 1, 4, 2)  # of tokens of int8, one or two
 _CHUNK_UNIT = 128  # rows; no program works on two chunks
-_ADDRESSES = "addresses"  # of `WeightTensor.derived`
+# Kept with the first of several weights: the others, and where codes and scales of all lie.
+_ADDRESSES: WeightCache[tuple[tuple[WeightTensor, ...], Tensor]] = WeightCache()
 
 
 def multiply_panels(
@@ -234,12 +236,12 @@ def chunk_addresses(weights: Sequence[WeightTensor]) -> tuple[Tensor, Tensor]:
     if table is None:
         where = [[w.data.data_ptr() for w in weights], [_scales_at(w) for w in weights]]
         table = torch.tensor(where).to(weights[0].data.device)
-        weights[0].derived[_ADDRESSES] = tuple(weights[1:]), table
+        _ADDRESSES[weights[0]] = tuple(weights[1:]), table
     return table[0], table[1]
 
 
 def _kept(weights: Sequence[WeightTensor]) -> Tensor | None:
-    others, table = weights[0].derived.get(_ADDRESSES, ((), None))
+    others, table = _ADDRESSES.get(weights[0]) or ((), None)
     same = 0 < len(others) == len(weights) - 1 and all(map(is_, others, weights[1:]))
     return table if same else None
 

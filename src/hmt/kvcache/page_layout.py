@@ -1,0 +1,36 @@
+"""How pages lie: 16 tokens of KV for all layers of one kind, each page one contiguous extent."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import torch
+
+from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
+from hmt.kernels import ops
+
+
+def page_bytes(layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
+    """Bytes that 16 positions take over all `layers`, one page per kind."""
+    return PAGE_TOKENS * sum(layer.row_width for layer in layers) * dtype.itemsize
+
+
+def kinds_of(layers: Mapping[int, KVLayer]) -> list[tuple[KVLayer, list[int]]]:
+    """Groups of layers that keep the same rows: (what a layer keeps, indices of the layers)."""
+
+    def key(index: int) -> tuple[str, int, int, int, int]:
+        layer = layers[index]
+        return (layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.window)
+
+    groups = groupby(sorted(layers, key=key), key=key)
+    members = [list(indices) for _, indices in groups]
+    return [(layers[indices[0]], indices) for indices in members]
+
+
+def layout_of(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) -> ops.PageLayout:
+    """How a layer's page lies in the memory of a host or a device.
+
+    Words of 16 tokens for compiled kernels, plain rows for those of GPUs.
+    """
+    latent = layer.kind is KVKind.LATENT
+    dims = layer.heads, layer.key_dim, layer.value_dim
+    return ops.PageLayout(encoding, *dims, latent, rows=where.type != "cpu")
