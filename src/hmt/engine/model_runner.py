@@ -13,7 +13,7 @@ from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExec
 from hmt.engine.execution.graphs.selection import open_graphs
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.experts.ab_gate import ABResult
-from hmt.engine.experts.observers import ObservedModel, ObservedWeights
+from hmt.engine.experts.observers import ObservedModel
 from hmt.engine.experts.step_observers import open_observers
 from hmt.engine.loading.allocate import Memory
 from hmt.engine.loading.prepare import Prepared
@@ -21,6 +21,7 @@ from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.step_meter import StepMeter
 from hmt.kernels.ops import LogitStats
 from hmt.planner import scored_rows
+from hmt.weights import WeightsView
 
 
 class ModelRunner:
@@ -41,7 +42,9 @@ class ModelRunner:
         self._weights = memory.weights if on_device is None else on_device.weights
         observers, self.expert_prefetcher = open_observers(prepared.model, prepared.plan, memory)
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
-        weights: Weights = ObservedWeights(self._weights, observers) if observers else self._weights
+        weights: Weights = self._weights
+        if observers:
+            weights = WeightsView(self._weights, observers=observers)
         self.executor = _open_executor(prepared, config, memory, tracer, model, weights)
         self.meter = StepMeter(memory, tracer, self.expert_prefetcher)
 

@@ -11,6 +11,7 @@ from hmt.weights.store.device_store import DeviceWeights
 from hmt.weights.store.prefetch_state import PrefetchCounters, StoreCounters
 from hmt.weights.store.row_reader import row_span_bytes
 from hmt.weights.store.spill import SpillFile
+from hmt.weights.view import RouterObserver, WeightsView
 
 __all__ = [
     "POLICIES",
@@ -24,9 +25,11 @@ __all__ = [
     "Named",
     "PolicyContext",
     "PrefetchCounters",
+    "RouterObserver",
     "SpillFile",
     "StoreCounters",
     "WeightStore",
+    "WeightsView",
     "bind",
     "host_homes",
     "laid_out_alike",

@@ -1,4 +1,4 @@
-"""Who listens to a step: weights and a model with ears."""
+"""Who listens to a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -8,51 +8,19 @@ import torch
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, MoeBackend, Weights
+from hmt.contracts.store import KVCache, Weights
+from hmt.weights import RouterObserver
 
 
-class StepObserver(Protocol):
+class StepObserver(RouterObserver, Protocol):
     """Hears what happens in a step.  Tensors are valid during the call only, and must not change.
 
     What it costs is part of the step, so it should be little.
     """
 
-    def routed(
-        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
-    ) -> None:
-        """See Weights.  Its experts have been requested already."""
-        ...
-
     def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
         """Layer `index` has been computed: hidden [tokens, hidden_size] goes into the next one."""
         ...
-
-
-class ObservedWeights:
-    """Implements Weights; tells `observers` what routers choose."""
-
-    def __init__(self, weights: Weights, observers: Sequence[StepObserver]) -> None:
-        self._weights = weights
-        self._observers = observers
-        # Leases are taken several times per layer; they need not pass through here.
-        self.lease = weights.lease
-        self.lease_each = weights.lease_each
-        self.resident = weights.resident
-        self.count = weights.count
-        self.request = weights.request
-        self.rows = weights.rows
-
-    def moe_backend(self, layer: int) -> MoeBackend | None:
-        """See Weights.  None: observers would have to wait for what routers chose."""
-        return None
-
-    def routed(
-        self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
-    ) -> None:
-        """See Weights."""
-        self._weights.routed(layer, hidden, experts, scales)
-        for observer in self._observers:
-            observer.routed(layer, hidden, experts, scales)
 
 
 class ObservedModel:

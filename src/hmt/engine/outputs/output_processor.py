@@ -206,13 +206,13 @@ class PromptOutputRows:
         self._processors = processors
 
     def logits(self, first: int, logits: torch.Tensor) -> None:
-        """See PromptOutputSource."""
+        """Score the prompt tokens behind the rows from `first` on."""
         rows = self._scored[first : first + len(logits)]
         for row, (request, position) in zip(logits, rows, strict=True):
             self._processors[request].score(position, row)
 
     def hidden(self, first: int, hidden: torch.Tensor) -> None:
-        """See PromptOutputSource."""
+        """Add the rows from `first` on to embeddings."""
         rows = self._pooled[first : first + len(hidden)]
         for row, (request, position) in zip(hidden, rows, strict=True):
             if (pool := self._processors[request].pool) is not None:

@@ -27,61 +27,61 @@ class KVOperationLog:
 
     @property
     def capacity_tokens(self) -> int:
-        """See KVAllocator."""
+        """Positions in all."""
         return self._kv.capacity_tokens
 
     @property
     def free_tokens(self) -> int:
-        """See KVAllocator."""
+        """Positions that nobody has reserved."""
         return self._kv.free_tokens
 
     def can_rewind(self) -> bool:
-        """See KVAllocator."""
+        """Whether `rewind` is possible."""
         return self._kv.can_rewind()
 
     def can_park(self) -> bool:
-        """See KVAllocator."""
+        """Whether others can have the place of a parked sequence."""
         return self._kv.can_park()
 
     def open(self, tokens: int, /) -> int:
-        """See KVAllocator."""
+        """Reserve positions for a new sequence."""
         opened = self._kv.open(tokens)
         self._log.append(KVOperation("open", (tokens,), opened))
         return opened
 
     def fork(self, sequence: int, held: int, tokens: int, /) -> int:
-        """See KVAllocator."""
+        """Share the beginning of a sequence with a new one."""
         opened = self._kv.fork(sequence, held, tokens)
         self._log.append(KVOperation("fork", (sequence, held, tokens), opened))
         return opened
 
     def grow(self, sequence: int, tokens: int, /) -> None:
-        """See KVAllocator."""
+        """Reserve more positions for a sequence."""
         self._kv.grow(sequence, tokens)
         self._log.append(KVOperation("grow", (sequence, tokens)))
 
     def shrink(self, sequence: int, tokens: int, /) -> None:
-        """See KVAllocator."""
+        """Take back what a sequence has reserved and not begun."""
         self._kv.shrink(sequence, tokens)
         self._log.append(KVOperation("shrink", (sequence, tokens)))
 
     def rewind(self, sequence: int, tokens: int, /) -> None:
-        """See KVAllocator."""
+        """Take back what a sequence holds behind its first positions."""
         self._kv.rewind(sequence, tokens)
         self._log.append(KVOperation("rewind", (sequence, tokens)))
 
     def park(self, sequence: int, /) -> None:
-        """See KVAllocator."""
+        """Leave a sequence out of steps."""
         self._kv.park(sequence)
         self._log.append(KVOperation("park", (sequence,)))
 
     def resume(self, sequence: int, tokens: int, /) -> None:
-        """See KVAllocator."""
+        """Let a parked sequence take part again."""
         self._kv.resume(sequence, tokens)
         self._log.append(KVOperation("resume", (sequence, tokens)))
 
     def close(self, sequence: int, /) -> None:
-        """See KVAllocator."""
+        """Free what a sequence has."""
         self._kv.close(sequence)
         self._log.append(KVOperation("close", (sequence,)))
 

@@ -69,11 +69,9 @@ class _CudaRecorder:
         self.segments.append(GraphSegment(SegmentKind.DEVICE_GRAPH, self.graph.replay))
 
     def host_call(self, work: Callable[[], None]) -> None:
-        """See SegmentRecorder."""
         self._put_between(GraphSegment(SegmentKind.HOST_CALL, work))
 
     def wait(self, work: Callable[[], None]) -> None:
-        """See SegmentRecorder."""
         self._put_between(GraphSegment(SegmentKind.WAIT, work))
 
     def _put_between(self, segment: GraphSegment) -> None:

@@ -64,11 +64,11 @@ class InlineRecorder:
     """Implements SegmentRecorder where nothing is captured: does all work at once."""
 
     def host_call(self, work: Callable[[], None]) -> None:
-        """See SegmentRecorder."""
+        """Do `work` now."""
         work()
 
     def wait(self, work: Callable[[], None]) -> None:
-        """See SegmentRecorder."""
+        """Do `work` now."""
         work()
 
 

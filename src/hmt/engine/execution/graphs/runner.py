@@ -25,14 +25,14 @@ from hmt.base.log import warn_once
 from hmt.contracts.model import Model
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import Weights
-from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentedWeights
+from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentLeases
 from hmt.kernels import graph_ops, ops
 from hmt.kernels.cpu.threads import awake_workers
 from hmt.kernels.host_experts import HostExpertChannel, HostExpertTimes
 from hmt.kernels.ops import LogitStats
 from hmt.kvcache import GraphKVCache, PagedKV
 from hmt.memory.device import CapturedStep, Device, Event, InlineRecorder, SegmentRecorder
-from hmt.weights import DeviceWeights
+from hmt.weights import DeviceWeights, WeightsView
 
 _SHORTEST = 1024  # positions; kernels are launched for the longest context of a capture
 _MAX_GRAPHS = 16
@@ -340,7 +340,8 @@ class GraphRunner:
         buffers = HostFfnBuffers(self._device, self._weights, shape, self._model.dtype)
 
         def compute(recorder: SegmentRecorder) -> torch.Tensor:
-            weights = SegmentedWeights(self._weights, recorder, buffers)
+            leases = SegmentLeases(self._weights, recorder, buffers)
+            weights = WeightsView(self._weights, other_lease=leases.lease)
             return self._compute(captured, weights, recorder)
 
         return self._device.capture_segments(compute)

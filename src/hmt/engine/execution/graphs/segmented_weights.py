@@ -1,4 +1,4 @@
-"""Weights of steps that are captured in segments: waits for copies, and calls of the CPU.
+"""Leases of steps that are captured in segments: waits for copies, and calls of the CPU.
 
 A block that is copied in every step is waited for before its use, and its slot is free for the next
 copy afterwards.  A feed-forward network in host memory is the CPU's: a device graph ends with the
@@ -6,7 +6,7 @@ hidden states in pinned host memory, and the next one begins by fetching them.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.store import HostFeedForward, LeasedGroup, Priority, ResidentBlock
+from hmt.contracts.store import HostFeedForward
 from hmt.kernels import graph_ops, ops
 from hmt.memory.device import Device, SegmentRecorder
 from hmt.weights import DeviceWeights
@@ -63,8 +63,8 @@ class HostFfnBuffers:
         self._weights.count(nbytes)
 
 
-class SegmentedWeights:
-    """Implements Weights during a capture; tells a recorder of waits and of the CPU's part."""
+class SegmentLeases:
+    """Leases of a step that is captured; tells a recorder of waits and of the CPU's part."""
 
     def __init__(
         self, weights: DeviceWeights, recorder: SegmentRecorder, buffers: HostFfnBuffers
@@ -72,21 +72,15 @@ class SegmentedWeights:
         self._weights = weights
         self._recorder = recorder
         self._buffers = buffers
-        self.count = weights.count
-        self.rows = weights.rows
-        self.routed = weights.routed
-        self.resident: Callable[[Sequence[BlockId]], Sequence[ResidentBlock] | None] = (
-            weights.resident
-        )
 
-    def lease(self, block: BlockId) -> AbstractContextManager[Params]:
-        """See Weights."""
+    def lease(self, block: BlockId) -> AbstractContextManager[Params] | None:
+        """The lease of a block that is copied, or that the CPU computes with; None for others."""
         views = self._weights.place(block)
         if views is not None:
             return self._copied(block, views)
         if block.kind is BlockKind.FFN and self._weights.is_on_host(block):
             return nullcontext(self._host_feed_forward(block))
-        return self._weights.lease(block)
+        return None
 
     @contextmanager
     def _copied(self, block: BlockId, views: Params) -> Iterator[Params]:
@@ -96,20 +90,7 @@ class SegmentedWeights:
 
     def _host_feed_forward(self, block: BlockId) -> HostFeedForward:
         """Each replay counts what the CPU reads, so the block is not leased."""
-        standing = self._weights.resident([block])
-        assert standing is not None, "networks of such plans stay in host memory"
-        params = standing[0].params
+        resident = self._weights.resident([block])
+        assert resident is not None, "networks of such plans stay in host memory"
+        params = resident[0].params
         return HostFeedForward(params, partial(self._buffers.feed_forward, self._recorder, params))
-
-    def lease_each(
-        self, blocks: Sequence[BlockId]
-    ) -> AbstractContextManager[Iterator[LeasedGroup]]:
-        """See Weights."""
-        raise AssertionError("only experts are leased so")
-
-    def moe_backend(self, layer: int) -> None:
-        """See Weights."""
-        return None
-
-    def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
-        """Nothing is read in these steps."""
