@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hmt.engine.scheduling import sampler
+from hmt.engine.outputs import sampler
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import hmt
 from hmt.base.errors import BudgetError, RequestError
 from hmt.contracts.request import FinishReason
 from hmt.engine import LoadedModel
-from hmt.engine.scheduling.beam_search import BeamSearch
+from hmt.engine.beam_search import BeamSearch
 
 OPTIONS: dict[str, Any] = {
     "host_memory": "320MiB", "dtype": "float32", "max_batch": 4, "context": 1024,

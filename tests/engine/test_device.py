@@ -20,15 +20,14 @@ from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine import EngineConfig
-from hmt.engine.execution.graphs import piecewise
-from hmt.engine.execution.graphs.full import GraphDecoding
-from hmt.engine.execution.graphs.piecewise import PiecewiseGraphDecoding
+from hmt.engine.execution.graphs.runner import GraphRunner
+from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers
 from hmt.engine.loading import prepare
 from hmt.engine.snapshot import ExpertTier
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 from hmt.kernels import host_experts, ops
-from hmt.memory.device import FakeDevice
+from hmt.memory.device import FakeDevice, InlineRecorder
 from hmt.weights.store import device_store
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
@@ -292,7 +291,7 @@ def test_steps_begin_before_they_are_asked_for(tied: bool, tmp_path: Path) -> No
             forced = model.logits(TOKENS, range(40), prefill=3)
             found.append(model.infer_batch(requests(0.0, length=40)))
             answers[bool(gpu)] = [[one.token_ids for one in batch] for batch in found], forced
-            guesses = model._core._executor._captured.async_steps if gpu else None
+            guesses = model._core.runner.executor.graphs.async_steps if gpu else None
     assert answers[True][0] == answers[False][0]
     assert torch.equal(answers[True][1], answers[False][1])
     assert guesses.right > 40, "of steps that go on as they were"
@@ -349,13 +348,13 @@ def test_steps_are_captured_in_pieces_where_some_networks_are_elsewhere() -> Non
         wanted = engine.load_model(MODELS["dense"]).infer(request).token_ids
     with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="12MiB", **GPU) as engine:
         model = engine.load_model(MODELS["dense"])
-        captured = model._core._executor._captured
-        assert isinstance(captured, PiecewiseGraphDecoding)
+        captured = model._core.runner.executor.graphs
+        assert isinstance(captured, GraphRunner) and captured.host_ffn
         prompts = hmt.Request(input=TOKENS, max_new_tokens=1)
         for _ in range(2):  # prompts use the slots in another order
             assert model.infer(request).token_ids == wanted
             model.infer(prompts)
-        assert len(captured._captured) == 1
+        assert len(captured.graphs[False]) == 1
         model.reset_summary()
         model.infer(request)
         phase = model.summary().generation
@@ -378,11 +377,11 @@ def test_hidden_states_go_to_the_cpu_and_back() -> None:
     layer = ops.FeedForward("silu", ops.NormOptions(1e-6))
     counted: list[int] = []
     weights = SimpleNamespace(waited=lambda seconds: None, count=counted.append)
-    handover = piecewise._HostFfnCall(device, weights, (3, 32), torch.float32)
+    buffers = HostFfnBuffers(device, weights, (3, 32), torch.float32)
     for x in (None, torch.randn(3, 32)):
         hidden, wanted = like.clone(), like.clone()
         ops.feed_forward(wanted, None if x is None else x.clone(), params, layer)
-        handover.feed_forward(lambda work: work(), hidden, x, params, layer)
+        buffers.feed_forward(InlineRecorder(), params, hidden, x, layer)
         assert torch.equal(hidden, wanted)
     nbytes = 4 * (3 * 64 * 32 + 32)
     assert counted == [nbytes, nbytes]
@@ -417,11 +416,11 @@ def test_captured_steps_may_leave_the_head_to_the_cpu() -> None:
         wanted = model.infer(request).token_ids
         core: Any = model._core
         on_device = core.memory.on_device
-        core._executor._captured = captured = GraphDecoding(
+        core.runner.executor.graphs = captured = GraphRunner(
             model.prepared.model, on_device.weights, core.memory.kv, on_device.device, head=False
         )
         assert model.infer(request).token_ids == wanted
-        results = [one.results for one in captured._captured.values()]
+        results = [one.results for one in captured.graphs[False].values()]
         assert results and all(found is None for kept in results for _, _, found in kept)
         assert not captured.async_steps.begun
 

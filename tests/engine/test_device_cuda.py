@@ -11,7 +11,7 @@ from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
 from hmt.engine import engine_core
 from hmt.engine.execution import warmup
-from hmt.engine.execution.graphs.piecewise import PiecewiseGraphDecoding
+from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 
@@ -128,9 +128,9 @@ def test_pieces_compute_what_layer_by_layer_computes(batch: int) -> None:
             for _ in range(2):
                 answers.append([one.token_ids for one in model.infer_batch(requests)])
             if executor == "overlapped":
-                captured = model._core._executor._captured
-                assert isinstance(captured, PiecewiseGraphDecoding) and captured._works
-                assert all(one.replay for one in captured._captured.values())
+                captured = model._core.runner.executor.graphs
+                assert isinstance(captured, GraphRunner) and captured.host_ffn and captured.works
+                assert all(one.recorded for one in captured.graphs[False].values())
                 phase = model.summary().generation
                 assert phase.link_s > 0 and phase.link_bytes > 0
     assert all(answer == answers[0] for answer in answers)
@@ -149,8 +149,8 @@ def test_experts_are_cached_brought_and_asked_for(quantization: str, batch: int)
         model = engine.load_model(MODELS["moe"])
         assert model.plan.device.expert_slots and model.plan.device.staging_slots
         answers = [one.token_ids for one in model.infer_batch(requests)]
-        captured = model._core._executor._captured
-        assert captured is not None and captured._works
+        captured = model._core.runner.executor.graphs
+        assert captured is not None and captured.works
         assert captured.served.experts > 0
         found, brought, left, cut = model._core.memory.on_device.weights.moe_backends.counts()
         assert found and brought and left >= captured.served.experts and 0 <= cut < left
@@ -173,8 +173,8 @@ def test_a_head_on_the_cpu_leaves_steps_captured() -> None:
         heads = {home for b, home in model.plan.homes.items() if b.kind is BlockKind.HEAD}
         assert heads == {Tier.HOST} and model.plan.device.staging_slots
         [answer] = model.infer_batch(requests)
-        captured = model._core._executor._captured
-        assert captured is not None and captured._works and captured.served.experts > 0
+        captured = model._core.runner.executor.graphs
+        assert captured is not None and captured.works and captured.served.experts > 0
     with hmt.Engine(**options) as engine:
         model = engine.load_model(MODELS["moe"])
         rows = range(len(TOKENS) - 1, len(TOKENS) + 29)
@@ -188,10 +188,10 @@ def test_decoding_is_captured_and_follows_growing_contexts() -> None:
         host_memory="256MiB", context=2048, gpu_memory=machine_taken() + (1 << 30)
     ) as engine:
         model = engine.load_model(MODELS["dense"])
-        captured = model._core._executor._captured
+        captured = model._core.runner.executor.graphs
         request = hmt.Request(input=TOKENS, max_new_tokens=1200, ignore_eos=True)
         answer = model.infer(request).token_ids
-        assert captured._works and len(captured._captured) == 2, "one for 1024, one for 2048"
+        assert captured.works and len(captured.graphs[False]) == 2, "one for 1024, one for 2048"
         forced = model.logits([*TOKENS, *answer[:-1]], range(len(TOKENS) - 1, 1279))
         wrong = [i for i, token in enumerate(answer) if token != int(forced[i].argmax())]
         gaps = [float(forced[i].max() - forced[i][answer[i]]) for i in wrong]
@@ -220,8 +220,8 @@ def test_what_is_computed_while_loading_is_there_for_requests(
         monkeypatch.setattr(engine_core, "is_slow_at_first", slow)
         with hmt.Engine(**options) as engine:
             model = engine.load_model(MODELS["dense"])
-            captured = model._core._executor._captured
-            assert bool(captured._captured) == (slow is warmup.is_slow_at_first)
+            captured = model._core.runner.executor.graphs
+            assert bool(captured.graphs[False]) == (slow is warmup.is_slow_at_first)
             assert model.summary().prompt.tokens == model.summary().generation.tokens == 0
             answers.append(model.infer(request).token_ids)
     assert answers[0] == answers[1]

@@ -17,7 +17,7 @@ import hmt
 from hmt.base.errors import BudgetError, Cancelled, ContextLengthError, HMTError, RequestError
 from hmt.contracts.request import FinishReason, TokenLogprob
 from hmt.engine import EngineConfig, LoadedModel, prepare
-from hmt.engine.scheduling.sampler import SamplerState
+from hmt.engine.outputs.sampler import SamplerState
 from hmt.planner import PlanOptions, smallest_budget
 
 CHAT = [{"role": "user", "content": "What is 12 + 30?"}]

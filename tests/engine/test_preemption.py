@@ -13,7 +13,7 @@ from hmt.base.errors import HMTError
 from hmt.contracts.request import TokenEvent
 from hmt.contracts.step import Step
 from hmt.engine import LoadedModel
-from hmt.engine.execution.graphs.full import CapturedGraph, GraphDecoding
+from hmt.engine.execution.graphs.runner import CapturedGraph, GraphRunner
 from hmt.kvcache import PagedKV
 
 OPTIONS: dict[str, Any] = {
@@ -70,26 +70,26 @@ def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     told: dict[int, list[int]] = {}
     seen: list[int] = []
-    send, begin = GraphDecoding._send, GraphDecoding._begin_next
+    send, begin = GraphRunner._send, GraphRunner._begin_next
 
-    def pages(decoding: GraphDecoding, sequence: int) -> list[int]:
-        kv = decoding._kv
+    def pages(graphs: GraphRunner, sequence: int) -> list[int]:
+        kv = graphs._kv
         assert isinstance(kv, PagedKV)
         return list(kv.allocator.sequences[sequence].pages)
 
-    def sent(self: GraphDecoding, captured: CapturedGraph, step: Step) -> None:
+    def sent(self: GraphRunner, captured: CapturedGraph, step: Step) -> None:
         told.update({run.sequence: pages(self, run.sequence) for run in step.segments})
         send(self, captured, step)
 
-    def begun(self: GraphDecoding, captured: CapturedGraph, step: Step) -> Any:
+    def begun(self: GraphRunner, captured: CapturedGraph, step: Step) -> Any:
         for run in step.segments:
             page = run.context // 16  # of the next token
             assert told[run.sequence][page] == pages(self, run.sequence)[page]
             seen.append(run.context)
         return begin(self, captured, step)
 
-    monkeypatch.setattr(GraphDecoding, "_send", sent)
-    monkeypatch.setattr(GraphDecoding, "_begin_next", begun)
+    monkeypatch.setattr(GraphRunner, "_send", sent)
+    monkeypatch.setattr(GraphRunner, "_begin_next", begun)
     return seen
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from hmt.base.errors import NumericsError, RequestError
 from hmt.contracts.request import Sampling
-from hmt.engine.scheduling.sampler import SamplerState, validate
+from hmt.engine.outputs.sampler import SamplerState, validate
 from hmt.kernels import reference
 
 VOCAB = 50

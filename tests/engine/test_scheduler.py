@@ -1,6 +1,5 @@
 """The scheduler over mixtures of requests, without a model, over the engine's own allocator."""
 
-import queue
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.base.errors import ContextLengthError, DeadlineError
-from hmt.contracts.request import FinishReason, Request
-from hmt.contracts.step import Segment
+from hmt.contracts.request import FinishReason
+from hmt.contracts.step import Segment, Step
 from hmt.engine.scheduling.batch_limit import BatchLimit, MemoryPressure
 from hmt.engine.scheduling.output_length import OutputLengthEstimate
 from hmt.engine.scheduling.scheduler import Scheduler
-from hmt.engine.scheduling.sequence import Sequence
+from hmt.engine.scheduling.sequence import SequenceState
 from hmt.kvcache import KVAllocator, PagePool
 
 
@@ -76,44 +75,36 @@ class WatchedKV(KVAllocator):
         return len(self.sequences) - len(self.parked) + more_running <= self.near
 
 
-def sequence(prompt: int, new: int, **fields: Any) -> Sequence:
-    request = Request(input=[1], **fields)
-    nothing: Any = None
-    return Sequence(
-        request=request,
-        tokens=[1] * prompt,
-        prompt_tokens=prompt,
-        max_total_tokens=prompt + new,
-        sampler=nothing,
-        text=nothing,
-        stops=nothing,
-        eos_ids=frozenset(),
-        listener=queue.SimpleQueue(),
-    )
+def sequence(prompt: int, new: int, **fields: Any) -> SequenceState:
+    return SequenceState([1] * prompt, prompt, prompt + new, **fields)
 
 
 def compute(
     scheduler: Scheduler, ends: Mapping[int, int] = MappingProxyType({})
-) -> list[tuple[Sequence, int]]:
+) -> list[tuple[SequenceState, int]]:
     """One step as the core does it, with tokens that mean nothing.
 
     ends   by number: tokens of answers that end by themselves
     """
-    scheduled = scheduler.next_step()
-    if scheduled is None:
+    states = {one.number: one for one in scheduler.sequences()}
+    output = scheduler.next_step()
+    if output is None:
         return []
-    kv: Any = scheduler._rooms._kv
-    for run in scheduled.step.segments:
+    kv: Any = scheduler.kv._kv
+    step = Step.build(output.segments)
+    for run in step.segments:
         kv.append(run)
-    assert sum(count for _, count in scheduled.advanced) == len(scheduled.step.token_ids)
-    assert len(scheduled.step.logit_rows) == len(scheduled.sampled)
-    forked: list[Sequence] = []
-    for one, count in scheduled.advanced:
+    assert output.num_tokens == len(step.token_ids)
+    assert len(step.logit_rows) == len(output.sampled)
+    advanced = [(states[segment.request], segment.length) for segment in output.segments]
+    sampled = [states[number] for number in output.sampled]
+    forked: list[SequenceState] = []
+    for one, count in advanced:
         one.computed += count
-    for one in scheduled.sampled:
+    for one in sampled:
         if one.computed == one.prompt_tokens:
             forked += scheduler.fork(one)
-    for one in [*scheduled.sampled, *forked]:
+    for one in [*sampled, *forked]:
         one.tokens.append(1)
         if len(one.tokens) - one.prompt_tokens == ends.get(one.number):
             one.finish_reason = FinishReason.STOP
@@ -121,7 +112,7 @@ def compute(
             one.finish_reason = FinishReason.LENGTH
         if one.finished:
             scheduler.retire(one)
-    return list(scheduled.advanced)
+    return advanced
 
 
 def expecting(tokens: int | None) -> OutputLengthEstimate:
@@ -168,7 +159,7 @@ def test_all_end_and_no_budget_is_ever_exceeded(
     kv.parks = chunk % 4 > 0
     forecast = expecting(known)
     scheduler = Scheduler(kv, max_prefill_tokens=chunk, max_batch=batch, forecast=forecast)
-    every: list[Sequence] = []
+    every: list[SequenceState] = []
     ends: dict[int, int] = {}
 
     def step() -> bool:
@@ -205,7 +196,7 @@ def test_all_end_and_no_budget_is_ever_exceeded(
         answer = min(one.max_total_tokens - one.prompt_tokens, ends[one.number])
         if one.finish_reason is not FinishReason.CANCELLED:
             assert len(one.tokens) - one.prompt_tokens == answer
-    if known is None and len(every) < 8 and len({one.request.priority for one in every}) == 1:
+    if known is None and len(every) < 8 and len({one.priority for one in every}) == 1:
         assert scheduler.load.dropped == 0, "the longest was reserved"
 
 
@@ -262,8 +253,7 @@ def test_deadlines_hold_for_those_who_wait_and_for_those_who_run() -> None:
     compute(scheduler)
     assert running.finished and patient.admitted_s is not None
     for one, word in ((waiting, "waited"), (running, "ran")):
-        error = one.listener.get()  # type: ignore[attr-defined]
-        assert isinstance(error, DeadlineError) and word in str(error)
+        assert isinstance(one.error, DeadlineError) and word in str(one.error)
     while not scheduler.idle:
         compute(scheduler)
     assert not kv.sequences

@@ -27,7 +27,7 @@ from hmt.kvcache.page_layout import layout_of
 from hmt.kvcache.page_store import PageStore
 from hmt.kvcache.page_table import PageTier
 from hmt.memory import HostPool, Ledger, PreadReader, ReadQueue
-from hmt.memory.device import Device, DevicePool, open_device
+from hmt.memory.device import Device, DevicePool, InlineRecorder, open_device
 
 LAYERS = (
     KVLayer(KVKind.FULL, 2, 16, 16),
@@ -160,7 +160,7 @@ class Texts:
             self.stepped.hold(step, runs)
         with ExitStack() as stack:
             if apart:
-                stack.enter_context(self.stepped.cutting(lambda work: work()))
+                stack.enter_context(self.stepped.recording(InlineRecorder()))
             for index, layer in enumerate(LAYERS):
                 self._layer(index, layer, step, cache, near)
         if stepped:

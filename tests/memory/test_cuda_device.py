@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hmt.memory.device import Device, GraphBreak, open_device, rates_at_once
+from hmt.memory.device import Device, SegmentKind, SegmentRecorder, open_device, rates_at_once
 from hmt.memory.device.link import Link
 
 pytestmark = pytest.mark.gpu
@@ -56,21 +56,23 @@ def test_pieces_run_in_order_with_the_cpus_part_between_them(device: Device) -> 
         torch.mul(there, factor, out=back)
         done.append(float(there[0]))
 
-    def compute(cut: GraphBreak) -> torch.Tensor:
+    def compute(recorder: SegmentRecorder) -> torch.Tensor:
         kept = state + 1  # made in the first piece, read in the last one
         for factor in (2.0, 3.0):
             there.copy_(state, non_blocking=True)
-            cut(lambda factor=factor: on_cpu(factor))
+            recorder.host_call(lambda factor=factor: on_cpu(factor))
             state.copy_(back, non_blocking=True)
             state.add_(1)
         return state + kept
 
     with device.compute_stream():
-        replay = device.capture_segments(compute)
+        captured = device.capture_segments(compute)
+        graph, call = SegmentKind.DEVICE_GRAPH, SegmentKind.HOST_CALL
+        assert [one.kind for one in captured.segments] == [graph, call, graph, call, graph]
         assert not done, "nothing is computed while it is captured"
         for start in (5.0, 11.0, -2.0):
             state.fill_(start)
-            result = replay()
+            result = captured.replay()
             device.synchronize()
             first = 2 * start + 1
             assert done[-2:] == [start, first]
@@ -96,15 +98,14 @@ def test_what_is_written_back_was_computed_before(device: Device) -> None:
 def test_a_capture_that_fails_leaves_the_device_usable(device: Device) -> None:
     state = torch.ones(10, device=device.where)
 
-    def compute(cut: GraphBreak) -> torch.Tensor:
-        cut(lambda: None)
+    def compute(recorder: SegmentRecorder) -> torch.Tensor:
+        recorder.wait(lambda: None)
         return state + state.sum().item()  # waits, which nothing captured may do
 
     with device.compute_stream():
         with pytest.raises(RuntimeError):
             device.capture_segments(compute)
-        replay = device.capture_segments(lambda cut: state * 3)
-        result = replay()
+        result = device.capture_segments(lambda recorder: state * 3).replay()
     device.synchronize()
     assert result.eq(3).all()
 

@@ -41,7 +41,7 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
             model = engine.load_model(tmp_path)
             assert (model.summary().streamed_bytes > 0) == (budget == least)
             if executor == "overlapped":
-                together = model._core._executor._together is not None
+                together = model._core.runner.executor._together is not None
                 latent = "deepseek" in case.config.model_type
                 assert together == (budget > least and not latent and extension.load() is not None)
             found.append(model.logits(tokens, range(len(tokens)), prefill=PROMPT_TOKENS))
@@ -76,8 +76,8 @@ def test_captured_steps_turn_each_run_by_its_own_length(
         model = engine.load_model(tmp_path)
         answers = [model.infer(request).token_ids for request in requests]
         answers += [one.token_ids for one in model.infer_batch(requests)]
-        captured = model._core._executor._captured
-        assert captured is not None and captured._works
+        captured = model._core.runner.executor.graphs
+        assert captured is not None and captured.works
     with hmt.Engine(**options) as engine:
         model = engine.load_model(tmp_path)
         for prompt, answer in zip(prompts * 2, answers, strict=True):

@@ -16,7 +16,7 @@ import hmt
 from hmt.contracts.kv import ring_pages
 from hmt.contracts.plan import Tier
 from hmt.engine import EngineConfig, prepare
-from hmt.engine.execution.graphs.kv_offload import KVOffloadGraphDecoding
+from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 from hmt.planner import PlanOptions, smallest_budget
@@ -64,7 +64,7 @@ def check(
             model = engine.load_model(folder)
             found = model.logits(tokens, rows, prefill=prefill)
             kv = model.summary().kv
-            captured: Any = getattr(model._core._executor, "_captured", None)
+            captured: Any = getattr(model._core.runner.executor, "graphs", None)
         assert kv is not None
         assert kv.peak.get("near", 0) < POSITIONS // 16 or not sizes.device_page
         assert all(kv.peak[name] for name in kv.capacity if kv.capacity[name] and sizes.device_page)
@@ -75,8 +75,8 @@ def check(
             error = float((found - wanted).norm() / wanted.norm())
         assert error <= near, way
         if where:
-            assert isinstance(captured, KVOffloadGraphDecoding) and captured._works
-            assert captured._kinds[True] and (kv.host_s or not sizes.device_page)
+            assert isinstance(captured, GraphRunner) and captured.works
+            assert captured.graphs[True] and (kv.host_s or not sizes.device_page)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -129,9 +129,9 @@ def check_chosen(name: str, folder: Path, **where: Any) -> None:
             rows = range(POSITIONS - 25, POSITIONS)
             found[executor, share] = model.logits(tokens, rows, prefill=POSITIONS - 24)
             read[executor, share] = model.summary().kv.host_bytes
-            captured: Any = getattr(model._core._executor, "_captured", None)
-            assert isinstance(captured, KVOffloadGraphDecoding) == (executor == "overlapped")
-            assert captured is None or (captured._works and captured._kinds[True])
+            captured: Any = getattr(model._core.runner.executor, "graphs", None)
+            assert isinstance(captured, GraphRunner) == (executor == "overlapped")
+            assert captured is None or (captured.works and captured.graphs[True])
     wanted, kept, every = found.values()
     assert (kept - wanted).norm() <= NEAR * wanted.norm() < (kept - every).norm()
     assert read["overlapped", 0.4] < read["overlapped", 1.0]

@@ -150,12 +150,12 @@ def test_an_error_within_a_stream_is_one(
     app: FastAPI, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hmt.base.errors import DiskReadError
-    from hmt.engine.scheduling.sequence import Sequence
+    from hmt.engine.outputs.output_processor import OutputProcessor
 
     def faulty(*given: Any) -> None:
         raise DiskReadError("the disk said no")
 
-    monkeypatch.setattr(Sequence, "accept", faulty)
+    monkeypatch.setattr(OutputProcessor, "accept", faulty)
 
     async def work() -> None:
         async with client_of(app) as client:

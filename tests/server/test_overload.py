@@ -153,16 +153,16 @@ def test_an_answer_that_fails_is_told_and_others_go_on(
     app: FastAPI, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hmt.base.errors import DiskReadError
-    from hmt.engine.scheduling.sequence import Sequence
+    from hmt.engine.outputs.output_processor import OutputProcessor
 
-    accept = Sequence.accept
+    accept = OutputProcessor.accept
 
-    def faulty(sequence: Sequence, *others: Any) -> None:
-        if sequence.request.ignore_eos:
+    def faulty(output: OutputProcessor, *others: Any) -> None:
+        if output.request.ignore_eos:
             raise DiskReadError("the disk said no")
-        accept(sequence, *others)
+        accept(output, *others)
 
-    monkeypatch.setattr(Sequence, "accept", faulty)
+    monkeypatch.setattr(OutputProcessor, "accept", faulty)
 
     async def work() -> None:
         async with http(app) as client:

@@ -140,7 +140,7 @@ def test_a_prompt_that_is_held_is_scored_all_the_same() -> None:
         tokens = model.tokenizer.encode("Once upon a time there was a small house. " * 6)
         request = hmt.Request(tokens, 0, prompt_logprobs=0)
         app, wanted = app_on(model), scores(model, tokens)[0]
-        model._core._executor._pieces._rows = 7  # type: ignore[attr-defined]
+        model._core.runner.executor._outputs._rows = 7  # type: ignore[attr-defined]
         for _ in range(2):
             found = model.infer(request)
             assert (found.text, found.finish_reason.value) == ("", "length")

@@ -105,7 +105,7 @@ def decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> Hy
 def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> HybridStep:
     core: Any = model._core
     kv, teams = core.memory.kv, core.memory.on_device.weights.moe_backends
-    captured = core._executor._captured
+    captured = core.runner.executor.graphs
     total = context + steps + _WARM_STEPS + 1
     sequences = [kv.allocator.open(total) for _ in range(batch)]
     tokens = [17 + 13 * n for n in range(batch)]
@@ -121,7 +121,7 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
             ]
             served = captured.served if captured is not None else None
             begin = time.perf_counter()
-            logits = core._executor.run(Step.build(parts))
+            logits = core.runner.executor.run(Step.build(parts))
             elapsed = time.perf_counter() - begin
             # Random weights end in loops; other tokens keep the routing alive.
             tokens = [(int(row.argmax()) + 31 * number) % len(row) for row in logits]
@@ -271,7 +271,7 @@ def pack_of(
 
 def skew(model: LoadedModel, shape: DeepSeekShape, frequencies: Tensor) -> None:
     """Let the model's routers choose experts so often: f32 [layers with experts, experts]."""
-    weights: Any = model._core._weights
+    weights: Any = model._core.runner._weights
 
     def change() -> None:
         with weights.lease(BlockId(shape.dense_layers, BlockKind.ROUTER)) as params:

@@ -212,7 +212,7 @@ def _in_a_way(
                 step = decode_steps(model, context, task.steps)
                 cases.append(step.as_row(ram_rate, short.step_s))
             used = engine._device.used_bytes() if engine._device is not None else 0
-            captured = model._core._executor._captured  # type: ignore[attr-defined]
+            captured = model._core.runner.executor.graphs  # type: ignore[attr-defined]
     except (HMTError, RuntimeError) as error:
         return {"name": way.name, **asdict(way), "failure": str(error)[:300]}
     return {
@@ -220,7 +220,7 @@ def _in_a_way(
         **asdict(way),
         "load_s": loaded_s,
         "gpu_used_bytes": used,
-        "captured": captured is not None and captured._works,
+        "captured": captured is not None and captured.works,
         "cases": cases,
     }
 
@@ -276,7 +276,7 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
             if number == _WARM_STEPS:
                 moved = -_moved(kv)
             begin = time.perf_counter()
-            logits = core._executor.run(Step.build([part]))
+            logits = core.runner.executor.run(Step.build([part]))
             elapsed = time.perf_counter() - begin
             token = (int(logits[0].argmax()) + 31 * number) % logits.shape[1]
             now = _counted(kv)
@@ -300,7 +300,7 @@ def _decode_steps(model: LoadedModel, context: int, steps: int) -> KVStep:
 def _fill(core: Any, sequence: int, context: int) -> None:
     """Let a sequence hold random numbers at its first positions."""
     kv = core.memory.kv
-    dtype = core._executor._model.dtype
+    dtype = core.runner.executor._model.dtype
     store = kv._places.stores.device if isinstance(kv, TieredKV) else kv._store
     on_device = core.memory.on_device
     with torch.inference_mode():

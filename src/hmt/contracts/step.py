@@ -1,8 +1,13 @@
-"""A step: one forward pass over a batch of token runs."""
+"""A step: one forward pass over a batch of token runs.
 
-from collections.abc import Iterable
+The scheduler emits it as `SchedulerOutput`, plain numbers that another process or machine can be
+sent.  A `Step` has the same as the tensors that a model computes from.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,12 +53,15 @@ class Segment:
 
 
 class SegmentRequest(NamedTuple):
-    """One sequence's share of a step that is to be built.
+    """One sequence's share of a step, as plain numbers.
 
+    sequence             handle of the sequence in the KV cache
+    start                position of the first token
     num_logit_rows       how many of the last tokens need logits: 0, 1, or all of them
+    reserved, reserved_tokens, whole   see Segment
     num_prompt_logprobs  how many of the first tokens have logits that are looked at and not kept
     num_pooled           how many of the last tokens have hidden states that are
-    whole                see Run
+    request              number of the request that the tokens belong to; 0: of none
     """
 
     sequence: int
@@ -65,6 +73,102 @@ class SegmentRequest(NamedTuple):
     num_prompt_logprobs: int = 0
     num_pooled: int = 0
     whole: int = 0
+    request: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def context(self) -> int:
+        """Positions that exist once the tokens have been appended."""
+        return self.start + len(self.tokens)
+
+
+class KVOperation(NamedTuple):
+    """A change of what sequences hold in a KV cache: a method of it, and its arguments.
+
+    name       "open", "fork", "grow", "shrink", "rewind", "park", "resume" or "close"
+    arguments  of that method: handles, then numbers of positions
+    opened     the handle that an "open" or a "fork" returned; 0 of all others
+    """
+
+    name: str
+    arguments: tuple[int, ...]
+    opened: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What a step computes, without tensors and without the requests themselves.
+
+    segments       in the order of the step's flat arrays; at most one per sequence
+    prompt_tokens  tokens of the step that belong to prompts
+    kv_operations  what sequences were given and lost in the KV cache since the last step, in order.
+                   With a prefix cache those that it makes are missing.
+    logit_rows     indices of the tokens whose logits are wanted; None: the segments tell
+    """
+
+    segments: tuple[SegmentRequest, ...]
+    prompt_tokens: int = 0
+    kv_operations: tuple[KVOperation, ...] = ()
+    logit_rows: tuple[int, ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all segments."""
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def shows_prompts(self) -> bool:
+        """Whether any rows are scored or pooled."""
+        return any(s.num_prompt_logprobs or s.num_pooled for s in self.segments)
+
+    @property
+    def sampled(self) -> list[int]:
+        """Requests whose next token the step's logits choose, in the order of these."""
+        return [segment.request for segment in self.segments if segment.num_logit_rows]
+
+    @property
+    def scored(self) -> list[tuple[int, int]]:
+        """(request, position) of each scored row, whose logits tell of the token behind it."""
+        return [
+            (segment.request, segment.start + number)
+            for segment in self.segments
+            for number in range(segment.num_prompt_logprobs)
+        ]
+
+    @property
+    def pooled(self) -> list[tuple[int, int]]:
+        """(request, position) of each pooled row."""
+        return [
+            (segment.request, position)
+            for segment in self.segments
+            for position in range(segment.context - segment.num_pooled, segment.context)
+        ]
+
+    def to_json(self) -> str:
+        """As a JSON object, which `from_json` reads."""
+        fields = {"segments": self.segments, "prompt_tokens": self.prompt_tokens}
+        return json.dumps(
+            fields | {"kv_operations": self.kv_operations, "logit_rows": self.logit_rows}
+        )
+
+    @staticmethod
+    def from_json(text: str) -> "SchedulerOutput":
+        """What `to_json` was called on."""
+        fields: dict[str, Any] = json.loads(text)
+        rows = fields["logit_rows"]
+        return SchedulerOutput(
+            tuple(SegmentRequest(*segment) for segment in fields["segments"]),
+            fields["prompt_tokens"],
+            tuple(
+                KVOperation(name, tuple(arguments), opened)
+                for name, arguments, opened in fields["kv_operations"]
+            ),
+            None if rows is None else tuple(rows),
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,8 +196,11 @@ class Step:
         return bool(len(self.scored_rows) or len(self.pooled_rows))
 
     @staticmethod
-    def build(parts: Iterable[SegmentRequest | tuple[int, int, list[int], int]]) -> "Step":
-        """A step from parts, in their order."""
+    def build(
+        parts: Iterable[SegmentRequest | tuple[int, int, list[int], int]],
+        logit_rows: Sequence[int] | None = None,
+    ) -> "Step":
+        """A step from parts, in their order; `logit_rows` in place of what they tell of these."""
         runs: list[Segment] = []
         ids: list[int] = []
         positions: list[int] = []
@@ -110,7 +217,9 @@ class Step:
             rows += range(end - part.num_logit_rows, end)
             scored += range(offset, offset + part.num_prompt_logprobs)
             pooled += range(end - part.num_pooled, end)
+        rows = rows if logit_rows is None else list(logit_rows)
         flat = [
-            torch.tensor(of, dtype=torch.int64) for of in (ids, positions, rows, scored, pooled)
+            torch.tensor(numbers, dtype=torch.int64)
+            for numbers in (ids, positions, rows, scored, pooled)
         ]
         return Step(flat[0], flat[1], tuple(runs), *flat[2:])

@@ -49,6 +49,22 @@ class ResidentBlock:
     nbytes: int
 
 
+class HostFeedForward(dict[str, WeightTensor]):
+    """Parameters of a feed-forward network that the CPU computes in the middle of a device's step.
+
+    A lease gives them where a step is captured.  The layer then calls `compute` instead of a
+    kernel.
+
+    compute   takes hidden, x and layer as `ops.feed_forward` does, on the device; changes hidden
+    """
+
+    def __init__(
+        self, params: Mapping[str, WeightTensor], compute: Callable[[Any, Any, Any], None]
+    ) -> None:
+        super().__init__(params)
+        self.compute = compute
+
+
 class MoeBackend(Protocol):
     """Computes a layer's routed experts wherever they are, in several places at once."""
 

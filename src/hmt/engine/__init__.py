@@ -2,8 +2,8 @@
 
 from hmt.engine.api import Engine, LoadedModel
 from hmt.engine.config import EngineConfig
-from hmt.engine.engine_core import check_tokens
 from hmt.engine.experts.ab_gate import ABResult
+from hmt.engine.input_processor import check_tokens
 from hmt.engine.loading.prepare import Prepared, prepare
 from hmt.engine.prediction import StepPrediction, StepTotals
 from hmt.engine.run_summary import (
@@ -14,7 +14,7 @@ from hmt.engine.run_summary import (
     RunSummary,
     bottleneck,
 )
-from hmt.engine.scheduling.scheduled_step import Load
+from hmt.engine.scheduling.load import Load
 from hmt.engine.snapshot import EngineSnapshot, ExpertMap, ExpertTier, TierUsage
 from hmt.engine.streams import RequestHandle
 

@@ -1,7 +1,6 @@
 """The engine's API: requests go to the engine's thread, and tokens come back."""
 
 import atexit
-import time
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -17,7 +16,6 @@ import torch
 from hmt.base.errors import (
     BudgetError,
     ClosedError,
-    EmptyPromptError,
     RequestError,
 )
 from hmt.base.trace import Tracer
@@ -25,20 +23,19 @@ from hmt.base.units import format_bytes
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.request import Completion, FinishReason, Request, Sampling
 from hmt.engine import run_history
+from hmt.engine.beam_search import Hypothesis
 from hmt.engine.config import EngineConfig
-from hmt.engine.engine_core import EngineCore, check_tokens
+from hmt.engine.engine_core import EngineCore
 from hmt.engine.engine_thread import EngineThread
+from hmt.engine.input_processor import InputProcessor
 from hmt.engine.loading.allocate import allocate_on
 from hmt.engine.loading.device import device_budget, device_for
 from hmt.engine.loading.prepare import Prepared, prepare
+from hmt.engine.outputs.output_processor import OutputProcessor, TokenListener
 from hmt.engine.prediction import Predictor
-from hmt.engine.request_limits import LengthLimit
 from hmt.engine.run_summary import RunSummary
-from hmt.engine.scheduling.beam_search import Hypothesis
-from hmt.engine.scheduling.prompt_outputs import EmbeddingPool
-from hmt.engine.scheduling.sampler import SamplerState, check_logprobs
-from hmt.engine.scheduling.scheduled_step import Load
-from hmt.engine.scheduling.sequence import Sequence, TokenListener, check_least, end_tokens
+from hmt.engine.scheduling.load import Load
+from hmt.engine.scheduling.sequence import SequenceState
 from hmt.engine.snapshot import EngineSnapshot, SnapshotReader
 from hmt.engine.streams import RequestHandle, StreamEvent, TokenStream, completions, nth
 from hmt.engine.timeline import TRACED_EVENTS, Timeline
@@ -48,7 +45,6 @@ from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
 from hmt.memory.numa import Binding, bytes_by_node, choose, verify
 from hmt.planner.cost.prediction import plan_kind
-from hmt.text import Constraint, StopStrings, ThoughtLimit
 
 
 class Engine:
@@ -171,6 +167,8 @@ class LoadedModel:
             factors = run_history.factors_of(name).get(plan_kind(plan))
             self._predictor = Predictor(prepared.demand, plan, prepared.machine, factors)
             self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
+            capacity = self._core.load.capacity_tokens
+            self._input = InputProcessor(prepared, self.tokenizer, capacity)
             stack.pop_all()
         self._loop.run_steps(self._core.advance)
         self.closed = False
@@ -226,9 +224,9 @@ class LoadedModel:
         request that can never run.
         """
         requests = [nth(request, number) for number in range(len(listeners))]
-        sequences = self._sequences(requests, listeners, shared=True)
-        self._loop.post(lambda: self._core.add(sequences))
-        return [RequestHandle(sequence, self._cancel) for sequence in sequences]
+        processors = self._processors(requests, listeners, shared=True)
+        self._loop.post(lambda: self._core.add(processors))
+        return [RequestHandle(processor.state, self._cancel) for processor in processors]
 
     def beam_search(
         self, request: Request, beams: int, *, length_penalty: float = 1.0
@@ -239,10 +237,11 @@ class LoadedModel:
         of other requests run between theirs.  Raises RequestError for a request that samples or has
         stop strings, or more beams than max_batch; BudgetError where they do not fit now.
         """
-        most, sequence = self.max_batch, self._sequence(request, SimpleQueue())
+        most, asked = self.max_batch, self._input.process(request, SimpleQueue())
+        sequence = asked.state
         if type(beams) is not int or not 1 <= beams <= most:
             raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
-        if request.sampling != Sampling() or sequence.stops.any or request.min_tokens:
+        if request.sampling != Sampling() or asked.stops.any or request.min_tokens:
             raise RequestError(
                 "beams take the likeliest: leave sampling and stop strings out, and min_tokens"
             )
@@ -255,7 +254,7 @@ class LoadedModel:
                 sequence.tokens,
                 beams=beams,
                 new_tokens=sequence.max_total_tokens - sequence.prompt_tokens,
-                eos_ids=sequence.eos_ids,
+                eos_ids=asked.eos_ids,
                 length_penalty=length_penalty,
             )
         )
@@ -307,8 +306,8 @@ class LoadedModel:
         return self._loop.begin(lambda: self._snapshot_reader.read(self._core, self._summary()))
 
     def replayed_s(self, times: int) -> tuple[float, float]:
-        """See GraphDecoding; 0, 0 where nothing is captured."""
-        return self._loop.call(lambda: self._core.replayed_s(times))
+        """See GraphRunner; 0, 0 where nothing is captured."""
+        return self._loop.call(lambda: self._core.runner.replayed_s(times))
 
     @property
     def load(self) -> Load:
@@ -326,7 +325,7 @@ class LoadedModel:
             resident_bytes=homes[Tier.HOST],
             streamed_bytes=homes[Tier.DISK],
             peak_rss_bytes=peak_resident_bytes(),
-            expert_prefetch_gain=core.expert_prefetch_gain,
+            expert_prefetch_gain=core.runner.expert_prefetch_gain,
             pools=core.memory.pool_stats(),
             notes=self.prepared.model.spec.remarks,
             device=core.memory.device_account(self.plan),
@@ -364,103 +363,34 @@ class LoadedModel:
     def _submit(self, requests: Many[Request], *, shared: bool = False) -> list[TokenStream]:
         """Queue all, or none where one can never run."""
         queues: list[SimpleQueue[StreamEvent]] = [SimpleQueue() for _ in requests]
-        sequences = self._sequences(requests, queues, shared)
+        processors = self._processors(requests, queues, shared)
         streams = [
-            TokenStream(sequence, events, self._cancel)
-            for sequence, events in zip(sequences, queues, strict=True)
+            TokenStream(processor.state, events, self._cancel)
+            for processor, events in zip(processors, queues, strict=True)
         ]
-        self._loop.call(lambda: self._core.add(sequences))
+        self._loop.call(lambda: self._core.add(processors))
         return streams
 
-    def _sequences(
+    def _processors(
         self, requests: Many[Request], listeners: Many[TokenListener], shared: bool
-    ) -> list[Sequence]:
-        """A sequence for each; if `shared`, all after the first wait for its prompt."""
-        sequences = [
-            self._sequence(request, listener)
+    ) -> list[OutputProcessor]:
+        """One for each; if `shared`, all after the first wait for its prompt."""
+        processors = [
+            self._input.process(request, listener)
             for request, listener in zip(requests, listeners, strict=True)
         ]
-        for sequence in sequences:
-            self._core.scheduler.check(sequence)
-        for sequence in sequences[1:] if shared else ():
-            sequence.prefix_leader = sequences[0]
-        return sequences
-
-    def _sequence(self, request: Request, listener: TokenListener) -> Sequence:
-        if not isinstance(request, Request):
-            raise RequestError(
-                f"a request is an hmt.Request, not {type(request).__name__}: "
-                "hmt.Request(input=..., max_new_tokens=...)"
-            )
-        tokens = self._prompt_tokens(request)
-        sampler = SamplerState(request.sampling, tokens)
-        if request.prompt_logprobs is not None:
-            check_logprobs("prompt_logprobs", request.prompt_logprobs)
-        biased = [token for token, _ in request.sampling.logit_bias]
-        check_tokens([*biased, *request.stop_token_ids], self.prepared.model.spec.vocab_size)
-        stops = (request.stop,) if isinstance(request.stop, str) else request.stop
-        timeout_s = request.timeout_s
-        longest = self._new_tokens(request, len(tokens))
-        check_least(request, longest)
-        return Sequence(
-            request=request,
-            tokens=tokens,
-            prompt_tokens=len(tokens),
-            max_total_tokens=len(tokens) + longest,
-            sampler=sampler,
-            text=self.tokenizer.stream(),
-            stops=StopStrings(stops),
-            eos_ids=end_tokens(request, self.tokenizer.eos_ids),
-            listener=listener,
-            scores=None if request.prompt_logprobs is None else [],
-            pool=None if request.embedding is None else EmbeddingPool(request.embedding),
-            constraint=self._form(request, tokens),
-            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
-        )
-
-    def _form(self, request: Request, prompt: list[int]) -> Constraint | ThoughtLimit | None:
-        if request.grammar is not None:
-            return self.tokenizer.grammars.open(request.grammar)
-        most = request.reasoning_tokens
-        if most is None:
-            return None
-        if type(most) is not int or most < 0:
-            raise RequestError(f"reasoning_tokens is {most!r}; give an integer of at least 0")
-        return self.tokenizer.thought_limit(prompt, most)
-
-    def _new_tokens(self, request: Request, prompt: int) -> int:
-        """How many tokens a request may generate.  Raises ContextLengthError, RequestError."""
-        asked = request.max_new_tokens
-        self.prepared.check_head(needed=request.embedding is None)
-        if request.embedding is not None and asked != 0:
-            raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
-        longest = self.prepared.model.spec.max_context
-        limit = LengthLimit.of(longest, self.load.capacity_tokens, request.context_size)
-        shows = request.prompt_logprobs is not None or request.embedding is not None
-        return limit.new_tokens(prompt, asked, fewest=0 if shows else 1)
+        for processor in processors:
+            self._core.scheduler.check(processor.state)
+        for processor in processors[1:] if shared else ():
+            processor.state.prefix_leader = processors[0].state
+        return processors
 
     @property
     def max_positions(self) -> int:
         """The longest that prompt and answer may be together."""
-        return min(self.prepared.model.spec.max_context, self.load.capacity_tokens)
+        return self._input.max_positions
 
-    def _prompt_tokens(self, request: Request) -> list[int]:
-        if not isinstance(request.input, (str, list, tuple)):
-            raise RequestError(
-                f"input is {type(request.input).__name__}; it must be text, chat messages or ids"
-            )
-        if not request.input:
-            raise EmptyPromptError("the prompt is empty; give text, messages or token ids")
-        if isinstance(request.input, str):
-            tokens = self.tokenizer.encode(request.input, most=self.max_positions)
-        elif isinstance(request.input[0], dict):
-            tokens = self.tokenizer.chat_prompt(request.input, most=self.max_positions)
-        else:
-            tokens = list(request.input)
-        check_tokens(tokens, self.prepared.model.spec.vocab_size)
-        return tokens
-
-    def _answer(self, found: Hypothesis, sequence: Sequence, score: float) -> Completion:
+    def _answer(self, found: Hypothesis, sequence: SequenceState, score: float) -> Completion:
         text = found.tokens[:-1] if found.ended else found.tokens
         return Completion(
             text=self.tokenizer.decode(text),
@@ -470,7 +400,7 @@ class LoadedModel:
             score=score,
         )
 
-    def _cancel(self, sequence: Sequence) -> None:
+    def _cancel(self, sequence: SequenceState) -> None:
         if not self.closed:
             try:
                 self._loop.post(lambda: self._core.cancel(sequence))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan
-from hmt.contracts.step import Step
+from hmt.contracts.step import SchedulerOutput
 from hmt.planner import Demand
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.prediction import RunFactors, StepCost
@@ -29,10 +29,10 @@ class StepTotals:
     seconds: float = 0.0
     disk_bytes: int = 0
 
-    def add(self, step: Step, seconds: float, disk_bytes: int) -> None:
+    def add(self, step: SchedulerOutput, seconds: float, disk_bytes: int) -> None:
         """Count one step."""
         self.steps += 1
-        self.tokens += len(step.token_ids)
+        self.tokens += step.num_tokens
         self.sequences += len(step.segments)
         self.positions += sum(run.context for run in step.segments)
         self.seen += sum(run.length * (run.start + (run.length + 1) / 2) for run in step.segments)

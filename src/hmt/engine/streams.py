@@ -12,9 +12,9 @@ from hmt.contracts.request import (
     Request,
     TokenEvent,
 )
-from hmt.engine.scheduling.sequence import Sequence
+from hmt.engine.scheduling.sequence import SequenceState
 
-Cancel = Callable[[Sequence], None]
+Cancel = Callable[[SequenceState], None]
 StreamEvent = TokenEvent | PromptEvent | HMTError | None
 
 
@@ -23,7 +23,7 @@ class TokenStream(Iterator[TokenEvent]):
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: SequenceState,
         events: "queue.SimpleQueue[StreamEvent]",
         cancel: Cancel,
     ) -> None:
@@ -81,7 +81,7 @@ class RequestHandle:
     Times are time.perf_counter() seconds.
     """
 
-    _sequence: Sequence
+    _sequence: SequenceState
     _cancel: Cancel
 
     @property

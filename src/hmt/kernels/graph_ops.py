@@ -38,6 +38,20 @@ def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: 
     return rows
 
 
+def copy_pairs(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy each source to its target, between a device and host memory that its kernels can read.
+
+    One or two pairs, all contiguous, of one shape and dtype.  Put on the device's queue.
+    """
+    if any(tensor.is_cuda for tensor in pairs[0]):
+        from hmt.kernels.triton.transfer.pinned_copy import move
+
+        move(pairs)
+        return
+    for source, target in pairs:
+        target.copy_(source)
+
+
 def combine_parts(
     out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, joined: Tensor
 ) -> None:

@@ -22,7 +22,6 @@ from hmt.kernels.cpu import experts as cpu_experts
 from hmt.kernels.cpu import linear as cpu_linear
 from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
 from hmt.kernels.cpu.stack import stack as make_stack
-from hmt.kernels.host_ffn import copy_pairs, feed_forward_handler, feed_forward_on_host
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,
@@ -68,12 +67,10 @@ __all__ = [
     "attention_inputs",
     "attention_output",
     "biased_sigmoid_topk",
-    "copy_pairs",
     "dequantize",
     "draw",
     "experts",
     "feed_forward",
-    "feed_forward_on_host",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",
@@ -387,9 +384,6 @@ def feed_forward(
 ) -> None:
     """See `reference.feed_forward`: changes hidden [tokens, width].  Computed where params are."""
     if hidden.device != (where := params["down_proj"].data.device):
-        if (handler := feed_forward_handler()) is not None:
-            handler(hidden, x, params, layer)
-            return
         moved = hidden.to(where)
         feed_forward(moved, None if x is None else x.to(where), params, layer)
         hidden.copy_(moved)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
+from hmt.contracts.store import HostFeedForward
 from hmt.kernels import fused_ops, ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
@@ -77,5 +78,8 @@ class ResidualFFN:
 
         Weights of the norms are `norm` and `post_norm` of `params`.  Returns hidden.
         """
-        ops.feed_forward(hidden, x, params, self.layer)
+        if isinstance(params, HostFeedForward):
+            params.compute(hidden, x, self.layer)
+        else:
+            ops.feed_forward(hidden, x, params, self.layer)
         return hidden

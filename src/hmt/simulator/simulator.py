@@ -13,18 +13,15 @@ import numpy as np
 
 from hmt.base.errors import ContextLengthError
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.contracts.request import FinishReason, Request
-from hmt.contracts.step import SegmentRequest, Step
-from hmt.engine.scheduling.scheduled_step import Scheduled
+from hmt.contracts.request import FinishReason
+from hmt.contracts.step import SchedulerOutput
 from hmt.engine.scheduling.scheduler import Scheduler
-from hmt.engine.scheduling.sequence import Sequence
+from hmt.engine.scheduling.sequence import SequenceState
 from hmt.kvcache import KVAllocator, PagePool
 from hmt.planner.cost.step_costs import MEMORIES, PARTS, StepCosts
 from hmt.simulator.traffic import SimulatedRequest, Traffic
 
 PERCENTILES = (50, 90, 99)
-
-_NO_STEP = Step.build([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +137,7 @@ class _Running:
     """A request that is on its way."""
 
     request: SimulatedRequest
+    state: SequenceState
     begun_s: float | None = None
     first_s: float | None = None
 
@@ -152,9 +150,8 @@ class _Simulation:
         self._follower, self._costs = traffic.followers(), costs
         self._now = 0.0
         self._scheduler = Scheduler(
-            kv, max_prefill_tokens=chunk, max_batch=max_batch, clock=lambda: self._now,
-            build=_without_tensors,
-        )  # fmt: skip
+            kv, max_prefill_tokens=chunk, max_batch=max_batch, clock=lambda: self._now
+        )
         self._running: dict[int, _Running] = {}  # by number of the sequence
         self._sums = np.zeros(1 + len(PARTS) + len(MEMORIES))
         self._filled = 0.0
@@ -168,9 +165,9 @@ class _Simulation:
         self._now = begin
         while True:
             self._arrive()
-            scheduled = self._scheduler.next_step()
-            if scheduled is not None:
-                self._take(scheduled)
+            output = self._scheduler.next_step()
+            if output is not None:
+                self._take(output)
             elif self._coming:
                 self._now = max(self._now, self._coming[-1].due_s)
             else:
@@ -198,17 +195,17 @@ class _Simulation:
         except ContextLengthError:
             self._found.refused += 1
             return
-        self._running[sequence.number] = _Running(asked)
+        self._running[sequence.number] = _Running(asked, sequence)
         self._unbegun += 1
         self._scheduler.add(sequence)
 
-    def _take(self, scheduled: Scheduled) -> None:
+    def _take(self, output: SchedulerOutput) -> None:
         """This step, and those behind it that are like it."""
-        cost, limit = self._cost(scheduled, 0)
-        count = self._alike(scheduled, float(cost[0]))
+        cost, limit = self._cost(output, 0)
+        count = self._alike(output, float(cost[0]))
         if count > 1:
-            cost, limit = self._cost(scheduled, count)
-        found, texts = self._found, len(scheduled.advanced)
+            cost, limit = self._cost(output, count)
+        found, texts = self._found, len(output.segments)
         begin, seconds = self._now, float(cost[0]) * count
         self._now += seconds
         self._sums += cost * count
@@ -217,18 +214,18 @@ class _Simulation:
         found.most_batch = max(found.most_batch, texts)
         found.limits_s[limit] = found.limits_s.get(limit, 0.0) + seconds
         found.steps += count
-        found.prompt_tokens += scheduled.prompt_tokens
-        for sequence, tokens in scheduled.advanced:
-            sequence.computed += tokens * count
-            one = self._running[sequence.number]
+        found.prompt_tokens += output.prompt_tokens
+        for segment in output.segments:
+            one = self._running[segment.request]
+            one.state.computed += segment.length * count
             if one.begun_s is None:
                 one.begun_s = begin
                 self._unbegun -= 1
-        for sequence in scheduled.sampled:
-            self._accept(sequence, count)
+        for request in output.sampled:
+            self._accept(self._running[request], count)
 
-    def _accept(self, sequence: Sequence, count: int) -> None:
-        one = self._running[sequence.number]
+    def _accept(self, one: _Running, count: int) -> None:
+        sequence = one.state
         one.first_s = self._now if one.first_s is None else one.first_s
         sequence.tokens += [0] * count
         asked = one.request
@@ -243,53 +240,47 @@ class _Simulation:
         if (following := self._follower(self._now)) is not None:
             self._coming.append(following)  # it is due at once, before all others
 
-    def _cost(self, scheduled: Scheduled, count: int) -> "tuple[Any, str]":
+    def _cost(self, output: SchedulerOutput, count: int) -> "tuple[Any, str]":
         """Of one step; of many like it, of the one in the middle."""
-        texts = len(scheduled.advanced)
-        reads = [one.computed + tokens for one, tokens in scheduled.advanced]
-        if not scheduled.prompt_tokens:
+        texts = len(output.segments)
+        reads = [segment.context for segment in output.segments]
+        if not output.prompt_tokens:
             return self._costs.decode(texts, sum(reads) / texts + (count - 1) / 2 * (count > 1))
-        every = sum(tokens for _, tokens in scheduled.advanced)
-        seen = sum(n * (one.computed + (n + 1) / 2) for one, n in scheduled.advanced)
+        every = output.num_tokens
+        seen = sum(s.length * (s.start + (s.length + 1) / 2) for s in output.segments)
         return self._costs.mixed(every, texts, sum(reads) / texts, seen / every)
 
-    def _alike(self, scheduled: Scheduled, seconds: float) -> int:
+    def _alike(self, output: SchedulerOutput, seconds: float) -> int:
         """How many steps from this one on are like it: until one comes, ends or grows."""
-        load, texts = self._scheduler.load, scheduled.advanced
-        members = tuple(sequence.number for sequence, _ in texts)
+        load, texts = self._scheduler.load, output.segments
+        members = tuple(segment.request for segment in texts)
         before, self._before = self._before, members
-        if scheduled.prompt_tokens or load.running != len(texts):
+        if output.prompt_tokens or load.running != len(texts):
             return 1
         if load.waiting and members != before:
             return 1  # the next step may admit somebody
+        running = [self._running[segment.request] for segment in texts]
         ends = [
-            min(self._running[one.number].request.tokens + one.prompt_tokens - len(one.tokens),
-                one.reserved_tokens - len(one.tokens) + 1)
-            for one, _ in texts
-        ]  # fmt: skip
+            min(
+                one.request.tokens - one.state.answered,
+                one.state.reserved_tokens - len(one.state.tokens) + 1,
+            )
+            for one in running
+        ]
         count = min(ends)
         if self._coming:
             count = min(count, ceil((self._coming[-1].due_s - self._now) / seconds))
         return max(1, count)
 
 
-def _without_tensors(parts: Many[SegmentRequest]) -> Step:
-    return _NO_STEP
-
-
-def _sequence(asked: SimulatedRequest) -> Sequence:
+def _sequence(asked: SimulatedRequest) -> SequenceState:
     """What the scheduler knows of a request."""
-    nothing: Any = None
-    return Sequence(
-        request=Request(input=[], owner=asked.owner, priority=asked.priority),
+    return SequenceState(
         tokens=[0] * asked.prompt_tokens,
         prompt_tokens=asked.prompt_tokens,
         max_total_tokens=asked.prompt_tokens + asked.max_tokens,
-        sampler=nothing,
-        text=nothing,
-        stops=nothing,
-        eos_ids=frozenset(),
-        listener=nothing,
+        owner=asked.owner,
+        priority=asked.priority,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hmt.engine import LoadedModel
-from hmt.engine.scheduling import sampler
+from hmt.engine.outputs import sampler
 
 ANSWER = "It is sunny in Rome."
 

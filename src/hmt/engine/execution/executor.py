@@ -15,10 +15,10 @@ from hmt.base.trace import Tracer
 from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Priority, Weights
-from hmt.engine.execution.graphs.full import GraphDecoding
+from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.prefetch import ReadAhead
 from hmt.engine.loading.device import OnDevice
-from hmt.engine.scheduling.prompt_outputs import PromptOutputSink, PromptOutputSource
+from hmt.engine.outputs.prompt_outputs import PromptOutputSink, PromptOutputSource
 from hmt.kernels.ops import LogitStats
 from hmt.weights import WeightsView
 
@@ -37,7 +37,7 @@ class Executor(Protocol):
         ...
 
     def replayed_s(self, times: int) -> tuple[float, float]:
-        """See GraphDecoding; 0, 0 where nothing is captured."""
+        """See GraphRunner; 0, 0 where nothing is captured."""
         ...
 
     def run(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor:
@@ -189,10 +189,10 @@ class OverlappedExecutor:
         ahead: ReadAhead,
         tracer: Tracer | None = None,
         places: DeviceStages | None = None,
-        captured: GraphDecoding | None = None,
+        graphs: GraphRunner | None = None,
         scored_rows: int = 1,
     ) -> None:
-        """`captured` computes what it can of steps after their embedding.
+        """`graphs` computes what it can of steps after their embedding.
 
         `scored_rows` of logits are looked at together.
         """
@@ -201,7 +201,7 @@ class OverlappedExecutor:
         self._weights = weights
         self._kv = kv
         self._ahead = ahead
-        self._captured = captured
+        self.graphs = graphs
         self._places = places or DeviceStages()
         self._stages = _Stages(model, tracer)
         self._outputs = PromptOutputSink(model, self._weights, scored_rows)
@@ -216,11 +216,11 @@ class OverlappedExecutor:
 
     @torch.inference_mode()
     def replayed_s(self, times: int) -> tuple[float, float]:
-        """See GraphDecoding."""
-        if self._captured is None:
+        """See GraphRunner."""
+        if self.graphs is None:
             return 0.0, 0.0
         with self._places.computing():
-            return self._captured.replayed_s(times)
+            return self.graphs.replayed_s(times)
 
     @torch.inference_mode()
     def run(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor:
@@ -234,10 +234,10 @@ class OverlappedExecutor:
         places.begin(step)
         self._stages.begin()
         self.surveys = ()
-        if self._captured is not None:
-            logits = self._captured(step)
+        if self.graphs is not None:
+            logits = self.graphs(step)
             if logits is not None:
-                self.surveys = self._captured.surveys
+                self.surveys = self.graphs.surveys
                 self._stages.ended(None)
                 ahead.step_ends()
                 return logits

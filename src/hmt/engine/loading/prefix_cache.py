@@ -21,7 +21,7 @@ from hmt.kvcache.prefix import (
 from hmt.memory import HostPool
 
 if TYPE_CHECKING:
-    from hmt.engine.scheduling.sequence import Sequence
+    from hmt.engine.scheduling.sequence import SequenceState
 
 
 def prefix_bytes(model: Model, config: EngineConfig) -> int:
@@ -77,20 +77,20 @@ def save_some(prefixes: PrefixCache) -> bool:
         return False
 
 
-def scope_of(sequence: "Sequence", border: RotaryBorder | None, *, shared: bool) -> str:
+def scope_of(sequence: "SequenceState", border: RotaryBorder | None, *, shared: bool) -> str:
     """What two requests must have in common, besides their tokens, to share KV pages.
 
     The owner, unless prefixes are `shared`; the request's own salt; and what `salt_of` says.  No
     two of these are written alike, and a request without any has the scope "".
     """
-    request, salt = sequence.request, salt_of(sequence, border)
-    owner = "" if shared else request.owner
-    if not owner and not request.cache_salt:
+    salt = salt_of(sequence, border)
+    owner = "" if shared else sequence.owner
+    if not owner and not sequence.cache_salt:
         return salt
-    return json.dumps([owner, request.cache_salt, salt])
+    return json.dumps([owner, sequence.cache_salt, salt])
 
 
-def salt_of(sequence: "Sequence", border: RotaryBorder | None) -> str:
+def salt_of(sequence: "SequenceState", border: RotaryBorder | None) -> str:
     """What two sequences must have in common, besides their tokens, to have the same keys.
 
     Behind `whole` positions keys go by their own position, which is the same for all.

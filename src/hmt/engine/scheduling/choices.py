@@ -5,7 +5,7 @@ from collections.abc import Sequence as Many
 
 from hmt.base.errors import HMTError
 from hmt.engine.scheduling.kv_reservation import KVReservation
-from hmt.engine.scheduling.sequence import Sequence
+from hmt.engine.scheduling.sequence import SequenceState
 
 
 class Choices:
@@ -16,17 +16,22 @@ class Choices:
     """
 
     def __init__(
-        self, rooms: KVReservation, waiting: Iterable[Sequence], running: Iterable[Sequence]
+        self,
+        rooms: KVReservation,
+        waiting: Iterable[SequenceState],
+        running: Iterable[SequenceState],
     ) -> None:
         """Of one scheduler, whose `waiting` and `running` are looked at when asked."""
         self._rooms = rooms
         self._waiting, self._running = waiting, running
 
-    def followers(self, leader: Sequence) -> list[Sequence]:
+    def followers(self, leader: SequenceState) -> list[SequenceState]:
         """Those that wait for the prompt of `leader`, or for a place to go on with it."""
         return [one for one in self._waiting if one.prefix_leader is leader]
 
-    def source(self, leader: Sequence, waiting: Many[Sequence], places: int) -> Sequence | None:
+    def source(
+        self, leader: SequenceState, waiting: Many[SequenceState], places: int
+    ) -> SequenceState | None:
         """Which sequence holds the prompt for those of `waiting` that get no place; None: none can.
 
         places   for sequences to run; there may be room for fewer
@@ -40,7 +45,7 @@ class Choices:
         except HMTError:
             return None
 
-    def release(self, sequence: Sequence, *, ended: bool) -> None:
+    def release(self, sequence: SequenceState, *, ended: bool) -> None:
         """Before a sequence gives up its KV pages: let its followers have the prompt.
 
         Of another that holds it; else, if it has `ended`, the first follower takes it over.  Where

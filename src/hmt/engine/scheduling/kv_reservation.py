@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.engine.scheduling.sequence import Sequence
-from hmt.kvcache import KVAllocator
+from hmt.engine.scheduling.kv_operations import KVOperationLog
+from hmt.engine.scheduling.sequence import SequenceState
 from hmt.kvcache.prefix import PrefixCache
 
 
@@ -13,7 +13,7 @@ class KVReservation:
     """Keeps `kv`, `room` and `computed` of sequences.  Only for the engine's thread."""
 
     def __init__(
-        self, kv: KVAllocator, prefixes: PrefixCache | None, salt: Callable[[Sequence], str]
+        self, kv: KVOperationLog, prefixes: PrefixCache | None, salt: Callable[[SequenceState], str]
     ) -> None:
         """See Scheduler."""
         self._kv = kv
@@ -35,7 +35,7 @@ class KVReservation:
         """Whether `park` leaves others the place of a sequence."""
         return self._kv.can_park()
 
-    def enter(self, sequence: Sequence, positions: int, spare: int) -> bool:
+    def enter(self, sequence: SequenceState, positions: int, spare: int) -> bool:
         """Reserve `positions` for a sequence that does not run, if `spare` others stay free.
 
         What is in memory of its tokens counts as computed.  Raises DiskReadError where more of them
@@ -60,7 +60,9 @@ class KVReservation:
         sequence.reserved_tokens = max(sequence.reserved_tokens, round_up(positions, PAGE_TOKENS))
         return True
 
-    def fork(self, leader: Sequence, sequence: Sequence, positions: int, spare: int) -> bool:
+    def fork(
+        self, leader: SequenceState, sequence: SequenceState, positions: int, spare: int
+    ) -> bool:
         """Let a sequence begin with the prompt that `leader` holds, if `spare` others stay free."""
         assert leader.kv is not None
         prompt = sequence.prompt_tokens
@@ -76,7 +78,7 @@ class KVReservation:
         """Whether a sequence that has answered still holds all that its prompt left."""
         return self._kv.can_rewind()
 
-    def copy_prompt(self, leader: Sequence, sequence: Sequence) -> bool:
+    def copy_prompt(self, leader: SequenceState, sequence: SequenceState) -> bool:
         """Let a sequence that waits hold the prompt of `leader`, if there is room."""
         if not self.fork(leader, sequence, sequence.prompt_tokens, 0):
             return False
@@ -84,7 +86,7 @@ class KVReservation:
         self._kv.park(sequence.kv)
         return True
 
-    def hand_over_prompt(self, leader: Sequence, sequence: Sequence) -> None:
+    def hand_over_prompt(self, leader: SequenceState, sequence: SequenceState) -> None:
         """Take the prompt from `leader`, which has ended, for a sequence that waits.
 
         Raises BudgetError or DiskReadError, changing no more than what `leader` can go on with.
@@ -99,7 +101,7 @@ class KVReservation:
         sequence.reserved_tokens = round_up(sequence.prompt_tokens, PAGE_TOKENS)
         leader.kv, leader.reserved_tokens = None, 0
 
-    def grow(self, sequence: Sequence, positions: int) -> bool:
+    def grow(self, sequence: SequenceState, positions: int) -> bool:
         """Let a sequence have so many positions, if there is room."""
         assert sequence.kv is not None
         if not self._kv.can_grow(sequence.kv, positions):
@@ -108,7 +110,7 @@ class KVReservation:
         sequence.reserved_tokens = max(sequence.reserved_tokens, round_up(positions, PAGE_TOKENS))
         return True
 
-    def shrink(self, sequence: Sequence, pages: int) -> bool:
+    def shrink(self, sequence: SequenceState, pages: int) -> bool:
         """Take back up to `pages` that a sequence has reserved and not begun; whether it had any.
 
         What it chose last has its place still.
@@ -122,14 +124,14 @@ class KVReservation:
         sequence.reserved_tokens = room
         return True
 
-    def park(self, sequence: Sequence) -> None:
+    def park(self, sequence: SequenceState) -> None:
         """Leave a sequence no more than what it has computed, wherever that moves meanwhile."""
         assert sequence.kv is not None
         self._kv.shrink(sequence.kv, sequence.computed)
         self._kv.park(sequence.kv)
         sequence.reserved_tokens = round_up(sequence.computed, PAGE_TOKENS)
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: SequenceState) -> None:
         """Take everything from a sequence that will go on; what others do not need is left to it.
 
         That is what the prefix cache still has when it comes back; the rest is computed again.
@@ -139,11 +141,11 @@ class KVReservation:
             self._kv.close(sequence.kv)
         else:
             computed = sequence.tokens[: sequence.computed]
-            salt, owner = self._salt(sequence), sequence.request.owner
+            salt, owner = self._salt(sequence), sequence.owner
             self._prefixes.leave(sequence.kv, computed, salt, owner)
         sequence.kv, sequence.reserved_tokens, sequence.computed = None, 0, 0
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """Free what an ended sequence holds, if it holds anything."""
         if sequence.kv is None:
             return
@@ -151,11 +153,11 @@ class KVReservation:
             self._kv.close(sequence.kv)
         else:
             computed = sequence.tokens[: sequence.computed]
-            salt, owner = self._salt(sequence), sequence.request.owner
+            salt, owner = self._salt(sequence), sequence.owner
             self._prefixes.close(sequence.kv, computed, salt, owner)
         sequence.kv, sequence.reserved_tokens = None, 0
 
-    def shared(self, sequence: Sequence) -> int:
+    def shared(self, sequence: SequenceState) -> int:
         """Tokens of a sequence that waits whose keys and values are in memory."""
         if sequence.kv is not None:
             return sequence.computed

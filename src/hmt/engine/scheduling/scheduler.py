@@ -5,21 +5,20 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 
-import torch
-
 from hmt.base.errors import ContextLengthError, DeadlineError, HMTError, RequestError
 from hmt.contracts.model import PAGE_TOKENS, RotaryBorder
 from hmt.contracts.request import FinishReason
-from hmt.contracts.step import SegmentRequest, Step
+from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.scheduling.batch_limit import BatchLimit
 from hmt.engine.scheduling.choices import Choices
-from hmt.engine.scheduling.kv_reservation import KVAllocator, KVReservation
+from hmt.engine.scheduling.kv_operations import KVOperationLog
+from hmt.engine.scheduling.kv_reservation import KVReservation
+from hmt.engine.scheduling.load import Load
 from hmt.engine.scheduling.output_length import OutputLengthEstimate
 from hmt.engine.scheduling.prefill_budget import split_prefill_budget
 from hmt.engine.scheduling.request_queue import RequestQueue, Taken
-from hmt.engine.scheduling.scheduled_step import Load, Scheduled
-from hmt.engine.scheduling.sequence import PromptEnd, Sequence
-from hmt.kernels import ops
+from hmt.engine.scheduling.sequence import PromptEnd, SequenceState
+from hmt.kvcache import KVAllocator
 from hmt.kvcache.prefix import PrefixCache
 
 # Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
@@ -54,12 +53,11 @@ class Scheduler:
         max_prefill_tokens: int,
         max_batch: int,
         prefixes: PrefixCache | None = None,
-        salt: Callable[[Sequence], str] = lambda sequence: "",
+        salt: Callable[[SequenceState], str] = lambda sequence: "",
         border: RotaryBorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         forecast: OutputLengthEstimate | None = None,
-        build: Callable[[list[SegmentRequest]], Step] = Step.build,
-        begun: Callable[[Sequence], None] = lambda sequence: None,
+        begin_answer: Callable[[SequenceState, PromptEnd], None] = lambda sequence, end: None,
     ) -> None:
         """A step holds `max_prefill_tokens` of prompts at most, and one of each other request.
 
@@ -67,25 +65,25 @@ class Scheduler:
         border     of the model's rotary positions
         clock      by which deadlines are meant
         forecast   what is known of answers beforehand
-        build      makes a step of its parts; where nothing computes it, any step will do
-        begun      is told of a sequence whose first token was chosen from another's logits
+        begin_answer   chooses the first token of a sequence by the logits of another's prompt
         """
-        self._rooms = KVReservation(kv, prefixes, salt)
+        self.kv = KVOperationLog(kv)
+        self._rooms = KVReservation(self.kv, prefixes, salt)
         self._chunk = max_prefill_tokens
         self._border = border
         self._clock = clock
         self._forecast = OutputLengthEstimate() if forecast is None else forecast
         self._limit = BatchLimit(max_batch)
-        self._build = build
-        self._begun = begun
+        self._begin_first = begin_answer
         self._full = False  # since the last sequence came or ended
-        self._waiting: RequestQueue[Sequence] = RequestQueue()
-        self._running: list[Sequence] = []
+        self._waiting: RequestQueue[SequenceState] = RequestQueue()
+        self._running: list[SequenceState] = []
         self._choices = Choices(self._rooms, self._waiting, self._running)
-        self._places: dict[int, Taken[Sequence]] = {}  # of those that run, by number
-        self._timed: dict[int, Sequence] = {}  # that have a deadline, by number
+        self._places: dict[int, Taken[SequenceState]] = {}  # of those that run, by number
+        self._timed: dict[int, SequenceState] = {}  # that have a deadline, by number
         self._parked = self._dropped = 0
         self._batches: Counter[int] = Counter()
+        self._ended: list[SequenceState] = []
 
     @property
     def idle(self) -> bool:
@@ -108,16 +106,16 @@ class Scheduler:
             dict(self._batches),
         )
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         """Everyone who waits or runs."""
         return [*self._waiting, *self._running]
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: SequenceState) -> None:
         """Raise ContextLengthError where a request could never be admitted.  For any thread.
 
         Raises RequestError where its owner or cache_salt is not a string.
         """
-        owner, salt = sequence.request.owner, sequence.request.cache_salt
+        owner, salt = sequence.owner, sequence.cache_salt
         if not isinstance(owner, str) or not isinstance(salt, str):
             raise RequestError(f"owner {owner!r} and cache_salt {salt!r} must be text")
         needed = -(-sequence.max_total_tokens // PAGE_TOKENS) * PAGE_TOKENS
@@ -130,86 +128,79 @@ class Scheduler:
                 "a larger context (--context)"
             )
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queue a request that `check` lets pass."""
-        request = sequence.request
         cost = self._expected(sequence)
-        self._waiting.add(sequence, owner=request.owner, priority=request.priority, cost=cost)
+        self._waiting.add(sequence, owner=sequence.owner, priority=sequence.priority, cost=cost)
         if sequence.deadline_s is not None:
             self._timed[sequence.number] = sequence
         self._full = False
 
-    def next_step(self) -> Scheduled | None:
+    def next_step(self) -> SchedulerOutput | None:
         """The next step, or None when nothing runs, or all wait for their forms."""
         self._expire()
         self._update_batch_limit(sent_back=self._grow())
         self._admit()
         while self._cross():
             self._admit()
-        running = [one for one in self._running if one.unsettled is None]
+        running = [one for one in self._running if not one.is_unsettled]
         reading = [one for one in running if one.computed < one.prefill_tokens]
         shares = split_prefill_budget(
             [(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk
         )
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
-        parts: list[SegmentRequest] = []
-        sampled, advanced = [], []
-        scored: list[tuple[Sequence, int]] = []
-        pooled: list[tuple[Sequence, int]] = []
-        for sequence in running:
-            first, count = sequence.computed, counts.get(sequence.number, 1)
-            if count == 0:
-                continue
-            complete = first + count == len(sequence.tokens)
-            wanted = int(complete and sequence.wants_tokens)
-            scores, pools = sequence.prompt_output_rows(first, count)
-            scored += [(sequence, first + n) for n in range(scores)]
-            pooled += [(sequence, first + count - pools + n) for n in range(pools)]
-            assert sequence.kv is not None
-            if first + count > sequence.reserved_tokens:  # kernels would write beside its pages
-                raise AssertionError("a step has more positions than were reserved")
-            tokens = sequence.tokens[first : first + count]
-            reach = sequence.max_total_tokens, sequence.reserved_tokens
-            parts.append(
-                SegmentRequest(
-                    sequence.kv, first, tokens, wanted, *reach, scores, pools, sequence.whole
-                )
-            )
-            advanced.append((sequence, count))
-            if wanted:
-                sampled.append(sequence)
-        if not parts:
+        segments = [
+            self._segment(sequence, count)
+            for sequence in running
+            if (count := counts.get(sequence.number, 1))
+        ]
+        if not segments:
             return None
-        self._batches[len(parts)] += 1
-        return Scheduled(
-            self._build(parts),
-            tuple(sampled),
-            tuple(advanced),
-            sum(shares),
-            tuple(scored),
-            tuple(pooled),
+        self._batches[len(segments)] += 1
+        return SchedulerOutput(tuple(segments), sum(shares), self.kv.take())
+
+    @staticmethod
+    def _segment(sequence: SequenceState, count: int) -> SegmentRequest:
+        """The next `count` tokens of a sequence."""
+        assert sequence.kv is not None
+        first, last = sequence.computed, sequence.computed + count
+        if last > sequence.reserved_tokens:  # kernels would write beside its pages
+            raise AssertionError("a step has more positions than were reserved")
+        scored, pooled = sequence.prompt_output_rows(first, count)
+        return SegmentRequest(
+            sequence.kv,
+            first,
+            sequence.tokens[first:last],
+            int(last == len(sequence.tokens) and sequence.wants_tokens),
+            sequence.max_total_tokens,
+            sequence.reserved_tokens,
+            scored,
+            pooled,
+            sequence.whole,
+            sequence.number,
         )
 
+    def take_ended(self) -> list[SequenceState]:
+        """Those that were retired since the last call, in order."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def fork(
-        self,
-        leader: Sequence,
-        logits: torch.Tensor | None = None,
-        known: ops.LogitStats | None = None,
-    ) -> list[Sequence]:
+        self, leader: SequenceState, keep_end: Callable[[], PromptEnd] | None = None
+    ) -> list[SequenceState]:
         """Sequences that run from now on with the prompt that `leader` has just computed.
 
-        logits   f32 [vocab] that follow the prompt.  Of these the others keep a copy and begin
-                 with it, once there is a place for them; without logits they compute the prompt
-        known    see PromptEnd
+        keep_end   keeps the logits that follow the prompt, for others that begin with them once
+                   there is a place for them; without it they compute the prompt
         """
-        waiting, forked = self._choices.followers(leader), list[Sequence]()
+        waiting, forked = self._choices.followers(leader), list[SequenceState]()
         for sequence in waiting:
             sequence.prefix_leader = None
         places = self._limit.most - len(self._running)
         # Others begin with the keys of the prompt alone: see `RotaryBorder`.
         shares = leader.kv is not None and leader.whole == leader.prompt_tokens
         source = None
-        if logits is not None and shares:
+        if keep_end is not None and shares:
             source = self._choices.source(leader, waiting, places)
         for sequence in waiting:
             if not shares or sequence is source or len(self._running) >= self._limit.most:
@@ -225,15 +216,15 @@ class Scheduler:
             self._begin(sequence)
             forked.append(sequence)
         late = [one for one in waiting if one.kv is None and not one.finished]
-        if logits is not None and source is not None and (late or source is not leader):
-            end = PromptEnd(logits.clone(), known)
+        if keep_end is not None and source is not None and (late or source is not leader):
+            end = keep_end()
             for holder in (leader, *forked) if source is leader else (source,):
                 holder.prompt_end = end
         for sequence in late if source is not None else late[1:]:
             sequence.prefix_leader = late[0] if source is None else source
         return forked
 
-    def retire(self, sequence: Sequence) -> None:
+    def retire(self, sequence: SequenceState) -> None:
         """Free what a sequence holds; it has finished, failed or been cancelled."""
         if sequence in self._running:
             self._running.remove(sequence)
@@ -245,10 +236,11 @@ class Scheduler:
         self._choices.release(sequence, ended=True)
         self._rooms.close(sequence)
         reason = sequence.finish_reason
-        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not _is_certain(sequence):
-            answer = len(sequence.tokens) - sequence.prompt_tokens
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not sequence.fixed_length:
+            answer = sequence.answered
             whole = reason is FinishReason.STOP
-            self._forecast.note(sequence.request.owner, answer, whole=whole)
+            self._forecast.note(sequence.owner, answer, whole=whole)
+        self._ended.append(sequence)
 
     def _expire(self) -> None:
         """Fail those whose deadline has passed."""
@@ -290,12 +282,12 @@ class Scheduler:
         else:
             self._send_back(next(one for one in ranked if not _is_settled(one)), park=False)
 
-    def _put_aside(self) -> list[Sequence]:
+    def _put_aside(self) -> list[SequenceState]:
         """Those that wait and have keys and values, who rank lowest first."""
         there = [one for one in self._waiting if one.kv is not None]
         return sorted(there, key=_rank, reverse=True)
 
-    def _send_back(self, sequence: Sequence, *, park: bool) -> None:
+    def _send_back(self, sequence: SequenceState, *, park: bool) -> None:
         """Let a sequence that runs wait again, and go on later."""
         self._running.remove(sequence)
         self._waiting.restore(self._places.pop(sequence.number))
@@ -335,7 +327,7 @@ class Scheduler:
             self._full, waits = False, True
         return waits
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: SequenceState) -> None:
         """Take all keys and values from a sequence that waits."""
         self._choices.release(sequence, ended=False)
         self._rooms.drop(sequence)
@@ -380,7 +372,7 @@ class Scheduler:
                 self._full = True
                 return
 
-    def _enter(self, sequence: Sequence) -> bool:
+    def _enter(self, sequence: SequenceState) -> bool:
         """Take room for a sequence, and its leader's prompt if that is held; whether there was."""
         leader, positions, spare = sequence.prefix_leader, self._expected(sequence), self._spare()
         if leader is not None and leader.prompt_end is not None:
@@ -395,30 +387,28 @@ class Scheduler:
         sequence.prefix_leader = None
         return True
 
-    def _begin_answer(self, sequence: Sequence) -> None:
+    def _begin_answer(self, sequence: SequenceState) -> None:
         """The first token of a sequence whose prompt another has computed to the end."""
         end = sequence.prompt_end
         if end is None or sequence.computed < len(sequence.tokens):
             return
         if not self._rooms.can_rewind:
             sequence.prompt_end = None  # what it appends next takes the prompt from it
-        sequence.advance(end.logits, end.known)
+        self._begin_first(sequence, end)
         if sequence.finished:
             self.retire(sequence)
-        else:
-            self._begun(sequence)
 
-    def _make_way(self, head: Sequence, *, crowded: bool = False) -> bool:
+    def _make_way(self, head: SequenceState, *, crowded: bool = False) -> bool:
         """Let others give way to `head`, which cannot begin; whether one of them did.
 
         Who runs does so for a higher priority only.  Who was put aside also does when nothing runs.
 
         crowded   since as many run as may, and not since there is no room
         """
-        lower = self._below(head.request.priority)
+        lower = self._below(head.priority)
         aside = [one for one in self._put_aside() if one is not head]
         if self._running:
-            aside = [one for one in aside if one.request.priority < head.request.priority]
+            aside = [one for one in aside if one.priority < head.priority]
         free = self._rooms.free_tokens
         needed = self._expected(head) + self._spare() - head.reserved_tokens
         if self._running and free + sum(one.reserved_tokens for one in (*aside, *lower)) < needed:
@@ -434,14 +424,14 @@ class Scheduler:
             return False
         return True
 
-    def _below(self, priority: int | None) -> list[Sequence]:
+    def _below(self, priority: int | None) -> list[SequenceState]:
         """Those that run and can be sent back for one of this priority, who rank lowest first."""
         if priority is None:
             return []
-        lower = [one for one in self._running if one.request.priority < priority]
+        lower = [one for one in self._running if one.priority < priority]
         return sorted((one for one in lower if not _is_settled(one)), key=_rank, reverse=True)
 
-    def _is_ready(self, sequence: Sequence) -> bool:
+    def _is_ready(self, sequence: SequenceState) -> bool:
         """False while another computes its prompt, or while others need what it keeps of it."""
         leader = sequence.prefix_leader
         if leader is not None:
@@ -449,20 +439,20 @@ class Scheduler:
         keeps = sequence.prompt_end is not None and not self._rooms.can_rewind
         return not (keeps and self._choices.followers(sequence))
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: SequenceState) -> None:
         self._places[sequence.number] = self._waiting.take(sequence)
         if sequence.admitted_s is None:
             sequence.cached_tokens = sequence.computed
             sequence.admitted_s = time.perf_counter()
         self._running.append(sequence)
 
-    def _expected(self, sequence: Sequence) -> int:
+    def _expected(self, sequence: SequenceState) -> int:
         """Positions that a sequence is expected to take, or that are reserved for it anyway."""
-        if _is_settled(sequence) or _is_certain(sequence):
+        if _is_settled(sequence) or sequence.fixed_length:
             return sequence.max_total_tokens
         prompt, tokens = sequence.prompt_tokens, len(sequence.tokens)
         longest = sequence.max_total_tokens - prompt
-        answer = self._forecast.expected(sequence.request.owner, longest, tokens - prompt)
+        answer = self._forecast.expected(sequence.owner, longest, tokens - prompt)
         return min(sequence.max_total_tokens, max(prompt + answer, tokens + PAGE_TOKENS))
 
     def _spare(self) -> int:
@@ -472,18 +462,11 @@ class Scheduler:
         )
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: SequenceState) -> tuple[int, int]:
     """By which those that run give way: the largest first."""
-    return -sequence.request.priority, sequence.number
+    return -sequence.priority, sequence.number
 
 
-def _is_settled(sequence: Sequence) -> bool:
+def _is_settled(sequence: SequenceState) -> bool:
     """Whether it has given way often enough."""
     return sequence.preemptions >= _MAX_PREEMPTIONS
-
-
-def _is_certain(sequence: Sequence) -> bool:
-    """Whether the answer will be as long as it may: nothing ends it before."""
-    request = sequence.request
-    ends = request.stop or request.stop_token_ids
-    return request.ignore_eos and not ends and request.grammar is None

@@ -1,10 +1,11 @@
 """Keys and values at several levels in decoding steps that a device captures.
 
 The device attends to the pages that are near, and the CPU beside it to all others, where they lie:
-a layer's queries go down, and outputs with their log-sum-exp come up.  For that a capture is cut
-twice in each layer.  What the device does while the CPU attends is a piece of its own, in which it
-also fetches some of the CPU's pages.  Where tokens choose what they attend to, the CPU chooses
-among its own pages once a layer's queries have come; then none are fetched.
+a layer's queries go down, and outputs with their log-sum-exp come up.  For that each layer has two
+host calls between the device graphs of a capture.  In the graph between the two, which runs while
+the CPU attends, the device also fetches some of the CPU's pages.  Where tokens choose what they
+attend to, the CPU chooses among its own pages once a layer's queries have come; then none are
+fetched.
 """
 
 import time
@@ -27,7 +28,7 @@ from hmt.kvcache.offload.sliding_window import SlidingWindowPages
 from hmt.kvcache.offload.tiered_cache import PagesOfStep, TieredKV
 from hmt.kvcache.page_store import KeptLayer
 from hmt.kvcache.page_table import Ints
-from hmt.memory.device import Device, Event, GraphBreak
+from hmt.memory.device import Device, Event, SegmentRecorder
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class GraphKVCache(OffloadedKVBase):
         self._kv = kv
         self._device = device
         self.fetched = PageFetch(kv, device)
-        self._cut: GraphBreak | None = None
+        self._recorder: SegmentRecorder | None = None
         self._where = PagesOfStep(ops.AttentionMetadata(()))
         self._step: Step | None = None
         self._runs = ops.AttentionMetadata(())  # of the near pages
@@ -126,13 +127,13 @@ class GraphKVCache(OffloadedKVBase):
         return fixed.sliding_windows[window]
 
     @contextmanager
-    def cutting(self, cut: GraphBreak) -> Iterator[None]:
-        """In the body, the CPU has its part in attention, at the places where `cut` is called."""
-        before, self._cut = self._cut, cut
+    def recording(self, recorder: SegmentRecorder) -> Iterator[None]:
+        """In the body, the CPU has its part in attention, which `recorder` is told of."""
+        before, self._recorder = self._recorder, recorder
         try:
             yield
         finally:
-            self._cut = before
+            self._recorder = before
 
     def ended(self) -> None:
         """The step has been put on the device's queue: tell the policy what tokens attend to."""
@@ -167,18 +168,18 @@ class GraphKVCache(OffloadedKVBase):
         asked = self._host_query_of(layer, query, options)
         shape = *query.shape[:2], kept.pages.layout.value_dim
         out, there = self._parts_of(shape, query.device)
-        ops.copy_pairs([(query, asked.query)])
-        cut = self._cut
-        if cut is not None:
-            cut(partial(self._send, asked))
+        graph_ops.copy_pairs([(query, asked.query)])
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.host_call(partial(self._send, asked))
         ops.attend_part(
             kept.pages, kept.slot, self._runs, query, out, asked.lse, sinks=sinks, **options
         )
-        if cut is None:
+        if recorder is None:
             return out.to(query.dtype)
         if self.fetched.there:
             self.fetched.attend(layer, query, out, asked.lse, **options)
-        cut(partial(self._attend_offloaded, layer, asked, there))
+        recorder.host_call(partial(self._attend_offloaded, layer, asked, there))
         joined = query.new_empty(shape)
         graph_ops.combine_parts(out, asked.lse, there.out, there.lse, joined)
         return joined

@@ -2,19 +2,32 @@
 
 from hmt.memory.device.factory import open_device
 from hmt.memory.device.fake import FakeDevice
-from hmt.memory.device.interface import CopyEvent, Device, Event, GraphBreak
+from hmt.memory.device.interface import (
+    CapturedStep,
+    CopyEvent,
+    Device,
+    Event,
+    GraphSegment,
+    InlineRecorder,
+    SegmentKind,
+    SegmentRecorder,
+)
 from hmt.memory.device.link import Link, link_rate, rates_at_once
 from hmt.memory.device.pool import DeviceBuffer, DevicePool
 
 __all__ = [
+    "CapturedStep",
     "CopyEvent",
     "Device",
     "DeviceBuffer",
     "DevicePool",
     "Event",
     "FakeDevice",
-    "GraphBreak",
+    "GraphSegment",
+    "InlineRecorder",
     "Link",
+    "SegmentKind",
+    "SegmentRecorder",
     "link_rate",
     "open_device",
     "rates_at_once",

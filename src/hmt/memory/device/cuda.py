@@ -3,13 +3,21 @@
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 from hmt.base.errors import BudgetError, MachineError
 from hmt.base.units import format_bytes
 from hmt.memory.device.coalesced_copy import joined
-from hmt.memory.device.interface import CopyEvent, Event, GraphBreak
+from hmt.memory.device.interface import (
+    CapturedStep,
+    CopyEvent,
+    Event,
+    GraphSegment,
+    SegmentKind,
+    SegmentRecorder,
+)
 from hmt.memory.device.nvml import ProcessMemory
 
 _PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -40,6 +48,37 @@ class _CudaCopyEvent(_CudaEvent):
     def elapsed_s(self) -> float:
         """See Copy."""
         return self._begin.elapsed_time(self.event) * 1e-3
+
+
+class _CudaRecorder:
+    """Implements SegmentRecorder: a graph ends where another segment comes, and the next begins."""
+
+    def __init__(self, pool: Any) -> None:
+        """`pool` is what torch calls one; see `graph_pool_handle`."""
+        self.segments: list[GraphSegment] = []
+        self.graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def begin(self) -> None:
+        """Capture into the graph."""
+        self.graph.capture_begin(pool=self._pool)
+
+    def end(self) -> None:
+        """Make the graph a segment."""
+        self.graph.capture_end()
+        self.segments.append(GraphSegment(SegmentKind.DEVICE_GRAPH, self.graph.replay))
+
+    def host_call(self, work: Callable[[], None]) -> None:
+        self._put_between(GraphSegment(SegmentKind.HOST_CALL, work))
+
+    def wait(self, work: Callable[[], None]) -> None:
+        self._put_between(GraphSegment(SegmentKind.WAIT, work))
+
+    def _put_between(self, segment: GraphSegment) -> None:
+        self.end()
+        self.segments.append(segment)
+        self.graph = torch.cuda.CUDAGraph()
+        self.begin()
 
 
 def _pci_address(properties: object) -> str:
@@ -156,7 +195,7 @@ class CudaDevice:
             work()
             return _CudaEvent(self._writes.record_event())
 
-    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, compute: Callable[[], torch.Tensor]) -> CapturedStep:
         """See Device."""
         graph = torch.cuda.CUDAGraph()
         self._compute.synchronize()
@@ -167,46 +206,23 @@ class CudaDevice:
         except BaseException:
             self._abandon(graph)
             raise
+        return CapturedStep((GraphSegment(SegmentKind.DEVICE_GRAPH, graph.replay),), result)
 
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay
-
-    def capture_segments(
-        self, compute: Callable[[GraphBreak], torch.Tensor]
-    ) -> Callable[[], torch.Tensor]:
+    def capture_segments(self, compute: Callable[[SegmentRecorder], torch.Tensor]) -> CapturedStep:
         """See Device."""
-        parts: list[Callable[[], None]] = []
-        # One pool for all: what one piece leaves for the next stays where it is meanwhile.
-        graph = torch.cuda.CUDAGraph()
-
-        def cut(work: Callable[[], None]) -> None:
-            nonlocal graph
-            graph.capture_end()
-            parts.extend((graph.replay, work))
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._graphs)
-
+        # One pool for all: what one graph leaves for the next stays where it is meanwhile.
+        recorder = _CudaRecorder(self._graphs)
         self._compute.synchronize()
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._compute):
             try:
-                graph.capture_begin(pool=self._graphs)
-                result = compute(cut)
-                graph.capture_end()
+                recorder.begin()
+                result = compute(recorder)
+                recorder.end()
             except BaseException:
-                self._abandon(graph)
+                self._abandon(recorder.graph)
                 raise
-        parts.append(graph.replay)
-
-        def replay() -> torch.Tensor:
-            for part in parts:
-                part()
-            return result
-
-        return replay
+        return CapturedStep(tuple(recorder.segments), result)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture in which something failed.

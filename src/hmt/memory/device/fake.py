@@ -11,7 +11,15 @@ from contextlib import contextmanager
 import torch
 
 from hmt.memory.device.coalesced_copy import joined
-from hmt.memory.device.interface import CopyEvent, Event, GraphBreak
+from hmt.memory.device.interface import (
+    CapturedStep,
+    CopyEvent,
+    Event,
+    GraphSegment,
+    InlineRecorder,
+    SegmentKind,
+    SegmentRecorder,
+)
 
 POISON = 0xFF  # NaN in every float dtype
 
@@ -133,15 +141,19 @@ class FakeDevice:
         self._under_way.append(written)
         return written
 
-    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See Device: the work itself, every time."""
-        return compute
+    def capture(self, compute: Callable[[], torch.Tensor]) -> CapturedStep:
+        """See Device: one segment, which does the work itself every time."""
 
-    def capture_segments(
-        self, compute: Callable[[GraphBreak], torch.Tensor]
-    ) -> Callable[[], torch.Tensor]:
-        """See Device: all of it, every time."""
-        return lambda: compute(lambda work: work())
+        def run() -> None:
+            captured.result = compute()
+
+        segment = GraphSegment(SegmentKind.DEVICE_GRAPH, run)
+        captured = CapturedStep((segment,), torch.empty(0))
+        return captured
+
+    def capture_segments(self, compute: Callable[[SegmentRecorder], torch.Tensor]) -> CapturedStep:
+        """See Device: one segment as well, which the CPU's part is in."""
+        return self.capture(lambda: compute(InlineRecorder()))
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See Device."""

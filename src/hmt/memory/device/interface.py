@@ -6,13 +6,70 @@ there.  A mark is a place in a queue; another queue can be made to wait for it w
 waiting.
 """
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-GraphBreak = Callable[[Callable[[], None]], None]
+
+class SegmentKind(enum.Enum):
+    """What a segment of a captured step is."""
+
+    DEVICE_GRAPH = "device graph"  # puts captured kernels on the compute queue
+    HOST_CALL = "host call"  # the CPU's part
+    WAIT = "wait"  # lets the compute queue wait for a copy; takes the CPU no time
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSegment:
+    """A part of a captured step, which `run` does each time that the step is replayed."""
+
+    kind: SegmentKind
+    run: Callable[[], None]
+
+
+@dataclass(slots=True)
+class CapturedStep:
+    """What a device has captured: segments, to be run in order.
+
+    result   what the last one leaves, written anew by each replay
+    """
+
+    segments: tuple[GraphSegment, ...]
+    result: torch.Tensor
+
+    def replay(self) -> torch.Tensor:
+        """Run all segments; their result."""
+        for segment in self.segments:
+            segment.run()
+        return self.result
+
+
+class SegmentRecorder(Protocol):
+    """Who takes down the segments of a step while it is captured."""
+
+    def host_call(self, work: Callable[[], None]) -> None:
+        """End a device graph.  Each replay does `work`, once what is before it is on the queue."""
+        ...
+
+    def wait(self, work: Callable[[], None]) -> None:
+        """The same of `work` that only lets the compute queue wait."""
+        ...
+
+
+class InlineRecorder:
+    """Implements SegmentRecorder where nothing is captured: does all work at once."""
+
+    def host_call(self, work: Callable[[], None]) -> None:
+        """Do `work` now."""
+        work()
+
+    def wait(self, work: Callable[[], None]) -> None:
+        """Do `work` now."""
+        work()
 
 
 class Event(Protocol):
@@ -112,21 +169,19 @@ class Device(Protocol):
         """
         ...
 
-    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """What `compute` puts on the compute queue, as one thing that can be put there again.
+    def capture(self, compute: Callable[[], torch.Tensor]) -> CapturedStep:
+        """What `compute` puts on the compute queue, as one segment.
 
         `compute` has been called before, waits for nothing, and reads and writes tensors that stay
-        where they are; what it returns is written anew by each call of the result.
+        where they are.
         """
         ...
 
-    def capture_segments(
-        self, compute: Callable[[GraphBreak], torch.Tensor]
-    ) -> Callable[[], torch.Tensor]:
+    def capture_segments(self, compute: Callable[[SegmentRecorder], torch.Tensor]) -> CapturedStep:
         """Like `capture`, of work in which the CPU has a part.
 
-        `compute` calls what it is given with that part, at its place among what is captured.  It is
-        not done now, but each time when what is before it has been put on the queue.
+        `compute` tells the recorder of that part, at its place among what is captured.  It is not
+        done now, but by each replay.
         """
         ...
 

@@ -208,7 +208,7 @@ class DeviceWeights:
 
     def lease(self, block: BlockId) -> AbstractContextManager[Params]:
         """See Weights."""
-        if self._on_host(block):
+        if self.is_on_host(block):
             return self._store.lease(block)
         standing = self._resident.get(block)
         if standing is not None:
@@ -219,13 +219,13 @@ class DeviceWeights:
         self, blocks: Sequence[BlockId]
     ) -> AbstractContextManager[Iterator[LeasedGroup]]:
         """See Weights."""
-        if all(map(self._on_host, blocks)):
+        if all(map(self.is_on_host, blocks)):
             return self._store.lease_each(blocks)
         return nullcontext(self._one_by_one(blocks))
 
     def resident(self, blocks: Sequence[BlockId]) -> Sequence[ResidentBlock] | None:
         """See Weights."""
-        if all(map(self._on_host, blocks)):
+        if all(map(self.is_on_host, blocks)):
             return self._store.resident(blocks)
         found = [self._resident[block] for block in blocks if block in self._resident]
         return found if len(found) == len(blocks) else None
@@ -311,6 +311,10 @@ class DeviceWeights:
         self.moe_backends = MoeBackends({})
         self._views.clear()
 
+    def is_on_host(self, block: BlockId) -> bool:
+        """Whether the CPU computes with a block in steps like this."""
+        return block not in self._computing[self._kind]
+
     # For steps that are captured: what `lease` does, by its parts
 
     def place(self, block: BlockId) -> Params | None:
@@ -359,9 +363,6 @@ class DeviceWeights:
                 passed.append(other)
         for other in passed:
             self._free(other)
-
-    def _on_host(self, block: BlockId) -> bool:
-        return block not in self._computing[self._kind]
 
     def _bytes_of(self, block: BlockId, leases: ExitStack) -> Tensor:
         """A block in host memory; what stays there is leased only once."""

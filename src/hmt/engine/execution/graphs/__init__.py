@@ -1,1 +1,1 @@
-"""Decode steps captured as CUDA graphs: whole, in pieces, and with offloaded KV."""
+"""Decode steps that a device captures: which, as what segments, and their replay."""

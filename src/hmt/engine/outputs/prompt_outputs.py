@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 
 from hmt.contracts.model import Model
-from hmt.contracts.request import Pooling
 from hmt.contracts.step import Step
 from hmt.contracts.store import Weights
 
@@ -51,16 +50,12 @@ class PromptOutputSink:
 class EmbeddingPool:
     """The hidden states of one prompt, as they become its embedding.
 
-    Mean (of all tokens) or last, then of length 1: as sentence-transformers pool them.
+    The mean of those that the scheduler asked for, then of length 1: as sentence-transformers pool
+    them.
     """
 
-    pooling: Pooling
     seen: int = 0
     total: torch.Tensor | None = None
-
-    def rows(self, count: int, *, complete: bool) -> int:
-        """How many of the last of `count` tokens are wanted."""
-        return count if self.pooling is Pooling.MEAN else int(complete)
 
     def add(self, position: int, hidden: torch.Tensor) -> None:
         """That of the token at `position`, f32 [hidden_size]; one that came before is left out."""

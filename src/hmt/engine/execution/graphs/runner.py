@@ -1,20 +1,22 @@
-"""Decoding steps that compute on the device, captured once and then replayed.
+"""Decoding steps that a device captures once and then replays.
 
 A step of one token launches ten kernels a layer, and to launch one takes the CPU as long as a small
-one takes the device.  Captured, a step is one launch.  What the CPU has to add, experts that are
-not on the device, it is asked for at a desk while the step runs.
+one takes the device.  Captured, a step is a list of segments: device graphs, each one launch, and
+between them waits for weights that are copied in every step, and calls of the CPU, which computes
+feed-forward networks in host memory and attends to pages there.  Where all is on the device there
+is one segment.  Experts that are not on the device it asks the CPU for while the graph runs.
 
-A capture ends by choosing each run's likeliest token and begins by looking tokens up, so the next
-step can begin before anybody has seen this one's logits.  It is begun on the guess that the same
-runs go on with those tokens.  Where that was wrong (another token was drawn, a run has ended or one
-has come), its result is dropped: what it wrote to the KV cache lies behind the runs, where the next
-step writes.
+A capture ends by choosing each run's likeliest token and begins by looking tokens up.  So the next
+step of a single graph can begin before the CPU has seen this one's logits, on the guess that the
+same runs go on with those tokens.  Where that was wrong (another token was drawn, a run has ended
+or one has come), its result is dropped: what it wrote to the KV cache lies behind the runs, where
+the next step writes.
 """
 
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,12 +25,14 @@ from hmt.base.log import warn_once
 from hmt.contracts.model import Model
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import Weights
+from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentLeases
 from hmt.kernels import graph_ops, ops
+from hmt.kernels.cpu.threads import awake_workers
 from hmt.kernels.host_experts import HostExpertChannel, HostExpertTimes
 from hmt.kernels.ops import LogitStats
 from hmt.kvcache import GraphKVCache, PagedKV
-from hmt.memory.device import Device, Event
-from hmt.weights import DeviceWeights
+from hmt.memory.device import CapturedStep, Device, Event, InlineRecorder, SegmentRecorder
+from hmt.weights import DeviceWeights, WeightsView
 
 _SHORTEST = 1024  # positions; kernels are launched for the longest context of a capture
 _MAX_GRAPHS = 16
@@ -62,7 +66,9 @@ class CapturedGraph:
                  now
     runs         where tokens lie, in tensors that stay where they are; None where kernels read
                  `step`
-    logit_stats  of the logits that `replay` leaves; None where it leaves hidden states
+    logit_stats  of the logits that a replay leaves; None where it leaves hidden states
+    has_host_part   whether the CPU computes between its device graphs
+    recorded     its segments, once it is captured
     rooms        up to which position each of `runs` knows its pages
     results      two, by turns: of what it leaves on the device and in host memory, and of surveys
     """
@@ -71,7 +77,8 @@ class CapturedGraph:
     hidden: torch.Tensor | None
     step: Step
     runs: ops.AttentionMetadata | None
-    replay: Callable[[], torch.Tensor] | None = None
+    has_host_part: bool
+    recorded: CapturedStep | None = None
     logit_stats: torch.Tensor | None = None
     rooms: list[int] = field(default_factory=list)
     results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = field(
@@ -97,13 +104,12 @@ class AsyncStepCounters:
     right: int = 0
 
 
-class GraphDecoding:
+class GraphRunner:
     """Computes logits of steps of one token per run.  For one thread.
 
     surveys   what is known of each row of the last logits
+    graphs    captures, by whether some of a step's pages are in host memory or on disk
     """
-
-    _copies_are_idle = True
 
     def __init__(
         self,
@@ -114,21 +120,33 @@ class GraphDecoding:
         channel: HostExpertChannel | None = None,
         *,
         head: bool = True,
+        host_ffn: bool = False,
     ) -> None:
-        """All blocks of layers stay on `device`, and the keys and values are there.
+        """All else that layers compute with is on `device`.
 
-        channel  where teams ask for what other experts there are
-        head     whether it is on the device, too, and not the CPU's
+        kv        where some pages may not be on the device, a GraphKVCache
+        channel   where the device asks the CPU for experts that it does not have
+        head      whether it is on the device, too, and not the CPU's
+        host_ffn  whether some blocks are copied in every step, and feed-forward networks the CPU's
         """
         self._model = model
         self._weights = weights
         self._kv = kv
+        self._tiers = kv if isinstance(kv, GraphKVCache) else None
         self._device = device
         self._channel = channel
         self._head = head
-        self._captured: OrderedDict[GraphKey, CapturedGraph] = OrderedDict()
-        self._works = True
+        self.host_ffn = host_ffn
         self._looks_up = weights.looks_up_tokens
+        # Whether a step is one graph, and the copy stream idle meanwhile.  Else the next step's
+        # weights or pages are copied beside it, and its tokens would wait for the CPU's part.
+        self._is_single = not host_ffn and self._tiers is None
+        # While the CPU answers at the channel, it cannot see that a guess was wrong.
+        self._runs_ahead = self._is_single and self._looks_up and head and channel is None
+        self.graphs: dict[bool, OrderedDict[GraphKey, CapturedGraph]]
+        self.graphs = {offloaded: OrderedDict() for offloaded in (False, True)}
+        self._offloaded = False  # of the step that is computed now
+        self.works = True
         self._async_step: _AsyncNextStep | None = None
         self.surveys: tuple[LogitStats, ...] = ()
         self._skip = self._skipped = 0
@@ -158,24 +176,28 @@ class GraphDecoding:
         if begun is not None:
             best = [one.best for one in self.surveys]
             self._async_step = _AsyncNextStep(captured, _next(step.segments), begun, best)
+        if self._tiers is not None:
+            self._tiers.ended()
         return logits
 
     def _ready(self, step: Step) -> CapturedGraph | None:
         """A capture with the step's tokens; None for steps that are not captured."""
         if not self._takes(step):
             return None
-        tokens = len(step.token_ids)
+        if self._tiers is not None:
+            self._offloaded = self._tiers.begin(step)
+        graphs, tokens = self.graphs[self._offloaded], len(step.token_ids)
         longest = max(run.context for run in step.segments)
         context = max(_SHORTEST, 1 << (longest - 1).bit_length())
         key = tokens, context, self._model.angles(step)
-        captured = self._captured.get(key)
+        captured = graphs.get(key)
         if captured is None:
-            captured = self._captured[key] = self._open(tokens, context)
-            if len(self._captured) > _MAX_GRAPHS:
-                self._captured.popitem(last=False)
-        self._captured.move_to_end(key)
+            captured = graphs[key] = self._open(tokens, context)
+            if len(graphs) > _MAX_GRAPHS:
+                graphs.popitem(last=False)
+        graphs.move_to_end(key)
         self._send(captured, step)
-        if captured.replay is None:
+        if captured.recorded is None:
             if not self._capture(captured, step):
                 return None
             self._send(captured, step)  # computing has changed what was sent
@@ -185,7 +207,7 @@ class GraphDecoding:
         """Whether it computes such steps."""
         tokens = len(step.token_ids)
         decodes = all(run.length == 1 for run in step.segments)
-        if not self._works or not decodes or len(step.logit_rows) != tokens:
+        if not self.works or not decodes or len(step.logit_rows) != tokens:
             return False
         if step.has_prompt_outputs:
             return False
@@ -197,20 +219,20 @@ class GraphDecoding:
         Between the runs' steps; each of so many `times` writes one position further behind them,
         where they must have room.  0, 0 where nothing is captured, or the CPU has a part in it.
         """
-        captured = next(reversed(self._captured.values()), None)
-        if captured is None or captured.replay is None or self._channel is not None:
+        captured = next(reversed(self.graphs[self._offloaded].values()), None)
+        if captured is None or captured.recorded is None or self._channel is not None:
             return 0.0, 0.0
         self._async_step = None  # the next step sends its own tensors
         alone = math.inf
         for _ in range(times // 4):
             self._device.synchronize()
             begin = time.perf_counter()
-            captured.replay()
+            self._replay(captured)
             self._device.synchronize()
             alone = min(alone, time.perf_counter() - begin)
         begin = time.perf_counter()
         for _ in range(times - times // 4):
-            captured.replay()
+            self._replay(captured)
         self._device.synchronize()
         return (time.perf_counter() - begin) / (times - times // 4), alone
 
@@ -231,15 +253,9 @@ class GraphDecoding:
         if self._skip:
             self._skip -= 1
             return False
-        # While the CPU answers at the desk, nobody is there to see that a guess was wrong.
-        return (
-            self._looks_up
-            and self._head
-            and self._channel is None
-            and all(
-                run.context < min(_room(run), room, captured.context)
-                for run, room in zip(step.segments, captured.rooms, strict=True)
-            )
+        return self._runs_ahead and all(
+            run.context < min(_room(run), room, captured.context)
+            for run, room in zip(step.segments, captured.rooms, strict=True)
         )
 
     def _begin_next(self, captured: CapturedGraph, step: Step) -> _Result:
@@ -254,10 +270,9 @@ class GraphDecoding:
 
     def _start(self, captured: CapturedGraph) -> _Result:
         """Put the step on the device's queue."""
-        assert captured.replay is not None
         if self._channel is not None:
             self._channel.begin(len(captured.step.token_ids))
-        left = captured.replay()
+        left = self._replay(captured)
         if len(captured.results) < 2:
             with torch.inference_mode(False):  # a copy may end when all computing has
                 kept = torch.empty(left.shape, dtype=left.dtype, device=left.device)
@@ -268,7 +283,7 @@ class GraphDecoding:
         kept, host, surveys = captured.results[-1]
         if surveys is not None and captured.logit_stats is not None:
             surveys.copy_(captured.logit_stats, non_blocking=True)
-        if self._copies_are_idle and self._channel is None:
+        if self._is_single and self._channel is None:
             # 32 rows take 0.3 ms to host memory, which the next step need not wait for.
             kept.copy_(left, non_blocking=True)
             arrived: Event = self._device.copy(host, kept, self._device.record_event())
@@ -290,10 +305,9 @@ class GraphDecoding:
                 hidden = torch.empty(tokens, spec.hidden_size, dtype=dtype, device=where)
             ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
         step = Step(ids, positions, (), torch.arange(tokens, device=where))
-        return CapturedGraph(context, hidden, step, self._fixed_runs(tokens, context))
-
-    def _fixed_runs(self, tokens: int, context: int) -> ops.AttentionMetadata | None:
-        return graph_ops.fixed_runs(self._device.where, tokens, context)
+        most = context if self._tiers is None else min(context, self._tiers.device_tokens)
+        runs = graph_ops.fixed_runs(self._device.where, tokens, most)
+        return CapturedGraph(context, hidden, step, runs, self.host_ffn or self._offloaded)
 
     def _send(self, captured: CapturedGraph, step: Step) -> None:
         if captured.hidden is not None:
@@ -306,15 +320,48 @@ class GraphDecoding:
         if captured.runs is not None:
             graph_ops.fill_runs(captured.runs, self._kv.attention_metadata(step))
             self._kv.hold(captured.step, captured.runs)
+        elif self._tiers is not None:
+            self._tiers.hold(captured.step, None)
 
-    def _record(self, captured: CapturedGraph) -> Callable[[], torch.Tensor]:
-        return self._device.capture(lambda: self._compute(captured, self._weights))
+    def _replay(self, captured: CapturedGraph) -> torch.Tensor:
+        assert captured.recorded is not None
+        with awake_workers() if captured.has_host_part else nullcontext():
+            return captured.recorded.replay()
 
-    def _compute(self, captured: CapturedGraph, weights: Weights) -> torch.Tensor:
+    def _record(self, captured: CapturedGraph) -> CapturedStep:
+        """Turn the step into segments."""
+        if not captured.has_host_part:
+            return self._device.capture(lambda: self._compute(captured, self._weights, None))
+        if not self.host_ffn:
+            return self._device.capture_segments(
+                lambda recorder: self._compute(captured, self._weights, recorder)
+            )
+        shape = len(captured.step.token_ids), self._model.spec.hidden_size
+        buffers = HostFfnBuffers(self._device, self._weights, shape, self._model.dtype)
+
+        def compute(recorder: SegmentRecorder) -> torch.Tensor:
+            leases = SegmentLeases(self._weights, recorder, buffers)
+            weights = WeightsView(self._weights, other_lease=leases.lease)
+            return self._compute(captured, weights, recorder)
+
+        return self._device.capture_segments(compute)
+
+    def _compute(
+        self, captured: CapturedGraph, weights: Weights, recorder: SegmentRecorder | None
+    ) -> torch.Tensor:
         """The step's logits; afterwards its tensors are those of the likeliest next step.
 
-        Hidden states where the head is the CPU's.
+        Hidden states where the head is the CPU's.  `recorder` is told what the CPU has a part in.
         """
+        with self._attention_recorded(recorder):
+            return self._compute_layers(captured, weights)
+
+    def _attention_recorded(self, recorder: SegmentRecorder | None) -> AbstractContextManager[None]:
+        if self._tiers is None or recorder is None or not self._offloaded:
+            return nullcontext()
+        return self._tiers.recording(recorder)
+
+    def _compute_layers(self, captured: CapturedGraph, weights: Weights) -> torch.Tensor:
         step, states = captured.step, captured.hidden
         if states is None:
             states = self._model.embed(step, weights)
@@ -334,16 +381,17 @@ class GraphDecoding:
         if self._channel is not None:
             self._channel.is_open = True  # nobody waits yet: all has been answered
         try:
-            self._compute(captured, self._weights)  # compiles kernels, and makes what they keep
+            # Compiles kernels, and makes what they keep.
+            self._compute(captured, self._weights, InlineRecorder())
             self._send(captured, step)  # what was made for a step belongs into the capture
-            captured.replay = self._record(captured)
+            captured.recorded = self._record(captured)
         except RuntimeError as error:
-            self._works = False
+            self.works = False
             warn_once("capture", f"steps cannot be captured ({error}): decoding will be slower")
         finally:
             if self._channel is not None:
                 self._channel.is_open = False
-        return self._works
+        return self.works
 
 
 def _room(run: Segment) -> int:

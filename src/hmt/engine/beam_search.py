@@ -8,9 +8,9 @@ import torch
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.model import PAGE_TOKENS, RotaryBorder
-from hmt.contracts.step import SegmentRequest, Step
-from hmt.engine.scheduling.sampler import not_finite
-from hmt.kvcache import KVAllocator
+from hmt.contracts.step import SegmentRequest
+from hmt.engine.outputs.sampler import not_finite
+from hmt.engine.scheduling.kv_operations import KVOperationLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class BeamSearch:
 
     def __init__(
         self,
-        kv: KVAllocator,
-        run: Callable[[Step, bool], torch.Tensor],
+        kv: KVOperationLog,
+        run: Callable[[Many[SegmentRequest], bool], torch.Tensor],
         prompt: Many[int],
         *,
         beams: int,
@@ -62,7 +62,7 @@ class BeamSearch:
     ) -> None:
         """Reserves what all beams may take.
 
-        run      logits of a step, on any device; told whether it is of the prompt
+        run      logits of a step of these segments, on any device; told whether it is of the prompt
         border   of the model's rotary positions
 
         Raises BudgetError where the cache has no room for all beams.
@@ -132,7 +132,7 @@ class BeamSearch:
         first = self._computed
         tokens = list(self._prompt[first : first + count])
         last = first + count == len(self._prompt)
-        logits = self._run(Step.build([self._part(self._beams[0].kv, first, tokens, last)]), True)
+        logits = self._run([self._part(self._beams[0].kv, first, tokens, last)], True)
         self._computed += count
         return logits
 
@@ -142,7 +142,7 @@ class BeamSearch:
         if border is not None and not border.gradual and self._whole <= border.positions <= first:
             return self._begin_again(first + 1)
         parts = [self._part(beam.kv, first, [beam.tokens[-1]], last=True) for beam in self._beams]
-        return self._run(Step.build(parts), False)
+        return self._run(parts, False)
 
     def _begin_again(self, whole: int) -> torch.Tensor:
         """Compute prompt and beams anew for so many positions, beyond the rotary border.
@@ -166,7 +166,7 @@ class BeamSearch:
             last = first + step >= whole
             tokens = slice(first - count, first - count + step)
             parts = [self._part(b.kv, first, list(b.tokens[tokens]), last) for b in self._beams]
-            logits = self._run(Step.build(parts), False)
+            logits = self._run(parts, False)
         return logits
 
     def _part(self, kv: int, first: int, tokens: list[int], last: bool) -> SegmentRequest:

@@ -1,0 +1,69 @@
+"""Which steps of a plan a device captures, and how."""
+
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.model import Model
+from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.store import Weights
+from hmt.engine.execution.graphs.runner import GraphRunner
+from hmt.engine.loading.device import OnDevice
+from hmt.kernels import graph_ops
+from hmt.kvcache import AnyKV, GraphKVCache, PagedKV, TieredKV
+
+# Tokens of a step for which the device asks the CPU for experts while it runs.
+_MAX_PROMPT_LOGIT_ROWS = 32
+
+
+def open_graphs(
+    model: Model, weights: Weights, plan: Plan, on_device: OnDevice, kv: AnyKV, batch: int
+) -> GraphRunner | None:
+    """Captured steps, where all but embedding, head and experts is on the device.
+
+    Experts may be elsewhere if the device can ask for them.  So may feed-forward networks of a
+    model without experts, and pages of keys and values of one whose experts are on the device.
+    """
+    if not model.spec.capturable:
+        return None
+    seldom: tuple[BlockKind, ...] = (BlockKind.EMBEDDING, BlockKind.EXPERT)
+    host_ffn = _leaves_only_networks(model, plan)
+    head = all(home is Tier.DEVICE for b, home in plan.homes.items() if b.kind is BlockKind.HEAD)
+    seldom += () if head else (BlockKind.HEAD,)
+    homes = {home for block, home in plan.homes.items() if block.kind not in seldom}
+    if homes != {Tier.DEVICE} and not host_ffn:
+        return None
+    own, device = on_device.weights, on_device.device
+    if isinstance(kv, TieredKV):
+        homes = {home for b, home in plan.homes.items() if b.kind is not BlockKind.EMBEDDING}
+        if not (homes == {Tier.DEVICE} or host_ffn) or not graph_ops.has_kernels(device.where):
+            return None
+        there = homes == {Tier.DEVICE}
+        return GraphRunner(model, own, GraphKVCache(kv, device), device, host_ffn=not there)
+    if not isinstance(kv, PagedKV):
+        return None  # some layers compute on the CPU
+    if homes != {Tier.DEVICE}:
+        return GraphRunner(model, own, kv, device, host_ffn=True)
+    experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
+    away = {b.layer for b in experts if plan.homes[b] is not Tier.DEVICE}
+    if experts and weights is not own:
+        return None  # observers listen to routers
+    if not away:
+        return GraphRunner(model, own, kv, device, head=head)
+    if any(weights.moe_backend(layer) is None for layer in away):
+        return None
+    channel = own.open_channel(
+        tokens=min(batch, _MAX_PROMPT_LOGIT_ROWS),
+        hidden=model.spec.hidden_size,
+        top_k=model.spec.experts_per_token,
+        dtype=model.dtype,
+    )
+    return None if channel is None else GraphRunner(model, own, kv, device, channel, head=head)
+
+
+def _leaves_only_networks(model: Model, plan: Plan) -> bool:
+    """Whether steps of `plan` leave nothing but feed-forward networks in memory to the CPU."""
+    away = {(block.kind, home) for block, home in plan.homes.items() if home is not Tier.DEVICE}
+    known = {
+        (BlockKind.FFN, Tier.HOST),
+        (BlockKind.EMBEDDING, Tier.HOST),
+        (BlockKind.EMBEDDING, Tier.DISK),
+    }
+    return away <= known and plan.device.stages >= set(range(model.spec.layers + 1))

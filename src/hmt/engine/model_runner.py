@@ -1,0 +1,108 @@
+"""The model runner: from what the scheduler emits to logits."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hmt.base.trace import Tracer
+from hmt.contracts.model import Model
+from hmt.contracts.step import SchedulerOutput, Step
+from hmt.contracts.store import Weights
+from hmt.engine.config import EngineConfig
+from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExecutor, PlainExecutor
+from hmt.engine.execution.graphs.selection import open_graphs
+from hmt.engine.execution.prefetch import read_ahead
+from hmt.engine.experts.ab_gate import ABResult
+from hmt.engine.experts.observers import ObservedModel
+from hmt.engine.experts.step_observers import open_observers
+from hmt.engine.loading.allocate import Memory
+from hmt.engine.loading.prepare import Prepared
+from hmt.engine.outputs.prompt_outputs import PromptOutputSource
+from hmt.engine.step_meter import StepMeter
+from hmt.kernels.ops import LogitStats
+from hmt.planner import scored_rows
+from hmt.weights import WeightsView
+
+
+class ModelRunner:
+    """Computes steps with a model's weights and KV cache, where its plan says.
+
+    It needs nothing of a step but a `SchedulerOutput`: no request, and no state of the scheduler's.
+    For the engine's thread only.
+
+    executor           walks the layers
+    expert_prefetcher  of experts on the disk; None where there are none
+    meter              what steps cost
+    """
+
+    def __init__(
+        self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
+    ) -> None:
+        on_device = memory.on_device
+        self._weights = memory.weights if on_device is None else on_device.weights
+        observers, self.expert_prefetcher = open_observers(prepared.model, prepared.plan, memory)
+        model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
+        weights: Weights = self._weights
+        if observers:
+            weights = WeightsView(self._weights, observers=observers)
+        self.executor = _open_executor(prepared, config, memory, tracer, model, weights)
+        self.meter = StepMeter(memory, tracer, self.expert_prefetcher)
+
+    def run(
+        self, output: SchedulerOutput, viewer: PromptOutputSource | None = None
+    ) -> torch.Tensor:
+        """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
+
+        Appends the step's tokens to the KV, where sequences must have the places that its
+        `kv_operations` say.  `viewer` is shown its scored and its pooled rows.  Raises what
+        `Executor.run` raises; then `abandon` ends what it left open.
+        """
+        return self.executor.run(Step.build(output.segments, output.logit_rows), viewer)
+
+    @property
+    def logit_stats(self) -> Sequence[LogitStats]:
+        """What is known of each row of the last logits; none where nobody looked."""
+        return self.executor.surveys
+
+    @property
+    def expert_prefetch_gain(self) -> ABResult | None:
+        """Whether prefetched experts make steps faster, as the last trial found."""
+        return None if self.expert_prefetcher is None else self.expert_prefetcher.verdict
+
+    @property
+    def expert_uses(self) -> Mapping[int, Sequence[int]]:
+        """See Executor."""
+        return self.executor.expert_uses
+
+    def abandon(self) -> None:
+        """End reads and leases that an error has left open."""
+        self._weights.abandon()
+
+    def replayed_s(self, times: int) -> tuple[float, float]:
+        """See GraphRunner; 0, 0 where nothing is captured."""
+        seconds = self.executor.replayed_s(times)
+        self.meter.lap(0.0)  # what it has copied belongs to no step
+        return seconds
+
+
+def _open_executor(
+    prepared: Prepared,
+    config: EngineConfig,
+    memory: Memory,
+    tracer: Tracer,
+    model: Model,
+    weights: Weights,
+) -> Executor:
+    plan, kv, on_device = prepared.plan, memory.kv, memory.on_device
+    places = DeviceStages(on_device, plan.device.stages)
+    rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
+    if config.executor == "plain":
+        return PlainExecutor(model, weights, kv, tracer, places, rows)
+    ahead = read_ahead(
+        prepared.model, plan, prepared.layouts, memory.weights,
+        config.prefetch_distance, prepared.machine.disk_read_rate,
+    )  # fmt: skip
+    graphs = None
+    if on_device is not None:
+        graphs = open_graphs(model, weights, plan, on_device, kv, config.max_batch)
+    return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows)

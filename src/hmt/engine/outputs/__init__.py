@@ -1,0 +1,1 @@
+"""What becomes of logits: tokens, text, log-probabilities and embeddings of each request."""

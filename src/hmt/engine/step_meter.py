@@ -1,0 +1,82 @@
+"""What a step has cost: the counters of store, disk, link and kernels, read lap by lap."""
+
+from hmt.base.trace import Tracer
+from hmt.engine.experts.prefetcher import ExpertPrefetcher
+from hmt.engine.loading.allocate import Memory
+from hmt.engine.run_summary import Phase
+from hmt.kernels import ops
+from hmt.weights import DeviceCounters
+
+
+class StepMeter:
+    """Reads what store, tracer and kernels have counted, lap by lap; for one thread."""
+
+    def __init__(
+        self, memory: Memory, tracer: Tracer, expert_prefetcher: ExpertPrefetcher | None
+    ) -> None:
+        self._counters = memory.weights.counters
+        self._disk_counters = memory.weights.disk_counters
+        self._prefetch_counters = memory.weights.prefetch_counters
+        self._on_device = None if memory.on_device is None else memory.on_device.weights
+        self._expert_prefetcher = expert_prefetcher
+        self._tracer = tracer
+        self._last = self._read()
+
+    def lap(self, seconds: float) -> Phase:
+        """All that was counted since the last lap, and a step's own `seconds`.
+
+        Reads that end between two steps (prefetches for the next one) count with the next.
+        """
+        now, before = self._read(), self._last
+        self._last = now
+        return Phase(
+            steps=1,
+            seconds=seconds,
+            waited_s=now.waited_s - before.waited_s,
+            disk_s=now.disk_s - before.disk_s,
+            converted_s=now.converted_s - before.converted_s,
+            kernel_s=now.kernel_s - before.kernel_s,
+            link_s=now.link_s - before.link_s,
+            device_s=now.device_s - before.device_s,
+            disk_bytes=now.disk_bytes - before.disk_bytes,
+            useful_bytes=now.useful_bytes - before.useful_bytes,
+            host_bytes=now.host_bytes - before.host_bytes,
+            link_bytes=now.link_bytes - before.link_bytes,
+            hits=now.hits - before.hits,
+            pending=now.pending - before.pending,
+            misses=now.misses - before.misses,
+            expert_prefetches=now.expert_prefetches - before.expert_prefetches,
+            expert_prefetch_hits=now.expert_prefetch_hits - before.expert_prefetch_hits,
+            expert_prefetch_wasted_bytes=now.expert_prefetch_wasted_bytes
+            - before.expert_prefetch_wasted_bytes,
+            expert_prefetch_saved_s=now.expert_prefetch_saved_s - before.expert_prefetch_saved_s,
+            experts=now.experts - before.experts,
+            expert_reads=now.expert_reads - before.expert_reads,
+        )
+
+    def _read(self) -> Phase:
+        counters, guesses, drive = self._counters, self._prefetch_counters, self._disk_counters()
+        link = DeviceCounters() if self._on_device is None else self._on_device.counters
+        return Phase(
+            waited_s=counters.waited_s,
+            disk_s=drive.busy_s,
+            converted_s=self._tracer.total("convert", "host").seconds,
+            kernel_s=ops.kernel_seconds(),
+            link_s=link.link_s,
+            device_s=link.waited_s,
+            disk_bytes=drive.read_bytes,
+            useful_bytes=drive.useful_bytes,
+            host_bytes=counters.host_bytes,
+            link_bytes=link.copied_bytes,
+            hits=counters.hits,
+            pending=counters.pending,
+            misses=counters.misses,
+            expert_prefetches=guesses.begun,
+            expert_prefetch_hits=guesses.in_time + guesses.late,
+            expert_prefetch_wasted_bytes=guesses.unneeded_bytes,
+            experts=guesses.experts,
+            expert_reads=guesses.expert_reads,
+            expert_prefetch_saved_s=0.0
+            if self._expert_prefetcher is None
+            else self._expert_prefetcher.saved_s,
+        )

@@ -1,0 +1,81 @@
+"""Teacher forcing: what a model says behind each of given tokens, and what it keeps of them."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+from hmt.base.errors import EmptyPromptError, RequestError
+from hmt.contracts.step import SchedulerOutput, Segment, SegmentRequest
+from hmt.contracts.store import KVCache
+from hmt.engine.input_processor import check_tokens
+from hmt.engine.scheduling.kv_operations import KVOperationLog
+
+# Logits of a step, which stay valid; told whether it is of the prompt.
+RunAlone = Callable[[SchedulerOutput, bool], torch.Tensor]
+
+
+class TeacherForcing:
+    """Steps of one sequence whose tokens are given.  Only for the engine's thread."""
+
+    def __init__(
+        self, kv: KVOperationLog, run: RunAlone, *, chunk: int, vocab_size: int, layers: int
+    ) -> None:
+        """`chunk` tokens of a prompt at most are computed in a step."""
+        self._kv, self._run = kv, run
+        self._chunk = chunk
+        self._vocab_size = vocab_size
+        self._layers = layers
+
+    def logits(self, tokens: Sequence[int], rows: Sequence[int], prefill: int) -> torch.Tensor:
+        """See LoadedModel.logits."""
+        return self._forced(tokens, rows, prefill, lambda kv: None)
+
+    def keys_and_values(
+        self,
+        tokens: Sequence[int],
+        cache: KVCache,
+        see: Callable[[int, torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """See LoadedModel.keys_and_values; `cache` has them."""
+
+        def look(kv: int) -> None:
+            run = Segment(kv, len(tokens) - 1, 0, 1)
+            for layer in range(self._layers):
+                see(layer, *cache.read(layer, run))
+
+        self._forced(tokens, [], len(tokens), look)
+
+    def _forced(
+        self,
+        tokens: Sequence[int],
+        rows: Sequence[int],
+        prefill: int,
+        look: Callable[[int], None],
+    ) -> torch.Tensor:
+        """See `logits`; `look` is given the handle of what the cache holds in the end."""
+        self._check(tokens, rows, prefill)
+        starts = [*range(0, prefill, self._chunk), *range(prefill, len(tokens)), len(tokens)]
+        parts = [torch.empty(0, self._vocab_size)]
+        kv = self._kv.open(len(tokens))
+        try:
+            for start, stop in pairwise(starts):
+                segment = SegmentRequest(
+                    kv, start, list(tokens[start:stop]), 0, len(tokens), whole=len(tokens)
+                )
+                own = tuple(row - start for row in rows if start <= row < stop)
+                step = SchedulerOutput((segment,), logit_rows=own)
+                parts.append(self._run(step, start < prefill))
+            look(kv)
+        finally:
+            self._kv.close(kv)
+        return torch.cat(parts)
+
+    def _check(self, tokens: Sequence[int], rows: Sequence[int], prefill: int) -> None:
+        if not tokens:
+            raise EmptyPromptError("the prompt is empty; logits need at least one token")
+        check_tokens(tokens, self._vocab_size)
+        if not 0 <= prefill <= len(tokens):
+            raise RequestError(f"prefill is {prefill}; there are {len(tokens)} tokens")
+        if any(not 0 <= row < len(tokens) for row in rows) or list(rows) != sorted(rows):
+            raise RequestError(f"rows must ascend within 0..{len(tokens) - 1}; got {list(rows)}")
