@@ -239,7 +239,7 @@ class EngineOptions:
     expert_cache_policy: Annotated[
         str | None,
         typer.Option(
-            help="Which experts stay in memory: heat, lru, lfu, lru2, wa-lru or a2cr.",
+            help="Which experts stay in memory: those that heat or lru value most.",
             rich_help_panel=_MEMORY,
         ),
     ] = None
@@ -262,7 +262,7 @@ class EngineOptions:
     expert_trace: Annotated[
         Path | None,
         typer.Option(
-            help="File for what the routers choose, for hmt bench cache; .gz compresses it.",
+            help="File for what the routers choose, for hmt plan --routing; .gz compresses it.",
             rich_help_panel=_MEMORY,
         ),
     ] = None

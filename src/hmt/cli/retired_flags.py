@@ -1,7 +1,8 @@
-"""Flags that have new names: the old ones are understood for one release, and not shown."""
+"""What command lines had before: old names are understood for one release, and not shown."""
 
 from collections.abc import Sequence
 
+from hmt.base.errors import ConfigError
 from hmt.base.log import warn_once
 
 RETIRED = {
@@ -21,11 +22,23 @@ RETIRED = {
 }
 
 
+_MOVED = {
+    *("bigger-than-ram", "cache", "gpu", "hybrid", "kv", "kv-speed", "pages", "peer", "plans"),
+    *("predictions", "prefix", "soak", "traces"),
+}
+
+
 def by_new_names(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command line with the new name of each retired flag.
 
-    Warns once for each.  What stands behind "--" stays as it is.
+    Warns once for each.  What stands behind "--" stays as it is.  Raises ConfigError for a
+    benchmark that left the package.
     """
+    if arguments[:1] == ["bench"] and not _MOVED.isdisjoint(arguments[1:2]):
+        raise ConfigError(
+            f"hmt bench {arguments[1]} is now python -m hmt_bench {arguments[1]}, from a checkout "
+            "of HMT (benchmarks/hmt_bench)"
+        )
     out: list[str] = []
     for position, argument in enumerate(arguments):
         if argument == "--":

@@ -100,7 +100,7 @@ class EngineConfig:
                           they are given, come first
     trace                 file to write what was read, computed and waited for, and when, for
                           ui.perfetto.dev; .gz compresses it
-    expert_trace          file to write the routers' choices to, for `hmt bench cache`
+    expert_trace          file to write the routers' choices to, for `hmt plan --routing`
     check_weights         look for NaN when a block is first read (not of a pack, which holds none)
     verify_reads          compare the checksum of a pack's block when it is "first" read, "always",
                           or "never"; rows of an embedding on disk are compared unless "never"

@@ -41,7 +41,6 @@ from hmt.memory import (
 )
 from hmt.memory.device import Device
 from hmt.weights import (
-    PolicyContext,
     SpillFile,
     WeightStore,
     host_homes,
@@ -149,7 +148,7 @@ def allocate(
             slots=pools["slots"],
             staging=pools["staging"],
             rows=pools["rows"],
-            policy=open_policy(config.expert_cache_policy, _context(prepared, pools["slots"])),
+            policy=open_policy(config.expert_cache_policy),
             spill=spill,
             check=config.check_weights,
             verify=config.verify_reads,
@@ -215,16 +214,6 @@ def allocate_on(
         if loading.exception() is None:  # it had just ended
             loading.result().close()
         raise
-
-
-def _context(prepared: Prepared, slots: HostPool) -> PolicyContext:
-    """What cache policies weigh."""
-    around = PolicyContext(
-        block_bytes={b: layout.read_bytes for b, layout in prepared.layouts.items()},
-        pressure=lambda: slots.in_use_bytes / max(1, slots.account.limit_bytes),
-    )
-    rate = prepared.machine.disk_read_rate
-    return replace(around, read_rate=rate) if rate else around
 
 
 def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, HostPool]:
