@@ -10,10 +10,11 @@ A setting is "full", "near:fp8", which is all of it near in that form, or where 
 Only some encodings can be warm, but what a codec costs in quality does not depend on where its
 pages lie: measured cold, it is what it would be in host memory.
 
-"select:bound@0.1" attends to that share of the pages, those with the best bounds on scores;
-"select:lru@0.1" to those that a policy which moves pages values most.  Selection is for tokens that
-are decoded: everything before the first answer is read as a prompt, which sees all pages, and the
-rest, later questions included, token by token.  For the perplexity all tokens are decoded.
+"select:bound@0.1" attends to that share of the pages, those with the best bounds on scores.
+Selection is for tokens that are decoded: everything before the first answer is read as a prompt,
+which sees all pages, and the rest, later questions included, token by token.  For the perplexity
+all tokens are decoded.  (Published results also have "select:lru@0.1" and others, pages that an
+eviction policy values most, and residuals that are gone: both lost.)
 
 Static scales are calibrated by this module: "int8-static@prompts" on prompts of the kinds that are
 asked, with other seeds, and on prose; "int8-static@prose" on prose alone, which is less than what
@@ -49,7 +50,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine import Engine
 from hmt.engine.config import KV_ENCODINGS, KV_NEAR
 from hmt.engine.loading.kv_scales import see_text
-from hmt.kvcache import KV_EVICTION, group_bytes_as
+from hmt.kvcache import group_bytes_as
 from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DiskCodecName
 
 if TYPE_CHECKING:
@@ -59,11 +60,7 @@ if TYPE_CHECKING:
     from hmt.engine.loading.prepare import Prepared
 
 DEVICE_SHARE = 0.12
-SELECTIONS = tuple(
-    f"select:{ranking}@{share}"
-    for share in (0.25, 0.1, 0.05)
-    for ranking in ("bound", *KV_EVICTION)
-)
+SELECTIONS = tuple(f"select:bound@{share}" for share in (0.25, 0.1, 0.05))
 SETTINGS = (
     "full",
     "near:fp8",
@@ -71,19 +68,15 @@ SETTINGS = (
     "warm:int8",
     "warm:fp8",
     "cold:int8-channel/int8",
-    "cold:int8+residual",
     "cold:int8+parts",
     f"cold:{STATIC}@prompts",
     f"cold:{STATIC}+parts@prompts",
     f"cold:{STATIC}@prose",
-    f"cold:{STATIC}+residual@prose",
     f"cold:{STATIC}+parts@prose",
     f"cold:{STATIC}+shared-parts@prose",
-    f"cold:{STATIC}+many-parts@prose",
     "cold:int4",
     "cold:int4+parts",
     "cold:int4+shared-parts",
-    "cold:int4+many-parts",
     "warm:int8,cold:int4",
     "cold:int8/sparse24-int8",
     "cold:sparse24-int8",
@@ -108,13 +101,13 @@ class Setting:
     """How keys and values are kept; None: nothing is there.
 
     near     of those that stay
-    select   what tokens attend to: "bound", or a policy's name, and the share of pages; None: all
+    select   the share of pages that tokens attend to; None: all
     """
 
     name: str
     warm: str | None = None
     cold: str | None = None
-    select: tuple[str, float] | None = None
+    select: float | None = None
     near: str = "exact"
 
     @property
@@ -133,25 +126,22 @@ class Setting:
         if not parts or not {*parts} <= {"warm", "cold", "select"} or "" in parts.values():
             raise ConfigError(
                 f"setting {name!r}: write full, near:fp8, warm:NAME, cold:NAME, "
-                "warm:NAME,cold:NAME or select:RANKING@SHARE"
+                "warm:NAME,cold:NAME or select:bound@SHARE"
             )
         chosen = _selection(parts["select"]) if "select" in parts else None
         warm = parts.get("warm", None if "cold" in parts else "exact")
         return Setting(name, warm, parts.get("cold"), chosen)
 
 
-def _selection(text: str) -> tuple[str, float]:
-    """RANKING@SHARE.  Raises ConfigError."""
+def _selection(text: str) -> float:
+    """The share in bound@SHARE.  Raises ConfigError."""
     ranking, _, share = text.partition("@")
     try:
-        found = ranking, float(share)
+        found = float(share)
     except ValueError:
-        found = ranking, 0.0
-    if ranking not in ("bound", *KV_EVICTION) or not 0 < found[1] <= 1:
-        known = ", ".join(("bound", *KV_EVICTION))
-        raise ConfigError(
-            f"select:{text}: give one of {known} and a share of pages, as in select:bound@0.1"
-        )
+        found = 0.0
+    if ranking != "bound" or not 0 < found <= 1:
+        raise ConfigError(f"select:{text}: give a share of pages, as in select:bound@0.1")
     return found
 
 
@@ -335,11 +325,7 @@ class KVMemory:
         if self.setting.all_near:
             return options | {"kv_quant": f"{self.setting.near},exact,exact"}
         if self.setting.select is not None:
-            ranking, share = self.setting.select
-            options |= {"kv_policy": "select", "kv_share": share}
-            options["kv_select"] = "bound" if ranking == "bound" else "order"
-            if ranking != "bound":
-                options["kv_eviction"] = ranking
+            options |= {"kv_policy": "select", "kv_share": self.setting.select}
         return options | {
             "kv_gpu_memory": self.device_bytes,
             "kv_host_memory": int(self.pages["warm"] * self.page_bytes["warm"]),

@@ -23,11 +23,11 @@ def test_settings_are_read():
     assert Setting.parse("cold:int8/int4+parts") == Setting(
         "cold:int8/int4+parts", cold="int8/int4+parts"
     )
-    assert Setting.parse("select:lru@0.1") == Setting(
-        "select:lru@0.1", warm="exact", select=("lru", 0.1)
+    assert Setting.parse("select:bound@0.1") == Setting(
+        "select:bound@0.1", warm="exact", select=0.1
     )
     assert Setting.parse("cold:int8,select:bound@0.05").warm is None
-    for wrong in ("bound", "bound@", "bound@2", "best@0.1", "bound@0"):
+    for wrong in ("bound", "bound@", "bound@2", "lru@0.1", "bound@0"):
         with pytest.raises(ConfigError, match=r"as in select:bound@0\.1"):
             Setting.parse(f"select:{wrong}")
     for wrong in ("", "int8", "near:int8", "warm:", "warm:int8,full"):
@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_codec(prepared):
     for name, far in (
         ("full", 4096.0),
         ("warm:int8", 2 * row.unit_bytes * 8 / 16),
-        ("cold:int8+parts", 2 * Residual(row, 16).unit_bytes * 8 / 16),
+        ("cold:int8+parts", 2 * Residual(row).unit_bytes * 8 / 16),
     ):
         memory = KVMemory.of(Setting.parse(name), 8192, 0.12, prepared, {})
         assert sum(memory.pages.values()) == 512
@@ -83,11 +83,11 @@ def test_a_small_measurement():
 
 
 def test_what_is_selected_matters_only_where_something_is_left_out():
-    settings = ["select:bound@1.0", "select:lru@1.0", "select:lru@0.05"]
+    settings = ["select:bound@1.0", "select:bound@0.01"]
     content = run(MODEL, TEXT, settings, Sizes({1024: 1}, tasks=2, windows=0))
-    bound, lru, few = (result["retrieval"]["1024"] for result in content["results"])
-    assert bound == lru == [8, 8]
-    assert few[0] < 8, "later questions are decoded, which sees 5% of the pages"
+    every, few = (result["retrieval"]["1024"] for result in content["results"])
+    assert every == [8, 8]
+    assert few[0] < 8, "later questions are decoded, which sees the pages that always stay"
 
 
 def test_settings_of_unknown_codecs_are_told_before_anything_is_measured():

@@ -38,7 +38,6 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "kv_eviction": "lru",
         "kv_policy": "select",
         "kv_share": 0.25,
-        "kv_select": "order",
         "prefix_cache": True,
         "prefix_cache_dir": tmp_path,
         "prefix_cache_disk_memory": "1GiB",

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from hmt.base.errors import ConfigError
 from hmt.cli.retired_flags import _MOVED, RETIRED, by_new_names
 from hmt.engine import EngineConfig
 from hmt_bench.__main__ import app as hmt_bench_app
@@ -42,3 +43,18 @@ def test_a_benchmark_that_left_the_package_says_where_it_went(hmt) -> None:
         done = hmt("bench", name, "--folder", "x")
         assert done.code == 2 and done.err.count("\n") == 1
         assert f"python -m hmt_bench {name}" in done.err
+
+
+def test_a_flag_that_is_gone_may_say_what_now_always_holds() -> None:
+    assert by_new_names(["run", "--kv-select", "bound", "x"]) == ["run", "x"]
+    assert by_new_names(["run", "--kv-select=bound"]) == ["run"]
+    for given in (["--kv-select", "order"], ["--kv-select=order"], ["--kv-select"]):
+        with pytest.raises(ConfigError, match="only bound proved useful"):
+            by_new_names(["run", *given])
+    assert by_new_names(["run", "--", "--kv-select"]) == ["run", "--", "--kv-select"]
+
+
+def test_an_option_of_the_engine_that_is_gone_may_say_what_now_always_holds() -> None:
+    assert EngineConfig.resolve(host_memory="1GiB", kv_select="bound").kv_policy == "exact"
+    with pytest.raises(ConfigError, match="only bound proved useful"):
+        EngineConfig.resolve(host_memory="1GiB", kv_select="order")

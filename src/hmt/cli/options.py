@@ -130,13 +130,6 @@ class EngineOptions:
         float | None,
         typer.Option(help="What select attends to; 0.1 when left out.", rich_help_panel=_KV),
     ] = None
-    kv_select: Annotated[
-        str | None,
-        typer.Option(
-            help="How select chooses: by a bound on scores, or by --kv-eviction (order).",
-            rich_help_panel=_KV,
-        ),
-    ] = None
     prefix_cache: Annotated[
         bool | None,
         typer.Option(

@@ -22,6 +22,8 @@ RETIRED = {
 }
 
 
+# Flags without a successor, and the value that says what now always holds.
+_GONE = {"--kv-select": "bound"}
 _MOVED = {
     *("bigger-than-ram", "cache", "gpu", "hybrid", "kv", "kv-speed", "pages", "peer", "plans"),
     *("predictions", "prefix", "soak", "traces"),
@@ -32,7 +34,7 @@ def by_new_names(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command line with the new name of each retired flag.
 
     Warns once for each.  What stands behind "--" stays as it is.  Raises ConfigError for a
-    benchmark that left the package.
+    benchmark that left the package, and for a flag that is gone unless it says what now holds.
     """
     if arguments[:1] == ["bench"] and not _MOVED.isdisjoint(arguments[1:2]):
         raise ConfigError(
@@ -40,10 +42,19 @@ def by_new_names(arguments: Sequence[str]) -> list[str]:
             "of HMT (benchmarks/hmt_bench)"
         )
     out: list[str] = []
-    for position, argument in enumerate(arguments):
+    rest = iter(arguments)
+    for argument in rest:
         if argument == "--":
-            return out + list(arguments[position:])
+            return [*out, argument, *rest]
         flag, equals, value = argument.partition("=")
+        if flag in _GONE:
+            given, held = value if equals else next(rest, ""), _GONE[flag]
+            if given != held:
+                raise ConfigError(
+                    f"{flag} {given} is gone: only {held} proved useful; leave it out"
+                )
+            warn_once(flag, f"{flag} is gone: {held} is what it always is now")
+            continue
         new = RETIRED.get(flag)
         if new is not None:
             warn_once(flag, f"{flag} is now {new}; the old name goes with the next release")
