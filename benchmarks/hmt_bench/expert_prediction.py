@@ -1,14 +1,11 @@
-"""How well experts were foreseen in a trace: by the next layer's router, and by what followed."""
+"""How well the next layer's router foresaw experts in a trace."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from hmt.bench.replay import Cache, Sizes
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.engine.experts.predictor import Transitions
 from hmt.engine.experts.trace import Routed
 from hmt.weights.eviction import EvictionPolicy
 
@@ -22,9 +19,6 @@ def predicted_experts(
                             that the router asked a layer early had named
     right_by_rank           of the absent experts that it named first, second, ...: how many in a
                             hundred were needed
-    followed_recall, followed_absent   the same for the first layer, told by what followed the last
-                                       layer's experts before; and how many of the experts that it
-                                       named were absent
 
     None for a trace without guesses.
     """
@@ -32,17 +26,15 @@ def predicted_experts(
         return None
     cache = Cache(policy, sizes, capacity_bytes)
     named = _Named()
-    followed = _Followed(trace)
     for record in trace:
         blocks = record.blocks()
-        followed.see(record, cache)
         if record.guess is not None:
             named.see(record, cache)
         for block in blocks:
             if block not in cache.blocks:
                 cache.admit(block, blocks)
             policy.used(block)
-    return named.result() | followed.result()
+    return named.result()
 
 
 class _Named:
@@ -70,38 +62,6 @@ class _Named:
             "right_by_rank": [
                 100 * sum(right) / len(right) for _, right in sorted(self._by_rank.items())
             ],
-        }
-
-
-class _Followed:
-    """Counts what transitions from the last layer to the next step's first one name."""
-
-    def __init__(self, trace: Sequence[Routed]) -> None:
-        layers = [record.layer for record in trace]
-        self._first, self._last = min(layers), max(layers)
-        experts = 1 + max(e for record in trace for token in record.experts for e in token)
-        memory = torch.zeros(Transitions.nbytes(experts), dtype=torch.uint8)
-        self._transitions = Transitions(memory, experts)
-        self._before: list[int] | None = None
-        self._needed = self._found = self._named = self._absent = 0
-
-    def see(self, record: Routed, cache: Cache) -> None:
-        token = record.experts[0]
-        single = len(record.experts) == 1
-        if record.layer == self._first and single and self._before is not None:
-            named = self._transitions.following(self._before, len(token))
-            self._needed += len(token)
-            self._found += len(set(token) & set(named))
-            self._named += len(named)
-            self._absent += sum(_block(record, e) not in cache.blocks for e in named)
-            self._transitions.learn(self._before, token)
-        if record.layer == self._last:
-            self._before = token if single else None
-
-    def result(self) -> dict[str, Any]:
-        return {
-            "followed_recall": self._found / max(1, self._needed),
-            "followed_absent": self._absent / max(1, self._named),
         }
 
 

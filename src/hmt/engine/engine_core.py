@@ -86,10 +86,8 @@ class EngineCore:
             foresight = RouterPredictor(prepared.model, store, plan)
             observers.append(ExpertRecorder(self.memory.trace, foresight))
         streams = any(block.kind is BlockKind.EXPERT for block in plan.blocks_in(Tier.DISK))
-        if self.memory.transitions is not None and streams:
-            self._expert_prefetcher = ExpertPrefetcher(
-                prepared.model, store, plan, self.memory.transitions
-            )
+        if prepared.demand.prefetch_experts and streams:
+            self._expert_prefetcher = ExpertPrefetcher(prepared.model, store, plan)
             observers.append(self._expert_prefetcher)
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
         weights: Weights = ObservedWeights(self._weights, observers) if observers else self._weights

@@ -18,7 +18,6 @@ from hmt.contracts.kv import KVAccount
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.engine_thread import EngineThread
-from hmt.engine.experts.predictor import Transitions, expert_count
 from hmt.engine.experts.trace import TraceWriter
 from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.loading.device import OnDevice, load_on_device
@@ -57,7 +56,6 @@ class Memory:
     accounts: list[Account]
     pools: list[HostPool]
     closing: ExitStack
-    transitions: Transitions | None = None  # where experts are guessed
     trace: TraceWriter | None = None
     on_device: OnDevice | None = None
     prefixes: PrefixCache | None = None
@@ -169,18 +167,12 @@ def allocate(
             name, blocks = prepared.source.path.name, prepared.demand.blocks
             trace = open_trace(config.expert_trace, name, model.spec, blocks)
             stack.callback(trace.close)
-        transitions = None
-        if plan.reserved["guesses"]:
-            counts = pools["guesses"].allocate(plan.reserved["guesses"])
-            stack.callback(pools["guesses"].free, counts)
-            transitions = Transitions(counts.tensor, expert_count(model.spec))
         return Memory(
             weights,
             kv,
             list(accounts.values()),
             list(pools.values()),
             stack.pop_all(),
-            transitions,
             trace,
             on_device,
             prefixes,

@@ -203,7 +203,7 @@ def workload_of(demand: Demand, plan: Plan) -> Workload:
         kv_on_host=warm,
         kv_on_disk=cold,
         disk_ratio=cold_ratio,
-        prefetch_experts=bool(demand.transition_bytes),
+        prefetch_experts=demand.prefetch_experts,
     )
 
 
