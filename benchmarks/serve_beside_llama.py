@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hmt.bench.gguf_model import write_gguf
 from hmt.bench.load import Matrix, run
 from hmt.bench.load.own_server import own_server
-from hmt.bench.random_model import SHAPES, write_random_model
 from hmt.cli.eval import held_out_text
+from hmt_bench.four_bits import SHAPES, write_four_bit_model
+from hmt_bench.gguf_model import write_gguf
 
 _START_S = 300
 _FIGURES = ("tokens_per_s", "requests_per_s", "ttft_s", "tpot_s", "e2e_s")
@@ -84,7 +84,7 @@ def main() -> int:
 def _written(folder: Path) -> tuple[Path, Path]:
     model, gguf = folder / "model", folder / "model-q4_0.gguf"
     if not gguf.is_file():
-        write_random_model(model, SHAPES["llama-1b"], four_bits=True)
+        write_four_bit_model(model, SHAPES["llama-1b"])
         unfinished = gguf.with_suffix(".partial")
         write_gguf(model, unfinished)
         unfinished.rename(gguf)

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from itertools import pairwise
 from time import perf_counter
 from typing import Any
 from xml.etree import ElementTree
@@ -18,17 +17,11 @@ from hmt.base.errors import ConfigError, HMTError
 from hmt.bench.load import Matrix, report_html
 from hmt.bench.load.chart import ceiling, chart_svg
 from hmt.bench.load.client import Client, Endpoint, connect, versioned
-from hmt.bench.load.events import EventReader
 from hmt.bench.load.loops import closed_loop, open_loop, poisson_arrivals
 from hmt.bench.load.matrix import _measure
 from hmt.bench.load.outcome import OK, Outcome, percentiles, summarise
 from hmt.bench.load.prompts import Prompts
 
-STREAM = (
-    ': hello\r\n\r\ndata: {"a": "größe"}\r\n\r\n'
-    "event: x\ndata: one\ndata: two\n\ndata:three\r\rid: 4\n\ndata: [DONE]\n\n"
-).encode()
-EVENTS = ['{"a": "größe"}', "one\ntwo", "three", "[DONE]"]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away. " * 20
 
 
@@ -43,23 +36,6 @@ def within(work: Awaitable[Any], seconds: float = 60) -> Any:
             return await work
 
     return asyncio.run(limited())
-
-
-# --- Events
-
-
-@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
-def test_events_do_not_depend_on_where_bytes_are_cut(cuts):
-    reader, places = EventReader(), [0, *sorted(cuts), len(STREAM)]
-    parts = [STREAM[a:b] for a, b in pairwise(places)]
-    assert [event for part in parts for event in reader.feed(part)] == EVENTS
-
-
-def test_events_come_as_soon_as_they_are_whole():
-    reader = EventReader()
-    assert [reader.feed(part) for part in (b"data: a\n", b"\ndata", b": b\n\n")] == [
-        [], ["a"], ["b"],
-    ]  # fmt: skip
 
 
 # --- Sums

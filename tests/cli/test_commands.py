@@ -6,9 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import torch
 
-from hmt.bench.random_model import write_random_llama
 from hmt.cli import doctor
 from hmt.cli.options import EngineOptions, embedded_model
 from hmt.contracts.machine import ComputeRates, Machine
@@ -18,6 +16,7 @@ from hmt.hardware.machine import ProcessBytes
 from hmt.hardware.machine_file import read_machine
 from hmt.memory import DiskRate
 from hmt.profiling import probe, step_overheads
+from hmt.profiling.random_model import Shape, write_random_model
 
 
 def test_every_engine_option_is_one_of_the_engines(tmp_path):
@@ -39,7 +38,6 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "kv_eviction": "lru",
         "kv_policy": "select",
         "kv_share": 0.25,
-        "kv_select": "order",
         "prefix_cache": True,
         "prefix_cache_dir": tmp_path,
         "prefix_cache_disk_memory": "1GiB",
@@ -49,7 +47,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "verify_reads": "always",
         "threads": 1,
         "numa": "0",
-        "expert_cache_policy": "lfu",
+        "expert_cache_policy": "lru",
         "expert_prefetch": False,
         "goal": "latency",
         "profile": None,  # not with a goal
@@ -202,18 +200,6 @@ def measured(monkeypatch):
     monkeypatch.setattr(probe, "measured_process_bytes", lambda: grown)
 
 
-def test_the_gpu_is_not_measured_where_there_is_none(hmt):
-    done = hmt("bench", "gpu", "--shape", "tiny")
-    assert done.code == 2 and "8b or 70b" in done.err
-    done = hmt("bench", "gpu", "--batches", "1,x")
-    assert done.code == 2 and "such as 1,32" in done.err
-    done = hmt("bench", "gpu", "--gpu-id", "fake")
-    assert done.code == 1 and "has no rates" in done.err
-    if not torch.cuda.is_available():
-        done = hmt("bench", "gpu", "--shape", "small")
-        assert done.code == 1 and "hmt doctor says what this machine has" in done.err
-
-
 def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypatch):
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
     written = tmp_path / "here.toml"
@@ -290,9 +276,7 @@ def test_eval_refuses_what_it_cannot_measure(hmt, tmp_path):
 
 def test_the_decode_benchmark_reports_every_case(hmt, tmp_path, monkeypatch):
     model = tmp_path / "model"
-    write_random_llama(
-        model, layers=12, hidden_size=256, intermediate_size=512, heads=4, kv_heads=2
-    )
+    write_random_model(model, Shape(12, 256, 512, heads=4, kv_heads=2))
     known = Machine("a machine", 2, 1 << 34, 2e9, ComputeRates(4e10))
     monkeypatch.setattr(probe, "measure", lambda path, quick: known)
     file = tmp_path / "results" / "decode.json"
@@ -315,37 +299,16 @@ def test_the_decode_benchmark_reports_every_case(hmt, tmp_path, monkeypatch):
     assert results["quarter plain"]["budget_bytes"] <= size / 4
 
 
-def test_traces_are_recorded_and_replayed(hmt, tmp_path):
-    moe = Path(__file__).parents[2] / "assets" / "mini-moe"
-    done = hmt("bench", "traces", moe, tmp_path / "traces", "--tokens", "40")
-    assert done.code == 0
-    files = sorted((tmp_path / "traces").iterdir())
-    assert [file.name for file in files] == [
-        f"mini-moe-{kind}.jsonl.gz" for kind in ("chat", "code", "prose", "tables")
-    ]
-    results, picture = tmp_path / "new" / "cache.json", tmp_path / "curves.svg"
-    done = hmt("bench", "cache", *files[:2], "--json", results, "--svg", picture)
-    assert done.code == 0
-    for word in ("heat and guesses", "best possible", "one after the other", "scan"):
-        assert word in done.out
-    content = json.loads(results.read_text())
-    assert [result["trace"] for result in content["results"]] == [
-        "mini-moe-chat",
-        "mini-moe-code",
-        "one after the other",
-    ]
-    assert content["machine"]["cores"] >= 1
-    assert picture.read_text().startswith("<svg")
-
-
 def test_a_run_can_be_traced_and_what_is_no_trace_is_named(hmt, tmp_path):
     moe = Path(__file__).parents[2] / "assets" / "mini-moe"
     file = tmp_path / "run.jsonl"
     options = ("--max-new-tokens", "4", "--host-memory", "12MiB", "--no-expert-prefetch")
     assert hmt("run", moe, "Hello", "--expert-trace", file, *options).code == 0
     assert len(file.read_text().splitlines()) > 4
-    done = hmt("bench", "cache", Path(__file__))
+    plan = ("plan", moe, "--host-memory", "64MiB", "--routing")
+    done = hmt(*plan, Path(__file__))
     assert done.code != 0 and "is not a trace of experts" in done.err
+    assert hmt(*plan, file).code == 0
     done = hmt("run", "Hello", "--expert-trace", file, *options)
     assert done.code != 0 and "has no experts to trace" in done.err
     done = hmt("run", moe, "Hello", "--expert-cache-policy", "random", *options)

@@ -13,12 +13,7 @@ NOWHERE = "/proc/nowhere"
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("bench", "predictions", "--folder", NOWHERE), "--folder /proc/nowhere cannot be used"),
-        (("bench", "predictions", "--json", NOWHERE), "--json /proc/nowhere cannot be used"),
-        (("bench", "pages", "--svg", "/dev/null/x.svg"), "--svg /dev/null/x.svg cannot be used"),
-        (("bench", "peer", "--folder", "/dev/null"), "name a folder that takes files"),
         (("bench", "serve", "--html", NOWHERE), "name a file that can be written"),
-        (("bench", "traces", "assets/mini-moe", NOWHERE), "the folder /proc/nowhere cannot be"),
         (("eval", "--json", NOWHERE), "--json /proc/nowhere cannot be used"),
         (("calibrate", "kv", "--text", "x", "--out", NOWHERE), "--out /proc/nowhere cannot be"),
     ],
@@ -44,9 +39,8 @@ def test_a_folder_is_no_file(hmt, tmp_path):
 def test_a_text_that_is_none_is_told(hmt, tmp_path):
     file = tmp_path / "text"
     file.write_bytes(b"\xff\xfe\x00")
-    for words in (("eval",), ("bench", "traces", "assets/mini-moe", tmp_path)):
-        outcome = hmt(*words, "--text", file)
-        assert outcome.code == 2 and f"{file} cannot be read" in outcome.err
+    outcome = hmt("eval", "--text", file)
+    assert outcome.code == 2 and f"{file} cannot be read" in outcome.err
 
 
 def test_results_that_do_not_fit_are_told(tmp_path):

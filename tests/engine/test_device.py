@@ -13,7 +13,6 @@ import torch
 
 import hmt
 from hmt.base.errors import BudgetError, ConfigError, MachineError
-from hmt.bench.random_model import Shape, write_random_model
 from hmt.cli.options import embedded_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.encoding import Encoding, WeightTensor
@@ -28,6 +27,7 @@ from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 from hmt.kernels import host_experts, ops
 from hmt.memory.device import FakeDevice, InlineRecorder
+from hmt.profiling.random_model import Shape, write_random_model
 from hmt.weights.store import device_store
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}

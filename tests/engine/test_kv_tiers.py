@@ -74,10 +74,9 @@ def test_fp8_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
     assert (levelled - near).norm() / exact.norm() < lost / 4
 
 
-@pytest.mark.parametrize("select", ["bound", "order"])
-def test_the_plan_counts_what_pages_are_chosen_by(select: str) -> None:
+def test_the_plan_counts_what_pages_are_chosen_by() -> None:
     """2 numbers of 2 bytes for each channel of a page's keys: 1/16 of what f32 pages take."""
-    levels = {"kv_gpu_memory": "7MiB", "kv_policy": "select", "kv_select": select}
+    levels = {"kv_gpu_memory": "7MiB", "kv_policy": "select"}
     prompts = [hmt.Request(text(600, n), 20, ignore_eos=True) for n in range(2)]
     reserved = {}
     for policy in ("exact", "select"):
@@ -88,7 +87,7 @@ def test_the_plan_counts_what_pages_are_chosen_by(select: str) -> None:
             used = model._core.memory.used_bytes()["kv"]
             assert used <= reserved[policy] < used + 4096
     pages, bounds = 2048 // 16, 8 * 2 * 64 * 2 * 2
-    assert reserved["select"] - reserved["exact"] == (pages * bounds if select == "bound" else 0)
+    assert reserved["select"] - reserved["exact"] == pages * bounds
 
 
 def test_the_plan_counts_what_moves_between_levels() -> None:

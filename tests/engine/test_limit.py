@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from hmt.base.units import MIB
-from hmt.bench.random_model import write_random_llama
 from hmt.cli.options import embedded_model
 from hmt.hardware.machine import machine_for
+from hmt.profiling.random_model import Shape, write_random_model
 
 OVERHEAD_BYTES = 128 * MIB  # stacks, allocator, temporaries of larger layers
 
@@ -62,7 +62,7 @@ sys.exit(os.waitstatus_to_exitcode(status) and 1)
 @pytest.fixture(scope="module")
 def big_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("big")
-    write_random_llama(folder)
+    write_random_model(folder, Shape())
     return folder
 
 

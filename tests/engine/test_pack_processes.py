@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hmt.base.units import MIB
-from hmt.bench.random_model import write_random_llama
 from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert, verify
+from hmt.profiling.random_model import Shape, write_random_model
 
 # Converts, and prints a line for everything that is done; at the end its peak of memory.
 CHILD = """
@@ -49,14 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By their layers, of 8 MB each."""
     folder = tmp_path_factory.mktemp("models")
     for layers in (4, 20):
-        write_random_llama(
-            folder / str(layers),
-            layers=layers,
-            hidden_size=512,
-            intermediate_size=2048,
-            heads=8,
-            kv_heads=4,
-        )
+        write_random_model(folder / str(layers), Shape(layers, 512, 2048, heads=8, kv_heads=4))
     return {layers: folder / str(layers) for layers in (4, 20)}
 
 

@@ -7,12 +7,12 @@ import pytest
 from reference import MINI_DENSE, MINI_MOE
 
 import hmt
-from hmt.bench.random_model import Shape, write_random_model
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
 from hmt.engine.experts.trace import TraceFile
 from hmt.engine.snapshot import ExpertTier
 from hmt.kernels import ops
+from hmt.profiling.random_model import Shape, write_random_model
 
 FADES = 0.97  # per step, as on a device
 

@@ -27,7 +27,7 @@ from hmt.planner import KVBudgets, KVTierSizes
 from hmt.planner.placement.kv_tiers import plan_kv_tiers
 
 WHOLE = dict(enumerate(layer for layer in LAYERS if not layer.window))
-NAMES = [*CODECS, "int8+residual", "int8-channel/int4+parts", "int8/sparse24"]
+NAMES = [*CODECS, "int8+parts", "int8-channel/int4+parts", "int8/sparse24"]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_what_was_cold_is_what_the_codec_makes_of_it(machine, name, piece_bytes)
     [
         ("exact", "sparse24", 1),
         ("exact", "int8", 200_000),
-        ("int8+residual", "sparse24-int8", 200_000),
+        ("int8+parts", "sparse24-int8", 200_000),
         ("int8", "int4", 1),
     ],
 )
@@ -174,7 +174,7 @@ def test_attention_goes_over_what_was_decoded(machine, name):
 
 def test_an_empty_place_in_a_group_is_harmless(machine):
     """Pages of a group that was not filled hold no numbers, and are decoded with the others."""
-    codecs = layer_codecs("int8+residual", WHOLE)
+    codecs = layer_codecs("int8+parts", WHOLE)
     cold = DiskPages(
         machine.folder, WHOLE, 2, ops.PageEncoding.F32, machine.pool, machine.queue,
         chunk_bytes=1, codecs=codecs,
@@ -233,7 +233,7 @@ def test_options_name_codecs_of_the_drive(tmp_path):
 
     assert chosen("INT8") == ("exact", "int8", "int8")
     assert chosen("exact,Int4") == ("exact", "exact", "int4")
-    assert chosen("int8,int4+residual") == ("exact", "int8", "int4+residual")
+    assert chosen("int8,int4+shared-parts") == ("exact", "int8", "int4+shared-parts")
     assert chosen("FP8") == ("fp8", "exact", "exact")
     assert chosen("fp8,int4") == ("exact", "fp8", "int4")
     assert chosen("fp8,exact,int4") == ("fp8", "exact", "int4")
@@ -249,7 +249,7 @@ def test_options_name_codecs_of_the_drive(tmp_path):
         EngineConfig.resolve(kv_gpu_memory="1MiB", kv_quant="int8,int8~int4", kv_eviction="lru")
     with pytest.raises(ConfigError, match="takes more bytes than int4"):
         disk_formats_of("int4~sparse24", WHOLE, torch.float32)
-    for wrong in ("int8+residual", "int8,int8,int4", "fp8,exact,int4,int4", ""):
+    for wrong in ("int8+parts", "int8,int8,int4", "fp8,exact,int4,int4", ""):
         with pytest.raises(ConfigError, match="for the disk, which knows others"):
             chosen(wrong)
     with pytest.raises(ConfigError, match="no way to keep keys and values"):

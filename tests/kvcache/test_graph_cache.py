@@ -22,7 +22,7 @@ from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.page_migration import PageMigration
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
-from hmt.kvcache.offload.sparse_selection import RANKINGS, Selection
+from hmt.kvcache.offload.sparse_selection import ByScoreBound, Selection
 from hmt.kvcache.page_layout import layout_of
 from hmt.kvcache.page_store import PageStore
 from hmt.kvcache.page_table import PageTier
@@ -95,7 +95,7 @@ class Setting:
 
         def choose(places: PageMigration) -> Selection:
             assert share is not None
-            return Selection(share, RANKINGS["bound"](places, self.host))
+            return Selection(share, ByScoreBound(places, self.host))
 
         exact = ops.PageEncoding.F32
         windows, pages = {1: LAYERS[1]}, SEQUENCES * ring_pages(37, CHUNK)

@@ -19,7 +19,7 @@ from hmt.kvcache import TieredKV
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
-from hmt.kvcache.offload.sparse_selection import RANKINGS, Selection
+from hmt.kvcache.offload.sparse_selection import ByScoreBound, Selection
 from hmt.kvcache.page_store import PageStore
 from hmt.kvcache.page_table import PageTier
 from hmt.memory import HostPool, Ledger, PreadReader, ReadQueue
@@ -330,9 +330,8 @@ def test_far_pages_may_have_fewer_bits(machine, encoding):
     cache.release()
 
 
-@pytest.mark.parametrize("ranking", RANKINGS)
-def test_a_share_of_one_leaves_nothing_out(machine, ranking):
-    choose = lambda places: Selection(1.0, RANKINGS[ranking](places, machine.pool))  # noqa: E731
+def test_a_share_of_one_leaves_nothing_out(machine):
+    choose = lambda places: Selection(1.0, ByScoreBound(places, machine.pool))  # noqa: E731
     cache = machine.cache(warm=20, cold=6, selection=choose)
     texts = Texts(cache)
     text = texts.open(1200)
@@ -344,7 +343,7 @@ def test_a_share_of_one_leaves_nothing_out(machine, ranking):
 def test_what_matters_is_found_among_a_few_pages(machine):
     """One key stands out, far back: with 5 % of the pages the answer is nearly its value."""
     layers = (KVLayer(KVKind.FULL, 2, 8, 8),)
-    choose = lambda places: Selection(0.05, RANKINGS["bound"](places, machine.pool))  # noqa: E731
+    choose = lambda places: Selection(0.05, ByScoreBound(places, machine.pool))  # noqa: E731
     cache = machine.cache(warm=20, cold=6, layers=layers, selection=choose)
     random, text, held = torch.Generator().manual_seed(1), cache.allocator.open(1900), 0
     needle, value = torch.randn(2, 8, generator=random), torch.randn(2, 8, generator=random)

@@ -8,7 +8,7 @@ from hmt.bench.replay import Cache
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost.workload import ExpertWork, workload_of
-from hmt.weights.eviction import PolicyContext, open_policy
+from hmt.weights.eviction import open_policy
 
 STEPS = 60
 
@@ -35,7 +35,7 @@ def test_slots_are_the_experts_as_far_as_dense_blocks_leave_them() -> None:
     assert had == max(0, slots - sum(block.slot_bytes for block in streamed)) < slots / 2
     # The policy of the engine's store, over steps that read dense blocks in a circle.
     order = {b.id: b.slot_bytes for b in [*streamed, *demand.of_kind(BlockKind.EXPERT)]}
-    policy = open_policy("heat", PolicyContext(block_bytes=order))
+    policy = open_policy("heat")
     cache, chance, hits, wanted = Cache(policy, order, slots), random.Random(1), 0, 0
     for step in range(STEPS):
         for layer in range(8):

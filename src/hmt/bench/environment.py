@@ -1,6 +1,5 @@
 """The machine and the software that a measurement was made with, for the files of benchmarks."""
 
-import os
 import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -30,12 +29,3 @@ def describe(machine: Machine) -> dict[str, Any]:
         "hmt": hmt.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def peer_environment() -> dict[str, str]:
-    """Of a peer's process, whose OpenMP workers wait as they do by themselves, or as a user says.
-
-    HMT lets its own sleep (see hmt/__init__).  The number is libgomp's own where nothing is set.
-    """
-    ours = os.environ.get("OMP_WAIT_POLICY") == "PASSIVE"
-    return {**({"GOMP_SPINCOUNT": "300000"} if ours else {}), **os.environ}

@@ -30,7 +30,6 @@ from hmt.bench.competitors import (
     random_weight,
 )
 from hmt.bench.environment import describe
-from hmt.bench.gpu_rates import device_read_rate
 from hmt.bench.kernels import result_of
 from hmt.contracts.encoding import Activations
 from hmt.contracts.model import PAGE_TOKENS
@@ -112,6 +111,23 @@ def run(
         "not_captured": eager,
         "results": [asdict(result) for result in results],
     }
+
+
+def device_read_rate() -> float:
+    """Bytes per second at which the GPU reads its memory, at its best."""
+    memory = torch.ones(2 * GIB, dtype=torch.bfloat16, device="cuda").view(-1, 8192)
+    vector = torch.ones(8192, dtype=torch.bfloat16, device="cuda")
+    rates = []
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        begin.record()
+        torch.mv(memory, vector)
+        end.record()
+        end.synchronize()
+        rates.append(memory.nbytes / (begin.elapsed_time(end) * 1e-3))
+    del memory
+    torch.cuda.empty_cache()
+    return max(rates)
 
 
 def _compile_all(

@@ -1,6 +1,5 @@
-"""`hmt bench`: measurements that later work is held to."""
+"""`hmt bench`: what HMT makes of this machine.  Comparisons with others are in `benchmarks`."""
 
-import json as json_format
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,38 +12,15 @@ from rich.table import Table
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_rate
-from hmt.cli import bench_cache
-from hmt.cli.bench_gpu import gpu
-from hmt.cli.bench_hybrid import hybrid
-from hmt.cli.bench_kv import kv
-from hmt.cli.bench_kv_speed import kv_speed
-from hmt.cli.bench_pages import pages
-from hmt.cli.bench_plans import plans
-from hmt.cli.bench_predictions import predictions
-from hmt.cli.bench_prefix import prefix
-from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.bench_serve import serve
-from hmt.cli.bench_soak import soak
 from hmt.cli.console import notes
-from hmt.cli.formatting import file_to_write, folder_to_write, write_text
+from hmt.cli.formatting import file_to_write, write_json
 from hmt.cli.options import EngineOptions, expand
 
 _TABLE_WIDTH = 96
 
 app = typer.Typer(help="Measure what HMT makes of this machine.", no_args_is_help=True)
-app.command("cache")(bench_cache.cache)
-app.command("traces")(bench_cache.traces)
-app.command("bigger-than-ram")(bigger_than_ram)
-app.command("gpu")(gpu)
-app.command("hybrid")(hybrid)
-app.command("kv")(kv)
-app.command("kv-speed")(kv_speed)
-app.command("pages")(pages)
-app.command("plans")(plans)
-app.command("predictions")(predictions)
-app.command("prefix")(prefix)
 app.command("serve")(serve)
-app.command("soak")(soak)
 
 
 @app.command("decode")
@@ -78,42 +54,6 @@ def decode(
             progress=status.update,
         )
     _print(content)
-    write_json(content, json)
-
-
-@app.command("peer")
-def peer(
-    peer: Annotated[str, typer.Option(help="The engine beside HMT: llama.cpp.")] = "llama.cpp",
-    shape: Annotated[
-        str, typer.Option(help="Sizes of the random model: llama-1b or qwen3-moe.")
-    ] = "llama-1b",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of both; torch's choice when left out.")
-    ] = None,
-    runs: Annotated[int, typer.Option(min=3, help="Runs per case; medians count.")] = 3,
-    folder: Annotated[
-        Path | None,
-        folder_to_write("Where the two models are kept for the next time; deleted without."),
-    ] = None,
-    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
-) -> None:
-    """HMT beside another engine: the same weights, threads and tokens, turn by turn."""
-    from hmt.bench.random_model import SHAPES
-
-    for option, given, known in (("--peer", peer, ["llama.cpp"]), ("--shape", shape, [*SHAPES])):
-        if given not in known:
-            raise ConfigError(f"{option} {given}: choose {' or '.join(known)}")
-    with notes().status("starting") as status, _scratch(folder) as models:
-        from hmt.bench.peer import run
-
-        content = run(
-            models / shape,
-            SHAPES[shape],
-            threads=threads,
-            runs=runs,
-            progress=status.update,
-        )
-    _print_peer(content)
     write_json(content, json)
 
 
@@ -188,35 +128,19 @@ def _numbers(option: str, text: str, count: int) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def _scratch(folder: Path | None) -> Iterator[Path]:
-    """The given folder, or one that is deleted afterwards."""
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="hmt-bench-") as name:
-        yield Path(name)
-
-
-@contextmanager
 def _checkpoint(model: Path | None) -> Iterator[Path]:
     """The given checkpoint, or random weights that are deleted afterwards."""
     if model is not None:
         yield model
         return
-    from hmt.bench.random_model import write_random_llama
+    from hmt.profiling.random_model import Shape, write_random_model
 
-    with _scratch(None) as folder:
-        write_random_llama(folder)
-        yield folder
-
-
-def write_json(content: dict[str, Any], file: Path | None) -> None:
-    """Write a benchmark's results, where a file was asked for."""
-    if file is not None:
-        write_text(file, json_format.dumps(content, indent=1) + "\n")
+    with tempfile.TemporaryDirectory(prefix="hmt-bench-") as name:
+        write_random_model(Path(name), Shape())
+        yield Path(name)
 
 
-def _table(title: str, *columns: str) -> Table:
+def result_table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are numbers."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     for number, name in enumerate(columns):
@@ -224,14 +148,11 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _show(table: Table) -> None:
+def show_table(table: Table) -> None:
+    """Print it, at least _TABLE_WIDTH wide."""
     console = Console(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)  # a pipe has no width of its own
     console.print(table)
-
-
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else format_rate(rate)
 
 
 def _print(content: dict[str, Any]) -> None:
@@ -243,7 +164,9 @@ def _print(content: dict[str, Any]) -> None:
         f"{format_rate(machine['cpu']['read_rate'])}, disk "
         f"{format_rate(machine['disk_read_rate'])}"
     )
-    table = _table(title, "case", "tokens/s", "from RAM", "from disk", "waiting", "rate", "share")
+    table = result_table(
+        title, "case", "tokens/s", "from RAM", "from disk", "waiting", "rate", "share"
+    )
     for result in content["results"]:
         table.add_row(
             result["case"],
@@ -254,36 +177,7 @@ def _print(content: dict[str, Any]) -> None:
             format_rate(result["rate"]),
             "-" if result["share"] is None else f"{result['share']:.0%} of {result['link']}",
         )
-    _show(table)
-
-
-def _print_peer(content: dict[str, Any]) -> None:
-    machine, model, agreement = content["machine"], content["model"], content["agreement"]
-    table = _table(
-        f"{machine['name']}, {machine['threads']} threads; memory "
-        f"{format_rate(content['read_rate'])}\n"
-        f"a token reads {format_bytes(model['hmt_token_bytes'])} (HMT, "
-        f"{content['hmt']['quantization']}) and {format_bytes(model['peer_token_bytes'])} "
-        f"({content['peer']['name']}, Q4_0)\n"
-        f"logits agree to a cosine of {agreement['logits_cosine']:.4f}; the likeliest token is "
-        f"{'the same' if agreement['same_argmax'] else 'another'}",
-        *("tokens/s", "HMT", content["peer"]["name"], "ratio"),
-        *("HMT reads", "share", f"{content['peer']['name']} reads", "share"),
-    )
-    for result in content["results"]:
-        table.add_row(
-            result["case"],
-            f"{result['hmt_tokens_per_s']:.1f}",
-            f"{result['peer_tokens_per_s']:.1f}",
-            f"{result['ratio']:.2f}",
-            *(_rate(result["hmt_rate"]), _percent(result["hmt_share"])),
-            *(_rate(result["peer_rate"]), _percent(result["peer_share"])),
-        )
-    _show(table)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+    show_table(table)
 
 
 def _print_kernels(content: dict[str, Any]) -> None:
@@ -294,7 +188,7 @@ def _print_kernels(content: dict[str, Any]) -> None:
     else:
         where = f"{machine['name']}, {machine['threads']} threads, {content['isa']}"
         how = "on registers"
-    table = _table(
+    table = result_table(
         f"{where}; memory {format_rate(content['read_rate'])}; billions of operations {how}: "
         f"{reached}",
         *("case", "tokens", "weights", "engine", "time", "reads", "of memory", "Gop/s", "of peak"),
@@ -316,6 +210,6 @@ def _print_kernels(content: dict[str, Any]) -> None:
             "-" if share is None else f"{share:.0%} of {result['peak']}",
         )
         before = case
-    _show(table)
+    show_table(table)
     if content.get("not_captured"):
         typer.echo(f"Not captured, so with the host's time: {'; '.join(content['not_captured'])}")

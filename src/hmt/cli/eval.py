@@ -1,6 +1,5 @@
 """`hmt eval`: how much a model still knows, in the encoding and the memory it is given."""
 
-import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +7,7 @@ import typer
 
 from hmt.base.errors import ConfigError, os_reason
 from hmt.cli.console import notes
-from hmt.cli.formatting import file_to_write, write_text
+from hmt.cli.formatting import file_to_write, write_json
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def evaluate(
             content = _as_json(measured, loaded, arguments)
     file = path / "quality.json"
     _print(measured, Quality.read(file) if file.is_file() else None)
-    if json is not None:
-        write_text(json, json_format.dumps(content, indent=1) + "\n")
+    write_json(content, json)
 
 
 def _lengths(text: str) -> dict[int, int]:

@@ -130,13 +130,6 @@ class EngineOptions:
         float | None,
         typer.Option(help="What select attends to; 0.1 when left out.", rich_help_panel=_KV),
     ] = None
-    kv_select: Annotated[
-        str | None,
-        typer.Option(
-            help="How select chooses: by a bound on scores, or by --kv-eviction (order).",
-            rich_help_panel=_KV,
-        ),
-    ] = None
     prefix_cache: Annotated[
         bool | None,
         typer.Option(
@@ -239,7 +232,7 @@ class EngineOptions:
     expert_cache_policy: Annotated[
         str | None,
         typer.Option(
-            help="Which experts stay in memory: heat, lru, lfu, lru2, wa-lru or a2cr.",
+            help="Which experts stay in memory: those that heat or lru value most.",
             rich_help_panel=_MEMORY,
         ),
     ] = None
@@ -262,7 +255,7 @@ class EngineOptions:
     expert_trace: Annotated[
         Path | None,
         typer.Option(
-            help="File for what the routers choose, for hmt bench cache; .gz compresses it.",
+            help="File for what the routers choose, for hmt plan --routing; .gz compresses it.",
             rich_help_panel=_MEMORY,
         ),
     ] = None

@@ -36,6 +36,8 @@ RETIRED = {
     "prefix_disk_memory": "prefix_cache_disk_memory",
     "trace_experts": "expert_trace",
 }
+# Options without a successor, and the value that says what now always holds.
+GONE = {"kv_select": "bound"}
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
 
@@ -70,10 +72,8 @@ class EngineConfig:
                           get little attention: see hmt.kvcache.codecs.CodecName and DiskCodecName
     kv_eviction           whose pages go first: those that "a2cr", "lru" or "lfu" value least
     kv_policy             "exact": attention to all of the context; "select": tokens that are
-                          decoded attend to the share `kv_share` of each text's pages, chosen anew
-                          for each
-    kv_select             which: those with the best "bound" on scores, or those that kv_eviction
-                          values most ("order")
+                          decoded attend to the share `kv_share` of each sequence's pages, those
+                          with the best bounds on scores, chosen anew for each
     prefix_cache          keep keys and values of ended texts, for texts that begin alike
     prefix_cache_dir      folder to keep them in for later runs, too (made if need be); implies
                           prefix_cache
@@ -100,7 +100,7 @@ class EngineConfig:
                           they are given, come first
     trace                 file to write what was read, computed and waited for, and when, for
                           ui.perfetto.dev; .gz compresses it
-    expert_trace          file to write the routers' choices to, for `hmt bench cache`
+    expert_trace          file to write the routers' choices to, for `hmt plan --routing`
     check_weights         look for NaN when a block is first read (not of a pack, which holds none)
     verify_reads          compare the checksum of a pack's block when it is "first" read, "always",
                           or "never"; rows of an embedding on disk are compared unless "never"
@@ -124,7 +124,6 @@ class EngineConfig:
     kv_eviction: str = "a2cr"
     kv_policy: str = "exact"
     kv_share: float = 0.1
-    kv_select: str = "bound"
     prefix_cache: bool = False
     prefix_cache_dir: Path | None = None
     prefix_cache_disk_memory_bytes: int = 4 * GIB
@@ -209,7 +208,10 @@ def _by_new_names(options: dict[str, Any]) -> dict[str, Any]:
     for old, new in RETIRED.items():
         if old in options:
             warn_once(old, f"{old} is now {new}; the old name goes with the next release")
-    return {RETIRED.get(name, name): value for name, value in options.items()}
+    for old, held in GONE.items():
+        if options.get(old, held) != held:
+            raise ConfigError(f"{old}={options[old]!r} is gone: only {held} proved useful")
+    return {RETIRED.get(name, name): given for name, given in options.items() if name not in GONE}
 
 
 def _with_profile(values: dict[str, Any]) -> None:
@@ -233,7 +235,7 @@ def _kv_quant(given: object) -> tuple[str, str, str]:
     if near not in KV_NEAR or warm not in KV_ENCODINGS or len(parts) > 3:
         raise ConfigError(
             f"kv_quant={given!r}; choose {', '.join(KV_ENCODINGS)}, or two of them: for host "
-            "memory and for the disk, which knows others as well, such as exact,int8+residual; "
+            "memory and for the disk, which knows others as well, such as exact,int8+parts; "
             f"in front of these may be {' or '.join(KV_NEAR)} for what stays near"
         )
     name = DiskCodecName.parse(cold)  # says what is wrong with it, as the next does
@@ -263,7 +265,6 @@ def _check(values: dict[str, Any]) -> None:
         "kv_eviction": tuple(KV_EVICTION),
         "goal": GOALS,
         "kv_policy": ("exact", "select"),
-        "kv_select": ("bound", "order"),
         "verify_reads": tuple(Verify),
     }
     for name, allowed in choices.items():

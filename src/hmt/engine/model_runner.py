@@ -40,7 +40,9 @@ class ModelRunner:
     ) -> None:
         on_device = memory.on_device
         self._weights = memory.weights if on_device is None else on_device.weights
-        observers, self.expert_prefetcher = open_observers(prepared.model, prepared.plan, memory)
+        observers, self.expert_prefetcher = open_observers(
+            prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
+        )
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
         weights: Weights = self._weights
         if observers:

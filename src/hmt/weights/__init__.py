@@ -1,7 +1,7 @@
 """Parameters: which bytes they are, how they lie in memory, and the store that moves them."""
 
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart, bind, published_bytes
-from hmt.weights.eviction import POLICIES, EvictionPolicy, PolicyContext, open_policy
+from hmt.weights.eviction import POLICIES, EvictionPolicy, open_policy
 from hmt.weights.experts.moe_backends import laid_out_alike
 from hmt.weights.layout import BlockLayout, lay_out
 from hmt.weights.naming import Named, named
@@ -23,7 +23,6 @@ __all__ = [
     "DeviceWeights",
     "EvictionPolicy",
     "Named",
-    "PolicyContext",
     "PrefetchCounters",
     "RouterObserver",
     "SpillFile",

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import httpx2
 
 from hmt.base.errors import ConfigError, HMTError
-from hmt.bench.load.events import EventReader
 from hmt.bench.load.outcome import OK, Outcome
 
 _DETAIL = 300  # characters of a failure's text
@@ -115,20 +114,17 @@ class Client:
             )
 
     async def _stream(self, body: dict[str, Any], answer: "_Answer") -> None:
-        reader = EventReader()
         async with self._http.stream("POST", self.endpoint.path, json=body) as response:
             answer.begun = True
             if response.status_code != 200:
                 text = (await response.aread()).decode("utf-8", "replace")
                 answer.fail(str(response.status_code), text)
                 return
-            async for received in response.aiter_bytes():
-                now = perf_counter()
-                for data in reader.feed(received):
-                    if data == "[DONE]":
-                        answer.complete = True
-                    else:
-                        answer.take(_object(data), now)
+            async for event in httpx2.EventSource(response):
+                if event.data == "[DONE]":
+                    answer.complete = True
+                elif event.data:
+                    answer.take(_object(event.data), perf_counter())
         if not answer.complete:
             answer.fail("disconnected", "the stream ended in the middle of the answer")
 

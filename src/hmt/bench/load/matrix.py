@@ -165,13 +165,13 @@ async def _cell(
     # Made beforehand: to make them takes time of the processor that a server may need.
     made = [prompts.of(cell.prompt_tokens, number, i) for i in range(warmup + requests)]
 
-    async def warm(request: int, due_s: float) -> Outcome:
+    async def warm_up(request: int, due_s: float) -> Outcome:
         return await client.ask(made[request], cell.output_tokens, due_s)
 
     async def counted(request: int, due_s: float) -> Outcome:
         return await client.ask(made[warmup + request], cell.output_tokens, due_s)
 
-    await closed_loop(warm, users, warmup)
+    await closed_loop(warm_up, users, warmup)
     begin = perf_counter()
     async with watched(pid) as watch:
         if cell.rate is None:

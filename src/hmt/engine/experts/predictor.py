@@ -1,15 +1,13 @@
 """Which experts the next layer will need, before its router says so.
 
-Two sources.  The next router itself, applied to the residual stream as it is one layer earlier:
-attention has been added, the experts have not, so their reads can begin while these compute.  And
-for the first layer with experts, whose input is another token's, which experts followed which.
+The next router itself is applied to the residual stream as it is one layer earlier: attention has
+been added, the experts have not, so their reads can begin while these compute.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-import numpy as np
 import torch
 
 from hmt.contracts.blocks import BlockId, BlockKind
@@ -26,7 +24,6 @@ class PredictionSource(IntEnum):
 
     ROUTER = 0
     ROUTER_OF_FIRST = 1
-    TRANSITIONS = 2
 
 
 # A source and a rank in its list: 0 is what it thinks likeliest.
@@ -102,34 +99,3 @@ class RouterPredictor:
         if layer not in self._readable:
             return None
         return self._model.expected_experts(layer, hidden, self._weights).tolist()
-
-
-class Transitions:
-    """How often each expert of one layer was followed by each of another; old counts fade."""
-
-    _MOST = 1 << 14  # a count; int16 holds twice that
-
-    def __init__(self, memory: torch.Tensor, experts: int) -> None:
-        """`memory` is the caller's, uint8 with at least `nbytes`; it is cleared."""
-        self._counts = memory[: self.nbytes(experts)].numpy().view(np.int16)
-        self._counts = self._counts.reshape(experts, experts)
-        self._counts.fill(0)
-
-    @staticmethod
-    def nbytes(experts: int) -> int:
-        """Memory that the counts take."""
-        return 2 * experts * experts
-
-    def learn(self, before: Sequence[int], after: Sequence[int]) -> None:
-        """A token's experts `before` were followed by those in `after`."""
-        at = np.ix_(before, after)
-        self._counts[at] += 1
-        if self._counts[at].max() >= self._MOST:
-            self._counts //= 2
-
-    def following(self, before: Sequence[int], count: int) -> list[int]:
-        """The `count` likeliest experts after `before`, the likeliest first; fewer when unknown."""
-        rows = self._counts[list(before)].astype(np.float32)
-        scores = (rows / np.maximum(rows.sum(1, keepdims=True), 1.0)).sum(0)
-        best = np.argsort(-scores, kind="stable")[:count]
-        return [expert for expert in best.tolist() if scores[expert] > 0]

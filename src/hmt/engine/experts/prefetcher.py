@@ -15,7 +15,6 @@ from hmt.engine.experts.predictor import (
     Kind,
     PredictionSource,
     RouterPredictor,
-    Transitions,
     Trust,
     candidates,
 )
@@ -27,16 +26,12 @@ _SLOT_SHARE = 4  # guesses may wait in a quarter of the slots
 class ExpertPrefetcher:
     """Implements Observer: guesses the experts of the next layer."""
 
-    def __init__(
-        self, model: Model, weights: WeightStore, plan: Plan, transitions: Transitions
-    ) -> None:
+    def __init__(self, model: Model, weights: WeightStore, plan: Plan) -> None:
         self._weights = weights
         self._predictor = RouterPredictor(model, weights, plan)
-        self._transitions = transitions
         self._trust = Trust()
         self._trial = ABGate()
         self._prefetched: dict[int, list[tuple[int, Kind]]] = {}  # by layer: absent experts
-        self._before: list[int] | None = None  # the last layer's experts, of one token
         sizes = [
             weights.slot_bytes(block.id)
             for block in model.spec.blocks
@@ -58,31 +53,15 @@ class ExpertPrefetcher:
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
     ) -> None:
         """See Observer."""
-        first, chosen = layer == self._predictor.first, experts.tolist()
-        self._trust.learn(self._prefetched.pop(layer, ()), {e for token in chosen for e in token})
-        if first:
-            self._trial.step(len(chosen))
-            if not self._trial.on:
-                self._weights.request(
-                    (), Priority.SPECULATIVE
-                )  # and what was guessed need not stay
-            if self._before is not None and len(chosen) == 1:
-                self._transitions.learn(self._before, chosen[0])
-            self._before = None
-        following = self._predictor.following[layer]
-        last = following <= layer
-        if last and len(chosen) == 1:
-            self._before = chosen[0]
-        if not self._trial.on:
-            return
-        if last:
-            guess = [self._transitions.following(chosen[0], len(chosen[0]))]
-            self._prefetch(
-                following, guess if len(chosen) == 1 else None, PredictionSource.TRANSITIONS
-            )
-        else:
-            guessed = self._predictor.of_following(layer, hidden)
-            self._prefetch(following, guessed, PredictionSource.ROUTER)
+        chosen = {expert for token in experts.tolist() for expert in token}
+        self._trust.learn(self._prefetched.pop(layer, ()), chosen)
+        if layer == self._predictor.first:
+            self._trial.step(len(experts))
+            if not self._trial.on:  # and what was guessed need not stay
+                self._weights.request((), Priority.SPECULATIVE)
+        if self._trial.on:
+            guess = self._predictor.of_following(layer, hidden)
+            self._prefetch(self._predictor.following[layer], guess, PredictionSource.ROUTER)
 
     def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
         """See Observer."""

@@ -11,14 +11,14 @@ from hmt.engine.loading.allocate import Memory
 
 
 def open_observers(
-    model: Model, plan: Plan, memory: Memory
+    model: Model, plan: Plan, memory: Memory, *, prefetch: bool
 ) -> tuple[list[StepObserver], ExpertPrefetcher | None]:
-    """All of them, and of these the prefetcher, where experts are read from the disk."""
+    """All of them, and of these the prefetcher: with `prefetch`, where experts are on the disk."""
     store, observers = memory.weights, list[StepObserver]()
     if memory.trace is not None:
         observers.append(ExpertRecorder(memory.trace, RouterPredictor(model, store, plan)))
     streams = any(block.kind is BlockKind.EXPERT for block in plan.blocks_in(Tier.DISK))
-    if memory.transitions is None or not streams:
+    if not prefetch or not streams:
         return observers, None
-    prefetcher = ExpertPrefetcher(model, store, plan, memory.transitions)
+    prefetcher = ExpertPrefetcher(model, store, plan)
     return [*observers, prefetcher], prefetcher

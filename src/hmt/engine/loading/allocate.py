@@ -18,7 +18,6 @@ from hmt.contracts.kv import KVAccount
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.engine_thread import EngineThread
-from hmt.engine.experts.predictor import Transitions, expert_count
 from hmt.engine.experts.trace import TraceWriter
 from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.loading.device import OnDevice, load_on_device
@@ -41,7 +40,6 @@ from hmt.memory import (
 )
 from hmt.memory.device import Device
 from hmt.weights import (
-    PolicyContext,
     SpillFile,
     WeightStore,
     open_policy,
@@ -57,7 +55,6 @@ class Memory:
     accounts: list[Account]
     pools: list[HostPool]
     closing: ExitStack
-    transitions: Transitions | None = None  # where experts are guessed
     trace: TraceWriter | None = None
     on_device: OnDevice | None = None
     prefixes: PrefixCache | None = None
@@ -149,7 +146,7 @@ def allocate(
             staging=pools["staging"],
             rows=pools["rows"],
             slot_counts=plan.slot_counts,
-            policy=open_policy(config.expert_cache_policy, _context(prepared, pools["slots"])),
+            policy=open_policy(config.expert_cache_policy),
             spill=spill,
             check=config.check_weights,
             verify=config.verify_reads,
@@ -170,18 +167,12 @@ def allocate(
             name, blocks = prepared.source.path.name, prepared.demand.blocks
             trace = open_trace(config.expert_trace, name, model.spec, blocks)
             stack.callback(trace.close)
-        transitions = None
-        if plan.reserved["guesses"]:
-            counts = pools["guesses"].allocate(plan.reserved["guesses"])
-            stack.callback(pools["guesses"].free, counts)
-            transitions = Transitions(counts.tensor, expert_count(model.spec))
         return Memory(
             weights=weights,
             kv=kv,
             accounts=list(accounts.values()),
             pools=list(pools.values()),
             closing=stack.pop_all(),
-            transitions=transitions,
             trace=trace,
             on_device=on_device,
             prefixes=prefixes,
@@ -215,16 +206,6 @@ def allocate_on(
         if loading.exception() is None:  # it had just ended
             loading.result().close()
         raise
-
-
-def _context(prepared: Prepared, slots: HostPool) -> PolicyContext:
-    """What cache policies weigh."""
-    around = PolicyContext(
-        block_bytes={b: layout.read_bytes for b, layout in prepared.layouts.items()},
-        pressure=lambda: slots.in_use_bytes / max(1, slots.account.limit_bytes),
-    )
-    rate = prepared.machine.disk_read_rate
-    return replace(around, read_rate=rate) if rate else around
 
 
 def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, HostPool]:

@@ -70,6 +70,6 @@ def open_kv(
     return in_host if on_gpu is None else SplitKVCache(in_host, on_gpu, there)
 
 
-def selection_of(config: EngineConfig) -> tuple[str, float] | None:
-    """How decoding tokens choose pages, and the share of them; None: they attend to all."""
-    return None if config.kv_policy == "exact" else (config.kv_select, config.kv_share)
+def selection_of(config: EngineConfig) -> float | None:
+    """The share of pages that decoding tokens attend to; None: to all."""
+    return None if config.kv_policy == "exact" else config.kv_share

@@ -15,7 +15,6 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS, Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.experts.predictor import Transitions, expert_count
 from hmt.engine.loading.goal_plan import searched_plan
 from hmt.engine.loading.kv import selection_of
 from hmt.engine.loading.kv_scales import with_scales
@@ -165,7 +164,6 @@ def demand_of(
     sizes = {id(layout): layout.size for layout in distinct}
     numbers = {id(layout): layout.parameter_bytes for layout in distinct}
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
-    guesses = config.expert_prefetch and config.executor == "overlapped"
     near, warm, cold = kv_quant
     number = page_encoding(near, model.dtype).dtype
     # Texts that share what is near have all of it there, windows included.
@@ -180,7 +178,7 @@ def demand_of(
         kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
-        transition_bytes=Transitions.nbytes(expert_count(model.spec)) if guesses else 0,
+        prefetch_experts=config.expert_prefetch and config.executor == "overlapped",
         row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
         parameter_bytes=sum(numbers[id(layout)] for layout in layouts.values()),
         experts_alike=laid_out_alike(

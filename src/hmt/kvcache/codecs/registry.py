@@ -26,12 +26,9 @@ CODECS: dict[str, Callable[[int, int], Codec]] = {
 }
 STATIC = "int8-static"  # has scales from a file
 LOW_SCORE = 0.3  # below which pages are of low attention
-_PART = 16  # numbers of a sub-channel
 RESIDUALS: dict[str, Callable[[Codec], Codec]] = {
-    "residual": Residual,
-    "parts": partial(Residual, width=_PART),
-    "many-parts": partial(Residual, width=_PART, share=0.04),
-    "shared-parts": partial(Residual, width=_PART, pages=GROUP_PAGES),
+    "parts": Residual,
+    "shared-parts": partial(Residual, pages=GROUP_PAGES),
 }
 
 
@@ -40,8 +37,8 @@ class CodecName:
     """How keys and values are kept, as users write it: KEYS/VALUES+RESIDUAL@FILE.
 
     keys, values   in CODECS, or "int8-static"; "int8" stands for "int8/int8"
-    residual       in RESIDUALS: of rows of outliers, of parts of them, of parts of many, which take
-                   4% instead of 0.5%, or of parts of a group of pages; empty: none
+    residual       in RESIDUALS: of parts of rows with outliers, chosen in each page or in a group
+                   of pages; empty: none
     file           with the scales of "int8-static": see Calibration; None: the engine's own
     """
 
@@ -69,9 +66,7 @@ class CodecName:
                 "them as in int8/sparse24, for keys and for values"
             )
         if residual not in ("", *RESIDUALS) or kinds.endswith("/") or name.endswith("+"):
-            raise ConfigError(
-                f"{name!r}: after + comes {' or '.join(RESIDUALS)}, as in int8+residual"
-            )
+            raise ConfigError(f"{name!r}: after + comes {' or '.join(RESIDUALS)}, as in int8+parts")
         if file and STATIC not in (keys, found.values):
             raise ConfigError(f"{name!r}: only {STATIC} takes a file with scales: {STATIC}@FILE")
         return found

@@ -9,7 +9,8 @@ from hmt.kernels.reference import divided
 from hmt.kvcache.codecs.interface import Codec, from_nibbles, joined, nibbles, split_parts
 
 _SIGMAS = 3.0
-_SHARE = 0.005
+_SHARE = 0.005  # of the bytes of a page
+_WIDTH = 16  # numbers of a part: a sub-channel
 _LARGEST = 7  # codes are -7 .. 7, kept as code + 8
 _BIAS = 127  # of exponents, as in an f32; 0 says that a record is not in use
 
@@ -20,26 +21,22 @@ class Residual(Codec):
     An outlier is a part of a row whose error is more than 3 sigma, sigma being the median of the
     same part's errors over the tokens of the page: outliers come several in a row, and would hide
     each other in a mean.  Those with the largest errors get a record each.  There are as many
-    records as `share` of the bytes hold, and one at least, which is more where pages are small:
-    1.6% of two heads of 64 numbers, if a row is one part.
+    records as _SHARE of the bytes hold, and one at least.
 
     base     the other codec, of single pages
     unit     the other codec's pages, then for each record: which part of the unit it is, in as many
              bytes as that takes, the exponent of its scale, and codes, two in a byte
-    width    numbers of a part: a row ("token-wise") or less of it ("sub-channel")
     pages    that share their records
     """
 
-    def __init__(
-        self, base: Codec, width: int | None = None, share: float = _SHARE, pages: int = 1
-    ) -> None:
+    def __init__(self, base: Codec, pages: int = 1) -> None:
         assert base.pages == 1
         super().__init__(base.heads, base.dim)
         self.base = base
         self.pages = pages
-        self.width = round_up(min(width or base.dim, base.dim), 2)
+        self.width = round_up(min(_WIDTH, base.dim), 2)
         self.parts = -(-base.dim // self.width)  # of a row
-        self.records = max(1, int(self._base_bytes * share) // self.record_bytes)
+        self.records = max(1, int(self._base_bytes * _SHARE) // self.record_bytes)
 
     @property
     def record_bytes(self) -> int:

@@ -17,7 +17,7 @@ from hmt.kvcache.offload.disk_layout import LowAttentionPages, disk_bytes, group
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.page_migration import PageMigration
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
-from hmt.kvcache.offload.sparse_selection import RANKINGS, Selection, bounds_page_bytes
+from hmt.kvcache.offload.sparse_selection import ByScoreBound, Selection, bounds_page_bytes
 from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.page_store import PageStore, Pool, store_page_bytes
 from hmt.memory import ReadQueue
@@ -66,7 +66,7 @@ def kv_sizes(
     dtype: torch.dtype,
     host_format: str,
     disk_format: str,
-    selection: tuple[str, float] | None = None,
+    selection: float | None = None,
     device_format: str = "exact",
 ) -> dict[str, Any]:
     """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`; see `open_tiered`."""
@@ -81,7 +81,7 @@ def kv_sizes(
         "disk_group": group,
         "layer_group": layer_group,
         "kind_group": kind_group,
-        "chosen_page": bounds_page_bytes(whole) if selection and selection[0] == "bound" else 0,
+        "chosen_page": bounds_page_bytes(whole) if selection is not None else 0,
         "ring_pages": {w: store_page_bytes(members, kept) for w, members in windows.items()},
         "device_format": device_format,
         "host_format": host_format,
@@ -111,14 +111,14 @@ def open_tiered(
     queue: ReadQueue,
     order: str,
     chunk: int,
-    selection: tuple[str, float] | None = None,
+    selection: float | None = None,
     device: Device | None = None,
     pinned: bool = False,
 ) -> TieredKV:
     """The cache that `levels` plans: device pages from `device_pool`, all else from `host`.
 
     order      of ORDERS
-    selection  of RANKINGS, and the share of pages that decoding tokens attend to; None: to all
+    selection  the share of pages that decoding tokens attend to; None: to all
     device     where layers compute, if not on the CPU
     pinned     whether its kernels can read and write what `host` gives
 
@@ -153,8 +153,7 @@ def open_tiered(
 
     def choosing(places: PageMigration) -> Selection:
         assert selection is not None
-        ranking, share = selection
-        return Selection(share, RANKINGS[ranking](places, host))
+        return Selection(selection, ByScoreBound(places, host))
 
     chosen = None if selection is None else choosing
     order_of = KV_EVICTION[order]

@@ -1,10 +1,10 @@
-"""Attending to some pages only: those whose keys, or whose worth so far, promise most.
+"""Attending to some pages only: those whose keys promise most.
 
 Nothing is lost: every token chooses anew among all pages.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,29 +23,10 @@ _WIDTH = 0.5  # of the way from the middle to the bound
 _PIECE_PAGES = 512  # ranked at once: of 8 heads of 128 numbers 4 MiB in f32
 
 
-class Ranking(Protocol):
-    """Ranks a sequence's pages for one token of one layer."""
-
-    def rank(self, layer: int, ids: Ints, query: torch.Tensor) -> Floats:
-        """A number for each of `ids`, whole pages; the greatest are attended to.
-
-        query   [q_heads, key_dim], in host memory
-        """
-        ...
-
-    def forget(self, ids: Ints) -> None:
-        """Pages have been made anew."""
-        ...
-
-    def release(self) -> None:
-        """Give memory back.  Nothing may be ranked afterwards."""
-        ...
-
-
 class Selection:
     """A share of each sequence's pages, which decoding tokens attend to."""
 
-    def __init__(self, share: float, ranking: Ranking) -> None:
+    def __init__(self, share: float, ranking: "ByScoreBound") -> None:
         self._share = share
         self._ranking = ranking
 
@@ -69,26 +50,6 @@ class Selection:
     def release(self) -> None:
         """Give memory back.  Nothing may be chosen afterwards."""
         self._ranking.release()
-
-
-class ByPageScore:
-    """What the policy that moves pages thinks of them; the same for all layers.
-
-    It knows what pages were attended to, not what the next token looks for.
-    """
-
-    def __init__(self, places: PageMigration, pool: Pool[Any]) -> None:
-        self._places = places
-
-    def rank(self, layer: int, ids: Ints, query: torch.Tensor) -> Floats:
-        """See Ranking."""
-        return self._places.policy.worth(ids, self._places.clock(), 1.0)
-
-    def forget(self, ids: Ints) -> None:
-        """See Ranking."""
-
-    def release(self) -> None:
-        """See Ranking."""
 
 
 class ByScoreBound:
@@ -123,7 +84,10 @@ class ByScoreBound:
             start = stop
 
     def rank(self, layer: int, ids: Ints, query: torch.Tensor) -> Floats:
-        """See Ranking."""
+        """A number for each of `ids`, whole pages; the greatest are attended to.
+
+        query   [q_heads, key_dim], in host memory
+        """
         self._learn(layer, ids)
         bounds = self._bounds[layer]
         rows = query.float().view(bounds.shape[1], -1, query.shape[-1])  # [heads, group, key_dim]
@@ -137,12 +101,12 @@ class ByScoreBound:
         return ranks
 
     def forget(self, ids: Ints) -> None:
-        """See Ranking."""
+        """Pages have been made anew."""
         for known in self._known.values():
             known[ids] = False
 
     def release(self) -> None:
-        """See Ranking."""
+        """Give memory back.  Nothing may be ranked afterwards."""
         self._bounds.clear()
         self._pool.free(self._buffer)
 
@@ -169,9 +133,3 @@ def _numbers(heads: int, key_dim: int) -> int:
 def bounds_page_bytes(layers: Mapping[int, KVLayer]) -> int:
     """Memory that the bounds of one page take, of all `layers`, none with a window."""
     return _BYTES * sum(_numbers(layer.heads, layer.key_dim) for layer in layers.values())
-
-
-RANKINGS: dict[str, Callable[[PageMigration, Pool[Any]], Ranking]] = {
-    "bound": ByScoreBound,
-    "order": ByPageScore,
-}

@@ -63,7 +63,7 @@ PUBLISHED = HitCurve(
     ((0.0, 0.0), (0.06, 0.37), (0.25, 0.81), (0.64, 0.96), (1.0, 1.0)),
     "published figures of models with many small experts",
 )
-# Of 32 experts, four chosen: `hmt bench cache` on four kinds of text, the policy "heat".
+# Of 32 experts, four chosen: `python -m hmt_bench cache` on four kinds of text, the policy "heat".
 FEW = HitCurve(
     (
         *((0.0, 0.0), (0.0625, 0.09), (0.125, 0.29), (0.25, 0.53), (0.5, 0.79), (0.75, 0.93)),

@@ -210,7 +210,7 @@ def workload_of(demand: Demand, plan: Plan) -> Workload:
         hits=demand.hit_curve,
         row_bytes=row_bytes,
         kv=_kv_shares(demand, plan),
-        prefetch_experts=bool(demand.transition_bytes),
+        prefetch_experts=demand.prefetch_experts,
     )
 
 

@@ -118,7 +118,7 @@ class DeviceEstimate:
             link_share=self._link_share if choice.staging_slots else 0.0,
             chunk=self._chunk,
             hits=self._hits,
-            prefetch_experts=bool(self._demand.transition_bytes),
+            prefetch_experts=self._demand.prefetch_experts,
         )
 
     def _kinds(self) -> list[int]:

@@ -34,7 +34,7 @@ class Demand:
     kv_work_bytes       copies that are made of keys and values where these lie at several levels
     score_bytes         the most that attention scores take at once
     batch               requests that run at once
-    transition_bytes    statistics from which experts are guessed
+    prefetch_experts    whether experts are read from the disk before routers choose them
     matrix_bytes        the largest matrix of a layer, unpacked, as a device multiplies many tokens
     expert_token_bytes  activations between the matrices of one token's experts
     prefix_bytes        what pages pass through that are kept on the disk for other texts
@@ -52,7 +52,7 @@ class Demand:
     kv_work_bytes: int = 0
     score_bytes: int = 0
     batch: int = 1
-    transition_bytes: int = 0
+    prefetch_experts: bool = False
     row_sums_bytes: int = 0
     parameter_bytes: int | None = None
     passing_bytes: int = 0

@@ -292,7 +292,6 @@ def _reserve(
     return {
         "activations": host_activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
-        "guesses": round_up(demand.transition_bytes, _MEMORY_PAGE_BYTES),
         "prefixes": round_up(demand.prefix_bytes, _MEMORY_PAGE_BYTES),
         "rows": rows + demand.row_sums_bytes,
         "kv": round_up(kv_bytes(demand, context) if kv is None else kv, _MEMORY_PAGE_BYTES),

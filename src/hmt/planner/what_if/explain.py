@@ -19,7 +19,6 @@ _MEANING = {
     "mapping": "page tables of host memory",
     "staging": "conversion on load",
     "rows": "embedding rows",
-    "guesses": "which expert follows which",
     "prefixes": "pages on their way",
 }
 

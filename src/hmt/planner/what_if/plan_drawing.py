@@ -20,7 +20,6 @@ _LETTERS = {
     "mapping": "m",
     "staging": "a",
     "rows": "a",
-    "guesses": "a",
     "prefixes": "a",
 }
 

@@ -1,25 +1,12 @@
-"""Cache policies: which cached block goes when a slot is needed.  One file, one policy."""
+"""Cache policies: which cached block goes when a slot is needed.  One file, one policy.
 
-from hmt.weights.eviction.a2cr import DecayedScore
+`benchmarks/hmt_bench/policies` has others, which replays of recorded traces compare with these.
+"""
+
 from hmt.weights.eviction.dense_scan import DenseByScan
 from hmt.weights.eviction.heat import Heat
-from hmt.weights.eviction.interface import EvictionPolicy, PolicyContext
-from hmt.weights.eviction.lfu import LFU
+from hmt.weights.eviction.interface import EvictionPolicy
 from hmt.weights.eviction.lru import LRU
-from hmt.weights.eviction.lru2 import LRU2
 from hmt.weights.eviction.registry import POLICIES, open_policy
-from hmt.weights.eviction.weight_aware_lru import WeightAwareLRU
 
-__all__ = [
-    "LFU",
-    "LRU",
-    "LRU2",
-    "POLICIES",
-    "DecayedScore",
-    "DenseByScan",
-    "EvictionPolicy",
-    "Heat",
-    "PolicyContext",
-    "WeightAwareLRU",
-    "open_policy",
-]
+__all__ = ["LRU", "POLICIES", "DenseByScan", "EvictionPolicy", "Heat", "open_policy"]

@@ -3,8 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 
-import torch
-
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.weights.eviction.interface import EvictionPolicy
 
@@ -44,10 +42,6 @@ class DenseByScan:
             self._experts.removed(block)
         else:
             del self._dense[block]
-
-    def routed(self, layer: int, experts: torch.Tensor, scales: torch.Tensor) -> None:
-        """See EvictionPolicy."""
-        self._experts.routed(layer, experts, scales)
 
     def eviction_order(self) -> Iterator[BlockId]:
         """See EvictionPolicy."""

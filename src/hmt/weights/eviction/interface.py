@@ -1,10 +1,7 @@
-"""What the store asks of a cache policy, and what a policy may know."""
+"""What the store asks of a cache policy."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Protocol
-
-import torch
 
 from hmt.contracts.blocks import BlockId
 
@@ -30,13 +27,6 @@ class EvictionPolicy(Protocol):
         """`block` is no longer cached."""
         ...
 
-    def routed(self, layer: int, experts: torch.Tensor, scales: torch.Tensor) -> None:
-        """A router chose: experts int64 [tokens, top_k], scales f32 [tokens, top_k].
-
-        Comes before the experts of `layer` are leased; most policies need not know.
-        """
-        ...
-
     def eviction_order(self) -> Iterator[BlockId]:
         """All cached blocks in the order in which they should go.
 
@@ -44,19 +34,3 @@ class EvictionPolicy(Protocol):
         however many there are.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyContext:
-    """What some policies weigh.
-
-    block_bytes   bytes that leave the disk when a block is read again
-    read_rate     of the disk, bytes per second
-    latency_s     that a read takes apart from its bytes
-    pressure      share of the slots that is in use now
-    """
-
-    block_bytes: Mapping[BlockId, int] = field(default_factory=dict)
-    read_rate: float = 2e9
-    latency_s: float = 1e-4
-    pressure: Callable[[], float] = lambda: 1.0

@@ -3,8 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 
-import torch
-
 from hmt.contracts.blocks import BlockId
 
 
@@ -26,9 +24,6 @@ class LRU:
     def removed(self, block: BlockId) -> None:
         """See EvictionPolicy."""
         del self._order[block]
-
-    def routed(self, layer: int, experts: torch.Tensor, scales: torch.Tensor) -> None:
-        """See EvictionPolicy."""
 
     def eviction_order(self) -> Iterator[BlockId]:
         """See EvictionPolicy."""

@@ -145,7 +145,6 @@ class WeightStore:
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
     ) -> None:
         """See Weights."""
-        self._policy.routed(layer, experts, scales)
 
     def moe_backend(self, layer: int) -> None:
         """See Weights: whoever computes leases."""

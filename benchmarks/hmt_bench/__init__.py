@@ -1,0 +1,1 @@
+"""Developers' benchmarks of HMT: beside other engines, of its parts, and for long."""

@@ -1,0 +1,43 @@
+"""`python -m hmt_bench NAME ...`: developers' benchmarks; `hmt bench` has those for users."""
+
+import typer
+
+from hmt.cli.main import guard
+from hmt_bench.commands import (
+    bigger_than_ram,
+    cache,
+    gpu,
+    hybrid,
+    kv,
+    kv_speed,
+    pages,
+    peer,
+    plans,
+    predictions,
+    prefix,
+    soak,
+)
+
+app = typer.Typer(
+    name="hmt_bench",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help=__doc__,
+)
+app.command("bigger-than-ram")(bigger_than_ram.bigger_than_ram)
+app.command("cache")(cache.cache)
+app.command("gpu")(gpu.gpu)
+app.command("hybrid")(hybrid.hybrid)
+app.command("kv")(kv.kv)
+app.command("kv-speed")(kv_speed.kv_speed)
+app.command("pages")(pages.pages)
+app.command("peer")(peer.peer)
+app.command("plans")(plans.plans)
+app.command("predictions")(predictions.predictions)
+app.command("prefix")(prefix.prefix)
+app.command("soak")(soak.soak)
+app.command("traces")(cache.traces)
+
+if __name__ == "__main__":
+    guard(app)

@@ -1,0 +1,143 @@
+"""Packs of any size that take little of the disk: all layers lie at the same place.
+
+The manifest of a pack says where each block lies.  Here the layers of a small pack stand for all
+layers of a large model, by turns: it is read, placed and computed like any other, block by block
+into memory of its own, and only the disk's own cache could tell the difference.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hmt.contracts.blocks import TRUNK, BlockKind
+from hmt.engine import EngineConfig
+from hmt.engine.loading.packs import convert
+from hmt.profiling.random_model import RandomShape, Shape
+from hmt.weights.checksum import checksum
+from hmt.weights.pack import MANIFEST, CopiedFile, Manifest, PackedBlock, encode, read_manifest
+from hmt_bench.four_bits import write_four_bit_model
+from hmt_bench.random_deepseek import DeepSeekShape
+
+_CONFIG = "config.json"
+_NARROW = 32
+_WRITTEN_EXPERTS = 8  # of a DeepSeek; the others lie where these do
+
+
+def write_tiled_pack(
+    folder: Path,
+    shape: Shape,
+    quantization: str,
+    *,
+    written_layers: int = 2,
+    progress: Callable[[str], None] = lambda what: None,
+) -> None:
+    """A pack of `shape` in `folder`/pack, whose layers are those of a model of `written_layers`.
+
+    The small model's checkpoint is left in `folder`/checkpoint.
+    """
+    small = replace(shape, layers=min(written_layers, shape.layers))
+    _write(folder, small, quantization, progress)
+    tile(folder / "pack", [layer % small.layers for layer in range(shape.layers)], shape)
+
+
+def write_tiled_deepseek(
+    folder: Path,
+    shape: DeepSeekShape,
+    quantization: str,
+    *,
+    progress: Callable[[str], None] = lambda what: None,
+) -> None:
+    """A pack of `shape` in `folder`/pack; a layer's experts lie at a few places, too.
+
+    Two models are written: one with a dense layer and one with experts, all of them as narrow as
+    may be, and one with a few experts as wide as they are.
+    """
+    width = shape.moe_intermediate_size
+    narrow = replace(
+        shape,
+        layers=2,
+        dense_layers=1,
+        moe_intermediate_size=_NARROW,
+        shared_experts=shape.shared_experts * width // _NARROW,
+    )
+    wide = replace(
+        shape, layers=1, dense_layers=0, heads=1, q_rank=_NARROW, vocab_size=None,
+        experts=_WRITTEN_EXPERTS, experts_per_token=1, groups=1, kept_groups=1,
+    )  # fmt: skip
+    _write(folder, narrow, quantization, progress)
+    _write(folder / "experts", wide, quantization, progress)
+    _take_experts(folder / "pack", folder / "experts" / "pack", shape.experts)
+    dense = shape.dense_layers
+    tile(folder / "pack", [0] * dense + [1] * (shape.layers - dense), shape)
+
+
+def _write(
+    folder: Path, shape: RandomShape, quantization: str, progress: Callable[[str], None]
+) -> None:
+    progress("writing random weights")
+    write_four_bit_model(folder / "checkpoint", shape)
+    progress("converting")
+    convert(folder / "checkpoint", folder / "pack", EngineConfig.resolve(quantization=quantization))
+
+
+def _take_experts(pack: Path, other: Path, count: int) -> None:
+    """Let the `count` experts of `pack` be those of `other`, by turns.
+
+    Moves `other`'s data into `pack`.
+    """
+    manifest, source = read_manifest(pack), read_manifest(other)
+    files = dict(manifest.files)
+    for name, nbytes in source.files.items():
+        shutil.move(other / name, pack / f"experts-{name}")
+        files[f"experts-{name}"] = nbytes
+    given = [block for block in source.blocks if block.id.kind is BlockKind.EXPERT]
+
+    def taken(block: PackedBlock) -> PackedBlock:
+        if block.id.kind is not BlockKind.EXPERT:
+            return block
+        instead = given[block.id.index % len(given)]
+        assert instead.extent is not None
+        extent = replace(instead.extent, file=instead.extent.file + len(manifest.files))
+        return replace(instead, id=block.id, extent=extent)
+
+    assert count == sum(block.id.kind is BlockKind.EXPERT for block in manifest.blocks)
+    blocks = tuple(map(taken, manifest.blocks))
+    (pack / MANIFEST).write_bytes(encode(replace(manifest, files=files, blocks=blocks)))
+
+
+def tile(pack: Path, sources: Sequence[int], shape: RandomShape) -> None:
+    """Let the pack of a small model be one of `shape`; changes its small files.
+
+    sources   for each layer the one of the small model that it repeats
+    """
+    manifest = read_manifest(pack)
+    config = json.loads((pack / _CONFIG).read_text())
+    config |= shape.config(config["vocab_size"])
+    text = json.dumps(config, indent=1).encode()
+    (pack / _CONFIG).write_bytes(text)
+    copies = dict(manifest.copies)
+    if _CONFIG in copies:
+        copies[_CONFIG] = CopiedFile(len(text), checksum(text))
+    tiled = replace(
+        manifest,
+        copies=copies,
+        blocks=_tiled(manifest, sources),
+        published_bytes=manifest.published_bytes * len(sources) // len(set(sources)),
+    )
+    (pack / MANIFEST).write_bytes(encode(tiled))
+
+
+def _tiled(manifest: Manifest, sources: Sequence[int]) -> tuple[PackedBlock, ...]:
+    own: dict[int, list[PackedBlock]] = {}
+    for block in manifest.blocks:
+        own.setdefault(block.id.layer, []).append(block)
+    first = manifest.blocks[0].id.layer
+    before = own[TRUNK][:1] if first == TRUNK else []
+    middle = [
+        replace(block, id=block.id._replace(layer=layer))
+        for layer, source in enumerate(sources)
+        for block in own[source]
+    ]
+    return (*before, *middle, *own[TRUNK][len(before) :])

@@ -1,0 +1,47 @@
+"""What all policies share that give each block a number when it is used."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from hmt.contracts.blocks import BlockId
+from hmt.weights.eviction.ranking import Ranking
+
+
+class RankedPolicy(ABC):
+    """Blocks go in the order of a rank that changes only when they are used.
+
+    Scores that fade with time are no exception when all fade alike: the logarithm of
+    score x 2^(-age / half-life), plus now / half-life, is the same at any time.
+    """
+
+    def __init__(self) -> None:
+        self.ranking = Ranking()
+
+    @abstractmethod
+    def arrived(self, block: BlockId) -> float:
+        """The rank of a block that was cached and not used yet."""
+
+    @abstractmethod
+    def after_use(self, block: BlockId) -> float:
+        """The rank of a block that is used now."""
+
+    def left(self, block: BlockId, rank: float) -> None:  # noqa: B027  (most need not know)
+        """`block`, which had this rank, is no longer cached."""
+
+    def cached(self, block: BlockId) -> None:
+        """See EvictionPolicy."""
+        self.ranking.put(block, self.arrived(block))
+
+    def used(self, block: BlockId) -> None:
+        """See EvictionPolicy."""
+        self.ranking.put(block, self.after_use(block))
+
+    def removed(self, block: BlockId) -> None:
+        """See EvictionPolicy."""
+        rank = self.ranking.remove(block)
+        assert rank is not None, f"{block} was not cached"
+        self.left(block, rank)
+
+    def eviction_order(self) -> Iterator[BlockId]:
+        """See EvictionPolicy."""
+        return self.ranking.ascending()

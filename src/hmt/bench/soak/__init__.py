@@ -1,5 +1,0 @@
-"""A server under everything at once, for long: whether it leaks, errs, or does not end."""
-
-from hmt.bench.soak.run import Plan, run
-
-__all__ = ["Plan", "run"]
