@@ -66,6 +66,8 @@ def test_logits_are_bit_identical_at_every_budget(
     tokens = torch.randint(8, 4000, (136,), generator=torch.Generator().manual_seed(0)).tolist()
     ways = [(budget, "overlapped") for budget in budgets]
     ways += [(budget, "plain") for budget in (budgets[0], least)]
+    if quantization != "none":  # each load converts all weights, which takes most of the time
+        ways = [ways[0], ways[2], ways[5]]
     reference: torch.Tensor | None = None
     for budget, executor in ways:
         with hmt.Engine(

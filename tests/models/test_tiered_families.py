@@ -26,7 +26,7 @@ NEAR = 1e-5  # relative: parts of a row's attention are added in f32, in another
 # that.  Now and then a router chooses another expert then: so much for nine rows of ten.
 NEAR_16 = 0.03
 OPTIONS = {"max_prefill_tokens": 16, "max_batch": 1, "host_memory": "64MiB"}
-POSITIONS, NEAR_PAGES, HOST_PAGES = 400, 14, 5  # of 16 tokens
+POSITIONS = 700
 # Grouped queries, one head for each query, windows, a mixture of experts, latents.
 ON_A_GPU = ("llama-0", "llama-2", "phi3-1", "gemma3_text-0", "qwen3_moe-0", "deepseek_v3-1")
 
@@ -55,8 +55,8 @@ def check(
         wanted = model.logits(tokens, rows, prefill=prefill)
         sizes = model.prepared.demand.kv_sizes
     rings = [ring_pages(window, 16) * page for window, page in sizes.ring_pages.items()]
-    near_bytes = sum(rings) + NEAR_PAGES * sizes.device_page
-    host = HOST_PAGES * sizes.host_page
+    near_bytes = sum(rings) + 25 * sizes.device_page
+    host = 10 * sizes.host_page
     ways = [{}, {"kv_offload_dir": str(folder), "kv_host_memory": 0}]
     ways += [{"kv_offload_dir": str(folder), "kv_host_memory": host}]
     for way in (ways[number % 3] for number in tried):
@@ -81,8 +81,8 @@ def check(
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_logits_do_not_depend_on_where_keys_and_values_lie(case: Case, tmp_path: Path) -> None:
-    # A family has three variants or more: each tries two of the ways.
-    check(case, tmp_path, "float32", NEAR, (case.seed, case.seed + 1))
+    # A family has three variants or more: each tries one of the ways.
+    check(case, tmp_path, "float32", NEAR, [case.seed])
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def check_chosen(name: str, folder: Path, **where: Any) -> None:
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(POSITIONS)]
     options: dict[str, Any] = OPTIONS | {"context": POSITIONS, "dtype": "float32"} | where
     with hmt.Engine(**options) as engine:
-        near = NEAR_PAGES * engine.load_model(folder).prepared.demand.kv_sizes.device_page
+        near = 25 * engine.load_model(folder).prepared.demand.kv_sizes.device_page
     # Which pages are near must not depend on how long steps take.
     options |= {"kv_gpu_memory": near, "kv_policy": "select", "kv_eviction": "lru"}
     found, read = {}, {}
