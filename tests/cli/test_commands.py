@@ -219,7 +219,7 @@ def test_the_probe_prints_rates_and_saves_them(hmt, tmp_path, measured, monkeypa
         assert done.code == 2 and str(wrong[1]) in done.err
 
 
-def test_the_probe_says_when_there_is_nothing_to_read(hmt, tmp_path, monkeypatch):
+def test_the_probe_says_when_there_is_nothing_to_read(hmt, tmp_path, measured, monkeypatch):
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "measured_ram", lambda quick: 0.0)
     monkeypatch.setattr(probe, "measured_disk", lambda path, quick, progress: None)

@@ -75,7 +75,7 @@ def check(path, file, reader):
 
             thread = threading.Thread(target=disturb)
             thread.start()
-            for _ in range(15):
+            for _ in range(8):
                 found = outcome(model)
                 assert found is None or torch.equal(found, wanted)
                 failed += found is None

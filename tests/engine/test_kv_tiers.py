@@ -40,7 +40,7 @@ def load(engine: hmt.Engine) -> LoadedModel:
 
 @pytest.mark.parametrize("gpu", [{}, {"gpu_id": "fake", "gpu_memory": "64MiB"}])
 def test_requests_that_run_together_answer_as_if_alone(tmp_path: Path, gpu: dict[str, str]) -> None:
-    requests = [hmt.Request(text(450 - 50 * n, n), 45, ignore_eos=True) for n in range(5)]
+    requests = [hmt.Request(text(450 - 50 * n, n), 20, ignore_eos=True) for n in range(5)]
     with hmt.Engine(context=2048, **OPTIONS) as engine:
         wanted = [one.token_ids for one in load(engine).infer_batch(requests)]
     levels = {"kv_gpu_memory": "7MiB", "kv_host_memory": "2MiB", "kv_offload_dir": str(tmp_path)}

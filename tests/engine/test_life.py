@@ -56,10 +56,13 @@ def test_any_context_loads_and_holds_what_was_asked_for(path: Path, context: int
 def test_the_smallest_budget_serves_a_default_request(path: Path, quantization: str) -> None:
     config = EngineConfig.resolve(host_memory="1GiB", quantization=quantization)
     least = smallest_budget(prepare(path, config).demand, PlanOptions(0))
+    # Most of the context is prompt, which takes the most memory, and is soon computed.
+    chat = [{"role": "user", "content": "What is 12 + 30? " * 18}]
     with hmt.Engine(host_memory=least, quantization=quantization) as engine:
-        answer = engine.load_model(path).infer(hmt.Request(CHAT, ignore_eos=True))
+        answer = engine.load_model(path).infer(hmt.Request(chat, ignore_eos=True))
     assert answer.finish_reason is FinishReason.LENGTH
     assert answer.prompt_tokens + len(answer.token_ids) == 256
+    assert len(answer.token_ids) > 5
 
 
 def test_a_bad_request_in_a_batch_takes_none_with_it(model: LoadedModel) -> None:
@@ -146,7 +149,7 @@ def test_spilled_weights_come_back_whichever_way_they_are_read(tmp_path: Path, r
             host_memory=budget, disk_reader=reader, spill_dir=tmp_path, max_batch=1, **options
         ) as engine:
             model = engine.load_model(MINI_DENSE)
-            texts.append(model.infer(hmt.Request(CHAT * 12, 20, ignore_eos=True)).token_ids)
+            texts.append(model.infer(hmt.Request(CHAT * 12, 8, ignore_eos=True)).token_ids)
     assert texts[0] == texts[1]
     assert not list(tmp_path.iterdir()), "the spill file has no name"
 
@@ -180,7 +183,7 @@ with hmt.Engine(host_memory="5MiB", context=256) as engine:
     expected = model.infer(hmt.Request("Once upon a time", 12, ignore_eos=True)).text
     print("ready", flush=True)
     interrupts, end = 0, time.monotonic() + 6
-    while interrupts < 25 and time.monotonic() < end:
+    while interrupts < 15 and time.monotonic() < end:
         try:
             while True:
                 for event in model.stream(hmt.Request("Once upon a time", 30, ignore_eos=True)):
@@ -205,7 +208,7 @@ def test_interrupts_at_any_moment_leave_a_working_engine() -> None:
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == "ready\n"
-        for _ in range(25):
+        for _ in range(15):
             time.sleep(dice.random() * 0.05)
             child.send_signal(signal.SIGINT)
             if child.stdout.readline() != "interrupted\n":

@@ -28,7 +28,7 @@ import hmt
 model_path, budget = sys.argv[1], int(sys.argv[2])
 with hmt.Engine(host_memory=budget, context=64, max_prefill_tokens=16, threads=1) as engine:
     model = engine.load_model(model_path)
-    done = model.infer(hmt.Request(input=[1, 2, 3, 4, 5], max_new_tokens=3, ignore_eos=True))
+    done = model.infer(hmt.Request(input=[1, 2, 3, 4, 5], max_new_tokens=2, ignore_eos=True))
     summary = model.summary()
     print(json.dumps({
         "tokens": len(done.token_ids),
@@ -112,7 +112,7 @@ def test_a_model_runs_under_a_quarter_of_its_size(big_model: Path, cgroup: Path 
     run = subprocess.run([*launcher, *command], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     report, kernel_peak = map(json.loads, run.stdout.splitlines())
-    assert report["tokens"] == 3
+    assert report["tokens"] == 2
     assert report["used"] <= budget
     assert report["streamed"] > size / 2 and report["read"] > size / 2
     assert kernel_peak <= limit

@@ -60,17 +60,16 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_conversion_that_is_killed_goes_on(models: dict[int, Path], tmp_path: Path) -> None:
     config = EngineConfig.resolve(quantization="w4a8")
     convert(models[4], tmp_path / "whole", config)
-    chance, out, kills = random.Random(1), tmp_path / "pack", 0
-    while not out.exists():
+    chance, out = random.Random(1), tmp_path / "pack"
+    for _ in range(2):
         running = child(models[4], out, "w4a8")
         assert running.stdout is not None
-        for _ in range(chance.randrange(1, 8) if kills < 2 else 10**6):
-            if not running.stdout.readline():
-                break
+        for _ in range(chance.randrange(1, 8)):
+            assert running.stdout.readline()
         running.kill()
         running.communicate()
-        kills += 1
-        assert kills < 6
+    if not out.exists():  # a kill may come too late
+        convert(models[4], out, config)
     assert not verify(out, config).damages
     assert contents(out) == contents(tmp_path / "whole")
     assert not (tmp_path / "pack.partial").exists()

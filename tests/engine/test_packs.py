@@ -16,7 +16,7 @@ PACKS = [
     *(("mini-dense", scheme) for scheme in ("none", "w8a8", "w4a8:64", "mxfp4a16")),
     *(("mini-moe", scheme) for scheme in ("none", "w4a8")),
 ]
-TOKENS = torch.randint(8, 4000, (120,), generator=torch.Generator().manual_seed(0)).tolist()
+TOKENS = torch.randint(8, 4000, (106,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def logits(path: Path, **options: object) -> tuple[torch.Tensor, int]:
     """And the bytes of weights that were on disk."""
     with hmt.Engine(context=128, **options) as engine:
         model = engine.load_model(path)
-        return model.logits(TOKENS, range(120), prefill=100), model.summary().streamed_bytes
+        return model.logits(TOKENS, range(106), prefill=100), model.summary().streamed_bytes
 
 
 @pytest.mark.parametrize(("name", "scheme"), PACKS)

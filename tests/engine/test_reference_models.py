@@ -62,17 +62,21 @@ def test_logits_are_bit_identical_at_every_budget(
     whole = prepare(path, EngineConfig.resolve(host_memory="1GiB", **options)).demand.weight_bytes
     # KV, activations and buffers, which `least` holds, come on top of the weights' share.
     budgets = [1 << 30, least + whole // 2, least + whole // 4, least]
-    tokens = torch.randint(8, 4000, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    # Six steps of one token: what is streamed is read again in each.
+    tokens = torch.randint(8, 4000, (136,), generator=torch.Generator().manual_seed(0)).tolist()
+    ways = [(budget, "overlapped") for budget in budgets]
+    ways += [(budget, "plain") for budget in (budgets[0], least)]
+    if quantization != "none":  # each load converts all weights, which takes most of the time
+        ways = [ways[0], ways[2], ways[5]]
     reference: torch.Tensor | None = None
-    for budget in budgets:
-        for executor in ("plain", "overlapped"):
-            with hmt.Engine(
-                host_memory=budget, executor=executor, spill_dir=tmp_path, **options
-            ) as engine:
-                model = engine.load_model(path)
-                logits = model.logits(tokens, range(150), prefill=130)
-                streamed = model.summary().streamed_bytes
-            assert (streamed == 0) == (budget == budgets[0])
-            if reference is None:
-                reference = logits
-            assert torch.equal(logits, reference), (budget, executor)
+    for budget, executor in ways:
+        with hmt.Engine(
+            host_memory=budget, executor=executor, spill_dir=tmp_path, **options
+        ) as engine:
+            model = engine.load_model(path)
+            logits = model.logits(tokens, range(136), prefill=130)
+            streamed = model.summary().streamed_bytes
+        assert (streamed == 0) == (budget == budgets[0])
+        if reference is None:
+            reference = logits
+        assert torch.equal(logits, reference), (budget, executor)

@@ -197,7 +197,7 @@ def test_every_budget_and_both_executors_give_the_same(kind: str, tmp_path: Path
             assert "transformers' modules" in model.summary().notes[0]
             found.append(model.logits(texts[0], range(TOKENS), prefill=PROMPT_TOKENS))
             requests = [
-                hmt.Request(input=text, max_new_tokens=4, ignore_eos=True) for text in texts
+                hmt.Request(input=text, max_new_tokens=2, ignore_eos=True) for text in texts
             ]
             answers.append([answer.token_ids for answer in model.infer_batch(requests)])
     assert torch.equal(*found)

@@ -35,7 +35,8 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
     config = EngineConfig.resolve(host_memory="64MiB", **OPTIONS)
     least = smallest_budget(prepare(tmp_path, config).demand, PlanOptions(0, 64, 16))
     found = []
-    ways = [(b, executor) for b in (1 << 26, least) for executor in ("plain", "overlapped")]
+    ways = [(1 << 26, "overlapped"), (least, "overlapped")]
+    ways += [((1 << 26, least)[case.seed % 2], "plain")]  # a family has variants of both kinds
     for budget, executor in ways:
         with hmt.Engine(host_memory=budget, executor=executor, **OPTIONS) as engine:
             model = engine.load_model(tmp_path)

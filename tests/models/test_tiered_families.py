@@ -48,7 +48,7 @@ def check(
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
     rng = random.Random(case.seed)
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(POSITIONS)]
-    rows, prefill = range(POSITIONS - 60, POSITIONS), POSITIONS - 30
+    rows, prefill = range(POSITIONS - 40, POSITIONS), POSITIONS - 20
     options: dict[str, Any] = OPTIONS | {"context": POSITIONS, "dtype": dtype} | where
     with hmt.Engine(**options) as engine:
         model = engine.load_model(folder)
@@ -81,8 +81,8 @@ def check(
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_logits_do_not_depend_on_where_keys_and_values_lie(case: Case, tmp_path: Path) -> None:
-    # A family has three variants or more: each tries two of the ways.
-    check(case, tmp_path, "float32", NEAR, (case.seed, case.seed + 1))
+    # A family has three variants or more: each tries one of the ways.
+    check(case, tmp_path, "float32", NEAR, [case.seed])
 
 
 @pytest.fixture

@@ -88,12 +88,12 @@ def test_the_search_beats_chance_and_rules_of_thumb(experts: int) -> None:
     asked = setting(machine_with(demand, device=0.4), max_prefill_tokens=64)
     found = weight(plan_for_objective(outlook(demand), asked, "latency"))
     others: list[float] = []
-    while len(others) < 200:
+    while len(others) < 100:
         choice = random_choice(chance, demand)
         planned = outlook(demand).fits(replace(asked, device=choice))
         if planned is not None:
             others.append(weight(planned))
-    assert sum(found <= other for other in others) >= 190
+    assert sum(found <= other for other in others) >= 95
     assert all(found <= weight(planned) * 1.001 for planned in by_hand(asked, demand))
 
 
@@ -118,7 +118,7 @@ def test_so_it_does_for_models_and_machines_that_there_are(model: str, machine: 
         demand, asked.machine, device_bytes=asked.device_budget(),
         host_bytes=asked.host_budget(), chunk=512, context=8192,
     )  # fmt: skip
-    while len(others) < 200:
+    while len(others) < 100:
         layers = chance.randint(1, demand.spec.layers)
         choice = DeviceChoice(
             layers, chance.random() < 0.5, chance.randint(0, layers), chance.randint(0, layers),
@@ -131,7 +131,7 @@ def test_so_it_does_for_models_and_machines_that_there_are(model: str, machine: 
         if other < 1.1 * found:  # what may be better is planned
             other = weight(plans.fits(replace(asked, device=choice, max_prefill_tokens=512)))
         others.append(other)
-    assert sum(found <= other for other in others) >= 190
+    assert sum(found <= other for other in others) >= 95
     assert all(found <= weight(planned) for planned in by_hand(asked, demand, plans))
 
 
@@ -164,7 +164,7 @@ def more_of(resource: str, machine: Machine) -> Machine:
 
 def test_searched_plans_fit_are_repeatable_and_no_worse_with_more() -> None:
     chance, compared = random.Random(3), 0
-    while compared < 6:
+    while compared < 4:
         demand = random_model(chance)
         machine = random_machine(chance, demand)
         asked = setting(machine, max_prefill_tokens=64, users=chance.choice([1, 4]))

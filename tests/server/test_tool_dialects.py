@@ -62,7 +62,7 @@ def test_schemas_of_tools_may_have_definitions(tooled: FastAPI, schema: dict[str
         async with openai(tooled) as client:
             for choice in ("required", {"type": "function", "function": {"name": "first"}}):
                 done = await client.chat.completions.create(
-                    **ASK, tools=tools, tool_choice=choice, temperature=0.7, seed=4, n=4,
+                    **ASK, tools=tools, tool_choice=choice, temperature=0.7, seed=4, n=2,
                     logit_bias={},
                 )  # fmt: skip
                 for answer in done.choices:
@@ -181,7 +181,7 @@ def test_a_call_that_is_forced_is_one(spoken: tuple[FastAPI, Any, str]) -> None:
 
 def test_long_arguments_come_in_pieces(spoken: tuple[FastAPI, Any, str]) -> None:
     app, tokenizer, way = spoken
-    words = " ".join(f"word{n}" for n in range(60))
+    words = " ".join(f"word{n}" for n in range(30))
     text = {
         "coder": SAID["coder"].replace("Rome", words),
         "llama": f"[look({', '.join(f'a{n}={n}' for n in range(60))})]",

@@ -96,7 +96,7 @@ def test_it_goes_on_after_a_kill_at_any_call(
     checkpoint: Path, whole: tuple[Path, int], tmp_path: Path
 ) -> None:
     expected, calls = whole
-    for fatal in (*range(1, calls // 2, 2), *range(calls // 2, calls + 1)):
+    for fatal in (*range(1, calls - 30, 4), *range(calls - 30, calls + 1)):
         out = tmp_path / f"pack-{fatal}"
         with system(fatal) as died, pytest.raises(Killed):
             write_pack(checkpoint, out, **OPTIONS)
@@ -166,7 +166,7 @@ def test_a_replaced_pack_is_there_until_the_new_one_is(
     out, partial = tmp_path / "pack", tmp_path / "pack.partial"
     old = tmp_path / "other"
     write_pack(checkpoint, old, scheme="w8a8")
-    for fatal in (*range(1, calls - 10, 7), *range(calls - 10, calls + 10)):
+    for fatal in (*range(1, calls - 10, 17), *range(calls - 10, calls + 10)):
         for folder in (out, partial):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(old, out)
@@ -190,7 +190,7 @@ def test_a_replaced_pack_is_there_until_the_new_one_is(
 def test_a_full_or_failing_drive_is_said_and_gone_on_from(
     checkpoint: Path, whole: tuple[Path, int], tmp_path: Path, code: int
 ) -> None:
-    for fatal in range(5, whole[1], 11):
+    for fatal in range(5 + code % 33, whole[1], 33):
         out = tmp_path / f"pack-{fatal}"
         failing = system(fatal, lambda: OSError(code, os.strerror(code)))
         with failing, pytest.raises(DiskWriteError, match=os.strerror(code)):

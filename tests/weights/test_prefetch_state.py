@@ -185,7 +185,7 @@ def test_an_abandoned_step_leaves_no_guess_behind(opened: Opened) -> None:
     fault_rate=st.sampled_from([0.0, 0.0, 0.1]),
 )
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_guesses_change_no_answer(
     folder: Path, seed: int, slots: int, fault_rate: float

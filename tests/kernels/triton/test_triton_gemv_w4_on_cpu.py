@@ -89,15 +89,15 @@ def test_codes_of_e2m1(encoding, activations):
     found = poisoned(96)
     multiply_one(found, x, weights, [None] * 2)
     assert ((found.double() - expected).abs() <= bound * 1.01 + expected.abs() * 2**-8).all()
+    if (encoding is Encoding.NVFP4) == (activations is Activations.INT8_TOKEN):
+        return  # what is done with products is the same for each of both
     added = total + found
     multiply_one(total, x, weights, [None] * 2, add=True)
     assert torch.equal(total, added)
     gate = random_weight(encoding, 32, 1536, device=torch.device("cpu"), activations=activations)
     out = poisoned(32)
     multiply_one(out, x, [gate, weights[0]], [None] * 2, activation="silu")
-    parts = poisoned(32), poisoned(32)
-    for part, w in zip(parts, (gate, weights[0]), strict=True):
-        multiply_one(part, x, [w], [None])
+    parts = [(values @ numbers(w).T).to(BF16) for w in (gate, weights[0])]
     assert_close(out, reference.gated(*parts, "silu"))
 
 
