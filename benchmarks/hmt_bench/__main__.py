@@ -15,6 +15,7 @@ from hmt_bench.commands import (
     plans,
     predictions,
     prefix,
+    published,
     soak,
 )
 
@@ -36,6 +37,7 @@ app.command("peer")(peer.peer)
 app.command("plans")(plans.plans)
 app.command("predictions")(predictions.predictions)
 app.command("prefix")(prefix.prefix)
+app.command("published")(published.published)
 app.command("soak")(soak.soak)
 app.command("traces")(cache.traces)
 

@@ -107,7 +107,7 @@ def write_random_gguf(path: Path, shape: Shape) -> int:
     """
     gguf = load_gguf()
     config = shape.config(shape.vocab_size or 256)
-    checkpoint = _as_checkpoint(shape, config)
+    checkpoint = as_checkpoint(shape, config)
     tensors = gguf_tensors(checkpoint)
     writer = gguf.GGUFWriter(path, architecture(config))
     add_sizes(writer, config)
@@ -125,7 +125,8 @@ def write_random_gguf(path: Path, shape: Shape) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _as_checkpoint(shape: Shape, config: dict[str, Any]) -> Checkpoint:
+def as_checkpoint(shape: Shape, config: dict[str, Any]) -> Checkpoint:
+    """The checkpoint of a random model that nobody wrote: names and shapes."""
     nowhere = Path("random")
     records = {
         name: TensorRecord(name, "BF16", sizes, nowhere, 0, 2 * prod(sizes))

@@ -1,0 +1,165 @@
+"""HMT beside llama.cpp and its kin on one GGUF file as people download it, by turns.
+
+Each engine runs with what it does by default for such a file: no conversion, no flags but threads,
+memory and what is measured.  In every round each engine loads the file, decodes and reads a prompt;
+medians over the rounds count, and ratios within one run.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from hmt.base.errors import MachineError
+from hmt.base.units import MIB
+from hmt.bench.environment import describe
+from hmt.contracts.request import Request
+from hmt.engine import Engine
+from hmt_bench.peer_environment import peer_environment
+
+PROMPT_TOKENS = 512
+DECODED_TOKENS = 128
+_PATIENCE_S = 1200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How all engines run.
+
+    gpu_bytes   of the GPU that each may take; 0: none; None: all of it
+    """
+
+    threads: int
+    gpu_bytes: int | None = 0
+    prompt: int = PROMPT_TOKENS
+    tokens: int = DECODED_TOKENS
+
+
+@dataclass(slots=True)
+class Rates:
+    """Tokens per second of each round of one engine."""
+
+    decode: list[float] = field(default_factory=list)
+    prompt: list[float] = field(default_factory=list)
+    note: str = ""
+
+    def summary(self) -> dict[str, Any]:
+        """Medians, and every round."""
+        return {
+            "decode_tokens_per_s": median(self.decode) if self.decode else None,
+            "prompt_tokens_per_s": median(self.prompt) if self.prompt else None,
+            "decode_rounds": self.decode,
+            "prompt_rounds": self.prompt,
+            "note": self.note,
+        }
+
+
+def run(
+    file: Path,
+    setting: Setting,
+    programs: Mapping[str, Path],
+    *,
+    rounds: int = 3,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Measure one file; an entry of a benchmark file.
+
+    programs   llama-bench of other engines, by the engine's name
+    options    of hmt.Engine, besides those that `setting` gives
+    Raises MachineError where a program is none, and what loading raises.
+    """
+    for name, program in programs.items():
+        if not program.is_file():
+            raise MachineError(f"{program} is not llama-bench of {name}: build it, or leave it out")
+    found = {name: Rates() for name in ("HMT", *programs)}
+    machine: dict[str, Any] = {}
+    for number in range(1, rounds + 1):
+        progress(f"{file.name}: HMT, round {number} of {rounds}")
+        machine = _hmt(file, setting, options or {}, found["HMT"])
+        for name, program in programs.items():
+            progress(f"{file.name}: {name}, round {number} of {rounds}")
+            _peer(file, setting, program, found[name])
+    engines = {name: rates.summary() for name, rates in found.items()}
+    ratios = {
+        name: {
+            what: _ratio(engines["HMT"][f"{what}_tokens_per_s"], told[f"{what}_tokens_per_s"])
+            for what in ("decode", "prompt")
+        }
+        for name, told in engines.items()
+        if name != "HMT"
+    }
+    return {
+        "file": file.name,
+        "bytes": file.stat().st_size,
+        "machine": machine,
+        "threads": setting.threads,
+        "gpu_bytes": setting.gpu_bytes,
+        "prompt_tokens": setting.prompt,
+        "decoded_tokens": setting.tokens,
+        "engines": engines,
+        "ratios": ratios,
+    }
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    return None if not ours or not theirs else ours / theirs
+
+
+def _hmt(file: Path, setting: Setting, options: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
+    """One round; what the machine is."""
+    given: dict[str, Any] = {"threads": setting.threads, "max_batch": 1}
+    given["context"] = setting.prompt + 2 * setting.tokens + 64
+    if setting.gpu_bytes != 0:
+        given |= {"gpu_id": "0"}
+        given |= {} if setting.gpu_bytes is None else {"gpu_memory": setting.gpu_bytes}
+    with Engine(**given | dict(options)) as engine:
+        model = engine.load_model(file)
+        vocabulary = model.prepared.model.spec.vocab_size
+        generator = torch.Generator().manual_seed(0)
+
+        def request(prompt: int, tokens: int) -> Request:
+            ids = torch.randint(2, vocabulary, (prompt,), generator=generator).tolist()
+            return Request(ids, tokens, ignore_eos=True)
+
+        model.infer(request(setting.prompt, 8))  # warms up, as llama-bench does
+        before = model.summary()
+        model.infer(request(setting.prompt, 1))
+        read = model.summary()
+        model.infer(request(8, setting.tokens + 1))
+        decoded = model.summary()
+        rates.prompt.append(setting.prompt / (read.prompt.seconds - before.prompt.seconds))
+        steps = decoded.generation.tokens - read.generation.tokens
+        rates.decode.append(steps / (decoded.generation.seconds - read.generation.seconds))
+        rates.note = "; ".join(decoded.notes)
+        return describe(model.prepared.machine)
+
+
+def _peer(file: Path, setting: Setting, program: Path, rates: Rates) -> None:
+    command = [str(program), "-m", str(file), "-p", str(setting.prompt), "-n", str(setting.tokens)]
+    command += ["-t", str(setting.threads), "-r", "1", "-o", "json", "-fa", "1"]
+    if setting.gpu_bytes == 0:
+        command += ["-ngl", "0"]
+    elif setting.gpu_bytes is None:
+        command += ["-ngl", "99"]
+    else:
+        free = torch.cuda.mem_get_info()[0]
+        command += ["-fitt", str(max(0, free - setting.gpu_bytes) // MIB)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE_S, env=peer_environment()
+        )
+    except subprocess.TimeoutExpired:
+        rates.note = f"took more than {_PATIENCE_S:.0f} s"
+        return
+    if done.returncode:
+        rates.note = f"failed: {done.stderr.strip()[-250:]}"
+        return
+    for entry in json.loads(done.stdout):
+        where = rates.decode if entry["n_gen"] else rates.prompt
+        where += [float(rate) for rate in entry["samples_ts"]]

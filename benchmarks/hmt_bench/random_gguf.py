@@ -1,0 +1,146 @@
+"""GGUF files of any size with random weights, in the types that llama.cpp's file types choose.
+
+Which tensor gets which type follows `llama_tensor_get_type` of llama.cpp's quantiser, for models
+with grouped-query attention, without an importance matrix.  Matrices repeat one pattern of random
+blocks: speed does not depend on the numbers, and a file is written as fast as the disk takes it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hmt.profiling.random_model import Shape
+from hmt_bench.gguf_model import (
+    GgufTensor,
+    add_sizes,
+    add_tokenizer,
+    architecture,
+    gguf_tensors,
+    load_gguf,
+)
+from hmt_bench.llama_bench import as_checkpoint
+
+_PATTERN_BYTES = 1 << 21
+_DEVIATION = 0.02  # of the numbers: Llama's own initial one
+
+# Where blocks hold f16 scales; at byte 0 where nothing is said.
+_SCALES: Mapping[str, tuple[int, ...]] = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82),
+    "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+
+
+def _more_bits(layer: int, layers: int) -> bool:
+    """Layers to which llama.cpp gives more bits: the first and last eighth, and every third."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+
+
+Recipe = Callable[[str, int, int], str]
+
+
+def _recipe(base: str, more: Mapping[str, str], half: Mapping[str, str], **fixed: str) -> Recipe:
+    """Types by tensor: `fixed` ones always, `more` in all layers, `half` where there are more bits.
+
+    Of tensors' names the part behind "blk.N."; experts' stacks count as the network's matrix.
+    """
+
+    def kind(name: str, layer: int, layers: int) -> str:
+        what = name.removesuffix("_exps")
+        if what in fixed:
+            return fixed[what]
+        if what in half and _more_bits(layer, layers):
+            return half[what]
+        return more.get(what, base)
+
+    return kind
+
+
+_HALF_Q6 = {"attn_v": "Q6_K", "ffn_down": "Q6_K"}
+RECIPES: Mapping[str, Recipe] = {
+    "Q2_K": _recipe(
+        "Q2_K", {"attn_v": "Q4_K", "ffn_down": "Q3_K", "attn_output": "Q3_K"}, {}, output="Q6_K"
+    ),
+    "Q3_K_M": _recipe(
+        "Q3_K", {"attn_v": "Q4_K", "attn_output": "Q4_K"}, {"ffn_down": "Q4_K"}, output="Q6_K"
+    ),
+    "Q4_0": _recipe("Q4_0", {}, {}, output="Q6_K"),
+    "Q4_K_M": _recipe("Q4_K", {}, _HALF_Q6, output="Q6_K"),
+    "Q5_K_M": _recipe("Q5_K", {}, _HALF_Q6, output="Q6_K"),
+    "Q6_K": _recipe("Q6_K", {}, {}),
+    "Q8_0": _recipe("Q8_0", {}, {}),
+    "IQ4_XS": _recipe("IQ4_XS", {"attn_v": "Q5_K"}, {}, output="Q6_K"),
+    "IQ3_XXS": _recipe(
+        "IQ3_XXS", {"attn_v": "Q4_K", "attn_output": "IQ3_S"}, {}, output="Q5_K",
+        token_embd="IQ3_S",
+    ),
+    "IQ2_XXS": _recipe(
+        "IQ2_XXS", {"attn_v": "Q4_K", "ffn_down": "Q2_K"}, {}, output="Q5_K", token_embd="Q2_K"
+    ),
+}  # fmt: skip
+
+
+def write_random_gguf(path: Path, shape: Shape, file_type: str) -> int:
+    """Write a random model of `shape` in one of RECIPES; the bytes of its tensors."""
+    gguf = load_gguf()
+    config = shape.config(shape.vocab_size or 256)
+    writer = gguf.GGUFWriter(path, architecture(config))
+    add_sizes(writer, config)
+    with as_file(files("hmt") / "embedded" / "mini-dense") as embedded:
+        add_tokenizer(writer, embedded, config)
+    tensors = list(_tensors(gguf, shape, config, RECIPES[file_type]))
+    for tensor, nbytes in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.float32, nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    patterns: dict[str, np.ndarray[Any, Any]] = {}
+    for tensor, nbytes in tensors:
+        if tensor.kind not in patterns:
+            patterns[tensor.kind] = pattern(gguf, tensor.kind)
+        writer.write_tensor_data(np.resize(patterns[tensor.kind], nbytes))
+    writer.close()
+    return sum(nbytes for _, nbytes in tensors)
+
+
+def _tensors(
+    gguf: Any, shape: Shape, config: dict[str, Any], recipe: Recipe
+) -> Iterator[tuple[GgufTensor, int]]:
+    """Tensors in their types, with their bytes; a type whose blocks no row divides becomes Q8_0."""
+    for tensor in gguf_tensors(as_checkpoint(shape, config)):
+        parts = tensor.name.split(".")
+        layer = int(parts[1]) if parts[0] == "blk" else 0
+        name = parts[2] if parts[0] == "blk" else parts[0]
+        kind = tensor.kind if tensor.kind == "F32" else recipe(name, layer, shape.layers)
+        numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        if tensor.shape[-1] % numbers:
+            kind, numbers, nbytes = "Q8_0", 32, 34
+        count = int(np.prod(tensor.shape, dtype=np.int64))
+        yield replace(tensor, kind=kind), count // numbers * nbytes
+
+
+def pattern(gguf: Any, kind: str) -> np.ndarray[Any, Any]:
+    """Whole blocks of a type with random codes, whose numbers deviate by _DEVIATION: uint8."""
+    random = np.random.default_rng(0)
+    if kind == "F32":  # norms, and routers, whose choices need not mean anything
+        return random.normal(1.0, 0.1, _PATTERN_BYTES // 4).astype(np.float32).view(np.uint8)
+    number = gguf.GGMLQuantizationType[kind]
+    size = gguf.GGML_QUANT_SIZES[number][1]
+    blocks = random.integers(0, 256, (_PATTERN_BYTES // size, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = 120
+        return blocks.reshape(-1)
+
+    def with_scale(scale: float) -> np.ndarray[Any, Any]:
+        half = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+        for at in _SCALES.get(kind, (0,)):
+            blocks[:, at : at + 2] = half
+        return blocks
+
+    deviation = float(gguf.dequantize(with_scale(1.0)[:64], number).std())
+    return with_scale(_DEVIATION / deviation).reshape(-1)
