@@ -52,7 +52,7 @@ def probe(
     EngineConfig.resolve(gpu_id=gpu_id)  # which refuses what is no number
     device = None
     if gpu_id is not None:  # so is who has no GPU
-        device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
+        device = open_device(gpu_id)
     before = probed()
     results: list[DiskRate] = []
     with notes().status("measuring memory") as status:

@@ -6,6 +6,8 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
+from hmt.kernels.backend import backend_of
+
 FeedForwardHandler = Callable[..., None]  # takes what `ops.feed_forward` takes
 
 # Per thread: each engine has its own.
@@ -28,14 +30,7 @@ def feed_forward_handler() -> FeedForwardHandler | None:
 
 
 def copy_pairs(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy each source to its target, between a device and host memory that its kernels can read.
-
-    One or two pairs, all contiguous, of one shape and dtype.  Put on the device's queue.
-    """
-    if any(tensor.is_cuda for tensor in pairs[0]):
-        from hmt.kernels.triton.transfer.pinned_copy import move
-
-        move(pairs)
-        return
-    for source, target in pairs:
-        target.copy_(source)
+    """`reference.copy_pairs`, by the device that one side of each pair is on."""
+    first, second = pairs[0]
+    backend = backend_of(first)
+    (backend_of(second) if backend.on_host else backend).copy_pairs(pairs)

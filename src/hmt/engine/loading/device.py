@@ -29,7 +29,7 @@ def device_for(config: EngineConfig) -> Device | None:
     if not config.gpu_memory_bytes and (config.gpu_id is None or config.gpu_memory_bytes == 0):
         return None
     name = config.gpu_id or "0"
-    return open_device(f"cuda:{name}" if name.isdecimal() else name)
+    return open_device(name)
 
 
 def device_budget(device: Device, config: EngineConfig) -> int:

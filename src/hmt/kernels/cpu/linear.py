@@ -42,7 +42,7 @@ _MOST_INT8_COLUMNS = (1 << 31) // (127 * 128)
 _INT4_GROUPS = (16, 32, 64, 128)
 
 
-def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) -> Tensor:
+def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """`reference.linear` by the extension."""
     weight = native_weight(native, w)
     if weight is None or x.dtype not in DTYPES:
@@ -93,7 +93,7 @@ def projections(
 
 
 def dequantize(
-    native: ModuleType, w: WeightTensor, dtype: torch.dtype, rows: slice | None
+    native: ModuleType, w: WeightTensor, dtype: torch.dtype, rows: slice | None = None
 ) -> Tensor:
     """`reference.dequantize`, the numbers computed by the extension."""
     weight = None if w.encoding.is_float else native_weight(native, w)

@@ -10,6 +10,7 @@ import torch
 from hmt.contracts.kv import GROUP_PAGES, KVAccount
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import ops
+from hmt.kernels.backend import backend_on
 from hmt.kvcache.eviction import AttentionDecayed, PageEvictionPolicy
 from hmt.kvcache.offload.disk_layout import Mask
 from hmt.kvcache.offload.disk_pages import DiskPages
@@ -129,7 +130,7 @@ class PageMigration:
         device, warm = self._device, self.host
         if device is None or warm is None:
             return
-        if self.device.device.type != "cpu" and not self.crosses:
+        if not backend_on(self.device.device).on_host and not self.crosses:
             return  # what the CPU has to encode, it encodes when it must
         movable = self._movable(stays())
         ids = self._least(movable, len(movable), PageTier.DEVICE)[:room]
@@ -158,7 +159,7 @@ class PageMigration:
         )
         source = self.device if level is PageTier.DEVICE else self.host
         assert source is not None
-        if not self._ahead.works or source.device.type != "cpu":
+        if not self._ahead.works or not backend_on(source.device).on_host:
             return
         if self.keeps_low and level is PageTier.DEVICE:
             return  # asked as late as can be which they are: 60 of 64 answers instead of 54

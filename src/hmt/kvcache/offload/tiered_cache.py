@@ -16,6 +16,7 @@ from hmt.contracts.kv import PinnedPages, min_device_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
+from hmt.kernels.backend import backend_of, backend_on
 from hmt.kvcache.eviction import PageEvictionPolicy
 from hmt.kvcache.offload.base import OffloadedKVBase
 from hmt.kvcache.offload.disk_pages import DiskPages
@@ -202,7 +203,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         hot, warm = self._places.device, self._places.host
         if warm is None or layer not in hot.staged:
             return None
-        if hot.device.type != "cpu" and not self._places.crosses:
+        if not backend_on(hot.device).on_host and not self._places.crosses:
             return None
         kept = warm.layers[layer]
         return hot.staged[layer], kept.pages, kept.slot
@@ -278,7 +279,7 @@ class TieredKV(TieredSequences, OffloadedKVBase):
             ids = np.setdiff1d(ids, hidden.get(run.sequence, _NONE))
             attention = np.zeros(len(ids))
             for pages, slot, table, at in self._places.lying(layer, ids):
-                query = (asked.there if pages.memory.is_cpu else asked.here)[row]
+                query = (asked.there if backend_of(pages.memory).on_host else asked.here)[row]
                 some = ops.AttentionMetadata(
                     [ops.PagedSegment(0, 1, PAGE_TOKENS * len(table) - 1, table)]
                 )

@@ -1,6 +1,11 @@
 """Memory of a device that computes beside the CPU: arenas, copies to it, and their order."""
 
-from hmt.memory.device.factory import open_device
+from hmt.memory.device.factory import (
+    gpu_is_usable,
+    host_buffer,
+    open_device,
+    wait_for_stream,
+)
 from hmt.memory.device.fake import FakeDevice
 from hmt.memory.device.interface import CopyEvent, Device, Event, GraphBreak
 from hmt.memory.device.link import Link, link_rate, rates_at_once
@@ -15,7 +20,10 @@ __all__ = [
     "FakeDevice",
     "GraphBreak",
     "Link",
+    "gpu_is_usable",
+    "host_buffer",
     "link_rate",
     "open_device",
     "rates_at_once",
+    "wait_for_stream",
 ]

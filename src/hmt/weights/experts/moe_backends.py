@@ -140,7 +140,7 @@ class StreamedExperts:
     def _compute(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
         total: Tensor | None = None
         for group in self._stream(self._blocks):
-            if x.is_cuda:
+            if self._places.has_table:
                 here = self._table([(index, address) for index, _, address in group], x.device)
                 total = self._places.compute(x, here, chosen, scales, activation, total)
             else:
@@ -285,7 +285,7 @@ def _resident_backends(
     resident: Mapping[BlockId, Tensor],
     device: Device,
 ) -> dict[int, HybridExperts | ResidentExperts]:
-    if device.where.type != "cuda":
+    if not host_experts.can_read_by_address(device.where):
         return {}  # leases give the same, to the bit
     teams: dict[int, HybridExperts | ResidentExperts] = {}
     for layer, blocks in layers.items():

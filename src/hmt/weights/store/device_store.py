@@ -106,6 +106,7 @@ class DeviceWeights:
         self._counters = DeviceCounters()
         self.count = store.count
         self._tokens: TokenTable | None = None
+        self._looks_up_rows = graph_ops.can_look_up_rows(device.where)
         self.routed = store.routed
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -245,7 +246,7 @@ class DeviceWeights:
 
     def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
         """See Weights; on the device where it can look them up."""
-        if block != _TOKENS or self._tokens is None or self._device.where.type != "cuda":
+        if block != _TOKENS or self._tokens is None or not self._looks_up_rows:
             return self._store.rows(block, name, ids)  # other tables are those of positions
         assert name == "weight"
         return graph_ops.rows_at(*self._tokens, ids.to(self._device.where, non_blocking=True))

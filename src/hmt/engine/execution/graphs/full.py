@@ -27,7 +27,7 @@ from hmt.kernels import graph_ops, ops
 from hmt.kernels.host_experts import HostExpertChannel, HostExpertTimes
 from hmt.kernels.ops import LogitStats
 from hmt.kvcache import GraphKVCache, PagedKV
-from hmt.memory.device import Device, Event
+from hmt.memory.device import Device, Event, host_buffer
 from hmt.weights import DeviceWeights
 
 _SHORTEST = 1024  # positions; kernels are launched for the longest context of a capture
@@ -358,4 +358,4 @@ def _next(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 def _beside(tensor: torch.Tensor) -> torch.Tensor:
     """Pinned host memory for a copy of a device's tensor."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host_buffer(tensor.shape, tensor.dtype, tensor.device)
