@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hmt.contracts.kv import PinnedPages, min_device_pages
-from hmt.planner.placement.kv_tiers import KVBudgets, KVTierSizes, device_bytes, plan_kv_tiers
+from hmt.planner.cost.demand import KVTierSizes
+from hmt.planner.placement.kv_tiers import KVBudgets, device_bytes, plan_kv_tiers
 
 SIZES = KVTierSizes(
     device_page=1000, host_page=500, disk_group=16000, layer_group=500, kind_group=16000

@@ -1,6 +1,5 @@
 """`hmt bench`: measurements that later work is held to."""
 
-import json as json_format
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from hmt.cli.bench_ram import bigger_than_ram
 from hmt.cli.bench_serve import serve
 from hmt.cli.bench_soak import soak
 from hmt.cli.console import notes
-from hmt.cli.formatting import file_to_write, folder_to_write, write_text
+from hmt.cli.formatting import file_to_write, folder_to_write, write_json
 from hmt.cli.options import EngineOptions, expand
 
 _TABLE_WIDTH = 96
@@ -208,12 +207,6 @@ def _checkpoint(model: Path | None) -> Iterator[Path]:
     with _scratch(None) as folder:
         write_random_llama(folder)
         yield folder
-
-
-def write_json(content: dict[str, Any], file: Path | None) -> None:
-    """Write a benchmark's results, where a file was asked for."""
-    if file is not None:
-        write_text(file, json_format.dumps(content, indent=1) + "\n")
 
 
 def _table(title: str, *columns: str) -> Table:

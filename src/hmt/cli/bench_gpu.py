@@ -52,7 +52,7 @@ def gpu(
 ) -> None:
     """A model with a GPU: speeds, and their shares of what GPU, link and CPU allow."""
     from hmt.bench.gpu import SHAPES, Task, llama_cpp, open_peer, pack_of, run
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
 
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: choose {' or '.join(SHAPES)}")

@@ -49,7 +49,7 @@ def hybrid(
     """A mixture of experts that a GPU holds all of but the experts: time by who spends it."""
     from hmt.bench.hybrid import SMALL, Task, pack_of, run
     from hmt.bench.random_deepseek import DeepSeekShape
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
 
     dense = 3 if layers > 30 else 1
     shape = replace(SMALL if small else DeepSeekShape(), layers=layers, dense_layers=dense)

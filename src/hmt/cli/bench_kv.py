@@ -42,7 +42,7 @@ def kv(
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Scores of a model whose keys and values are kept at several levels, in several encodings."""
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
 
     lengths = _lengths(retrieval)
     options = {} if gpu_memory is None else {"gpu_memory": gpu_memory, "gpu_id": gpu_id}

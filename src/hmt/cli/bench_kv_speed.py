@@ -53,7 +53,7 @@ def kv_speed(
     from hmt.bench.gpu import SHAPES
     from hmt.bench.kv_peers import open_peers
     from hmt.bench.kv_speed import Task, Way, run
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
 
     if shape not in SHAPES or SHAPES[shape].experts:
         raise ConfigError(f"--shape {shape}: choose 8b or small")

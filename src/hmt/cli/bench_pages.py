@@ -23,7 +23,7 @@ def pages(
     """Let texts of random lengths come and go: what pages of each size waste and cost."""
     from hmt.bench.environment import describe
     from hmt.bench.pages import Lengths, run, waste_svg
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
     from hmt.hardware.machine import machine_for
 
     with notes().status("starting") as status:

@@ -22,7 +22,7 @@ def plans(
 ) -> None:
     """Compare plans for a goal with random ones that fit, and with what people do by hand."""
     from hmt.bench.plans import cases, compare, content_of, table
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
     from hmt.engine.loading.model_shapes import shape_names
     from hmt.hardware.machine_file import machine_names
 

@@ -34,7 +34,7 @@ def predictions(
     import tempfile
 
     from hmt.bench.predictions import content_of, cpu_cases, gpu_cases, runs_of, table
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
 
     cases = gpu_cases() if gpu_id is not None else cpu_cases(tuple(map(str, model or ())))
     runs: list[dict[str, Any]] = []

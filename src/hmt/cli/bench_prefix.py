@@ -30,7 +30,7 @@ def prefix(
 ) -> None:
     """The first token of a prompt that an earlier process computed, beside computing it again."""
     from hmt.bench.prefix import run
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
 
     prompt = held_out_text(text)
     with (

@@ -47,7 +47,7 @@ def bigger_than_ram(
 ) -> None:
     """Models larger than RAM: HMT beside memory maps and accelerate, under one hard limit."""
     from hmt.bench.bigger_than_ram import SHAPES, competitors, disk_rate_now, prepare, run
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
     from hmt.hardware.machine import remembered
     from hmt.profiling.probe import measure
 

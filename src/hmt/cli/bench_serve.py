@@ -73,7 +73,7 @@ def serve(
         raise MachineError(
             f"hmt bench serve needs {error.name}, which is not installed: pip install 'hmt[serve]'"
         ) from error
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
 
     matrix = Matrix(
         prompts=_counts("--prompts", prompts),

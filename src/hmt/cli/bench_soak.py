@@ -37,7 +37,7 @@ def soak(
         raise MachineError(
             f"hmt bench soak needs {error.name}, which is not installed: pip install 'hmt[serve]'"
         ) from error
-    from hmt.cli.bench import write_json
+    from hmt.cli.formatting import write_json
 
     plan = Plan(seconds, users, parts, questions, context, host_memory, seed)
     with notes().status("starting") as status:

@@ -5,6 +5,7 @@ json: Annotated[Path | None, file_to_write("File to write the results to.")] = N
 write_text(json, content)
 """
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,12 @@ def write_text(file: Path, content: str) -> None:
         raise DiskWriteError(
             f"{file} could not be written ({os_reason(error)}): make room, or name another file"
         ) from error
+
+
+def write_json(content: dict[str, Any], file: Path | None) -> None:
+    """Write a benchmark's results, where a file was asked for."""
+    if file is not None:
+        write_text(file, json.dumps(content, indent=1) + "\n")
 
 
 def _writable(parameter: typer.CallbackParam, file: Path | None) -> Path | None:

@@ -6,7 +6,6 @@ are shared out is learned: in each step a few more go over the link, unless it m
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
 from typing import Any
 
 import torch

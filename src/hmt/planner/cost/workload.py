@@ -12,8 +12,8 @@ from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
 from hmt.contracts.kv import GROUP_PAGES
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.plan import Plan, Tier
+from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.expert_hit_rate import HitCurve
-from hmt.planner.placement.footprint import Demand
 
 _BYTES_PER_NUMBER = 2  # where nothing is known of a block but its bytes
 

@@ -26,7 +26,8 @@ from hmt.contracts.kv import KVTiers
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import DeviceShare
-from hmt.planner.placement.footprint import Demand, device_activation_bytes, kv_bytes
+from hmt.planner.cost.demand import Demand
+from hmt.planner.placement.footprint import device_activation_bytes, kv_bytes
 
 _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used

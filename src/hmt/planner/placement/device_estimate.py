@@ -11,6 +11,7 @@ from math import ceil
 from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
+from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.workload import (
     ComputeSite,
     ExpertWork,
@@ -21,7 +22,7 @@ from hmt.planner.cost.workload import (
     add_attention,
 )
 from hmt.planner.placement.device import LINK_SHARE, DeviceChoice, DeviceRoom, copied_share
-from hmt.planner.placement.footprint import Demand, host_activation_bytes
+from hmt.planner.placement.footprint import host_activation_bytes
 
 
 class DeviceEstimate:

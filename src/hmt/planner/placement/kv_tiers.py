@@ -1,7 +1,6 @@
 """How many pages of keys and values lie at each level."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import MIB, format_bytes, round_up
@@ -14,38 +13,13 @@ from hmt.contracts.kv import (
     ring_pages,
 )
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.planner.cost.demand import KVTierSizes
 
 _PIECE_BYTES = MIB  # a disk's full rate, with several of them on their way
 _MEMORY_PAGE_BYTES = 4096
 # Of what is near a device, what it fetches host memory's pages to, layer by layer: with 32 layers
 # room for twice as many as stay near, where link and CPU share them 1 to 3 and 8 times as many.
 _STAGED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class KVTierSizes:
-    """Bytes of pages, as a cache would lay them out.
-
-    device_page, host_page   of all layers without a window
-    disk_group   `GROUP_PAGES` of them on the disk
-    layer_group  of the one layer whose group is largest there
-    kind_group   of the layers that are written at once
-    chosen_page  host memory beside a page at any level, from which those are chosen that are
-                 attended to; 0 where all are
-    ring_pages   by window: of all layers that have it
-    device_format, host_format, disk_format   how numbers are kept; see KVLevels
-    """
-
-    device_page: int
-    host_page: int
-    disk_group: int
-    layer_group: int
-    kind_group: int
-    chosen_page: int = 0
-    ring_pages: Mapping[int, int] = field(default_factory=dict)
-    host_format: str = "exact"
-    disk_format: str = "exact"
-    device_format: str = "exact"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.demand import Demand, KVTierSizes
 from hmt.planner.cost.workload import workload_of
 from hmt.planner.placement.device import DeviceChoice, kv_token_bytes, share_of_device
 from hmt.planner.placement.footprint import (
-    Demand,
     default_chunk,
     host_activation_bytes,
     kv_bytes,
@@ -29,7 +29,6 @@ from hmt.planner.placement.footprint import (
 )
 from hmt.planner.placement.kv_tiers import (
     KVBudgets,
-    KVTierSizes,
     device_bytes,
     host_bytes,
     plan_kv_tiers,

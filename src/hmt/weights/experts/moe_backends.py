@@ -1,8 +1,9 @@
 """Teams that compute a layer's experts: those cached on a device, those brought, and the host."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,12 +11,12 @@ from torch import Tensor
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.store import ResidentBlock
 from hmt.kernels import host_experts, ops
 from hmt.kernels.graph_ops import has_kernels
 from hmt.kernels.host_experts import ExpertShares, ExpertSlots, HostExpertChannel, HostExpertPlaces
 from hmt.memory.device import Device, DevicePool
 from hmt.weights.layout import BlockLayout
-from hmt.weights.store.block_store import WeightStore
 
 _MOST_TABLES = 4  # for each expert, of where groups of streamed experts lie
 
@@ -23,6 +24,24 @@ Params = Mapping[str, WeightTensor]
 # An expert's number, its parameters on the device unless a cache has it, and where it begins there.
 StreamedExpert = tuple[int, Params | None, int]
 Added = tuple[Tensor, Tensor]  # hidden states, and what shared experts add
+
+
+class HostExperts(Protocol):
+    """Experts whose home is host memory; the methods are those of `WeightStore`."""
+
+    def lease_bytes(self, block: BlockId) -> AbstractContextManager[Tensor]:
+        """The block's whole slot, uint8 [slot_bytes], which does not move meanwhile."""
+        ...
+
+    def resident(self, blocks: Sequence[BlockId]) -> Sequence[ResidentBlock] | None:
+        """The blocks where they lie; None where one of them may move."""
+        ...
+
+    def count(self, nbytes: int) -> None:
+        """Note that so many bytes of host memory were read."""
+        ...
+
+
 Stream = Callable[[Sequence[BlockId]], Iterator[list[StreamedExpert]]]
 
 
@@ -240,7 +259,7 @@ class MoeBackends:
 def make_backends(
     plan: Plan,
     layouts: Mapping[BlockId, BlockLayout],
-    store: WeightStore,
+    store: HostExperts,
     device: Device,
     pool: DevicePool,
     resident: Mapping[BlockId, Tensor],
@@ -313,7 +332,7 @@ class _HybridMaker:
         self,
         plan: Plan,
         layouts: Mapping[BlockId, BlockLayout],
-        store: WeightStore,
+        store: HostExperts,
         device: Device,
         pool: DevicePool,
     ) -> None:
