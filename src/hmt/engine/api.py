@@ -1,145 +1,38 @@
 """The engine's API: requests go to the engine's thread, and tokens come back."""
 
 import atexit
-import time
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from hmt.base.errors import (
-    BudgetError,
     ClosedError,
-    EmptyPromptError,
     RequestError,
 )
-from hmt.base.trace import Tracer
-from hmt.base.units import format_bytes
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.request import Completion, FinishReason, Request, Sampling
+from hmt.contracts.request import Completion, Request, Sampling
 from hmt.engine import run_history
 from hmt.engine.config import EngineConfig
-from hmt.engine.engine_core import EngineCore, check_tokens
+from hmt.engine.engine_core import EngineCore
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.loading.allocate import allocate_on
-from hmt.engine.loading.device import device_budget, device_for
-from hmt.engine.loading.prepare import Prepared, prepare
-from hmt.engine.prediction import Predictor
-from hmt.engine.request_limits import LengthLimit
+from hmt.engine.loading.prepare import Prepared
 from hmt.engine.run_summary import RunSummary
-from hmt.engine.scheduling.beam_search import Hypothesis
-from hmt.engine.scheduling.prompt_outputs import EmbeddingPool
-from hmt.engine.scheduling.sampler import SamplerState, check_logprobs
 from hmt.engine.scheduling.scheduled_step import Load
-from hmt.engine.scheduling.sequence import Sequence, TokenListener, check_least, end_tokens
+from hmt.engine.scheduling.sequence import Sequence, TokenListener
+from hmt.engine.sequence_builder import SequenceBuilder
 from hmt.engine.snapshot import EngineSnapshot, SnapshotReader
 from hmt.engine.streams import RequestHandle, StreamEvent, TokenStream, completions, nth
-from hmt.engine.timeline import TRACED_EVENTS, Timeline
-from hmt.formats import located
-from hmt.kernels.cpu.threads import set_threads
+from hmt.engine.timeline import Timeline, tracer_for
 from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
-from hmt.memory.numa import Binding, bytes_by_node, choose, verify
-from hmt.planner.cost.prediction import plan_kind
-from hmt.text import Constraint, StopStrings, ThoughtLimit
-
-
-class Engine:
-    """Loads models and holds the options and the memory budget that they share.
-
-    engine = hmt.Engine(quantization="w4a8", host_memory="64GiB")
-    model = engine.load_model("path/to/checkpoint")
-    print(model.infer(hmt.Request(input="Hello", max_new_tokens=64)).text)
-    """
-
-    def __init__(self, **options: Any) -> None:
-        """Options are those of EngineConfig, sizes and paths as text.  Raises ConfigError.
-
-        Binds the calling thread, and all that it starts later, to `numa` if asked to, and sets the
-        threads of torch and of the compiled kernels.
-        """
-        self.config = EngineConfig.resolve(**options)
-        self._device = device_for(self.config)
-        self._binding, self._elsewhere = Binding(), bytes_by_node()
-        if self.config.numa is not None:
-            address = "" if self._device is None else self._device.pci
-            budget = self.config.host_memory_bytes
-            self._binding = choose(self.config.numa, host_bytes=budget, device=address)
-            self._binding.apply()
-        set_threads(self.config.threads)
-        budgets = {Tier.HOST: self.config.host_memory_bytes}
-        if self._device is not None:
-            budgets[Tier.DEVICE] = device_budget(self._device, self.config)
-        self._ledger = Ledger(budgets)
-        self._models: list[LoadedModel] = []
-
-    def load_model(
-        self,
-        path: str | Path,
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        host_memory: int | None = None,
-    ) -> "LoadedModel":
-        """Plan and load the checkpoint or pack in folder `path`, in what is left of the budget.
-
-        `host_memory`: the most that it may take of it, in bytes, so that others have room.
-        `progress(bytes done, bytes in all)` is called while resident weights are read, on another
-        thread.  Raises CheckpointError, BudgetError, DiskReadError or NumericsError; nothing stays
-        allocated then.
-        """
-        left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
-        left = left if host_memory is None else min(left, host_memory)
-        room = self._device_left()
-        try:
-            prepared = prepare(located(path), self.config, left, self._device, room)
-        except BudgetError as error:
-            taken = self._ledger.reserved_bytes(Tier.HOST)
-            if not taken:
-                raise
-            raise BudgetError(
-                f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
-                "give the engine more host_memory"
-            ) from error
-        model = LoadedModel(prepared, self.config, self._ledger, progress, self._device)
-        self._models = [other for other in self._models if not other.closed]
-        self._models.append(model)
-        return model
-
-    @property
-    def numa(self) -> str:
-        """Where threads and memory are, as the kernel says; "" where nothing was to be bound.
-
-        For the thread that made the engine.
-        """
-        return verify(self._binding, self._elsewhere) if self.config.numa is not None else ""
-
-    def _device_left(self) -> int:
-        """Of the device's budget, what no model has."""
-        budget = self._ledger.budget_bytes(Tier.DEVICE)
-        return budget - self._ledger.reserved_bytes(Tier.DEVICE)
-
-    def close(self) -> None:
-        """Close all models."""
-        while self._models:
-            self._models.pop().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class LoadedModel:
@@ -160,17 +53,18 @@ class LoadedModel:
             self._timeline: Timeline | None = None
             if config.trace is not None:
                 self._timeline = stack.enter_context(closing(Timeline(config.trace)))
-            # Events that nobody will write would fill 13 MiB of a server over its first hours.
-            self.tracer = Tracer(TRACED_EVENTS if self._timeline else 0)
+            self.tracer = tracer_for(self._timeline)
             self._loop = EngineThread()
             memory = allocate_on(
                 self._loop, prepared, config, ledger, self.tracer, progress, device
             )
             self._snapshot_reader = SnapshotReader(prepared, memory.weights)
-            plan, name = prepared.plan, prepared.source.path.name
-            factors = run_history.factors_of(name).get(plan_kind(plan))
-            self._predictor = Predictor(prepared.demand, plan, prepared.machine, factors)
+            self._predictor = run_history.predictor_of(
+                prepared.source.path.name, prepared.demand, prepared.plan, prepared.machine
+            )
             self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
+            capacity_tokens = self._core.load.capacity_tokens
+            self._builder = SequenceBuilder(prepared, self.tokenizer, capacity_tokens)
             stack.pop_all()
         self._loop.run_steps(self._core.advance)
         self.closed = False
@@ -239,7 +133,7 @@ class LoadedModel:
         of other requests run between theirs.  Raises RequestError for a request that samples or has
         stop strings, or more beams than max_batch; BudgetError where they do not fit now.
         """
-        most, sequence = self.max_batch, self._sequence(request, SimpleQueue())
+        most, sequence = self.max_batch, self._builder.build(request, SimpleQueue())
         if type(beams) is not int or not 1 <= beams <= most:
             raise RequestError(f"{beams!r} beams were asked for; max_batch allows 1 to {most}")
         if request.sampling != Sampling() or sequence.stops.any or request.min_tokens:
@@ -263,7 +157,7 @@ class LoadedModel:
             while self._loop.call(search.advance):
                 pass
             return [
-                self._answer(found, sequence, found.score(length_penalty))
+                found.completion(self.tokenizer, sequence.prompt_tokens, length_penalty)
                 for found in search.results()
             ]
         finally:
@@ -377,7 +271,7 @@ class LoadedModel:
     ) -> list[Sequence]:
         """A sequence for each; if `shared`, all after the first wait for its prompt."""
         sequences = [
-            self._sequence(request, listener)
+            self._builder.build(request, listener)
             for request, listener in zip(requests, listeners, strict=True)
         ]
         for sequence in sequences:
@@ -386,89 +280,10 @@ class LoadedModel:
             sequence.prefix_leader = sequences[0]
         return sequences
 
-    def _sequence(self, request: Request, listener: TokenListener) -> Sequence:
-        if not isinstance(request, Request):
-            raise RequestError(
-                f"a request is an hmt.Request, not {type(request).__name__}: "
-                "hmt.Request(input=..., max_new_tokens=...)"
-            )
-        tokens = self._prompt_tokens(request)
-        sampler = SamplerState(request.sampling, tokens)
-        if request.prompt_logprobs is not None:
-            check_logprobs("prompt_logprobs", request.prompt_logprobs)
-        biased = [token for token, _ in request.sampling.logit_bias]
-        check_tokens([*biased, *request.stop_token_ids], self.prepared.model.spec.vocab_size)
-        stops = (request.stop,) if isinstance(request.stop, str) else request.stop
-        timeout_s = request.timeout_s
-        longest = self._new_tokens(request, len(tokens))
-        check_least(request, longest)
-        return Sequence(
-            request=request,
-            tokens=tokens,
-            prompt_tokens=len(tokens),
-            max_total_tokens=len(tokens) + longest,
-            sampler=sampler,
-            text=self.tokenizer.stream(),
-            stops=StopStrings(stops),
-            eos_ids=end_tokens(request, self.tokenizer.eos_ids),
-            listener=listener,
-            scores=None if request.prompt_logprobs is None else [],
-            pool=None if request.embedding is None else EmbeddingPool(request.embedding),
-            constraint=self._form(request, tokens),
-            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
-        )
-
-    def _form(self, request: Request, prompt: list[int]) -> Constraint | ThoughtLimit | None:
-        if request.grammar is not None:
-            return self.tokenizer.grammars.open(request.grammar)
-        most = request.reasoning_tokens
-        if most is None:
-            return None
-        if type(most) is not int or most < 0:
-            raise RequestError(f"reasoning_tokens is {most!r}; give an integer of at least 0")
-        return self.tokenizer.thought_limit(prompt, most)
-
-    def _new_tokens(self, request: Request, prompt: int) -> int:
-        """How many tokens a request may generate.  Raises ContextLengthError, RequestError."""
-        asked = request.max_new_tokens
-        self.prepared.check_head(needed=request.embedding is None)
-        if request.embedding is not None and asked != 0:
-            raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
-        longest = self.prepared.model.spec.max_context
-        limit = LengthLimit.of(longest, self.load.capacity_tokens, request.context_size)
-        shows = request.prompt_logprobs is not None or request.embedding is not None
-        return limit.new_tokens(prompt, asked, fewest=0 if shows else 1)
-
     @property
     def max_positions(self) -> int:
         """The longest that prompt and answer may be together."""
-        return min(self.prepared.model.spec.max_context, self.load.capacity_tokens)
-
-    def _prompt_tokens(self, request: Request) -> list[int]:
-        if not isinstance(request.input, (str, list, tuple)):
-            raise RequestError(
-                f"input is {type(request.input).__name__}; it must be text, chat messages or ids"
-            )
-        if not request.input:
-            raise EmptyPromptError("the prompt is empty; give text, messages or token ids")
-        if isinstance(request.input, str):
-            tokens = self.tokenizer.encode(request.input, most=self.max_positions)
-        elif isinstance(request.input[0], dict):
-            tokens = self.tokenizer.chat_prompt(request.input, most=self.max_positions)
-        else:
-            tokens = list(request.input)
-        check_tokens(tokens, self.prepared.model.spec.vocab_size)
-        return tokens
-
-    def _answer(self, found: Hypothesis, sequence: Sequence, score: float) -> Completion:
-        text = found.tokens[:-1] if found.ended else found.tokens
-        return Completion(
-            text=self.tokenizer.decode(text),
-            token_ids=found.tokens,
-            finish_reason=FinishReason.STOP if found.ended else FinishReason.LENGTH,
-            prompt_tokens=sequence.prompt_tokens,
-            score=score,
-        )
+        return self._builder.max_positions
 
     def _cancel(self, sequence: Sequence) -> None:
         if not self.closed:

@@ -27,11 +27,12 @@ from hmt.engine.experts.observers import ObservedModel, ObservedWeights, StepObs
 from hmt.engine.experts.predictor import RouterPredictor
 from hmt.engine.experts.prefetcher import ExpertPrefetcher
 from hmt.engine.experts.trace_recorder import ExpertRecorder
-from hmt.engine.loading.allocate import Memory
 from hmt.engine.loading.device import OnDevice
+from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prefix_cache import save_some, scope_of
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.prediction import StepTotals
+from hmt.engine.request_limits import check_tokens
 from hmt.engine.run_summary import Phase
 from hmt.engine.scheduling.beam_search import BeamSearch
 from hmt.engine.scheduling.constraints import UnsettledForms
@@ -445,13 +446,6 @@ class _Meter:
             if self._expert_prefetcher is None
             else self._expert_prefetcher.saved_s,
         )
-
-
-def check_tokens(tokens: Many[int], vocab_size: int) -> None:
-    """Raise RequestError unless all are ids of the vocabulary."""
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise RequestError(f"token id {token!r} is not in 0..{vocab_size - 1}")
 
 
 class _PromptOutputRows:

@@ -79,14 +79,15 @@ class Backend:
 Maker = Callable[[], Backend]
 
 
-def register(device_type: str, make: Maker) -> Maker | None:
+def register(device_type: str, make: Maker | None) -> Maker | None:
     """Let the backend that `make` returns compute tensors on devices of torch's `device_type`.
 
-    `make` is called when the first tensor of that type comes, once.  Returns the maker whose place
-    it takes, if there was one.
+    `make` is called when the first tensor of that type comes, once; None: plain torch computes
+    them.  Returns what was registered before.
     """
-    before = _makers.get(device_type)
-    _makers[device_type] = make
+    before = _makers.pop(device_type, None)
+    if make is not None:
+        _makers[device_type] = make
     _backends.clear()
     return before
 

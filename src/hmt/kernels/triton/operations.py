@@ -35,18 +35,21 @@ from hmt.kernels.triton.gemm.dispatch import (
     linear_many,
     linear_many_float,
 )
-from hmt.kernels.triton.moe.expert_cache import divide_experts, fetch_experts
-from hmt.kernels.triton.moe.host_mailbox import Mailbox
-from hmt.kernels.triton.moe.host_mailbox import ask as ask_host
-from hmt.kernels.triton.moe.host_mailbox import take as take_from_host
-from hmt.kernels.triton.moe.moe_dispatch import (
+from hmt.kernels.triton.moe import (
+    Mailbox,
+    biased_sigmoid_topk,
     block_table,
+    divide_experts,
     experts,
     experts_by_table,
+    fetch_experts,
+    grouped_softmax_topk,
+    router_inputs,
     scattered_experts,
+    softmax_topk,
 )
-from hmt.kernels.triton.moe.router import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
-from hmt.kernels.triton.moe.router_norm import router_inputs
+from hmt.kernels.triton.moe import ask as ask_host
+from hmt.kernels.triton.moe import take as take_from_host
 from hmt.kernels.triton.transfer.kv_repack import can_rewrite as can_copy_pages
 from hmt.kernels.triton.transfer.kv_repack import (
     fetch_layer,

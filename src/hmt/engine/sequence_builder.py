@@ -1,0 +1,101 @@
+"""From a request to a sequence: prompt tokens, limits, and what can be refused at once."""
+
+import time
+
+from hmt.base.errors import EmptyPromptError, RequestError
+from hmt.contracts.request import Request
+from hmt.engine.loading.prepare import Prepared
+from hmt.engine.request_limits import LengthLimit, check_tokens
+from hmt.engine.scheduling.prompt_outputs import EmbeddingPool
+from hmt.engine.scheduling.sampler import SamplerState, check_logprobs
+from hmt.engine.scheduling.sequence import Sequence, TokenListener, check_least, end_tokens
+from hmt.text import Constraint, StopStrings, ThoughtLimit, Tokenizer
+
+
+class SequenceBuilder:
+    """Makes sequences for one loaded model.  Thread-safe."""
+
+    def __init__(self, prepared: Prepared, tokenizer: Tokenizer, capacity_tokens: int) -> None:
+        """`capacity_tokens`: positions of the KV cache."""
+        self._prepared = prepared
+        self._spec = prepared.model.spec
+        self._tokenizer = tokenizer
+        self._capacity_tokens = capacity_tokens
+
+    @property
+    def max_positions(self) -> int:
+        """The longest that prompt and answer may be together."""
+        return min(self._spec.max_context, self._capacity_tokens)
+
+    def build(self, request: Request, listener: TokenListener) -> Sequence:
+        """The sequence of a request, not queued yet, whose events go to `listener`.
+
+        Raises RequestError, or a subclass of it, for a request that can never run.
+        """
+        if not isinstance(request, Request):
+            raise RequestError(
+                f"a request is an hmt.Request, not {type(request).__name__}: "
+                "hmt.Request(input=..., max_new_tokens=...)"
+            )
+        tokens = self._prompt_tokens(request)
+        sampler = SamplerState(request.sampling, tokens)
+        if request.prompt_logprobs is not None:
+            check_logprobs("prompt_logprobs", request.prompt_logprobs)
+        biased = [token for token, _ in request.sampling.logit_bias]
+        check_tokens([*biased, *request.stop_token_ids], self._spec.vocab_size)
+        stops = (request.stop,) if isinstance(request.stop, str) else request.stop
+        timeout_s = request.timeout_s
+        longest = self._new_tokens(request, len(tokens))
+        check_least(request, longest)
+        return Sequence(
+            request=request,
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            max_total_tokens=len(tokens) + longest,
+            sampler=sampler,
+            text=self._tokenizer.stream(),
+            stops=StopStrings(stops),
+            eos_ids=end_tokens(request, self._tokenizer.eos_ids),
+            listener=listener,
+            scores=None if request.prompt_logprobs is None else [],
+            pool=None if request.embedding is None else EmbeddingPool(request.embedding),
+            constraint=self._form(request, tokens),
+            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
+        )
+
+    def _form(self, request: Request, prompt: list[int]) -> Constraint | ThoughtLimit | None:
+        if request.grammar is not None:
+            return self._tokenizer.grammars.open(request.grammar)
+        most = request.reasoning_tokens
+        if most is None:
+            return None
+        if type(most) is not int or most < 0:
+            raise RequestError(f"reasoning_tokens is {most!r}; give an integer of at least 0")
+        return self._tokenizer.thought_limit(prompt, most)
+
+    def _new_tokens(self, request: Request, prompt: int) -> int:
+        """How many tokens a request may generate.  Raises ContextLengthError, RequestError."""
+        asked = request.max_new_tokens
+        self._prepared.check_head(needed=request.embedding is None)
+        if request.embedding is not None and asked != 0:
+            raise RequestError(f"max_new_tokens is {asked!r}; it must be 0 for an embedding")
+        longest = self._spec.max_context
+        limit = LengthLimit.of(longest, self._capacity_tokens, request.context_size)
+        shows = request.prompt_logprobs is not None or request.embedding is not None
+        return limit.new_tokens(prompt, asked, fewest=0 if shows else 1)
+
+    def _prompt_tokens(self, request: Request) -> list[int]:
+        if not isinstance(request.input, (str, list, tuple)):
+            raise RequestError(
+                f"input is {type(request.input).__name__}; it must be text, chat messages or ids"
+            )
+        if not request.input:
+            raise EmptyPromptError("the prompt is empty; give text, messages or token ids")
+        if isinstance(request.input, str):
+            tokens = self._tokenizer.encode(request.input, most=self.max_positions)
+        elif isinstance(request.input[0], dict):
+            tokens = self._tokenizer.chat_prompt(request.input, most=self.max_positions)
+        else:
+            tokens = list(request.input)
+        check_tokens(tokens, self._spec.vocab_size)
+        return tokens
