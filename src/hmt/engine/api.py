@@ -44,7 +44,7 @@ class LoadedModel:
         config: EngineConfig,
         ledger: Ledger,
         progress: Callable[[int, int], None] | None = None,
-        device: Device | None = None,
+        devices: Many[Device] = (),
     ) -> None:
         self.prepared = prepared
         self.max_batch = config.max_batch
@@ -56,7 +56,7 @@ class LoadedModel:
             self.tracer = tracer_for(self._timeline)
             self._loop = EngineThread()
             memory = allocate_on(
-                self._loop, prepared, config, ledger, self.tracer, progress, device
+                self._loop, prepared, config, ledger, self.tracer, progress, devices
             )
             self._snapshot_reader = SnapshotReader(prepared, memory.weights)
             self._predictor = run_history.predictor_of(

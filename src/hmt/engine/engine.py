@@ -10,11 +10,12 @@ from hmt.base.units import format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.api import LoadedModel
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.device import device_budget, device_for
+from hmt.engine.loading.device import device_budget, open_devices
 from hmt.engine.loading.prepare import prepare
 from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger
+from hmt.memory.device import Device
 from hmt.memory.numa import Binding, bytes_by_node, choose, verify
 
 
@@ -33,17 +34,17 @@ class Engine:
         threads of torch and of the compiled kernels.
         """
         self.config = EngineConfig.resolve(**options)
-        self._device = device_for(self.config)
+        self._devices = open_devices(self.config)
         self._binding, self._elsewhere = Binding(), bytes_by_node()
         if self.config.numa is not None:
-            address = "" if self._device is None else self._device.pci
+            address = self._devices[0].pci if self._devices else ""
             budget = self.config.host_memory_bytes
             self._binding = choose(self.config.numa, host_bytes=budget, device=address)
             self._binding.apply()
         set_threads(self.config.threads)
         budgets = {Tier.HOST: self.config.host_memory_bytes}
-        if self._device is not None:
-            budgets[Tier.DEVICE] = device_budget(self._device, self.config)
+        if self._devices:
+            budgets[Tier.DEVICE] = sum(device_budget(d, self.config) for d in self._devices)
         self._ledger = Ledger(budgets)
         self._models: list[LoadedModel] = []
 
@@ -74,7 +75,7 @@ class Engine:
                 f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
                 "give the engine more host_memory"
             ) from error
-        model = LoadedModel(prepared, self.config, self._ledger, progress, self._device)
+        model = LoadedModel(prepared, self.config, self._ledger, progress, self._devices)
         self._models = [other for other in self._models if not other.closed]
         self._models.append(model)
         return model
@@ -86,6 +87,11 @@ class Engine:
         For the thread that made the engine.
         """
         return verify(self._binding, self._elsewhere) if self.config.numa is not None else ""
+
+    @property
+    def _device(self) -> Device | None:
+        """The device that plans use: the first one; None without one."""
+        return self._devices[0] if self._devices else None
 
     def _device_left(self) -> int:
         """Of the device's budget, what no model has."""

@@ -95,7 +95,7 @@ class EngineCore:
         model: Model = ObservedModel(prepared.model, observers) if observers else prepared.model
         weights: Weights = ObservedWeights(self._weights, observers) if observers else self._weights
         on_device = self.memory.on_device
-        places = DeviceStages(on_device, plan.device.stages)
+        places = DeviceStages(self.memory.on_devices, plan.stage_devices)
         rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
         if config.executor == "plain":
             return PlainExecutor(model, weights, kv, self._tracer, places, rows)

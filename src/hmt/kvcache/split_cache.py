@@ -1,6 +1,6 @@
 """Keys and values of layers that compute in different places: each layer's where it computes."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,21 +13,28 @@ from hmt.kvcache.paged_cache import PagedKV
 
 
 class SplitKVCache:
-    """Implements KVCache over two caches with the same sequences, one for each place.
+    """Implements KVCache over caches with the same sequences, one for each device and the host.
 
-    Every call is for a layer, and goes to the cache that has it; sequences are opened in both.
+    Every call is for a layer, and goes to the cache that has it; sequences are opened in all.
     """
 
     def __init__(
         self,
-        here: PagedKV | TieredKV,
-        there: PagedKV | TieredKV,
-        layers_there: Collection[int],
+        caches: Mapping[int | None, PagedKV | TieredKV],
+        layer_devices: Mapping[int, int],
     ) -> None:
-        """`there` has `layers_there`, `here` all others; both have room for as many positions."""
-        self.there = there
-        self._caches = (here, there)
-        self._there = frozenset(layers_there)
+        """`caches` by device, None for the host; all have room for as many positions.
+
+        layer_devices   the device of each layer that is on one
+        """
+        self._by_device = dict(caches)
+        self._caches = tuple(caches.values())
+        self._layer_devices = dict(layer_devices)
+
+    @property
+    def there(self) -> PagedKV | TieredKV:
+        """The cache of the first device."""
+        return next(cache for device, cache in self._by_device.items() if device is not None)
 
     @property
     def free_tokens(self) -> int:
@@ -137,7 +144,7 @@ class SplitKVCache:
 
     def kernel_metadata(self, step: Step) -> ops.AttentionMetadata:
         """See KVCache: those of host memory."""
-        return self._caches[0].kernel_metadata(step)
+        return self._by_device[None].kernel_metadata(step)
 
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
@@ -151,7 +158,7 @@ class SplitKVCache:
         )
 
     def _of(self, layer: int) -> PagedKV | TieredKV:
-        return self._caches[layer in self._there]
+        return self._by_device[self._layer_devices.get(layer)]
 
 
 # Whatever keeps sequences of keys and values.

@@ -1,7 +1,7 @@
 """From a plan to memory: pools, stores, caches, filled with what lives there."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -40,11 +40,11 @@ def allocate(
     ledger: Ledger,
     tracer: Tracer,
     progress: Callable[[int, int], None] | None = None,
-    device: Device | None = None,
+    devices: Sequence[Device] = (),
 ) -> Memory:
     """Take the memory that the plan reserved and load the blocks that live in it.
 
-    `device` is the one that the plan is for, if it is for one.
+    `devices` are those of the machine that the plan is for.
 
     Whatever `progress` raises ends the loading.  Nothing stays allocated after an error.
     """
@@ -83,13 +83,15 @@ def allocate(
         )
         stack.callback(weights.close)
         weights.load_residents(progress)
-        on_device = None
-        if device is not None and plan.device.stages:  # a search may find the CPU alone faster
-            on_device = load_on_device(
-                device, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
-                progress,
-            )  # fmt: skip
-        kv = open_kv(model, plan, config, pools["kv"], on_device, queue, stack)
+        on_devices = tuple(
+            load_on_device(
+                devices[share.index], plan, share, model, prepared.layouts, weights,
+                pools["resident"], ledger, stack, progress,
+            )
+            for share in plan.devices
+            if share.stages  # a search may find the CPU alone faster
+        )  # fmt: skip
+        kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack)
         prefixes = open_prefixes(model, prepared.source, config, kv, pools["prefixes"], stack)
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         trace = None
@@ -110,7 +112,7 @@ def allocate(
             stack.pop_all(),
             transitions,
             trace,
-            on_device,
+            on_devices,
             prefixes,
         )
 
@@ -122,7 +124,7 @@ def allocate_on(
     ledger: Ledger,
     tracer: Tracer,
     progress: Callable[[int, int], None] | None,
-    device: Device | None,
+    devices: Sequence[Device],
 ) -> Memory:
     """`allocate` on the loop's thread; whatever interrupts the waiting caller ends it cleanly."""
     interrupted = threading.Event()
@@ -133,7 +135,7 @@ def allocate_on(
         if progress is not None:
             progress(done, total)
 
-    loading = loop.begin(lambda: allocate(prepared, config, ledger, tracer, report, device))
+    loading = loop.begin(lambda: allocate(prepared, config, ledger, tracer, report, devices))
     try:
         return loading.result()
     except BaseException:

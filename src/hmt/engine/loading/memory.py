@@ -27,8 +27,13 @@ class Memory:
     closing: ExitStack
     transitions: Transitions | None = None  # where experts are guessed
     trace: TraceWriter | None = None
-    on_device: OnDevice | None = None
+    on_devices: tuple[OnDevice, ...] = ()
     prefixes: PrefixCache | None = None
+
+    @property
+    def on_device(self) -> OnDevice | None:
+        """What the model has on the first device that takes part; None without one."""
+        return self.on_devices[0] if self.on_devices else None
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes of host memory in use now, by purpose."""

@@ -61,7 +61,7 @@ class DeviceEstimate:
                 _add(self._head if layer == TRUNK else sums[layer], block)
         self._experts = {layer: _group(blocks) for layer, blocks in experts.items()}
         bare = [LayerWork() for _ in range(self.layers)]
-        add_attention(bare, demand, frozenset())
+        add_attention(bare, demand, {})
         self._bare = bare
         self._alike = self._kinds()
         self.experts = max((group.count for group in self._experts.values()), default=0)
@@ -85,14 +85,18 @@ class DeviceEstimate:
             if key in made:
                 layers.append(made[key])
                 continue
-            load = replace(bare, few={}, many={}, attends_on_device=here)
-            _put(load.few, self._core[index], ComputeSite(here, False, gone and not here))
-            _put(load.many, self._core[index], ComputeSite(here, False, gone and not here))
+            load = replace(bare, few={}, many={}, attention_device=_device(here))
+            _put(load.few, self._core[index], ComputeSite(_device(here), False, gone and not here))
+            _put(load.many, self._core[index], ComputeSite(_device(here), False, gone and not here))
             staying, moved = index in stay, index in copied
-            place = ComputeSite(staying or moved, moved, gone and not staying)
+            place = ComputeSite(_device(staying or moved), moved, gone and not staying)
             _put(load.few, self._wide[index], place)
             moved = index in copied or index in away
-            _put(load.many, self._wide[index], ComputeSite(staying or moved, moved, place.read))
+            _put(
+                load.many,
+                self._wide[index],
+                ComputeSite(_device(staying or moved), moved, place.read),
+            )
             group = self._experts.get(index)
             if group is not None:
                 load.experts = replace(
@@ -102,14 +106,14 @@ class DeviceEstimate:
                     in_memory=(share or 0.0) * group.count,
                     fetched=choice.staging_slots if here else 0,
                 )
-                load.many_experts_on_device = here and bool(choice.staging_slots)
+                load.many_experts_device = _device(here and bool(choice.staging_slots))
             layers.append(load)
             made[key] = load
         head = LayerWork()
         _put(
             head.few,
             self._head,
-            ComputeSite(asked.head, False, self.layers in read and not asked.head),
+            ComputeSite(_device(asked.head), False, self.layers in read and not asked.head),
         )
         return Workload(
             layers=layers,
@@ -168,6 +172,11 @@ def _read(dense: Mapping[int, float], left: float) -> set[int]:
 
 def _add(sums: dict[str, WeightWork], block: BlockSize) -> None:
     sums.setdefault(block.encoding, WeightWork()).add(block)
+
+
+def _device(computes: bool) -> int | None:
+    """The device of the estimate, where it computes."""
+    return 0 if computes else None
 
 
 def _put(sums: Sums, weights: Mapping[str, WeightWork], place: ComputeSite) -> None:

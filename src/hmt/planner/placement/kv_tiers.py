@@ -44,12 +44,12 @@ def plan_kv_tiers(
     most: int,
     chunk: int,
     batch: int,
-    on_device: bool = False,
+    device: int | None = None,
 ) -> KVTiers:
     """Fill levels with the pages of `context` positions, the nearest first.
 
     context     None: as many as the budgets hold, at most `most`
-    on_device   whether layers compute beside host memory
+    device      the one on which layers compute beside host memory; None: there is none
     Raises BudgetError where they are too small, saying what would do.
     """
     stay = PinnedPages()
@@ -78,7 +78,7 @@ def plan_kv_tiers(
         "fp8",
         "int8",
     )
-    if on_device and wanted > hot and budgets.host_bytes != 0 and fetched:
+    if device is not None and wanted > hot and budgets.host_bytes != 0 and fetched:
         staged = min(hot // _STAGED, hot - least)
         hot -= staged
     left = max(0, wanted - hot)

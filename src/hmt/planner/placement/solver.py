@@ -188,7 +188,7 @@ def _placed(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     chunk, most = _chunk(demand, options), demand.spec.max_context * demand.batch
     levels = plan_kv_tiers(
         sizes, options.kv, context=options.context, most=most, chunk=chunk, batch=demand.batch,
-        on_device=bool(options.device_bytes),
+        device=0 if options.device_bytes else None,
     )  # fmt: skip
     rows = demand.spec.attention_heads * max(layer.value_dim + 1 for layer in demand.spec.kv)
     work = work_bytes(levels, sizes, chunk + demand.batch - 1, rows)
@@ -233,7 +233,7 @@ def _with_device(
         homes=homes,
         budgets={Tier.HOST: options.host_bytes, Tier.DEVICE: options.device_bytes},
         kv_tokens=round_up(context, PAGE_TOKENS),
-        device=share,
+        devices=(share,),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.plan import DevicePlan, Plan, Tier
 from hmt.contracts.store import ResidentBlock
 from hmt.kernels import host_experts, ops
 from hmt.kernels.graph_ops import has_kernels
@@ -258,6 +258,7 @@ class MoeBackends:
 
 def make_backends(
     plan: Plan,
+    share: DevicePlan,
     layouts: Mapping[BlockId, BlockLayout],
     store: HostExperts,
     device: Device,
@@ -268,13 +269,14 @@ def make_backends(
 ) -> MoeBackends:
     """Teams for layers whose experts all stay on the device or all stay in host memory.
 
+    share     the part of the plan for the device
     resident  the device's memory of blocks that live there
     stream    copies blocks to the device
     shared    slots for experts that are brought, beside those of the `pool`
     """
     layers: dict[int, list[BlockId]] = {}
     for block in layouts:
-        if block.kind is BlockKind.EXPERT and block.layer in plan.device.stages:
+        if block.kind is BlockKind.EXPERT and block.layer in share.stages:
             layers.setdefault(block.layer, []).append(block)
     blocks = [block for of_layer in layers.values() for block in of_layer]
     if not blocks or not has_kernels(device.where):
@@ -285,8 +287,8 @@ def make_backends(
         if homes == {Tier.DEVICE}:
             return MoeBackends(_resident_backends(layers, layouts, resident, device), nbytes)
         alike = laid_out_alike([layouts[block] for block in blocks])
-        if homes == {Tier.HOST} and plan.device.staging_slots and alike:
-            maker = _HybridMaker(plan, layouts, store, device, pool)
+        if homes == {Tier.HOST} and share.staging_slots and alike:
+            maker = _HybridMaker(share, layouts, store, device, pool)
             teams = maker.make(layers, shared)
             streamed = {
                 layer: StreamedExperts(layers[layer], team.places, stream)
@@ -330,23 +332,23 @@ def _in_blocks(
 class _HybridMaker:
     def __init__(
         self,
-        plan: Plan,
+        share: DevicePlan,
         layouts: Mapping[BlockId, BlockLayout],
         store: HostExperts,
         device: Device,
         pool: DevicePool,
     ) -> None:
-        self._plan, self._layouts, self._store = plan, layouts, store
+        self._part, self._layouts, self._store = share, layouts, store
         self._device, self._pool = device, pool
         with torch.inference_mode(False):  # may be set later
-            self._share = torch.full((1,), plan.device.link_share, device=device.where)
+            self._share = torch.full((1,), share.link_share, device=device.where)
 
     def make(
         self, layers: Mapping[int, list[BlockId]], shared: Sequence[Tensor]
     ) -> dict[int, HybridExperts]:
         some = next(iter(layers.values()))[0]
         layout = self._layouts[some]
-        device = self._plan.device
+        part = self._part
         slots: dict[int, Tensor] = {}
 
         def take(count: int, given: Sequence[Tensor] = ()) -> Tensor:
@@ -357,8 +359,8 @@ class _HybridMaker:
             slots.update((slot.data_ptr(), slot) for slot in taken)
             return self._tensor([slot.data_ptr() for slot in taken])
 
-        staging = take(device.staging_slots, shared)
-        caches = {layer: take(device.expert_slots) for layer in layers}
+        staging = take(part.staging_slots, shared)
+        caches = {layer: take(part.expert_slots) for layer in layers}
         for layer, blocks in layers.items():
             self._fill(blocks, [slots[address] for address in caches[layer].tolist()])
         places = HostExpertPlaces(next(iter(slots)), lambda address: layout.views(slots[address]))
