@@ -86,3 +86,12 @@ def test_triton_is_imported_by_the_registry_only():
         and not name.startswith(("hmt.kernels.triton", "hmt.bench."))
     }
     assert users == {"hmt.kernels.backend"}
+
+
+@pytest.mark.parametrize("folder", ["attention", "elementwise", "gemm", "moe", "transfer"])
+def test_the_dispatch_table_names_every_file(folder):
+    room = SOURCE / "hmt" / "kernels" / "triton" / folder
+    table = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
+    assert table is not None
+    files = {path.name for path in room.glob("*.py")} - {"__init__.py"}
+    assert set(re.findall(r"\w+\.py", table)) == files
