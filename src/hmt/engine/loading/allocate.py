@@ -99,11 +99,7 @@ def allocate(
             name, blocks = prepared.source.path.name, prepared.demand.blocks
             trace = open_trace(config.expert_trace, name, model.spec, blocks)
             stack.callback(trace.close)
-        transitions = None
-        if plan.reserved["guesses"]:
-            counts = pools["guesses"].allocate(plan.reserved["guesses"])
-            stack.callback(pools["guesses"].free, counts)
-            transitions = Transitions(counts.tensor, expert_count(model.spec))
+        transitions = _transitions(prepared, pools["guesses"], stack)
         return Memory(
             weights,
             kv,
@@ -144,6 +140,16 @@ def allocate_on(
         if loading.exception() is None:  # it had just ended
             loading.result().close()
         raise
+
+
+def _transitions(prepared: Prepared, pool: HostPool, stack: ExitStack) -> Transitions | None:
+    """Statistics from which experts are prefetched, where the plan has room for them."""
+    nbytes = prepared.plan.reserved["guesses"]
+    if not nbytes:
+        return None
+    counts = pool.allocate(nbytes)
+    stack.callback(pool.free, counts)
+    return Transitions(counts.tensor, expert_count(prepared.model.spec))
 
 
 def _context(prepared: Prepared, slots: HostPool) -> PolicyContext:
