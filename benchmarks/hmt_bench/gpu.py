@@ -129,7 +129,7 @@ def run(
     The pack is made in `folder` unless it is there.  `peer` None leaves the others out.  Raises
     MachineError without a GPU, and what loading raises.
     """
-    device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
+    device = open_device(gpu)
     progress("measuring memories and the link")
     rates = measure_rates(device, quantization)
     pack = pack_of(folder, shape, quantization, progress)

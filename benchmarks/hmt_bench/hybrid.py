@@ -198,7 +198,7 @@ def run(
     `traces` steps are measured once more, with experts chosen as often as there.  `found` gets
     what is known after each case.  Raises MachineError without a GPU, and what loading raises.
     """
-    device = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu)
+    device = open_device(gpu)
     progress("measuring memories and the link")
     rates = measure_rates(device, quantization)
     pack = pack_of(folder, shape, quantization, progress)

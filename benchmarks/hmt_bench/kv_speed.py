@@ -142,7 +142,7 @@ def run(
     """
     name = None
     if gpu is not None:
-        name = open_device(f"cuda:{gpu}" if gpu.isdecimal() else gpu).name
+        name = open_device(gpu).name
     progress("measuring memory")
     with computing_with(usable_threads()):
         reading = ReadRate(1 << 30)

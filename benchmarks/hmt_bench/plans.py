@@ -16,8 +16,8 @@ from hmt.contracts.blocks import BlockKind
 from hmt.engine import EngineConfig
 from hmt.engine.loading.what_if import scenarios_for
 from hmt.hardware.machine_file import read_machine
+from hmt.planner.cost.demand import Demand
 from hmt.planner.placement.device import DeviceChoice, DeviceRoom
-from hmt.planner.placement.footprint import Demand
 from hmt.planner.what_if.objectives import plan_for_objective, seconds_for
 from hmt.planner.what_if.scenario import PlanResult, Scenario, ScenarioPlanner
 

@@ -330,6 +330,8 @@ def test_budgets_that_make_no_sense_are_refused() -> None:
         assert engine._ledger.reserved_bytes(Tier.HOST) == 0
     with pytest.raises(ConfigError, match="number of a GPU"):
         hmt.Engine(gpu_memory="1GiB", gpu_id="first")
+    with pytest.raises(ConfigError, match=r"gpu_id 0,1 asks for 2 GPUs.*give 0 or 1"):
+        hmt.Engine(gpu_memory="1GiB", gpu_id="0,1")
     if not torch.cuda.is_available():
         with pytest.raises(MachineError, match="hmt doctor"):
             hmt.Engine(gpu_memory="1GiB")

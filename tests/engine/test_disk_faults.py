@@ -11,7 +11,7 @@ from reference import MINI_DENSE, MINI_MOE
 import hmt
 from hmt.base.errors import DiskReadError
 from hmt.contracts.plan import Tier
-from hmt.engine.loading import allocate
+from hmt.engine.loading import disk
 from hmt.memory import PreadReader
 
 TOKENS = [5, 80, 1200, 33, 7]
@@ -41,7 +41,7 @@ def model(
 ) -> Iterator[tuple[hmt.engine.LoadedModel, Drive]]:
     path, budget, executor = request.param
     drive = Drive()
-    monkeypatch.setattr(allocate, "open_reader", lambda kind: drive)
+    monkeypatch.setattr(disk, "open_reader", lambda kind: drive)
     with hmt.Engine(host_memory=budget, context=64, executor=executor, max_batch=1) as engine:
         loaded = engine.load_model(path)
         assert loaded.plan.homes and Tier.DISK in loaded.plan.homes.values()

@@ -21,7 +21,7 @@ from hmt.base.errors import (
 )
 from hmt.contracts.plan import Tier
 from hmt.engine import LoadedModel
-from hmt.engine.loading import allocate
+from hmt.engine.loading import disk
 from hmt.memory import PreadReader
 
 OPTIONS: dict[str, Any] = {
@@ -167,7 +167,7 @@ class Drive(PreadReader):
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
     made = Drive()
-    monkeypatch.setattr(allocate, "open_reader", lambda kind: made)
+    monkeypatch.setattr(disk, "open_reader", lambda kind: made)
     yield made
 
 

@@ -112,7 +112,7 @@ def test_another_runner_computes_the_same_from_what_it_is_sent(
             patch.setattr(model._core.runner, "run", recorded)
             keep_busy(model)
 
-        kv, handles, names = worker._core.memory.kv, dict[int, int](), set[str]()
+        kv, handles, names = worker._core.memory.kv.allocator, dict[int, int](), set[str]()
         for text, pickled, wanted in sent:
             output = SchedulerOutput.from_json(text)
             assert output == pickle.loads(pickled)

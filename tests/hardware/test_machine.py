@@ -17,7 +17,7 @@ from hmt.contracts.encoding import Encoding
 from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
 from hmt.engine import EngineConfig
 from hmt.engine.loading.device import device_budget
-from hmt.hardware import attention_rates, device_rates, gemm_rates, machine
+from hmt.hardware import attention_rates, device_rates, gemm_rates, machine, ram_rate
 from hmt.hardware.link_rates import LinkRates
 from hmt.hardware.machine import (
     HostRates,
@@ -255,7 +255,7 @@ def test_this_machine_is_measured_for_real(tmp_path: Path) -> None:
 def test_too_little_memory_for_a_fair_measurement_gives_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(ram_rate, "available_host_bytes", lambda: 1 << 20)
     assert machine_for(tmp_path).cpu.read_rate == 0
 
 

@@ -1,10 +1,10 @@
 """Decoding steps over several levels, with a device's part and the CPU's: the definition."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hmt.contracts.kv import PinnedPages, min_device_pages, ring_pages
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Segment, Step
-from hmt.kernels import graph_ops, ops, page_copies, reference
+from hmt.kernels import backend, graph_ops, ops, reference
 from hmt.kvcache import GraphKVCache, TieredKV, page_store
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.offload.disk_pages import DiskPages
@@ -46,23 +46,17 @@ def plain_rows(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) 
     return replace(layout_of(layer, encoding, where), rows=True)
 
 
-def use_kernels_for_gpus() -> pytest.MonkeyPatch:
-    """Let pages of plain rows be a GPU's, whose kernels run in Triton's interpreter."""
+def use_kernels_for_gpus() -> Callable[[], None]:
+    """Let pages of plain rows be a GPU's, whose kernels run in Triton's interpreter.
+
+    Returns what ends that.
+    """
     operations = pytest.importorskip("hmt.kernels.triton.operations")
-
-    def fixed_runs(where: torch.device, tokens: int, context: int) -> ops.AttentionMetadata:
-        return operations.fixed_runs(where, tokens, 1, context)
-
-    def can_cross(where: torch.device, near: ops.PageLayout, far: ops.PageLayout) -> bool:
-        return operations.can_rewrite(near, far)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(ops, "extension", SimpleNamespace(load=lambda: None))
-    patch.setattr(ops, "_portable", lambda tensor: operations)
-    patch.setattr(page_copies, "can_copy_pages", can_cross)
-    patch.setattr(graph_ops, "fixed_runs", fixed_runs)
-    patch.setattr(graph_ops, "combine_parts", operations.join)
-    return patch
+    before = backend.register(
+        "cpu", lambda: backend.Backend("Triton's interpreter", operations, on_host=True)
+    )
+    assert before is not None
+    return partial(backend.register, "cpu", before)
 
 
 class Setting:
@@ -71,7 +65,7 @@ class Setting:
     def __init__(self, name: str, folder: Path, stack: ExitStack) -> None:
         self.interpreted = name == "interpreted"
         if self.interpreted:
-            stack.callback(use_kernels_for_gpus().undo)
+            stack.callback(use_kernels_for_gpus())
             name = "fake"
         self.device: Device = open_device(name)
         self.folder = folder

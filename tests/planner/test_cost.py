@@ -251,7 +251,11 @@ def test_prefill_copies_all_experts_that_are_not_cached() -> None:
     demand = small_model(4, 8, 2)
     bare = machine_with(demand, device=0.8)
     loads = workload_of(demand, outlook(demand).plan(setting(bare)).plan)
-    away = [load.experts for load in loads.layers if load.experts and load.many_experts_on_device]
+    away = [
+        load.experts
+        for load in loads.layers
+        if load.experts and load.many_experts_device is not None
+    ]
     for experts in away:
         experts.on_device = experts.count / 2
     copied = sum(experts.count / 2 for experts in away)

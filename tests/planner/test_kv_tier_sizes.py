@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hmt.contracts.kv import PinnedPages, min_device_pages
-from hmt.planner.placement.kv_tiers import KVBudgets, KVTierSizes, device_bytes, plan_kv_tiers
+from hmt.planner.cost.demand import KVTierSizes
+from hmt.planner.placement.kv_tiers import KVBudgets, device_bytes, plan_kv_tiers
 
 SIZES = KVTierSizes(
     device_page=1000, host_page=500, disk_group=16000, layer_group=500, kind_group=16000
@@ -17,7 +18,7 @@ GIVEN = {"most": 16000, "chunk": 32, "batch": 1}
 def test_a_device_has_room_for_what_it_fetches(context: int | None) -> None:
     budgets = KVBudgets(device_bytes=400_000)
     plain = plan_kv_tiers(SIZES, budgets, context=context, **GIVEN)
-    beside = plan_kv_tiers(SIZES, budgets, context=context, on_device=True, **GIVEN)
+    beside = plan_kv_tiers(SIZES, budgets, context=context, device=0, **GIVEN)
     assert plain.staged_pages == 0 and plain.device_pages == 400
     assert beside.staged_pages == 25 and beside.device_pages == 375
     assert plain.pages == beside.pages == 1000
@@ -25,7 +26,7 @@ def test_a_device_has_room_for_what_it_fetches(context: int | None) -> None:
 
 
 def test_what_needs_no_room_gets_none() -> None:
-    given = GIVEN | {"context": 16000, "on_device": True}
+    given = GIVEN | {"context": 16000, "device": 0}
     enough = plan_kv_tiers(SIZES, KVBudgets(device_bytes=1_000_000), **given)
     assert enough.staged_pages == 0 and enough.device_pages == 1000
     drive = plan_kv_tiers(SIZES, KVBudgets(400_000, host_bytes=0, disk_bytes=None), **given)

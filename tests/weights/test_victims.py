@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.contracts.store import Priority
-from hmt.weights.eviction.victims import choose_victims
+from hmt.weights.store.victims import choose_victims
 
 
 @dataclass

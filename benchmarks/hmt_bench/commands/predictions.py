@@ -68,7 +68,7 @@ def _machine(place: Path, gpu_id: str | None, *, anew: bool) -> "Machine":
     machine = measure(place, quick=gpu_id is not None) if anew else machine_for(place)
     if gpu_id is None:
         return machine
-    device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
+    device = open_device(gpu_id)
     if anew:
         machine = measure_device(place, device, gpu_id, quick=False)
     else:

@@ -225,7 +225,9 @@ def _gpu() -> Finding:
         return Finding("GPU", GOOD, "none; the CPU computes alone")
     import torch
 
-    if not torch.cuda.is_available():
+    from hmt.memory.device import gpu_is_usable
+
+    if not gpu_is_usable():
         return Finding(
             "GPU", POOR, f"{', '.join(names)}; not used: this torch ({torch.__version__}) cannot"
         )

@@ -183,10 +183,10 @@ def _with_profile(
 
 def _room(config: "EngineConfig") -> "tuple[Device | None, int]":
     """The GPU that is asked for, and what HMT may take of its memory."""
-    from hmt.engine.loading.device import device_budget, device_for
+    from hmt.engine.loading.device import device_budget, open_devices
 
-    device = device_for(config)
-    return device, 0 if device is None else device_budget(device, config)
+    devices = open_devices(config)
+    return (devices[0], device_budget(devices[0], config)) if devices else (None, 0)
 
 
 def _here(path: Path, config: "EngineConfig", prompt: int | None) -> "Scenario":

@@ -40,19 +40,17 @@ def probe(
 
     from hmt.cli.console import notes
     from hmt.engine import EngineConfig
+    from hmt.engine.loading.device import open_devices
     from hmt.hardware.machine import probed
     from hmt.hardware.machine_file import machine_toml
-    from hmt.memory.device import open_device
     from hmt.profiling.probe import measure, measure_device
 
     if not path.exists():
         raise MissingFileError(f"{path} does not exist; give a folder on the disk to measure")
     if toml is not None:
         _write(toml, None)  # measuring takes minutes: who cannot have the file is told before
-    EngineConfig.resolve(gpu_id=gpu_id)  # which refuses what is no number
-    device = None
-    if gpu_id is not None:  # so is who has no GPU
-        device = open_device(f"cuda:{gpu_id}" if gpu_id.isdecimal() else gpu_id)
+    # Refuses what is no number, and who has no GPU.
+    device = next(iter(open_devices(EngineConfig.resolve(gpu_id=gpu_id))), None)
     before = probed()
     results: list[DiskRate] = []
     with notes().status("measuring memory") as status:

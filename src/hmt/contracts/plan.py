@@ -17,9 +17,10 @@ class Tier(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceShare:
-    """A plan's part for a GPU.
+class DevicePlan:
+    """A plan's part for one device.
 
+    index        of the device among the machine's
     computes     blocks that compute there: those that live there, and those that are copied there
                  in every step
     computes_prompts   the same in steps of many tokens
@@ -33,6 +34,7 @@ class DeviceShare:
     link_share   of the experts that a step needs and that are not cached, those that are brought
     """
 
+    index: int = 0
     computes: frozenset[BlockId] = frozenset()
     computes_prompts: frozenset[BlockId] = frozenset()
     stages: frozenset[int] = frozenset()
@@ -41,6 +43,9 @@ class DeviceShare:
     expert_slots: int = 0
     staging_slots: int = 0
     link_share: float = 0.0
+
+
+_NO_DEVICE = DevicePlan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Plan:
     predicted_token_s   predicted seconds of one decoded token before there is any context, or 0
                         when rates are unknown
     slot_counts         slots by size in bytes, for blocks on disk; empty: sizes share the memory
-    device              what a GPU does; nothing without one
+    devices             what each device does that takes part, in the order of their indices
     kv_tiers            where keys and values lie, if not all in one place
     """
 
@@ -73,8 +78,23 @@ class Plan:
     disk_bytes_per_token: float = 0.0
     predicted_token_s: float = 0.0
     slot_counts: Mapping[int, int] = field(default_factory=dict)
-    device: DeviceShare = field(default_factory=DeviceShare)
+    devices: tuple[DevicePlan, ...] = ()
     kv_tiers: KVTiers | None = None
+
+    @property
+    def device(self) -> DevicePlan:
+        """What the first device does; nothing where none takes part."""
+        return self.devices[0] if self.devices else _NO_DEVICE
+
+    def device_of(self, block: BlockId) -> int | None:
+        """The device that computes `block`, in steps of many tokens at least; None: the host."""
+        found = (share.index for share in self.devices if block in share.computes_prompts)
+        return next(found, None)
+
+    @property
+    def stage_devices(self) -> Mapping[int, int]:
+        """The devices on which stages begin: layers by index, and with their number the head."""
+        return {stage: share.index for share in self.devices for stage in share.stages}
 
     def blocks_in(self, tier: Tier) -> list[BlockId]:
         """Blocks whose home is `tier`, in model order."""

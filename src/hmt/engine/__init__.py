@@ -1,11 +1,12 @@
 """Requests to tokens: configuration, scheduler, executors, sampler, summary, `Engine`."""
 
-from hmt.engine.api import Engine, LoadedModel
+from hmt.engine.api import LoadedModel
 from hmt.engine.config import EngineConfig
+from hmt.engine.engine import Engine
 from hmt.engine.experts.ab_gate import ABResult
-from hmt.engine.input_processor import check_tokens
 from hmt.engine.loading.prepare import Prepared, prepare
 from hmt.engine.prediction import StepPrediction, StepTotals
+from hmt.engine.request_limits import check_tokens
 from hmt.engine.run_summary import (
     Bottleneck,
     DeviceAccount,
@@ -14,7 +15,7 @@ from hmt.engine.run_summary import (
     RunSummary,
     bottleneck,
 )
-from hmt.engine.scheduling.load import Load
+from hmt.engine.scheduling.sequence import Load
 from hmt.engine.snapshot import EngineSnapshot, ExpertMap, ExpertTier, TierUsage
 from hmt.engine.streams import RequestHandle
 

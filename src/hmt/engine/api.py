@@ -6,136 +6,33 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from hmt.base.errors import (
-    BudgetError,
     ClosedError,
     RequestError,
 )
-from hmt.base.trace import Tracer
-from hmt.base.units import format_bytes
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.request import Completion, FinishReason, Request, Sampling
+from hmt.contracts.request import Completion, Request, Sampling
 from hmt.engine import run_history
-from hmt.engine.beam_search import Hypothesis
 from hmt.engine.config import EngineConfig
 from hmt.engine.engine_core import EngineCore
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.input_processor import InputProcessor
 from hmt.engine.loading.allocate import allocate_on
-from hmt.engine.loading.device import device_budget, device_for
-from hmt.engine.loading.prepare import Prepared, prepare
+from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.output_processor import OutputProcessor, TokenListener
-from hmt.engine.prediction import Predictor
 from hmt.engine.run_summary import RunSummary
-from hmt.engine.scheduling.load import Load
-from hmt.engine.scheduling.sequence import SequenceState
+from hmt.engine.scheduling.sequence import Load, SequenceState
 from hmt.engine.snapshot import EngineSnapshot, SnapshotReader
 from hmt.engine.streams import RequestHandle, StreamEvent, TokenStream, completions, nth
-from hmt.engine.timeline import TRACED_EVENTS, Timeline
-from hmt.formats import located
-from hmt.kernels.cpu.threads import set_threads
+from hmt.engine.timeline import Timeline, tracer_for
 from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
-from hmt.memory.numa import Binding, bytes_by_node, choose, verify
-from hmt.planner.cost.prediction import plan_kind
-
-
-class Engine:
-    """Loads models and holds the options and the memory budget that they share.
-
-    engine = hmt.Engine(quantization="w4a8", host_memory="64GiB")
-    model = engine.load_model("path/to/checkpoint")
-    print(model.infer(hmt.Request(input="Hello", max_new_tokens=64)).text)
-    """
-
-    def __init__(self, **options: Any) -> None:
-        """Options are those of EngineConfig, sizes and paths as text.  Raises ConfigError.
-
-        Binds the calling thread, and all that it starts later, to `numa` if asked to, and sets the
-        threads of torch and of the compiled kernels.
-        """
-        self.config = EngineConfig.resolve(**options)
-        self._device = device_for(self.config)
-        self._binding, self._elsewhere = Binding(), bytes_by_node()
-        if self.config.numa is not None:
-            address = "" if self._device is None else self._device.pci
-            budget = self.config.host_memory_bytes
-            self._binding = choose(self.config.numa, host_bytes=budget, device=address)
-            self._binding.apply()
-        set_threads(self.config.threads)
-        budgets = {Tier.HOST: self.config.host_memory_bytes}
-        if self._device is not None:
-            budgets[Tier.DEVICE] = device_budget(self._device, self.config)
-        self._ledger = Ledger(budgets)
-        self._models: list[LoadedModel] = []
-
-    def load_model(
-        self,
-        path: str | Path,
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        host_memory: int | None = None,
-    ) -> "LoadedModel":
-        """Plan and load the checkpoint or pack in folder `path`, in what is left of the budget.
-
-        `host_memory`: the most that it may take of it, in bytes, so that others have room.
-        `progress(bytes done, bytes in all)` is called while resident weights are read, on another
-        thread.  Raises CheckpointError, BudgetError, DiskReadError or NumericsError; nothing stays
-        allocated then.
-        """
-        left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
-        left = left if host_memory is None else min(left, host_memory)
-        room = self._device_left()
-        try:
-            prepared = prepare(located(path), self.config, left, self._device, room)
-        except BudgetError as error:
-            taken = self._ledger.reserved_bytes(Tier.HOST)
-            if not taken:
-                raise
-            raise BudgetError(
-                f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
-                "give the engine more host_memory"
-            ) from error
-        model = LoadedModel(prepared, self.config, self._ledger, progress, self._device)
-        self._models = [other for other in self._models if not other.closed]
-        self._models.append(model)
-        return model
-
-    @property
-    def numa(self) -> str:
-        """Where threads and memory are, as the kernel says; "" where nothing was to be bound.
-
-        For the thread that made the engine.
-        """
-        return verify(self._binding, self._elsewhere) if self.config.numa is not None else ""
-
-    def _device_left(self) -> int:
-        """Of the device's budget, what no model has."""
-        budget = self._ledger.budget_bytes(Tier.DEVICE)
-        return budget - self._ledger.reserved_bytes(Tier.DEVICE)
-
-    def close(self) -> None:
-        """Close all models."""
-        while self._models:
-            self._models.pop().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class LoadedModel:
@@ -147,7 +44,7 @@ class LoadedModel:
         config: EngineConfig,
         ledger: Ledger,
         progress: Callable[[int, int], None] | None = None,
-        device: Device | None = None,
+        devices: Many[Device] = (),
     ) -> None:
         self.prepared = prepared
         self.max_batch = config.max_batch
@@ -156,19 +53,18 @@ class LoadedModel:
             self._timeline: Timeline | None = None
             if config.trace is not None:
                 self._timeline = stack.enter_context(closing(Timeline(config.trace)))
-            # Events that nobody will write would fill 13 MiB of a server over its first hours.
-            self.tracer = Tracer(TRACED_EVENTS if self._timeline else 0)
+            self.tracer = tracer_for(self._timeline)
             self._loop = EngineThread()
             memory = allocate_on(
-                self._loop, prepared, config, ledger, self.tracer, progress, device
+                self._loop, prepared, config, ledger, self.tracer, progress, devices
             )
             self._snapshot_reader = SnapshotReader(prepared, memory.weights)
-            plan, name = prepared.plan, prepared.source.path.name
-            factors = run_history.factors_of(name).get(plan_kind(plan))
-            self._predictor = Predictor(prepared.demand, plan, prepared.machine, factors)
+            self._predictor = run_history.predictor_of(
+                prepared.source.path.name, prepared.demand, prepared.plan, prepared.machine
+            )
             self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
-            capacity = self._core.load.capacity_tokens
-            self._input = InputProcessor(prepared, self.tokenizer, capacity)
+            capacity_tokens = self._core.load.capacity_tokens
+            self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens)
             stack.pop_all()
         self._loop.run_steps(self._core.advance)
         self.closed = False
@@ -262,7 +158,7 @@ class LoadedModel:
             while self._loop.call(search.advance):
                 pass
             return [
-                self._answer(found, sequence, found.score(length_penalty))
+                found.completion(self.tokenizer, sequence.prompt_tokens, length_penalty)
                 for found in search.results()
             ]
         finally:
@@ -389,16 +285,6 @@ class LoadedModel:
     def max_positions(self) -> int:
         """The longest that prompt and answer may be together."""
         return self._input.max_positions
-
-    def _answer(self, found: Hypothesis, sequence: SequenceState, score: float) -> Completion:
-        text = found.tokens[:-1] if found.ended else found.tokens
-        return Completion(
-            text=self.tokenizer.decode(text),
-            token_ids=found.tokens,
-            finish_reason=FinishReason.STOP if found.ended else FinishReason.LENGTH,
-            prompt_tokens=sequence.prompt_tokens,
-            score=score,
-        )
 
     def _cancel(self, sequence: SequenceState) -> None:
         if not self.closed:

@@ -8,9 +8,11 @@ import torch
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.model import PAGE_TOKENS, RotaryBorder
+from hmt.contracts.request import Completion, FinishReason
 from hmt.contracts.step import SegmentRequest
 from hmt.engine.outputs.sampler import not_finite
 from hmt.engine.scheduling.kv_operations import KVOperationLog
+from hmt.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,18 @@ class Hypothesis:
     def score(self, length_penalty: float) -> float:
         """By which answers of different lengths are compared."""
         return self.sum / float(len(self.tokens) ** length_penalty)
+
+    def completion(
+        self, tokenizer: Tokenizer, prompt_tokens: int, length_penalty: float
+    ) -> Completion:
+        """The answer as text; its end token is none of it."""
+        return Completion(
+            text=tokenizer.decode(self.tokens[:-1] if self.ended else self.tokens),
+            token_ids=self.tokens,
+            finish_reason=FinishReason.STOP if self.ended else FinishReason.LENGTH,
+            prompt_tokens=prompt_tokens,
+            score=self.score(length_penalty),
+        )
 
 
 @dataclass(slots=True)

@@ -246,7 +246,8 @@ def _kv_quant(given: object) -> tuple[str, str, str]:
 
 
 def _gpu_id(given: object) -> str:
-    if given == "fake" or str(given).isdecimal():
+    names = str(given).split(",")
+    if given == "fake" or all(name.isdecimal() for name in names):
         return str(given)
     raise ConfigError(f"gpu_id is {given!r}: give the number of a GPU, 0 for the first one")
 

@@ -15,7 +15,7 @@ from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.beam_search import BeamSearch
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm, warm_up
-from hmt.engine.loading.allocate import Memory
+from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prefix_cache import save_some, scope_of
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner

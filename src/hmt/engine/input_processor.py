@@ -1,7 +1,6 @@
 """From a request to what runs it: the scheduler's state of it, and who processes its output."""
 
 import time
-from collections.abc import Sequence as Many
 
 from hmt.base.errors import EmptyPromptError, RequestError
 from hmt.contracts.request import Request
@@ -14,7 +13,7 @@ from hmt.engine.outputs.output_processor import (
 )
 from hmt.engine.outputs.prompt_outputs import EmbeddingPool
 from hmt.engine.outputs.sampler import SamplerState, check_logprobs
-from hmt.engine.request_limits import LengthLimit
+from hmt.engine.request_limits import LengthLimit, check_tokens
 from hmt.engine.scheduling.sequence import SequenceState
 from hmt.text import Constraint, StopStrings, ThoughtLimit, Tokenizer
 
@@ -114,10 +113,3 @@ class InputProcessor:
             tokens = list(request.input)
         check_tokens(tokens, self._prepared.model.spec.vocab_size)
         return tokens
-
-
-def check_tokens(tokens: Many[int], vocab_size: int) -> None:
-    """Raise RequestError unless all are ids of the vocabulary."""
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise RequestError(f"token id {token!r} is not in 0..{vocab_size - 1}")

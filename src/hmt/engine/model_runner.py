@@ -12,10 +12,10 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExecutor, PlainExecutor
 from hmt.engine.execution.graphs.selection import open_graphs
 from hmt.engine.execution.prefetch import read_ahead
+from hmt.engine.execution.step_observers import open_observers
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.experts.observers import ObservedModel
-from hmt.engine.experts.step_observers import open_observers
-from hmt.engine.loading.allocate import Memory
+from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.step_meter import StepMeter
@@ -96,7 +96,7 @@ def _open_executor(
     weights: Weights,
 ) -> Executor:
     plan, kv, on_device = prepared.plan, memory.kv, memory.on_device
-    places = DeviceStages(on_device, plan.device.stages)
+    places = DeviceStages(memory.on_devices, plan.stage_devices)
     rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
     if config.executor == "plain":
         return PlainExecutor(model, weights, kv, tracer, places, rows)

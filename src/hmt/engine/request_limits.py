@@ -1,5 +1,6 @@
 """Which limit of a request's length rules, and what a user can do about it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -53,3 +54,10 @@ class LengthLimit:
                 f"the context of {self.tokens} {self.reason}"
             )
         return min(DEFAULT_NEW_TOKENS, self.tokens - prompt) if asked is None else asked
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError unless all are ids of the vocabulary."""
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise RequestError(f"token id {token!r} is not in 0..{vocab_size - 1}")

@@ -14,9 +14,11 @@ from math import exp, log
 from typing import Any
 
 from hmt.base.json_store import number_of, write_atomically
+from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan
 from hmt.engine.prediction import Predictor, StepTotals
 from hmt.hardware.machine import cache_folder, fingerprint, probed
+from hmt.planner import Demand
 from hmt.planner.cost.prediction import RunFactors, plan_kind
 
 _FILE = "runs.jsonl"
@@ -25,6 +27,11 @@ _LEAST_STEPS = 16  # of decoding: what is shorter was still warming up
 _LEAST_PREFILL_TOKENS = 256
 _NEW = 0.5  # the weight of each further run
 _MOST = 8.0  # a factor beyond it, or below its inverse, is a mistake and not a calibration
+
+
+def predictor_of(model: str, demand: Demand, plan: Plan, machine: Machine) -> Predictor:
+    """What steps of `model` will take under `plan`, with what its own runs have shown."""
+    return Predictor(demand, plan, machine, factors_of(model).get(plan_kind(plan)))
 
 
 def keep(

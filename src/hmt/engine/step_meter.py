@@ -2,7 +2,7 @@
 
 from hmt.base.trace import Tracer
 from hmt.engine.experts.prefetcher import ExpertPrefetcher
-from hmt.engine.loading.allocate import Memory
+from hmt.engine.loading.memory import Memory
 from hmt.engine.run_summary import Phase
 from hmt.kernels import ops
 from hmt.weights import DeviceCounters

@@ -8,7 +8,7 @@ import torch
 from hmt.base.errors import EmptyPromptError, RequestError
 from hmt.contracts.step import SchedulerOutput, Segment, SegmentRequest
 from hmt.contracts.store import KVCache
-from hmt.engine.input_processor import check_tokens
+from hmt.engine.request_limits import check_tokens
 from hmt.engine.scheduling.kv_operations import KVOperationLog
 
 # Logits of a step, which stay valid; told whether it is of the prompt.

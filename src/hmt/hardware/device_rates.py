@@ -6,6 +6,7 @@ Kernels are measured as steps call them, from CUDA graphs.
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -46,7 +47,7 @@ def device_rates(
     seconds   for each encoding
     timed     None: from a CUDA graph
     """
-    measure = timed or _captured_s
+    measure = timed or partial(_captured_s, device)
     with device.compute_stream(), torch.inference_mode():
         # Random bytes: weights are no zeros.
         memory = torch.empty(_MEMORY_BYTES, dtype=torch.uint8, device=device.where)
@@ -69,31 +70,29 @@ def device_rates(
     return ComputeRates(fastest, gemm, read_rate, operations), sync_s
 
 
-def _captured_s(call: Callable[[int], object], count: int, seconds: float) -> float:
+def _captured_s(device: Device, call: Callable[[int], object], count: int, seconds: float) -> float:
     """The mean of the faster half of rounds, of a call in it; calls are captured if they can be."""
-    for number in range(count):
-        call(number)
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    nothing = torch.empty(0, device=device.where)
 
-    def once() -> None:
+    def once() -> torch.Tensor:
         for number in range(count):
             call(number)
+        return nothing
 
+    once()
+    device.synchronize()
     run: Callable[[], object] = once
     try:
-        with torch.cuda.graph(graph):
-            once()
-        run = graph.replay
+        run = device.capture(once).replay
     except RuntimeError:
-        torch.cuda.synchronize()
+        device.synchronize()
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 2 or time.perf_counter() < end:
-        stream.synchronize()
+        device.synchronize()
         begin = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        device.synchronize()
         times.append((time.perf_counter() - begin) / count)
     return faster_half(times)
 

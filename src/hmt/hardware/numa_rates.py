@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hmt.base.errors import HMTError
 from hmt.base.units import MIB
+from hmt.hardware.ram_rate import reader
 from hmt.memory import Binding, cache_bytes, node_distances, numa_nodes, ram_read_rate
 from hmt.memory.numa import node_bytes
 
@@ -99,8 +100,6 @@ def measured_apart(seconds: float) -> RateOf:
 
 def main() -> None:
     """See the module's text."""
-    from hmt.hardware.machine import reader
-
     cpu_node, memory_node, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     try:
         Binding((cpu_node,), (memory_node,)).apply()

@@ -1,9 +1,7 @@
 """Which kernels compute on a weight here, for people who ask before they run."""
 
-import torch
-
 from hmt.contracts.encoding import WeightTensor
-from hmt.kernels import ops, reference
+from hmt.kernels.backend import gpu_backend
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.linear import is_compiled
 
@@ -13,6 +11,5 @@ def kernel_name(weight: WeightTensor) -> str:
     native = extension.load()
     compiled = native is not None and is_compiled(native, weight)
     name = f"compiled ({native.isa()})" if native is not None and compiled else "plain torch"
-    if not torch.cuda.is_available():
-        return name
-    return f"{name}; GPU: {'plain torch' if ops.gpu_kernels() is reference else 'Triton'}"
+    gpu = gpu_backend()
+    return name if gpu is None else f"{name}; GPU: {gpu.name}"

@@ -28,11 +28,8 @@ def unpack_blocks(kind: str, blocks: Tensor, target: WeightTensor, turned: int) 
 
     False, and nothing done, where there is no extension, or it is not for such tensors.
     """
-    native = extension.load()
-    parts = (blocks, target.data, target.scales, target.minima)
-    if native is None or not all(
-        part is None or (part.device.type == "cpu" and part.is_contiguous()) for part in parts
-    ):
+    native = extension.load_for(blocks, target.data, target.scales, target.minima)
+    if native is None:
         return False
     rows, columns = target.shape
     assert target.scales is not None and not (turned and rows % turned)

@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 
 from hmt.kernels import reference
-from hmt.kernels.backend import gpu_kernels
+from hmt.kernels.backend import backend_of, backend_on
+from hmt.kernels.ops import by_device_of
 from hmt.kernels.reference.kv_pages import AttentionMetadata, PagedSegment
 from hmt.kernels.reference.sampling import LogitStats
+
+combine_parts = by_device_of("joined", reference.combine_parts)
+logit_stats_of = by_device_of("logits", reference.logit_stats_of)
 
 
 def has_kernels(where: torch.device) -> bool:
     """False for a GPU for which there is plain torch only: without Triton, or by HMT_KERNELS."""
-    return where.type != "cuda" or gpu_kernels() is not reference
+    return backend_on(where).captures
 
 
 def fixed_runs(where: torch.device, tokens: int, context: int) -> AttentionMetadata | None:
@@ -21,67 +25,32 @@ def fixed_runs(where: torch.device, tokens: int, context: int) -> AttentionMetad
 
     None where kernels read runs from Python's own objects.  See `fill_runs`.
     """
-    if where.type != "cuda" or not has_kernels(where):
-        return None
-    runs: AttentionMetadata = gpu_kernels().fixed_runs(where, tokens, 1, context)
+    runs: AttentionMetadata | None = backend_on(where).fixed_runs(where, tokens, 1, context)
     return runs
 
 
 def fill_runs(runs: AttentionMetadata, given: Sequence[PagedSegment]) -> None:
     """Let what `fixed_runs` made stand for `given` from now on, without waiting for the device."""
-    gpu_kernels().update_runs(runs, given)
+    (held,) = runs.device
+    backend_of(held.spans).update_runs(runs, given)
+
+
+def can_look_up_rows(where: torch.device) -> bool:
+    """Whether a kernel of the device looks up rows of a table by address; see `rows_at`."""
+    return backend_on(where).has("rows_at")
 
 
 def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
     """Rows `ids` int64 [n] of a table of which the device finds `part_rows` at each address."""
-    rows: Tensor = gpu_kernels().rows_at(parts, part_rows, width, dtype, ids)
+    rows: Tensor = backend_of(ids).rows_at(parts, part_rows, width, dtype, ids)
     return rows
 
 
 def copy_pairs(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy each source to its target, between a device and host memory that its kernels can read.
-
-    One or two pairs, all contiguous, of one shape and dtype.  Put on the device's queue.
-    """
-    if any(tensor.is_cuda for tensor in pairs[0]):
-        from hmt.kernels.triton.transfer.pinned_copy import move
-
-        move(pairs)
-        return
-    for source, target in pairs:
-        target.copy_(source)
-
-
-def combine_parts(
-    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, joined: Tensor
-) -> None:
-    """Write attention over the positions of two parts to `joined`, and let `lse` be of both.
-
-    out, other_out   f32 [tokens, q_heads, value_dim], with lse and other_lse f32 [tokens, q_heads];
-            the others may lie in host memory that was pinned
-    joined  of any float dtype
-
-    On the device's queue.
-    """
-    if joined.is_cuda and has_kernels(joined.device):
-        gpu_kernels().join(out, lse, other_out, other_lse, joined)
-        return
-    there = other_out.to(out.device), other_lse.to(lse.device)
-    mixed, logs = reference.merge_attention([(out, lse), there])
-    joined.copy_(mixed)
-    lse.copy_(logs)
-
-
-def logit_stats_of(logits: Tensor) -> Tensor:
-    """What `ops.survey` says of each row of logits [rows, vocab], without waiting: f64 [3, rows].
-
-    1 where all are finite; the first of the largest; the logarithm of the sum of exponentials.
-    """
-    if logits.is_cuda and has_kernels(logits.device):
-        found: Tensor = gpu_kernels().survey_rows(logits)
-        return found
-    finite, best = logits.isfinite().all(-1), logits.argmax(-1)
-    return torch.stack((finite.double(), best.double(), logits.double().logsumexp(-1)))
+    """`reference.copy_pairs`, by the device that one side of each pair is on."""
+    first, second = pairs[0]
+    backend = backend_of(first)
+    (backend_of(second) if backend.on_host else backend).copy_pairs(pairs)
 
 
 def logit_stats_and_next(
@@ -94,8 +63,7 @@ def logit_stats_and_next(
     if runs is not None:
         # In a launch that there is anyway.
         (held,) = runs.device
-        found: Tensor = gpu_kernels().survey_rows(logits, (token_ids, positions, held.spans[2]))
-        return found
+        return logit_stats_of(logits, (token_ids, positions, held.spans[2]))
     found = logit_stats_of(logits)
     token_ids.copy_(found[1])
     positions.add_(1)

@@ -1,7 +1,6 @@
 """A layer's experts computed on a device and on the host at once.
 
-What is done on a device is done by `kernels.triton` there, and by `kernels.reference` where the
-device is pretended.  See `reference.expert_cache`.
+What is done on a device is done by its backend; see `reference.expert_cache`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import Packing, WeightTensor
-from hmt.kernels import ops, reference
+from hmt.kernels import ops
+from hmt.kernels.backend import backend_of, backend_on
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
@@ -28,6 +28,7 @@ __all__ = [
     "HostExpertChannel",
     "HostExpertPlaces",
     "HostExpertTimes",
+    "can_read_by_address",
     "divide",
     "fetch",
     "make_channel",
@@ -40,21 +41,18 @@ def divide(
     slots: ExpertSlots, chosen: Tensor, share: Tensor, cuts: Cuts | None = None
 ) -> ExpertShares:
     """See `reference.divide_experts`."""
-    if chosen.is_cuda:
-        from hmt.kernels.triton.moe import expert_cache
-
-        return expert_cache.divide_experts(slots, chosen, share, cuts)
-    return reference.divide_experts(slots, chosen, share, cuts)
+    shares: ExpertShares = backend_of(chosen).divide_experts(slots, chosen, share, cuts)
+    return shares
 
 
 def fetch(slots: ExpertSlots, shares: ExpertShares, nbytes: int, cuts: Cuts | None = None) -> None:
     """See `reference.fetch_experts`."""
-    if shares.sources.is_cuda:
-        from hmt.kernels.triton.moe import expert_cache
+    backend_of(shares.sources).fetch_experts(slots, shares, nbytes, cuts)
 
-        expert_cache.fetch_experts(slots, shares, nbytes, cuts)
-    else:
-        reference.fetch_experts(slots, shares, nbytes, cuts)
+
+def can_read_by_address(where: torch.device) -> bool:
+    """Whether kernels of the device find experts by a table of addresses."""
+    return backend_on(where).has("block_table")
 
 
 class HostExpertPlaces:
@@ -68,19 +66,23 @@ class HostExpertPlaces:
         self._view = view
         # Kernels keep what they made for parameters, the expert's number with it.
         self._views: dict[tuple[int, int], Mapping[str, WeightTensor]] = {}
-        self._table: Any = None
         self.cuts: Cuts | None = None
         sample = view(some)
         first = sample["down_proj"].data
-        if not first.is_cuda:
-            return
-        from hmt.kernels.triton.moe.moe_dispatch import block_table
-
+        self._backend = backend_of(first)
         try:
-            self._table = block_table(first.new_zeros(1, dtype=torch.int64), sample, some)
+            self._table: Any = self._backend.block_table(
+                first.new_zeros(1, dtype=torch.int64), sample, some
+            )
         except AssertionError as error:
             raise ValueError(str(error)) from error
-        self.cuts = _cuts_of(sample, some)
+        if self.has_table:
+            self.cuts = _cuts_of(sample, some)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether kernels find experts by a table of addresses."""
+        return self._table is not None
 
     def view(self, expert: int, address: int) -> Mapping[str, WeightTensor]:
         """Parameters of an expert that lies at an address."""
@@ -104,12 +106,11 @@ class HostExpertPlaces:
         slots hold finite numbers everywhere.
         """
         if self._table is not None:
-            from hmt.kernels.triton.moe.moe_dispatch import experts_by_table
-
             table = replace(self._table, addresses=here)
-            return experts_by_table(
+            out: Tensor = self._backend.experts_by_table(
                 x, table, chosen, scales, activation, total, last=False, cut=cut
             )
+            return out
         given = [(e, self.view(e, address)) for e, address in enumerate(here.tolist()) if address]
         if not given and total is None:
             return torch.zeros(x.shape, dtype=torch.float32)
@@ -117,21 +118,8 @@ class HostExpertPlaces:
 
 
 def scattered(given: Sequence[Expert], where: torch.device) -> Callable[..., Tensor]:
-    """What computes experts 0, 1, .. on a GPU, of which each part lies anywhere.
-
-    Takes x [tokens, hidden], chosen, scales and the activation, and gives f32 [tokens, hidden].
-    Raises ValueError where no kernel computes on them.
-    """
-    from hmt.kernels.triton.moe.moe_dispatch import experts_by_table
-    from hmt.kernels.triton.moe.weight_table import make_table
-
-    table = make_table(given, len(given), where)
-    if table is None:
-        raise ValueError("experts differ by more than where they lie")
-
-    def compute(x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
-        return experts_by_table(x, table, chosen, scales, activation, None, last=False)
-
+    """See `reference.scattered_experts`.  Raises ValueError where no kernel computes on them."""
+    compute: Callable[..., Tensor] = backend_on(where).scattered_experts(given, where)
     return compute
 
 
@@ -207,9 +195,8 @@ class HostExpertChannel:
 
         See `make_channel`.
         """
-        from hmt.kernels.triton.moe.host_mailbox import Mailbox
-
         self.is_open = False
+        self._backend = backend_on(where)
         self.tokens = tokens
         self._native, self._experts, self._dtype = native, experts, dtype
         self._hidden, self._top_k = hidden, top_k
@@ -230,7 +217,7 @@ class HostExpertChannel:
         relays = torch.zeros(len(experts), 16, dtype=torch.int32, device=where)
         self.link_share: LinkShare | None = None
         self._boxes = {
-            layer: Mailbox(
+            layer: self._backend.Mailbox(
                 x,
                 shared(tokens, top_k, dtype=torch.int64),
                 shared(tokens, top_k, dtype=torch.float32),
@@ -253,11 +240,9 @@ class HostExpertChannel:
         self, layer: int, x: Tensor, shares: ExpertShares, scales: Tensor, activation: str
     ) -> None:
         """Ask for what `shares` leaves to the CPU, on the device's queue."""
-        from hmt.kernels.triton.moe import host_mailbox
-
         if self._service is None:  # the first question tells the activation
             self._service = self._make_service(activation)
-        host_mailbox.ask(self._boxes[layer], x, shares, scales)
+        self._backend.ask_host(self._boxes[layer], x, shares, scales)
 
     def collect(
         self,
@@ -270,9 +255,8 @@ class HostExpertChannel:
 
         With `added` (hidden, shared): hidden + (that + shared).
         """
-        from hmt.kernels.triton.moe import host_mailbox
-
-        return host_mailbox.take(self._boxes[layer], total, shares, added)
+        out: Tensor = self._backend.take_from_host(self._boxes[layer], total, shares, added)
+        return out
 
     def tune(self, share: Tensor) -> None:
         """Learn what teams divide experts with, f32 [1] on the device; see `LinkShare`."""
@@ -328,7 +312,7 @@ def make_channel(
     sizes   the most tokens of a step, hidden, top_k, and the dtype of activations
     """
     native = extension.load()
-    if native is None or where.type != "cuda" or sizes["dtype"] not in DTYPES:
+    if native is None or not backend_on(where).has("ask_host") or sizes["dtype"] not in DTYPES:
         return None
     if any(
         native_expert(native, index, params) is None

@@ -3,16 +3,13 @@
 import torch
 from torch import Tensor
 
-from hmt.kernels import reference
-from hmt.kernels.backend import gpu_kernels
+from hmt.kernels.backend import backend_of, backend_on
 from hmt.kernels.reference.kv_pages import PageLayout, Pages
 
 
 def can_copy_pages(where: torch.device, device: PageLayout, host: PageLayout) -> bool:
     """Whether pages of `device`, on device `where`, and of `host`, in pinned memory, convert."""
-    if where.type != "cuda" or gpu_kernels() is reference:
-        return False
-    known: bool = gpu_kernels().can_rewrite(device, host)
+    known: bool = backend_on(where).can_copy_pages(device, host)
     return known
 
 
@@ -22,13 +19,13 @@ def send_pages(device: Pages, numbers: Tensor, host: Pages, slots: Tensor) -> No
     Both int64; those that `can_copy_pages`.  Nobody waits until they are there.
     """
     there = (x.to(device.memory.device, non_blocking=True) for x in (numbers, slots))
-    gpu_kernels().send_pages(device, next(there), host, next(there))
+    backend_of(device.memory).send_pages(device, next(there), host, next(there))
 
 
 def fetch_pages(device: Pages, numbers: Tensor, host: Pages, slots: Tensor) -> None:
     """`send_pages` the other way."""
     there = (x.to(device.memory.device, non_blocking=True) for x in (numbers, slots))
-    gpu_kernels().fetch_pages(device, next(there), host, next(there))
+    backend_of(device.memory).fetch_pages(device, next(there), host, next(there))
 
 
 def fetch_layer(device: Pages, host: Pages, layer: int, slots: Tensor) -> None:
@@ -36,7 +33,7 @@ def fetch_layer(device: Pages, host: Pages, layer: int, slots: Tensor) -> None:
 
     slots   int64 on the device; nothing is fetched for those below 0
     """
-    gpu_kernels().fetch_layer(device, host, layer, slots)
+    backend_of(device.memory).fetch_layer(device, host, layer, slots)
 
 
 def fetch_rows(key: Tensor, value: Tensor, host: Pages, layer: int, slots: Tensor) -> None:
@@ -45,4 +42,4 @@ def fetch_rows(key: Tensor, value: Tensor, host: Pages, layer: int, slots: Tenso
     key [16 * len(slots), heads, key_dim] and value [.., heads, value_dim], contiguous and on the
     device; of latents only key is written.
     """
-    gpu_kernels().fetch_rows(key, value, host, layer, slots.to(key.device, non_blocking=True))
+    backend_of(key).fetch_rows(key, value, host, layer, slots.to(key.device, non_blocking=True))

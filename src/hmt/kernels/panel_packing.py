@@ -26,11 +26,9 @@ def pack_awq(words: Tensor, first: int, rows: int, out: Tensor) -> bool:
 
     False, and nothing done, where there is no extension, or it is not for such tensors.
     """
-    native = extension.load()
+    native = extension.load_for(words, out)
     columns, width = words.shape
-    if native is None or first % 8 or columns % PANEL_BLOCK or not out.is_contiguous():
-        return False
-    if out.device.type != "cpu" or not words.is_contiguous():
+    if native is None or first % 8 or columns % PANEL_BLOCK:
         return False
     address = words.data_ptr() + first // 8 * words.element_size()
     native.pack_awq(address, rows, columns, width, out.data_ptr(), torch.get_num_threads())
@@ -38,14 +36,14 @@ def pack_awq(words: Tensor, first: int, rows: int, out: Tensor) -> bool:
 
 
 def _pack(codes: Tensor, columns: int, *, paired: bool) -> Tensor:
-    native = extension.load()
+    if codes.stride(1) != 1:
+        codes = codes.contiguous()
+    native = extension.load_for(codes[:1])  # rows may lie apart
     assert codes.dtype is torch.uint8 and columns % PANEL_BLOCK == 0
-    if native is None or codes.device.type != "cpu":
+    if native is None:
         if paired:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
         return packing.pack_codes(codes)
-    if codes.stride(1) != 1:
-        codes = codes.contiguous()
     rows = codes.shape[0]
     panels = torch.empty(
         (round_up(rows, PANEL_ROWS) // PANEL_ROWS, columns // PANEL_BLOCK, 4, PANEL_ROWS, 4),

@@ -7,6 +7,7 @@ import torch
 
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.kernels import ops
+from hmt.kernels.backend import backend_on
 
 
 def page_bytes(layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
@@ -33,4 +34,4 @@ def layout_of(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) -
     """
     latent = layer.kind is KVKind.LATENT
     dims = layer.heads, layer.key_dim, layer.value_dim
-    return ops.PageLayout(encoding, *dims, latent, rows=where.type != "cpu")
+    return ops.PageLayout(encoding, *dims, latent, rows=not backend_on(where).on_host)

@@ -9,6 +9,7 @@ import torch
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.kernels import ops, page_copies
 from hmt.kvcache.page_layout import kinds_of, layout_of
+from hmt.memory.device import wait_for_stream
 
 
 class _Buffer(Protocol):
@@ -113,7 +114,8 @@ class PageStore:
                 for at in range(len(members)):
                     recode(pages, at, numbers, other, at, theirs)
         if self.device != source.device:
-            torch.cuda.current_stream().synchronize()
+            for where in (self.device, source.device):
+                wait_for_stream(where)
 
     def crosses_to(self, host: "PageStore") -> bool:
         """Whether `send` knows how to copy pages to host memory, and from there."""

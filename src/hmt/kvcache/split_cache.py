@@ -1,6 +1,6 @@
 """Keys and values of layers that compute in different places: each layer's where it computes."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,23 +12,29 @@ from hmt.kvcache.paged_cache import PagedKV
 
 
 class SplitKVCache:
-    """Implements KVCache over two caches of one allocator, one for each place.
+    """Implements KVCache over caches of one allocator, one for each device and the host.
 
     Every call is for a layer, and goes to the cache that has it.
     """
 
     def __init__(
         self,
-        here: PagedKV | TieredKV,
-        there: PagedKV | TieredKV,
-        layers_there: Collection[int],
+        caches: Mapping[int | None, PagedKV | TieredKV],
+        layer_devices: Mapping[int, int],
     ) -> None:
-        """`there` has `layers_there`, `here` all others."""
-        assert here.allocator is there.allocator
-        self.allocator = there.allocator
-        self.there = there
-        self._caches = (here, there)
-        self._there = frozenset(layers_there)
+        """`caches` by device, None for the host; all share one allocator.
+
+        layer_devices   the device of each layer that is on one
+        """
+        self._by_device = dict(caches)
+        self._layer_devices = dict(layer_devices)
+        allocators = {id(cache.allocator): cache.allocator for cache in caches.values()}
+        (self.allocator,) = allocators.values()
+
+    @property
+    def there(self) -> PagedKV | TieredKV:
+        """The cache of the first device."""
+        return next(cache for device, cache in self._by_device.items() if device is not None)
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""
@@ -56,14 +62,14 @@ class SplitKVCache:
 
     def kernel_metadata(self, step: Step) -> ops.AttentionMetadata:
         """See KVCache: those of host memory."""
-        return self._caches[0].kernel_metadata(step)
+        return self._by_device[None].kernel_metadata(step)
 
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         return self._of(layer).read(layer, run)
 
     def _of(self, layer: int) -> PagedKV | TieredKV:
-        return self._caches[layer in self._there]
+        return self._by_device[self._layer_devices.get(layer)]
 
 
 # Whatever keeps sequences of keys and values.

@@ -13,6 +13,7 @@ from hmt.contracts.model import CHUNK_TOKENS, KVKind, KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import fused_ops, ops
+from hmt.kernels.backend import backend_of
 from hmt.kernels.fused_ops import LatentLayer
 from hmt.kernels.weight_rows import rows_of, rows_together
 from hmt.layers.linear import Params, linear_params, project
@@ -143,7 +144,7 @@ class LatentAttention:
         The norm's weight is `norm` of `params`.  False, and nothing done, where there is no kernel:
         only for one token of each run, on a GPU.
         """
-        if not fused_ops.has_fused_kernels(hidden):
+        if not fused_ops.has_fused_attention(hidden):
             return False
         if any(run.length > 1 for run in step.segments):
             return False
@@ -223,7 +224,7 @@ class LatentAttention:
         """
         rows = self.nope_dim + self.value_dim
         expand = rows_of(params["kv_b_proj"], heads.start * rows, heads.stop * rows)
-        edges = _edges(run, max(run.length, _LEAST_EXPANDED), together=not query.is_cuda)
+        edges = _edges(run, max(run.length, _LEAST_EXPANDED), together=backend_of(query).on_host)
         merged: tuple[Tensor, Tensor] | None = None
         for first, end in pairwise(edges):
             key, value = self._expand(context[first:end], expand)

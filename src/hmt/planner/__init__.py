@@ -1,13 +1,8 @@
 """Where everything lives, decided before a byte is loaded: footprint, solver, explanation."""
 
-from hmt.planner.placement.footprint import (
-    Demand,
-    activation_bytes,
-    default_chunk,
-    kv_bytes,
-    scored_rows,
-)
-from hmt.planner.placement.kv_tiers import KVBudgets, KVTierSizes
+from hmt.planner.cost.demand import Demand, KVTierSizes
+from hmt.planner.placement.footprint import activation_bytes, default_chunk, kv_bytes, scored_rows
+from hmt.planner.placement.kv_tiers import KVBudgets
 from hmt.planner.placement.solver import PlanOptions, smallest_budget, solve
 from hmt.planner.what_if.explain import explain
 from hmt.planner.what_if.objectives import GOALS

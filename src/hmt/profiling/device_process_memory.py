@@ -57,7 +57,7 @@ def _measured(options: dict[str, Any]) -> int:
 def _beside_tensors(folder: Path, options: dict[str, Any]) -> int:
     """After prompts and steps of one user and of several."""
     from hmt.contracts.request import Request, Sampling
-    from hmt.engine.api import Engine
+    from hmt.engine.engine import Engine
 
     drawn = Sampling(temperature=1.0, seed=1)
     with Engine(**{"max_batch": _USERS, **options}) as engine:

@@ -11,20 +11,18 @@ from hmt.hardware.attention_rates import cpu_attention_rates
 from hmt.hardware.device_rates import FORMATS, QUICK_FORMATS, device_rates
 from hmt.hardware.gemm_rates import cpu_gemm_rates
 from hmt.hardware.machine import (
-    FULL_S,
-    QUICK_S,
     HostRates,
     driver_bytes,
     machine_for,
     machine_of,
     measured_disk,
-    measured_ram,
     remember,
     remember_device,
     remembered,
     with_device,
 )
 from hmt.hardware.numa_rates import measured_apart, numa_rates
+from hmt.hardware.ram_rate import FULL_S, QUICK_S, measured_ram
 from hmt.memory import DiskRate
 from hmt.memory.device import Device
 from hmt.profiling.device_process_memory import measured_driver_bytes

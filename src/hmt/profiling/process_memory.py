@@ -83,7 +83,7 @@ def process_bytes(
 def main() -> None:
     """Measure, as the module's docstring says."""
     from hmt.contracts.request import Request
-    from hmt.engine.api import Engine
+    from hmt.engine.engine import Engine
     from hmt.engine.loading.prepare import prepare
     from hmt.memory import peak_resident_bytes, reset_peak_resident, resident_bytes
 

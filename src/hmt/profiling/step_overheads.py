@@ -124,7 +124,7 @@ def _without_overheads(rates: ComputeRates) -> ComputeRates:
 def opened(folder: Path, options: Mapping[str, Any]) -> "Iterator[LoadedModel]":
     """The model in `folder`, in a new engine.  Raises what loading it raises."""
     # Not above: an engine asks for its machine.
-    from hmt.engine.api import Engine
+    from hmt.engine.engine import Engine
 
     with Engine(**{**OPTIONS, "max_batch": USERS, **options}) as engine:
         yield engine.load_model(folder)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from hmt.base.errors import Cancelled, DeadlineError, HMTError
 from hmt.contracts.request import (
@@ -17,7 +17,6 @@ from hmt.engine import LoadedModel, RequestHandle
 from hmt.server.client import CLIENT, off_loop
 from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.errors import as_api_error
-from hmt.server.request_observer import Observer
 
 EngineEvent = TokenEvent | PromptEvent | HMTError | None
 
@@ -60,6 +59,14 @@ class ChoiceState:
     def ended(self) -> bool:
         """Whether nothing more will come."""
         return self.failed or self.finish_reason is not None
+
+
+class Observer(Protocol):
+    """Counts what it is told; on the event loop."""
+
+    def ended(self, choice: ChoiceState) -> None:
+        """An answer has ended, failed, or was cancelled."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -19,8 +19,7 @@ from starlette.types import Scope
 from hmt.base.errors import ClosedError
 from hmt.engine import LoadedModel, RunSummary
 from hmt.server.engine_metrics import MODEL_LABEL, Account, TierCollector
-from hmt.server.generation import ChoiceState
-from hmt.server.request_observer import Observer
+from hmt.server.generation import ChoiceState, Observer
 from hmt.server.service import Service
 
 _PATIENCE_S: Final = 1.0  # that a scrape waits for the step that runs

@@ -13,8 +13,7 @@ from hmt.engine import LoadedModel
 from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.config import ServerConfig
 from hmt.server.errors import ApiError, as_api_error
-from hmt.server.generation import Generation
-from hmt.server.request_observer import Observer
+from hmt.server.generation import Generation, Observer
 
 if TYPE_CHECKING:
     from hmt.server.page.snapshot_cache import SnapshotCache

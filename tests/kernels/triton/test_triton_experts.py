@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
-from hmt.kernels import host_experts, reference
+from hmt.kernels import reference
 from hmt.quant import Format, empty_weight, pack_codes, pack_groups
 
 experts_module = pytest.importorskip("hmt.kernels.triton.moe.moe_dispatch")
 expert_pairs = pytest.importorskip("hmt.kernels.triton.moe.moe_gemv")
 experts, experts_by_table = experts_module.experts, experts_module.experts_by_table
+scattered_experts = experts_module.scattered_experts
 
 # The interpreter computes with numpy, which warns where a GPU makes infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -256,13 +257,13 @@ def test_calls_that_share_the_experts_add_up(device, kind, tokens):
 def test_experts_whose_parts_lie_anywhere(device):
     given = make_experts(KINDS[0], [0, 1, 2, 3], 64, 32, device=device)
     x, chosen, scales = inputs(FEW, 64, 2, 4, device=device)
-    compute = host_experts.scattered(given, device)
+    compute = scattered_experts(given, device)
     found = compute(x, chosen, scales, "silu")
     assert found.dtype is torch.float32
     assert torch.equal(found, experts(x, given, chosen, scales, "silu", last=False))
     given[1][1]["up_proj_bias"] = make_bias(torch.ones(32, device=device))
     with pytest.raises(ValueError, match="differ"):
-        host_experts.scattered(given, device)
+        scattered_experts(given, device)
 
 
 def test_a_token_does_not_depend_on_the_others(device):

@@ -5,8 +5,8 @@ the same with the same kernels in the same order, and only asks for blocks earli
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -57,44 +57,51 @@ class DeviceStages:
     Without a device everything stays where it is.
     """
 
-    def __init__(self, on_device: OnDevice | None = None, stages: Collection[int] = ()) -> None:
-        """`stages` begin on the device: layers by index, and with their number the head."""
-        self._weights = None if on_device is None else on_device.weights
-        self._device = None if on_device is None else on_device.device
-        self._stages = frozenset(stages)
-        self._steps: dict[bool, Step] = {}
+    def __init__(
+        self, on_devices: Sequence[OnDevice] = (), stage_devices: Mapping[int, int] | None = None
+    ) -> None:
+        """`stage_devices` says on which device a stage begins; see `Plan.stage_devices`."""
+        self._devices = {on_device.index: on_device.device for on_device in on_devices}
+        self._weights = [on_device.weights for on_device in on_devices]
+        self._stage_devices = dict(stage_devices or {})
+        self._steps: dict[int | None, Step] = {}  # by device; None: in host memory
 
     @property
     def alike(self) -> bool:
         """Whether all stages compute on the CPU."""
-        return self._device is None
+        return not self._devices
 
-    def computing(self) -> AbstractContextManager[None]:
-        """What is called in the body goes on the device's queue, if there is one."""
-        return nullcontext() if self._device is None else self._device.compute_stream()
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What is called in the body goes on the devices' queues, if there are any."""
+        with ExitStack() as streams:
+            for device in self._devices.values():
+                streams.enter_context(device.compute_stream())
+            yield
 
     def begin(self, step: Step) -> None:
         """`step` is computed next."""
-        self._steps = {False: step}
-        if self._weights is not None:
-            self._weights.begin(len(step.token_ids))
+        self._steps = {None: step}
+        for weights in self._weights:
+            weights.begin(len(step.token_ids))
 
     def step(self, stage: int) -> Step:
         """The step as `stage` needs it."""
-        there = stage in self._stages
-        if there and True not in self._steps:
-            assert self._device is not None
-            step, where = self._steps[False], self._device.where
+        device = self._stage_devices.get(stage)
+        if device not in self._steps:
+            assert device is not None
+            step, where = self._steps[None], self._devices[device].where
             tensors = step.token_ids, step.positions, step.logit_rows
             ids, positions, rows = (tensor.to(where, non_blocking=True) for tensor in tensors)
-            self._steps[True] = Step(ids, positions, step.segments, rows)
-        return self._steps[there]
+            self._steps[device] = Step(ids, positions, step.segments, rows)
+        return self._steps[device]
 
     def fetch(self, hidden: torch.Tensor, stage: int) -> torch.Tensor:
         """Hidden states, where `stage` computes."""
-        if self._device is None:
+        if not self._devices:
             return hidden
-        return hidden.to(self._device.where if stage in self._stages else "cpu")
+        device = self._stage_devices.get(stage)
+        return hidden.to("cpu" if device is None else self._devices[device].where)
 
 
 class _Stages:

@@ -14,7 +14,7 @@ import torch
 from hmt.base.errors import HMTError
 from hmt.base.log import logger
 from hmt.contracts.plan import Plan, Tier
-from hmt.kernels import graph_ops
+from hmt.kernels.backend import backend_on
 
 _DECODED = 4  # tokens: the first is captured, the next replayed, and then there are guesses
 _SHORTEST = 12  # tokens of a prompt: kernels for a few are those of decoding
@@ -24,7 +24,7 @@ _ENOUGH_S = 10.0  # of hundreds of GB of experts in host memory, a prompt reads 
 
 def is_slow_at_first(where: torch.device) -> bool:
     """Whether kernels are compiled there when they are first called."""
-    return where.type == "cuda" and graph_ops.has_kernels(where)
+    return backend_on(where).compiles_late
 
 
 def prompts_to_warm(plan: Plan, positions: int) -> list[int]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hmt.base.errors import BudgetError
+from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.log import logger
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import Model
-from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.plan import DevicePlan, Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.hardware.machine import driver_bytes
 from hmt.memory import Account, HostPool, Ledger
@@ -24,12 +24,20 @@ _OURS = 0.99
 _SHARE_OF_FREE = 0.9  # of a GPU's memory, when nobody says how much
 
 
-def device_for(config: EngineConfig) -> Device | None:
-    """The GPU that `config` asks for.  Raises MachineError where it cannot be used."""
+def open_devices(config: EngineConfig) -> tuple[Device, ...]:
+    """The GPUs that `config` asks for.  Raises MachineError where one cannot be used.
+
+    Raises ConfigError for more than one: a plan can have a part for each, and is made for one.
+    """
     if not config.gpu_memory_bytes and (config.gpu_id is None or config.gpu_memory_bytes == 0):
-        return None
-    name = config.gpu_id or "0"
-    return open_device(f"cuda:{name}" if name.isdecimal() else name)
+        return ()
+    names = (config.gpu_id or "0").split(",")
+    if len(names) > 1:
+        raise ConfigError(
+            f"gpu_id {config.gpu_id} asks for {len(names)} GPUs, and a model is placed on one of "
+            f"them: give {' or '.join(names)}"
+        )
+    return tuple(map(open_device, names))
 
 
 def device_budget(device: Device, config: EngineConfig) -> int:
@@ -52,8 +60,12 @@ def device_budget(device: Device, config: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """What a model has on a device."""
+    """What a model has on a device.
 
+    index   of the device among the machine's
+    """
+
+    index: int
     device: Device
     weights: DeviceWeights
     kv_pool: DevicePool
@@ -63,6 +75,7 @@ class OnDevice:
 def load_on_device(
     device: Device,
     plan: Plan,
+    share: DevicePlan,
     model: Model,
     layouts: dict[BlockId, BlockLayout],
     store: WeightStore,
@@ -73,11 +86,12 @@ def load_on_device(
 ) -> OnDevice:
     """Take the device's memory that the plan reserved, and load the blocks that live there.
 
+    `share` is the part of the plan for this device.
     `host` holds the resident blocks that are copied in every step.  What is taken is given back by
     `stack`.  Raises BudgetError, and what reading raises.
     """
     accounts = {}
-    for purpose, nbytes in plan.device.reserved.items():
+    for purpose, nbytes in share.reserved.items():
         accounts[purpose] = ledger.open(Tier.DEVICE, purpose, nbytes)
         stack.callback(accounts[purpose].close)
     for purpose in ("activations", "mapping"):  # torch and the driver allocate these themselves
@@ -90,7 +104,7 @@ def load_on_device(
     for pool in pools.values():
         stack.callback(pool.close)
     weights = DeviceWeights(
-        store, layouts, plan, device, resident=pools["resident"], slots=pools["slots"]
+        store, layouts, plan, share, device, resident=pools["resident"], slots=pools["slots"]
     )
     stack.callback(weights.close)
     with device.compute_stream(), torch.inference_mode():
@@ -99,7 +113,7 @@ def load_on_device(
     with device.compute_stream(), torch.inference_mode():
         weights.form_backends(pools["experts"], host_is_pinned=pinned)
         weights.find_tokens(host_is_pinned=pinned)
-    return OnDevice(device, weights, pools["kv"], list(accounts.values()))
+    return OnDevice(share.index, device, weights, pools["kv"], list(accounts.values()))
 
 
 def pin_pool(device: Device, host: HostPool, stack: ExitStack) -> bool:

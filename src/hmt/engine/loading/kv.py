@@ -1,6 +1,6 @@
 """Loading's part for keys and values: each layer's where it computes, or at several levels."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from hmt.contracts.model import KVLayer, Model
@@ -9,7 +9,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import OnDevice, pin_pool
 from hmt.kvcache import AnyKV, PagedKV, SplitKVCache, TieredKV, open_tiered, page_encoding
 from hmt.memory import HostPool, ReadQueue
-from hmt.memory.device import DevicePool
+from hmt.memory.device import Device, DevicePool
 
 
 def open_kv(
@@ -17,7 +17,7 @@ def open_kv(
     plan: Plan,
     config: EngineConfig,
     host: HostPool,
-    on_device: OnDevice | None,
+    on_devices: Sequence[OnDevice],
     queue: ReadQueue,
     stack: ExitStack,
 ) -> AnyKV:
@@ -28,16 +28,17 @@ def open_kv(
     MachineError where the disk has no room.
     """
     kept = dict(enumerate(model.spec.kv))
-    there = {index: layer for index, layer in kept.items() if index in plan.device.stages}
-    here = {index: layer for index, layer in kept.items() if index not in there}
-
+    stage_devices = plan.stage_devices
+    here = {index: layer for index, layer in kept.items() if index not in stage_devices}
     pinned = False
-    if on_device is not None and plan.kv_tiers is not None and plan.kv_tiers.host_pages:
-        pinned = pin_pool(on_device.device, host, stack)  # pages are written back by the device
+    if on_devices and plan.kv_tiers is not None and plan.kv_tiers.host_pages:
+        pinned = pin_pool(on_devices[0].device, host, stack)  # devices write pages back
 
     encoding = page_encoding(config.kv_quant[0], model.dtype)
 
-    def opened(layers: Mapping[int, KVLayer], pool: HostPool | DevicePool) -> PagedKV | TieredKV:
+    def opened(
+        layers: Mapping[int, KVLayer], pool: HostPool | DevicePool, device: Device | None = None
+    ) -> PagedKV | TieredKV:
         if plan.kv_tiers is None:
             return PagedKV(layers, plan.kv_tokens, model.dtype, pool, encoding)
         return open_tiered(
@@ -51,23 +52,24 @@ def open_kv(
             order=config.kv_eviction,
             selection=selection_of(config),
             chunk=plan.max_prefill_tokens,
-            device=None if on_device is None else on_device.device,
+            device=device,
             pinned=pinned,
         )
 
-    if on_device is None:
-        kv = opened(here, host)
-        stack.callback(kv.release)
-        return kv
-    on_gpu = opened(there, on_device.kv_pool) if there else None
-    if on_gpu is not None:
-        stack.callback(on_gpu.release)
-        if not here:
-            return on_gpu
-    allocator = None if on_gpu is None else on_gpu.allocator
-    in_host = PagedKV(here, plan.kv_tokens, model.dtype, host, encoding, allocator)
-    stack.callback(in_host.release)
-    return in_host if on_gpu is None else SplitKVCache(in_host, on_gpu, there)
+    caches: dict[int | None, PagedKV | TieredKV] = {}  # by device; None: of layers of the CPU
+    if not on_devices:
+        caches[None] = opened(here, host)
+        stack.callback(caches[None].release)
+    for part in on_devices:
+        there = {i: layer for i, layer in kept.items() if stage_devices.get(i) == part.index}
+        if there:
+            caches[part.index] = opened(there, part.kv_pool, part.device)
+            stack.callback(caches[part.index].release)
+    if on_devices and here:
+        allocator = next((cache.allocator for cache in caches.values()), None)
+        caches[None] = PagedKV(here, plan.kv_tokens, model.dtype, host, encoding, allocator)
+        stack.callback(caches[None].release)
+    return caches.popitem()[1] if len(caches) == 1 else SplitKVCache(caches, stage_devices)
 
 
 def selection_of(config: EngineConfig) -> float | None:

@@ -5,22 +5,43 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import torch
 
 from hmt.base.errors import ConfigError
-from hmt.contracts.model import KVKind
+from hmt.contracts.model import KVKind, Model
 from hmt.engine.config import KV_ENCODINGS
 from hmt.engine.loading.source import Source
 from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DiskCodecName, weights_of
 
-if TYPE_CHECKING:
-    import torch
-
-    from hmt.engine.api import LoadedModel
-
 SCALES = "kv-scales.hmt"  # not .safetensors: of those all in a checkpoint's folder are read
 _HELD_OUT = 4  # of so many texts one
 _TENSORS, _SAMPLE_BYTES = 64, 4096
+
+
+class _Prepared(Protocol):
+    """What a model was loaded from."""
+
+    @property
+    def model(self) -> Model:
+        """The model's layers."""
+        ...
+
+
+class KVSource(Protocol):
+    """What computes keys and values of texts: a `LoadedModel`."""
+
+    @property
+    def prepared(self) -> _Prepared:
+        """What it was loaded from."""
+        ...
+
+    def keys_and_values(
+        self, tokens: Sequence[int], see: Callable[[int, torch.Tensor, torch.Tensor], None], /
+    ) -> None:
+        """Call `see` with each layer's index, keys and values of the tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +59,7 @@ class Calibrated:
     beyond: int
 
 
-def calibrate(model: "LoadedModel", texts: Sequence[Sequence[int]]) -> Calibrated:
+def calibrate(model: KVSource, texts: Sequence[Sequence[int]]) -> Calibrated:
     """Scales that hold for all of `texts`: token ids, of at most the model's context each.
 
     Every fourth is read after all others.  Raises ConfigError where there is nothing to read, and
@@ -50,7 +71,7 @@ def calibrate(model: "LoadedModel", texts: Sequence[Sequence[int]]) -> Calibrate
         raise ConfigError("there is nothing to calibrate with: give a longer --text")
     found, counted = Calibration(), [0, 0]
 
-    def count(layer: int, key: "torch.Tensor", value: "torch.Tensor | None") -> None:
+    def count(layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         beyond, rows = found.beyond(layer, key, value)
         counted[0] += beyond
         counted[1] += rows
@@ -62,14 +83,14 @@ def calibrate(model: "LoadedModel", texts: Sequence[Sequence[int]]) -> Calibrate
     return Calibrated(found, sum(map(len, texts)), counted[1], counted[0])
 
 
-def see_text(model: "LoadedModel", text: Sequence[int], *see: Callable[..., None]) -> None:
+def see_text(model: KVSource, text: Sequence[int], *see: Callable[..., None]) -> None:
     """Call each of `see` with (layer, keys, values) of a text; values None where keys are both.
 
     Layers with a window are left out: theirs are never far.
     """
     layers = model.prepared.model.spec.kv
 
-    def look(index: int, key: "torch.Tensor", value: "torch.Tensor") -> None:
+    def look(index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if not layers[index].window:
             latent = layers[index].kind is KVKind.LATENT
             for one in see:

@@ -14,7 +14,7 @@ from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import Model
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.prepare import demand_of
+from hmt.engine.loading.demand import demand_of
 from hmt.engine.loading.source import target
 from hmt.models import open_model
 from hmt.planner import Demand

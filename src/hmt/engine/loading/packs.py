@@ -12,7 +12,7 @@ from hmt.base.trace import Tracer
 from hmt.base.units import MIB, format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.allocate import transfer_queue
+from hmt.engine.loading.disk import transfer_queue
 from hmt.engine.loading.source import opened, sensitive_of, target
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import HostPool, Ledger

@@ -1,44 +1,30 @@
 """From a folder to a plan, and from a plan to memory."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from hmt.base.errors import BudgetError, RequestError
 from hmt.base.units import format_bytes
-from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.machine import Machine
-from hmt.contracts.model import PAGE_TOKENS, Model
+from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.demand import demand_of, dtype_for, kv_budgets, usual_format
 from hmt.engine.loading.goal_plan import searched_plan
-from hmt.engine.loading.kv import selection_of
 from hmt.engine.loading.kv_scales import with_scales
-from hmt.engine.loading.prefix_cache import prefix_bytes
 from hmt.engine.loading.source import Source, open_source
 from hmt.hardware.machine import machine_for, with_device
-from hmt.kernels import ops
-from hmt.kvcache import kv_sizes, page_bytes, page_encoding
 from hmt.memory import (
     physical_host_bytes,
 )
 from hmt.memory.device import Device
 from hmt.models import open_model
-from hmt.planner import Demand, KVBudgets, KVTierSizes, PlanOptions, solve
+from hmt.planner import Demand, PlanOptions, solve
 from hmt.planner.placement.numa import on_numa_nodes
-from hmt.quant import Format, component_bytes
 from hmt.weights import (
     BlockLayout,
-    laid_out_alike,
-    row_span_bytes,
 )
-
-# Blocks whose matrices are multiplied with all of a step's tokens at once.
-_DENSE = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +80,7 @@ def prepare(
     )
     machine = machine_for(path)
     if device is not None:
-        machine = with_device(machine, device, _usual_format(weights.layouts))
+        machine = with_device(machine, device, usual_format(weights.layouts))
     machine = on_numa_nodes(machine, config.numa, options.host_bytes)
     if config.goal is None and config.profile is None:
         plan = solve(demand, options, machine)
@@ -103,34 +89,6 @@ def prepare(
     _check_physical(plan)
     sizes = weights.layouts, weights.published_bytes
     return Prepared(source, model, *sizes, demand, machine, plan, weights.headless)
-
-
-def kv_budgets(config: EngineConfig) -> KVBudgets | None:
-    """Of keys and values that do not all lie where layers compute; None where they do."""
-    if config.kv_gpu_memory_bytes is None:
-        return None
-    disk_bytes = 0 if config.kv_offload_dir is None else config.kv_offload_disk_memory_bytes
-    return KVBudgets(config.kv_gpu_memory_bytes, config.kv_host_memory_bytes, disk_bytes)
-
-
-def _usual_format(layouts: Mapping[BlockId, BlockLayout]) -> Format | None:
-    """The format of most bytes of networks and experts, where it is one for matrices."""
-    sizes: Counter[Format] = Counter()
-    for block, layout in layouts.items():
-        if block.kind in (BlockKind.FFN, BlockKind.EXPERT):
-            for placed in layout.placed:
-                shape = placed.param.spec.shape
-                if len(shape) == 2:
-                    sizes[placed.format] += sum(component_bytes(placed.format, shape))
-    return sizes.most_common(1)[0][0] if sizes else None
-
-
-def _matrices(layouts: Iterable[BlockLayout], *kinds: BlockKind) -> Iterator[tuple[int, ...]]:
-    """Shapes of the matrices of some kinds of blocks."""
-    for layout in layouts:
-        if layout.id.kind in kinds:
-            shapes = (placed.param.spec.shape for placed in layout.placed)
-            yield from (shape for shape in shapes if len(shape) == 2)
 
 
 def _check_physical(plan: Plan) -> None:
@@ -142,52 +100,3 @@ def _check_physical(plan: Plan) -> None:
             f"{format_bytes(needed)}, and this process can have {format_bytes(most)} at most; "
             "lower --host-memory"
         )
-
-
-def dtype_for(config: EngineConfig, source: Source) -> torch.dtype:
-    """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway."""
-    if config.dtype != "auto":
-        dtype = getattr(torch, config.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    return torch.bfloat16 if "BF16" in source.dtypes else torch.float32
-
-
-def demand_of(
-    model: Model,
-    layouts: Mapping[BlockId, BlockLayout],
-    config: EngineConfig,
-    kv_quant: tuple[str, str, str],
-) -> Demand:
-    """The model as the planner sees it.  Blocks that are laid out alike may share a layout."""
-    distinct = list({id(layout): layout for layout in layouts.values()}.values())
-    sizes = {id(layout): layout.size for layout in distinct}
-    numbers = {id(layout): layout.parameter_bytes for layout in distinct}
-    tables = [table for layout in layouts.values() for table in layout.tables.values()]
-    near, warm, cold = kv_quant
-    number = page_encoding(near, model.dtype).dtype
-    # Texts that share what is near have all of it there, windows included.
-    shared = config.prefix_cache and config.kv_gpu_memory_bytes is None
-    pages = kv_sizes(model.spec.kv, model.dtype, warm, cold, selection_of(config), near)
-    return Demand(
-        spec=model.spec,
-        blocks=tuple(replace(sizes[id(layout)], id=b) for b, layout in layouts.items()),
-        staging_bytes=max(layout.staging_bytes for layout in distinct),
-        row_bytes=max((row_span_bytes(table) for table in tables), default=0),
-        kv_token_bytes=page_bytes(model.spec.kv, number) // PAGE_TOKENS,
-        kv_layer_bytes=max(layer.row_width for layer in model.spec.kv) * model.dtype.itemsize,
-        score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
-        batch=config.max_batch,
-        prefetch_experts=config.expert_prefetch and config.executor == "overlapped",
-        row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
-        parameter_bytes=sum(numbers[id(layout)] for layout in layouts.values()),
-        experts_alike=laid_out_alike(
-            [layout for layout in distinct if layout.id.kind is BlockKind.EXPERT]
-        ),
-        matrix_bytes=max(map(prod, _matrices(distinct, *_DENSE)), default=0) * model.dtype.itemsize,
-        expert_token_bytes=max(map(sum, _matrices(distinct, BlockKind.EXPERT)), default=0)
-        * model.spec.experts_per_token
-        * model.dtype.itemsize,
-        prefix_bytes=prefix_bytes(model, config),
-        kv_sizes=None if shared else KVTierSizes(**pages),
-    )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hmt.contracts.machine import Machine
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.demand import demand_of, dtype_for, kv_budgets
 from hmt.engine.loading.kv_scales import with_scales
 from hmt.engine.loading.model_shapes import read_shape, shape_demand
-from hmt.engine.loading.prepare import demand_of, dtype_for, kv_budgets
 from hmt.engine.loading.source import open_source
 from hmt.formats import is_gguf
 from hmt.models import open_model

@@ -13,11 +13,10 @@ from hmt.engine.scheduling.batch_limit import BatchLimit
 from hmt.engine.scheduling.choices import Choices
 from hmt.engine.scheduling.kv_operations import KVOperationLog
 from hmt.engine.scheduling.kv_reservation import KVReservation
-from hmt.engine.scheduling.load import Load
 from hmt.engine.scheduling.output_length import OutputLengthEstimate
 from hmt.engine.scheduling.prefill_budget import split_prefill_budget
 from hmt.engine.scheduling.request_queue import RequestQueue, Taken
-from hmt.engine.scheduling.sequence import PromptEnd, SequenceState
+from hmt.engine.scheduling.sequence import Load, PromptEnd, SequenceState
 from hmt.kvcache import KVAllocator
 from hmt.kvcache.prefix import PrefixCache
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hmt.base.errors import HMTError
 from hmt.contracts.request import FinishReason, Pooling
+from hmt.engine.scheduling.batch_limit import MemoryPressure
 
 _numbers = itertools.count(1)
 
@@ -118,3 +119,27 @@ class SequenceState:
         """End, since nobody wants the rest."""
         if not self.finished:
             self.finish_reason = FinishReason.CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that wait and that run, and positions of the KV cache: all, and unreserved.
+
+    pressure      how scarce these are, and `used` the share that is in use
+    most          requests that may run at once for now
+    parked        times that one gave way to others and its KV pages stayed, where there is a lower
+                  tier in that
+    dropped       times that they did not, and are computed again
+    batches       steps by how many requests had tokens in them
+    """
+
+    waiting: int
+    running: int
+    capacity_tokens: int
+    free_tokens: int
+    pressure: MemoryPressure
+    used: float
+    most: int
+    parked: int
+    dropped: int
+    batches: dict[int, int]

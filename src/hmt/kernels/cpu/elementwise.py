@@ -19,7 +19,9 @@ from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 _CODE_PAD = 64
 
 
-def rms_norm(native: ModuleType, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def rms_norm(
+    native: ModuleType, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> Tensor:
     """`reference.rms_norm` by the extension."""
     if _is_plain(x, weight):
         out = torch.empty_like(x)
@@ -33,7 +35,7 @@ def rms_norm(native: ModuleType, x: Tensor, weight: Tensor, eps: float, offset: 
 
 
 def rms_norm_inplace(
-    native: ModuleType, x: Tensor, weight: Tensor, eps: float, offset: float
+    native: ModuleType, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
 ) -> None:
     """`reference.rms_norm_inplace` by the extension."""
     if not _can_norm(x, weight):
@@ -42,7 +44,13 @@ def rms_norm_inplace(
 
 
 def add_rms_norm(
-    native: ModuleType, residual: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float
+    native: ModuleType,
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
 ) -> Tensor:
     """`reference.add_rms_norm` by the extension."""
     if not _can_add(residual, x) or not _is_plain(x, weight):
@@ -57,7 +65,8 @@ def rms_norm_quantize(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    offset: float,
+    *,
+    offset: float = 0.0,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.rms_norm_quantize`, or `add_rms_norm_quantize` with a residual."""
@@ -96,7 +105,22 @@ def rms_norm_quantize(
     return out, codes, scales, sums
 
 
-def rope(native: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def add_rms_norm_quantize(
+    native: ModuleType,
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.add_rms_norm_quantize` by the extension: changes `residual`."""
+    return rms_norm_quantize(native, x, weight, eps, offset=offset, residual=residual)
+
+
+def rope(
+    native: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> Tensor:
     """`reference.rope` by the extension."""
     if not _can_rotate(x, cos, sin):
         return reference.rope(x, cos, sin, interleaved=interleaved)
@@ -124,7 +148,7 @@ def rope(native: ModuleType, x: Tensor, cos: Tensor, sin: Tensor, interleaved: b
 
 
 def head_products(native: ModuleType, x: Tensor, matrices: Tensor) -> Tensor | None:
-    """`fused_ops.head_products` by the extension; None where it has no kernel."""
+    """`reference.head_products` by the extension; None where it has no kernel."""
     if x.dtype not in DTYPES or matrices.dtype is not x.dtype or x.stride(2) != 1:
         return None
     head_stride, in_stride, out_stride = matrices.stride()
@@ -154,7 +178,13 @@ def head_products(native: ModuleType, x: Tensor, matrices: Tensor) -> Tensor | N
 
 
 def rope_inplace(
-    native: ModuleType, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    native: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
 ) -> None:
     """`reference.rope_inplace` by the extension."""
     alike = q.dtype is k.dtype and q.shape[2:] == k.shape[2:]

@@ -3,6 +3,8 @@
 from functools import cache
 from types import ModuleType
 
+from torch import Tensor
+
 from hmt.base import extension, flags
 from hmt.base.errors import MachineError
 from hmt.base.log import warn_once
@@ -42,3 +44,9 @@ def load() -> ModuleType | None:
             )
         native.set_isa(isa)
     return native
+
+
+def load_for(*tensors: Tensor | None) -> ModuleType | None:
+    """The extension, where it takes all of the tensors: contiguous ones in host memory."""
+    plain = (tensor is None or (tensor.is_cpu and tensor.is_contiguous()) for tensor in tensors)
+    return load() if all(plain) else None

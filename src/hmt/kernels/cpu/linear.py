@@ -49,7 +49,7 @@ _NATIVE: WeightCache[Any] = WeightCache()
 _PROJECTIONS: WeightCache[dict[tuple[str, ...], tuple[tuple[Any, ...], int]]] = WeightCache()
 
 
-def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None) -> Tensor:
+def linear(native: ModuleType, x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """`reference.linear` by the extension."""
     weight = native_weight(native, w)
     if weight is None or x.dtype not in DTYPES:
@@ -100,7 +100,7 @@ def projections(
 
 
 def dequantize(
-    native: ModuleType, w: WeightTensor, dtype: torch.dtype, rows: slice | None
+    native: ModuleType, w: WeightTensor, dtype: torch.dtype, rows: slice | None = None
 ) -> Tensor:
     """`reference.dequantize`, the numbers computed by the extension."""
     weight = None if w.encoding.is_float else native_weight(native, w)

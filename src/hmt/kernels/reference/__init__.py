@@ -29,7 +29,14 @@ from hmt.kernels.reference.expert_cache import (
     divide_experts,
     fetch_experts,
 )
-from hmt.kernels.reference.experts import Expert, experts
+from hmt.kernels.reference.experts import Expert, block_table, experts, scattered_experts
+from hmt.kernels.reference.graph_steps import (
+    can_copy_pages,
+    combine_parts,
+    copy_pairs,
+    fixed_runs,
+    logit_stats_of,
+)
 from hmt.kernels.reference.kv_pages import (
     AttentionMetadata,
     PagedSegment,
@@ -43,8 +50,10 @@ from hmt.kernels.reference.kv_pages import (
 )
 from hmt.kernels.reference.matmul import (
     dequantize,
+    head_products,
     linear,
     linear_by_chunks,
+    linear_into,
     linear_many,
     quantize_activations,
 )
@@ -59,9 +68,12 @@ from hmt.kernels.reference.sublayers import (
     FeedForward,
     LatentLayer,
     NormOptions,
+    add_latent_attention,
     append_attend_pages,
     attention_inputs,
     feed_forward,
+    linear_gated,
+    linear_many_float,
     router_inputs,
 )
 
@@ -82,6 +94,7 @@ __all__ = [
     "PageLayout",
     "PagedSegment",
     "Pages",
+    "add_latent_attention",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_attend_pages",
@@ -91,6 +104,10 @@ __all__ = [
     "attention_inputs",
     "attention_output",
     "biased_sigmoid_topk",
+    "block_table",
+    "can_copy_pages",
+    "combine_parts",
+    "copy_pairs",
     "dequantize",
     "divide_experts",
     "divided",
@@ -99,14 +116,20 @@ __all__ = [
     "experts",
     "feed_forward",
     "fetch_experts",
+    "fixed_runs",
     "gated",
     "gated_pair",
     "grouped_softmax_topk",
+    "head_products",
     "largest",
     "linear",
     "linear_by_chunks",
+    "linear_gated",
+    "linear_into",
     "linear_many",
+    "linear_many_float",
     "logit_stats",
+    "logit_stats_of",
     "merge_attention",
     "page_masses",
     "paged_attention",
@@ -119,6 +142,7 @@ __all__ = [
     "rope",
     "rope_inplace",
     "router_inputs",
+    "scattered_experts",
     "softmax_topk",
     "support",
 ]

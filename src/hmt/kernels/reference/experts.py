@@ -1,6 +1,7 @@
 """Mixture of experts in plain torch: one expert after the other."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,13 @@ from hmt.kernels.reference.matmul import linear
 Expert = tuple[int, Mapping[str, WeightTensor]]
 
 
+class _Reference:
+    """The operations that these are made of."""
+
+    linear = staticmethod(linear)
+    gated = staticmethod(gated)
+
+
 def experts(
     x: Tensor,
     given: Sequence[Expert],
@@ -22,8 +30,7 @@ def experts(
     total: Tensor | None = None,
     *,
     last: bool = True,
-    linear: Callable[[Tensor, WeightTensor, Tensor | None], Tensor] = linear,
-    gated: Callable[[Tensor, Tensor, str], Tensor] = gated,
+    kernels: Any = _Reference,
 ) -> Tensor:
     """Outputs of the experts in `given` for x [tokens, in], scaled and added up by token.
 
@@ -42,16 +49,38 @@ def experts(
 
     def project(values: Tensor, params: Mapping[str, WeightTensor], name: str) -> Tensor:
         bias = params.get(f"{name}_bias")
-        return linear(values, params[name], None if bias is None else bias.data)
+        out: Tensor = kernels.linear(values, params[name], None if bias is None else bias.data)
+        return out
 
     for index, params in given:
         tokens, places = torch.where(chosen == index)
         if len(tokens) == 0:
             continue
         rows = x[tokens]
-        product = gated(
+        product = kernels.gated(
             project(rows, params, "gate_proj"), project(rows, params, "up_proj"), activation
         )
         out = project(product, params, "down_proj")
         total[tokens] += out.float() * scales[tokens, places, None]
     return total.to(x.dtype) if last else total
+
+
+def scattered_experts(given: Sequence[Expert], where: torch.device) -> Callable[..., Tensor]:
+    """What computes experts 0, 1, .. on the device `where`, of which each part lies anywhere.
+
+    Takes x [tokens, hidden], chosen, scales and the activation, and gives f32 [tokens, hidden].
+    Raises ValueError where no kernel computes on them.
+    """
+
+    def compute(x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+        return experts(x, given, chosen, scales, activation, last=False)
+
+    return compute
+
+
+def block_table(addresses: Tensor, sample: Mapping[str, WeightTensor], base: int) -> Any:
+    """What kernels read experts by that lie at `addresses`, laid out as `sample` is at `base`.
+
+    None: plain torch takes each expert's parameters.
+    """
+    return None

@@ -1,6 +1,7 @@
 """Linear layers on every encoding, in plain torch."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,22 @@ def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str,
         ],
         dim=1,
     )
+
+
+def linear_into(out: Tensor, x: Tensor, w: WeightTensor, kernels: Any = None) -> None:
+    """`linear` written to out [tokens, out] of x.dtype, perhaps columns of a larger tensor.
+
+    kernels   whose `linear` computes; None: the reference's own
+    """
+    out.copy_(linear(x, w) if kernels is None else kernels.linear(x, w))
+
+
+def head_products(x: Tensor, matrices: Tensor) -> Tensor:
+    """Each head's numbers times its matrix: x [tokens, heads, in] to [tokens, heads, out].
+
+    matrices [heads, in, out], of any strides; all in x.dtype, summed in f32.
+    """
+    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
 def linear_by_chunks(

@@ -132,6 +132,47 @@ def router_inputs(
     return normed, kernels.linear(normed.float(), router)
 
 
+def linear_gated(
+    x: Tensor,
+    params: Mapping[str, WeightTensor],
+    names: tuple[str, str],
+    activation: str,
+    kernels: Any = _Reference,
+) -> Tensor:
+    """`gated_pair` of `linear_many(x, params, names)`: [tokens, width] in x.dtype."""
+    out: Tensor = kernels.gated_pair(kernels.linear_many(x, params, names), activation)
+    return out
+
+
+def linear_many_float(
+    x: Tensor,
+    params: Mapping[str, WeightTensor],
+    names: tuple[str, ...],
+    kernels: Any = _Reference,
+) -> Tensor:
+    """`linear_many` of weights without biases, rounded as it is, in f32."""
+    out: Tensor = kernels.linear_many(x, params, names).float()
+    return out
+
+
+def add_latent_attention(
+    hidden: Tensor,
+    params: Mapping[str, WeightTensor],
+    layer: LatentLayer,
+    norm: NormOptions,
+    angles: tuple[Tensor, Tensor],
+    pages: Pages,
+    number: int,
+    runs: AttentionMetadata,
+) -> bool:
+    """Add to hidden [tokens, width] the latent attention to its norm, with all projections.
+
+    Appends to layer `number` of `pages`; angles are cos and sin [tokens, rope_dim].  False, and
+    nothing done, where there is no kernel, or not for these runs: plain torch has none.
+    """
+    return False
+
+
 def append_attend_pages(
     pages: Pages,
     layer: int,

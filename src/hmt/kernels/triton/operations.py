@@ -5,7 +5,7 @@ Plain torch are chains of the others, and what a step does not wait for.
 
 from hmt.kernels.reference import draw, largest
 from hmt.kernels.triton.attention.append import append_pages
-from hmt.kernels.triton.attention.combine_host_part import join
+from hmt.kernels.triton.attention.combine_host_part import join as combine_parts
 from hmt.kernels.triton.attention.metadata import fixed_runs, update_runs
 from hmt.kernels.triton.attention.mla_layer import add_latent_attention
 from hmt.kernels.triton.attention.paged import (
@@ -24,7 +24,8 @@ from hmt.kernels.triton.elementwise.norms import (
     rms_norm_quantize,
 )
 from hmt.kernels.triton.elementwise.rope_gate import gated, gated_pair, rope, rope_inplace
-from hmt.kernels.triton.elementwise.sampling import greedy, logit_stats, survey_rows
+from hmt.kernels.triton.elementwise.sampling import greedy, logit_stats
+from hmt.kernels.triton.elementwise.sampling import survey_rows as logit_stats_of
 from hmt.kernels.triton.fused_layers import attention_inputs, feed_forward
 from hmt.kernels.triton.gemm.dequantize import dequantize, quantize_activations
 from hmt.kernels.triton.gemm.dispatch import (
@@ -34,33 +35,53 @@ from hmt.kernels.triton.gemm.dispatch import (
     linear_many,
     linear_many_float,
 )
-from hmt.kernels.triton.moe.moe_dispatch import experts, experts_by_table
-from hmt.kernels.triton.moe.router import biased_sigmoid_topk, grouped_softmax_topk, softmax_topk
-from hmt.kernels.triton.moe.router_norm import router_inputs
+from hmt.kernels.triton.moe import (
+    Mailbox,
+    biased_sigmoid_topk,
+    block_table,
+    divide_experts,
+    experts,
+    experts_by_table,
+    fetch_experts,
+    grouped_softmax_topk,
+    router_inputs,
+    scattered_experts,
+    softmax_topk,
+)
+from hmt.kernels.triton.moe import ask as ask_host
+from hmt.kernels.triton.moe import take as take_from_host
+from hmt.kernels.triton.transfer.kv_repack import can_rewrite as can_copy_pages
 from hmt.kernels.triton.transfer.kv_repack import (
-    can_rewrite,
     fetch_layer,
     fetch_pages,
     fetch_rows,
     send_pages,
 )
+from hmt.kernels.triton.transfer.pinned_copy import move as copy_pairs
 
 __all__ = [
+    "Mailbox",
     "add_latent_attention",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_attend_pages",
     "append_pages",
+    "ask_host",
     "attend_part",
     "attention",
     "attention_inputs",
     "biased_sigmoid_topk",
-    "can_rewrite",
+    "block_table",
+    "can_copy_pages",
+    "combine_parts",
+    "copy_pairs",
     "dequantize",
+    "divide_experts",
     "draw",
     "experts",
     "experts_by_table",
     "feed_forward",
+    "fetch_experts",
     "fetch_layer",
     "fetch_pages",
     "fetch_rows",
@@ -69,7 +90,6 @@ __all__ = [
     "gated_pair",
     "greedy",
     "grouped_softmax_topk",
-    "join",
     "largest",
     "linear",
     "linear_gated",
@@ -77,6 +97,7 @@ __all__ = [
     "linear_many",
     "linear_many_float",
     "logit_stats",
+    "logit_stats_of",
     "paged_attention",
     "paged_attention_output",
     "quantize_activations",
@@ -87,8 +108,9 @@ __all__ = [
     "rope_inplace",
     "router_inputs",
     "rows_at",
+    "scattered_experts",
     "send_pages",
     "softmax_topk",
-    "survey_rows",
+    "take_from_host",
     "update_runs",
 ]

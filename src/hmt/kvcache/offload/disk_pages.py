@@ -18,6 +18,7 @@ from hmt.contracts.kv import DISK_BUFFERS, GROUP_PAGES
 from hmt.contracts.model import KVLayer
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
+from hmt.kernels.backend import backend_on
 from hmt.kvcache.codecs import LayerCodec
 from hmt.kvcache.offload.disk_layout import (
     GroupFormat,
@@ -116,7 +117,7 @@ class DiskPages:
         """
         self._ahead.reset()
         self._note_forms(slots, low)
-        if source.device.type == "cpu":
+        if backend_on(source.device).on_host:
             return self._writer.submit(self._write, slots, source, theirs)
         self._writer.submit(int).result()  # nothing passes through the memory for that
         ended: Future[None] = Future()

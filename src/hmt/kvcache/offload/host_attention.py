@@ -8,7 +8,9 @@ import torch
 from hmt.base.units import MIB
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import ops, page_copies
+from hmt.kernels.backend import backend_of
 from hmt.kvcache.offload.lse_merge import LseMerge
+from hmt.memory.device import wait_for_stream
 
 # Tokens of a run from which its pages come to the device, since the CPU would compute for longer
 # than the link copies: 16 rows a head make it compute about as long as it reads.
@@ -22,7 +24,7 @@ class Query:
     def __init__(self, query: torch.Tensor, there: torch.Tensor | None = None) -> None:
         """`there`: the same in host memory, if it is there already."""
         self.here = query
-        self._there = query if query.is_cpu else there
+        self._there = query if backend_of(query).on_host else there
 
     @property
     def there(self) -> torch.Tensor:
@@ -40,7 +42,7 @@ def attend_on_host(chunks: PageChunks, query: Query, merged: LseMerge, **options
 
     On the CPU, in place; but runs of many tokens have their pages brought to the device.
     """
-    if query.here.is_cpu:
+    if backend_of(query.here).on_host:
         attend_in_chunks(chunks, query.here, merged, **options)
         return
     few: list[LseMerge] = []
@@ -104,8 +106,7 @@ def _attend_copied(
         piece.out, piece.lse = out.float(), lse
         found.add(piece)
     merged.add_rows(rows, found)
-    if query.is_cuda:  # the next pages may be read to where these are
-        torch.cuda.current_stream().synchronize()
+    wait_for_stream(query.device)  # the next pages may be read to where these are
 
 
 def _copied_to_host(

@@ -6,6 +6,7 @@ are shared out is learned: in each step a few more go over the link, unless it m
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import graph_ops, ops, page_copies
 from hmt.kvcache.offload.tiered_cache import PagesOfStep, TieredKV
 from hmt.kvcache.page_store import recode
-from hmt.memory.device import Device
+from hmt.memory.device import Device, host_buffer
 
 _FIRST, _MOST = 0.2, 0.5  # shares of the pages
 _MORE, _LESS = 1.04, 0.95
@@ -90,8 +91,9 @@ class PageFetch:
             self._fixed[tokens] = made
         self._held = self._fixed[tokens]
         graph_ops.fill_runs(self._held, self._runs)
-        slots = self._slots.pin_memory() if self._slots_there.is_cuda else self._slots
-        self._slots_there.copy_(slots, non_blocking=True)
+        # torch keeps the buffer until the copy is over.
+        slots = host_buffer(self._slots.shape, self._slots.dtype, self._slots_there.device)
+        self._slots_there.copy_(slots.copy_(self._slots), non_blocking=True)
 
     def attend(
         self,
@@ -99,7 +101,7 @@ class PageFetch:
         query: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        **options: float,
+        **options: Any,
     ) -> None:
         """Add attention over what is fetched to out and lse, f32 on the device."""
         staging = self._kv.staging(layer)

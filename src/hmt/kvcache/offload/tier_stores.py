@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hmt.kernels import ops
+from hmt.kernels.backend import backend_on
 from hmt.kvcache.offload.disk_layout import Mask
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.page_store import PageStore, recode
@@ -82,12 +83,12 @@ class TierStores:
         """
         if self._queues is None or self.host is None:
             return False
-        return self.device.device.type == "cpu" or self.crosses
+        return backend_on(self.device.device).on_host or self.crosses
 
     def writes_ahead(self, tier: PageTier) -> bool:
         """Whether pages of `tier` can be written to the disk while steps are computed."""
         source = self._store(tier)
-        return self.disk is not None and source.device.type == "cpu"
+        return self.disk is not None and backend_on(source.device).on_host
 
     @property
     def low_below(self) -> float | None:

@@ -16,6 +16,7 @@ from hmt.contracts.kv import KVAccount, PinnedPages, min_device_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
+from hmt.kernels.backend import backend_of, backend_on
 from hmt.kvcache.allocator import SCORED_EVERY, KVAllocator, pages_of
 from hmt.kvcache.eviction import PageEvictionPolicy
 from hmt.kvcache.offload.base import OffloadedKVBase
@@ -240,7 +241,7 @@ class TieredKV(OffloadedKVBase):
         hot, warm = self._stores.device, self._stores.host
         if warm is None or layer not in hot.staged:
             return None
-        if hot.device.type != "cpu" and not self._stores.crosses:
+        if not backend_on(hot.device).on_host and not self._stores.crosses:
             return None
         kept = warm.layers[layer]
         return hot.staged[layer], kept.pages, kept.slot
@@ -316,7 +317,7 @@ class TieredKV(OffloadedKVBase):
             ids = np.setdiff1d(ids, hidden.get(run.sequence, _NONE))
             attention = np.zeros(len(ids))
             for pages, slot, table, at in self._stores.lying(self._places.page_table, layer, ids):
-                query = (asked.there if pages.memory.is_cpu else asked.here)[row]
+                query = (asked.there if backend_of(pages.memory).on_host else asked.here)[row]
                 some = ops.AttentionMetadata(
                     [ops.PagedSegment(0, 1, PAGE_TOKENS * len(table) - 1, table)]
                 )

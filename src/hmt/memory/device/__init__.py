@@ -1,6 +1,11 @@
 """Memory of a device that computes beside the CPU: arenas, copies to it, and their order."""
 
-from hmt.memory.device.factory import open_device
+from hmt.memory.device.factory import (
+    gpu_is_usable,
+    host_buffer,
+    open_device,
+    wait_for_stream,
+)
 from hmt.memory.device.fake import FakeDevice
 from hmt.memory.device.interface import (
     CapturedStep,
@@ -28,7 +33,10 @@ __all__ = [
     "Link",
     "SegmentKind",
     "SegmentRecorder",
+    "gpu_is_usable",
+    "host_buffer",
     "link_rate",
     "open_device",
     "rates_at_once",
+    "wait_for_stream",
 ]

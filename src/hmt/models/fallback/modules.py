@@ -16,6 +16,7 @@ from torch.func import functional_call
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops
+from hmt.kernels.backend import backend_on
 from hmt.models.fallback.call_context import StoppedError, current_context
 from hmt.models.fallback.device_cache import first_place, moved_to, place_of
 
@@ -207,7 +208,7 @@ class Unit(nn.Module):
 
     def _buffers_on(self, where: torch.device) -> dict[str, Tensor]:
         """Buffers that no checkpoint has, where they lie elsewhere than the child computes."""
-        if where.type == "cpu":  # as they were made
+        if backend_on(where).on_host:  # as they were made
             return {}
         if where not in self._buffers_by_place:
             self._buffers_by_place[where] = {

@@ -177,16 +177,17 @@ class _Step:
         work = _Work()
         for load, times, after_device in self._alike():
             layer = self._layer(load)
-            handovers = int(load.attends_on_device != after_device)
-            if load.attends_on_device and (layer.cpu_s or layer.cpu_experts_s):
+            handovers = int(load.attention_device != after_device)
+            if load.attention_device is not None and (layer.cpu_s or layer.cpu_experts_s):
                 handovers += 2
             layer.overhead_s += handovers * self.device.sync_overhead_s
             work.add(layer, times)
         if head:
             self._dense(work, self.loads.head.few, self.sequences)
-            on_device = any(place.on_device for place, _ in self.loads.head.few)
+            places = (place.device for place, _ in self.loads.head.few)
+            head_device = next((device for device in places if device is not None), None)
             if self.device.name and self.loads.layers:
-                crosses = on_device != self.loads.layers[-1].attends_on_device
+                crosses = head_device != self.loads.layers[-1].attention_device
                 work.overhead_s += crosses * self.device.sync_overhead_s
         if self.loads.row_bytes:
             work.overhead_s += self.machine.disk_block_overhead_s
@@ -194,19 +195,19 @@ class _Step:
             work.disk_bytes += self.tokens * self.loads.row_bytes
         return self._sum(work)
 
-    def _alike(self) -> Iterator[tuple[LayerWork, int, bool]]:
-        """Layers, how often they occur, and whether the layer before attends on the device.
+    def _alike(self) -> Iterator[tuple[LayerWork, int, int | None]]:
+        """Layers, how often they occur, and the device on which the layer before attends.
 
         Estimates of device choices share the objects of equal layers, which are added up once.
         """
-        counts: dict[tuple[int, bool], int] = {}
+        counts: dict[tuple[int, int | None], int] = {}
         known: dict[int, LayerWork] = {}
-        before = False
+        before: int | None = None
         for load in self.loads.layers:
             known[id(load)] = load
             key = id(load), before
             counts[key] = counts.get(key, 0) + 1
-            before = load.attends_on_device
+            before = load.attention_device
         for (name, after_device), times in counts.items():
             yield known[name], times, after_device
 
@@ -216,7 +217,7 @@ class _Step:
         self._attention(work, load)
         if load.experts is not None:
             self._experts(work, load, load.experts)
-        if work.gpu_s or work.gpu_experts_s or load.attends_on_device:
+        if work.gpu_s or work.gpu_experts_s or load.attention_device is not None:
             if self.prefill:
                 work.launch_s += gpu.prefill_layer_overhead_s or gpu.layer_overhead_s
             else:
@@ -228,10 +229,10 @@ class _Step:
 
     def _dense(self, work: _Work, sums: Sums, tokens: int) -> None:
         for (place, encoding), weights in sums.items():
-            side = self.gpu if place.on_device else self.cpu
+            side = self.cpu if place.device is None else self.gpu
             self._needs_arithmetic(side, weights.numbers)
             seconds = side.seconds(weights.nbytes, weights.numbers, encoding, tokens)
-            if place.on_device:
+            if place.device is not None:
                 work.gpu_s += seconds
                 work.gpu_bytes += weights.nbytes
             else:
@@ -250,7 +251,7 @@ class _Step:
         """Of this step's tokens to the positions before them, in the tiers where these are."""
         kv, cpu, gpu = self.loads.kv, self.machine.cpu, self.device.compute
         whole = attention_work(load, self.tokens, self.sequences, self.context, self.seen)
-        on_device = load.attends_on_device
+        on_device = load.attention_device is not None
         near, host = kv.on_device, kv.on_host + kv.on_disk
         if load.window or not on_device:
             near, host = kv.on_device + kv.on_host, kv.on_disk
@@ -279,11 +280,12 @@ class _Step:
         """Shares of a layer's routed experts: cached on the device, copied there, and the CPU's."""
         count, each = experts.count, experts.each
         # Prefill steps bring all in turn that are not cached, whichever they need.
-        in_turn = self.prefill and load.many_experts_on_device and experts.home is not Tier.DEVICE
+        by_device = self.prefill and load.many_experts_device is not None
+        in_turn = by_device and experts.home is not Tier.DEVICE
         cached = experts.on_device
         needed = Needed(cached, count - cached) if in_turn else self._needed(count, cached)
         copied = 0.0
-        if self.prefill and load.many_experts_on_device:
+        if by_device:
             copied = needed.absent
         elif experts.fetched:
             copied = min(needed.absent * self.loads.link_share, experts.fetched)

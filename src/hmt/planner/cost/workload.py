@@ -4,7 +4,7 @@ Everything of a layer that lies in one place, in one encoding, is one sum.  So a
 walk over layers, whether they have three blocks or three hundred.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
 from hmt.contracts.kv import GROUP_PAGES
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.plan import Plan, Tier
+from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.expert_hit_rate import HitCurve
-from hmt.planner.placement.footprint import Demand
 
 _BYTES_PER_NUMBER = 2  # where nothing is known of a block but its bytes
 
@@ -21,12 +21,12 @@ _BYTES_PER_NUMBER = 2  # where nothing is known of a block but its bytes
 class ComputeSite(NamedTuple):
     """Where a block computes, and how it gets there.
 
-    on_device  otherwise the CPU computes
+    device     of the machine's; None: the CPU computes
     copied     over the link to the device, in every step
     read       from the disk, in every step
     """
 
-    on_device: bool
+    device: int | None
     copied: bool
     read: bool
 
@@ -99,8 +99,8 @@ class LayerWork:
     """What one layer reads and computes.
 
     few, many       dense blocks in steps of few tokens, and of many
-    many_experts_on_device   whether prompts' experts compute on the device
-    attends_on_device
+    many_experts_device   the device that computes prompts' experts; None: the CPU
+    attention_device   the same of attention
     kv_bytes        of one position's keys and values
     kv_operations   of one token's attention to one position
     expanded_operations, expanding_operations, expanded_from   of latents that prompts make keys and
@@ -112,8 +112,8 @@ class LayerWork:
     few: Sums = field(default_factory=dict)
     many: Sums = field(default_factory=dict)
     experts: ExpertWork | None = None
-    many_experts_on_device: bool = False
-    attends_on_device: bool = False
+    many_experts_device: int | None = None
+    attention_device: int | None = None
     kv_bytes: float = 0.0
     kv_operations: float = 0.0
     expanded_operations: float = 0.0
@@ -171,7 +171,7 @@ class Workload:
 
 def workload_of(demand: Demand, plan: Plan) -> Workload:
     """What each layer does under `plan`."""
-    spec, device = demand.spec, plan.device
+    spec = demand.spec
     layers = [LayerWork() for _ in range(spec.layers)]
     head, row_bytes = LayerWork(), 0
     experts: dict[int, list[BlockSize]] = {}
@@ -185,41 +185,31 @@ def workload_of(demand: Demand, plan: Plan) -> Workload:
             row_bytes += demand.row_bytes if home is Tier.DISK else 0
             continue
         load = head if layer == TRUNK else layers[layer]
-        for sums, computing in (
-            (load.few, device.computes),
-            (load.many, device.computes_prompts),
-        ):
-            place = _place(block, home, computing)
+        few = next((d.index for d in plan.devices if block.id in d.computes), None)
+        for sums, device in ((load.few, few), (load.many, plan.device_of(block.id))):
+            copied = device is not None and home is not Tier.DEVICE
+            place = ComputeSite(device, copied, home is Tier.DISK)
             sums.setdefault((place, block.encoding), WeightWork()).add(block)
     for index, blocks in experts.items():
         layers[index].experts = _experts(blocks, plan)
-        layers[index].many_experts_on_device = blocks[0].id in device.computes_prompts
+        layers[index].many_experts_device = plan.device_of(blocks[0].id)
     # Slots of host memory hold the experts of all layers that live on the disk.
     away = [load.experts for load in layers if load.experts and load.experts.home is Tier.DISK]
     total = sum(group.count * group.each.nbytes for group in away)
     share = _expert_slot_bytes(away, _streamed_bytes(demand, plan), plan) / total if total else 0.0
     for group in away:
         group.in_memory = min(1.0, share) * group.count
-    add_attention(layers, demand, device.stages)
+    add_attention(layers, demand, plan.stage_devices)
     return Workload(
         layers=layers,
         head=head,
         chosen=spec.experts_per_token,
-        link_share=device.link_share,
+        link_share=plan.device.link_share,
         chunk=plan.max_prefill_tokens,
         hits=demand.hit_curve,
         row_bytes=row_bytes,
         kv=_kv_shares(demand, plan),
         prefetch_experts=demand.prefetch_experts,
-    )
-
-
-def _place(block: BlockSize, home: Tier, computing: Collection[object]) -> ComputeSite:
-    on_device = block.id in computing
-    return ComputeSite(
-        on_device=on_device,
-        copied=on_device and home is not Tier.DEVICE,
-        read=home is Tier.DISK,
     )
 
 
@@ -233,9 +223,10 @@ def _experts(blocks: list[BlockSize], plan: Plan) -> ExpertWork:
     )
     if home is Tier.DEVICE:
         work.on_device = count
-    elif blocks[0].id.layer in plan.device.stages:
-        work.on_device = min(plan.device.expert_slots, count)
-        work.fetched = plan.device.staging_slots
+    for share in plan.devices:
+        if home is not Tier.DEVICE and blocks[0].id.layer in share.stages:
+            work.on_device = min(share.expert_slots, count)
+            work.fetched = share.staging_slots
     return work
 
 
@@ -261,13 +252,15 @@ def _expert_slot_bytes(away: list[ExpertWork], streamed_bytes: int, plan: Plan) 
     return float(max(0, plan.reserved.get("slots", 0) - streamed_bytes))
 
 
-def add_attention(layers: list[LayerWork], demand: Demand, stages: Collection[int]) -> None:
-    """Fill in what attention reads and computes in each layer; those of `stages` are a device's."""
+def add_attention(
+    layers: list[LayerWork], demand: Demand, stage_devices: Mapping[int, int]
+) -> None:
+    """Fill in what attention reads and computes in each layer, and where: see `Plan`."""
     kv = demand.spec.kv
     widths = sum(layer.row_width for layer in kv)
     heads = demand.spec.attention_heads
     for index, load in enumerate(layers):
-        load.attends_on_device = index in stages
+        load.attention_device = stage_devices.get(index)
         if kv:
             load.kv_bytes = demand.kv_token_bytes * kv[index].row_width / widths
             load.kv_operations = 2.0 * heads * (kv[index].key_dim + kv[index].value_dim)

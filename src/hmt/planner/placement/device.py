@@ -25,8 +25,9 @@ from hmt.contracts.blocks import BlockId, BlockKind, BlockSize
 from hmt.contracts.kv import KVTiers
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.contracts.plan import DeviceShare
-from hmt.planner.placement.footprint import Demand, device_activation_bytes, kv_bytes
+from hmt.contracts.plan import DevicePlan
+from hmt.planner.cost.demand import Demand
+from hmt.planner.placement.footprint import device_activation_bytes, kv_bytes
 
 _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used
@@ -253,7 +254,7 @@ def share_of_device(
     host_bytes: int = 0,
     levels: KVTiers | None = None,
     asked: DeviceChoice | None = None,
-) -> tuple[DeviceShare, list[BlockId], int]:
+) -> tuple[DevicePlan, list[BlockId], int]:
     """Decide what the device gets of `device_bytes`, which blocks live there, and the host's bytes.
 
     host_bytes   the budget of the host, of which all that weights take is pinned
@@ -291,7 +292,7 @@ def share_of_device(
     stays += [block for layer in choice.stay for block in layer.wide]
     copied = _ids(block for layer in choice.copied for block in layer.wide)
     in_prompts = _ids(block for layer in choice.in_prompts for block in layer.wide)
-    found = DeviceShare(
+    found = DevicePlan(
         computes=_ids(stays) | copied,
         computes_prompts=_ids(stays) | copied | in_prompts,
         stages=frozenset(

@@ -11,6 +11,7 @@ from math import ceil
 from hmt.contracts.blocks import TRUNK, BlockKind, BlockSize
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Tier
+from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.workload import (
     ComputeSite,
     ExpertWork,
@@ -21,7 +22,7 @@ from hmt.planner.cost.workload import (
     add_attention,
 )
 from hmt.planner.placement.device import LINK_SHARE, DeviceChoice, DeviceRoom, copied_share
-from hmt.planner.placement.footprint import Demand, host_activation_bytes
+from hmt.planner.placement.footprint import host_activation_bytes
 
 
 class DeviceEstimate:
@@ -60,7 +61,7 @@ class DeviceEstimate:
                 _add(self._head if layer == TRUNK else sums[layer], block)
         self._experts = {layer: _group(blocks) for layer, blocks in experts.items()}
         bare = [LayerWork() for _ in range(self.layers)]
-        add_attention(bare, demand, frozenset())
+        add_attention(bare, demand, {})
         self._bare = bare
         self._alike = self._kinds()
         self.experts = max((group.count for group in self._experts.values()), default=0)
@@ -84,16 +85,16 @@ class DeviceEstimate:
             if key in made:
                 layers.append(made[key])
                 continue
-            load = replace(bare, few={}, many={}, attends_on_device=here)
-            site = ComputeSite(on_device=here, copied=False, read=gone and not here)
+            load = replace(bare, few={}, many={}, attention_device=_device(here))
+            site = ComputeSite(device=_device(here), copied=False, read=gone and not here)
             _put(load.few, self._core[index], site)
             _put(load.many, self._core[index], site)
             staying, moved = index in stay, index in copied
             read_too = gone and not staying
-            site = ComputeSite(on_device=staying or moved, copied=moved, read=read_too)
+            site = ComputeSite(device=_device(staying or moved), copied=moved, read=read_too)
             _put(load.few, self._wide[index], site)
             moved = index in copied or index in away
-            site = ComputeSite(on_device=staying or moved, copied=moved, read=read_too)
+            site = ComputeSite(device=_device(staying or moved), copied=moved, read=read_too)
             _put(load.many, self._wide[index], site)
             group = self._experts.get(index)
             if group is not None:
@@ -104,12 +105,12 @@ class DeviceEstimate:
                     in_memory=(share or 0.0) * group.count,
                     fetched=choice.staging_slots if here else 0,
                 )
-                load.many_experts_on_device = here and bool(choice.staging_slots)
+                load.many_experts_device = _device(here and bool(choice.staging_slots))
             layers.append(load)
             made[key] = load
         head = LayerWork()
         head_read = self.layers in read and not asked.head
-        site = ComputeSite(on_device=asked.head, copied=False, read=head_read)
+        site = ComputeSite(device=_device(asked.head), copied=False, read=head_read)
         _put(head.few, self._head, site)
         return Workload(
             layers=layers,
@@ -168,6 +169,11 @@ def _read(dense: Mapping[int, float], left: float) -> set[int]:
 
 def _add(sums: dict[str, WeightWork], block: BlockSize) -> None:
     sums.setdefault(block.encoding, WeightWork()).add(block)
+
+
+def _device(computes: bool) -> int | None:
+    """The device of the estimate, where it computes."""
+    return 0 if computes else None
 
 
 def _put(sums: Sums, weights: Mapping[str, WeightWork], place: ComputeSite) -> None:

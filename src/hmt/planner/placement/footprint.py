@@ -1,7 +1,6 @@
 """What a model needs, in bytes, apart from where its blocks live."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockKind, BlockSize
@@ -10,73 +9,11 @@ from hmt.contracts.model import (
     EXPERT_BATCH_BYTES,
     EXPERT_WORKSPACE_BYTES,
     PAGE_TOKENS,
-    ModelSpec,
 )
-from hmt.planner.cost.expert_hit_rate import HitCurve, usual_curve
-from hmt.planner.placement.kv_tiers import KVTierSizes
+from hmt.planner.cost.demand import Demand
 
 _CHUNK_LIMITS = (16, 512)
 _ACTIVATION_SHARE = 16  # a prefill chunk's activations take about this fraction of the weights
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """A model as the solver sees it.
-
-    blocks          every block that takes memory, in model order
-    staging_bytes   buffer for converting the largest parameter on load; 0 without conversion
-    row_bytes       buffer for looking up one row of a table on disk
-    row_sums_bytes  checksums of a pack's rows, which stay in memory while its table is on disk
-    parameter_bytes all parameters without padding; None: blocks have none
-    passing_bytes       the largest of blocks that live elsewhere and pass through a slot once
-    kv_token_bytes      KV of one position over all layers
-    kv_layer_bytes      KV of one position in the layer that keeps most
-    kv_work_bytes       copies that are made of keys and values where these lie at several levels
-    score_bytes         the most that attention scores take at once
-    batch               requests that run at once
-    prefetch_experts    whether experts are read from the disk before routers choose them
-    matrix_bytes        the largest matrix of a layer, unpacked, as a device multiplies many tokens
-    expert_token_bytes  activations between the matrices of one token's experts
-    prefix_bytes        what pages pass through that are kept on the disk for other texts
-    kv_sizes            of pages at several levels; None: all are near
-    experts_alike       whether all experts are laid out alike, so that any may take any's place
-    hits                of caches of experts, as a trace or runs tell; None: as usual
-    """
-
-    spec: ModelSpec
-    blocks: tuple[BlockSize, ...]
-    staging_bytes: int
-    row_bytes: int
-    kv_token_bytes: int
-    kv_layer_bytes: int = 0
-    kv_work_bytes: int = 0
-    score_bytes: int = 0
-    batch: int = 1
-    prefetch_experts: bool = False
-    row_sums_bytes: int = 0
-    parameter_bytes: int | None = None
-    passing_bytes: int = 0
-    experts_alike: bool = True
-    matrix_bytes: int = 0
-    expert_token_bytes: int = 0
-    prefix_bytes: int = 0
-    kv_sizes: KVTierSizes | None = None
-    hits: HitCurve | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory that all blocks take together when all are resident."""
-        return sum(block.slot_bytes for block in self.blocks)
-
-    @property
-    def hit_curve(self) -> HitCurve:
-        """Of caches of experts: what is known of this model, or the usual one for so many."""
-        numbers = (b.id.index for b in self.blocks if b.id.kind is BlockKind.EXPERT)
-        return self.hits or usual_curve(max(numbers, default=-1) + 1)
-
-    def of_kind(self, *kinds: BlockKind) -> list[BlockSize]:
-        """Blocks of some kinds, in model order."""
-        return [block for block in self.blocks if block.id.kind in kinds]
 
 
 def default_chunk(demand: Demand) -> int:

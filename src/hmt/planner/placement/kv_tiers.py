@@ -1,7 +1,6 @@
 """How many pages of keys and values lie at each level."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import MIB, format_bytes, round_up
@@ -14,38 +13,13 @@ from hmt.contracts.kv import (
     ring_pages,
 )
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.planner.cost.demand import KVTierSizes
 
 _PIECE_BYTES = MIB  # a disk's full rate, with several of them on their way
 _MEMORY_PAGE_BYTES = 4096
 # Of what is near a device, what it fetches host memory's pages to, layer by layer: with 32 layers
 # room for twice as many as stay near, where link and CPU share them 1 to 3 and 8 times as many.
 _STAGED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class KVTierSizes:
-    """Bytes of pages, as a cache would lay them out.
-
-    device_page, host_page   of all layers without a window
-    disk_group   `GROUP_PAGES` of them on the disk
-    layer_group  of the one layer whose group is largest there
-    kind_group   of the layers that are written at once
-    chosen_page  host memory beside a page at any level, from which those are chosen that are
-                 attended to; 0 where all are
-    ring_pages   by window: of all layers that have it
-    device_format, host_format, disk_format   how numbers are kept; see KVLevels
-    """
-
-    device_page: int
-    host_page: int
-    disk_group: int
-    layer_group: int
-    kind_group: int
-    chosen_page: int = 0
-    ring_pages: Mapping[int, int] = field(default_factory=dict)
-    host_format: str = "exact"
-    disk_format: str = "exact"
-    device_format: str = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +44,12 @@ def plan_kv_tiers(
     most: int,
     chunk: int,
     batch: int,
-    on_device: bool = False,
+    device: int | None = None,
 ) -> KVTiers:
     """Fill levels with the pages of `context` positions, the nearest first.
 
     context     None: as many as the budgets hold, at most `most`
-    on_device   whether layers compute beside host memory
+    device      the one on which layers compute beside host memory; None: there is none
     Raises BudgetError where they are too small, saying what would do.
     """
     stay = PinnedPages()
@@ -104,7 +78,7 @@ def plan_kv_tiers(
         "fp8",
         "int8",
     )
-    if on_device and wanted > hot and budgets.host_bytes != 0 and fetched:
+    if device is not None and wanted > hot and budgets.host_bytes != 0 and fetched:
         staged = min(hot // _STAGED, hot - least)
         hot -= staged
     left = max(0, wanted - hot)

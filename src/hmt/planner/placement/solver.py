@@ -18,10 +18,10 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.demand import Demand, KVTierSizes
 from hmt.planner.cost.workload import workload_of
 from hmt.planner.placement.device import DeviceChoice, kv_token_bytes, share_of_device
 from hmt.planner.placement.footprint import (
-    Demand,
     default_chunk,
     host_activation_bytes,
     kv_bytes,
@@ -29,7 +29,6 @@ from hmt.planner.placement.footprint import (
 )
 from hmt.planner.placement.kv_tiers import (
     KVBudgets,
-    KVTierSizes,
     device_bytes,
     host_bytes,
     plan_kv_tiers,
@@ -189,7 +188,7 @@ def _placed(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     chunk, most = _chunk(demand, options), demand.spec.max_context * demand.batch
     levels = plan_kv_tiers(
         sizes, options.kv, context=options.context, most=most, chunk=chunk, batch=demand.batch,
-        on_device=bool(options.device_bytes),
+        device=0 if options.device_bytes else None,
     )  # fmt: skip
     rows = demand.spec.attention_heads * max(layer.value_dim + 1 for layer in demand.spec.kv)
     work = work_bytes(levels, sizes, chunk + demand.batch - 1, rows)
@@ -234,7 +233,7 @@ def _with_device(
         homes=homes,
         budgets={Tier.HOST: options.host_bytes, Tier.DEVICE: options.device_bytes},
         kv_tokens=round_up(context, PAGE_TOKENS),
-        device=share,
+        devices=(share,),
     )
 
 

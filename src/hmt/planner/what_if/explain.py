@@ -7,8 +7,8 @@ from hmt.contracts.blocks import BlockKind, BlockSize
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.workload import workload_of
-from hmt.planner.placement.footprint import Demand
 
 _MEANING = {
     "resident": "weights that stay",

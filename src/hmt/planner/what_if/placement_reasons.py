@@ -4,7 +4,7 @@ from hmt.base.units import format_bytes, format_rate
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan, Tier
-from hmt.planner.placement.footprint import Demand
+from hmt.planner.cost.demand import Demand
 
 _DENSE = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 

@@ -3,7 +3,7 @@
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Plan, Tier
-from hmt.planner.placement.footprint import Demand
+from hmt.planner.cost.demand import Demand
 
 _COLUMNS = 64
 _BAR = 48

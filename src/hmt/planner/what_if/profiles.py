@@ -24,9 +24,9 @@ from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.planner.builtin import builtin_names, builtin_text
+from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.expert_hit_rate import HitCurve
 from hmt.planner.placement.device import DeviceChoice
-from hmt.planner.placement.footprint import Demand
 from hmt.planner.what_if.objectives import GOALS, plan_for_objective
 from hmt.planner.what_if.scenario import PlanResult, Scenario, ScenarioPlanner
 

@@ -13,10 +13,11 @@ from hmt.contracts.machine import ComputeRates, Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan
 from hmt.planner.cost.cost_model import CostModel
+from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.prediction import Prediction, RunFactors, plan_kind
 from hmt.planner.cost.workload import workload_of
 from hmt.planner.placement.device import DeviceChoice
-from hmt.planner.placement.footprint import Demand, default_chunk
+from hmt.planner.placement.footprint import default_chunk
 from hmt.planner.placement.kv_tiers import KVBudgets
 from hmt.planner.placement.numa import faster
 from hmt.planner.placement.solver import PlanOptions, solve

@@ -5,20 +5,32 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from hmt.base.errors import ClosedError
 from hmt.contracts.plan import Tier
 from hmt.engine import Bottleneck, EngineSnapshot, ExpertMap, LoadedModel, Phase, bottleneck
+from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.page import state
-from hmt.server.service import Service
 
 _APART_S: Final = 0.5  # between looks, however many watch
 _LIMIT_S: Final = 5.0  # of steps that the bottleneck is of: that of one second jumps about
 _PATIENCE_S: Final = 1.0  # that somebody waits for the step that runs
 _LETTERS: Final = np.array(list("gmcd"))  # by Place
+
+
+class ServedModel(Protocol):
+    """What is told of a model besides its engine's part: a `Service` has it."""
+
+    name: str
+    limit: ConcurrencyLimit
+
+    @property
+    def max_positions(self) -> int:
+        """The longest that prompt and answer may be together."""
+        ...
 
 
 class SnapshotCache:
@@ -32,7 +44,7 @@ class SnapshotCache:
         )  # the last ones: two at least, where there were
         self._limit: tuple[Bottleneck, EngineSnapshot] | None = None
 
-    async def see(self, service: Service, models: list[str]) -> state.State:
+    async def see(self, service: ServedModel, models: list[str]) -> state.State:
         """What there is to tell.  `models`: the names of those that are loaded.
 
         The engine's part is as of a moment ago, or, while a step takes long, of the last time.

@@ -1,21 +1,22 @@
 """Teams that compute a layer's experts: those cached on a device, those brought, and the host."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.plan import DevicePlan, Plan, Tier
+from hmt.contracts.store import ResidentBlock
 from hmt.kernels import host_experts, ops
 from hmt.kernels.graph_ops import has_kernels
 from hmt.kernels.host_experts import ExpertShares, ExpertSlots, HostExpertChannel, HostExpertPlaces
 from hmt.memory.device import Device, DevicePool
 from hmt.weights.layout import BlockLayout
-from hmt.weights.store.block_store import WeightStore
 
 _MOST_TABLES = 4  # for each expert, of where groups of streamed experts lie
 
@@ -23,6 +24,24 @@ Params = Mapping[str, WeightTensor]
 # An expert's number, its parameters on the device unless a cache has it, and where it begins there.
 StreamedExpert = tuple[int, Params | None, int]
 Added = tuple[Tensor, Tensor]  # hidden states, and what shared experts add
+
+
+class HostExperts(Protocol):
+    """Experts whose home is host memory; the methods are those of `WeightStore`."""
+
+    def lease_bytes(self, block: BlockId) -> AbstractContextManager[Tensor]:
+        """The block's whole slot, uint8 [slot_bytes], which does not move meanwhile."""
+        ...
+
+    def resident(self, blocks: Sequence[BlockId]) -> Sequence[ResidentBlock] | None:
+        """The blocks where they lie; None where one of them may move."""
+        ...
+
+    def count(self, nbytes: int) -> None:
+        """Note that so many bytes of host memory were read."""
+        ...
+
+
 Stream = Callable[[Sequence[BlockId]], Iterator[list[StreamedExpert]]]
 
 
@@ -140,7 +159,7 @@ class StreamedExperts:
     def _compute(self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
         total: Tensor | None = None
         for group in self._stream(self._blocks):
-            if x.is_cuda:
+            if self._places.has_table:
                 here = self._table([(index, address) for index, _, address in group], x.device)
                 total = self._places.compute(x, here, chosen, scales, activation, total)
             else:
@@ -239,8 +258,9 @@ class MoeBackends:
 
 def make_backends(
     plan: Plan,
+    share: DevicePlan,
     layouts: Mapping[BlockId, BlockLayout],
-    store: WeightStore,
+    store: HostExperts,
     device: Device,
     pool: DevicePool,
     resident: Mapping[BlockId, Tensor],
@@ -249,13 +269,14 @@ def make_backends(
 ) -> MoeBackends:
     """Teams for layers whose experts all stay on the device or all stay in host memory.
 
+    share     the part of the plan for the device
     resident  the device's memory of blocks that live there
     stream    copies blocks to the device
     shared    slots for experts that are brought, beside those of the `pool`
     """
     layers: dict[int, list[BlockId]] = {}
     for block in layouts:
-        if block.kind is BlockKind.EXPERT and block.layer in plan.device.stages:
+        if block.kind is BlockKind.EXPERT and block.layer in share.stages:
             layers.setdefault(block.layer, []).append(block)
     blocks = [block for of_layer in layers.values() for block in of_layer]
     if not blocks or not has_kernels(device.where):
@@ -266,8 +287,8 @@ def make_backends(
         if homes == {Tier.DEVICE}:
             return MoeBackends(_resident_backends(layers, layouts, resident, device), nbytes)
         alike = laid_out_alike([layouts[block] for block in blocks])
-        if homes == {Tier.HOST} and plan.device.staging_slots and alike:
-            maker = _HybridMaker(plan, layouts, store, device, pool)
+        if homes == {Tier.HOST} and share.staging_slots and alike:
+            maker = _HybridMaker(share, layouts, store, device, pool)
             teams = maker.make(layers, shared)
             streamed = {
                 layer: StreamedExperts(layers[layer], team.places, stream)
@@ -285,7 +306,7 @@ def _resident_backends(
     resident: Mapping[BlockId, Tensor],
     device: Device,
 ) -> dict[int, HybridExperts | ResidentExperts]:
-    if device.where.type != "cuda":
+    if not host_experts.can_read_by_address(device.where):
         return {}  # leases give the same, to the bit
     teams: dict[int, HybridExperts | ResidentExperts] = {}
     for layer, blocks in layers.items():
@@ -311,23 +332,23 @@ def _in_blocks(
 class _HybridMaker:
     def __init__(
         self,
-        plan: Plan,
+        share: DevicePlan,
         layouts: Mapping[BlockId, BlockLayout],
-        store: WeightStore,
+        store: HostExperts,
         device: Device,
         pool: DevicePool,
     ) -> None:
-        self._plan, self._layouts, self._store = plan, layouts, store
+        self._part, self._layouts, self._store = share, layouts, store
         self._device, self._pool = device, pool
         with torch.inference_mode(False):  # may be set later
-            self._share = torch.full((1,), plan.device.link_share, device=device.where)
+            self._share = torch.full((1,), share.link_share, device=device.where)
 
     def make(
         self, layers: Mapping[int, list[BlockId]], shared: Sequence[Tensor]
     ) -> dict[int, HybridExperts]:
         some = next(iter(layers.values()))[0]
         layout = self._layouts[some]
-        device = self._plan.device
+        part = self._part
         slots: dict[int, Tensor] = {}
 
         def take(count: int, given: Sequence[Tensor] = ()) -> Tensor:
@@ -338,8 +359,8 @@ class _HybridMaker:
             slots.update((slot.data_ptr(), slot) for slot in taken)
             return self._tensor([slot.data_ptr() for slot in taken])
 
-        staging = take(device.staging_slots, shared)
-        caches = {layer: take(device.expert_slots) for layer in layers}
+        staging = take(part.staging_slots, shared)
+        caches = {layer: take(part.expert_slots) for layer in layers}
         for layer, blocks in layers.items():
             self._fill(blocks, [slots[address] for address in caches[layer].tolist()])
         places = HostExpertPlaces(next(iter(slots)), lambda address: layout.views(slots[address]))

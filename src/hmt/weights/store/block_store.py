@@ -20,7 +20,6 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.store import LeasedGroup, Presence, Priority, ResidentBlock, Verify
 from hmt.memory import HostBuffer, HostPool, QueueCounters, ReadQueue
 from hmt.weights.eviction import LRU, DenseByScan, EvictionPolicy
-from hmt.weights.eviction.victims import choose_victims
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store.block_load import BlockLoad
 from hmt.weights.store.block_state import BlockState, State, block_states
@@ -28,6 +27,7 @@ from hmt.weights.store.prefetch_state import PrefetchCounters, PrefetchState, St
 from hmt.weights.store.row_reader import RowReader
 from hmt.weights.store.slots import SlotPool
 from hmt.weights.store.spill import SpillFile
+from hmt.weights.store.victims import choose_victims
 
 
 class WeightStore:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hmt.base.errors import BudgetError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
-from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.plan import DevicePlan, Plan, Tier
 from hmt.contracts.store import LeasedGroup, MoeBackend, Presence, Priority, ResidentBlock
 from hmt.kernels import graph_ops
 from hmt.kernels.host_experts import HostExpertChannel, make_channel
@@ -63,23 +63,29 @@ class DeviceWeights:
         store: WeightStore,
         layouts: Mapping[BlockId, BlockLayout],
         plan: Plan,
+        share: DevicePlan,
         device: Device,
         *,
         resident: DevicePool,
         slots: DevicePool,
     ) -> None:
+        """`share` is the part of `plan` for `device`."""
         self._store = store
         self._layouts = layouts
         self._device = device
         self._homes = plan.homes
-        everything = plan.device.computes_prompts
+        everything = share.computes_prompts
         no_experts = frozenset(
-            b for b in everything if b.kind is not BlockKind.EXPERT or b in plan.device.computes
+            b for b in everything if b.kind is not BlockKind.EXPERT or b in share.computes
         )
-        self._computing = (plan.device.computes, no_experts, everything)  # by kind of step
+        self._computing = (share.computes, no_experts, everything)  # by kind of step
         self._kind = _FEW
-        self._to_stay = [block for block, home in plan.homes.items() if home is Tier.DEVICE]
-        self._plan = plan
+        self._to_stay = [
+            block
+            for block, home in plan.homes.items()
+            if home is Tier.DEVICE and block in share.computes
+        ]
+        self._plan, self._share = plan, share
         self._resident_pool = resident
         self._resident: dict[BlockId, ResidentBlock] = {}
         self._resident_memory: dict[BlockId, Tensor] = {}
@@ -87,7 +93,7 @@ class DeviceWeights:
         self.moe_backends = MoeBackends({})
         self._free_slots = {
             size: [slots.allocate(size) for _ in range(count)]
-            for size, count in plan.device.slot_counts.items()
+            for size, count in share.slot_counts.items()
         }
         self._schedule = [
             schedule_slots(copied_blocks(plan, blocks), self._size_of, self._free_slots)
@@ -96,7 +102,7 @@ class DeviceWeights:
         self._full_schedule = self._schedule[_ALL_EXPERTS]
         self._cached: dict[BlockId, int] = {}  # experts, and where they lie, while all compute
         self._shared = for_experts_of(self._full_schedule, self._schedule[:_ALL_EXPERTS])
-        del self._shared[plan.device.staging_slots :]
+        del self._shared[share.staging_slots :]
         self._views: dict[tuple[int, BlockId], Params] = {}  # of blocks, by their slots' addresses
         self._taken: dict[DeviceBuffer, BlockId] = {}
         self._copied: OrderedDict[BlockId, _CopiedBlock] = OrderedDict()  # in the order of copying
@@ -106,6 +112,7 @@ class DeviceWeights:
         self._counters = DeviceCounters()
         self.count = store.count
         self._tokens: TokenTable | None = None
+        self._looks_up_rows = graph_ops.can_look_up_rows(device.where)
         self.routed = store.routed
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -134,9 +141,9 @@ class DeviceWeights:
 
         Where host memory is not pinned the device cannot fetch experts from it.
         """
-        if host_is_pinned or not self._plan.device.staging_slots:
+        if host_is_pinned or not self._share.staging_slots:
             self.moe_backends = make_backends(
-                self._plan, self._layouts, self._store, self._device, pool,
+                self._plan, self._share, self._layouts, self._store, self._device, pool,
                 self._resident_memory, self.stream, [slot.tensor for slot in self._shared],
             )  # fmt: skip
 
@@ -245,7 +252,7 @@ class DeviceWeights:
 
     def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
         """See Weights; on the device where it can look them up."""
-        if block != _TOKENS or self._tokens is None or self._device.where.type != "cuda":
+        if block != _TOKENS or self._tokens is None or not self._looks_up_rows:
             return self._store.rows(block, name, ids)  # other tables are those of positions
         assert name == "weight"
         return graph_ops.rows_at(*self._tokens, ids.to(self._device.where, non_blocking=True))
@@ -412,7 +419,7 @@ class DeviceWeights:
 
     def _group_of(self, block: BlockId) -> int:
         """How many like it are copied while as many compute."""
-        slots = self._plan.device.slot_counts.get(self._layouts[block].slot_bytes, 0)
+        slots = self._share.slot_counts.get(self._layouts[block].slot_bytes, 0)
         return max(1, slots // 2)
 
     def _one_by_one(self, blocks: Sequence[BlockId]) -> Iterator[LeasedGroup]:

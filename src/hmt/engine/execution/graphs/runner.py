@@ -31,7 +31,14 @@ from hmt.kernels.cpu.threads import awake_workers
 from hmt.kernels.host_experts import HostExpertChannel, HostExpertTimes
 from hmt.kernels.ops import LogitStats
 from hmt.kvcache import GraphKVCache, PagedKV
-from hmt.memory.device import CapturedStep, Device, Event, InlineRecorder, SegmentRecorder
+from hmt.memory.device import (
+    CapturedStep,
+    Device,
+    Event,
+    InlineRecorder,
+    SegmentRecorder,
+    host_buffer,
+)
 from hmt.weights import DeviceWeights, WeightsView
 
 _SHORTEST = 1024  # positions; kernels are launched for the longest context of a capture
@@ -406,4 +413,4 @@ def _next(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 def _beside(tensor: torch.Tensor) -> torch.Tensor:
     """Pinned host memory for a copy of a device's tensor."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host_buffer(tensor.shape, tensor.dtype, tensor.device)

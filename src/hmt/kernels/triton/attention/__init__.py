@@ -1,8 +1,19 @@
-"""Attention over KV pages on the GPU.
+"""Attention over pages of the KV cache on the GPU; `paged.py` chooses the kernel.
 
-paged       which kernel attends to what: prefill, decode, latent (MLA)
-flash_decode   the kernel: a part of the context per program; `combine` adds parts up
-mla_decode  latent attention on Hopper; mla_fused what surrounds it, mla_layer both as one layer
-append      writes keys and values to pages
-metadata    block tables and lengths of a step on the device; tuning: launch sizes by shape
+tokens of a run     pages                               architecture  kernel
+above 8, the first  of the query's type, no window,     all           append.py, then torch's fused
+of their sequence   softcap or sinks                                  kernel on keys as they came
+up to 8             of the query's type                 all           flash_decode.py, which appends
+all                 all in rows                         all           append.py, then
+                                                                      flash_decode.py
+any                 latents of 576 numbers, of the      Hopper        mla_decode.py
+                    query's 16-bit type or FP8
+1 of each run       the same, and `kv_b_proj` in        Hopper        mla_fused.py around
+                    4-bit panels                                      mla_decode.py, by mla_layer.py
+any                 in words, or queries of f64         all           `reference`
+
+combine.py merges the parts into which programs divide a context (launched by combine_launch.py);
+combine_host_part.py merges what the CPU attended to.  metadata.py holds block tables and lengths of
+a step on the device, tuning.py the launch sizes by shape; kv_tiles.py and kv_addressing.py are
+parts of the kernels.
 """

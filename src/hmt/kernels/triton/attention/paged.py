@@ -145,8 +145,9 @@ def attend_part(
     lse: Tensor,
     **options: Any,
 ) -> None:
-    """See `reference.attend_part`; runs see all up to their own tokens."""
-    if not can_attend(pages, query):
+    """See `reference.attend_part`; kernels are for runs that see all up to their own tokens."""
+    whole = all(run.seen is None for run in runs.runs)
+    if not whole or not can_attend(pages, query):
         reference.attend_part(pages, layer, runs, query, out, lse, **options)
         return
     options = {"window": 0, "softcap": 0.0, "sinks": None} | options

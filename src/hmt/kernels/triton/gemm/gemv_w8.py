@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.kernels.triton.activations import prepare
 from hmt.kernels.triton.device_math import interpreted, rounded
-from hmt.kernels.triton.moe.activations import prepare
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.weight_codes import dot4
 

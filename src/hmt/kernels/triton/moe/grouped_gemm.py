@@ -6,12 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hmt.contracts.model import EXPERT_WORKSPACE_BYTES
+from hmt.kernels.triton.activations import prepare
 from hmt.kernels.triton.device_math import gated_product
 from hmt.kernels.triton.gemm.tile_weights import nibble_numbers, panel_codes, panel_words, row_tile
-from hmt.kernels.triton.matrix_format import matrix_form
-from hmt.kernels.triton.moe.activations import prepare
 from hmt.kernels.triton.moe.biases import DOWN, UP, biases
 from hmt.kernels.triton.moe.grouped_wgmma_launch import experts_by_several, takes_experts
+from hmt.kernels.triton.moe.matrix_format import matrix_form
 from hmt.kernels.triton.moe.permute import combine, sort_pairs
 from hmt.kernels.triton.moe.weight_table import ExpertMatrix, ExpertTable
 from hmt.kernels.triton.weight_codes import pointers

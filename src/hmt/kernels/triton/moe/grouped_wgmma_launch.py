@@ -7,10 +7,10 @@ import triton
 from torch import Tensor
 
 from hmt.contracts.encoding import Encoding
+from hmt.kernels.triton.activations import prepare
 from hmt.kernels.triton.elementwise.rope_gate import ACTIVATIONS
 from hmt.kernels.triton.gemm.wgmma_launch import is_hopper
-from hmt.kernels.triton.matrix_format import matrix_form
-from hmt.kernels.triton.moe.activations import prepare
+from hmt.kernels.triton.moe.matrix_format import matrix_form
 from hmt.kernels.triton.moe.permute import combine, sort_pairs, tiles_of
 from hmt.kernels.triton.moe.weight_table import PARTS, ExpertMatrix, ExpertTable
 

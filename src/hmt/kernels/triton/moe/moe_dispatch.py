@@ -1,6 +1,6 @@
 """Routed experts on the GPU, through a table of where their weights lie."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,14 @@ _PAIRS_PER_EXPERT_E2M1 = 3.2
 _PAIRS_PER_EXPERT_CODES = 4.0
 _PAIRS_PER_EXPERT_E2M1_CODES = 8.0
 
-__all__ = ["ExpertMatrix", "ExpertTable", "block_table", "experts", "experts_by_table"]
+__all__ = [
+    "ExpertMatrix",
+    "ExpertTable",
+    "block_table",
+    "experts",
+    "experts_by_table",
+    "scattered_experts",
+]
 
 
 def experts_by_table(
@@ -70,6 +77,18 @@ def experts(
         # No experts or tokens, or matrices that differ or are not aligned.
         return reference.experts(x, given, chosen, scales, activation, total, last=last)
     return experts_by_table(x, table, chosen, scales.float(), activation, total, last)
+
+
+def scattered_experts(given: Sequence[Expert], where: torch.device) -> Callable[..., Tensor]:
+    """See `reference.scattered_experts`; their table is made once."""
+    table = make_table(given, len(given), where)
+    if table is None:
+        raise ValueError("experts differ by more than where they lie")
+
+    def compute(x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
+        return experts_by_table(x, table, chosen, scales, activation, None, last=False)
+
+    return compute
 
 
 _ACTIVATIONS = (*ACTIVATIONS, "clamped_swish")

@@ -8,19 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmt.kernels.triton.device_math import gated_product, interpreted, rounded
-from hmt.kernels.triton.matrix_format import MatrixForm, matrix_form
-from hmt.kernels.triton.moe.activations import (
+from hmt.kernels.triton.activations import (
     Vectors,
     empty_vectors,
-    planes_of,
     prepare,
     split,
     store_digits,
 )
+from hmt.kernels.triton.device_math import gated_product, interpreted, rounded
 from hmt.kernels.triton.moe.biases import DOWN, UP, biases
+from hmt.kernels.triton.moe.matrix_format import MatrixForm, matrix_form
 from hmt.kernels.triton.moe.moe_gemv_dots import panel_dots, row_dots
-from hmt.kernels.triton.moe.weight_table import ExpertTable
+from hmt.kernels.triton.moe.weight_table import ExpertTable, planes_of
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 
 
@@ -216,7 +215,8 @@ def experts_by_pairs(
     pairs, step, warps, stages = down_blocks(down, width, top)
     _down_kernel[(panels, tokens)](
         table.addresses, table.part_stride, table.experts, slots, slot_scales,
-        h.numbers_for(table.down), h.scales, whole, out, hidden, width, *table.down.offsets,
+        h.numbers_for(in_panels=table.down.in_panels), h.scales, whole, out, hidden, width,
+        *table.down.offsets,
         TOP=top, PAIRS=pairs, RESULT=gate.kind_of(x.dtype), ADD=not fresh,
         KEEP=not (fresh and last), LAST=last,
         PLANES=h.planes, STEP=step, STAGES=stages, EVEN=width % (32 * step) == 0,
@@ -240,7 +240,8 @@ def _launch_gate_up(
     height, step, warps, stages = gate_up_blocks(form, hidden)
     _gate_up_kernel[(triton.cdiv(width, 16 * height), slots.numel())](
         table.addresses, table.part_stride, table.experts, slots, cut,
-        inputs.numbers_for(table.gate), inputs.scales, h.numbers, h.scales, width, hidden,
+        inputs.numbers_for(in_panels=table.gate.in_panels), inputs.scales, h.numbers, h.scales,
+        width, hidden,
         *table.gate.offsets, *table.up.offsets,
         TOP=top, PAIRS=1, HEIGHT=height, ACTIVATION=activation,
         RESULT=form.kind_of(x.dtype), H_PLANES=h.planes,

@@ -97,6 +97,15 @@ class ExpertTable:
         return self.addresses.stride(0) if self.addresses.dim() == 2 else 0
 
 
+def planes_of(matrix: ExpertMatrix, dtype: torch.dtype) -> int:
+    """Bytes of each number of the activations, for the kernels of few tokens; 0 for plain rows."""
+    if matrix.takes_codes:
+        return 1
+    if not matrix.in_panels:
+        return 0
+    return 3 if dtype is torch.float32 else 2
+
+
 def describe(params: Mapping[str, WeightTensor], name: str, base: int = 0) -> ExpertMatrix:
     """What kernels have to know of a matrix whose expert begins at address `base`, or 0."""
     w, parts = params[name], _parts(params, name)

@@ -1,1 +1,8 @@
-"""Copies between device and pinned host memory, and KV pages repacked on the way."""
+"""Copies between the device and pinned host memory by kernels, on every architecture.
+
+what                                             kernel
+a few KB, in steps that are captured             pinned_copy.py
+KV pages to the host's encoding and back: the    kv_repack.py, which converts rows to words on the
+same without scales, or one of 8 bits            way
+other pages                                      none: `kvcache.page_store` converts them
+"""

@@ -1,4 +1,4 @@
-"""Activations in the form that expert kernels take, and each token's experts in ascending order."""
+"""Activations in the form that GEMV kernels take, and each token's experts in ascending order."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hmt.kernels.triton.device_math import nearest, token_codes
-from hmt.kernels.triton.moe.weight_table import ExpertMatrix
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 
 
@@ -25,18 +24,9 @@ class Vectors:
     scales: Tensor
     planes: int
 
-    def numbers_for(self, matrix: ExpertMatrix) -> Tensor:
+    def numbers_for(self, *, in_panels: bool) -> Tensor:
         """Digits four at a time for matrices in panels; numbers as they are for others."""
-        return self.numbers.view(torch.int32) if matrix.in_panels else self.numbers
-
-
-def planes_of(matrix: ExpertMatrix, dtype: torch.dtype) -> int:
-    """Bytes of each number of the activations, for the kernels of few tokens; 0 for plain rows."""
-    if matrix.takes_codes:
-        return 1
-    if not matrix.in_panels:
-        return 0
-    return 3 if dtype is torch.float32 else 2
+        return self.numbers.view(torch.int32) if in_panels else self.numbers
 
 
 def empty_vectors(rows: int, width: int, planes: int, like: Tensor) -> Vectors:

@@ -7,7 +7,7 @@ from hmt.engine.experts.observers import StepObserver
 from hmt.engine.experts.predictor import RouterPredictor
 from hmt.engine.experts.prefetcher import ExpertPrefetcher
 from hmt.engine.experts.trace_recorder import ExpertRecorder
-from hmt.engine.loading.allocate import Memory
+from hmt.engine.loading.memory import Memory
 
 
 def open_observers(

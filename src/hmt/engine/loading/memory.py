@@ -1,0 +1,77 @@
+"""What holds a loaded model's bytes, and what it tells of them."""
+
+import copy
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from hmt.contracts.kv import KVAccount
+from hmt.contracts.plan import Plan, Tier
+from hmt.engine.experts.trace import TraceWriter
+from hmt.engine.loading.device import OnDevice
+from hmt.engine.run_summary import DeviceAccount, ExpertAccount
+from hmt.kvcache import AnyKV, SplitKVCache, TieredKV
+from hmt.kvcache.prefix import PrefixCache
+from hmt.memory import Account, HostPool, PoolStats
+from hmt.weights import WeightStore
+
+
+@dataclass(slots=True)
+class Memory:
+    """Everything that holds a model's bytes while it is loaded."""
+
+    weights: WeightStore
+    kv: AnyKV
+    accounts: list[Account]
+    pools: list[HostPool]
+    closing: ExitStack
+    trace: TraceWriter | None = None
+    on_devices: tuple[OnDevice, ...] = ()
+    prefixes: PrefixCache | None = None
+
+    @property
+    def on_device(self) -> OnDevice | None:
+        """What the model has on the first device that takes part; None without one."""
+        return self.on_devices[0] if self.on_devices else None
+
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of host memory in use now, by purpose."""
+        return {account.purpose: account.used_bytes for account in self.accounts}
+
+    def pool_stats(self) -> tuple[PoolStats, ...]:
+        """What the pools that may hold anything hold now."""
+        return tuple(pool.stats() for pool in self.pools if pool.account.limit_bytes)
+
+    def kv_account(self) -> KVAccount | None:
+        """Keys and values at several levels; None where they all lie near."""
+        kv = self.kv.there if isinstance(self.kv, SplitKVCache) else self.kv
+        return (
+            replace(copy.deepcopy(kv.account), used=kv.held()) if isinstance(kv, TieredKV) else None
+        )
+
+    def device_account(self, plan: Plan) -> DeviceAccount | None:
+        """The GPU's part; None without one."""
+        if self.on_device is None:
+            return None
+        sizes = {b: self.weights.slot_bytes(b) for b in plan.device.computes}
+        stays = sum(nbytes for b, nbytes in sizes.items() if plan.homes[b] is Tier.DEVICE)
+        return DeviceAccount(
+            name=self.on_device.device.name,
+            budget_bytes=plan.budgets[Tier.DEVICE],
+            used_bytes={a.purpose: a.used_bytes for a in self.on_device.accounts},
+            resident_bytes=stays,
+            copied_bytes=sum(sizes.values()) - stays,
+            experts=self._expert_account(),
+        )
+
+    def _expert_account(self) -> ExpertAccount | None:
+        assert self.on_device is not None
+        teams = self.on_device.weights.moe_backends
+        counts = teams.counts()
+        if counts is None:
+            return None
+        found, brought, left, cut = counts
+        return ExpertAccount(found, brought, left, teams.nbytes, cut)
+
+    def close(self) -> None:
+        """Free it all."""
+        self.closing.close()
