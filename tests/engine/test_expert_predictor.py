@@ -33,7 +33,9 @@ def test_trust_follows_what_comes_true_by_source_and_rank() -> None:
     for number in range(300):
         trust.learn([(1, often), (2, seldom)], {1, 2} if number % 3 == 0 else {1})
     assert trust.probable(often) and not trust.probable(seldom)
-    assert trust.probable((PredictionSource.ROUTER_OF_FIRST, 3)), "what was never tried may be tried"
+    assert trust.probable((PredictionSource.ROUTER_OF_FIRST, 3)), (
+        "what was never tried may be tried"
+    )
     for _ in range(100):
         trust.learn([(1, often)], set())
         trust.learn([(2, seldom)], {2})

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.contracts.step import Segment, Step
+from hmt.contracts.store import KVCache
 from hmt.kernels import ops
 from hmt.kvcache.page_allocator import PageAllocator
 from hmt.kvcache.page_store import PageStore, Pool
@@ -20,7 +22,7 @@ class _Sequence:
     table: torch.Tensor  # the same page numbers, int64
 
 
-class PagedKV:
+class PagedKV(KVCache):
     """KVCache over pages in one memory, of the host or of a device.
 
     A page number means the same place in the store of every kind, so one block table serves all
@@ -142,11 +144,12 @@ class PagedKV:
         """Give the memory back to the pool.  The cache cannot be used afterwards."""
         self._store.release()
 
+    @override
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        """See KVCache."""
         kept = self._layers[layer]
         ops.append_pages(kept.pages, kept.slot, self._runs_of(step), key, value)
 
+    @override
     def attend(
         self,
         layer: int,
@@ -157,7 +160,6 @@ class PagedKV:
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See KVCache."""
         kept = self._layers[layer]
         return ops.paged_attention_output(
             kept.pages,
@@ -170,6 +172,7 @@ class PagedKV:
             sinks=sinks,
         )
 
+    @override
     def append_attend(
         self,
         layer: int,
@@ -180,7 +183,6 @@ class PagedKV:
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See KVCache."""
         kept = self._layers[layer]
         return ops.append_attend_pages(
             kept.pages,
@@ -193,17 +195,17 @@ class PagedKV:
             sinks=sinks,
         )
 
+    @override
     def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int]:
-        """See KVCache."""
         kept = self._layers[layer]
         return kept.pages, kept.slot, kept.window
 
+    @override
     def kernel_metadata(self, step: Step) -> ops.AttentionMetadata:
-        """See KVCache."""
         return self._runs_of(step)
 
+    @override
     def kernel_place(self, layer: int, step: Step) -> tuple[ops.Pages, int, ops.AttentionMetadata]:
-        """See KVCache."""
         kept = self._layers[layer]
         return kept.pages, kept.slot, self._runs_of(step)
 
@@ -218,8 +220,8 @@ class PagedKV:
         """Use `runs` for `step`, until another step comes."""
         self._step, self._runs = step, runs
 
+    @override
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """See KVCache."""
         kept = self._layers[layer]
         pages = round_up(run.context, PAGE_TOKENS) // PAGE_TOKENS
         table = self._sequences[run.sequence].table[:pages]

@@ -4,15 +4,17 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.step import Segment, Step
+from hmt.contracts.store import KVCache
 from hmt.kernels import ops
 from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.paged_cache import PagedKV
 
 
-class SplitKVCache:
+class SplitKVCache(KVCache):
     """Implements KVCache over two caches with the same sequences, one for each place.
 
     Every call is for a layer, and goes to the cache that has it; sequences are opened in both.
@@ -111,36 +113,36 @@ class SplitKVCache:
         for cache in self._caches:
             cache.close(sequence)
 
+    @override
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        """See KVCache."""
         self._of(layer).append(layer, step, key, value)
 
+    @override
     def attend(self, layer: int, step: Step, query: torch.Tensor, **options: Any) -> torch.Tensor:
-        """See KVCache."""
         return self._of(layer).attend(layer, step, query, **options)
 
+    @override
     def append_attend(
         self, layer: int, step: Step, heads: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """See KVCache."""
         return self._of(layer).append_attend(layer, step, heads, **options)
 
+    @override
     def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int] | None:
-        """See KVCache."""
         return self._of(layer).kernel_pages(layer)
 
+    @override
     def kernel_place(
         self, layer: int, step: Step
     ) -> tuple[ops.Pages, int, ops.AttentionMetadata] | None:
-        """See KVCache."""
         return self._of(layer).kernel_place(layer, step)
 
     def kernel_metadata(self, step: Step) -> ops.AttentionMetadata:
         """See KVCache: those of host memory."""
         return self._caches[0].kernel_metadata(step)
 
+    @override
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """See KVCache."""
         return self._of(layer).read(layer, run)
 
     def _too_little(self, tokens: int) -> BudgetError:

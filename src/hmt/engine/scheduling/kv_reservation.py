@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from typing_extensions import override
+
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine.scheduling.sequence import Sequence
@@ -82,10 +84,10 @@ class KVAllocator(Protocol):
 class KVReservation:
     """Keeps `kv`, `room` and `computed` of sequences.  Only for the engine's thread."""
 
+    @override
     def __init__(
         self, kv: KVAllocator, prefixes: PrefixCache | None, salt: Callable[[Sequence], str]
     ) -> None:
-        """See Scheduler."""
         self._kv = kv
         self._prefixes = prefixes
         self._salt = salt

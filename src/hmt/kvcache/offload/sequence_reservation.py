@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from hmt.base.errors import BudgetError
 from hmt.contracts.kv import KVAccount, PinnedPages, min_device_pages
@@ -33,6 +34,7 @@ class TieredSequences:
     reserved can always be used.
     """
 
+    @override
     def __init__(
         self,
         places: PageMigration,
@@ -41,7 +43,6 @@ class TieredSequences:
         stay: PinnedPages,
         chunk: int,
     ) -> None:
-        """See TieredKV."""
         self._places = places
         self._windows = tuple(sliding_windows)
         self._selection = None if selection is None else selection(places)

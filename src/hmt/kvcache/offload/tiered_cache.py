@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from hmt.contracts.kv import PinnedPages, min_device_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment, Step
+from hmt.contracts.store import KVCache
 from hmt.kernels import ops
 from hmt.kvcache.eviction import PageEvictionPolicy
 from hmt.kvcache.offload.base import OffloadedKVBase
@@ -51,7 +53,7 @@ class PagesOfStep:
         return self.host is not None or bool(self.disk)
 
 
-class TieredKV(TieredSequences, OffloadedKVBase):
+class TieredKV(TieredSequences, OffloadedKVBase, KVCache):
     """KVCache whose pages lie at up to three levels.
 
     A sequence's pages are made as it grows, hot, and move away when others need the room: least
@@ -108,14 +110,14 @@ class TieredKV(TieredSequences, OffloadedKVBase):
         for rings in self._windows:
             rings.release()
 
+    @override
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        """See KVCache."""
         if layer not in self._windows_by_layer and self._appended is not step:
             self._begin(step)
         super().append(layer, step, key, value)
 
+    @override
     def device_segments(self, layer: int, step: Step) -> ops.AttentionMetadata:
-        """See OffloadedKVBase."""
         rings = self._windows_by_layer.get(layer)
         return self._where_is(step).device if rings is None else rings.runs_of(step)
 
@@ -156,8 +158,8 @@ class TieredKV(TieredSequences, OffloadedKVBase):
             self.weigh(layer, step, asked, merged.lse, options, hidden)
         return merged.out.to(query.dtype)
 
+    @override
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """See KVCache."""
         if rings := self._windows_by_layer.get(layer):
             kept, table = rings.layers[layer], rings.table(run.sequence, run.context)
             return ops.read_pages(kept.pages, kept.slot, table, run.context)

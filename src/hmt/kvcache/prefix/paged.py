@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.kernels import ops
@@ -27,8 +28,8 @@ class _SharedPages(PageAllocator):
         self.tree: PrefixTree | None = None
 
     @property
+    @override
     def free_pages(self) -> int:
-        """See PageAllocator."""
         return self.page_table.free + len(self.idle())
 
     def idle(self) -> Ints:
@@ -45,12 +46,12 @@ class _SharedPages(PageAllocator):
         assert np.array_equal(self.page_table.slots_of(ids), ids)
         return ids.tolist()
 
+    @override
     def share(self, pages: Sequence[int]) -> None:
-        """See PageAllocator."""
         self.page_table.share(np.array(pages, dtype=np.int64))
 
+    @override
     def give_back(self, pages: Sequence[int]) -> None:
-        """See PageAllocator."""
         self.page_table.drop(np.array(pages, dtype=np.int64))
 
 

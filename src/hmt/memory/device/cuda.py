@@ -5,40 +5,41 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
+from typing_extensions import override
 
 from hmt.base.errors import BudgetError, MachineError
 from hmt.base.units import format_bytes
 from hmt.memory.device.coalesced_copy import joined
-from hmt.memory.device.interface import CopyEvent, Event, GraphBreak
+from hmt.memory.device.interface import CopyEvent, Device, Event, GraphBreak
 from hmt.memory.device.nvml import ProcessMemory
 
 _PORTABLE_MAPPED = 0x01 | 0x02  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
-class _CudaEvent:
+class _CudaEvent(Event):
     """Implements Mark with an event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
+    @override
     def reached(self) -> bool:
-        """See Mark."""
         return self.event.query()
 
+    @override
     def wait(self) -> None:
-        """See Mark."""
         self.event.synchronize()
 
 
-class _CudaCopyEvent(_CudaEvent):
+class _CudaCopyEvent(_CudaEvent, CopyEvent):
     """Implements Copy with an event at either end."""
 
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         super().__init__(end)
         self._begin = begin
 
+    @override
     def elapsed_s(self) -> float:
-        """See Copy."""
         return self._begin.elapsed_time(self.event) * 1e-3
 
 
@@ -49,7 +50,7 @@ def _pci_address(properties: object) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.0" if min(domain, bus, device) >= 0 else ""
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """Implements Device."""
 
     def __init__(self, name: str) -> None:
@@ -74,8 +75,8 @@ class CudaDevice:
             self._writes = torch.cuda.Stream()
             self._graphs = torch.cuda.graph_pool_handle()
 
+    @override
     def free_bytes(self) -> int:
-        """See Device."""
         return torch.cuda.mem_get_info(self.where)[0]
 
     def used_bytes(self) -> int:
@@ -90,16 +91,16 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.where)
         return min(total, self._context_bytes() + self._free_at_start - free)
 
+    @override
     def reserved_bytes(self) -> int:
-        """See Device."""
         return int(torch.cuda.memory_reserved(self.where))
 
+    @override
     def empty_cache(self) -> None:
-        """See Device."""
         torch.cuda.empty_cache()
 
+    @override
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See Device."""
         try:
             # torch aligns to 512 bytes.
             return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
@@ -110,24 +111,24 @@ class CudaDevice:
             ) from error
 
     @contextmanager
+    @override
     def compute_stream(self) -> Iterator[None]:
-        """See Device."""
         with torch.cuda.device(self.where), torch.cuda.stream(self._compute):
             yield
 
+    @override
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None
     ) -> CopyEvent:
-        """See Device."""
         return self.copy_each((target,), (source,), () if after is None else (after,))
 
+    @override
     def copy_each(
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         after: Iterable[Event] = (),
     ) -> CopyEvent:
-        """See Device."""
         with torch.cuda.stream(self._copies):
             for mark in after:
                 assert isinstance(mark, _CudaEvent)
@@ -139,25 +140,25 @@ class CudaDevice:
             self._copies.record_event(end)
             return _CudaCopyEvent(begin, end)
 
+    @override
     def record_event(self) -> Event:
-        """See Device."""
         return _CudaEvent(self._compute.record_event())
 
+    @override
     def wait_event(self, mark: Event) -> None:
-        """See Device."""
         assert isinstance(mark, _CudaEvent)
         self._compute.wait_event(mark.event)
 
+    @override
     def write_back(self, work: Callable[[], None]) -> Event:
-        """See Device."""
         computed = self._compute.record_event()
         with torch.cuda.stream(self._writes):
             self._writes.wait_event(computed)
             work()
             return _CudaEvent(self._writes.record_event())
 
+    @override
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See Device."""
         graph = torch.cuda.CUDAGraph()
         self._compute.synchronize()
         # One pool for all graphs: they never run at the same time.
@@ -174,10 +175,10 @@ class CudaDevice:
 
         return replay
 
+    @override
     def capture_segments(
         self, compute: Callable[[GraphBreak], torch.Tensor]
     ) -> Callable[[], torch.Tensor]:
-        """See Device."""
         parts: list[Callable[[], None]] = []
         # One pool for all: what one piece leaves for the next stays where it is meanwhile.
         graph = torch.cuda.CUDAGraph()
@@ -220,18 +221,18 @@ class CudaDevice:
             torch._C._cuda_endAllocateToPool(self.where.index or 0, self._graphs)
         self._graphs = torch.cuda.graph_pool_handle()
 
+    @override
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See Device."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    @override
     def synchronize(self) -> None:
-        """See Device."""
         self._copies.synchronize()
         self._writes.synchronize()
         self._compute.synchronize()
 
+    @override
     def pin(self, memory: torch.Tensor) -> bool:
-        """See Device."""
         runtime = torch.cuda.cudart()
         done = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_MAPPED)
         if int(done) != 0:
@@ -250,12 +251,12 @@ class CudaDevice:
             raise MachineError(f"{self.name} cannot read host memory where it is (error {status})")
         return found.value
 
+    @override
     def unpin(self, memory: torch.Tensor) -> None:
-        """See Device."""
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
+    @override
     def close(self) -> None:
-        """See Device."""
         self.synchronize()
         self.empty_cache()
 

@@ -9,50 +9,51 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from hmt.memory.device.coalesced_copy import joined
-from hmt.memory.device.interface import CopyEvent, Event, GraphBreak
+from hmt.memory.device.interface import CopyEvent, Device, Event, GraphBreak
 
 POISON = 0xFF  # NaN in every float dtype
 
 
-class _FakeEvent:
+class _FakeEvent(Event):
     """Implements Mark: what is done when it is waited for."""
 
     def __init__(self, work: Callable[[], object] | None = None) -> None:
         self._work = work
 
+    @override
     def reached(self) -> bool:
-        """See Mark."""
         return self._work is None
 
+    @override
     def wait(self) -> None:
-        """See Mark."""
         if self._work is not None:
             work, self._work = self._work, None
             work()
 
 
-class _FakeCopy(_FakeEvent):
+class _FakeCopy(_FakeEvent, CopyEvent):
     """Implements Copy: those that were put on the queue before arrive before."""
 
     def __init__(self, work: Callable[[], object], before: "Sequence[_FakeEvent]") -> None:
         super().__init__(work)
         self._before = before
 
+    @override
     def wait(self) -> None:
-        """See Mark."""
         before, self._before = self._before, ()
         for copy in before:
             copy.wait()
         super().wait()
 
+    @override
     def elapsed_s(self) -> float:
-        """See Copy."""
         return 0.0
 
 
-class FakeDevice:
+class FakeDevice(Device):
     """Implements Device."""
 
     def __init__(self) -> None:
@@ -66,42 +67,42 @@ class FakeDevice:
         """See Device: as much as anybody may ask for."""
         return (1 << 40) - self._taken
 
+    @override
     def used_bytes(self) -> int:
-        """See Device."""
         return self._taken
 
+    @override
     def reserved_bytes(self) -> int:
-        """See Device."""
         return self._taken
 
     def empty_cache(self) -> None:
         """See Device: nothing is kept."""
 
+    @override
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See Device."""
         self._taken += nbytes
         whole = torch.full((nbytes + 256,), POISON, dtype=torch.uint8)
         begin = -whole.data_ptr() % 256
         return whole[begin : begin + nbytes]
 
     @contextmanager
+    @override
     def compute_stream(self) -> Iterator[None]:
-        """See Device."""
         yield
 
+    @override
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None
     ) -> CopyEvent:
-        """See Device."""
         return self.copy_each((target,), (source,), () if after is None else (after,))
 
+    @override
     def copy_each(
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         after: Iterable[Event] = (),
     ) -> CopyEvent:
-        """See Device."""
         pairs = list(zip(targets, sources, strict=True))
         assert all(mark.reached() for mark in after), "the pretended compute queue is never behind"
         assert all(target.shape == source.shape for target, source in pairs)
@@ -119,12 +120,12 @@ class FakeDevice:
         self._under_way.append(copy)
         return copy
 
+    @override
     def record_event(self) -> Event:
-        """See Device."""
         return _FakeEvent()
 
+    @override
     def wait_event(self, mark: Event) -> None:
-        """See Device."""
         mark.wait()
 
     def write_back(self, work: Callable[[], None]) -> Event:
@@ -143,26 +144,27 @@ class FakeDevice:
         """See Device: all of it, every time."""
         return lambda: compute(lambda work: work())
 
+    @override
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See Device."""
         return torch.empty(shape, dtype=dtype)
 
+    @override
     def synchronize(self) -> None:
-        """See Device."""
         while self._under_way:
             self._under_way.pop(0).wait()
 
+    @override
     def pin(self, memory: torch.Tensor) -> bool:
-        """See Device."""
         return True
 
+    @override
     def address(self, memory: torch.Tensor) -> int:
-        """See Device."""
         return memory.data_ptr()
 
+    @override
     def unpin(self, memory: torch.Tensor) -> None:
-        """See Device."""
+        """Nothing to do."""
 
+    @override
     def close(self) -> None:
-        """See Device."""
         self.synchronize()

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.store import MoeBackend
 from hmt.kernels import host_experts, ops
 from hmt.kernels.graph_ops import has_kernels
 from hmt.kernels.host_experts import ExpertShares, ExpertSlots, HostExpertChannel, HostExpertPlaces
@@ -94,17 +96,17 @@ class HybridExperts:
         return list(self._on_host(self._layer, list(range(len(self.slots.table)))))
 
 
-class ResidentExperts:
+class ResidentExperts(MoeBackend):
     """Implements MoeBackend where all of a layer's experts stay on the device."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor, Tensor, str], Tensor]) -> None:
         """`compute` takes x, chosen, scales and the activation, and gives f32 [tokens, hidden]."""
         self._compute = compute
 
+    @override
     def begin(
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
     ) -> Callable[..., Tensor]:
-        """See MoeBackend."""
 
         def end(added: Added | None = None) -> Tensor:
             return _sum_of(self._compute(x, chosen, scales, activation).to(x.dtype), added)

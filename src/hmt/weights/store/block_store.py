@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from typing_extensions import override
 
 from hmt.base.errors import BudgetError, Cancelled, HMTError, RequestError
 from hmt.base.trace import Tracer
@@ -19,7 +20,7 @@ from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Plan, Tier
-from hmt.contracts.store import LeasedGroup, Presence, Priority, ResidentBlock, Verify
+from hmt.contracts.store import LeasedGroup, Presence, Priority, ResidentBlock, Verify, Weights
 from hmt.memory import HostBuffer, HostPool, QueueCounters, ReadQueue
 from hmt.weights.eviction import LRU, DenseByScan, EvictionPolicy
 from hmt.weights.eviction.victims import choose_victims
@@ -32,7 +33,7 @@ from hmt.weights.store.slots import SlotPool
 from hmt.weights.store.spill import SpillFile
 
 
-class WeightStore:
+class WeightStore(Weights):
     """Implements Weights over host memory and disk.
 
     Safe for several threads as long as each holds one lease at a time, or the slots hold all that
@@ -138,16 +139,17 @@ class WeightStore:
                     self._expected.requested(entry, priority)
             self._begin_backlog()
 
+    @override
     def routed(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """See Weights."""
+        """Nothing to do."""
 
     def moe_backend(self, layer: int) -> None:
         """See Weights: whoever computes leases."""
 
+    @override
     def lease(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
-        """See Weights."""
         entry = self._entries[block]
         if entry.resident is not None:
             self.counters.host_bytes += entry.layout.slot_bytes
@@ -207,15 +209,15 @@ class WeightStore:
                     out.append(waiting.popleft())
             yield [(entry.layout.id, entry.views) for entry in out]
 
+    @override
     def resident(self, blocks: Sequence[BlockId]) -> list[ResidentBlock] | None:
-        """See Weights."""
         entries = [self._entries[block] for block in blocks]
         if any(entry.resident is None for entry in entries):
             return None
         return [ResidentBlock(entry.views, entry.layout.slot_bytes) for entry in entries]
 
+    @override
     def count(self, nbytes: int) -> None:
-        """See Weights."""
         self.counters.host_bytes += nbytes
 
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:

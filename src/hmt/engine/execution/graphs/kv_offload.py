@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.model import Model
 from hmt.contracts.step import Step
@@ -47,8 +48,8 @@ class KVOffloadGraphDecoding(PiecewiseGraphDecoding):
             apart: OrderedDict() for apart in (False, True)
         }
 
+    @override
     def __call__(self, step: Step) -> Tensor | None:
-        """See GraphDecoding."""
         logits = super().__call__(step)
         if logits is not None:
             self._graph_cache.ended()
