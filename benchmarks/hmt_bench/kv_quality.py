@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from hmt.base.errors import ConfigError
 from hmt.bench.environment import describe
@@ -232,8 +233,8 @@ class Decoding(TeacherForced):
 
     model: "LoadedModel"
 
+    @override
     def logits(self, tokens: Sequence[int], rows: Sequence[int]) -> "torch.Tensor":
-        """See TeacherForced."""
         return self.model.logits(tokens, rows, prefill=min(rows))
 
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hmt.profiling.random_model import Tensor
+from typing_extensions import override
+
+from hmt.profiling.random_model import RandomShape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSeekShape:
+class DeepSeekShape(RandomShape):
     """Sizes of a DeepSeek-V3 (arXiv 2412.19437); the defaults are its own.
 
     dense_layers     at the beginning, without experts
@@ -33,8 +35,8 @@ class DeepSeekShape:
     value_dim: int = 128
     vocab_size: int | None = 129280
 
+    @override
     def config(self, known_tokens: int) -> dict[str, Any]:
-        """See RandomShape."""
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
@@ -72,8 +74,8 @@ class DeepSeekShape:
             "eos_token_id": 1,
         }
 
+    @override
     def tensors(self, config: dict[str, Any]) -> Iterator[Tensor]:
-        """See RandomShape."""
         hidden, vocab_size = self.hidden_size, config["vocab_size"]
         yield "model.embed_tokens.weight", (vocab_size, hidden)
         for layer in range(self.layers):

@@ -2,7 +2,7 @@
 
 #include "binding/binding.h"
 #include "linear/gguf.h"
-#include "linear/msd.h"
+#include "experimental/msd.h"
 #include "linear/pack.h"
 
 namespace hmt::binding {

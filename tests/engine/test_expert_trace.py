@@ -150,7 +150,7 @@ def test_tracing_and_guessing_change_no_logits(tmp_path: Path) -> None:
     found = []
     for options in (
         {"host_memory": "64MiB"},
-        {"host_memory": "12MiB", "expert_trace": tmp_path / "t", "expert_cache_policy": "a2cr"},
+        {"host_memory": "12MiB", "expert_trace": tmp_path / "t", "expert_cache_policy": "lru"},
         {"host_memory": "12MiB", "guesses": False},
         {"host_memory": "64MiB", "expert_trace": tmp_path / "u"},
     ):

@@ -140,9 +140,10 @@ def test_a_residual_goes_to_what_is_3_sigma_off_its_neighbours():
 def test_what_a_static_range_cuts_off_comes_back_with_a_residual():
     rows = rows_of(3, 2, 64, pages=1)
     codec = static(2, 64, rows)
-    rows[7, 1] *= 9
-    cut, kept = (round_trip(c, rows)[7, 1] for c in (codec, Residual(codec)))
-    assert (cut - rows[7, 1]).norm() > 6 * (kept - rows[7, 1]).norm()
+    part = rows[7, 1, 16:32]
+    part *= 9
+    cut, kept = (round_trip(c, rows)[7, 1, 16:32] for c in (codec, Residual(codec)))
+    assert (cut - part).norm() > 6 * (kept - part).norm()
 
 
 def test_pages_that_share_records_give_them_to_those_that_need_them():

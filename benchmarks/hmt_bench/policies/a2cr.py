@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from math import exp
 
 import torch
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.weights.eviction.interface import EvictionPolicy
 from hmt.weights.eviction.step_clock import StepClock
 from hmt_bench.policies.context import PolicyContext
 
@@ -14,7 +16,7 @@ _DECAY = 0.05  # per step since the last use
 _THRESHOLD = (0.2, 0.6)  # without pressure, and what full pressure adds
 
 
-class DecayedScore:
+class DecayedScore(EvictionPolicy):
     """A block may go once score x exp(-0.05 x age) is below 0.2 + 0.6 x pressure.
 
     The score is the weight that the router gave at the last use, summed over the step's tokens;
@@ -41,18 +43,18 @@ class DecayedScore:
             if average > 0
         }
 
+    @override
     def cached(self, block: BlockId) -> None:
-        """See EvictionPolicy."""
         self._scores[block] = (0.0, self._clock.step)
         self._scores.move_to_end(block, last=False)
 
+    @override
     def used(self, block: BlockId) -> None:
-        """See EvictionPolicy."""
         self._scores[block] = (self._weights.get(block, 1.0), self._clock.use(block))
         self._scores.move_to_end(block)
 
+    @override
     def removed(self, block: BlockId) -> None:
-        """See EvictionPolicy."""
         del self._scores[block]
 
     def score(self, block: BlockId) -> float:
@@ -60,8 +62,8 @@ class DecayedScore:
         given, step = self._scores[block]
         return given * exp(_DECAY * (step - self._clock.step))
 
+    @override
     def eviction_order(self) -> Iterator[BlockId]:
-        """See EvictionPolicy."""
         least, more = _THRESHOLD
         threshold = least + more * self._pressure()
         above = []

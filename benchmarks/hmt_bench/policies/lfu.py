@@ -1,5 +1,7 @@
 """Least frequently used, with ageing (LFU-DA: Arlitt et al., ACM SIGMETRICS PER 27(4), 2000)."""
 
+from typing_extensions import override
+
 from hmt.contracts.blocks import BlockId
 from hmt_bench.policies.ranked import RankedPolicy
 
@@ -16,17 +18,17 @@ class LFU(RankedPolicy):
         self._uses: dict[BlockId, int] = {}
         self._age = 0.0
 
+    @override
     def arrived(self, block: BlockId) -> float:
-        """See RankedPolicy."""
         self._uses[block] = 0
         return self._age
 
+    @override
     def after_use(self, block: BlockId) -> float:
-        """See RankedPolicy."""
         self._uses[block] += 1
         return self._age + self._uses[block]
 
+    @override
     def left(self, block: BlockId, rank: float) -> None:
-        """See RankedPolicy."""
         self._age = max(self._age, rank)
         del self._uses[block]

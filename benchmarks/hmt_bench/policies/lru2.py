@@ -1,5 +1,7 @@
 """LRU-2 (O'Neil, O'Neil and Weikum, "The LRU-K page replacement algorithm", SIGMOD 1993)."""
 
+from typing_extensions import override
+
 from hmt.contracts.blocks import BlockId
 from hmt.weights.eviction.step_clock import StepClock
 from hmt_bench.policies.ranked import RankedPolicy
@@ -19,8 +21,8 @@ class LRU2(RankedPolicy):
         self._clock = StepClock()
         self._uses: dict[BlockId, tuple[float, float]] = {}  # steps of the last but one, the last
 
+    @override
     def arrived(self, block: BlockId) -> float:
-        """See RankedPolicy."""
         return self._uses.get(block, (_NEVER, _NEVER))[0]
 
     def after_use(self, block: BlockId) -> float:

@@ -3,6 +3,8 @@
 GreedyDual-Size (Cao and Irani, "Cost-aware WWW proxy caching algorithms", USITS 1997).
 """
 
+from typing_extensions import override
+
 from hmt.contracts.blocks import BlockId
 from hmt_bench.policies.context import PolicyContext
 from hmt_bench.policies.ranked import RankedPolicy
@@ -20,17 +22,17 @@ class WeightAwareLRU(RankedPolicy):
         self._around = surroundings
         self._age = 0.0
 
+    @override
     def arrived(self, block: BlockId) -> float:
-        """See RankedPolicy."""
         return self._age
 
+    @override
     def after_use(self, block: BlockId) -> float:
-        """See RankedPolicy."""
         around = self._around
         nbytes = max(1, around.block_bytes[block])
         refetch_s = nbytes / around.read_rate + around.latency_s
         return self._age + refetch_s / nbytes
 
+    @override
     def left(self, block: BlockId, rank: float) -> None:
-        """See RankedPolicy."""
         self._age = max(self._age, rank)

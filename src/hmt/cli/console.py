@@ -13,6 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+from typing_extensions import override
 
 from hmt.base.units import format_bytes, format_rate
 
@@ -38,8 +39,8 @@ def complain(text: str) -> None:
 class _Amount(ProgressColumn):
     """How much, and how fast; nothing while the total is not known."""
 
+    @override
     def render(self, task: Task) -> Text:
-        """See ProgressColumn."""
         if task.total is None:
             return Text()
         speed = f"  {format_rate(task.speed)}" if task.speed else ""

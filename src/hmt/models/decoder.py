@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.units import MIB, round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.model import KVLayer, ModelSpec
+from hmt.contracts.model import KVLayer, Model, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, ResidentBlock, Weights
 from hmt.kernels import fused_ops, ops
@@ -20,7 +21,7 @@ _TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
 
 
-class Decoder(ABC):
+class Decoder(ABC, Model):
     """Implements Model around the layers of a family.
 
     A family sets up its layers, then calls this constructor; it names its parameters in
@@ -81,33 +82,34 @@ class Decoder(ABC):
         """The blocks of layer `index`, in the order of use."""
 
     @abstractmethod
+    @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
-        """See Model."""
+        """Nothing to do."""
 
     def fusable_layer(self, index: int) -> FusableLayer | None:
         """What `layer` computes, for kernels that take many layers at once; None if unusual."""
         return None
 
+    @override
     def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
-        """See Model."""
         usual = [layer for layer in map(self.fusable_layer, layers) if layer is not None]
         if len(usual) < len(layers):
             return None
         return FusedLayers.build(layers[0], usual, weights, kv)
 
+    @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
-        """See Model."""
         return weights.rows(_EMBEDDING, "weight", step.token_ids).to(self.dtype)
 
+    @override
     def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """See Model."""
         with weights.lease(self._head_chunks[0]) as params:
             return self._norm(hidden, params["norm"]).float()
 
+    @override
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """See Model."""
         standing = weights.resident(self._head_chunks)
         if standing is not None:
             return self._resident_head(hidden, standing, weights)
@@ -122,13 +124,13 @@ class Decoder(ABC):
             first += rows
         return logits.float()
 
+    @override
     def angles(self, step: Step) -> tuple[int, ...]:
-        """See Model."""
         kinds = tuple(rotary.kind(run) for rotary in self._rotaries for run in step.segments)
         return kinds if any(kinds) else ()
 
+    @override
     def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
-        """See Model."""
         assert self._router is not None
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
             return self._router(self._norm(hidden, params["norm"]), params).experts
@@ -143,8 +145,8 @@ class Decoder(ABC):
         weights.count(sum(chunk.nbytes for chunk in chunks))
         return fused_ops.linear_many_float(hidden, params, names)
 
+    @override
     def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
-        """See Model."""
         return tuple(self._layer_blocks[index])
 
 

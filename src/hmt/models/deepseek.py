@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
@@ -82,8 +83,8 @@ class DeepSeek(Decoder):
             ignored=_prediction_layers(config),
         )
 
+    @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
-        """See Decoder."""
         at = f"model.layers.{index}."
         yield attention_block(
             index,
@@ -103,10 +104,10 @@ class DeepSeek(Decoder):
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
 
+    @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
-        """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             x = None
             if not self.attention.add_to(hidden, self.norm, index, step, params, kv):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
@@ -54,8 +55,8 @@ class Gemma3(Decoder):
             activation_width=max(self.attention[0].activation_width, self.ffn.activation_width),
         )
 
+    @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
-        """See Decoder."""
         at = f"model.layers.{index}."
         yield attention_block(
             index,
@@ -70,26 +71,26 @@ class Gemma3(Decoder):
             self.norm.param("post_norm", f"{at}post_feedforward_layernorm.weight"),
         )
 
+    @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
-        """See Model."""
         return super().embed(step, weights) * self.embedding_scale
 
+    @override
     def fusable_layer(self, index: int) -> FusableLayer:
-        """See Decoder."""
         return FusableLayer(self.attention[index], self.ffn, post_norm=self.norm)
 
+    @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
-        """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             x = self.attention[index](hidden, index, step, params, kv)
             x = self.norm(x, params["post_norm"])
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:
             return self.ffn(hidden, x, params)
 
+    @override
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """See Model."""
         logits = super().head(hidden, weights)
         if self.logit_softcap is None:
             return logits

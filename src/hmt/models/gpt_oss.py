@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
@@ -59,8 +60,8 @@ class GptOss(Decoder):
             router=self.router,
         )
 
+    @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
-        """See Decoder."""
         at = f"model.layers.{index}."
         yield attention_block(
             index,
@@ -75,15 +76,15 @@ class GptOss(Decoder):
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
 
+    @override
     def fusable_layer(self, index: int) -> FusableLayer:
-        """See Decoder."""
         experts = Experts(self.norm, self.router, self.expert)
         return FusableLayer(self.attention[index], experts)
 
+    @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
-        """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             x = self.attention[index](hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:

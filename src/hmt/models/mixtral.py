@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
@@ -36,8 +37,8 @@ class Mixtral(Decoder):
             router=self.router,
         )
 
+    @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
-        """See Decoder."""
         at = f"model.layers.{index}."
         yield attention_block(
             index,
@@ -53,14 +54,14 @@ class Mixtral(Decoder):
             names = (f"{at}block_sparse_moe.experts.{expert}.", ("w1", "w3", "w2"))
             yield expert_block(index, expert, *self.expert.params(*names))
 
+    @override
     def fusable_layer(self, index: int) -> FusableLayer:
-        """See Decoder."""
         return FusableLayer(self.attention, Experts(self.norm, self.router, self.expert))
 
+    @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
-        """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             x = self.attention(hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:

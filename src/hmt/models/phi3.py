@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.step import Step
@@ -31,8 +32,8 @@ class Phi3(Decoder):
             activation_width=max(self.attention.activation_width, self.ffn.activation_width),
         )
 
+    @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
-        """See Decoder."""
         at = f"model.layers.{index}."
         hidden, dim = self.attention.hidden_size, self.attention.head_dim
         query, kv = self.attention.heads * dim, self.attention.kv_heads * dim
@@ -55,14 +56,14 @@ class Phi3(Decoder):
             *linear_params("down_proj", hidden, width, f"{at}mlp.down_proj"),
         )
 
+    @override
     def fusable_layer(self, index: int) -> FusableLayer:
-        """See Decoder."""
         return FusableLayer(self.attention, self.ffn)
 
+    @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
-        """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             x = self.attention(hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
@@ -39,8 +40,8 @@ class Qwen3(Decoder):
             activation_width=max(self.attention[0].activation_width, self.ffn.activation_width),
         )
 
+    @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
-        """See Decoder."""
         at = f"model.layers.{index}."
         yield attention_block(
             index,
@@ -53,14 +54,14 @@ class Qwen3(Decoder):
             *self.ffn.ffn.params(f"{at}mlp."),
         )
 
+    @override
     def fusable_layer(self, index: int) -> FusableLayer:
-        """See Decoder."""
         return FusableLayer(self.attention[index], self.ffn)
 
+    @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
-        """See Model."""
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             x = self.attention[index](hidden, index, step, params, kv)
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:

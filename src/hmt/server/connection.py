@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 import h11
+from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hmt.server.errors import ApiError
@@ -89,13 +90,13 @@ class Connection(H11Protocol):
         cycle = self.cycle
         return cycle is not None and not cycle.response_complete and not cycle.more_body
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio."""
         super().connection_made(transport)
         self._expect_header()
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self._header.stop()
         self._linger.stop()
         self._write.stop()
@@ -103,8 +104,8 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._tell_gone(self)
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         self.quiet_since = time.monotonic()
         super().data_received(data)
         if self.transport.is_closing():
@@ -117,8 +118,8 @@ class Connection(H11Protocol):
         else:
             self._header.stop()
 
+    @override
     def on_response_complete(self) -> None:
-        """See uvicorn."""
         self.quiet_since = time.monotonic()
         comes = self.conn.their_state is h11.SEND_BODY
         super().on_response_complete()
@@ -153,8 +154,8 @@ class Connection(H11Protocol):
         super().pause_writing()
         self._watch_reading()
 
+    @override
     def resume_writing(self) -> None:
-        """See asyncio."""
         super().resume_writing()
         self._write.stop()
         if self.cycle is not None and self.cycle.response_complete:

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, Self
 
+from typing_extensions import override
+
 from hmt.base.errors import Cancelled, DeadlineError, HMTError
 from hmt.contracts.request import (
     FinishReason,
@@ -14,6 +16,7 @@ from hmt.contracts.request import (
     TokenEvent,
 )
 from hmt.engine import LoadedModel, RequestHandle
+from hmt.engine.outputs.output_processor import TokenListener
 from hmt.server.client import CLIENT, off_loop
 from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.errors import as_api_error
@@ -25,15 +28,15 @@ _TO_READ_S: Final = 5.0  # that a client then has to read the error
 
 
 @dataclass(frozen=True, slots=True)
-class _QueueListener:
+class _QueueListener(TokenListener):
     """Listener of one answer: hands what it is told to the event loop."""
 
     number: int
     loop: asyncio.AbstractEventLoop
     hear: Callable[[int, EngineEvent], None]
 
+    @override
     def put(self, event: EngineEvent, /) -> None:
-        """See hmt.engine.Listener."""
         try:
             self.loop.call_soon_threadsafe(self.hear, self.number, event)
         except RuntimeError:

@@ -15,6 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 from starlette.types import Scope
+from typing_extensions import override
 
 from hmt.base.errors import ClosedError
 from hmt.engine import LoadedModel, RunSummary
@@ -47,7 +48,7 @@ class _ModelMetrics:
         self.account.inside = inside
 
 
-class _AnswerCounter:
+class _AnswerCounter(Observer):
     """Counts the answers of one model.  An Observer."""
 
     def __init__(self, metrics: "Metrics", name: str) -> None:
@@ -57,8 +58,8 @@ class _AnswerCounter:
         self._tokens = metrics.tokens.labels(name)
         self._name, self._ends = name, metrics.ends
 
+    @override
     def ended(self, choice: ChoiceState) -> None:
-        """See Observer."""
         ticket = choice.ticket
         reason = choice.finish_reason
         end = "failed" if choice.failed else "cancelled" if reason is None else reason.value

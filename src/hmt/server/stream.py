@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from hmt.base.log import logger
 from hmt.server.errors import ApiError
@@ -94,8 +95,8 @@ class EventStream(Response):
         self._quiet_s = quiet_s
         self._wrote = False
 
+    @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         async with self._context:
             with suppress(ClientGone, OSError):
                 await unless_gone(receive, self._stream(send))

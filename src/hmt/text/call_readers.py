@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Final
 
+from typing_extensions import override
+
 from hmt.text.balance import Balance
-from hmt.text.calls import ToolCall
+from hmt.text.calls import CallReader, ToolCall
 from hmt.text.parameters import Parameters, as_json, read_json
 from hmt.text.python_literal import read_literal
 
@@ -37,7 +39,7 @@ TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"  # special tok
 _IPYTHON: Final = "<|python_tag|>"
 
 
-class TextReader(ABC):
+class TextReader(ABC, CallReader):
     """What all readers do: hold text that may belong to a call, and show the rest.
 
     White space is shown with what follows it: before and after calls it is left out.
@@ -80,15 +82,15 @@ class TextReader(ABC):
     def parse(self) -> Generator[None, None, None]:
         """Read all of the answer; yields where more of it has to come."""
 
+    @override
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """See CallReader."""
         if text:
             self.text += text
             next(self._running, None)
         return self._results()
 
+    @override
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """See CallReader."""
         self._ended = True
         for _ in self._running:
             pass
@@ -343,8 +345,8 @@ class TextReader(ABC):
 class TaggedReader(TextReader):
     """Objects, lists or Python's calls between two tags (Hermes, Qwen, LFM2)."""
 
+    @override
     def parse(self) -> Generator[None, None, None]:
-        """See TextReader."""
         while (yield from self.show_until(self.tags[0])):
             self.begin()
             self.use(len(self.tags[0]))
@@ -364,8 +366,8 @@ class TaggedReader(TextReader):
 class UntaggedReader(TextReader):
     """Calls that are the whole answer (Llama), or follow a mark of Mistral's."""
 
+    @override
     def parse(self) -> Generator[None, None, None]:
-        """See TextReader."""
         self.begin()
         if (yield from self.skip()):
             self.use(len((yield from self.ahead(_IPYTHON))))

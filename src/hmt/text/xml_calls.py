@@ -15,6 +15,8 @@ follows that can follow there.
 from collections.abc import Generator
 from typing import Final
 
+from typing_extensions import override
+
 from hmt.text.call_readers import Seeking, TaggedReader
 from hmt.text.parameters import Parameters, as_json
 
@@ -32,8 +34,8 @@ class XmlReader(TaggedReader):
         """What may end a value."""
         return PARAMETER_END, FUNCTION_END, PARAMETER, self.tags[1]
 
+    @override
     def parse(self) -> Generator[None, None, None]:
-        """See TextReader."""
         while mark := (yield from self.show_until(self.tags[0], FUNCTION)):
             self.begin()
             self.use(len(mark) if mark == self.tags[0] else 0)

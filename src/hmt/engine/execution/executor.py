@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from hmt.base.trace import Tracer
 from hmt.contracts.model import Model
@@ -126,7 +127,7 @@ class _Stages:
         self._since_s = now
 
 
-class PlainExecutor:
+class PlainExecutor(Executor):
     """One block after the other, nothing ahead of time."""
 
     surveys: Sequence[LogitStats] = ()
@@ -154,8 +155,8 @@ class PlainExecutor:
         return 0.0, 0.0
 
     @torch.inference_mode()
+    @override
     def run(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor:
-        """See Executor."""
         with self._places.computing():
             return self._run(step, viewer)
 
@@ -180,7 +181,7 @@ class PlainExecutor:
         return logits
 
 
-class OverlappedExecutor:
+class OverlappedExecutor(Executor):
     """Requests the dense blocks of the next layers while it computes the current one.
 
     How many layers, `ahead` says; the order wraps around, so while the head computes, the first
@@ -217,8 +218,8 @@ class OverlappedExecutor:
             self._together = model.fused_layers(range(model.spec.layers), weights, kv)
 
     @property
+    @override
     def expert_uses(self) -> Mapping[int, Sequence[int]]:
-        """See Executor."""
         return {} if self._together is None else self._together.expert_uses
 
     @torch.inference_mode()
@@ -230,8 +231,8 @@ class OverlappedExecutor:
             return self.graphs.replayed_s(times)
 
     @torch.inference_mode()
+    @override
     def run(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor:
-        """See Executor."""
         with self._places.computing():
             return self._run(step, viewer)
 

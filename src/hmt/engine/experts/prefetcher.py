@@ -5,12 +5,14 @@ change is when a block is read; no result depends on them.
 """
 
 import torch
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
 from hmt.contracts.store import Presence, Priority
 from hmt.engine.experts.ab_gate import ABGate, ABResult
+from hmt.engine.experts.observers import StepObserver
 from hmt.engine.experts.predictor import (
     Kind,
     PredictionSource,
@@ -23,7 +25,7 @@ from hmt.weights import WeightStore
 _SLOT_SHARE = 4  # guesses may wait in a quarter of the slots
 
 
-class ExpertPrefetcher:
+class ExpertPrefetcher(StepObserver):
     """Implements Observer: guesses the experts of the next layer."""
 
     def __init__(self, model: Model, weights: WeightStore, plan: Plan) -> None:
@@ -49,10 +51,10 @@ class ExpertPrefetcher:
         """Of the last trial; None before the first has ended."""
         return self._trial.verdict
 
+    @override
     def routed(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """See Observer."""
         chosen = {expert for token in experts.tolist() for expert in token}
         self._trust.learn(self._prefetched.pop(layer, ()), chosen)
         if layer == self._predictor.first:
@@ -63,8 +65,8 @@ class ExpertPrefetcher:
             guess = self._predictor.of_following(layer, hidden)
             self._prefetch(self._predictor.following[layer], guess, PredictionSource.ROUTER)
 
+    @override
     def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
-        """See Observer."""
         if self._trial.on:
             guess = self._predictor.of_first(index, hidden)
             if guess is not None:

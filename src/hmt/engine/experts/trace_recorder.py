@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockKind, BlockSize
 from hmt.contracts.model import ModelSpec
+from hmt.engine.experts.observers import StepObserver
 from hmt.engine.experts.predictor import RouterPredictor, expert_count, expert_layers
 from hmt.engine.experts.trace import TraceHeader, TraceWriter
 
@@ -29,7 +31,7 @@ def open_trace(path: Path, model: str, spec: ModelSpec, blocks: Sequence[BlockSi
     return TraceWriter(path, TraceHeader(model, expert_count(spec), spec.experts_per_token, sizes))
 
 
-class ExpertRecorder:
+class ExpertRecorder(StepObserver):
     """Implements Observer: writes a trace, with what the next router would have said earlier."""
 
     def __init__(self, trace: TraceWriter, predictor: RouterPredictor) -> None:
@@ -37,16 +39,16 @@ class ExpertRecorder:
         self._predictor = predictor
         self._guess: dict[int, list[list[int]] | None] = {}
 
+    @override
     def routed(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """See Observer."""
         self._trace.routed(layer, experts, scales, self._guess.pop(layer, None))
         following = self._predictor.following[layer]
         self._guess[following] = self._predictor.of_following(layer, hidden)
 
+    @override
     def layer_ended(self, index: int, hidden: torch.Tensor) -> None:
-        """See Observer."""
         guess = self._predictor.of_first(index, hidden)
         if guess is not None:
             self._guess[self._predictor.first] = guess

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine.scheduling.kv_operations import KVOperationLog
@@ -12,10 +14,10 @@ from hmt.kvcache.prefix import PrefixCache
 class KVReservation:
     """Keeps `kv`, `room` and `computed` of sequences.  Only for the engine's thread."""
 
+    @override
     def __init__(
         self, kv: KVOperationLog, prefixes: PrefixCache | None, salt: Callable[[SequenceState], str]
     ) -> None:
-        """See Scheduler."""
         self._kv = kv
         self._prefixes = prefixes
         self._salt = salt

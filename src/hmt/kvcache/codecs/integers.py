@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
@@ -20,8 +21,8 @@ class Int8PerToken(Codec):
     """
 
     @property
+    @override
     def unit_bytes(self) -> int:
-        """See Codec."""
         return PAGE_TOKENS * self.heads * (self.dim + 4)
 
     def _encode(self, rows: Tensor) -> Tensor:
@@ -43,8 +44,8 @@ class Int8PerChannel(Codec):
     """
 
     @property
+    @override
     def unit_bytes(self) -> int:
-        """See Codec."""
         return (PAGE_TOKENS + 2) * self.heads * self.dim
 
     def _encode(self, rows: Tensor) -> Tensor:
@@ -74,8 +75,8 @@ class Int8Static(Codec):
         self.scales = scales.float()
 
     @property
+    @override
     def unit_bytes(self) -> int:
-        """See Codec."""
         return PAGE_TOKENS * self.heads * self.dim
 
     def _encode(self, rows: Tensor) -> Tensor:
@@ -105,8 +106,8 @@ class Int4(Codec):
     """
 
     @property
+    @override
     def unit_bytes(self) -> int:
-        """See Codec."""
         return PAGE_TOKENS * self.heads * (self._even // 2 + self._groups * 2)
 
     def _encode(self, rows: Tensor) -> Tensor:

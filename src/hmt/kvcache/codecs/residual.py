@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
@@ -44,8 +45,8 @@ class Residual(Codec):
         return self._place_bytes + 1 + self.width // 2
 
     @property
+    @override
     def unit_bytes(self) -> int:
-        """See Codec."""
         return self._base_bytes + self.records * self.record_bytes
 
     def _encode(self, rows: Tensor) -> Tensor:

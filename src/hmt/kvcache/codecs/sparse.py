@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
@@ -19,8 +20,8 @@ class Sparse24(Codec):
     """
 
     @property
+    @override
     def unit_bytes(self) -> int:
-        """See Codec."""
         return PAGE_TOKENS * self.heads * (self._value_bytes + self._filled // 8)
 
     def _encode(self, rows: Tensor) -> Tensor:

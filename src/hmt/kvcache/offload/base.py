@@ -4,13 +4,15 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache
 from hmt.kernels import ops
 from hmt.kvcache.page_store import KeptLayer
 
 
-class OffloadedKVBase(ABC):
+class OffloadedKVBase(ABC, KVCache):
     """KVCache: layers with a window attend to their rings, all others as the subclass says."""
 
     @abstractmethod
@@ -32,11 +34,12 @@ class OffloadedKVBase(ABC):
     ) -> torch.Tensor:
         """Attention of a layer without a window; options: scale and softcap."""
 
+    @override
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        """See KVCache."""
         kept = self.kept(layer)
         ops.append_pages(kept.pages, kept.slot, self.device_segments(layer, step), key, value)
 
+    @override
     def attend(
         self,
         layer: int,
@@ -47,7 +50,6 @@ class OffloadedKVBase(ABC):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See KVCache."""
         options: dict[str, Any] = {"scale": scale, "softcap": softcap}
         kept = self.kept(layer)
         if not kept.window:
@@ -56,10 +58,10 @@ class OffloadedKVBase(ABC):
         runs = self.device_segments(layer, step)
         return ops.paged_attention_output(kept.pages, kept.slot, runs, query, **options)
 
+    @override
     def append_attend(
         self, layer: int, step: Step, heads: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """See KVCache."""
         kept = self.kept(layer)
         if kept.window:
             runs, options = self.device_segments(layer, step), options | {"window": kept.window}
@@ -79,6 +81,6 @@ class OffloadedKVBase(ABC):
         """See KVCache: pages are in several places."""
         return None
 
+    @override
     def kernel_metadata(self, step: Step) -> Any:
-        """See KVCache."""
         raise AssertionError("kernel_pages said no")

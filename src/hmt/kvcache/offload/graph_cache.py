@@ -17,8 +17,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from typing_extensions import override
 
 from hmt.contracts.step import Segment, Step
+from hmt.contracts.store import KVCache
 from hmt.kernels import graph_ops, ops
 from hmt.kvcache.offload.base import OffloadedKVBase
 from hmt.kvcache.offload.host_attention import Query, attend_into
@@ -53,7 +55,7 @@ class _Runs:
     sliding_windows: dict[int, ops.AttentionMetadata] = field(default_factory=dict)
 
 
-class GraphKVCache(OffloadedKVBase):
+class GraphKVCache(OffloadedKVBase, KVCache):
     """KVCache over a TieredKV for steps of one token per run, computed on a device.
 
     `begin` makes a step's pages and says where they are; `hold` names the tensors that kernels read
@@ -146,8 +148,8 @@ class GraphKVCache(OffloadedKVBase):
         left = self._left_out.get(layer, {})
         self._kv.weigh(layer, self._step, query, asked.lse, asked.options, left)
 
+    @override
     def kept(self, layer: int) -> KeptLayer:
-        """See OffloadedKVBase."""
         return self._kv.kept(layer)
 
     def device_segments(self, layer: int, step: Step) -> ops.AttentionMetadata:
@@ -184,8 +186,8 @@ class GraphKVCache(OffloadedKVBase):
         graph_ops.combine_parts(out, asked.lse, there.out, there.lse, joined)
         return joined
 
+    @override
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """See KVCache."""
         return self._kv.read(layer, run)
 
     def _host_query_of(

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from hmt.base.errors import DiskReadError, HMTError
 from hmt.memory.disk.io_scheduler import IoRequest, ReadGroup
 from hmt.memory.disk.readers import DiskReader, VectorReader
@@ -73,7 +75,7 @@ def backend_of(reader: DiskReader, depth: int) -> IoBackend:
     return ThreadBackend(reader, depth)
 
 
-class ThreadBackend:
+class ThreadBackend(IoBackend):
     """`threads` threads that read, and end the tickets whose last read they did."""
 
     def __init__(self, reader: DiskReader, threads: int) -> None:
@@ -81,8 +83,8 @@ class ThreadBackend:
         self._count = threads
         self._threads: list[threading.Thread] = []
 
+    @override
     def start(self, work: ReadWork, thread_starts: Callable[[], None]) -> None:
-        """See Issuer."""
         self._threads = start_threads(
             self._count, "hmt-disk", thread_starts, lambda: self._run(work)
         )
@@ -90,8 +92,8 @@ class ThreadBackend:
     def wake(self) -> None:
         """See Issuer.  Threads wait in `take`."""
 
+    @override
     def join(self) -> None:
-        """See Issuer."""
         for thread in self._threads:
             thread.join()
 
@@ -99,8 +101,9 @@ class ThreadBackend:
         """See Issuer.  There is nothing to register with."""
         return False
 
+    @override
     def unregister(self, memory: memoryview) -> None:
-        """See Issuer."""
+        """Nothing to do."""
 
     def _run(self, work: ReadWork) -> None:
         while (request := work.take(wait=True)) is not None:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from hmt.base.errors import DiskReadError, os_reason
 from hmt.base.log import warn_once
 
@@ -87,18 +89,18 @@ def read_failed(path: Path, offset: int, nbytes: int, error: OSError) -> DiskRea
     )
 
 
-class PreadReader:
+class PreadReader(DiskReader, VectorReader):
     """`preadv` from descriptors opened with O_DIRECT, or through the page cache."""
 
     def __init__(self, *, direct: bool = True, files: OpenFiles | None = None) -> None:
         self._files = files or OpenFiles(direct=direct)
 
+    @override
     def read_into(self, path: Path, offset: int, view: memoryview) -> int:
-        """See DiskReader."""
         return self.read_vector(path, offset, [view])
 
+    @override
     def read_vector(self, path: Path, offset: int, views: Sequence[memoryview]) -> int:
-        """See VectorReader."""
         descriptor, direct = self._files.descriptor(path)
         left = list(views)
         done = 0
@@ -114,8 +116,8 @@ class PreadReader:
             raise read_failed(path, offset, nbytes, error) from error
         return done
 
+    @override
     def close(self) -> None:
-        """See DiskReader."""
         self._files.close()
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from hmt.base import extension
 from hmt.base.errors import DiskReadError, HMTError
 from hmt.base.log import warn_once
-from hmt.memory.disk.io_backends import IoBackend, ReadWork, start_threads
+from hmt.memory.disk.io_backends import BackendReader, IoBackend, ReadWork, start_threads
 from hmt.memory.disk.io_scheduler import IoRequest, ReadGroup
-from hmt.memory.disk.readers import OpenFiles, PreadReader, read_failed
+from hmt.memory.disk.readers import DiskReader, OpenFiles, PreadReader, VectorReader, read_failed
 
 _MOST_READS = 64  # at once; what limits large ones is the queue's bound on bytes
 _MOST_ENDERS = 8
@@ -39,32 +41,32 @@ def unavailable() -> str | None:
     return None
 
 
-class UringReader:
+class UringReader(DiskReader, VectorReader, BackendReader):
     """Implements DiskReader and BackendReader; single reads are plain `preadv`."""
 
     def __init__(self) -> None:
         self._files = OpenFiles(direct=True)
         self._blocking = PreadReader(files=self._files)
 
+    @override
     def read_into(self, path: Path, offset: int, view: memoryview) -> int:
-        """See DiskReader."""
         return self._blocking.read_into(path, offset, view)
 
+    @override
     def read_vector(self, path: Path, offset: int, views: Sequence[memoryview]) -> int:
-        """See VectorReader."""
         return self._blocking.read_vector(path, offset, views)
 
+    @override
     def issuer(self, depth: int) -> IoBackend:
-        """See BackendReader."""
         capacity = max(depth, _MOST_READS)
         return UringBackend(self._files, extension.find().Ring(capacity), capacity)
 
+    @override
     def close(self) -> None:
-        """See DiskReader."""
         self._files.close()
 
 
-class UringBackend:
+class UringBackend(IoBackend):
     """One thread that submits and reaps, and a few that end tickets which take long."""
 
     def __init__(self, files: OpenFiles, ring: Any, capacity: int) -> None:
@@ -79,18 +81,18 @@ class UringBackend:
         self._threads: list[threading.Thread] = []
         self._enders: list[threading.Thread] = []
 
+    @override
     def start(self, work: ReadWork, thread_starts: Callable[[], None]) -> None:
-        """See Issuer."""
         enders = min(_MOST_ENDERS, len(os.sched_getaffinity(0)))
         self._enders = start_threads(enders, "hmt-loaded", thread_starts, lambda: self._end(work))
         self._threads = start_threads(1, "hmt-disk", thread_starts, lambda: self._run(work))
 
+    @override
     def wake(self) -> None:
-        """See Issuer."""
         self._ring.wake()
 
+    @override
     def join(self) -> None:
-        """See Issuer."""
         for thread in self._threads:
             thread.join()
         for _ in self._enders:
@@ -101,8 +103,8 @@ class UringBackend:
             self._ring.remove_file(descriptor)
         self._ring = None  # its memory and descriptors go now, not when somebody collects us
 
+    @override
     def register(self, memory: memoryview) -> bool:
-        """See Issuer."""
         taken = self._ring is not None and bool(self._ring.add_memory(memory))
         if not taken:
             warn_once(
@@ -112,8 +114,8 @@ class UringBackend:
             )
         return taken
 
+    @override
     def unregister(self, memory: memoryview) -> None:
-        """See Issuer."""
         if self._ring is not None:
             self._ring.remove_memory(memory)
 

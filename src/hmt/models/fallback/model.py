@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.base.log import logger
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
-from hmt.contracts.model import ModelSpec
+from hmt.contracts.model import Model, ModelSpec
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.models.config import Config, max_context
@@ -37,7 +38,7 @@ REMARK = "runs through transformers' modules, which is slower than a family of H
 _IGNORED = (r"\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
 
 
-class Fallback:
+class Fallback(Model):
     """Implements Model around a module tree of transformers.
 
     Where its attention asks for an implementation by name, that is HMT's, over all sequences of a
@@ -92,14 +93,14 @@ class Fallback:
         self._known: Known = {}  # what calls hold, where layers compute
         self._try_behind()
 
+    @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
-        """See Model."""
         return self._prepare(step, weights)[0].clone()
 
+    @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
-        """See Model."""
         calls = self._prepare(step, weights)[1]
         layer = self._parts.layers[index]
         lengths = self._lengths(step.segments)
@@ -121,16 +122,16 @@ class Fallback:
         """See Model: there are none, as modules of transformers have no kernels for this."""
         return None
 
+    @override
     def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """See Model."""
         with in_context(CallContext(weights, instead=hidden[None], stops=True)) as work:
             with suppress(StoppedError):
                 self._behind(hidden)
             assert work.seen is not None
             return work.seen[0].float()
 
+    @override
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """See Model."""
         with in_context(CallContext(weights, instead=hidden[None])):
             logits: Tensor = self._behind(hidden)
             return logits[0].float()
@@ -150,8 +151,8 @@ class Fallback:
             assert work.chosen is not None
             return work.chosen
 
+    @override
     def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
-        """See Model."""
         return tuple(self._layer_blocks[index])
 
     def _behind(self, hidden: Tensor) -> Any:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels.panel_packing import pack_awq
 from hmt.quant.importers.bits import as_tensor
 from hmt.quant.importers.grouped import fill_grouped, fill_groups, grouped_format
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
 
@@ -21,7 +23,7 @@ _NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class AWQ:
+class AWQ(WeightImporter):
     """4-bit codes with zero points, the outputs of one input side by side.
 
     outputs      of the published tensor
@@ -34,12 +36,12 @@ class AWQ:
     outputs: int
     group_size: int
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return grouped_format(_BITS, shape[1], self.group_size, torch.float16, zeros=True)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         columns = target.shape[1]
         groups = columns // (self.group_size or columns)
         codes = as_tensor(parts["qweight"], torch.int32, columns, self.outputs // 8)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.importers.bits import as_tensor
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
 
@@ -18,26 +20,26 @@ _FLOATS = {"F32": Encoding.F32, "F16": Encoding.F16, "BF16": Encoding.BF16}
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytesInt8:
+class BitsAndBytesInt8(WeightImporter):
     """Codes -127..127; a number is code * SCB / 127.
 
     Parts: weight int8 [rows, in], SCB f32 [rows].  What is kept is SCB / 127, rounded to f32; its
     own dequantiser rounds code * SCB first, and can differ by a unit in f32's last place.
     """
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return Format(Encoding.INT8_CHANNEL)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         assert target.scales is not None
         target.data.copy_(parts["weight"].view(torch.int8).view(target.shape))
         target.scales.copy_(as_tensor(parts["SCB"], torch.float32, len(target.scales)) / 127)
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytesTable:
+class BitsAndBytesTable(WeightImporter):
     """Codes of a table of 16 numbers, with the largest magnitude of each `block` as its scale.
 
     Codes of all rows follow each other, the high nibble first, and blocks take no heed of rows.
@@ -57,12 +59,12 @@ class BitsAndBytesTable:
     nested_block: int = 0
     nested_offset: float = 0.0
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return Format(_FLOATS[self.dtype])
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         rows, columns = target.shape
         pairs = parts["weight"].view(rows, columns // 2)
         table = as_tensor(parts["quant_map"], torch.float32, 16)

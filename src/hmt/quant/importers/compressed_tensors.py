@@ -8,16 +8,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.quant.importers.bits import DTYPES, as_tensor, pairs_or_codes, unpack_bits
 from hmt.quant.importers.grouped import fill_grouped, grouped_format
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedIntegers:
+class CompressedIntegers(WeightImporter):
     """Signed codes, stored as bytes (int-quantized) or packed (pack-quantized).
 
     packed        codes + 2^(bits - 1) lie in words, each row on its own, without unused bits but
@@ -40,15 +42,15 @@ class CompressedIntegers:
     symmetric: bool
     all_rows: int
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         columns = shape[1]
         group = columns // self.scale_groups if self.scale_groups > 1 else 0
         zeros = not self.symmetric
         return grouped_format(self.bits, columns, group, DTYPES[self.scale_dtype], zeros=zeros)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         rows, columns = target.shape
         middle = 1 << self.bits - 1
         scales = self._per_row(as_tensor(parts["weight_scale"], DTYPES[self.scale_dtype], -1), rows)

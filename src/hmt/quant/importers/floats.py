@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_order import turn_back
 from hmt.quant.packed import Format
 
@@ -14,7 +16,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Floats:
+class Floats(WeightImporter):
     """F32, F16 or BF16 that do not lie as HMT wants them.
 
     dtype     as TensorRecord has it
@@ -29,12 +31,12 @@ class Floats:
     turned: int = 0
     minus: float = 0.0
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return Format(Encoding.F32 if self.minus else Encoding(self.dtype.lower()))
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         dtype = _DTYPES[self.dtype]
         raw = parts["data"]
         if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:

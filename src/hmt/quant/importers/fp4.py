@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import PANEL_BLOCK, Encoding, WeightTensor
 from hmt.kernels.reference.packing import E2M1
 from hmt.quant.importers.bits import as_tensor, unpack_nibbles
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format, pack_groups, pack_pairs
 
@@ -22,7 +24,7 @@ _MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class NVFP4:
+class NVFP4(WeightImporter):
     """Pairs of codes, an e4m3 scale per 16 inputs, and one f32 for the whole weight.
 
     divides   the last one divides the scales (compressed-tensors) instead of multiplying them
@@ -34,14 +36,14 @@ class NVFP4:
 
     divides: bool
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         if shape[1] % PANEL_BLOCK:
             return Format(Encoding.F32)
         return Format(Encoding.NVFP4, _NVFP4_GROUP)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         rows, columns = target.shape
         groups = columns // _NVFP4_GROUP
         pairs = parts["codes"].view(rows, columns // 2)
@@ -61,7 +63,7 @@ class NVFP4:
 
 
 @dataclass(frozen=True, slots=True)
-class MXFP4:
+class MXFP4(WeightImporter):
     """Pairs of codes and a power of two per 32 inputs (OCP MX 1.0).
 
     interleaved   published rows belong to this many weights by turns: 2 for gpt-oss, whose
@@ -74,12 +76,12 @@ class MXFP4:
     interleaved: int = 1
     turn: int = 0
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return Format(Encoding.MXFP4, _MXFP4_GROUP)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         rows, columns = target.shape
         mine = slice(self.turn, None, self.interleaved)
         codes = parts["codes"].view(rows * self.interleaved, columns // 2)[mine]

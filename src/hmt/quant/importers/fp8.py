@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.importers.bits import scales_as_f32
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.packed import Format
 
 
 @dataclass(frozen=True, slots=True)
-class FP8:
+class FP8(WeightImporter):
     """Numbers in e4m3 and scales that multiply them.
 
     tile          (rows, columns) that share a scale; 0 for all rows, or all columns
@@ -27,12 +29,12 @@ class FP8:
     tile: tuple[int, int]
     scale_dtype: str
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return Format(Encoding.FP8_BLOCK, tile=(self.tile[0] or shape[0], self.tile[1] or shape[1]))
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         assert target.scales is not None
         target.data.view(torch.uint8).copy_(parts["weight"].view(target.shape))
         shape = target.scales.shape

@@ -11,6 +11,7 @@ from math import lcm
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.base.units import round_up
@@ -19,6 +20,7 @@ from hmt.kernels import ops
 from hmt.kernels.gguf_unpack import unpack_blocks
 from hmt.quant.importers.floats import Floats
 from hmt.quant.importers.gguf_blocks import BLOCKS, Unpacked
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_order import turn_back
 from hmt.quant.packed import Format, empty_weight, pack_groups
 
@@ -43,7 +45,7 @@ _FORMATS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Gguf:
+class Gguf(WeightImporter):
     """One of ggml's types.
 
     turned   rows of a head, where they lie in another order: see turn_back; else 0
@@ -54,8 +56,8 @@ class Gguf:
     kind: str
     turned: int = 0
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         size = BLOCKS[self.kind].numbers
         if len(shape) != 2 or shape[1] % size:
             raise CheckpointError(
@@ -63,8 +65,8 @@ class Gguf:
             )
         return _FORMATS[self.kind]
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         blocks = BLOCKS[self.kind]
         rows, columns = target.shape
         raw = parts["blocks"].view(rows, -1)
@@ -89,7 +91,7 @@ class Gguf:
 
 
 @dataclass(frozen=True, slots=True)
-class GgufLatent:
+class GgufLatent(WeightImporter):
     """kv_b_proj of latent attention, of whose heads keys and values are tensors of their own.
 
     Keys are transposed, so that their groups run along what are rows here: no format has that, and
@@ -107,12 +109,12 @@ class GgufLatent:
     value_dim: int
     rank: int
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return Format(Encoding.F32)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         keys = _numbers(parts["keys"], self.keys, self.heads * self.rank, self.nope_dim)
         values = _numbers(parts["values"], self.values, self.heads * self.value_dim, self.rank)
         both = (

@@ -5,17 +5,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.importers.bits import as_tensor, pairs_or_codes, unpack_bits
 from hmt.quant.importers.grouped import fill_grouped, grouped_format
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQ:
+class GPTQ(WeightImporter):
     """Codes of 2, 3, 4 or 8 bits, the inputs of one output packed.
 
     outputs      of the published tensor
@@ -41,15 +43,15 @@ class GPTQ:
     zero_offset: int
     in_order: bool = False
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         if self.ordered:
             return Format(Encoding.F16)
         zeros = not self.symmetric
         return grouped_format(self.bits, shape[1], self.group_size, torch.float16, zeros=zeros)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         columns = target.shape[1]
         groups = columns // (self.group_size or columns)
         words = as_tensor(parts["qweight"], torch.int32, columns * self.bits // 32, self.outputs)

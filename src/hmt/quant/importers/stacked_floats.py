@@ -4,16 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.importers.bits import DTYPES, as_tensor
+from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.packed import Format
 
 _ENCODINGS = {"F32": Encoding.F32, "F16": Encoding.F16, "BF16": Encoding.BF16}
 
 
 @dataclass(frozen=True, slots=True)
-class StackedFloats:
+class StackedFloats(WeightImporter):
     """Numbers whose rows are spread over a tensor (gpt-oss in 16 bits, and its biases).
 
     dtype         "F32", "F16" or "BF16"
@@ -30,12 +32,12 @@ class StackedFloats:
     turn: int = 0
     columns: int = 0
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return Format(_ENCODINGS[self.dtype])
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         rows, *inputs = target.shape
         dtype = DTYPES[self.dtype]
         if self.columns:

@@ -3,11 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.weights.eviction.interface import EvictionPolicy
 
 
-class DenseByScan:
+class DenseByScan(EvictionPolicy):
     """Experts go first, in the order of a policy of their own; then dense blocks, the last used.
 
     Every step uses each dense block once, in one order, so the one just used is the one that is
@@ -20,8 +22,8 @@ class DenseByScan:
         self._experts = experts
         self._dense: OrderedDict[BlockId, None] = OrderedDict()  # by last use
 
+    @override
     def cached(self, block: BlockId) -> None:
-        """See EvictionPolicy."""
         if block.kind is BlockKind.EXPERT:
             self._experts.cached(block)
         else:
@@ -29,21 +31,21 @@ class DenseByScan:
             self._dense[block] = None
             self._dense.move_to_end(block, last=False)
 
+    @override
     def used(self, block: BlockId) -> None:
-        """See EvictionPolicy."""
         if block.kind is BlockKind.EXPERT:
             self._experts.used(block)
         else:
             self._dense.move_to_end(block)
 
+    @override
     def removed(self, block: BlockId) -> None:
-        """See EvictionPolicy."""
         if block.kind is BlockKind.EXPERT:
             self._experts.removed(block)
         else:
             del self._dense[block]
 
+    @override
     def eviction_order(self) -> Iterator[BlockId]:
-        """See EvictionPolicy."""
         yield from self._experts.eviction_order()
         yield from reversed(self._dense)

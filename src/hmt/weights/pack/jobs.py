@@ -7,6 +7,8 @@ Both leave in their slot exactly the bytes that go into the pack from offset `at
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from hmt.base.errors import HMTError, NumericsError
 from hmt.base.trace import Tracer
 from hmt.base.units import round_down, round_up
@@ -14,12 +16,12 @@ from hmt.contracts.blocks import Role
 from hmt.contracts.store import Priority
 from hmt.memory import PAGE_BYTES, DiskRead, ReadQueue
 from hmt.weights.layout import BlockLayout, PlacedParam
-from hmt.weights.pack.pipeline import Buffers, Finished
+from hmt.weights.pack.pipeline import Buffers, Finished, Job
 from hmt.weights.store.block_load import BlockLoad, is_finite
 
 
 @dataclass(frozen=True, slots=True)
-class BlockJob:
+class BlockJob(Job):
     """Reads and converts a whole block."""
 
     owner: int
@@ -38,8 +40,8 @@ class BlockJob:
         """Bytes that it reads."""
         return self.layout.read_bytes
 
+    @override
     def start(self, buffers: Buffers, queue: ReadQueue, finished: Finished) -> None:
-        """See Job."""
 
         def done(error: HMTError | None) -> None:
             try:
@@ -62,7 +64,7 @@ class BlockJob:
 
 
 @dataclass(frozen=True, slots=True)
-class TableJob:
+class TableJob(Job):
     """Copies a piece of a table, which may be larger than any block and is never converted.
 
     data_bytes   of the table in this piece; what follows up to the page's end is zeroed
@@ -84,8 +86,8 @@ class TableJob:
         """Bytes that it reads, alignment left out."""
         return self.data_bytes
 
+    @override
     def start(self, buffers: Buffers, queue: ReadQueue, finished: Finished) -> None:
-        """See Job."""
         assert buffers.staging is not None
         data, staging, slot = self.placed.param.data, buffers.staging.tensor, buffers.slot.tensor
         begin = data.offset + self.at

@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from typing_extensions import override
+
 from hmt.base.errors import HMTError
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.store import Priority
@@ -75,7 +77,7 @@ def in_order(
 
 
 @dataclass(frozen=True, slots=True)
-class ExtentChunk:
+class ExtentChunk(Job):
     """Reads a piece of an extent.
 
     owner   number of the extent among those that are read
@@ -88,8 +90,8 @@ class ExtentChunk:
     at: int
     last: bool
 
+    @override
     def start(self, buffers: Buffers, queue: ReadQueue, finished: Finished) -> None:
-        """See Job."""
         view = buffers.slot.view[: self.file.nbytes]
         end = self.file.offset + self.file.nbytes
         read = DiskRead(self.file.path, self.file.offset, view, end)

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, Role
 from hmt.contracts.checkpoint import FileRange
@@ -24,17 +25,17 @@ _NUMBERS: Final = Format(Encoding.F32)
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(WeightImporter):
     """See Form: what `form` unpacks, as numbers."""
 
     form: WeightImporter
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return _NUMBERS
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         codes = empty_weight(self.form.format(target.shape), target.shape)
         self.form.unpack(parts, codes, first)
         target.data.copy_(ops.dequantize(codes, torch.float32))

@@ -1,4 +1,4 @@
-#include "linear/msd.h"
+#include "experimental/msd.h"
 
 #include "linear/panels_int8.h"
 
