@@ -174,6 +174,8 @@ def _with_bias(weight: Any, bias: Tensor) -> tuple[Any, int, int]:
 
 
 def _is_supported(w: WeightTensor) -> bool:
+    if w.encoding not in _CODES:
+        return False
     parts = (w.data, w.scales, w.zeros, w.minima)
     if len(w.shape) != 2 or any(part is not None and not part.is_contiguous() for part in parts):
         return False

@@ -46,6 +46,7 @@ from hmt.kernels.reference.matmul import (
     linear,
     linear_by_chunks,
     linear_many,
+    quantize_activation_blocks,
     quantize_activations,
 )
 from hmt.kernels.reference.routing import (
@@ -111,6 +112,7 @@ __all__ = [
     "page_masses",
     "paged_attention",
     "paged_attention_output",
+    "quantize_activation_blocks",
     "quantize_activations",
     "read_pages",
     "rms_norm",

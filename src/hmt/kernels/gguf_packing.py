@@ -1,4 +1,4 @@
-"""Blocks of GGUF files brought into the forms that kernels read, by the compiled extension."""
+"""Rows of GGUF files brought into the packing that kernels read, by the compiled extension."""
 
 from typing import Final
 
@@ -9,18 +9,10 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.kernels.cpu import extension
 
 # Numbers of the enum in csrc/linear/gguf.h.
-_KINDS: Final = {
-    kind: number
-    for number, kind in enumerate(
-        (
-            "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-            "IQ4_NL", "IQ4_XS", "MXFP4",
-        )
-    )
-}  # fmt: skip
+_KINDS: Final = {"Q4_0": 0, "Q4_1": 1, "MXFP4": 12}
 
 
-def unpack_blocks(kind: str, blocks: Tensor, target: WeightTensor, turned: int) -> bool:
+def pack_rows(kind: str, blocks: Tensor, target: WeightTensor, turned: int) -> bool:
     """Fill `target` from blocks uint8 [rows, bytes of a row] of one of ggml's types, in one pass.
 
     target   in the format that `hmt.quant.importers.gguf` has for the type, whole rows
@@ -30,6 +22,8 @@ def unpack_blocks(kind: str, blocks: Tensor, target: WeightTensor, turned: int) 
     """
     native = extension.load()
     parts = (blocks, target.data, target.scales, target.minima)
+    if kind not in _KINDS:
+        return False
     if native is None or not all(
         part is None or (part.device.type == "cpu" and part.is_contiguous()) for part in parts
     ):
