@@ -1,15 +1,10 @@
 """Rows of GGUF files brought into the packing that kernels read, by the compiled extension."""
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.encoding import BLOCK_SHAPES, Encoding, WeightTensor
 from hmt.kernels.cpu import extension
-
-# Numbers of the enum in csrc/linear/gguf.h.
-_KINDS: Final = {"Q4_0": 0, "Q4_1": 1, "MXFP4": 12}
 
 
 def pack_rows(kind: str, blocks: Tensor, target: WeightTensor, turned: int) -> bool:
@@ -22,22 +17,27 @@ def pack_rows(kind: str, blocks: Tensor, target: WeightTensor, turned: int) -> b
     """
     native = extension.load()
     parts = (blocks, target.data, target.scales, target.minima)
-    if kind not in _KINDS:
-        return False
     if native is None or not all(
         part is None or (part.device.type == "cpu" and part.is_contiguous()) for part in parts
     ):
         return False
     rows, columns = target.shape
-    assert target.scales is not None and not (turned and rows % turned)
-    native.unpack_ggml(
-        _KINDS[kind],
+    assert not (turned and rows % turned)
+    shape = BLOCK_SHAPES.get(target.encoding)
+    count = columns // (32 if shape is None else shape.numbers)
+    if count == 0:
+        return False
+    taken = 0 if target.scales is None else target.scales.element_size()
+    native.pack_gguf(
         blocks.data_ptr(),
         rows,
-        columns,
+        count,
+        blocks.shape[1] // count,
         turned,
+        0 if shape is None or shape.scale_at is None else shape.scale_at,
+        taken,
         target.data.data_ptr(),
-        target.scales.data_ptr(),
+        0 if target.scales is None else target.scales.data_ptr(),
         0 if target.minima is None else target.minima.data_ptr(),
         torch.get_num_threads(),
     )
