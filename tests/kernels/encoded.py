@@ -80,7 +80,7 @@ def _random_blocks(
     """Any bytes, with scales that are numbers."""
     w = empty_weight(Format(encoding, activations=activations), shape)
     w.data.random_(generator=random)
-    scales = torch.rand(w.data.shape[:2] + (16,), generator=random) * 0.02 - 0.004
+    scales = torch.rand((*w.data.shape[:2], 16), generator=random) * 0.02 - 0.004
     if w.scales is not None:
         w.scales.copy_(scales)
     for half in _HALVES.get(encoding, ()):

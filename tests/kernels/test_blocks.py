@@ -139,7 +139,7 @@ def test_numbers_and_products_with_floats(kind: Encoding, isa: str) -> None:
 
 
 def test_weights_of_other_packings_share_a_call(isa: str) -> None:
-    """Tokens are rounded with a scale of their own for some, with one per 256 columns for others."""
+    """Tokens have one scale for some of them, and one per 256 columns for others."""
     kinds = {
         "q": (Encoding.Q4_K, INT8),
         "k": (Encoding.INT4_GROUP, Activations.INT8_TOKEN),

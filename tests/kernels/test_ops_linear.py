@@ -142,8 +142,15 @@ def test_a_token_does_not_depend_on_the_others(backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("encoding", [Encoding.BF16, Encoding.INT8_CHANNEL, Encoding.INT4_GROUP])
-@pytest.mark.parametrize("activations", list(Activations))
+@pytest.mark.parametrize(
+    ("encoding", "activations"),
+    [
+        *((e, Activations.FLOAT) for e in (Encoding.BF16, Encoding.INT8_CHANNEL, Encoding.Q8_0)),
+        *((e, Activations.INT8_TOKEN) for e in (Encoding.INT8_CHANNEL, Encoding.INT4_GROUP)),
+        (Encoding.INT4_GROUP, Activations.FLOAT),
+        (Encoding.Q8_0, Activations.INT8_BLOCK),
+    ],
+)
 def test_no_tokens(backend, encoding, activations):
     w = random_weight(encoding, 5, 64, activations=activations)
     assert backend.linear(torch.empty(0, 64), w).shape == (0, 5)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import BLOCK_SHAPES, Encoding, WeightTensor
+from hmt.contracts.encoding import BLOCK_SHAPES, WeightTensor
 from hmt.kernels.cpu import extension
 
 
