@@ -146,7 +146,7 @@ def quantize_activation_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = -(-x.shape[1] // ACTIVATION_BLOCK)
     padded = functional.pad(x.float(), (0, blocks * ACTIVATION_BLOCK - x.shape[1]))
     codes, scales = quantize_activations(padded.view(-1, ACTIVATION_BLOCK))
-    return codes.view(len(x), -1)[:, : x.shape[1]], scales.view(len(x), blocks)
+    return codes.view(padded.shape)[:, : x.shape[1]], scales.view(len(x), blocks)
 
 
 def linear_int8_blocks(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
@@ -167,7 +167,7 @@ def linear_int8_blocks(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -
     step = torch.arange(blocks, device=x.device) * shape.numbers // ACTIVATION_BLOCK
     scales = scales[:, step].T.contiguous()  # [blocks, tokens]
     # Integers below 2^53 are exact in f64.
-    groups = codes.view(len(codes), blocks, -1, shape.group).double()
+    groups = codes.view(len(codes), blocks, shape.numbers // shape.group, shape.group).double()
     sums = groups.sum(-1)  # [tokens, blocks, groups]
     out = x.new_empty(x.shape[0], w.shape[0])
     for rows in _row_chunks(w, 8 * max(w.shape[1], blocks * len(codes))):
