@@ -52,8 +52,8 @@ void bind_norm(nb::module_& m) {
            Address codes, size_t code_stride, Address scales, Address sums, size_t threads) {
           const Norm norm = norm_of(x, type, tokens, 1, width, stride, width, out, width, width,
                                     weight, weight_type, eps, offset, residual);
-          const NormCodes where{at<int8_t>(codes), code_stride, at<float>(scales),
-                                at<int32_t>(sums)};
+          const CodeRows where{at<int8_t>(codes), code_stride, at<float>(scales),
+                               at<int32_t>(sums), 0, 1};
           compute(tokens * width, [&] { rms_norm_quantize(norm, where, threads); });
         });
 }

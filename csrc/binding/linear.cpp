@@ -10,11 +10,12 @@ namespace {
 
 Weight make_weight(int code, int packing, size_t rows, size_t columns, Address data,
                    int scale_type, Address scales, size_t tile_rows, size_t tile_columns,
-                   Address zeros, Address minima, float factor, bool int8_activations) {
+                   Address zeros, Address minima, float factor, bool int8_activations,
+                   Address grid) {
   return {static_cast<Code>(code), static_cast<Packing>(packing), rows, columns,
           at<const void>(data), static_cast<Scales>(scale_type), at<const void>(scales), tile_rows,
           tile_columns, at<const uint8_t>(zeros), at<const void>(minima), factor,
-          int8_activations};
+          int8_activations, 0, at<const uint32_t>(grid)};
 }
 
 }  // namespace
@@ -67,15 +68,15 @@ void bind_linear(nb::module_& m) {
                               Address codes, Address scales, size_t threads) {
     Kernel kernel;
     quantize_tokens({at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
-                    at<int8_t>(codes), columns, at<float>(scales), nullptr, 0, threads);
+                    {at<int8_t>(codes), columns, at<float>(scales), nullptr, 0, 1}, threads);
   });
-  m.def("unpack_ggml", [](int kind, Address blocks, size_t rows, size_t columns, size_t turned,
-                          Address data, Address scales, Address minima, size_t threads) {
+  m.def("pack_gguf", [](Address blocks, size_t rows, size_t count, size_t bytes, size_t turned,
+                        size_t taken_at, size_t taken_bytes, Address data, Address scales,
+                        Address minima, size_t threads) {
     Kernel kernel;
-    unpack_ggml(static_cast<Ggml>(kind),
-                {at<const uint8_t>(blocks), rows, columns, turned, at<uint8_t>(data),
-                 at<void>(scales), at<void>(minima)},
-                threads);
+    pack_gguf({at<const uint8_t>(blocks), rows, count, bytes, turned, taken_at, taken_bytes,
+               at<uint8_t>(data), at<uint8_t>(scales), at<uint8_t>(minima)},
+              threads);
   });
   m.def("pack_panels", [](Address codes, size_t rows, size_t columns, size_t stride, bool paired,
                           Address panels) {

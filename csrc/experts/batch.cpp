@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/thread_pool.h"
+#include "linear/block_shapes.h"
 #include "linear/inputs.h"
 
 namespace hmt {
@@ -20,21 +21,6 @@ constexpr size_t kTokenChunk = 256;
 constexpr size_t kPrepareTokens = 4;
 
 size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
-
-size_t row_bytes(const Weight& w) {
-  switch (w.code) {
-    case Code::kF32:
-      return w.columns * 4;
-    case Code::kBF16:
-    case Code::kF16:
-      return w.columns * 2;
-    case Code::kFp8:
-    case Code::kInt8:
-      return w.columns;
-    default:
-      return w.columns / 2;
-  }
-}
 
 size_t arranged_bytes(const Weight& weight, size_t tokens, DType type) {
   return linear_kernels(weight).arranged_bytes(weight, tokens, type == DType::kBF16);

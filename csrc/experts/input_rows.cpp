@@ -7,32 +7,27 @@
 namespace hmt {
 namespace {
 
-size_t padded(size_t columns) { return (columns + 63) / 64 * 64; }
+size_t padded_row(size_t columns) { return (columns + 63) / 64 * 64; }
 
 }  // namespace
 
 size_t InputRows::bytes(size_t rows, size_t columns, const Forms& forms) {
-  const size_t stride = padded(columns);
+  const size_t stride = padded_row(columns);
   size_t total = 0;
   if (forms.numbers) total += Scratch::round(rows * stride * 4) + Scratch::round(rows * stride * 2);
-  if (forms.codes) {
-    total += Scratch::round(rows * stride) + Scratch::round(rows * 4) +
-             Scratch::round(rows * stride / 16 * 4);
-  }
+  if (forms.codes) total += code_bytes(rows, columns, stride, false);
+  if (forms.block_codes) total += code_bytes(rows, columns, stride, true);
   return total;
 }
 
 InputRows::InputRows(size_t rows, size_t columns, const Forms& forms, DType type, Scratch& scratch)
-    : columns_(columns), stride_(padded(columns)), type_(type) {
+    : columns_(columns), stride_(padded_row(columns)), type_(type) {
   if (forms.numbers) {
     f32_ = scratch.take<float>(rows * stride_);
     if (type == DType::kBF16) bf16_ = scratch.take<uint16_t>(rows * stride_);
   }
-  if (forms.codes) {
-    codes_ = scratch.take<int8_t>(rows * stride_);
-    scales_ = scratch.take<float>(rows);
-    sums_ = scratch.take<int32_t>(rows * stride_ / 16);
-  }
+  if (forms.codes) codes_ = code_rows(rows, columns, stride_, false, scratch);
+  if (forms.block_codes) block_codes_ = code_rows(rows, columns, stride_, true, scratch);
 }
 
 void InputRows::fill(size_t row, const void* x, float* wide) const {
@@ -46,10 +41,8 @@ void InputRows::fill(size_t row, const void* x, float* wide) const {
     std::memcpy(target, x, columns_ * sizeof *target);
     std::memset(target + columns_, 0, (stride_ - columns_) * sizeof *target);
   }
-  if (codes_ != nullptr) {
-    scales_[row] = kernels.quantize(numbers, columns_, codes_ + row * stride_, stride_,
-                                    sums_ + row * stride_ / 16);
-  }
+  if (codes_.codes != nullptr) codes_.fill(row, numbers, columns_);
+  if (block_codes_.codes != nullptr) block_codes_.fill(row, numbers, columns_);
 }
 
 void InputRows::copy(size_t row, const InputRows& from, size_t from_row) const {
@@ -60,13 +53,21 @@ void InputRows::copy(size_t row, const InputRows& from, size_t from_row) const {
   };
   copy_row(f32_, from.f32_, stride_);
   copy_row(bf16_, from.bf16_, stride_);
-  copy_row(codes_, from.codes_, stride_);
-  copy_row(scales_, from.scales_, 1);
-  copy_row(sums_, from.sums_, stride_ / 16);
+  const auto copy_codes = [&](const CodeRows& to, const CodeRows& source) {
+    copy_row(to.codes, source.codes, stride_);
+    copy_row(to.scales, source.scales, to.scale_stride);
+    copy_row(to.sums, source.sums, stride_ / 16);
+  };
+  copy_codes(codes_, from.codes_);
+  copy_codes(block_codes_, from.block_codes_);
 }
 
 Inputs InputRows::view(size_t first, size_t count) const {
-  const Inputs all{0, columns_, stride_, f32_, bf16_, codes_, scales_, sums_, nullptr};
+  Inputs all{0, columns_, stride_};
+  all.f32 = f32_;
+  all.bf16 = bf16_;
+  set_codes(codes_, all);
+  if (block_codes_.codes != nullptr) set_codes(block_codes_, all);
   return slice(all, first, count);
 }
 

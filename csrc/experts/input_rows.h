@@ -3,14 +3,18 @@
 
 #include "base/scratch.h"
 #include "linear/kernels.h"
+#include "linear/linear.h"
 
 namespace hmt {
 
 // What weights are multiplied with.
 struct Forms {
-  void add(const Weight& weight) { (weight.int8_activations ? codes : numbers) = true; }
+  void add(const Weight& weight) {
+    const bool blocks = weight.packing == Packing::kBlocks;
+    (!weight.int8_activations ? numbers : blocks ? block_codes : codes) = true;
+  }
 
-  bool codes = false, numbers = false;
+  bool codes = false, block_codes = false, numbers = false;
 };
 
 class InputRows {
@@ -36,9 +40,7 @@ class InputRows {
   DType type_ = DType::kF32;
   float* f32_ = nullptr;
   uint16_t* bf16_ = nullptr;
-  int8_t* codes_ = nullptr;
-  float* scales_ = nullptr;
-  int32_t* sums_ = nullptr;
+  CodeRows codes_{}, block_codes_{};  // those without memory are not asked for
 };
 
 }  // namespace hmt

@@ -3,7 +3,6 @@
 #include "base/scratch.h"
 #include "base/thread_pool.h"
 #include "fused/grain.h"
-#include "linear/kernels.h"
 
 namespace hmt {
 
@@ -13,16 +12,14 @@ void rms_norm(const Norm& norm, size_t threads) {
         [&](size_t begin, size_t end) { kernels.rms_norm(norm, begin, end, nullptr); });
 }
 
-void rms_norm_quantize(const Norm& norm, const NormCodes& codes, size_t threads) {
+void rms_norm_quantize(const Norm& norm, const CodeRows& codes, size_t threads) {
   const NormKernels& kernels = active(norm_kernels_tables());
-  const TokenKernels& tokens = active(token_kernels_tables());
   share(norm.tokens, rows_per_grain(norm.width), threads, [&](size_t begin, size_t end) {
     Scratch scratch(norm.width * sizeof(float));
     float* wide = scratch.take<float>(norm.width);
     for (size_t t = begin; t < end; ++t) {
       kernels.rms_norm(norm, t, t + 1, wide);
-      codes.scales[t] = tokens.quantize(wide, norm.width, codes.codes + t * codes.stride,
-                                        codes.stride, codes.sums + t * (codes.stride / 16));
+      codes.fill(t, wide, norm.width);
     }
   });
 }

@@ -6,6 +6,7 @@
 
 #include "base/dtype.h"
 #include "base/isa.h"
+#include "linear/linear.h"
 
 namespace hmt {
 
@@ -29,20 +30,12 @@ struct Norm {
   void* residual;
 };
 
-// Where the normed tokens go once more, as int8: see quantize_tokens in linear/linear.h.
-struct NormCodes {
-  int8_t* codes;   // [tokens, stride], zero beyond the width; stride % 64 == 0
-  size_t stride;
-  float* scales;   // [tokens]
-  int32_t* sums;   // [tokens, stride / 16]
-};
-
 // With offset 0, x / rms is rounded to `type` and multiplied with the weight in `type`; otherwise
 // with (offset + weight) in f32, and rounded last.
 void rms_norm(const Norm& norm, size_t threads);
 
-// The same, and the codes of the rounded result.  heads is 1.
-void rms_norm_quantize(const Norm& norm, const NormCodes& codes, size_t threads);
+// The same, and the codes of the rounded result.  heads is 1, and codes.stride % 64 == 0.
+void rms_norm_quantize(const Norm& norm, const CodeRows& codes, size_t threads);
 
 // sum += x, `count` numbers of `type`, each sum rounded to it.
 void add(DType type, size_t count, const void* x, void* sum, size_t threads);

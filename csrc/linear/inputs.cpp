@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/thread_pool.h"
+#include "linear/block_shapes.h"
 
 namespace hmt {
 namespace {
@@ -11,10 +12,10 @@ namespace {
 constexpr size_t kPad = 64;
 constexpr size_t kRowsAtATime = 8;  // that a thread copies or widens
 
-// An odd number of cache lines of codes, so that the rows of a tile of tokens do not all fall into
-// the same set of the L1 cache.
-size_t padded(size_t columns) { return ((columns + kPad - 1) / kPad | 1) * kPad; }
 size_t blocks(size_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; }
+size_t scales_of(size_t columns, bool blocks) {
+  return blocks ? (columns + kActivationBlock - 1) / kActivationBlock : 1;
+}
 
 // Copies rows to a padded stride where they have not got one.
 template <typename T>
@@ -32,6 +33,10 @@ const T* pad_rows(const ConstMatrix& x, size_t stride, Scratch& scratch, size_t 
 
 }  // namespace
 
+// An odd number of cache lines of codes, so that the rows of a tile of tokens do not all fall into
+// the same set of the L1 cache.
+size_t padded(size_t columns) { return ((columns + kPad - 1) / kPad | 1) * kPad; }
+
 bool same_arrangement(const Weight& a, const Weight& b) {
   return a.code == b.code && a.packing == b.packing && a.tile_columns == b.tile_columns &&
          a.int8_activations == b.int8_activations && a.columns == b.columns &&
@@ -40,7 +45,8 @@ bool same_arrangement(const Weight& a, const Weight& b) {
 }
 
 void Needs::add(const Weight& weight, const ConstMatrix& x) {
-  (weight.int8_activations ? codes : numbers) = true;
+  const bool by_block = weight.packing == Packing::kBlocks;
+  (!weight.int8_activations ? numbers : by_block ? block_codes : codes) = true;
   if (last_ == nullptr || !same_arrangement(*last_, weight)) {
     const bool bf16 = x.type == DType::kBF16;
     const size_t each = linear_kernels(weight).arranged_bytes(weight, x.rows, bf16);
@@ -53,32 +59,49 @@ size_t Needs::bytes(const ConstMatrix& x) const {
   const size_t stride = padded(x.columns);
   size_t total = arranged_bytes_;
   if (numbers) total += Scratch::round(x.rows * stride * 4) + Scratch::round(x.rows * stride * 2);
-  if (codes) {
-    total += Scratch::round(x.rows * stride) + Scratch::round(x.rows * 4) +
-             Scratch::round(x.rows * stride / 16 * 4);
-  }
+  if (codes) total += code_bytes(x.rows, x.columns, stride, false);
+  if (block_codes) total += code_bytes(x.rows, x.columns, stride, true);
   return total;
 }
 
-CodeRows code_rows(const ConstMatrix& x, Scratch& scratch) {
-  const size_t stride = padded(x.columns);
-  int8_t* codes = scratch.take<int8_t>(x.rows * stride);
-  float* scales = scratch.take<float>(x.rows);
-  return {codes, stride, scales, scratch.take<int32_t>(x.rows * stride / 16)};
+CodeRows code_rows(size_t tokens, size_t columns, size_t stride, bool blocks, Scratch& scratch) {
+  const size_t scales = scales_of(columns, blocks);
+  CodeRows rows{};
+  rows.codes = scratch.take<int8_t>(tokens * stride);
+  rows.stride = stride;
+  rows.scales = scratch.take<float>(tokens * scales);
+  rows.sums = scratch.take<int32_t>(tokens * stride / 16);
+  rows.scale_columns = blocks ? kActivationBlock : 0;
+  rows.scale_stride = scales;
+  return rows;
 }
 
-Inputs inputs_of(const ConstMatrix& x, const CodeRows& rows) {
-  return {x.rows,     x.columns,   rows.stride, nullptr, nullptr,
-          rows.codes, rows.scales, rows.sums,   nullptr};
+size_t code_bytes(size_t tokens, size_t columns, size_t stride, bool blocks) {
+  return Scratch::round(tokens * stride) + Scratch::round(tokens * scales_of(columns, blocks) * 4) +
+         Scratch::round(tokens * stride / 16 * 4);
+}
+
+void set_codes(const CodeRows& rows, Inputs& inputs) {
+  if (rows.scale_columns == 0) {
+    inputs.codes = rows.codes;
+    inputs.scales = rows.scales;
+    inputs.sums = rows.sums;
+  } else {
+    inputs.block_codes = rows.codes;
+    inputs.block_scales = rows.scales;
+    inputs.block_sums = rows.sums;
+    inputs.block_scale_stride = rows.scale_stride;
+  }
 }
 
 Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads) {
   const size_t stride = padded(x.columns);
-  Inputs inputs{x.rows, x.columns, stride, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
-  if (needs.codes) {
-    const CodeRows rows = code_rows(x, scratch);
-    quantize_tokens(x, rows.codes, stride, rows.scales, rows.sums, stride / 16, threads);
-    inputs = inputs_of(x, rows);
+  Inputs inputs{x.rows, x.columns, stride};
+  for (const bool by_block : {false, true}) {
+    if (!(by_block ? needs.block_codes : needs.codes)) continue;
+    const CodeRows rows = code_rows(x.rows, x.columns, stride, by_block, scratch);
+    quantize_tokens(x, rows, threads);
+    set_codes(rows, inputs);
   }
   if (needs.numbers) {
     if (x.type == DType::kBF16) inputs.bf16 = pad_rows<uint16_t>(x, stride, scratch, threads);
@@ -127,6 +150,11 @@ Inputs slice(const Inputs& all, size_t begin, size_t tokens) {
     some.codes += begin * all.stride;
     some.scales += begin;
     some.sums += begin * all.stride / 16;
+  }
+  if (all.block_codes != nullptr) {
+    some.block_codes += begin * all.stride;
+    some.block_scales += begin * all.block_scale_stride;
+    some.block_sums += begin * all.stride / 16;
   }
   return some;
 }

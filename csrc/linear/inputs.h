@@ -8,8 +8,12 @@
 namespace hmt {
 
 inline const LinearKernels& linear_kernels(const Weight& weight) {
-  return weight.packing == Packing::kRows ? active(row_kernels_tables())
-                                          : active(panel_kernels_tables());
+  switch (weight.packing) {
+    case Packing::kRows: return active(row_kernels_tables());
+    case Packing::kPanels: return active(panel_kernels_tables());
+    case Packing::kBlocks: break;
+  }
+  return active(block_kernels_tables());
 }
 
 // True where both take what `arrange` made for either.
@@ -23,7 +27,7 @@ class Needs {
   // Bytes that `prepare` and `arranged` take from a Scratch.
   size_t bytes(const ConstMatrix& x) const;
 
-  bool codes = false, numbers = false;
+  bool codes = false, block_codes = false, numbers = false;
 
   // The arrangement for the call's weight `index`, made unless the weight before it has the same.
   const uint8_t* arranged(size_t index, const Weight& weight, const Inputs& inputs,
@@ -36,11 +40,17 @@ class Needs {
   size_t last_bytes_ = 0;
 };
 
+// Numbers or codes of a token, with zeros beyond the columns.
+size_t padded(size_t columns);
+
 Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads);
 
-// Room for x's codes, for whoever writes them; and the same as the inputs that they will be.
-CodeRows code_rows(const ConstMatrix& x, Scratch& scratch);
-Inputs inputs_of(const ConstMatrix& x, const CodeRows& rows);
+// Room for codes of x, for whoever writes them.  `blocks`: with a scale per 256 columns.
+CodeRows code_rows(size_t tokens, size_t columns, size_t stride, bool blocks, Scratch& scratch);
+// Bytes that it takes.
+size_t code_bytes(size_t tokens, size_t columns, size_t stride, bool blocks);
+// Lets inputs have codes.
+void set_codes(const CodeRows& rows, Inputs& inputs);
 
 // Tokens [begin, begin + tokens), without `arranged`.
 Inputs slice(const Inputs& all, size_t begin, size_t tokens);

@@ -13,12 +13,17 @@ constexpr size_t kTokenBlock = 16;
 // columns: `stride` numbers (f32, bf16 or codes).
 struct Inputs {
   size_t tokens, columns, stride;
-  const float* f32;        // [tokens, stride], where !weight.int8_activations
-  const uint16_t* bf16;    // the same where x is bf16, else null
-  const int8_t* codes;     // [tokens, stride], where weight.int8_activations
-  const float* scales;     // [tokens]
-  const int32_t* sums;     // [tokens, stride / 16]: sums of the codes of 16 columns
-  const uint8_t* arranged; // what `arrange` made, block after block, or null
+  const float* f32 = nullptr;      // [tokens, stride], where !weight.int8_activations
+  const uint16_t* bf16 = nullptr;  // the same where x is bf16, else null
+  // Where weight.int8_activations, with a scale per token; for Packing::kBlocks per 256 columns.
+  const int8_t* codes = nullptr;   // [tokens, stride]
+  const float* scales = nullptr;   // [tokens]
+  const int32_t* sums = nullptr;   // [tokens, stride / 16]: sums of the codes of 16 columns
+  const int8_t* block_codes = nullptr;
+  const float* block_scales = nullptr;   // [tokens, block_scale_stride]
+  const int32_t* block_sums = nullptr;
+  size_t block_scale_stride = 0;
+  const uint8_t* arranged = nullptr;  // what `arrange` made, block after block, or null
 };
 
 struct LinearKernels {
@@ -50,6 +55,7 @@ struct TokenKernels {
 
 HMT_TABLES(LinearKernels, row_kernels)     // Packing::kRows
 HMT_TABLES(LinearKernels, panel_kernels)   // Packing::kPanels
+HMT_TABLES(LinearKernels, block_kernels)   // Packing::kBlocks
 HMT_TABLES(TokenKernels, token_kernels)
 
 }  // namespace hmt

@@ -6,6 +6,7 @@
 
 #include "base/scratch.h"
 #include "base/thread_pool.h"
+#include "linear/block_shapes.h"
 #include "linear/inputs.h"
 
 namespace hmt {
@@ -30,15 +31,13 @@ struct Part {
 };
 
 size_t rows_per_range(const Weight& w, size_t tokens, size_t threads) {
-  const bool panels = w.packing == Packing::kPanels;
+  const bool panels = w.packing != Packing::kRows;
   if (tokens >= kTokenBlock) {
     // Four panels share a tile of tokens, two where that leaves too few ranges to balance.
     return panels && w.rows >= 64 * 4 * threads ? 64 : kRowsForMany;
   }
-  const bool bytes = w.code == Code::kInt8 || w.code == Code::kFp8;
-  const size_t half_bytes = panels ? 1 : bytes ? 2 : 4;
-  const size_t row_bytes = std::max<size_t>(1, w.columns * half_bytes / 2);
-  return std::clamp<size_t>(kRangeBytes / row_bytes / kPanelRows, 1, 16) * kPanelRows;
+  const size_t each = std::max<size_t>(1, row_bytes(w));
+  return std::clamp<size_t>(kRangeBytes / each / kPanelRows, 1, 16) * kPanelRows;
 }
 
 void multiply_range(const Part& part, const Inputs& all, size_t first, size_t end,
@@ -114,34 +113,63 @@ void linear_of_codes(const Projection* projections, size_t count, const ConstMat
   if (x.rows == 0) return;
   Needs needs = needs_of(projections, count, x);
   Scratch scratch(needs.bytes(x));
-  const CodeRows rows = code_rows(x, scratch);
+  const bool blocks = projections[0].weight->packing == Packing::kBlocks;
+  const CodeRows rows = code_rows(x.rows, x.columns, padded(x.columns), blocks, scratch);
   write(rows);
-  multiply(projections, count, inputs_of(x, rows), needs, scratch, out, threads);
+  Inputs inputs{x.rows, x.columns, rows.stride};
+  set_codes(rows, inputs);
+  multiply(projections, count, inputs, needs, scratch, out, threads);
 }
 
 void dequantize(const Weight& weight, size_t first, const Matrix& out, size_t threads) {
   const LinearKernels& kernels = linear_kernels(weight);
   const TokenKernels& tokens = active(token_kernels_tables());
   const size_t columns = std::max<size_t>(1, weight.columns);
-  const size_t grain = std::max<size_t>(1, (size_t{32} << 10) / columns);
+  // Rows that are unpacked together are asked for together.
+  const size_t height = weight.packing == Packing::kBlocks ? kPanelRows : 1;
+  const size_t before = first % height, pieces = (before + out.rows + height - 1) / height;
+  const size_t grain = std::max<size_t>(1, (size_t{32} << 10) / (columns * height));
   const size_t width = bytes_of(out.type);
-  share(out.rows, grain, threads, [&](size_t begin, size_t end) {
-    Scratch scratch(weight.columns * sizeof(float));
-    float* row = scratch.take<float>(weight.columns);
-    for (size_t r = begin; r < end; ++r) {
-      char* target = static_cast<char*>(out.data) + r * out.stride * width;
-      if (out.type == DType::kF32) {
-        kernels.decode(weight, first + r, 1, reinterpret_cast<float*>(target));
+  share(pieces, grain, threads, [&](size_t begin, size_t end) {
+    Scratch scratch(height * weight.columns * sizeof(float));
+    float* numbers = scratch.take<float>(height * weight.columns);
+    for (size_t piece = begin; piece < end; ++piece) {
+      const size_t r = piece == 0 ? 0 : piece * height - before;
+      const size_t rows = std::min((piece + 1) * height - before, out.rows) - r;
+      const auto target = [&](size_t i) {
+        return static_cast<char*>(out.data) + (r + i) * out.stride * width;
+      };
+      if (out.type == DType::kF32 && out.stride == weight.columns) {
+        kernels.decode(weight, first + r, rows, reinterpret_cast<float*>(target(0)));
         continue;
       }
-      kernels.decode(weight, first + r, 1, row);
-      tokens.narrow(row, nullptr, DType::kF32, weight.columns, target, out.type);
+      kernels.decode(weight, first + r, rows, numbers);
+      for (size_t i = 0; i < rows; ++i) {
+        tokens.narrow(numbers + i * weight.columns, nullptr, DType::kF32, weight.columns, target(i),
+                      out.type);
+      }
     }
   });
 }
 
-void quantize_tokens(const ConstMatrix& x, int8_t* codes, size_t code_stride, float* scales,
-                     int32_t* sums, size_t sum_stride, size_t threads) {
+void CodeRows::fill(size_t t, const float* x, size_t columns) const {
+  const TokenKernels& kernels = active(token_kernels_tables());
+  int8_t* out = codes + t * stride;
+  int32_t* out_sums = sums == nullptr ? nullptr : sums + t * (stride / 16);
+  if (scale_columns == 0) {
+    scales[t] = kernels.quantize(x, columns, out, stride, out_sums);
+    return;
+  }
+  for (size_t at = 0, i = 0; at < columns; at += scale_columns, ++i) {
+    const bool last = columns - at <= scale_columns;
+    scales[t * scale_stride + i] =
+        kernels.quantize(x + at, last ? columns - at : scale_columns, out + at,
+                         last ? stride - at : scale_columns,
+                         out_sums == nullptr ? nullptr : out_sums + at / 16);
+  }
+}
+
+void quantize_tokens(const ConstMatrix& x, const CodeRows& rows, size_t threads) {
   const TokenKernels& kernels = active(token_kernels_tables());
   const size_t grain = std::max<size_t>(1, (size_t{64} << 10) / std::max<size_t>(1, x.columns));
   share(x.rows, grain, threads, [&](size_t begin, size_t end) {
@@ -154,8 +182,7 @@ void quantize_tokens(const ConstMatrix& x, int8_t* codes, size_t code_stride, fl
         kernels.widen(row, x.type, x.columns, numbers);
         values = numbers;
       }
-      scales[t] = kernels.quantize(values, x.columns, codes + t * code_stride, code_stride,
-                                   sums == nullptr ? nullptr : sums + t * sum_stride);
+      rows.fill(t, values, x.columns);
     }
   });
 }

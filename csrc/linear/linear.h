@@ -25,20 +25,27 @@ struct Projection {
 // products as VDPBF16PS does).  int8 activations: see `quantize_tokens`; the sum of products over a
 // group of columns is an exact integer, times the group's scale (and factor) in f32; groups are
 // added in f32 in ascending order; times the token's scale; plus bias in f32; then rounded.  So the
-// result is the same to the bit on every instruction set.
+// result is the same to the bit on every instruction set.  Packing::kBlocks: blocks of columns take
+// the place of groups, and the scale of x is multiplied with theirs; see `linear_int8_blocks` in
+// kernels/reference/matmul.py.
 void linear(const Projection* projections, size_t count, const ConstMatrix& x, const Matrix& out,
             size_t threads);
 
-// Tokens rounded to int8, as quantize_tokens makes them.
+// Tokens rounded to int8, as quantize_tokens makes them: with one scale each where scale_columns
+// is 0, else with one per so many columns, the last perhaps fewer.
 struct CodeRows {
   int8_t* codes;  // [tokens, stride]
   size_t stride;
-  float* scales;  // [tokens]
+  float* scales;  // [tokens, scale_stride]
   int32_t* sums;  // [tokens, stride / 16]
+  size_t scale_columns, scale_stride;
+
+  // Rounds token t, whose numbers are x.
+  void fill(size_t t, const float* x, size_t columns) const;
 };
 
-// `linear` of weights that all take int8 activations, where `write` fills in the codes; x only says
-// how many tokens and columns there are.
+// `linear` of weights that all take int8 activations in one form, where `write` fills in the codes;
+// x only says how many tokens and columns there are.
 void linear_of_codes(const Projection* projections, size_t count, const ConstMatrix& x,
                      const Matrix& out, const std::function<void(const CodeRows&)>& write,
                      size_t threads);
@@ -46,10 +53,8 @@ void linear_of_codes(const Projection* projections, size_t count, const ConstMat
 // Rows [first, first + out.rows) as numbers, each computed in f32 and rounded once.
 void dequantize(const Weight& weight, size_t first, const Matrix& out, size_t threads);
 
-// Rounds each token to int8 with one scale: scale = max|x| / 127, codes -127..127, ties to even.
-//   codes [tokens, code_stride], zero beyond the columns; scales [tokens];
-//   sums [tokens, sum_stride] or null: the sum of each 16 columns' codes
-void quantize_tokens(const ConstMatrix& x, int8_t* codes, size_t code_stride, float* scales,
-                     int32_t* sums, size_t sum_stride, size_t threads);
+// Rounds each token to int8: scale = max|x| / 127, codes -127..127, ties to even, zero beyond the
+// columns.  sums may be null; see CodeRows.
+void quantize_tokens(const ConstMatrix& x, const CodeRows& rows, size_t threads);
 
 }  // namespace hmt

@@ -6,16 +6,9 @@
 #pragma once
 
 #include "linear/panel_scales.h"
+#include "simd/words.h"
 
 namespace hmt::HMT_ISA {
-
-// Loops over tokens, panels and quads, whose arrays are registers; not where they are memory.
-#if defined(HMT_AVX2)
-#define HMT_PRAGMA(text) _Pragma(#text)
-#define HMT_UNROLL(n) HMT_PRAGMA(GCC unroll n)
-#else
-#define HMT_UNROLL(n)
-#endif
 
 #if defined(HMT_AVX512)
 struct Line { __m512i v; };

@@ -17,6 +17,9 @@ enum class Code : int {
   kInt8,  // -128..127
   kInt4,  // a nibble 0..15, minus 8, or minus the zero point
   kFp4,   // a nibble of e2m1 (OCP MX): 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives
+  // ggml's types: see kBlocks.
+  kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kIQ4_XS, kIQ2_XXS, kIQ2_XS,
+  kIQ2_S, kIQ3_XXS, kIQ3_S, kIQ1_S, kIQ1_M, kTQ1_0, kTQ2_0
 };
 
 // How codes lie in memory.
@@ -32,7 +35,15 @@ enum class Code : int {
 //           Byte (p, b, j, r, i) holds, for row 16 p + r, column 32 b + 4 j + i in its low nibble
 //           and column 32 b + 16 + 4 j + i in its high nibble.  Rows that do not exist hold zeros.
 //           A panel is also the B tile that AMX multiplies with, once its nibbles are spread.
-enum class Packing : int { kRows, kPanels };
+// kBlocks   ggml's blocks as a file has them, of a panel's sixteen rows together, transposed by
+//           words of 32 bits; block_shapes.h has their sizes:
+//
+//               data    uint8 [ceil(rows / 16), columns / numbers, words, 16, 4]
+//               scales  f16 [ceil(rows / 16), columns / numbers, 16], where bytes are no words
+//
+//           Byte (p, b, w, r, i) is byte 4 w + i of block b of row 16 p + r, once its f16 scale was
+//           taken out.  Rows that do not exist hold zeros.
+enum class Packing : int { kRows, kPanels, kBlocks };
 
 enum class Scales : int { kNone, kF32, kBF16, kF16, kE4M3, kE8M0 };
 
@@ -45,6 +56,8 @@ enum class Scales : int { kNone, kF32, kBF16, kF16, kE4M3, kE8M0 };
 // kRows: scales [ceil(rows / tile_rows), ceil(columns / tile_columns)], f32.  One scale per row is
 // tile_columns == columns.  Only kInt8 has minima, and tile_rows is 1 then.
 // 4-bit codes: tile_rows is 1, tile_columns 16, 32, 64 or 128.
+// kBlocks: (d * scale) * code + e * minimum, with floats d and e of a block and integers of a group;
+// tile_columns are the block's.  int8 activations have a scale per 256 columns.
 struct Weight {
   Code code;
   Packing packing;
@@ -57,8 +70,11 @@ struct Weight {
   const void* minima;    // in the type and shape of the scales, or null
   float factor;
   bool int8_activations;  // multiply with activations rounded to int8, else as they are
-  // kPanels: columns of a panel in memory, where `columns` are some of them, neighbours; 0: the same.
+  // Columns of a panel in memory, where `columns` are some of them, neighbours; 0: the same.
   size_t panel_columns = 0;
+  // Of types that look codes up: uint8 [entries, 8 or 4], kIQ1_*: 8 times the number, plus 8; others:
+  // the magnitude plus 128.
+  const uint32_t* grid = nullptr;
 };
 
 constexpr size_t kPanelRows = 16;

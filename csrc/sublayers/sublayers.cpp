@@ -44,11 +44,15 @@ void norm_heads(const NormWeight& weight, DType type, size_t tokens, size_t row,
 }
 
 // The norm of x (after it was added to the residual, where there is one), times all projections.
-// Where all of these take int8 activations, the norm writes them while it has the row at hand.
+// Where all of these take int8 activations in one form, the norm writes them while it has the row at
+// hand.
 void normed_linear(const Norm& norm, const std::vector<Projection>& projections, const Matrix& out,
                    size_t threads) {
   bool codes_only = true;
-  for (const Projection& p : projections) codes_only = codes_only && p.weight->int8_activations;
+  const auto blocks = [](const Projection& p) { return p.weight->packing == Packing::kBlocks; };
+  for (const Projection& p : projections) {
+    codes_only = codes_only && p.weight->int8_activations && blocks(p) == blocks(projections[0]);
+  }
   const ConstMatrix normed{norm.out, norm.type, norm.tokens, norm.width, norm.out_token_stride};
   if (!codes_only) {
     rms_norm(norm, threads);
@@ -56,10 +60,7 @@ void normed_linear(const Norm& norm, const std::vector<Projection>& projections,
   }
   linear_of_codes(
       projections.data(), projections.size(), normed, out,
-      [&](const CodeRows& rows) {
-        rms_norm_quantize(norm, {rows.codes, rows.stride, rows.scales, rows.sums}, threads);
-      },
-      threads);
+      [&](const CodeRows& rows) { rms_norm_quantize(norm, rows, threads); }, threads);
 }
 
 }  // namespace

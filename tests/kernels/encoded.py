@@ -3,6 +3,7 @@
 import torch
 
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
+from hmt.kernels import reference
 from hmt.quant import Format, empty_weight, pack_codes, pack_groups
 
 FLOATS = {
@@ -46,6 +47,8 @@ def random_weight(
             return WeightTensor(encoding, shape, codes, scales(rows), activations=activations)
         groups = scales(rows, columns // group)
         return WeightTensor(encoding, shape, codes, groups, group, activations=activations)
+    if encoding.packing is Packing.BLOCKS:
+        return _random_blocks(encoding, shape, activations, random)
     group = {Encoding.NVFP4: 16, Encoding.MXFP4: 32}.get(encoding, group)
     form = Format(encoding, group, activations=activations)
     w = empty_weight(form, shape)
@@ -61,8 +64,38 @@ def random_weight(
     return w
 
 
+# Where blocks have f16 scales, in words.
+_HALVES = {
+    Encoding.Q5_1: (0, 1),
+    Encoding.Q2_K: (40, 41),
+    Encoding.Q4_K: (0, 1),
+    Encoding.Q5_K: (0, 1),
+    Encoding.IQ4_XS: (0,),
+}
+
+
+def _random_blocks(
+    encoding: Encoding, shape: tuple[int, int], activations: Activations, random: torch.Generator
+) -> WeightTensor:
+    """Any bytes, with scales that are numbers."""
+    w = empty_weight(Format(encoding, activations=activations), shape)
+    w.data.random_(generator=random)
+    scales = torch.rand((*w.data.shape[:2], 16), generator=random) * 0.02 - 0.004
+    if w.scales is not None:
+        w.scales.copy_(scales)
+    for half in _HALVES.get(encoding, ()):
+        halves = w.data.view(torch.float16)[:, :, half // 2, :, half % 2]
+        halves.copy_(scales.neg() if half % 2 else scales)
+    if encoding is Encoding.IQ1_M:  # its scale's bits are spread; the highest ones make it small
+        last = w.data[:, :, 13, :, 3]
+        last.copy_((last & 0x8F) | 0x10)
+    return w
+
+
 def numbers(w: WeightTensor) -> torch.Tensor:
     """Every number of `w` in float64, by the definition of its encoding."""
+    if w.encoding.packing is Packing.BLOCKS:  # tests/quant/test_gguf_blocks.py has ggml's own
+        return reference.dequantize(w, torch.float32).double()
     if w.scales is None:
         return w.data.double()
     rows, columns = w.shape

@@ -8,7 +8,7 @@ from encoded import FLOATS, numbers, random_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hmt.contracts.encoding import Activations, Encoding
+from hmt.contracts.encoding import BLOCK_SHAPES, Activations, Encoding
 from hmt.kernels import ops, reference
 
 BACKENDS = pytest.mark.parametrize("backend", [ops, reference], ids=["ops", "reference"])
@@ -21,16 +21,16 @@ EPSILON = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_linear_is_the_product_of_the_numbers(backend, encoding, dtype, tokens):
-    w = random_weight(encoding, 70, 192)
+    w = random_weight(encoding, 70, 256)
     random = torch.Generator().manual_seed(1)
-    x = torch.randn(tokens, 192, generator=random).to(dtype)
+    x = torch.randn(tokens, 256, generator=random).to(dtype)
     bias = torch.randn(70, generator=random)
     found = backend.linear(x, w, bias)
     expected = x.double() @ numbers(w).T + bias
     # Weights, sums and result may each be rounded to the dtype.
     magnitude = x.double().abs() @ numbers(w).abs().T + bias.abs()
     assert found.dtype == dtype
-    assert ((found - expected).abs() <= (2 * EPSILON[dtype] + 192 * 2**-24) * magnitude).all()
+    assert ((found - expected).abs() <= (2 * EPSILON[dtype] + 256 * 2**-24) * magnitude).all()
 
 
 @BACKENDS
@@ -49,6 +49,7 @@ def test_a_weight_in_the_dtype_of_x_gives_what_torch_gives(backend, dtype):
 @ENCODINGS
 @pytest.mark.parametrize("columns", [96, 192])
 def test_dequantize_rounds_once(backend, encoding, columns):
+    columns *= BLOCK_SHAPES[encoding].numbers // 32 if encoding in BLOCK_SHAPES else 1
     w = random_weight(encoding, 70, columns, group=32)
     exact = numbers(w)
     assert torch.equal(backend.dequantize(w, torch.float32), exact.float())
@@ -141,8 +142,15 @@ def test_a_token_does_not_depend_on_the_others(backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("encoding", [Encoding.BF16, Encoding.INT8_CHANNEL, Encoding.INT4_GROUP])
-@pytest.mark.parametrize("activations", list(Activations))
+@pytest.mark.parametrize(
+    ("encoding", "activations"),
+    [
+        *((e, Activations.FLOAT) for e in (Encoding.BF16, Encoding.INT8_CHANNEL, Encoding.Q8_0)),
+        *((e, Activations.INT8_TOKEN) for e in (Encoding.INT8_CHANNEL, Encoding.INT4_GROUP)),
+        (Encoding.INT4_GROUP, Activations.FLOAT),
+        (Encoding.Q8_0, Activations.INT8_BLOCK),
+    ],
+)
 def test_no_tokens(backend, encoding, activations):
     w = random_weight(encoding, 5, 64, activations=activations)
     assert backend.linear(torch.empty(0, 64), w).shape == (0, 5)

@@ -92,7 +92,7 @@ class Panels:
     arguments: tuple
 
     def native(self, int8: bool):
-        return native.make_weight(*self.arguments, int8)
+        return native.make_weight(*self.arguments, int8, 0)
 
     def numbers(self) -> np.ndarray:
         """f32, each product and sum rounded."""

@@ -71,6 +71,7 @@ class Rows:
             0 if self.minima is None else self.minima.data_ptr(),
             self.factor,
             int8_activations,
+            0,
         )
 
     def spread_scales(self) -> Tensor:

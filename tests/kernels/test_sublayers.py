@@ -22,6 +22,8 @@ KINDS = [
     (Encoding.INT8_CHANNEL, INT8),
     (Encoding.INT4_GROUP, INT8),
     (Encoding.NVFP4, INT8),
+    (Encoding.Q8_0, Activations.INT8_BLOCK),
+    (Encoding.Q5_1, Activations.INT8_BLOCK),
 ]
 HEADS, KV_HEADS, DIM, HIDDEN, WIDTH = 4, 2, 24, 96, 160
 

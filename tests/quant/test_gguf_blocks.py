@@ -8,36 +8,61 @@ from gguf import GGMLQuantizationType
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.checkpoint import FormName
-from hmt.contracts.encoding import WeightTensor
-from hmt.kernels import gguf_unpack, ops, reference
+from hmt.contracts.encoding import BLOCK_SHAPES, WeightTensor
+from hmt.kernels import gguf_packing, ops, reference
 from hmt.kernels.cpu import extension
 from hmt.quant import empty_weight
 from hmt.quant.importers import WeightImporter, open_importer
-from hmt.quant.importers.gguf_blocks import BLOCKS
+
+# (numbers, bytes) of a block.
+BLOCKS = {encoding.name: (shape.numbers, shape.nbytes) for encoding, shape in BLOCK_SHAPES.items()}
+BLOCKS |= {"Q4_0": (32, 18), "Q4_1": (32, 20), "MXFP4": (32, 17)}
 
 # Where blocks have their f16 scales; at byte 0 where nothing is said.
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
 }
-WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # by the package's own quantisers
+WRITTEN = (
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "TQ1_0",
+    "TQ2_0",
+    "MXFP4",
+)  # by the package's own quantisers
 ROWS, COLUMNS = 40, 512
+
+
+def set_half(kind: str, raw: np.ndarray, at: int, halves: np.ndarray) -> None:
+    """Write an f16 [blocks, 1] into blocks; that of IQ1_M is spread over four words."""
+    if kind != "IQ1_M":
+        raw[:, at : at + 2] = halves.view(np.uint8)
+        return
+    bits = halves.view(np.uint16)
+    for word in range(4):
+        high = raw[:, 49 + 2 * word : 50 + 2 * word]
+        high[:] = (high & 15) | ((bits >> 4 * word & 15) << 4).astype(np.uint8)
 
 
 def random_blocks(kind: str) -> np.ndarray:
     """Valid blocks of any bytes: uint8 [ROWS, bytes of a row]."""
     rng = np.random.default_rng(len(kind) + ord(kind[1]))
-    blocks = ROWS * COLUMNS // BLOCKS[kind].numbers
-    raw = rng.integers(0, 256, (blocks, BLOCKS[kind].nbytes), dtype=np.uint8)
+    blocks = ROWS * COLUMNS // BLOCKS[kind][0]
+    raw = rng.integers(0, 256, (blocks, BLOCKS[kind][1]), dtype=np.uint8)
     if kind == "MXFP4":
         raw[:, 0] = rng.integers(0, 250, blocks)  # the largest overflow, in ggml as well
     else:
         for at in HALVES.get(kind, (0,)):
             halves = rng.normal(0, 0.02, (blocks, 1)).astype(np.float16)
             halves[:8] = [[0.0], [-0.0], [6e-8], [-6e-8], [6e-5], [65504], [-65504], [1.0]]
-            raw[:, at : at + 2] = halves.view(np.uint8)
+            set_half(kind, raw, at, halves)
     return raw.reshape(ROWS, -1)
 
 
@@ -86,7 +111,7 @@ def test_one_pass_gives_the_bytes_that_plain_torch_gives(
     before = native.isa()
     for turned in (0, 20):
         with monkeypatch.context() as plainly:
-            plainly.setattr(gguf_unpack.extension, "load", lambda: None)
+            plainly.setattr(gguf_packing.extension, "load", lambda: None)
             plain = unpacked(kind, raw, turned)
         for isa in native.isas():
             native.set_isa(isa)
@@ -106,9 +131,9 @@ def test_products_are_those_of_the_numbers(kind: str, tokens: int, dtype: torch.
     rng = np.random.default_rng(1)
     raw = random_blocks(kind)
     for at in HALVES.get(kind, (0,)):
-        size = BLOCKS[kind].nbytes
+        size = BLOCKS[kind][1]
         halves = rng.normal(0, 0.02, (raw.size // size, 1)).astype(np.float16)
-        raw.reshape(-1, size)[:, at : at + 2] = halves.view(np.uint8)
+        set_half(kind, raw.reshape(-1, size), at, halves)
     weight = unpacked(kind, raw)
     numbers = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind])).double()
     x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)

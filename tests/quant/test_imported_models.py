@@ -34,7 +34,13 @@ from hmt.engine.loading.prepare import Prepared
 from hmt.formats import open_checkpoint
 from hmt.planner import PlanOptions, smallest_budget
 
-OPTIONS = {"dtype": "float32", "context": 32, "max_prefill_tokens": 16, "max_batch": 1}
+OPTIONS = {
+    "dtype": "float32",
+    "context": 32,
+    "max_prefill_tokens": 16,
+    "max_batch": 1,
+    "activations": "exact",
+}
 VOCAB = 300
 CONFIG = LlamaConfig(
     vocab_size=VOCAB,

@@ -66,6 +66,14 @@ class EngineOptions:
             rich_help_panel=_COMPUTE,
         ),
     ] = None
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help="What published weights of 8 bits and fewer are multiplied with: auto (rounded to "
+            "int8), or exact.",
+            rich_help_panel=_COMPUTE,
+        ),
+    ] = None
     context: Annotated[
         int | None,
         typer.Option(

@@ -19,6 +19,7 @@ from hmt.weights import POLICIES
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 EXECUTORS = ("overlapped", "plain")
+ACTIVATIONS = ("auto", "exact")
 KV_ENCODINGS = ("exact", "fp8", "int8", "int4")
 KV_NEAR = ("exact", "fp8")
 
@@ -55,6 +56,8 @@ class EngineConfig:
     gpu_id                which GPU: a number, or "fake" to try the tier without one; None: 0
     context               positions of KV over all requests; None: the planner's choice
     dtype                 of activations; "auto" follows the checkpoint
+    activations           "auto" multiplies weights that were published in 8 bits and fewer with
+                          activations rounded to int8; "exact" with activations as they are
     executor              "overlapped" reads ahead while it computes, "plain" reads when it needs
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
@@ -112,6 +115,7 @@ class EngineConfig:
     gpu_id: str | None = None
     context: int | None = None
     dtype: str = "auto"
+    activations: str = "auto"
     executor: str = "overlapped"
     prefetch_distance: int | None = None
     max_prefill_tokens: int | None = None
@@ -259,6 +263,7 @@ def _spoken(field: str) -> str:
 
 def _check(values: dict[str, Any]) -> None:
     choices = {
+        "activations": ACTIVATIONS,
         "dtype": DTYPES,
         "executor": EXECUTORS,
         "disk_reader": READERS,

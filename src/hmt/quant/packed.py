@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hmt.base.units import round_up
 from hmt.contracts.encoding import (
+    BLOCK_SHAPES,
     PANEL_BLOCK,
     PANEL_ROWS,
     Activations,
@@ -26,7 +27,6 @@ _DTYPES = {
     Encoding.INT8_GROUP: torch.int8,
     Encoding.INT4_GROUP: torch.uint8,
     Encoding.NVFP4: torch.uint8,
-    Encoding.MXFP4: torch.uint8,
 }
 _SCALE_DTYPES = {
     # Eight bits of mantissa are enough: codes are chosen for the scale as it was rounded.  Four
@@ -74,7 +74,9 @@ class Format:
     @property
     def kernel(self) -> str:
         """The kernels that compute with it, as rates are known by: "bf16", "fp8", "w4a8", ..."""
-        bits = "8" if self.activations is Activations.INT8_TOKEN else "16"
+        bits = "8" if self.activations.are_integers else "16"
+        if self.encoding in BLOCK_SHAPES:
+            return f"{self.encoding}a{bits}"
         match self.encoding:
             case Encoding.FP8_BLOCK:
                 return "fp8"
@@ -87,15 +89,31 @@ class Format:
             case _:
                 return str(self.encoding)
 
+    def with_activations(self, activations: Activations) -> "Format":
+        """The same bytes multiplied with `activations`: as integers in the form it has them in.
+
+        Floats and FP8 are multiplied with floats whatever is asked for.
+        """
+        if not activations.are_integers or self.encoding.is_float:
+            return replace(self, activations=Activations.FLOAT)
+        if self.encoding is Encoding.FP8_BLOCK:
+            return replace(self, activations=Activations.FLOAT)
+        blocks = self.encoding.packing is Packing.BLOCKS
+        own = Activations.INT8_BLOCK if blocks else Activations.INT8_TOKEN
+        return replace(self, activations=own)
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the numbers or codes."""
-        return _DTYPES[self.encoding]
+        return _DTYPES.get(self.encoding, torch.uint8)
 
     def components(self, shape: tuple[int, ...]) -> tuple[Component, ...]:
         """The arrays of a parameter of `shape`: data first, then scales if there are any."""
-        if self.encoding.packing is Packing.PANELS:
-            return self._panels(shape)
+        match self.encoding.packing:
+            case Packing.PANELS:
+                return self._panels(shape)
+            case Packing.BLOCKS:
+                return self._blocks(shape)
         data = Component("data", self.dtype, shape)
         scales: tuple[int, ...]
         match self.encoding:
@@ -132,6 +150,16 @@ class Format:
         if self.encoding is Encoding.NVFP4:
             parts.append(Component("factor", torch.float32, (1,)))
         return tuple(parts)
+
+    def _blocks(self, shape: tuple[int, ...]) -> tuple[Component, ...]:
+        rows, columns = shape
+        block = BLOCK_SHAPES[self.encoding]
+        assert columns % block.numbers == 0
+        panels, blocks = -(-rows // PANEL_ROWS), columns // block.numbers
+        data = Component("data", torch.uint8, (panels, blocks, block.words, PANEL_ROWS, 4))
+        if block.scale_at is None:
+            return (data,)
+        return data, Component("scales", torch.float16, (panels, blocks, PANEL_ROWS))
 
 
 def component_bytes(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -170,16 +198,16 @@ def row_slice(w: WeightTensor, first: int, end: int) -> WeightTensor:
     def rows(part: Tensor | None, height: int) -> Tensor | None:
         return None if part is None else part[first // height : -(-end // height)]
 
-    panel_packing = PANEL_ROWS if w.encoding.packing is Packing.PANELS else 1
-    data = rows(w.data, panel_packing)
+    panel_rows = w.encoding.panel_rows
+    data = rows(w.data, panel_rows)
     assert data is not None
     return replace(
         w,
         shape=(end - first, *w.shape[1:]),
         data=data,
-        scales=rows(w.scales, w.tile[0] or panel_packing),
-        zeros=rows(w.zeros, panel_packing),
-        minima=rows(w.minima, panel_packing),
+        scales=rows(w.scales, w.tile[0] or panel_rows),
+        zeros=rows(w.zeros, panel_rows),
+        minima=rows(w.minima, panel_rows),
     )
 
 

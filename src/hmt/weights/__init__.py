@@ -3,7 +3,7 @@
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart, bind, published_bytes
 from hmt.weights.eviction import POLICIES, EvictionPolicy, open_policy
 from hmt.weights.experts.moe_backends import laid_out_alike
-from hmt.weights.layout import BlockLayout, lay_out
+from hmt.weights.layout import BlockLayout, lay_out, with_int8_activations
 from hmt.weights.naming import Named, named
 from hmt.weights.store.block_store import WeightStore
 from hmt.weights.store.device_state import DeviceCounters
@@ -36,4 +36,5 @@ __all__ = [
     "open_policy",
     "published_bytes",
     "row_span_bytes",
+    "with_int8_activations",
 ]

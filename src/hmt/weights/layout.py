@@ -312,7 +312,25 @@ def _unless_smaller(param: BoundParam, wanted: Format | None) -> Format:
     has_codes = not own.encoding.is_float and own.encoding is not Encoding.FP8_BLOCK
     if codes[0] < codes[1] or not has_codes:
         return wanted
-    return replace(own, activations=wanted.activations)
+    return own.with_activations(wanted.activations)
+
+
+def with_int8_activations(layouts: Mapping[BlockId, BlockLayout]) -> dict[BlockId, BlockLayout]:
+    """The same blocks, whose linear weights of 8 bits and fewer are multiplied with int8."""
+
+    def rounded(placed: PlacedParam) -> PlacedParam:
+        if placed.param.spec.role is not Role.LINEAR:
+            return placed
+        return replace(placed, format=placed.format.with_activations(Activations.INT8_TOKEN))
+
+    return {
+        block: replace(
+            layout,
+            placed=tuple(map(rounded, layout.placed)),
+            staged=tuple(replace(part, placed=rounded(part.placed)) for part in layout.staged),
+        )
+        for block, layout in layouts.items()
+    }
 
 
 def _same_bytes(one: Format, other: Format) -> bool:

@@ -114,6 +114,7 @@ def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> 
         seen,
         extents.description,
         config.dtype,
+        config.activations,
         str(config.quantization),
         config.kv_quant if config.kv_gpu_memory_bytes is not None else config.kv_quant[0],
     ]

@@ -67,7 +67,9 @@ def prepare(
     """
     source = open_source(path)
     model = open_model(source.config, source.path, dtype_for(config, source))
-    weights = source.weights(model.spec, config.quantization)
+    weights = source.weights(
+        model.spec, config.quantization, exact_activations=config.activations == "exact"
+    )
     kv_quant = with_scales(config.kv_quant, source)
     demand = demand_of(model, weights.layouts, config, kv_quant)
     options = PlanOptions(

@@ -14,7 +14,14 @@ from hmt.formats import open_checkpoint
 from hmt.models import with_architecture
 from hmt.quant import Format, Scheme, Sensitive, parse_scheme, read_sensitive
 from hmt.text import Tokenizer
-from hmt.weights import BlockLayout, bind, lay_out, named, published_bytes
+from hmt.weights import (
+    BlockLayout,
+    bind,
+    lay_out,
+    named,
+    published_bytes,
+    with_int8_activations,
+)
 from hmt.weights.layout import Target
 from hmt.weights.pack import Pack, looks_like_pack, open_pack
 
@@ -63,9 +70,13 @@ class Source:
             return Tokenizer.open(self.path)
         return Tokenizer.of_gguf(self.path, self.checkpoint.vocabulary)
 
-    def weights(self, spec: ModelSpec, asked: Scheme | None) -> Weights:
+    def weights(
+        self, spec: ModelSpec, asked: Scheme | None, *, exact_activations: bool = False
+    ) -> Weights:
         """The blocks of `spec` in the scheme that was asked for; None: as they are.
 
+        Weights that were published in 8 bits and fewer are multiplied with int8 activations, unless
+        `exact_activations`, or the scheme says what they are multiplied with.
         Raises CheckpointError where the folder does not hold them, or names sensitive ones that are
         not there, and ConfigError where a pack holds another scheme.
         """
@@ -73,6 +84,8 @@ class Source:
             bound = bind(spec, self.checkpoint)
             layouts = lay_out(bound, target(asked or Scheme(), sensitive_of(self.path, spec)))
             headless = named(spec, self.checkpoint).headless
+            if (asked is None or asked.weights is None) and not exact_activations:
+                layouts = with_int8_activations(layouts)
             return Weights(layouts, published_bytes(bound), headless)
         manifest = self.pack.manifest
         held = parse_scheme(manifest.scheme)
@@ -83,6 +96,8 @@ class Source:
                 f"or convert the checkpoint to {wanted} (`hmt convert`)"
             )
         layouts = self.pack.layouts(spec, target(wanted, sensitive_of(self.path, spec)))
+        if wanted.weights is None and not exact_activations:
+            layouts = with_int8_activations(layouts)
         return Weights(layouts, manifest.published_bytes)
 
 

@@ -84,7 +84,9 @@ def _from_weights(path: Path, config: EngineConfig, hits: HitCurve | None) -> De
     @cache
     def demand(scheme: str | None) -> Demand:
         wanted = _in_scheme(config, scheme)
-        layouts = source.weights(model.spec, wanted.quantization).layouts
+        layouts = source.weights(
+            model.spec, wanted.quantization, exact_activations=wanted.activations == "exact"
+        ).layouts
         found = demand_of(model, layouts, wanted, with_scales(config.kv_quant, source))
         return found if hits is None else replace(found, hits=hits)
 

@@ -21,7 +21,8 @@ from hmt.contracts.checkpoint import (
 FLOATS: Final = ("F32", "F16", "BF16")
 CODES: Final = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS", "MXFP4",
+    "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0",
+    "MXFP4",
 )  # fmt: skip
 
 _TRUNK: Final = {

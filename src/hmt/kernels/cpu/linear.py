@@ -7,15 +7,17 @@ The extension computes on as many threads as torch would on the calling thread.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
+from hmt.contracts.encoding import BLOCK_SHAPES, Activations, Encoding, Packing, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.cpu.abi import DTYPES
+from hmt.kernels.reference import gguf_blocks
 from hmt.kernels.weight_cache import WeightCache
 
 # Numbers of the enums in csrc/linear/weight.h.
@@ -29,14 +31,24 @@ _CODES = {
     Encoding.INT4_GROUP: 5,
     Encoding.NVFP4: 6,
     Encoding.MXFP4: 6,
-}
-_PACKINGS = {Packing.ROWS: 0, Packing.PANELS: 1}
+} | {encoding: 7 + index for index, encoding in enumerate(BLOCK_SHAPES)}
+_PACKINGS = {Packing.ROWS: 0, Packing.PANELS: 1, Packing.BLOCKS: 2}
 _SCALES = {
     torch.float32: 1,
     torch.bfloat16: 2,
     torch.float16: 3,
     torch.float8_e4m3fn: 4,
     torch.uint8: 5,
+}
+# Of which type the grid is that codes of a type are looked up in.
+_WITH_GRIDS = {
+    Encoding.IQ2_XXS: Encoding.IQ2_XXS,
+    Encoding.IQ2_XS: Encoding.IQ2_XS,
+    Encoding.IQ2_S: Encoding.IQ2_S,
+    Encoding.IQ3_XXS: Encoding.IQ3_XXS,
+    Encoding.IQ3_S: Encoding.IQ3_S,
+    Encoding.IQ1_S: Encoding.IQ1_S,
+    Encoding.IQ1_M: Encoding.IQ1_S,
 }
 # A product of so many int8 numbers cannot leave int32.
 _MOST_INT8_COLUMNS = (1 << 31) // (127 * 128)
@@ -180,12 +192,14 @@ def _with_bias(weight: Any, bias: Tensor) -> tuple[Any, int, int]:
 
 
 def _is_supported(w: WeightTensor) -> bool:
+    if w.encoding not in _CODES:
+        return False
     parts = (w.data, w.scales, w.zeros, w.minima)
     if len(w.shape) != 2 or any(part is not None and not part.is_contiguous() for part in parts):
         return False
     if w.encoding in (Encoding.INT8_CHANNEL, Encoding.INT8_GROUP):
         return w.activations is Activations.FLOAT or w.shape[1] <= _MOST_INT8_COLUMNS
-    return w.encoding.packing is Packing.ROWS or w.group_size in _INT4_GROUPS
+    return w.encoding.packing is not Packing.PANELS or w.group_size in _INT4_GROUPS
 
 
 def _describe(native: ModuleType, w: WeightTensor) -> Any:
@@ -203,8 +217,20 @@ def _describe(native: ModuleType, w: WeightTensor) -> Any:
         _address(w.zeros),
         _address(w.minima),
         1.0 if w.factor is None else float(w.factor),
-        w.activations is Activations.INT8_TOKEN,
+        w.activations.are_integers,
+        _address(_grid(w.encoding)),
     )
+
+
+@cache
+def _grid(encoding: Encoding) -> Tensor | None:
+    """The table of an IQ type as csrc/linear/weight.h wants it; kept, as weights refer to it."""
+    if encoding not in _WITH_GRIDS:
+        return None
+    entries = gguf_blocks.grid(_WITH_GRIDS[encoding])
+    if _WITH_GRIDS[encoding] is Encoding.IQ1_S:
+        return (8 * entries + 8).view(torch.uint8).contiguous()
+    return (entries.view(torch.uint8) + 128).contiguous()
 
 
 def _address(part: Tensor | None) -> int:

@@ -55,6 +55,7 @@ from hmt.kernels.reference.matmul import (
     linear_by_chunks,
     linear_into,
     linear_many,
+    quantize_activation_blocks,
     quantize_activations,
 )
 from hmt.kernels.reference.routing import (
@@ -134,6 +135,7 @@ __all__ = [
     "page_masses",
     "paged_attention",
     "paged_attention_output",
+    "quantize_activation_blocks",
     "quantize_activations",
     "read_pages",
     "rms_norm",

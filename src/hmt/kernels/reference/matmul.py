@@ -8,8 +8,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from hmt.base.units import MIB, round_down
-from hmt.contracts.encoding import PANEL_ROWS, Activations, Encoding, Packing, WeightTensor
-from hmt.kernels.reference.packing import integer_codes, integer_scales, minima
+from hmt.contracts.encoding import (
+    ACTIVATION_BLOCK,
+    BLOCK_SHAPES,
+    Activations,
+    Encoding,
+    Packing,
+    WeightTensor,
+)
+from hmt.kernels.reference.gguf_blocks import Integers, block_integers
+from hmt.kernels.reference.packing import integer_codes, integer_scales, minima, unpack_blocks
 
 # Converted weights are alive one chunk of rows at a time, so a model that computes in another
 # dtype than it is stored in never needs memory for both.  4 MiB stays in the cache; chunks of
@@ -21,10 +29,13 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """x [tokens, in] times the transpose of `w` [out, in], plus bias [out]: [tokens, out].
 
     The result has the dtype of `x`.  With Activations.FLOAT the weights are brought to that dtype
-    first; with Activations.INT8_TOKEN see `linear_int8_tokens`.
+    first; with Activations.INT8_TOKEN see `linear_int8_tokens`, with INT8_BLOCK
+    `linear_int8_blocks`.
     """
     if w.activations is Activations.INT8_TOKEN:
         return linear_int8_tokens(x, w, bias)
+    if w.activations is Activations.INT8_BLOCK:
+        return linear_int8_blocks(x, w, bias)
     if w.data.dtype == x.dtype and w.encoding.is_float:
         return functional.linear(x, w.data, None if bias is None else bias.to(x.dtype))
     return linear_by_chunks(x, w, bias, dequantize)
@@ -89,6 +100,8 @@ def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -
         data = w.data[rows]
         first = torch.arange(start, stop, device=data.device) // w.tile[0]
         return _scale_columns(data.float(), w.scales[first], w.tile[1]).to(dtype)
+    if w.encoding.packing is Packing.BLOCKS:
+        return _numbers_of_blocks(w, rows).to(dtype)
     codes, scales = integer_codes(w, rows).float(), integer_scales(w, rows)
     groups = codes.view(len(codes), scales.shape[1], -1)
     groups *= scales[..., None]
@@ -141,6 +154,73 @@ def linear_int8_tokens(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -
     return out
 
 
+def quantize_activation_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x to int8 with one scale per ACTIVATION_BLOCK inputs of a token, the last may be fewer.
+
+    (codes int8 [tokens, in], scales f32 [tokens, ceil(in / 256)]); each block is rounded as
+    `quantize_activations` rounds a token.
+    """
+    blocks = -(-x.shape[1] // ACTIVATION_BLOCK)
+    padded = functional.pad(x.float(), (0, blocks * ACTIVATION_BLOCK - x.shape[1]))
+    codes, scales = quantize_activations(padded.view(-1, ACTIVATION_BLOCK))
+    return codes.view(padded.shape)[:, : x.shape[1]], scales.view(len(x), blocks)
+
+
+def linear_int8_blocks(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
+    """Weights in Packing.BLOCKS times x rounded to int8 per 256 inputs; products are integers.
+
+    Of each block of the weight, with the d, e, integer scales and minima of
+    `gguf_blocks.Integers` and the scale s of the activations, all products rounded to f32:
+
+        total = total + float(sum over groups of scale * (codes . x)) * (d * s)
+        total = total + float(sum over groups of minimum * sum(x)) * (e * s)     where it has e
+
+    Both sums are exact in int32.  Blocks add up in f32 in ascending order; then the bias is added,
+    and the result rounded to x.dtype.  So it is defined to the bit, whatever the other tokens are.
+    """
+    codes, scales = quantize_activation_blocks(x)
+    shape = BLOCK_SHAPES[w.encoding]
+    blocks = w.shape[1] // shape.numbers
+    step = torch.arange(blocks, device=x.device) * shape.numbers // ACTIVATION_BLOCK
+    scales = scales[:, step].T.contiguous()  # [blocks, tokens]
+    # Integers below 2^53 are exact in f64.
+    groups = codes.view(len(codes), blocks, shape.numbers // shape.group, shape.group).double()
+    sums = groups.sum(-1)  # [tokens, blocks, groups]
+    out = x.new_empty(x.shape[0], w.shape[0])
+    for rows in _row_chunks(w, 8 * max(w.shape[1], blocks * len(codes))):
+        held = _integers_of(w, rows, blocks)
+        count = held.codes.shape[0]
+        scaled = held.codes.view(count, blocks, -1, shape.group).double()
+        scaled = scaled * held.scales[..., None]
+        total = x.new_zeros(len(x), count, dtype=torch.float32)
+        for block in range(blocks):
+            product = groups[:, block].flatten(1) @ scaled[:, block].flatten(1).T
+            total += product.float() * (held.d[:, block] * scales[block][:, None])
+            if held.minima is not None and held.e is not None:
+                added = sums[:, block] @ held.minima[:, block].double().T
+                total += added.float() * (held.e[:, block] * scales[block][:, None])
+        out[:, rows] = total if bias is None else total.add_(bias[rows])
+    return out
+
+
+def _integers_of(w: WeightTensor, rows: slice, blocks: int) -> Integers:
+    """`block_integers` of some rows, each part [rows, blocks, ...]; d and e [rows, blocks]."""
+    parts = block_integers(w.encoding, unpack_blocks(w, rows))
+    per_row = [None if part is None else part.view(-1, blocks, part.shape[1]) for part in parts]
+    found = Integers(*per_row)  # type: ignore[arg-type]
+    return found._replace(d=found.d[..., 0], e=None if found.e is None else found.e[..., 0])
+
+
+def _numbers_of_blocks(w: WeightTensor, rows: slice) -> Tensor:
+    """Numbers of some rows in f32, as ggml's dequantisers compute them."""
+    found = block_integers(w.encoding, unpack_blocks(w, rows))
+    groups = found.codes.view(len(found.codes), found.scales.shape[1], -1).float()
+    groups *= (found.d * found.scales)[..., None]
+    if found.minima is not None and found.e is not None:
+        groups += (found.e * found.minima)[..., None]
+    return groups.view(-1, w.shape[1])
+
+
 def _scale_columns(values: Tensor, scales: Tensor, width: int) -> Tensor:
     """Multiply, in place, each `width` columns of values [rows, in] with one column of scales."""
     whole = values.shape[1] // width
@@ -153,7 +233,7 @@ def _scale_columns(values: Tensor, scales: Tensor, width: int) -> Tensor:
 def _row_chunks(w: WeightTensor, row_bytes: int) -> Iterator[slice]:
     """Slices of rows, in whole tiles, with about _CHUNK_BYTES when a row needs `row_bytes`."""
     rows = w.shape[0]
-    tile = PANEL_ROWS if w.encoding.packing is Packing.PANELS else max(1, w.tile[0])
+    tile = max(w.encoding.panel_rows, w.tile[0])
     step = max(tile, round_down(_CHUNK_BYTES // row_bytes, tile))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from hmt.base.units import round_up
-from hmt.contracts.encoding import PANEL_BLOCK, PANEL_ROWS, Encoding, Packing, WeightTensor
+from hmt.contracts.encoding import (
+    BLOCK_SHAPES,
+    PANEL_BLOCK,
+    PANEL_ROWS,
+    Encoding,
+    Packing,
+    WeightTensor,
+)
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -17,6 +24,38 @@ def pack_codes(codes: Tensor) -> Tensor:
     split = panels.view(-1, PANEL_ROWS, columns // PANEL_BLOCK, 2, 4, 4)  # p, r, b, half, j, i
     low, high = split.permute(3, 0, 2, 4, 1, 5)  # each p, b, j, r, i
     return low | high << 4
+
+
+def pack_blocks(encoding: Encoding, blocks: Tensor, data: Tensor, scales: Tensor | None) -> None:
+    """Bring blocks of one of ggml's types, uint8 [rows, bytes of a row], into Packing.BLOCKS.
+
+    data, scales   what is written, of a weight with as many rows
+    """
+    shape, count = BLOCK_SHAPES[encoding], data.shape[1]
+    rows = blocks.new_zeros(len(data) * PANEL_ROWS, blocks.shape[1])
+    rows[: len(blocks)] = blocks
+    whole = rows.view(len(data), PANEL_ROWS, count, shape.nbytes)
+    if shape.scale_at is not None:
+        assert scales is not None
+        taken = whole[..., shape.scale_at : shape.scale_at + 2].contiguous()
+        scales.copy_(taken.view(torch.float16)[..., 0].transpose(1, 2))
+        whole = torch.cat((whole[..., : shape.scale_at], whole[..., shape.scale_at + 2 :]), dim=-1)
+    data.copy_(whole.unflatten(-1, (shape.words, 4)).permute(0, 2, 3, 1, 4))
+
+
+def unpack_blocks(w: WeightTensor, rows: slice) -> Tensor:
+    """Blocks of some rows of a weight in Packing.BLOCKS, as files have them: uint8 [n, bytes]."""
+    shape = BLOCK_SHAPES[w.encoding]
+    start, stop, _ = rows.indices(w.shape[0])
+    first = start // PANEL_ROWS
+    panels = slice(first, -(-stop // PANEL_ROWS))
+    whole = w.data[panels].permute(0, 3, 1, 2, 4).flatten(3)  # [p, r, b, bytes]
+    if shape.scale_at is not None:
+        assert w.scales is not None
+        taken = w.scales[panels].transpose(1, 2).contiguous()[..., None].view(torch.uint8)
+        whole = torch.cat((whole[..., : shape.scale_at], taken, whole[..., shape.scale_at :]), -1)
+    blocks = whole.reshape(-1, whole.shape[2], shape.nbytes)
+    return blocks[start - PANEL_ROWS * first : stop - PANEL_ROWS * first].flatten(0, 1)
 
 
 def unpack_codes(w: WeightTensor, rows: slice) -> Tensor:

@@ -1,11 +1,11 @@
-"""Blocks of GGUF files, repacked without loss for the kernels that there are.
+"""Blocks of GGUF files, in memory at the file's own bits.
 
 Layouts: ggml's ggml-common.h.  A row is a sequence of blocks of 32 or 256 inputs, each with its
-codes and scales.  Numbers are the products and sums, in f32, that ggml's dequantisers compute: what
-is a product there (a scale times a scale of scales) is computed here, and kept in f32.
+codes and scales.  Nothing is rounded and nothing is computed: bytes change their places, so that a
+register holds the same inputs of 16 rows (Packing.PANELS and Packing.BLOCKS).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 
@@ -15,33 +15,25 @@ from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.base.units import round_up
-from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
-from hmt.kernels import ops
-from hmt.kernels.gguf_unpack import unpack_blocks
+from hmt.contracts.encoding import BLOCK_SHAPES, PANEL_ROWS, Encoding, WeightTensor
+from hmt.kernels import gguf_packing, ops
+from hmt.kernels.reference.packing import pack_blocks
 from hmt.quant.importers.floats import Floats
-from hmt.quant.importers.gguf_blocks import BLOCKS, Unpacked
 from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_order import turn_back
-from hmt.quant.packed import Format, empty_weight, pack_groups
+from hmt.quant.packed import Format, empty_weight, pack_groups, row_slice
 
-# Rows are unpacked so many numbers at a time: what is made of them on the way stays in the cache.
-_CHUNK_NUMBERS = 1 << 18
+# Rows are unpacked so many bytes at a time: what is made of them on the way stays in the cache.
+_CHUNK_BYTES = 1 << 18
 
-_FORMATS = {
+# Types whose blocks are codes of 4 bits and f16 or e8m0 scales lie in panels as HMT's own do.
+_PANELS = {
     "Q4_0": Format(Encoding.INT4_GROUP, 32, scale_dtype=torch.float16),
     "Q4_1": Format(Encoding.INT4_GROUP, 32, scale_dtype=torch.float16, minima=True),
-    "Q5_0": Format(Encoding.INT8_GROUP, 32),
-    "Q5_1": Format(Encoding.INT8_GROUP, 32, minima=True),
-    "Q8_0": Format(Encoding.INT8_GROUP, 32),
-    "Q2_K": Format(Encoding.INT4_GROUP, 16, scale_dtype=torch.float32, minima=True),
-    "Q3_K": Format(Encoding.INT4_GROUP, 16, scale_dtype=torch.float32),
-    "Q4_K": Format(Encoding.INT4_GROUP, 32, scale_dtype=torch.float32, minima=True),
-    "Q5_K": Format(Encoding.INT8_GROUP, 32, minima=True),
-    "Q6_K": Format(Encoding.INT8_GROUP, 16),
-    "IQ4_NL": Format(Encoding.INT8_GROUP, 32),
-    "IQ4_XS": Format(Encoding.INT8_GROUP, 32),
     "MXFP4": Format(Encoding.MXFP4, 32),
 }
+_FORMATS = _PANELS | {encoding.name: Format(encoding) for encoding in BLOCK_SHAPES}
+_PANEL_BYTES = {"Q4_0": 18, "Q4_1": 20, "MXFP4": 17}  # of a block of 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,7 @@ class Gguf(WeightImporter):
 
     @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        size = BLOCKS[self.kind].numbers
+        size = _numbers(self.kind)
         if len(shape) != 2 or shape[1] % size:
             raise CheckpointError(
                 f"its shape is {list(shape)}, and {self.kind} has rows of blocks of {size} numbers"
@@ -67,27 +59,32 @@ class Gguf(WeightImporter):
 
     @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        blocks = BLOCKS[self.kind]
-        rows, columns = target.shape
+        rows = target.shape[0]
         raw = parts["blocks"].view(rows, -1)
-        if unpack_blocks(self.kind, raw, target, self.turned):
+        if gguf_packing.pack_rows(self.kind, raw, target, self.turned):
             return
         unit = lcm(PANEL_ROWS, self.turned or 1)  # whole heads, and whole panels
-        step = max(1, _CHUNK_NUMBERS // columns // unit) * unit
+        step = max(1, _CHUNK_BYTES // raw.shape[1] // unit) * unit
         for start in range(0, rows, step):
-            some = slice(start, min(start + step, rows))
-            found = blocks.unpack(raw[some].reshape(-1, blocks.nbytes))
-            _write(target, some, found, self._in_order(columns))
+            end = min(start + step, rows)
+            some = turn_back(raw[start:end], self.turned) if self.turned else raw[start:end]
+            self._write(some, row_slice(target, start, end))
 
-    def _in_order(self, columns: int) -> Callable[[Tensor], Tensor]:
-        """What makes rows of numbers of many blocks, each [blocks, n]."""
-
-        def rows_of(numbers: Tensor) -> Tensor:
-            per_row = columns // BLOCKS[self.kind].numbers
-            rows = numbers.reshape(-1, per_row * numbers.shape[1])
-            return turn_back(rows, self.turned) if self.turned else rows
-
-        return rows_of
+    def _write(self, raw: Tensor, target: WeightTensor) -> None:
+        if self.kind not in _PANELS:
+            pack_blocks(target.encoding, raw, target.data, target.scales)
+            return
+        blocks = raw.reshape(-1, _PANEL_BYTES[self.kind])
+        codes = blocks[:, -16:].reshape(len(raw), -1)
+        floats = torch.uint8 if self.kind == "MXFP4" else torch.float16
+        assert target.scales is not None
+        scales = (
+            blocks[:, :-16].contiguous().view(floats).view(len(raw), target.scales.shape[1], -1)
+        )
+        target.data.copy_(_panels(codes))
+        target.scales.copy_(pack_groups(scales[..., 0]))
+        if target.minima is not None:
+            target.minima.copy_(pack_groups(scales[..., 1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +112,8 @@ class GgufLatent(WeightImporter):
 
     @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        keys = _numbers(parts["keys"], self.keys, self.heads * self.rank, self.nope_dim)
-        values = _numbers(parts["values"], self.values, self.heads * self.value_dim, self.rank)
+        keys = _dequantized(parts["keys"], self.keys, self.heads * self.rank, self.nope_dim)
+        values = _dequantized(parts["values"], self.values, self.heads * self.value_dim, self.rank)
         both = (
             keys.view(self.heads, self.rank, self.nope_dim).transpose(1, 2),
             values.view(self.heads, self.value_dim, self.rank),
@@ -125,33 +122,18 @@ class GgufLatent(WeightImporter):
         target.data.copy_(rows[first : first + target.shape[0]])
 
 
-def _numbers(raw: Tensor, kind: str, rows: int, columns: int) -> Tensor:
+def _numbers(kind: str) -> int:
+    """Numbers of a block."""
+    return 32 if kind in _PANELS else BLOCK_SHAPES[Encoding[kind]].numbers
+
+
+def _dequantized(raw: Tensor, kind: str, rows: int, columns: int) -> Tensor:
     """f32 [rows, columns] of any type."""
-    form = Floats(kind) if kind not in BLOCKS else Gguf(kind)
+    form = Gguf(kind) if kind in _FORMATS else Floats(kind)
     shape = (rows, columns)
-    found = empty_weight(form.format(shape), shape)
-    form.unpack({"data": raw, "blocks": raw}, found, 0)
-    return ops.dequantize(found, torch.float32)
-
-
-def _write(
-    target: WeightTensor, rows: slice, found: Unpacked, in_order: Callable[[Tensor], Tensor]
-) -> None:
-    assert target.scales is not None
-    codes, scales = in_order(found.codes), in_order(found.scales)
-    minima = None if found.minima is None else in_order(found.minima)
-    assert (minima is None) is (target.minima is None)
-    if target.encoding.packing is Packing.ROWS:
-        target.data[rows] = codes.view(torch.int8)
-        target.scales[rows] = scales
-        if target.minima is not None and minima is not None:
-            target.minima[rows] = minima
-        return
-    panels = slice(rows.start // 16, -(-rows.stop // 16))
-    target.data[panels] = _panels(codes)
-    target.scales[panels] = pack_groups(scales)
-    if target.minima is not None and minima is not None:
-        target.minima[panels] = pack_groups(minima)
+    weight = empty_weight(form.format(shape), shape)
+    form.unpack({"data": raw, "blocks": raw}, weight, 0)
+    return ops.dequantize(weight, torch.float32)
 
 
 def _panels(pairs: Tensor) -> Tensor:

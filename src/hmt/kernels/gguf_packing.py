@@ -1,26 +1,13 @@
-"""Blocks of GGUF files brought into the forms that kernels read, by the compiled extension."""
-
-from typing import Final
+"""Rows of GGUF files brought into the packing that kernels read, by the compiled extension."""
 
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.encoding import BLOCK_SHAPES, WeightTensor
 from hmt.kernels.cpu import extension
 
-# Numbers of the enum in csrc/linear/gguf.h.
-_KINDS: Final = {
-    kind: number
-    for number, kind in enumerate(
-        (
-            "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-            "IQ4_NL", "IQ4_XS", "MXFP4",
-        )
-    )
-}  # fmt: skip
 
-
-def unpack_blocks(kind: str, blocks: Tensor, target: WeightTensor, turned: int) -> bool:
+def pack_rows(kind: str, blocks: Tensor, target: WeightTensor, turned: int) -> bool:
     """Fill `target` from blocks uint8 [rows, bytes of a row] of one of ggml's types, in one pass.
 
     target   in the format that `hmt.quant.importers.gguf` has for the type, whole rows
@@ -32,15 +19,22 @@ def unpack_blocks(kind: str, blocks: Tensor, target: WeightTensor, turned: int) 
     if native is None:
         return False
     rows, columns = target.shape
-    assert target.scales is not None and not (turned and rows % turned)
-    native.unpack_ggml(
-        _KINDS[kind],
+    assert not (turned and rows % turned)
+    shape = BLOCK_SHAPES.get(target.encoding)
+    count = columns // (32 if shape is None else shape.numbers)
+    if count == 0:
+        return False
+    taken = 0 if target.scales is None else target.scales.element_size()
+    native.pack_gguf(
         blocks.data_ptr(),
         rows,
-        columns,
+        count,
+        blocks.shape[1] // count,
         turned,
+        0 if shape is None or shape.scale_at is None else shape.scale_at,
+        taken,
         target.data.data_ptr(),
-        target.scales.data_ptr(),
+        0 if target.scales is None else target.scales.data_ptr(),
         0 if target.minima is None else target.minima.data_ptr(),
         torch.get_num_threads(),
     )
