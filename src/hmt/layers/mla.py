@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
-from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
+from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.model import CHUNK_TOKENS, KVKind, KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
@@ -254,9 +254,7 @@ def _edges(run: Segment, most: int, *, together: bool) -> list[int]:
 
 def _rows_together(weight: WeightTensor) -> int:
     """Rows that share bytes, or a scale, with others."""
-    if weight.encoding.packing is Packing.PANELS:
-        return PANEL_ROWS
-    return weight.tile[0] if weight.encoding is Encoding.FP8_BLOCK else 1
+    return weight.tile[0] if weight.encoding is Encoding.FP8_BLOCK else weight.encoding.panel_rows
 
 
 def _rows_of(weight: WeightTensor, first: int, end: int) -> WeightTensor:
@@ -265,8 +263,8 @@ def _rows_of(weight: WeightTensor, first: int, end: int) -> WeightTensor:
         return weight
     found: WeightTensor | None = weight.derived.get(("rows", first, end))
     if found is None:
-        panels = weight.encoding.packing is Packing.PANELS
-        rows = slice(first // PANEL_ROWS, -(-end // PANEL_ROWS)) if panels else slice(first, end)
+        together = weight.encoding.panel_rows
+        rows = slice(first // together, -(-end // together))
         tile = weight.tile[0] or 1
         tiles = slice(first // tile, -(-end // tile))
         by_tile = weight.encoding is Encoding.FP8_BLOCK
