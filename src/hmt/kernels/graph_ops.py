@@ -1,10 +1,12 @@
 """What captured steps need of a device besides operations: to be told tokens and runs in place."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hmt.contracts.encoding import Encoding, Packing, WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.backend import gpu_kernels
 from hmt.kernels.reference.kv_pages import AttentionMetadata, PagedSegment
@@ -32,9 +34,43 @@ def fill_runs(runs: AttentionMetadata, given: Sequence[PagedSegment]) -> None:
     gpu_kernels().update_runs(runs, given)
 
 
-def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """Rows `ids` int64 [n] of a table of which the device finds `part_rows` at each address."""
-    rows: Tensor = gpu_kernels().rows_at(parts, part_rows, width, dtype, ids)
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """A table whose rows a device looks up: where its parts lie, in memory that it can read.
+
+    parts        addresses of the data, scales, and zeros or minima of each part of the table: int64
+                 [parts] each, on the device; 0 for what there is not
+    part_rows    rows of each part (the last has fewer)
+    width        numbers of a row
+    dtype        of the numbers of a table that holds numbers; rows of codes come in f32
+    encoding, group_size, scale_dtype   as in WeightTensor
+    extra        "zeros", "minima" or ""
+    """
+
+    parts: tuple[Tensor, Tensor, Tensor]
+    part_rows: int
+    width: int
+    dtype: torch.dtype
+    encoding: Encoding
+    group_size: int = 0
+    scale_dtype: torch.dtype | None = None
+    extra: str = ""
+
+
+def looks_up(w: WeightTensor) -> bool:
+    """Whether `rows_at` takes tables of which w is a part."""
+    if w.encoding.is_float or w.encoding.packing is Packing.BLOCKS:
+        return True
+    return w.encoding in (Encoding.INT4_GROUP, Encoding.MXFP4)
+
+
+def rows_at(table: RowTable, ids: Tensor) -> Tensor:
+    """Rows `ids` int64 [n] of a table: [n, width]."""
+    kernels = gpu_kernels()
+    if not table.encoding.is_float:
+        codes: Tensor = kernels.code_rows_at(table, ids)
+        return codes
+    rows: Tensor = kernels.rows_at(table.parts[0], table.part_rows, table.width, table.dtype, ids)
     return rows
 
 

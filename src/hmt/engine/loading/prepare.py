@@ -39,6 +39,7 @@ from hmt.weights import (
 )
 
 # Blocks whose matrices are multiplied with all of a step's tokens at once.
+_PLAIN_DTYPES = frozenset(("F16", "F32", "F64"))
 _DENSE = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 
 
@@ -81,7 +82,8 @@ def prepare(
     host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source = open_source(path)
-    model = open_model(source.config, source.path, dtype_for(config, source))
+    on_gpu = device is not None and device.where.type == "cuda"
+    model = open_model(source.config, source.path, dtype_for(config, source, on_gpu=on_gpu))
     weights = source.weights(
         model.spec, config.quantization, exact_activations=config.activations == "exact"
     )
@@ -147,13 +149,19 @@ def _check_physical(plan: Plan) -> None:
         )
 
 
-def dtype_for(config: EngineConfig, source: Source) -> torch.dtype:
-    """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway."""
+def dtype_for(config: EngineConfig, source: Source, *, on_gpu: bool) -> torch.dtype:
+    """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway.
+
+    A GPU multiplies quantised weights with bfloat16 (and adds up in f32): tensor cores take that,
+    and it is finer than what such weights were rounded to.
+    """
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
-    return torch.bfloat16 if "BF16" in source.dtypes else torch.float32
+    if "BF16" in source.dtypes or (on_gpu and not source.dtypes <= _PLAIN_DTYPES):
+        return torch.bfloat16
+    return torch.float32
 
 
 def demand_of(

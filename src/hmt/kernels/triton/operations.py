@@ -15,7 +15,7 @@ from hmt.kernels.triton.attention.paged import (
     paged_attention,
     paged_attention_output,
 )
-from hmt.kernels.triton.elementwise.embedding import rows_at
+from hmt.kernels.triton.elementwise.embedding import code_rows_at, rows_at
 from hmt.kernels.triton.elementwise.norms import (
     add_rms_norm,
     add_rms_norm_quantize,
@@ -56,6 +56,7 @@ __all__ = [
     "attention_inputs",
     "biased_sigmoid_topk",
     "can_rewrite",
+    "code_rows_at",
     "dequantize",
     "draw",
     "experts",

@@ -14,12 +14,13 @@ from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, MoeBackend, Presence, Priority, ResidentBlock
 from hmt.kernels import graph_ops
+from hmt.kernels.graph_ops import RowTable
 from hmt.kernels.host_experts import HostExpertChannel, make_channel
 from hmt.memory.device import CopyEvent, Device, DeviceBuffer, DevicePool, Event
 from hmt.weights.experts.moe_backends import MoeBackends, Params, StreamedExpert, make_backends
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store.block_store import WeightStore
-from hmt.weights.store.device_embedding import TokenTable, token_table
+from hmt.weights.store.device_embedding import token_table
 from hmt.weights.store.device_state import DeviceCounters
 from hmt.weights.store.slot_schedule import (
     SlotSchedule,
@@ -105,7 +106,7 @@ class DeviceWeights:
         self._under_way: deque[CopyEvent] = deque()  # not yet in `counters`
         self._counters = DeviceCounters()
         self.count = store.count
-        self._tokens: TokenTable | None = None
+        self._tokens: RowTable | None = None
         self.routed = store.routed
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -248,7 +249,7 @@ class DeviceWeights:
         if block != _TOKENS or self._tokens is None or self._device.where.type != "cuda":
             return self._store.rows(block, name, ids)  # other tables are those of positions
         assert name == "weight"
-        return graph_ops.rows_at(*self._tokens, ids.to(self._device.where, non_blocking=True))
+        return graph_ops.rows_at(self._tokens, ids.to(self._device.where, non_blocking=True))
 
     def moe_backend(self, layer: int) -> MoeBackend | None:
         """See Weights."""

@@ -455,7 +455,7 @@ def block_scales(data, scales, KIND: tl.constexpr):
     if KIND == "q5_1":
         both = tl.load(data)
         d, e = half_number(both), half_number(both >> 16)
-    elif KIND == "q4_k" or KIND == "q5_k":  # noqa: PLR1714 - Triton has no `in` for strings
+    elif KIND == "q4_k" or KIND == "q5_k":
         both = tl.load(data)
         d, e = half_number(both), -half_number(both >> 16)
     elif KIND == "q2_k":
@@ -474,7 +474,7 @@ def block_scales(data, scales, KIND: tl.constexpr):
         d = tl.load(scales).to(tl.float32)
         if KIND == "iq3_xxs":
             d *= 0.25
-        elif KIND == "iq2_xxs" or KIND == "iq2_xs" or KIND == "iq2_s" or KIND == "iq1_s":  # noqa: PLR1714
+        elif KIND == "iq2_xxs" or KIND == "iq2_xs" or KIND == "iq2_s" or KIND == "iq1_s":
             d *= 0.125
         e = d
     return d, e

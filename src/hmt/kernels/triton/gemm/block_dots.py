@@ -11,6 +11,8 @@ tokens nor rows, so the results for a token are the same whatever others there a
 adds 256 inputs as integers, and these in ascending order; the same otherwise.
 """
 
+# ruff: noqa: RUF005 - Triton's tuples are joined by `+`
+
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,11 +66,12 @@ def block_grid(encoding: Encoding, device: torch.device) -> Tensor | None:
         return grid.view(torch.int32).flatten().to(device)
     if encoding not in _GRIDS_OF_EIGHT:
         return None
-    entries, packed = gguf_blocks.grid(encoding).long(), 0
+    entries = gguf_blocks.grid(encoding).long()
     values = torch.tensor(_GRIDS_OF_EIGHT[encoding])
     places = (entries[..., None] == values).long().argmax(-1)
-    packed = sum(places[:, i] << (4 * i) for i in range(8))
-    assert isinstance(packed, Tensor)
+    packed = torch.zeros_like(places[:, 0])
+    for index in range(8):
+        packed |= places[:, index] << (4 * index)
     return packed.to(torch.int32).to(device)
 
 
@@ -136,16 +139,15 @@ def word_of(part, G: tl.constexpr, SMALL: tl.constexpr, STRIDED: tl.constexpr):
 
 
 @triton.jit
-def lane_of(start, blocks, BLOCKS: tl.constexpr, SMALL: tl.constexpr):
-    """Lanes for BLOCKS times 256 inputs from `start` on, each [lanes, 1].
+def lane_of(lane, start, blocks, BLOCKS: tl.constexpr, SMALL: tl.constexpr):
+    """What lanes [lanes, 1] have of BLOCKS times 256 inputs from `start` on, each [lanes, 1].
 
     The block in the weight, the part, the block of 256 inputs, and whether there is such a one.
     Neighbouring lanes have the same part of neighbouring blocks.  Where there is none, lanes have
     the last.
     """
     PARTS: tl.constexpr = 8 if SMALL else 4
-    lane = tl.arange(0, PARTS * BLOCKS)[:, None]
-    part = lane // BLOCKS
+    part = lane // BLOCKS % PARTS
     wide = start + lane % BLOCKS
     block = wide * 8 + part if SMALL else wide
     inside = block < blocks
@@ -159,9 +161,9 @@ def lane_of(start, blocks, BLOCKS: tl.constexpr, SMALL: tl.constexpr):
 
 
 @triton.jit
-def _code(word, I: tl.constexpr, OFFSET: tl.constexpr):  # noqa: E741
-    """The number of byte I of words of codes, f32."""
-    return (((word << (24 - 8 * I)) >> 24) - OFFSET).to(tl.float32)
+def _code(word, AT: tl.constexpr, OFFSET: tl.constexpr):
+    """The number of byte AT of words of codes, f32."""
+    return (((word << (24 - 8 * AT)) >> 24) - OFFSET).to(tl.float32)
 
 
 @triton.jit
@@ -219,18 +221,18 @@ def lane_dots(
                     if OFFSET > 0:
                         dot -= OFFSET * total
                     if LEAST:
-                        new_least = new_least + (least_sums[token] + least * total,)
-                new = new + (sums[token] + dot * by,)
+                        new_least = new_least + (least_sums[token] + least * total,)  # type: ignore[assignment]
+                new = new + (sums[token] + dot * by,)  # type: ignore[assignment]
             else:
                 own = x + its * x_row + (wide * 64 + at) * 4
                 first, first_x = _four_products(one, own, OFFSET)
                 second, second_x = _four_products(two, own + 4, OFFSET)
                 third, third_x = _four_products(three, own + 8, OFFSET)
                 fourth, fourth_x = _four_products(four, own + 12, OFFSET)
-                new = new + (sums[token] + (first + second + third + fourth) * by,)
+                new = new + (sums[token] + (first + second + third + fourth) * by,)  # type: ignore[assignment]
                 if LEAST:
                     total = first_x + second_x + third_x + fourth_x
-                    new_least = new_least + (least_sums[token] + least * total,)
+                    new_least = new_least + (least_sums[token] + least * total,)  # type: ignore[assignment]
         sums = new
         if LEAST:
             least_sums = new_least
@@ -245,5 +247,5 @@ def lane_dots(
         result = sums[token].to(tl.float32) * by_d
         if LEAST:
             result += least_sums[token].to(tl.float32) * by_e
-        out = out + (result,)
+        out = out + (result,)  # type: ignore[assignment]
     return out

@@ -54,9 +54,9 @@ def block_rows_at(
 
 
 @triton.jit
-def _number(word, I: tl.constexpr, OFFSET: tl.constexpr, by, least, TYPE: tl.constexpr):  # noqa: E741
-    """(d scale) code + e minimum of byte I of words, rounded once."""
-    code = (word << (24 - 8 * I)) >> 24
+def _number(word, AT: tl.constexpr, OFFSET: tl.constexpr, by, least, TYPE: tl.constexpr):
+    """(d scale) code + e minimum of byte AT of words, rounded once."""
+    code = (word << (24 - 8 * AT)) >> 24
     if OFFSET > 0:
         code -= OFFSET
     return (code.to(tl.float32) * by + least).to(TYPE)
@@ -64,17 +64,13 @@ def _number(word, I: tl.constexpr, OFFSET: tl.constexpr, by, least, TYPE: tl.con
 
 @triton.jit
 def _four_numbers(
-    one, two, three, four, I: tl.constexpr, OFFSET: tl.constexpr, by, least, TYPE: tl.constexpr
-):  # noqa: E501, E741
-    """Those of byte I of four words: [.., 2, 2]."""
-    first, second = (
-        _number(one, I, OFFSET, by, least, TYPE),
-        _number(two, I, OFFSET, by, least, TYPE),
-    )
-    third, fourth = (
-        _number(three, I, OFFSET, by, least, TYPE),
-        _number(four, I, OFFSET, by, least, TYPE),
-    )
+    one, two, three, four, AT: tl.constexpr, OFFSET: tl.constexpr, by, least, TYPE: tl.constexpr
+):
+    """Those of byte AT of four words: [.., 2, 2]."""
+    first = _number(one, AT, OFFSET, by, least, TYPE)
+    second = _number(two, AT, OFFSET, by, least, TYPE)
+    third = _number(three, AT, OFFSET, by, least, TYPE)
+    fourth = _number(four, AT, OFFSET, by, least, TYPE)
     return tl.join(tl.join(first, third), tl.join(second, fourth))
 
 
@@ -123,7 +119,8 @@ def _numbers_kernel(
 ):  # fmt: skip
     """Axis 0: BLOCKS blocks of 256 inputs; axis 1: panels."""
     panel = (first_panel + tl.program_id(1)).to(tl.int64)
-    lane = lane_of(tl.program_id(0) * BLOCKS, blocks, BLOCKS, SMALL)
+    lane = tl.arange(0, BLOCKS * (8 if SMALL else 4))[:, None]
+    lane = lane_of(lane, tl.program_id(0) * BLOCKS, blocks, BLOCKS, SMALL)
     lanes = tl.arange(0, 16)[None, :]
     row = panel * 16 + lanes
     words = data.to(tl.int64) + panel * blocks * (WORDS * 64)
@@ -144,7 +141,8 @@ def _rows_kernel(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: BLOCKS blocks of 256 inputs; axis 1: rows that are asked for."""
-    lane = lane_of(tl.program_id(0) * BLOCKS, blocks, BLOCKS, SMALL)
+    lane = tl.arange(0, BLOCKS * (8 if SMALL else 4))[:, None]
+    lane = lane_of(lane, tl.program_id(0) * BLOCKS, blocks, BLOCKS, SMALL)
     wanted = tl.load(ids + tl.program_id(1))
     its, row = wanted // part_rows, wanted % part_rows
     panel = row // 16

@@ -1,9 +1,11 @@
 """Linear layers on the GPU: which kernel multiplies which weight with how many tokens.
 
 Few tokens read the weights once, as they lie.  Many tokens are multiplied by cuBLAS, with weights
-brought to their dtype first, or as int8.  (With weights of ggml's blocks they are not rounded to
-int8 then: numbers that are made for tensor cores anyway take them as they are.)  Calls allocate results and workspaces, and nothing else:
-after a first call for each kind of weight they can be captured in a CUDA graph.
+brought to their dtype first, or as int8.  With weights of ggml's blocks these are not rounded to
+int8: what is multiplied on tensor cores takes them as they are.
+
+Calls allocate results and workspaces, and nothing else: after a first call for each kind of weight
+they can be captured in a CUDA graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -195,10 +197,7 @@ def _write(
         w = weights[at]
         count = 1
         blocks = takes_blocks(x, w)
-        if blocks:
-            while count < 3 and at + count < len(weights) and agree(w, weights[at + count]):
-                count += 1
-        elif len(x) <= _few(w) and _in_panels(w, x.dtype):
+        if blocks or (len(x) <= _few(w) and _in_panels(w, x.dtype)):
             while count < 3 and at + count < len(weights) and agree(w, weights[at + count]):
                 count += 1
         elif (

@@ -1,5 +1,7 @@
 """Weights in Packing.BLOCKS times few tokens: the kernel, and its launches."""
 
+# ruff: noqa: RUF005 - Triton's tuples are joined by `+`
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from hmt.contracts.encoding import (
     ACTIVATION_BLOCK,
     BLOCK_SHAPES,
     Activations,
+    Encoding,
     Packing,
     WeightTensor,
 )
@@ -73,7 +76,7 @@ def multiply_blocks(
     most = _TOKENS if integers else _TOKENS_FLOAT
     at_once = min(most, triton.next_power_of_2(len(x)))
     wides = triton.cdiv(w.shape[1], ACTIVATION_BLOCK)
-    blocks, warps = sizes_of(w)
+    blocks, warps = sizes_of(w.encoding, w.shape[1])
     constants: dict[str, Any] = block_constants(w.encoding)
     grid = triton.cdiv(len(x), at_once), panels[0] if activation else sum(panels)
     _few_tokens[grid](
@@ -90,10 +93,10 @@ def multiply_blocks(
     )  # fmt: skip
 
 
-def sizes_of(w: WeightTensor) -> tuple[int, int]:
+def sizes_of(encoding: Encoding, columns: int) -> tuple[int, int]:
     """Blocks of 256 inputs that a program takes at once, and its warps; by inputs alone."""
-    wides = triton.cdiv(w.shape[1], ACTIVATION_BLOCK)
-    small = BLOCK_SHAPES[w.encoding].numbers == 32
+    wides = triton.cdiv(columns, ACTIVATION_BLOCK)
+    small = BLOCK_SHAPES[encoding].numbers == 32
     blocks = min(16 if wides > 32 else 8, triton.next_power_of_2(wides))
     if small:
         blocks = max(1, blocks // 2)
@@ -127,19 +130,20 @@ def row_totals(
     PARTS: tl.constexpr = 8 if SMALL else 4
     nothing = tl.zeros((PARTS * BLOCKS, 16), tl.float32)
     totals = (nothing,) * TOKENS
+    lanes = tl.arange(0, PARTS * BLOCKS)[:, None]
     for start in range(0, wides, BLOCKS):
-        lane = lane_of(start, blocks, BLOCKS, SMALL)
+        lane = lane_of(lanes, start, blocks, BLOCKS, SMALL)
         some = lane_dots(
             data, scales, grid, lane, x, x_scales, x_sums, wides, x_row, last,
             KIND, WORDS, SMALL, STRIDED, OFFSET, LEAST, APART, ASM, ROUNDED, TOKENS,
         )  # fmt: skip
         new = ()
         for token in tl.static_range(TOKENS):
-            new = new + (totals[token] + some[token],)
+            new = new + (totals[token] + some[token],)  # type: ignore[assignment]
         totals = new
     out = ()
     for token in tl.static_range(TOKENS):
-        out = out + (tl.sum(totals[token], axis=0),)
+        out = out + (tl.sum(totals[token], axis=0),)  # type: ignore[assignment]
     return out
 
 
