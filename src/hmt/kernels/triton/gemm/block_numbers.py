@@ -10,7 +10,6 @@ from hmt.kernels.triton.gemm.block_codes import block_scales, sixteen
 from hmt.kernels.triton.gemm.block_dots import block_constants, block_grid, lane_of, word_of
 from hmt.kernels.triton.weight_codes import pointers
 
-_AT_ONCE = 2  # blocks of 256 inputs, of 16 rows, that a warp makes numbers of
 _OF_A_ROW = 8  # of one row
 
 
@@ -20,12 +19,18 @@ def numbers_of_blocks(out: Tensor, w: WeightTensor, start: int) -> None:
         return
     first = start // 16
     wides = triton.cdiv(w.shape[1], ACTIVATION_BLOCK)
-    grid = triton.cdiv(wides, _AT_ONCE), triton.cdiv(start + len(out), 16) - first
+    at_once = blocks_at_once(w.encoding)
+    grid = triton.cdiv(wides, at_once), triton.cdiv(start + len(out), 16) - first
     _numbers_kernel[grid](
         out, w.data, w.scales, block_grid(w.encoding, out.device), first, start, start + len(out),
-        w.shape[1] // BLOCK_SHAPES[w.encoding].numbers, BLOCKS=_AT_ONCE,
+        w.shape[1] // BLOCK_SHAPES[w.encoding].numbers, BLOCKS=at_once,
         num_warps=1, enable_fp_fusion=False, **block_constants(w.encoding),
     )  # fmt: skip
+
+
+def blocks_at_once(encoding: Encoding) -> int:
+    """Blocks of 256 inputs, of 16 rows, that a warp makes numbers of: as many as its registers."""
+    return 1 if BLOCK_SHAPES[encoding].numbers == 32 else 2
 
 
 def block_rows_at(
@@ -75,6 +80,25 @@ def _four_numbers(
 
 
 @triton.jit
+def _sixteen_numbers(
+    words, part, grid, d, e, TYPE: tl.constexpr, KIND: tl.constexpr, G: tl.constexpr,
+    OFFSET: tl.constexpr, LEAST: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """What `sixteen` gives, as numbers [lanes, rows, 16]."""
+    one, two, three, four, by, least = sixteen(words, part, grid, KIND, G, ASM)
+    by = d * by
+    added = 0.0
+    if LEAST:
+        added = e * least
+    first = _four_numbers(one, two, three, four, 0, OFFSET, by, added, TYPE)
+    second = _four_numbers(one, two, three, four, 1, OFFSET, by, added, TYPE)
+    third = _four_numbers(one, two, three, four, 2, OFFSET, by, added, TYPE)
+    fourth = _four_numbers(one, two, three, four, 3, OFFSET, by, added, TYPE)
+    numbers = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(numbers, (d.shape[0], d.shape[1], 16))
+
+
+@triton.jit
 def store_numbers(
     out, row, inside, data, scales, inner, grid, lane, blocks,
     KIND: tl.constexpr, WORDS: tl.constexpr, SMALL: tl.constexpr, STRIDED: tl.constexpr,
@@ -93,19 +117,18 @@ def store_numbers(
     d, e = block_scales(words, taken, KIND)
     mask = (there & inside)[:, :, None]
     at = row * (blocks * (32 if SMALL else 256)) + wide * 256
-    number = tl.arange(0, 16)[None, None, :]
-    for G in tl.static_range(2 if SMALL else 4):
-        one, two, three, four, by, least = sixteen(words, part, grid, KIND, G, ASM)
-        by = d * by
-        added = 0.0
-        if LEAST:
-            added = e * least
-        first = _four_numbers(one, two, three, four, 0, OFFSET, by, added, TYPE)
-        second = _four_numbers(one, two, three, four, 1, OFFSET, by, added, TYPE)
-        third = _four_numbers(one, two, three, four, 2, OFFSET, by, added, TYPE)
-        fourth = _four_numbers(one, two, three, four, 3, OFFSET, by, added, TYPE)
-        numbers = tl.join(tl.join(first, third), tl.join(second, fourth))
-        numbers = tl.reshape(numbers, (d.shape[0], d.shape[1], 16))
+    # Where 32 numbers lie side by side they are written at once: 1.2 TB/s of an H100 by 16, where
+    # types whose lanes lie side by side had 2.2.
+    TOGETHER: tl.constexpr = 1 if SMALL or STRIDED else 2
+    number = tl.arange(0, 16 * TOGETHER)[None, None, :]
+    for G in tl.static_range(0, 2 if SMALL else 4, TOGETHER):
+        numbers = _sixteen_numbers(words, part, grid, d, e, TYPE, KIND, G, OFFSET, LEAST, ASM)
+        if TOGETHER == 2:
+            others = _sixteen_numbers(
+                words, part, grid, d, e, TYPE, KIND, G + 1, OFFSET, LEAST, ASM
+            )
+            both = tl.permute(tl.join(numbers, others), (0, 1, 3, 2))
+            numbers = tl.reshape(both, (d.shape[0], d.shape[1], 32))
         column = at + word_of(part, G, SMALL, STRIDED) * 4
         tl.store(out + column[:, :, None] + number, numbers, mask=mask)
 

@@ -38,10 +38,9 @@ from hmt.kernels.triton.pdl import (
 FEW_TOKENS = 32
 # With floats: a product takes one instruction for each number, not a quarter.
 FEW_TOKENS_FLOAT = 8
-_TOKENS = 8  # of a program
-_TOKENS_FLOAT = 4
+# Of a program.  With eight, registers do not do, and it takes long to compile.
+_TOKENS = 4
 _PIECES = 32  # in which a program asks for its weights
-_ONE = 4  # of blocks of 256 inputs; up to as many for each
 
 
 def takes_blocks(x: Tensor, w: WeightTensor) -> bool:
@@ -73,8 +72,7 @@ def multiply_blocks(
     given: list[WeightTensor | None] = [*weights, None, None][:3]
     rows = [0 if one is None else one.shape[0] for one in given]
     panels = [triton.cdiv(count, 16) for count in rows]
-    most = _TOKENS if integers else _TOKENS_FLOAT
-    at_once = min(most, triton.next_power_of_2(len(x)))
+    at_once = min(_TOKENS, triton.next_power_of_2(len(x)))
     wides = triton.cdiv(w.shape[1], ACTIVATION_BLOCK)
     blocks, warps = sizes_of(w.encoding, w.shape[1])
     constants: dict[str, Any] = block_constants(w.encoding)
@@ -98,8 +96,8 @@ def sizes_of(encoding: Encoding, columns: int) -> tuple[int, int]:
     wides = triton.cdiv(columns, ACTIVATION_BLOCK)
     small = BLOCK_SHAPES[encoding].numbers == 32
     blocks = min(16 if wides > 32 else 8, triton.next_power_of_2(wides))
-    if small:
-        blocks = max(1, blocks // 2)
+    # With one, lanes would not differ by blocks, and Triton 3.6 stops at hints on such addresses.
+    blocks = max(1, blocks // 2) if small else max(2, blocks)
     lanes = blocks * (8 if small else 4)
     return blocks, max(1, lanes * 4 // 32)
 

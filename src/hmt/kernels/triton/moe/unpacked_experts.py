@@ -15,10 +15,9 @@ from torch import Tensor
 from hmt.contracts.encoding import ACTIVATION_BLOCK, BLOCK_SHAPES, Encoding
 from hmt.contracts.model import EXPERT_UNPACKED_BYTES
 from hmt.kernels.triton.gemm.block_dots import block_constants, block_grid, lane_of
-from hmt.kernels.triton.gemm.block_numbers import store_numbers
+from hmt.kernels.triton.gemm.block_numbers import blocks_at_once, store_numbers
 from hmt.kernels.triton.moe.weight_table import PARTS, ExpertMatrix, ExpertTable
 
-_AT_ONCE = 2  # blocks of 256 inputs, of 16 rows, that a warp makes numbers of
 _BIAS = PARTS.index("bias")
 _FLOATS = {
     torch.float32: Encoding.F32,
@@ -78,12 +77,12 @@ def _addresses(table: ExpertTable, index: int, part: int) -> Tensor:
 def _unpack(out: Tensor, table: ExpertTable, index: int, matrix: ExpertMatrix, first: int) -> None:
     """Matrices of experts from the `first` on, each to the begin of a row of `out`."""
     rows, columns = matrix.shape
-    wides = triton.cdiv(columns, ACTIVATION_BLOCK)
-    _unpack_kernel[(triton.cdiv(wides, _AT_ONCE), triton.cdiv(rows, 16), len(out))](
+    wides, at_once = triton.cdiv(columns, ACTIVATION_BLOCK), blocks_at_once(matrix.encoding)
+    _unpack_kernel[(triton.cdiv(wides, at_once), triton.cdiv(rows, 16), len(out))](
         out, table.addresses, table.part_stride, block_grid(matrix.encoding, out.device),
         index * len(PARTS), first, rows, columns // BLOCK_SHAPES[matrix.encoding].numbers,
         out.stride(0), *matrix.offsets[:2],
-        BLOCKS=_AT_ONCE, num_warps=1, enable_fp_fusion=False, **block_constants(matrix.encoding),
+        BLOCKS=at_once, num_warps=1, enable_fp_fusion=False, **block_constants(matrix.encoding),
     )  # fmt: skip
 
 
