@@ -18,6 +18,8 @@ CHUNK_TOKENS = 256  # that layers take at once where they would need much memory
 # Parts of half as many make tiles of 128 half empty where an expert has few: 4096 tokens of a
 # DeepSeek-V3 come in one.
 EXPERT_WORKSPACE_BYTES = 640 << 20
+# And for numbers made of experts that tensor cores cannot take as they lie, some at a time.
+EXPERT_UNPACKED_BYTES = 256 << 20
 # The same of a CPU, which takes experts in batches of that much: kBatchBytes of csrc/experts.
 EXPERT_BATCH_BYTES = 16 << 20
 

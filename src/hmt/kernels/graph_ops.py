@@ -10,6 +10,7 @@ from hmt.kernels.backend import backend_of, backend_on
 from hmt.kernels.ops import by_device_of
 from hmt.kernels.reference.kv_pages import AttentionMetadata, PagedSegment
 from hmt.kernels.reference.sampling import LogitStats
+from hmt.kernels.row_table import RowTable
 
 combine_parts = by_device_of("joined", reference.combine_parts)
 logit_stats_of = by_device_of("logits", reference.logit_stats_of)
@@ -40,9 +41,13 @@ def can_look_up_rows(where: torch.device) -> bool:
     return backend_on(where).has("rows_at")
 
 
-def rows_at(parts: Tensor, part_rows: int, width: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """Rows `ids` int64 [n] of a table of which the device finds `part_rows` at each address."""
-    rows: Tensor = backend_of(ids).rows_at(parts, part_rows, width, dtype, ids)
+def rows_at(table: RowTable, ids: Tensor) -> Tensor:
+    """Rows `ids` int64 [n] of a table: [n, width]."""
+    backend = backend_of(ids)
+    if not table.encoding.is_float:
+        codes: Tensor = backend.code_rows_at(table, ids)
+        return codes
+    rows: Tensor = backend.rows_at(table.parts[0], table.part_rows, table.width, table.dtype, ids)
     return rows
 
 

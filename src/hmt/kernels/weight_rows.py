@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hmt.contracts.encoding import PANEL_ROWS, Encoding, Packing, WeightTensor
+from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels.weight_cache import WeightCache
 
 _ROWS: WeightCache[dict[tuple[int, int], WeightTensor]] = WeightCache()
@@ -10,9 +10,7 @@ _ROWS: WeightCache[dict[tuple[int, int], WeightTensor]] = WeightCache()
 
 def rows_together(weight: WeightTensor) -> int:
     """Rows that share bytes, or a scale, with others."""
-    if weight.encoding.packing is Packing.PANELS:
-        return PANEL_ROWS
-    return weight.tile[0] if weight.encoding is Encoding.FP8_BLOCK else 1
+    return weight.tile[0] if weight.encoding is Encoding.FP8_BLOCK else weight.encoding.panel_rows
 
 
 def rows_of(weight: WeightTensor, first: int, end: int) -> WeightTensor:
@@ -32,8 +30,8 @@ def rows_of(weight: WeightTensor, first: int, end: int) -> WeightTensor:
 
 
 def _view(weight: WeightTensor, first: int, end: int) -> WeightTensor:
-    panels = weight.encoding.packing is Packing.PANELS
-    rows = slice(first // PANEL_ROWS, -(-end // PANEL_ROWS)) if panels else slice(first, end)
+    together = weight.encoding.panel_rows
+    rows = slice(first // together, -(-end // together))
     tile = weight.tile[0] or 1
     tiles = slice(first // tile, -(-end // tile))
     by_tile = weight.encoding is Encoding.FP8_BLOCK

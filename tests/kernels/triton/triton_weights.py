@@ -1,10 +1,13 @@
 """Random weights in every encoding for tests of Triton's kernels, on the device of the test."""
 
+from dataclasses import replace
+
 import torch
 
-from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.contracts.encoding import BLOCK_SHAPES, Activations, Encoding, WeightTensor
 from hmt.kernels import reference
-from hmt.quant import pack_codes, pack_groups
+from hmt.kernels.reference.packing import pack_blocks
+from hmt.quant import Format, empty_weight, pack_codes, pack_groups
 
 FLOATS = {
     Encoding.F32: torch.float32,
@@ -81,6 +84,46 @@ def random_weight(
         activations=activations,
         **{name: part.to(device) for name, part in parts.items()},
     )
+
+
+# Where blocks have their f16 numbers; at byte 0 where nothing is said.
+_HALVES = {
+    Encoding.Q2_K: (80, 82),
+    Encoding.Q3_K: (108,),
+    Encoding.Q6_K: (208,),
+    Encoding.TQ1_0: (52,),
+    Encoding.TQ2_0: (64,),
+    Encoding.IQ1_M: (),
+    **dict.fromkeys((Encoding.Q5_1, Encoding.Q4_K, Encoding.Q5_K), (0, 2)),
+}
+
+
+def random_blocks(
+    encoding: Encoding,
+    rows: int,
+    columns: int,
+    *,
+    device: torch.device,
+    activations: Activations = Activations.INT8_BLOCK,
+    seed: int = 0,
+) -> WeightTensor:
+    """A weight of one of ggml's types: any bytes, and scales of any sign."""
+    random = torch.Generator().manual_seed(seed)
+    shape = BLOCK_SHAPES[encoding]
+    count = rows * columns // shape.numbers
+    raw = torch.randint(0, 256, (count, shape.nbytes), generator=random, dtype=torch.uint8)
+    halves = torch.randn(count, 2, generator=random).mul(0.02).to(torch.float16)
+    for index, at in enumerate(_HALVES.get(encoding, (0,))):
+        raw[:, at : at + 2] = halves[:, index : index + 1].contiguous().view(torch.uint8)
+    if encoding is Encoding.IQ1_M:  # four bits of it in each of four words
+        bits = halves[:, 0].view(torch.uint16).int()
+        for word in range(4):
+            high = raw[:, 49 + 2 * word]
+            raw[:, 49 + 2 * word] = high & 15 | ((bits >> 4 * word & 15) << 4).to(torch.uint8)
+    w = empty_weight(Format(encoding, activations=activations), (rows, columns))
+    pack_blocks(encoding, raw.view(rows, -1), w.data, w.scales)
+    parts = {"data": w.data.to(device), "scales": None if w.scales is None else w.scales.to(device)}
+    return replace(w, **parts)
 
 
 def numbers(w: WeightTensor) -> torch.Tensor:

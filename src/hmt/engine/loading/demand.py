@@ -14,11 +14,14 @@ from hmt.engine.loading.kv import selection_of
 from hmt.engine.loading.prefix_cache import prefix_bytes
 from hmt.engine.loading.source import Source
 from hmt.kernels import ops
+from hmt.kernels.backend import backend_on
 from hmt.kvcache import kv_sizes, page_bytes, page_encoding
+from hmt.memory.device import Device
 from hmt.planner import Demand, KVBudgets, KVTierSizes
 from hmt.quant import Format, component_bytes
 from hmt.weights import BlockLayout, laid_out_alike, row_span_bytes
 
+_PLAIN_DTYPES = frozenset(("F16", "F32", "F64"))
 # Blocks whose matrices are multiplied with all of a step's tokens at once.
 _DENSE = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 
@@ -43,13 +46,24 @@ def usual_format(layouts: Mapping[BlockId, BlockLayout]) -> Format | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def dtype_for(config: EngineConfig, source: Source) -> torch.dtype:
-    """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway."""
+def is_gpu(device: Device | None) -> bool:
+    """Whether a device computes with kernels of its own: not None, and not the fake one."""
+    return device is not None and not backend_on(device.where).on_host
+
+
+def dtype_for(config: EngineConfig, source: Source, *, on_gpu: bool) -> torch.dtype:
+    """Activations follow the checkpoint, except FP16: CPUs compute it through FP32 anyway.
+
+    A GPU multiplies quantised weights with bfloat16 (and adds up in f32): tensor cores take that,
+    and it is finer than what such weights were rounded to.
+    """
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
-    return torch.bfloat16 if "BF16" in source.dtypes else torch.float32
+    if "BF16" in source.dtypes or (on_gpu and not source.dtypes <= _PLAIN_DTYPES):
+        return torch.bfloat16
+    return torch.float32
 
 
 def demand_of(

@@ -10,7 +10,7 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.demand import demand_of, dtype_for, kv_budgets, usual_format
+from hmt.engine.loading.demand import demand_of, dtype_for, is_gpu, kv_budgets, usual_format
 from hmt.engine.loading.goal_plan import searched_plan
 from hmt.engine.loading.kv_scales import with_scales
 from hmt.engine.loading.source import Source, open_source
@@ -66,7 +66,8 @@ def prepare(
     host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source = open_source(path)
-    model = open_model(source.config, source.path, dtype_for(config, source))
+    dtype = dtype_for(config, source, on_gpu=is_gpu(device))
+    model = open_model(source.config, source.path, dtype)
     weights = source.weights(
         model.spec, config.quantization, exact_activations=config.activations == "exact"
     )

@@ -79,7 +79,8 @@ def _from_shape(
 
 def _from_weights(path: Path, config: EngineConfig, hits: HitCurve | None) -> DemandFor:
     source = open_source(path)
-    model = open_model(source.config, source.path, dtype_for(config, source))
+    on_gpu = bool(config.gpu_memory_bytes)
+    model = open_model(source.config, source.path, dtype_for(config, source, on_gpu=on_gpu))
 
     @cache
     def demand(scheme: str | None) -> Demand:

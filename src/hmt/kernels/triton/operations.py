@@ -27,6 +27,7 @@ from hmt.kernels.triton.elementwise.rope_gate import gated, gated_pair, rope, ro
 from hmt.kernels.triton.elementwise.sampling import greedy, logit_stats
 from hmt.kernels.triton.elementwise.sampling import survey_rows as logit_stats_of
 from hmt.kernels.triton.fused_layers import attention_inputs, feed_forward
+from hmt.kernels.triton.gemm.code_rows import code_rows_at
 from hmt.kernels.triton.gemm.dequantize import dequantize, quantize_activations
 from hmt.kernels.triton.gemm.dispatch import (
     linear,
@@ -73,6 +74,7 @@ __all__ = [
     "biased_sigmoid_topk",
     "block_table",
     "can_copy_pages",
+    "code_rows_at",
     "combine_parts",
     "copy_pairs",
     "dequantize",

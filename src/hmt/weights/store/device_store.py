@@ -15,11 +15,12 @@ from hmt.contracts.plan import DevicePlan, Plan, Tier
 from hmt.contracts.store import LeasedGroup, MoeBackend, Presence, Priority, ResidentBlock
 from hmt.kernels import graph_ops
 from hmt.kernels.host_experts import HostExpertChannel, make_channel
+from hmt.kernels.row_table import RowTable
 from hmt.memory.device import CopyEvent, Device, DeviceBuffer, DevicePool, Event
 from hmt.weights.experts.moe_backends import MoeBackends, Params, StreamedExpert, make_backends
 from hmt.weights.layout import BlockLayout
 from hmt.weights.store.block_store import WeightStore
-from hmt.weights.store.device_embedding import TokenTable, token_table
+from hmt.weights.store.device_embedding import token_table
 from hmt.weights.store.device_state import DeviceCounters
 from hmt.weights.store.slot_schedule import (
     SlotSchedule,
@@ -111,7 +112,7 @@ class DeviceWeights:
         self._under_way: deque[CopyEvent] = deque()  # not yet in `counters`
         self._counters = DeviceCounters()
         self.count = store.count
-        self._tokens: TokenTable | None = None
+        self._tokens: RowTable | None = None
         self._looks_up_rows = graph_ops.can_look_up_rows(device.where)
         self.routed = store.routed
 
@@ -255,7 +256,7 @@ class DeviceWeights:
         if block != _TOKENS or self._tokens is None or not self._looks_up_rows:
             return self._store.rows(block, name, ids)  # other tables are those of positions
         assert name == "weight"
-        return graph_ops.rows_at(*self._tokens, ids.to(self._device.where, non_blocking=True))
+        return graph_ops.rows_at(self._tokens, ids.to(self._device.where, non_blocking=True))
 
     def moe_backend(self, layer: int) -> MoeBackend | None:
         """See Weights."""

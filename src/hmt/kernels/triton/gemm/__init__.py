@@ -8,6 +8,8 @@ tokens      weights (and activations)            architecture  kernel
 1           bf16, f16, f32, FP8; float x         all           gemv_float.py
 1           int8 by channel; float x             all           gemv_w8.py, by skinny_launch.py
 5 to few    4 bits without offsets; bf16 or A8   Hopper        wgmma_w4.py, by wgmma_launch.py
+1 to 32     ggml's blocks                        all           gemv_blocks.py, of block_codes.py
+                                                               and block_dots.py
 1 to few    4 bits; bf16, f16 or A8              all           skinny_w4.py, by skinny_launch.py
 5 to few    int8, FP8; bf16, or A8 for int8      Hopper        wgmma_w8.py, by wgmma_launch.py
 1 to few    int8, FP8; bf16, f16 or A8           all           skinny_w8.py, by skinny_launch.py
@@ -19,5 +21,6 @@ more        others                               all           dequantize.py, th
 
 splitk_reduce.py adds the parts of products whose inputs several programs divide.  What kernels are
 made of: unpack.py, unpack_words.py, tile_weights.py, mma_fragments.py, gemv_w4_mma.py,
-gemv_w4_activations.py, wgmma_weights.py and wgmma_epilogue.py.
+gemv_w4_activations.py, wgmma_weights.py and wgmma_epilogue.py.  block_numbers.py makes numbers of
+ggml's blocks, and code_rows.py looks up rows of tables of codes.
 """

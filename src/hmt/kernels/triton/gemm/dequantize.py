@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.encoding import Encoding, Packing, WeightTensor
 from hmt.kernels import reference
+from hmt.kernels.triton.gemm.block_numbers import numbers_of_blocks
 from hmt.kernels.triton.gemm.skinny_w4 import MINIMA, NO_OFFSETS, ZEROS
 from hmt.kernels.triton.gemm.unpack import INTERPRETED, e2m1_halves, panel_integers, scale_numbers
 from hmt.kernels.triton.gemm.unpack_words import word_numbers
@@ -46,6 +47,9 @@ def dequantize_into(
     """
     count, columns = out.shape
     if out.numel() == 0:
+        return
+    if w.encoding.packing is Packing.BLOCKS:
+        numbers_of_blocks(out, w, start)
         return
     if w.encoding in (Encoding.INT4_GROUP, Encoding.NVFP4, Encoding.MXFP4):
         first = start // 16

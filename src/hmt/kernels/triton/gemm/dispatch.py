@@ -1,8 +1,11 @@
 """Linear layers on the GPU: which kernel multiplies which weight with how many tokens.
 
 Few tokens read the weights once, as they lie.  Many tokens are multiplied by cuBLAS, with weights
-brought to their dtype first, or as int8.  Calls allocate results and workspaces, and nothing else:
-after a first call for each kind of weight they can be captured in a CUDA graph.
+brought to their dtype first, or as int8.  With weights of ggml's blocks these are not rounded to
+int8: what is multiplied on tensor cores takes them as they are.
+
+Calls allocate results and workspaces, and nothing else: after a first call for each kind of weight
+they can be captured in a CUDA graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +22,9 @@ from hmt.kernels import reference
 from hmt.kernels.reference.packing import integer_scales, minima
 from hmt.kernels.triton.elementwise.rope_gate import ACTIVATIONS, gated_pair
 from hmt.kernels.triton.gemm import wgmma_launch
+from hmt.kernels.triton.gemm.block_dots import BlockTokens, block_tokens
 from hmt.kernels.triton.gemm.dequantize import dequantize, dequantize_into, quantize_activations
+from hmt.kernels.triton.gemm.gemv_blocks import multiply_blocks, takes_blocks
 from hmt.kernels.triton.gemm.gemv_float import multiply_numbers, takes_numbers
 from hmt.kernels.triton.gemm.gemv_w4_launch import multiply_one, takes_one_token
 from hmt.kernels.triton.gemm.gemv_w8 import takes_one_row
@@ -108,6 +113,9 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
     if takes_numbers(x, w) and total.stride(1) == 1:
         multiply_numbers(total, x, w, bias, add=True)
         return
+    if takes_blocks(x, w) and x.stride(1) == 1 and total.stride(1) == 1:
+        multiply_blocks(total, x, [w], [bias], add=True)
+        return
     if _is_plain(x, w) or len(x) > _few(w) or x.stride(1) != 1 or total.stride(1) != 1:
         total += linear(x, w, bias)
         return
@@ -142,6 +150,13 @@ def linear_gated(
     few = 0 < len(x) <= _few(w) and x.stride(1) == 1
     kind = torch.int8 if w.activations is Activations.INT8_TOKEN else x.dtype
     alike = w.shape == weights[1].shape and agree(*weights)
+    if alike and takes_blocks(x, w) and activation in ACTIVATIONS:
+        out = x.new_empty(x.shape[0], w.shape[0])
+        found = [params.get(f"{name}_bias") for name in names]
+        biases = [None if bias is None else bias.data for bias in found]
+        x = x if x.stride(1) == 1 else x.contiguous()
+        multiply_blocks(out, x, weights, biases, activation=activation)
+        return out
     if not (few and alike and _in_panels(w, kind) and activation in ACTIVATIONS):
         return gated_pair(linear_many(x, params, names, rounded), activation)
     found = [params.get(f"{name}_bias") for name in names]
@@ -177,10 +192,12 @@ def _write(
     if x.stride(1) != 1:
         x = x.contiguous()
     at = column = 0
+    tokens: BlockTokens | None = None
     while at < len(weights):
         w = weights[at]
         count = 1
-        if len(x) <= _few(w) and _in_panels(w, x.dtype):
+        blocks = takes_blocks(x, w)
+        if blocks or (len(x) <= _few(w) and _in_panels(w, x.dtype)):
             while count < 3 and at + count < len(weights) and agree(w, weights[at + count]):
                 count += 1
         elif (
@@ -193,7 +210,11 @@ def _write(
         rows = sum(one.shape[0] for one in weights[at : at + count])
         part = out[:, column : column + rows]
         some = weights[at : at + count], biases[at : at + count], chunk or len(weights) > 3
-        if not some[2] and takes_one_token(x, some[0]):
+        if blocks:
+            if tokens is None:
+                tokens = block_tokens(x, rounded=w.activations.are_integers)
+            multiply_blocks(part, x, *some[:2], tokens)
+        elif not some[2] and takes_one_token(x, some[0]):
             multiply_one(part, x, *some[:2])
         elif w.activations is Activations.INT8_TOKEN:
             if rounded is None:
@@ -214,7 +235,8 @@ def _multiply_floats(
     w, bias = weights[0], biases[0]
     if takes_numbers(x, w):
         return multiply_numbers(out, x, w, bias)
-    if len(x) <= _few(w) and not _is_plain(x, w):
+    as_it_lies = not _is_plain(x, w) and w.encoding.packing is not Packing.BLOCKS
+    if len(x) <= _few(w) and as_it_lies:
         if all(wgmma_launch.takes_panels(x, one) for one in weights):
             return wgmma_launch.multiply_panels(out, x, None, weights, biases, alone=chunk)
         if _in_panels(w, x.dtype):

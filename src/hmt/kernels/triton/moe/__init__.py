@@ -8,6 +8,8 @@ up to 1.1 or 1.4  as grouped_wgmma's                   Hopper        moe_gemv.py
 up to 2.6 to 8    all others                           all           moe_gemv.py, a pair by itself
 more              4 bits without offsets or biases,    Hopper        grouped_wgmma.py, by
                   bf16 x                                             grouped_wgmma_launch.py
+up to 1.1 or 1.4  ggml's blocks                        all           block_experts.py
+more              ggml's blocks                        all           unpacked_experts.py
 more              all others                           all           grouped_gemm.py
 
 Before and after the experts:

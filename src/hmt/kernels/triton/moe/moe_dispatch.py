@@ -12,6 +12,7 @@ from hmt.kernels.triton.elementwise.rope_gate import ACTIVATIONS
 from hmt.kernels.triton.moe.grouped_gemm import experts_by_tiles
 from hmt.kernels.triton.moe.grouped_wgmma_launch import takes_experts
 from hmt.kernels.triton.moe.moe_gemv import experts_by_pairs
+from hmt.kernels.triton.moe.unpacked_experts import unpacked_groups
 from hmt.kernels.triton.moe.weight_table import ExpertMatrix, ExpertTable, block_table, make_table
 
 # Up to so many pairs of a token and an expert for each expert that is chosen, pairs by themselves
@@ -22,6 +23,8 @@ _PAIRS_PER_EXPERT = 2.6
 _PAIRS_PER_EXPERT_E2M1 = 3.2
 _PAIRS_PER_EXPERT_CODES = 4.0
 _PAIRS_PER_EXPERT_E2M1_CODES = 8.0
+# Unpacking moves eight times the bytes of experts in blocks.
+_PAIRS_OF_BLOCKS = 6.0
 
 __all__ = [
     "ExpertMatrix",
@@ -50,11 +53,34 @@ def experts_by_table(
     captured, and the table changed between replays.  cut: see `ExpertShares`; for one token.
     """
     chosen, scales = chosen.contiguous(), scales.contiguous()
+    if table.gate.in_blocks or table.down.in_blocks:
+        return _experts_in_blocks(x, table, chosen, scales, activation, total, last, cut)
     several = takes_experts(x, table, activation)
     tokens, top = chosen.shape
     if cut is not None or _are_few(table, tokens, top, several):
         return experts_by_pairs(x, table, chosen, scales, activation, total, last, cut)
     return experts_by_tiles(x, table, chosen, scales, activation, total, last)
+
+
+def _experts_in_blocks(
+    x: Tensor,
+    table: ExpertTable,
+    chosen: Tensor,
+    scales: Tensor,
+    activation: str,
+    total: Tensor | None,
+    last: bool,
+    cut: Tensor | None,
+) -> Tensor:
+    """`experts_by_table` where gate and up, or down, or all are in ggml's blocks."""
+    assert cut is None, "experts in blocks are not cut"
+    tokens, top = chosen.shape
+    if tokens * top <= _PAIRS_OF_BLOCKS * _distinct(table, tokens, top):
+        return experts_by_pairs(x, table, chosen, scales, activation, total, last)
+    for some, are_last in unpacked_groups(table, x.dtype):
+        total = experts_by_tiles(x, some, chosen, scales, activation, total, last=last and are_last)
+    assert total is not None
+    return total
 
 
 def experts(
@@ -105,5 +131,9 @@ def _are_few(table: ExpertTable, tokens: int, top: int, several: bool = False) -
         most = _PAIRS_PER_EXPERT_E2M1_CODES if e2m1 else _PAIRS_PER_EXPERT_CODES
     else:
         most = _PAIRS_PER_EXPERT_E2M1 if e2m1 else _PAIRS_PER_EXPERT
-    distinct = table.experts * (1 - (1 - min(1, top / table.experts)) ** tokens)
-    return tokens * top <= most * distinct
+    return tokens * top <= most * _distinct(table, tokens, top)
+
+
+def _distinct(table: ExpertTable, tokens: int, top: int) -> float:
+    """How many experts tokens choose, if all are as likely."""
+    return table.experts * (1 - (1 - min(1, top / table.experts)) ** tokens)

@@ -17,6 +17,7 @@ from hmt.kernels.triton.activations import (
 )
 from hmt.kernels.triton.device_math import gated_product, interpreted, rounded
 from hmt.kernels.triton.moe.biases import DOWN, UP, biases
+from hmt.kernels.triton.moe.block_experts import down_in_blocks, gate_up_in_blocks
 from hmt.kernels.triton.moe.matrix_format import MatrixForm, matrix_form
 from hmt.kernels.triton.moe.moe_gemv_dots import panel_dots, row_dots
 from hmt.kernels.triton.moe.weight_table import ExpertTable, planes_of
@@ -198,27 +199,39 @@ def experts_by_pairs(
 ) -> Tensor:
     """See `experts.experts_by_table`."""
     tokens, top = chosen.shape
-    inputs, slots, slot_scales = prepare(x, planes_of(table.gate, x.dtype), chosen, scales)
-    gate, down = matrix_form(table.gate), matrix_form(table.down)
-    wanted = planes_of(table.down, x.dtype)
+    gate_planes = 0 if table.gate.in_blocks else planes_of(table.gate, x.dtype)
+    inputs, slots, slot_scales = prepare(x, gate_planes, chosen, scales)
+    wanted = 0 if table.down.in_blocks else planes_of(table.down, x.dtype)
     width, hidden = table.gate.shape[0], table.down.shape[0]
     # With one scale per row it takes all of the row to make codes; digits are made on the spot.
-    h = empty_vectors(tokens * top, width, 0 if wanted == 1 else wanted, x)
-    _launch_gate_up(x, table, gate, inputs, slots, cut, h, activation, top)
-    if wanted == 1:
-        h = prepare(h.numbers, 1)[0]
+    on_the_spot = wanted > 1 and not table.gate.in_blocks
+    h = empty_vectors(tokens * top, width, wanted if on_the_spot else 0, x)
+    if table.gate.in_blocks:
+        gate_up_in_blocks(h.numbers, inputs.numbers, table, slots, activation, top)
+    else:
+        gate = matrix_form(table.gate)
+        _launch_gate_up(x, table, gate, inputs, slots, cut, h, activation, top)
+    if wanted != h.planes:
+        h = prepare(h.numbers, wanted)[0]
     fresh, out = total is None, total
     if last or out is None:
         out = torch.empty(tokens, hidden, dtype=x.dtype if last else torch.float32, device=x.device)
     whole = out if total is None else total
+    keep = not (fresh and last)
+    if table.down.in_blocks:
+        down_in_blocks(
+            out, whole, h.numbers, table, slots, slot_scales, add=not fresh, keep=keep, last=last
+        )
+        return out
     panels = triton.cdiv(hidden, 16)
+    down = matrix_form(table.down)
     pairs, step, warps, stages = down_blocks(down, width, top)
     _down_kernel[(panels, tokens)](
         table.addresses, table.part_stride, table.experts, slots, slot_scales,
         h.numbers_for(in_panels=table.down.in_panels), h.scales, whole, out, hidden, width,
         *table.down.offsets,
-        TOP=top, PAIRS=pairs, RESULT=gate.kind_of(x.dtype), ADD=not fresh,
-        KEEP=not (fresh and last), LAST=last,
+        TOP=top, PAIRS=pairs, RESULT=down.kind_of(x.dtype), ADD=not fresh,
+        KEEP=keep, LAST=last,
         PLANES=h.planes, STEP=step, STAGES=stages, EVEN=width % (32 * step) == 0,
         ASM=not interpreted(), num_warps=warps, **down.constants, **dependent(x.device),
     )  # fmt: skip

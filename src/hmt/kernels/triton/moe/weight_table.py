@@ -47,9 +47,14 @@ class ExpertMatrix:
         return self.encoding.packing is Packing.PANELS
 
     @property
+    def in_blocks(self) -> bool:
+        """True for ggml's blocks."""
+        return self.encoding.packing is Packing.BLOCKS
+
+    @property
     def has_kernel(self) -> bool:
         """False where groups are of a size that kernels do not have, or parts lie too oddly."""
-        if self.aligned < (_ALIGNMENT if self.in_panels else _NUMBER):
+        if self.aligned < (_ALIGNMENT if self.in_panels or self.in_blocks else _NUMBER):
             return False
         if self.extra and not self.in_panels:
             return False  # int8 with minima
