@@ -11,9 +11,10 @@ constexpr size_t kActivationBlock = 256;
 // numbers  columns of a block
 // bytes    of a block
 // group    columns that share an integer scale
-// words    of 32 bits, without the f16 scale that was taken out of the block where they are odd
 // offset   what makes codes unsigned; 128 where they take a whole int8
 // minima   whether a group has a minimum; offset is 0 then
+//
+// Of bytes that are no whole words, the two of an f16 scale are taken out.
 struct BlockShape {
   size_t numbers, bytes, group;
   int32_t offset;

@@ -26,7 +26,7 @@ struct Block {
   HMT_INLINE F16v scale() const { return load_f16(taken); }
 };
 
-// Sizes that loops are unrolled by, where a code's place in its word must be a constant.
+// What most types have; loops over codes are unrolled where a place in a word must be a constant.
 template <Code kCode_>
 struct BlockType {
   static constexpr Code kCode = kCode_;
@@ -40,7 +40,7 @@ struct BlockType {
 // Bytes minus 32, of 0..63, without a borrow between them.
 HMT_INLINE I16v minus_32(I16v bytes) {
   const I16v high = mask_of(0x80808080);
-  return differ(sub(either(bytes, high), mask_of(0x20202020)), high);
+  return differ(minus(either(bytes, high), mask_of(0x20202020)), high);
 }
 // Nibble g of the 16 or 8 in neighbouring words from `first` on.
 HMT_INLINE I16v nibble_of(const Block& b, size_t first, size_t g) {
@@ -261,7 +261,7 @@ struct IQ4_XS : BlockType<Code::kIQ4_XS> {
 // complement of 128 + m, plus one.
 HMT_INLINE I16v with_signs(I16v magnitudes, I16v signs) {
   const I16v ones = spread_bits(signs);
-  return add(differ(magnitudes, sub(shl(ones, 8), ones)), ones);
+  return plus(differ(magnitudes, minus(shl(ones, 8), ones)), ones);
 }
 // Seven sign bits from bit `at` on, and an eighth that makes their number even.
 HMT_INLINE I16v even_signs(I16v word, int at) {

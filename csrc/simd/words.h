@@ -64,7 +64,7 @@ HMT_INLINE I16v dot_pairs(I16v sum, I16v a, int32_t b) {
 HMT_INLINE I16v dot_pairs(I16v sum, I16v a, I16v b) {
   return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
 }
-// f16 in the low or high half of each lane.
+// The f16 in the low half of each lane.
 HMT_INLINE F16v low_half(I16v a) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(a.v))}; }
 
 #elif defined(HMT_AVX2)
@@ -176,10 +176,17 @@ HMT_INLINE F16v low_half(I16v a) {
   for (size_t i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>(a.v[i]);
   return load_f16(halves);
 }
+// Sums and differences that may leave int32, as bytes do.
+HMT_INLINE I16v plus(I16v a, I16v b) { HMT_EACH_WORD(bits_of(a.v[i]) + bits_of(b.v[i])); }
+HMT_INLINE I16v minus(I16v a, I16v b) { HMT_EACH_WORD(bits_of(a.v[i]) - bits_of(b.v[i])); }
 #undef HMT_EACH_WORD
 
 #endif
 
+#if defined(HMT_AVX2)
+HMT_INLINE I16v plus(I16v a, I16v b) { return add(a, b); }
+HMT_INLINE I16v minus(I16v a, I16v b) { return sub(a, b); }
+#endif
 #if !defined(HMT_AVX2) || defined(HMT_AVX512)
 HMT_INLINE I16v dot_signed_bytes(I16v sum, I16v, int32_t) { return sum; }  // see kSignedBytes
 #endif
