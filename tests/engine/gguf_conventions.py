@@ -12,20 +12,17 @@ Run as a program it asks the converter again, in a folder of llama.cpp's source:
 
 import gzip
 import json
-import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 GOLDEN = Path(__file__).with_name("gguf_conventions.json.gz")
 VOCABULARY = 260

@@ -19,8 +19,6 @@ sys.path[:0] = [
 
 import numpy as np
 import transformers
-from safetensors.numpy import load_file
-
 from every_type import config_of
 from gguf_conventions import (
     _STEPS,
@@ -33,7 +31,7 @@ from gguf_conventions import (
     drawn,
     vocabulary,
 )
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 SMALL = {"num_hidden_layers": 2}
 YARN = {
@@ -160,6 +158,9 @@ def converted(folder: Path, more: Mapping[str, Any]) -> tuple[dict[str, Any], di
     hparams = ModelBase.load_hparams(folder, False) | more
     name = get_model_architecture(hparams, ModelType.TEXT)
     base = get_model_class(name)
+    from conversion.llama import LlamaModel
+
+    LlamaModel.set_vocab = lambda self: vocabulary(self.gguf_writer)  # of Mistral3's inner one
     kind = type(
         base.__name__,
         (base,),
@@ -298,7 +299,7 @@ def record(name: str, llama_cpp: Path) -> dict[str, Any]:
             raise SystemExit(f"{name}: no recipe for {tensor} {numbers.shape}")
         else:
             found[tensor] = how
-    if VOCABULARY != config.get("vocab_size"):
+    if config.get("vocab_size") != VOCABULARY:
         raise SystemExit(f"{name} has a vocabulary of {config.get('vocab_size')}")
     shapes = {source: list(t.shape) for source, t in sources.items()}
     return {

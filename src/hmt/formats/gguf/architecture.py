@@ -64,6 +64,17 @@ GRANITE_MOE: Final = {
     "ffn_down_exps": "block_sparse_moe.output_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+GEMMA4_NAMES: Final = FOUR_NORMS | {
+    "layer_output_scale.weight": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 QUERY_NORMS: Final = {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
@@ -119,6 +130,7 @@ class Architecture:
                  groups of heads
     transposed   matrices inside layers are [in, out] in transformers
     joined       tensors of transformers that llama.cpp has in two, one after the other
+    proportional rope_freqs tells which part of a head is rotated
     dropped      fields that all have and this one must not
     """
 
@@ -137,6 +149,7 @@ class Architecture:
     grouped: bool = False
     transposed: bool = False
     joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    proportional: bool = False
     dropped: tuple[str, ...] = ()
 
 

@@ -50,6 +50,7 @@ from hmt.formats.gguf.special import (
     PHIMOE,
     deepseek2,
     falcon,
+    gemma4,
     granitemoe,
     llama,
     mellum,
@@ -203,6 +204,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
     "gemma": Architecture("GemmaForCausalLM", "gemma", _GELU, shifted=True),
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gemma4": gemma4,
     "glm4": Architecture(
         "Glm4ForCausalLM",
         "glm4",
@@ -273,7 +275,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
                 // keys.count("expert_feed_forward_length")
             ),
             "router_scaling_factor": number("expert_weights_scale", 1.0),
-            "norm_topk_prob": only("expert_weights_norm", 1),
+            "norm_topk_prob": flag("expert_weights_norm", True),
             "scoring_func": sigmoid_only("sigmoid"),
         },
         {

@@ -77,15 +77,22 @@ def open_gguf(path: Path) -> Checkpoint:
         None,
         forms_of(records, names),
         vocabulary,
-        spare=_in_config(config, factors) | spare_of(records, names),
+        spare=_in_config(config, factors, architecture.proportional) | spare_of(records, names),
     )
 
 
-def _in_config(config: Mapping[str, Any], factors: Mapping[str, list[float]]) -> frozenset[str]:
-    """Names of the small tensors whose numbers the configuration has."""
+def _in_config(
+    config: Mapping[str, Any], factors: Mapping[str, list[float]], proportional: bool
+) -> frozenset[str]:
+    """Names of the small tensors whose numbers the configuration has.
+
+    proportional   it has what rope_freqs tells, in other words
+    """
     rope = config.get("rope_parameters", {})
     used = [value for value in rope.values() if isinstance(value, list)]
-    return frozenset(f"{name}.weight" for name, numbers in factors.items() if numbers in used)
+    return frozenset(
+        f"{name}.weight" for name, numbers in factors.items() if proportional or numbers in used
+    )
 
 
 def _files(path: Path) -> list[Path]:

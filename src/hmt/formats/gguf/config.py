@@ -31,7 +31,7 @@ def read_config(
             f"{what} is of architecture {name!r:.100}; of GGUF files HMT runs "
             f"{', '.join(ARCHITECTURES)}"
         )
-    keys = Keys(metadata, str(name), what, records)
+    keys = Keys(metadata, str(name), what, records, factors)
     table = records.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise HeaderError(f"{what} has no matrix token_embd.weight: download it again")
@@ -68,6 +68,10 @@ def _common(keys: Keys, architecture: Architecture, vocab_size: int) -> dict[str
     dim = keys.count("attention.key_length", hidden // heads)
     if keys.count("attention.value_length", dim) != dim and "attention.kv_lora_rank" not in keys:
         raise keys.unread("attention.value_length", f"and keys have {dim} numbers a head")
+    own = architecture.fields
+    heads_of_keys = (
+        heads if "num_key_value_heads" in own else keys.count("attention.head_count_kv", heads)
+    )
     return {
         "architectures": [architecture.causal],
         "model_type": architecture.model_type,
@@ -78,7 +82,7 @@ def _common(keys: Keys, architecture: Architecture, vocab_size: int) -> dict[str
         ),
         "num_hidden_layers": layers - guessing,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "num_key_value_heads": heads_of_keys,
         "head_dim": dim,
         "max_position_embeddings": keys.count("context_length"),
         field: keys.number(key),

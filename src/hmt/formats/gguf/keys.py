@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Container, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from hmt.base.errors import CheckpointError, HeaderError
@@ -21,6 +22,7 @@ class Keys:
     """Metadata of one architecture, by keys without its name; remembers which were read.
 
     tensors   names of the file's tensors
+    factors   numbers of those with factors of rotary frequencies, by name without ".weight"
     what      the file, for messages
     """
 
@@ -30,9 +32,10 @@ class Keys:
         architecture: str,
         what: str,
         tensors: Container[str] = (),
+        factors: Mapping[str, list[float]] = MappingProxyType({}),
     ) -> None:
         self._metadata, self._at, self._what = metadata, f"{architecture}.", what
-        self._tensors = tensors
+        self._tensors, self.factors = tensors, factors
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
@@ -67,6 +70,17 @@ class Keys:
         if value is not default and type(value) not in (int, float):
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no number")
         return value
+
+    def by_layer(self, key: str, layers: int) -> list[Any]:
+        """A number for each layer, of an array or one for all.  Raises HeaderError."""
+        value = self._get(key, REQUIRED)
+        numbers = value[:layers] if isinstance(value, list) else [value] * layers
+        if len(numbers) < layers or any(type(item) not in (int, float) for item in numbers):
+            raise HeaderError(
+                f"{self._what} has {self._at}{key} {value!r:.60}; wanted is a number for each of "
+                f"{layers} layers"
+            )
+        return numbers
 
     def count(self, key: str, default: Any = REQUIRED) -> Any:
         """A whole number above 0.  Raises as `number`."""

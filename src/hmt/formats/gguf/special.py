@@ -7,6 +7,7 @@ from hmt.formats.gguf.architecture import (
     BLOOM_TRUNK,
     EXPERTS,
     FOUR_NORMS,
+    GEMMA4_NAMES,
     GRANITE,
     GRANITE_MOE,
     LATE_NORMS,
@@ -126,6 +127,66 @@ GEMMA3: Final = Architecture(
     rotary=False,
     shifted=True,
 )
+
+
+def _gemma4_rope(keys: Keys, config: Config) -> dict[str, Any]:
+    """In layers without a window a part of each head is rotated: where rope_freqs are 1."""
+    dim, most = config["global_head_dim"], config["max_position_embeddings"]
+    full = rope_parameters(keys, dim, most, {}, theta=1e6)
+    if full["rope_type"] != "default":
+        raise keys.unread("rope.scaling.type")
+    if keys.count("rope.dimension_count_swa", config["head_dim"]) != config["head_dim"]:
+        raise keys.unread("rope.dimension_count_swa", f"and heads have {config['head_dim']}")
+    divisors = keys.factors.get("rope_freqs", [1.0] * (dim // 2))
+    rotated = divisors.count(1.0)
+    stands = divisors[:rotated] == [1.0] * rotated and min(divisors[rotated:], default=1e30) > 1e29
+    if not stands or len(divisors) != dim // 2:
+        raise keys.unread("rope.dimension_count", "beside rope_freqs that are not 1 and then 1e30")
+    full |= {"rope_type": "proportional", "partial_rotary_factor": 2 * rotated / dim}
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 1e4)}
+    return {"full_attention": full, "sliding_attention": local}
+
+
+def gemma4(keys: Keys) -> Architecture:
+    """Gemma 4, dense or with experts; embeddings for each layer are refused by the model."""
+    layers = keys.count("block_count")
+    slides = keys.windows(6, layers)
+    heads = keys.by_layer("attention.head_count_kv", layers)
+    of = {
+        kind: [n for n, slid in zip(heads, slides, strict=True) if slid is kind]
+        for kind in (True, False)
+    }
+    if any(len(set(numbers)) > 1 for numbers in of.values()) or not all(of.values()):
+        raise keys.unread("attention.head_count_kv", "which HMT computes alike in alike layers")
+    full = slides.index(False)
+    fields: dict[str, Any] = {
+        "hidden_activation": _GELU,
+        "num_key_value_heads": of[True][0],
+        "num_global_key_value_heads": of[False][0],
+        "global_head_dim": count("attention.key_length"),
+        "head_dim": count("attention.key_length_swa"),
+        "attention_k_eq_v": not keys.has_tensor(f"blk.{full}.attn_v.weight"),
+        "sliding_window": count("attention.sliding_window"),
+        "layer_types": layer_types(6),
+        "final_logit_softcapping": number("final_logit_softcapping", None),
+        "hidden_size_per_layer_input": number("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": number("attention.shared_kv_layers", 0),
+        "use_double_wide_mlp": False,
+        "enable_moe_block": bool(keys.number("expert_count", 0)),
+        "rope_parameters": _gemma4_rope,
+    }
+    value = keys.number("attention.value_length_swa", None)
+    if value != keys.number("attention.key_length_swa", None):
+        raise keys.unread("attention.value_length_swa")
+    if keys.number("expert_count", 0):
+        fields |= {
+            "num_experts": count("expert_count"),
+            "top_k_experts": count("expert_used_count"),
+            "moe_intermediate_size": count("expert_feed_forward_length"),
+        }
+    return Architecture(
+        "Gemma4ForCausalLM", "gemma4_text", fields, GEMMA4_NAMES, rotary=False, proportional=True
+    )
 
 
 def _gpt_oss_rope(keys: Keys, config: Config) -> dict[str, Any]:
