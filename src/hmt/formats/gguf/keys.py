@@ -14,7 +14,8 @@ REQUIRED: Final = object()
 _SAY_NOTHING: Final = re.compile(
     r"vocab_size|context_length|embedding_length_out|pooling_type|tensor_data_layout|"
     r"expert_shared_feed_forward_length|expert_feed_forward_length|feed_forward_length|"
-    r"attention\.head_count_kv|attention\.layer_norm(_rms)?_epsilon|decoder_start_token_id|(vision|audio|mm|clip)\..*|rope\..*"
+    r"attention\.head_count_kv|attention\.layer_norm(_rms)?_epsilon|decoder_start_token_id|(vision|audio|mm|clip)\..*|"
+    r"rope\.(?!(freq_base|dimension_count)_swa).*"
 )
 
 
@@ -130,8 +131,10 @@ class Keys:
         for key, value in self.below(""):
             if key in self._read or _SAY_NOTHING.fullmatch(key):
                 continue
+            # What is 0, false or empty asks for nothing, nor does what windows share with the rest.
             items = value if isinstance(value, list) else [value]
-            if any(items):  # what is 0, false or empty asks for nothing
+            everywhere = self._metadata.get(self._at + key.removesuffix("_swa"))
+            if any(items) and (value != everywhere or not key.endswith("_swa")):
                 raise self.unread(key)
 
     def below(self, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -152,17 +152,16 @@ def gemma4(keys: Keys) -> Architecture:
     layers = keys.count("block_count")
     slides = keys.windows(6, layers)
     heads = keys.by_layer("attention.head_count_kv", layers)
-    of = {
-        kind: [n for n, slid in zip(heads, slides, strict=True) if slid is kind]
-        for kind in (True, False)
-    }
-    if any(len(set(numbers)) > 1 for numbers in of.values()) or not all(of.values()):
+    of: dict[bool, set[int]] = {True: set(), False: set()}
+    for number_of_heads, slid in zip(heads, slides, strict=True):
+        of[slid].add(number_of_heads)
+    if any(len(numbers) != 1 for numbers in of.values()):
         raise keys.unread("attention.head_count_kv", "which HMT computes alike in alike layers")
     full = slides.index(False)
     fields: dict[str, Any] = {
         "hidden_activation": _GELU,
-        "num_key_value_heads": of[True][0],
-        "num_global_key_value_heads": of[False][0],
+        "num_key_value_heads": min(of[True]),
+        "num_global_key_value_heads": min(of[False]),
         "global_head_dim": count("attention.key_length"),
         "head_dim": count("attention.key_length_swa"),
         "attention_k_eq_v": not keys.has_tensor(f"blk.{full}.attn_v.weight"),
