@@ -103,16 +103,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe, shared": ("granitemoeshared", SMALL | {"shared_intermediate_size": 64}),
     "olmo2": ("olmo2", SMALL),
     "olmo2, windows": ("olmo3", SMALL | {"num_hidden_layers": 4, "sliding_window": 8}),
-    "olmoe": ("olmoe", SMALL),
+    "olmoe": ("olmoe", SMALL | {"num_key_value_heads": 4}),
     "olmo": ("olmo", SMALL | {"clip_qkv": 1.5}),
     "hunyuan-dense": ("hunyuan_v1_dense", SMALL),
     "hunyuan-moe": ("hunyuan_v1_moe", SMALL | {"num_experts": 8, "moe_topk": [2] * 2}),
-    "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window": 8}),
+    "exaone4": ("exaone4", SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4, windows": ("exaone4", {"sliding_window": 8}),
     "ernie4_5": ("ernie4_5", SMALL),
-    "ernie4_5-moe": ("ernie4_5_moe", SMALL),
-    "dots1": ("dots1", SMALL),
+    "ernie4_5-moe": ("ernie4_5_moe", SMALL | {"intermediate_size": 128}),
+    "dots1": ("dots1", SMALL | {"num_key_value_heads": 4}),
     "phi2": ("phi", SMALL | {"num_key_value_heads": 4, "intermediate_size": 256}),
-    "phimoe": ("phimoe", SMALL),
+    "phimoe": ("phimoe", SMALL | {"lm_head_bias": True}),
     "starcoder2": ("starcoder2", SMALL),
     "stablelm": ("stablelm", SMALL | {"use_qkv_bias": True}),
     "falcon": ("falcon", SMALL | {"num_kv_heads": 1, "ffn_hidden_size": 256}),
@@ -127,7 +128,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", SMALL),
     "minicpm3": ("minicpm3", SMALL | {"v_head_dim": 16}),
     "arcee": ("arcee", SMALL),
-    "apertus": ("apertus", SMALL),
     "gemma4": ("gemma4_text, large", {"final_logit_softcapping": 30.0}),
     "gemma4, experts": ("gemma4_text, experts", {}),
     "afmoe": ("afmoe", {"mup_enabled": True}),
@@ -136,7 +136,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "jais2": ("jais2", SMALL),
     "exaone-moe": ("exaone_moe", {}),
     "cohere2moe": ("cohere2_moe", {}),
-    "mellum": ("mellum", {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
+    "mellum": (
+        "mellum",
+        {
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            # llama.cpp has one base for all layers.
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 5000.0}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        },
+    ),
     "hy-v3": ("hy_v3", {}),
     "deepseek2, lite": ("glm4_moe_lite", SMALL),
 }
@@ -208,6 +218,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gptneox": {"rotary_pct": 0.25},
     "gpt2": {"n_ctx": 128},
     "phimoe": {"original_max_position_embeddings": 128},
+    "afmoe": {"route_norm": True},
     "dots1": {"scoring_func": "sigmoid"},
     "deepseek2, lite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "exaone-moe": {"scoring_func": "sigmoid"},
@@ -288,7 +299,7 @@ def record(name: str, llama_cpp: Path) -> dict[str, Any]:
         config = checkpoint_of(model_type, fields, Path(folder))
         metadata, tensors = converted(Path(folder), PUBLISHED.get(name, {}))
         sources = load_file(Path(folder) / "model.safetensors")
-    heads = {v for k, v in config.items() if "head" in k and isinstance(v, int) and 1 <= v < 64}
+    heads = {v for k, v in config.items() if "head" in k and type(v) is int and 1 <= v < 64}
     heads |= {1}
     found, made = {}, {}
     for tensor, numbers in tensors.items():

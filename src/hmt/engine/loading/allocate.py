@@ -11,6 +11,7 @@ import torch
 
 from hmt.base import flags
 from hmt.base.errors import Cancelled, MachineError
+from hmt.base.folders import cache_folder
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
@@ -26,7 +27,7 @@ from hmt.engine.loading.kv import open_kv
 from hmt.engine.loading.prefix_cache import open_prefixes
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.run_summary import DeviceAccount, ExpertAccount
-from hmt.hardware.machine import cache_folder, remembered
+from hmt.hardware.machine import remembered
 from hmt.kvcache import AnyKV, SplitKVCache, TieredKV
 from hmt.kvcache.prefix import PrefixCache
 from hmt.memory import (

@@ -32,6 +32,7 @@ from hmt.formats.gguf.fields import (
     count,
     flag,
     layer_types,
+    must,
     number,
     only,
     same,
@@ -79,6 +80,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
             "num_shared_experts": count("expert_shared_count"),
             "route_scale": number("expert_weights_scale", 1.0),
             "mup_enabled": sigmoid_only(),
+            "route_norm": must("expert_weights_norm", True, False),
             "sliding_window": window(),
             "layer_types": layer_types(4),
         },
@@ -275,7 +277,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
                 // keys.count("expert_feed_forward_length")
             ),
             "router_scaling_factor": number("expert_weights_scale", 1.0),
-            "norm_topk_prob": flag("expert_weights_norm", True),
+            "norm_topk_prob": must("expert_weights_norm", True, False),
             "scoring_func": sigmoid_only("sigmoid"),
         },
         {

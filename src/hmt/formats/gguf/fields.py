@@ -48,6 +48,17 @@ def only(key: str, value: float) -> Reader:
     return read
 
 
+def must(key: str, value: bool, default: bool) -> Reader:
+    """`value`: nothing else is computed; `default` is what a file without the key asks for."""
+
+    def read(keys: Keys, config: Config) -> bool:
+        if keys.flag(key, default) is not value:
+            raise keys.unread(key, f"and HMT computes this architecture with {value} only")
+        return value
+
+    return read
+
+
 def window(default: int | None = None) -> Reader:
     """Tokens of a sliding window; None without one, which is also what 0 says."""
     return lambda keys, config: keys.number("attention.sliding_window", default) or None
