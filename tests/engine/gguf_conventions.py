@@ -5,9 +5,9 @@ metadata that it wrote, and for every tensor which of transformers' tensors it w
 with a checksum of the numbers.  Numbers are drawn by the name of a tensor, so that the test writes
 the converter's file again, to the bit, and needs no converter.
 
-Run as a program it asks the converter again, in a folder of llama.cpp's source:
+record_gguf_conventions.py asks the converter again, in a folder of llama.cpp's source:
 
-    python tests/engine/gguf_conventions.py LLAMA_CPP_FOLDER
+    python tests/engine/record_gguf_conventions.py LLAMA_CPP_FOLDER [NAME ...]
 """
 
 import gzip
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -143,10 +144,22 @@ class Conventions:
         save_file(self.numbers(), folder / "model.safetensors", {"format": "pt"})
         return folder
 
-    def write(self, path: Path, kind: str, **changed: tuple[str, Any] | None) -> Path:
+    def write(
+        self,
+        path: Path,
+        kind: str,
+        changed: Mapping[str, tuple[str, Any] | None] = MappingProxyType({}),
+        *,
+        fused: bool = False,
+        kinds: Mapping[str, str] = MappingProxyType({}),
+        guessing: bool = False,
+    ) -> Path:
         """The converter's file, with matrices in `kind` where their rows are whole blocks.
 
         changed   metadata to add, or None to leave out, by keys without the architecture's name
+        fused     as with --fuse-qkv and --fuse-gate-up-exps
+        kinds     of some tensors, by their names in a layer
+        guessing  the last layer is there once more, as one that guesses further tokens
         """
         architecture = self.metadata["general.architecture"][1]
         writer = GGUFWriter(path, architecture)
@@ -158,11 +171,14 @@ class Conventions:
                 _add(writer, key, *value)
         vocabulary(writer)
         numbers = self.numbers()
-        for name, recipe in self.tensors.items():
-            made = recipe.make(numbers)
-            block, _ = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        contents = {name: recipe.make(numbers) for name, recipe in self.tensors.items()}
+        if guessing:
+            contents |= {n.replace("blk.1.", "blk.2."): made for n, made in contents.items()}
+        for name, made in (_fused(contents) if fused else contents).items():
+            wanted = GGMLQuantizationType[kinds.get(name.split(".")[-2], kind)]
+            block, _ = gguf.GGML_QUANT_SIZES[wanted]
             plain = made.ndim < 2 or made.shape[-1] % block or "ffn_gate_inp" in name
-            chosen = GGMLQuantizationType.F32 if plain else GGMLQuantizationType[kind]
+            chosen = GGMLQuantizationType.F32 if plain else wanted
             writer.add_tensor(name, gguf.quants.quantize(made, chosen), raw_dtype=chosen)
         for name, values in self.made.items():
             writer.add_tensor(name, np.array(values, np.float32))
@@ -171,6 +187,21 @@ class Conventions:
         writer.write_tensors_to_file()
         writer.close()
         return path
+
+
+def _fused(contents: Mapping[str, Numbers]) -> dict[str, Numbers]:
+    """Queries, keys and values as one tensor, and gate and up projections of experts, too."""
+    made = dict(contents)
+    for name in contents:
+        at, _, kind = name.partition(".attn_q.")
+        if kind:
+            parts = [made.pop(f"{at}.attn_{part}.{kind}") for part in "qkv"]
+            made[f"{at}.attn_qkv.{kind}"] = np.concatenate(parts)
+        at, _, kind = name.partition(".ffn_gate_exps.")
+        if kind:
+            parts = [made.pop(f"{at}.ffn_{part}_exps.{kind}") for part in ("gate", "up")]
+            made[f"{at}.ffn_gate_up_exps.{kind}"] = np.concatenate(parts, axis=1)
+    return made
 
 
 def _add(writer: GGUFWriter, key: str, kind: str, value: Any) -> None:

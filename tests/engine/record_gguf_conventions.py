@@ -1,3 +1,4 @@
+# ruff: noqa: E402  (the converter brings its own gguf package, which must be found first)
 """Asks llama.cpp's converter what it makes of small models; see gguf_conventions.py."""
 
 import gzip
@@ -113,7 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5-moe": ("ernie4_5_moe", SMALL | {"intermediate_size": 128}),
     "dots1": ("dots1", SMALL | {"num_key_value_heads": 4}),
     "phi2": ("phi", SMALL | {"num_key_value_heads": 4, "intermediate_size": 256}),
-    "phimoe": ("phimoe", SMALL | {"lm_head_bias": True}),
+    "phimoe": ("phimoe", SMALL | {"lm_head_bias": True, "attention_bias": True}),
     "starcoder2": ("starcoder2", SMALL),
     "stablelm": ("stablelm", SMALL | {"use_qkv_bias": True}),
     "falcon": ("falcon", SMALL | {"num_kv_heads": 1, "ffn_hidden_size": 256}),

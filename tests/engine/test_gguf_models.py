@@ -138,7 +138,7 @@ PROMPT = torch.randint(8, 4000, (40,), generator=torch.Generator().manual_seed(0
 
 def answer(path: Path, **options: Any) -> tuple[tuple[int, ...], torch.Tensor, int]:
     """Greedy tokens, logits, and bytes that were streamed."""
-    with hmt.Engine(context=128, dtype="float32", **options) as engine:
+    with hmt.Engine(context=128, dtype="float32", activations="exact", **options) as engine:
         model = engine.load_model(path)
         found = model.infer(hmt.Request(PROMPT, 24, ignore_eos=True))
         return found.token_ids, model.logits(PROMPT, range(40)), model.summary().streamed_bytes

@@ -62,14 +62,6 @@ from hmt.formats.gguf.special import (
 _GELU: Final = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _BIASES: Final = {"attention_bias": tensor("blk.0.attn_q.bias"), "mlp_bias": False}
 
-
-def _whole(keys: Keys, key: str) -> int:
-    value = keys.number(key)
-    if value != int(value):
-        raise keys.unread(key, "wanted is a whole number")
-    return int(value)
-
-
 ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]] = {
     "afmoe": Architecture(
         "AfmoeForCausalLM",
@@ -360,7 +352,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
             ),
             "attn_config": lambda keys, config: {
                 "alibi": True,
-                "alibi_bias_max": _whole(keys, "attention.max_alibi_bias"),
+                "alibi_bias_max": keys.count("attention.max_alibi_bias"),
                 "clip_qkv": keys.number("attention.clamp_kqv", 0) or None,
             },
         },

@@ -84,8 +84,10 @@ class Keys:
         return numbers
 
     def count(self, key: str, default: Any = REQUIRED) -> Any:
-        """A whole number above 0.  Raises as `number`."""
+        """A whole number above 0, however it is written.  Raises as `number`."""
         value = self.number(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if value is not default and (type(value) is not int or not 0 < value < 1 << 31):
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}; wanted is a count")
         return value
