@@ -82,9 +82,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a window for some": ("exaone4, windows", {
         "attention.sliding_window_pattern": ("ARRAY BOOL", [True])}, r"1 items for 4 layers"),
-    "embeddings of layers": (
-        "gemma4", {"embedding_length_per_layer_input": ("UINT32", 16)}, r"hidden_size_per_layer",
-    ),
     "a scale of attention": ("qwen2moe", {"attention.scale": ("FLOAT32", 0.5)}, r"scale 0\.5"),
 }  # fmt: skip
 

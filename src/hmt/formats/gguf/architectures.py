@@ -35,6 +35,7 @@ from hmt.formats.gguf.fields import (
     must,
     number,
     only,
+    query_bias,
     same,
     sigmoid_only,
     sparse_after,
@@ -60,7 +61,7 @@ from hmt.formats.gguf.special import (
 )
 
 _GELU: Final = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-_BIASES: Final = {"attention_bias": tensor("blk.0.attn_q.bias"), "mlp_bias": False}
+_BIASES: Final = {"attention_bias": query_bias, "mlp_bias": False}
 
 ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]] = {
     "afmoe": Architecture(
@@ -148,17 +149,15 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
             **SIGMOID_EXPERTS,
             "norm_topk_prob": flag("expert_weights_norm", False),
             "sliding_window": None,
-            "attention_bias": tensor("blk.0.attn_q.bias"),
+            "attention_bias": query_bias,
         },
     ),
-    "ernie4_5": Architecture(
-        "Ernie4_5ForCausalLM", "ernie4_5", {"use_bias": tensor("blk.0.attn_q.bias")}
-    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", {"use_bias": query_bias}),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
         "ernie4_5_moe",
         {
-            "use_bias": tensor("blk.0.attn_q.bias"),
+            "use_bias": query_bias,
             "moe_num_experts": count("expert_count"),
             "moe_k": count("expert_used_count"),
             "moe_intermediate_size": count("expert_feed_forward_length"),
@@ -239,7 +238,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         {
             "hidden_act": "gelu",
             "use_parallel_residual": flag("use_parallel_residual", True),
-            "attention_bias": tensor("blk.0.attn_qkv.bias"),
+            "attention_bias": query_bias,
         },
         {
             "attn_qkv": "attention.query_key_value",
@@ -423,7 +422,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
             **EXPERTS,
             "shared_expert_intermediate_size": count("expert_shared_feed_forward_length"),
             "norm_topk_prob": False,  # as llama.cpp computes it
-            "qkv_bias": tensor("blk.0.attn_q.bias"),
+            "qkv_bias": query_bias,
         },
         {
             "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -455,7 +454,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         "StableLmForCausalLM",
         "stablelm",
         {
-            "use_qkv_bias": tensor("blk.0.attn_q.bias"),
+            "use_qkv_bias": query_bias,
             "qk_layernorm": tensor("blk.0.attn_q_norm.weight"),
             # llama.cpp goes by the second norm, whatever use_parallel_residual says.
             "use_parallel_residual": lambda keys, config: (
@@ -488,7 +487,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         "starcoder2",
         {
             "hidden_act": "gelu_pytorch_tanh",
-            "use_bias": tensor("blk.0.attn_q.bias"),
+            "use_bias": query_bias,
             "sliding_window": None,
         },
         {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},

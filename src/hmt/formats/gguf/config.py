@@ -7,6 +7,7 @@ from hmt.base.errors import HeaderError, UnknownArchitectureError
 from hmt.contracts.checkpoint import TensorRecord
 from hmt.formats.gguf.architecture import Architecture
 from hmt.formats.gguf.architectures import ARCHITECTURES
+from hmt.formats.gguf.fields import query_bias
 from hmt.formats.gguf.keys import Keys
 from hmt.formats.gguf.rope import rope_parameters
 
@@ -86,7 +87,7 @@ def _common(keys: Keys, architecture: Architecture, vocab_size: int) -> dict[str
         "head_dim": dim,
         "max_position_embeddings": keys.count("context_length"),
         field: keys.number(key),
-        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "attention_bias": query_bias(keys, {}),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         "hidden_act": "silu",
     }

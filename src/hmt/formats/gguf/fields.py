@@ -32,6 +32,11 @@ def tensor(name: str) -> Reader:
     return lambda keys, config: keys.has_tensor(name)
 
 
+def query_bias(keys: Keys, config: Config) -> bool:
+    """Whether queries have a bias, by themselves or in one tensor with keys and values."""
+    return keys.has_tensor("blk.0.attn_q.bias") or keys.has_tensor("blk.0.attn_qkv.bias")
+
+
 def same(field: str) -> Reader:
     """What another field has."""
     return lambda keys, config: config[field]
