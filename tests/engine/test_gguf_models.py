@@ -220,7 +220,7 @@ def test_text_chats_and_rounding_again(tmp_path: Path) -> None:
     ours, theirs = (open_source(one).tokenizer() for one in (path, MINI_DENSE))
     bits = {(one.published, one.encoding): (one.published_bits, one.bits)
             for one in inspect(path).stored}  # fmt: skip
-    assert bits == {("Q8_0", "int8-group, groups of 32"): (8.5, 9.0), ("f32", "f32"): (32, 32)}
+    assert bits == {("Q8_0", "q8_0"): (8.5, 8.5), ("f32", "f32"): (32, 32)}
     text = "Where is the harbour? I do not know, she said."
     assert ours.encode(text) == theirs.encode(text)
     assert ours.eos_ids == theirs.eos_ids and ours.vocab_size == theirs.vocab_size

@@ -34,6 +34,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 # What llama.cpp's own answers show to be its own way, beside transformers' numbers.
 UNLIKE = {
     "command-r, norms": "llama.cpp has these norms in models of 64 layers alone",
+    "phimoe": "llama.cpp takes a softmax of the routers, for the publisher's sparse mixer",
     "exaone4, windows": "llama.cpp has windows in models of 64 layers alone",
 }
 # Queries are not scaled, so that softmax makes more of llama.cpp's roundings.
